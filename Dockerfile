@@ -3,8 +3,8 @@
 ARG PYTHON_IMAGE=python:3.11-slim
 
 FROM ${PYTHON_IMAGE} AS dependencies
-# For `strip`.
-RUN apt-get update && apt-get install --yes --no-install-recommends binutils
+# For `strip`, and to compile the kernel that resizes pictures.
+RUN apt-get update && apt-get install --yes --no-install-recommends binutils gcc libc6-dev
 WORKDIR /build
 COPY pyproject.toml constraints.txt ./
 ENV PIP_CONSTRAINT=/build/constraints.txt \
@@ -16,9 +16,11 @@ RUN python -m venv --without-pip /opt/venv
 # Where torch comes from. Empty: the default index, whose Linux build is for CUDA.
 # https://download.pytorch.org/whl/cpu holds the CPU's build, a fraction of the size.
 ARG TORCH_INDEX_URL=
-RUN pip --python /opt/venv/bin/python install ${TORCH_INDEX_URL:+--index-url "${TORCH_INDEX_URL}"} torch
 # These extras are small, and quiet where they have nothing to do; the CPU's image adds openvino, which is neither.
 ARG EXTRAS="gpu hub redis otel grpc"
+# timm brings torchvision, which has to be of the same build as torch.
+RUN case " ${EXTRAS} " in *" timm "*) torchvision=torchvision ;; esac \
+    && pip --python /opt/venv/bin/python install ${TORCH_INDEX_URL:+--index-url "${TORCH_INDEX_URL}"} torch ${torchvision:-}
 RUN python -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
         extras = project["optional-dependencies"]; \
         print(*project["dependencies"], *(line for name in sys.argv[1:] for line in extras[name]), sep="\n")' \
@@ -73,6 +75,7 @@ COPY deploy/healthcheck.py ./
 ENV PATH=/opt/venv/bin:$PATH \
     VIT_HOST=0.0.0.0 \
     VIT_PORT=8000 \
+    VIT_CACHE_DIR=/cache/vitserve \
     HF_HOME=/cache/huggingface \
     TORCHINDUCTOR_CACHE_DIR=/cache/inductor \
     TRITON_CACHE_DIR=/cache/triton \
@@ -83,7 +86,7 @@ ENV PATH=/opt/venv/bin:$PATH \
 USER 10001:10001
 # A file that slim.py should have left alone is missed here, and not by a user.
 RUN for backend in torch auto; do \
-        VIT_BACKEND=$backend vitserve classify /opt/venv/lib/python3*/site-packages/service/cli/example.jpg || exit; done
+        VIT_CACHE_DIR=off VIT_BACKEND=$backend vitserve classify /opt/venv/lib/python3*/site-packages/service/cli/example.jpg || exit; done
 # A build has no GPU to compile for: `docker compose run --rm vitserve compile` fills the volume before the first start.
 VOLUME /cache
 EXPOSE 8000

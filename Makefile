@@ -19,7 +19,8 @@ help:
 	@echo "make test    install what is missing and run the whole test suite"
 	@echo "make test-ray  install Ray (300 MB) and run the tests of the service on Ray Serve"
 	@echo "make fuzz    send a server damaged pictures and requests for MINUTES=3; SEED=1 sends those of that seed again,"
-	@echo "             ONLY=structures measures pictures that cost more than they look, one by one"
+	@echo "             ONLY=structures measures pictures that cost more than they look, one by one,"
+	@echo "             ONLY=checkpoints hostile and damaged checkpoints"
 	@echo "make mutants  put small faults into core modules and count those that the tests notice:"
 	@echo "             make mutants SAMPLE=60 SEED=0 FILES='model/images service/engine/batching.py'; SAMPLE=0: all"
 	@echo "make check   lint, format, types and import contracts"
@@ -52,7 +53,7 @@ $(VENV)/.made:
 	@touch $@
 
 # Only torch and what it needs come from TORCH_INDEX_URL; the next line finds it installed and keeps it.
-$(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt
+$(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt model/images/resample.c
 	@echo "Installing into $(VENV): torch (200 MB, or gigabytes with CUDA's libraries), OpenVINO (60 MB)," \
 		"and small packages such as FastAPI, NumPy and Pillow ..."
 	@$(if $(NVIDIA_DRIVER)$(TORCH_INDEX_URL),:,[ "$$(uname)" != Linux ] || echo "No NVIDIA driver is found." \
@@ -65,7 +66,7 @@ $(VENV)/.test: $(VENV)/.run
 	$(PIP) --quiet -e '.[test]'
 # References that the tests compare with. Without their dependencies, which would replace a CPU build of torch;
 # the ones that are used came with the line above.
-	$(PIP) --quiet --no-deps timm torchvision
+	$(PIP) --quiet --no-deps timm torchvision vit-pytorch einops peft accelerate psutil
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.run
@@ -78,7 +79,8 @@ run: $(VENV)/.run
 # One process a core begins with its half of the tests, long files first (tests/conftest.py), and takes over from the tail of
 # another when it has none left. Four at most: each holds torch and its servers in memory. A test that ends its process
 # fails, and another process goes on; a run that takes or stands still for 20 minutes ends and names the tests that run.
-TEST := $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal --max-worker-restart 2 --session-timeout 1200
+# What Python has compiled it keeps, whatever the environment says: dozens of processes import the same modules.
+TEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal --max-worker-restart 2 --session-timeout 1200
 
 test: $(VENV)/.test
 	$(TEST)
@@ -89,7 +91,7 @@ test-ray: $(VENV)/.test
 
 fuzz: $(VENV)/.test
 	@$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),3) $(if $(SEED),--seed $(SEED)) \
-		$(if $(filter structures,$(ONLY)),--structures)
+		$(if $(ONLY),--only $(ONLY))
 
 # How many mutants are drawn, from which seed, and of which modules; none named: the core.
 SAMPLE ?= 60

@@ -1,14 +1,15 @@
-"""The two models that are measured, as transformers' folders that vitserve and every peer load alike.
+"""The models that are measured, as transformers' folders that vitserve and every peer load alike.
 
 (a) `vit32`:   32 px, patch 4, 192 wide, 9 layers, 10 classes; random weights from a seed
 (b) `vit224`:  ViT-Ti/16 at 224 px, 1000 classes: DeiT-Tiny's weights where they are at hand, else random
+and, for `benchmarks.larger`, ViT-S/16, B/16, B/32 and L/16 with random weights
 """
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,15 @@ class Shape:
 VIT32 = Shape("vit32", 32, 4, 192, 9, 3, 10, None, 2, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 VIT224 = Shape("vit224", 224, 16, 192, 12, 3, 1000, 248, 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 SHAPES = {shape.name: shape for shape in (VIT32, VIT224)}
+LARGER = {
+    shape.name: shape
+    for shape in (
+        replace(VIT224, name="ViT-S-16", width=384, heads=6),
+        replace(VIT224, name="ViT-B-32", width=768, heads=12, patch=32),
+        replace(VIT224, name="ViT-B-16", width=768, heads=12),
+        replace(VIT224, name="ViT-L-16", width=1024, heads=16, depth=24),
+    )
+}
 
 
 def shared_folder() -> Path:
@@ -53,7 +63,7 @@ def shared_folder() -> Path:
 
 def ensure(name: str) -> tuple[Path, str]:
     """The folder of a model, made if absent, and where its weights come from."""
-    shape = SHAPES[name]
+    shape = (SHAPES | LARGER)[name]
     folder = CACHE / name
     source = folder / "SOURCE"
     if not source.exists():

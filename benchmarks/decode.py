@@ -1,6 +1,6 @@
-"""Scaled decoding against full decoding: time per file, and what it changes in the answers.
+"""Scaled decoding against full decoding, and the compiled resize against Pillow's: time per file, and the answers.
 
-    python -m benchmarks.decode [--rounds 9] [--out benchmarks/results]
+    python -m benchmarks.decode [--rounds 9] [--out benchmarks/results] [--only resize]
 
 One thread. Each round decodes every file of a class both ways in turn, so that whatever else the machine does falls
 on both. A class's speed-up is the median over its files of (median full) / (median scaled), in the thread's CPU time
@@ -17,8 +17,10 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,11 @@ from benchmarks import pictures
 from benchmarks.checkpoints import shared_folder
 from model.checkpoint import load_checkpoint
 from model.config import PreprocessConfig
+from model.images import resample
 from model.images.decode import decode
 from model.images.preprocess import min_decoded_size, preprocess
+from model.images.resample import Axis
+from model.images.resize import passes_rows_first
 from model.runtime.predictor import Predictor
 
 CONFIGS = {
@@ -72,8 +77,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="times that each file is decoded each way")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the record")
+    parser.add_argument("--only", choices=["resize"], help="leave the rest of the record as it is")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / "decode.json"
+    resizes = [measure_resize(*target, arguments.rounds) for target in RESIZES]
+    if arguments.only:
+        record = json.loads(path.read_text()) if path.exists() else {}
+        record["resize"] = {"when": now(), "device": device(), "pillow": PIL.__version__, "rows": resizes}
+        path.write_text(json.dumps(record, indent=1) + "\n")
+        print_resizes(resizes)
+        return 0
 
     classes, source = file_classes()
     speeds = [measure(name, files, side, arguments.rounds) for name, files in classes.items() for side in CONFIGS]
@@ -81,7 +96,7 @@ def main() -> int:
 
     record = {
         "benchmark": "decode",
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "when": now(),
         "command": " ".join(["python -m benchmarks.decode", *sys.argv[1:]]),
         "device": device(),
         "versions": {
@@ -95,12 +110,12 @@ def main() -> int:
         "pictures": source,
         "speed": speeds,
         "answers": answers,
+        "resize": {"when": now(), "device": device(), "pillow": PIL.__version__, "rows": resizes},
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / "decode.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"{device()}; Pillow {PIL.__version__}; {source}; medians of {arguments.rounds} rounds, one thread\n")
     print_tables(speeds, answers)
+    print_resizes(resizes)
     print(f"\nwritten to {path}")
     return 0
 
@@ -192,6 +207,68 @@ def scale_of(data: bytes, config: PreprocessConfig) -> int:
     return decode(data, max_pixels=10**9, min_size=min_decoded_size(config)).scale
 
 
+# --- resize ---------------------------------------------------------------------------------------------------------
+
+RESIZES = [((341, 256), (341, 256)), ((341, 256), (224, 224)), ((42, 32), (42, 32)), ((42, 32), (32, 32))]
+"""(width, height) that 500 x 375 pixels are resized to, bicubic, and of the centre that is wanted."""
+
+
+def measure_resize(size: tuple[int, int], crop: tuple[int, int], rounds: int) -> dict[str, Any]:
+    """Both ways for a picture in memory, in turn; Pillow resizes the part alone, as `preprocess` would have it do."""
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (375, 500, 3), dtype=np.uint8))
+    bicubic = Image.Resampling.BICUBIC
+    first = [(size[axis] - crop[axis]) // 2 for axis in (0, 1)]
+    columns, rows = (Axis(0, picture.size[axis], size[axis], first[axis], crop[axis]) for axis in (0, 1))
+    across, down = picture.width / size[0], picture.height / size[1]
+    box = (first[0] * across, first[1] * down, (first[0] + crop[0]) * across, (first[1] + crop[1]) * down)
+
+    def kernel(*, cached: bool = True) -> NDArray[np.uint8] | None:
+        if not cached:
+            resample._pass.cache_clear()
+        rows_first = passes_rows_first(picture.size, size)
+        return resample.resample_part(picture, columns, rows, bicubic, rows_first=rows_first)
+
+    pixels = kernel()
+    if pixels is None:
+        raise SystemExit("the compiled kernel is not installed, or this processor has no AVX2")
+    whole = picture.resize(size, bicubic).crop((first[0], first[1], first[0] + crop[0], first[1] + crop[1]))
+    ways: dict[str, Callable[[], object]] = {
+        "pillow": lambda: np.array(picture.resize(crop, bicubic, box)),
+        "kernel": kernel,
+        "kernel_new_size": partial(kernel, cached=False),
+    }
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(10 * rounds):
+        for name, way in ways.items():
+            start = time.thread_time()
+            for _ in range(5):
+                way()
+            took[name].append(200 * (time.thread_time() - start))
+    medians = {f"{name}_cpu_ms": round(statistics.median(each), 3) for name, each in took.items()}
+    ratio = statistics.median(a / b for a, b in zip(took["pillow"], took["kernel"], strict=True))
+    new = statistics.median(a / b for a, b in zip(took["pillow"], took["kernel_new_size"], strict=True))
+    return {
+        "resized": size,
+        "crop": crop,
+        "rounds": 10 * rounds,
+        **medians,
+        "ratio": round(ratio, 2),
+        "ratio_new_size": round(new, 2),
+        "bit_for_bit": pixels.tobytes() == whole.tobytes(),
+    }
+
+
+def print_resizes(rows: list[dict[str, Any]]) -> None:
+    """Markdown."""
+    print("\n| 500 x 375 to | crop | Pillow, CPU ms | kernel | ratio | kernel, size not seen before | ratio | equal |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for row in rows:
+        print(
+            f"| {row['resized']} | {row['crop']} | {row['pillow_cpu_ms']} | {row['kernel_cpu_ms']} | {row['ratio']} "
+            f"| {row['kernel_new_size_cpu_ms']} | {row['ratio_new_size']} | {row['bit_for_bit']} |"
+        )
+
+
 # --- answers --------------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +327,11 @@ def scores(predictor: Predictor, images: list[NDArray[np.uint8]]) -> NDArray[np.
 
 
 # --- telling --------------------------------------------------------------------------------------------------------
+
+
+def now() -> str:
+    """The date and time, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def device() -> str:

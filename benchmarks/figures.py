@@ -66,7 +66,9 @@ def peers(data: dict[str, Any], folder: Path) -> Path:
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
     models = data["models"]
-    figure, axes = plt.subplots(1, len(models), figsize=(4.5 * len(models), 3.4), layout="constrained", squeeze=False)
+    rows = max(len(model.get("rounds", {})) for model in models.values())
+    size = (5 * len(models), 1 + 0.24 * rows)
+    figure, axes = plt.subplots(1, len(models), figsize=size, layout="constrained", squeeze=False)
     for axis, (name, model) in zip(axes[0], models.items(), strict=True):
         rates = {server: medians(done)["rate"] for server, done in model.get("rounds", {}).items() if done}
         ordered = sorted(rates, key=lambda server: rates[server])

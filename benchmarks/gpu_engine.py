@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from model.checkpoint import Checkpoint
 from model.outputs import MapRequest, RequestedOutputs
-from model.runtime.compilation import CompilationState, CompileMode
+from model.runtime.backend import CompilationState, CompileMode
 from model.runtime.cuda.batch_launcher import DeviceOps
 from model.runtime.cuda.ops import CudaOps
 from model.runtime.device import choose_device
@@ -80,7 +80,7 @@ class Ours:
                 checkpoint,
                 device=device,
                 dtype=dtype,
-                float8_agreement=0,  # random weights are sure of nothing
+                least_agreement=0,  # random weights are sure of nothing
                 compile_mode=compile_mode,
                 backend="torch",
                 launch_sizes=sorted({1, *batches}) if batches else None,

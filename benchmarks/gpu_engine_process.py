@@ -156,9 +156,12 @@ def main() -> int:
     client = partial(_client, settings, shared.channels[0], board)
     pids = [system.spawn(f"client {index}", partial(client, index)) for index in range(clients)]
 
+    ended: list[tuple[int, int]] = []
+
     def wait(for_all: Callable[[], bool], end: float) -> None:
         while not for_all():
-            if ended := system.reap():
+            ended.extend(system.reap())
+            if ended:
                 raise RuntimeError(f"a process ended: (pid, code) {ended[0]}, the engine is {engine}")
             if time.monotonic() > end:
                 raise RuntimeError("not ready in time")
@@ -183,8 +186,9 @@ def main() -> int:
         with suppress(ProcessLookupError):
             system.kill(pid, number)
     end = time.monotonic() + 10
-    while time.monotonic() < end and not any(pid == engine for pid, _ in system.reap()):
+    while time.monotonic() < end and not any(pid == engine for pid, _ in ended):
         time.sleep(_POLL)
+        ended.extend(system.reap())
     shared.close()
     return 0
 

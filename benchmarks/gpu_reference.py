@@ -199,7 +199,7 @@ def timm_model(checkpoint: Checkpoint) -> tuple[nn.Module, str]:
     import timm  # noqa: PLC0415
     from timm.models.vision_transformer import VisionTransformer  # noqa: PLC0415
 
-    config = checkpoint.config
+    config = checkpoint.vit
     found: nn.Module = VisionTransformer(
         img_size=config.image_size,
         patch_size=config.patch_size,

@@ -1,7 +1,7 @@
 """What it costs that glibc gives a pass's memory back: `python -m benchmarks.heap`.
 
 Two processes compute the same batches in torch on one CPU thread, one after `keep_freed_memory` of
-`model.runtime.torch_cpu` and one without, in turn. Printed are the thread's milliseconds an image (lower quartile of
+`model.runtime.cpu` and one without, in turn. Printed are the thread's milliseconds an image (lower quartile of
 the rounds) and the pages that the kernel cleared for each batch.
 """
 

@@ -163,7 +163,7 @@ def main() -> int:
     arguments = parser.parse_args()
     settings = load_settings({})
     predictor, info = load_predictor(settings)
-    from model.runtime.compilation import CompilationState  # noqa: PLC0415  torch reads the environment set just now
+    from model.runtime.backend import CompilationState  # noqa: PLC0415  torch reads the environment set just now
 
     predictor.warm_up()
     while predictor.compilation.state is CompilationState.COMPILING:

@@ -18,8 +18,8 @@ from benchmarks import checkpoints
 from benchmarks.record import RESULTS, Record, table
 from model.checkpoint import load_checkpoint
 from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
+from model.runtime.backend import BackendName
 from model.runtime.batches import BatchRequest
-from model.runtime.choice import BackendName
 from model.runtime.openvino.backend import OpenVino
 from model.runtime.predictor import Predictor
 

@@ -2,18 +2,22 @@
 
 Both serve the same weights at the same time and are loaded in turn (A B B A ...), a few seconds each, so that a drift
 of the machine counts for neither; the one that is not loaded idles. What is told is the median of the rounds' ratios,
-of requests answered per second and of the server's CPU time per request. The other revision is checked out into a
-temporary folder and runs with the packages of this environment.
+of requests answered per second, of the server's CPU time per request, and of that of its event loop (the process's
+first thread). With several counts of `--connections` each is a row of its own. With a single connection the rest of a
+request's time beside decoding and computing is told, too: of a lone request on an idle server. The other revision is
+checked out into a temporary folder and runs with the packages of this environment.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,7 @@ def main() -> int:
     """Measure what the record lacks, then print its table."""
     arguments = _arguments()
     files, origin = pictures.ensure()
-    record = Record(arguments.record, dtype="auto", about={"pictures": origin, "connections": arguments.connections})
+    record = Record(arguments.record, dtype="auto", about={"pictures": origin, "settings": arguments.setting})
     with tempfile.TemporaryDirectory(prefix="vitserve-revision-") as folder:
         other = Path(folder) / "tree"
         _git("worktree", "add", "--detach", str(other), arguments.revision)
@@ -52,7 +56,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=4, help="of each measurement")
     parser.add_argument("--warm-seconds", type=float, default=3)
-    parser.add_argument("--connections", type=int, default=32)
+    parser.add_argument("--connections", type=int, nargs="+", default=[32])
+    parser.add_argument("--setting", action="append", default=[], metavar="VIT_NAME=VALUE", help="of both servers")
     parser.add_argument("--record", type=Path, default=RESULTS / "revisions.json")
     return parser.parse_args()
 
@@ -68,32 +73,53 @@ def _measure(
     model, origin = checkpoints.ensure(name)
     section = record.section("models", name)
     section["weights"] = origin
-    rounds: list[dict[str, Any]] = section.setdefault("rounds", [])
+    loads: dict[str, list[dict[str, Any]]] = section.setdefault("connections", {})
+    rounds = {count: loads.setdefault(str(count), []) for count in arguments.connections}
+    settings = dict(pair.split("=", 1) for pair in arguments.setting)
     first = files[0].read_bytes()
-    if len(rounds) >= arguments.rounds:
+    if all(len(done) >= arguments.rounds for done in rounds.values()):
         return
     with (
-        running(servers["before"], model, {}, picture=first) as before,
-        running(servers["after"], model, {}, picture=first) as after,
+        running(servers["before"], model, settings, picture=first) as before,
+        running(servers["after"], model, settings, picture=first) as after,
         loader(files, OURS) as load,
     ):
         started = {"before": before, "after": after}
         for server in started.values():
-            load.closed(server.url, connections=arguments.connections, seconds=arguments.warm_seconds)
-        while len(rounds) < arguments.rounds:
-            order = list(started) if len(rounds) % 2 == 0 else list(reversed(started))
-            rounds.append({which: _load(started[which], load, arguments) for which in order})
-            record.save()
-            print(f"{name} round {len(rounds)}: {_ratio(rounds[-1], 'rate'):.3f}", file=sys.stderr)
+            load.closed(server.url, connections=32, seconds=arguments.warm_seconds)
+        while short := [count for count, done in rounds.items() if len(done) < arguments.rounds]:
+            for count in short:
+                done = rounds[count]
+                order = list(started) if len(done) % 2 == 0 else list(reversed(started))
+                done.append({which: _load(started[which], load, count, arguments.seconds) for which in order})
+                record.save()
+                print(f"{name}, {count}, round {len(done)}: {_ratio(done[-1], 'rate'):.3f}", file=sys.stderr)
 
 
-def _load(server: Running, load: Loader, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what the clients saw, and the milliseconds of CPU time that a request took the server."""
-    pids = server.pids()
-    cpu = _cpu_seconds(pids)
-    found = load.closed(server.url, connections=arguments.connections, seconds=arguments.seconds)
-    cpu = _cpu_seconds(pids) - cpu
-    return {**found.as_json(), "cpu_ms": round(1000 * cpu / (found.rate * arguments.seconds), 3)}
+def _load(server: Running, load: Loader, connections: int, seconds: float) -> dict[str, Any]:
+    """Return what the clients saw, and the milliseconds that a request took the server; see the module."""
+    pids, event_loop = server.pids(), Path(f"/proc/{server.process.pid}/task/{server.process.pid}/schedstat")
+    cpu, loop, stages = _cpu_seconds(pids), _nanoseconds(event_loop), _stage_seconds(server.url)
+    found = load.closed(server.url, connections=connections, seconds=seconds)
+    cpu, loop = _cpu_seconds(pids) - cpu, _nanoseconds(event_loop) - loop
+    requests = found.rate * seconds
+    took = {"cpu_ms": round(1000 * cpu / requests, 3), "loop_ms": round(1e-6 * loop / requests, 3)}
+    if connections == 1:
+        took["beside_ms"] = round(1000 * (seconds - (_stage_seconds(server.url) - stages)) / requests, 3)
+    return {**found.as_json(), **took}
+
+
+def _nanoseconds(schedstat: Path) -> int:
+    """Return the time that a thread has run (proc(5))."""
+    return int(schedstat.read_text().split()[0])
+
+
+def _stage_seconds(url: str) -> float:
+    """Return the seconds that all pictures until now took to be decoded and to be computed."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    sums = re.findall(r'^vit_stage_duration_seconds_sum\{stage="(?:decode|inference)"\} (\S+)$', text, re.MULTILINE)
+    return sum(map(float, sums))
 
 
 def _cpu_seconds(pids: list[int]) -> float:
@@ -110,12 +136,14 @@ def _ratio(round_: dict[str, Any], value: str) -> float:
 def _print(models: dict[str, Any]) -> None:
     rows = []
     for name, section in models.items():
-        rounds = section["rounds"]
-        for value in ("rate", "cpu_ms"):
-            medians = [statistics.median(round_[which][value] for round_ in rounds) for which in ("before", "after")]
-            ratios = [_ratio(round_, value) for round_ in rounds]
-            spread = f"{min(ratios):.3f} ... {max(ratios):.3f}"
-            rows.append([f"{name}, {value}", *medians, f"{statistics.median(ratios):.3f}", spread])
+        for count, rounds in section["connections"].items():
+            for value in ("rate", "cpu_ms", "loop_ms", "beside_ms"):
+                if value not in rounds[0]["before"]:
+                    continue
+                medians = [statistics.median(each[which][value] for each in rounds) for which in ("before", "after")]
+                ratios = [_ratio(each, value) for each in rounds]
+                spread = f"{min(ratios):.3f} ... {max(ratios):.3f}"
+                rows.append([f"{name}, {count}, {value}", *medians, f"{statistics.median(ratios):.3f}", spread])
     print(table(["", "before", "after", "ratio", "of all rounds"], rows))
 
 

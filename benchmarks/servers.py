@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -43,7 +44,8 @@ class Server:
         command: python's arguments; `{port}` is filled in.
         environment: folder of the environment under `.peers`; None is the one that runs the benchmark.
         distribution: package whose version the record names.
-        candidates: configurations that are tried, the default first.
+        candidates: configurations that are tried, the default first; a peer's are with the module of transformers.
+        openvino: a peer's with vitserve's graph in OpenVINO.
         extra: environment that every candidate has.
     """
 
@@ -53,6 +55,7 @@ class Server:
     distribution: str
     environment: str | None = None
     candidates: Sequence[Config] = field(default_factory=lambda: [{}])
+    openvino: Sequence[Config] = ()
     extra: Config = field(default_factory=dict)
 
     @property
@@ -80,12 +83,14 @@ class Running:
     Attributes:
         start_seconds: until it was ready, and had compiled.
         answer_seconds: until its first answer.
+        held: whether it is held while it is not `thawed`.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path, mark: str) -> None:
         self.process = process
         self.url = f"http://127.0.0.1:{port}"
         self.start_seconds = self.answer_seconds = 0.0
+        self.held = False
         self._port = port
         self._log = log
         self._mark = f"{_MARK}={mark}"
@@ -99,12 +104,41 @@ class Running:
         """Every process of this server, daemons included: those that inherited its mark."""
         return _marked(self._mark)
 
+    @contextmanager
+    def thawed(self) -> Iterator[None]:
+        """Let all of its processes run, then hold them: some servers poll while idle, and take a fifth of a core.
+
+        They are held before the first time, too. Nothing is done where `running` was not told to hold it.
+        """
+        if self.held:
+            self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            if self.held:
+                self._signal(signal.SIGSTOP)
+
+    def processor_seconds(self) -> float:
+        """Processor time of the processes that live now: it says more than a rate where others share the machine."""
+        ticks = 0
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def stop(self) -> None:
         """SIGTERM, then SIGKILL for whatever of it is left after a while.
 
         Raises:
             ServerFailed: its port is still open.
         """
+        self._signal(signal.SIGCONT)
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -124,7 +158,9 @@ class Running:
 
 
 @contextmanager
-def running(server: Server, model: Path, config: Config, *, picture: bytes, timeout: float = 120) -> Iterator[Running]:
+def running(
+    server: Server, model: Path, config: Config, *, picture: bytes, timeout: float = 120, held: bool = False
+) -> Iterator[Running]:
     """Start a server, wait until it answers, stop it with all its processes.
 
     Args:
@@ -132,6 +168,7 @@ def running(server: Server, model: Path, config: Config, *, picture: bytes, time
         config: one of the server's candidates.
         picture: JPEG that it has to classify to count as ready.
         timeout: seconds until it must be ready.
+        held: whether it is held once it is ready, see `Running.thawed`.
 
     Raises:
         ServerFailed: it ended, or was not ready in time.
@@ -162,6 +199,9 @@ def running(server: Server, model: Path, config: Config, *, picture: bytes, time
         try:
             found.answer_seconds = _wait(server, found, picture, timeout) - started
             found.start_seconds = time.monotonic() - started
+            found.held = held
+            if held:
+                found._signal(signal.SIGSTOP)
             yield found
         finally:
             found.stop()
@@ -282,6 +322,14 @@ def _same(data: bytes) -> bytes:
     return data
 
 
+def _base64(data: bytes) -> bytes:
+    """KServe v2 as JSON: MLServer has no binary extension over HTTP, and KServe's takes only bytes that are UTF-8."""
+    parameters = {"content_type": "base64"}
+    text = base64.b64encode(data).decode()
+    tensor = {"name": "image", "shape": [1, 1], "datatype": "BYTES", "parameters": parameters, "data": [text]}
+    return json.dumps({"inputs": [tensor]}).encode()
+
+
 JPEG = {"Content-Type": "image/jpeg"}
 FORM = {"Content-Type": f"multipart/form-data; boundary={_BOUNDARY}"}
 OURS = Protocol("/classify", JPEG, _same, _json("predictions", 0, "index"))
@@ -289,8 +337,13 @@ OURS_ATTENTION = Protocol("/classify?attention=true", JPEG, _same, _json("predic
 OURS_RELEVANCE = Protocol("/classify?attention=relevance", JPEG, _same, _json("predictions", 0, "index"))
 
 
-def _peer(threads: int, decoders: int, wait: float, **more: str) -> dict[str, str]:
-    return {"PEER_THREADS": str(threads), "PEER_DECODERS": str(decoders), "PEER_WAIT_MS": str(wait), **more}
+def _peer(threads: int, decoders: int, wait: float, **more: object) -> dict[str, str]:
+    named = {"THREADS": threads, "DECODERS": decoders, "WAIT_MS": wait, **more}
+    return {f"PEER_{name}": str(value) for name, value in named.items()}
+
+
+def _openvino(threads: int, decoders: int, wait: float, **more: object) -> dict[str, str]:
+    return _peer(threads, decoders, wait, ENGINE="openvino", **more)
 
 
 VITSERVE = Server(
@@ -298,12 +351,7 @@ VITSERVE = Server(
     ("-m", "service", "serve"),
     OURS,
     "vitserve",
-    candidates=[
-        {},
-        {"VIT_STREAMS": "1"},
-        {"VIT_DECODE_THREADS": "1"},
-        {"VIT_BACKEND": "torch"},
-    ],
+    candidates=[{}, {"VIT_STREAMS": "1"}, {"VIT_BACKEND": "torch"}],
 )
 
 SERVERS = [
@@ -313,7 +361,12 @@ SERVERS = [
         ("-m", "benchmarks.peers.fastapi_app"),
         Protocol("/classify", JPEG, _same, _json("index")),
         "fastapi",
-        candidates=[_peer(2, 2, 5), _peer(1, 1, 5), _peer(1, 2, 5), _peer(2, 2, 0)],
+        candidates=[_peer(2, 2, 5), _peer(1, 2, 0, BATCH=1)],
+        openvino=[
+            _openvino(2, 2, 0, BATCH=1, STREAMS=2),
+            _openvino(2, 3, 0, BATCH=1, STREAMS=2),
+            _openvino(2, 2, 5),
+        ],
     ),
     Server(
         "LitServe",
@@ -321,7 +374,8 @@ SERVERS = [
         Protocol("/predict", FORM, _multipart, _json("index")),
         "litserve",
         "litserve",
-        candidates=[_peer(2, 2, 5), _peer(1, 1, 5), _peer(2, 2, 20), _peer(2, 2, 5, PEER_FAST_QUEUE="1")],
+        candidates=[_peer(2, 2, 5), _peer(1, 1, 5, WORKERS=2)],
+        openvino=[_openvino(2, 2, 5), _openvino(1, 1, 5, WORKERS=2)],
     ),
     Server(
         "mosec",
@@ -329,7 +383,12 @@ SERVERS = [
         Protocol("/inference", JPEG, _same, _json("index")),
         "mosec",
         "mosec",
-        candidates=[_peer(1, 1, 5), _peer(2, 2, 5), _peer(1, 2, 5), _peer(2, 1, 5)],
+        candidates=[_peer(2, 2, 5, BATCH=16), _peer(1, 2, 5, BATCH=16)],
+        openvino=[
+            _openvino(2, 2, 5, BATCH=16),
+            _openvino(1, 2, 5, BATCH=16),
+            _openvino(1, 2, 5, BATCH=8, WORKERS=2),
+        ],
     ),
     Server(
         "Ray Serve",
@@ -337,7 +396,8 @@ SERVERS = [
         Protocol("/", JPEG, _same, _json("index")),
         "ray",
         "ray",
-        candidates=[_peer(2, 2, 5), _peer(1, 1, 5), _peer(2, 2, 20)],
+        candidates=[_peer(2, 2, 20), _peer(2, 2, 5)],
+        openvino=[_openvino(2, 2, 20)],
         extra={"RAY_USAGE_STATS_ENABLED": "0"},
     ),
     Server(
@@ -346,7 +406,8 @@ SERVERS = [
         Protocol("/classify", FORM, _multipart, _json(0, "index")),
         "bentoml",
         "bentoml",
-        candidates=[_peer(2, 2, 0), _peer(1, 1, 0), _peer(2, 2, 0, PEER_MAX_LATENCY_MS="60000")],
+        candidates=[_peer(2, 2, 0, MAX_LATENCY_MS=60000), _peer(1, 1, 0, MAX_LATENCY_MS=60000, WORKERS=2)],
+        openvino=[_openvino(2, 2, 0, MAX_LATENCY_MS=60000), _openvino(1, 1, 0, MAX_LATENCY_MS=60000, WORKERS=2)],
         extra={"BENTOML_DO_NOT_TRACK": "True", "BENTOML_HOME": str(PEERS / "bentoml" / "home")},
     ),
     Server(
@@ -360,9 +421,28 @@ SERVERS = [
         ),
         "nvidia-pytriton",
         "pytriton",
-        candidates=[_peer(2, 2, 5), _peer(1, 1, 5), _peer(2, 2, 0), _peer(1, 2, 5)],
+        candidates=[_peer(2, 2, 0), _peer(2, 2, 5)],
+        openvino=[_openvino(2, 2, 0), _openvino(2, 2, 0, BATCH=8)],
         # Triton's Python stub takes whatever libpython it finds first: it has to be this interpreter's.
         extra={"LD_LIBRARY_PATH": str(sysconfig.get_config_var("LIBDIR"))},
+    ),
+    Server(
+        "MLServer",
+        ("-m", "benchmarks.peers.mlserver_app"),
+        Protocol("/v2/models/vit/infer", {"Content-Type": "application/json"}, _base64, _triton_top1),
+        "mlserver",
+        "mlserver",
+        candidates=[_peer(2, 2, 5), _peer(1, 2, 0, BATCH=1)],
+        openvino=[_openvino(2, 2, 5), _openvino(2, 2, 0, BATCH=1, STREAMS=2)],
+    ),
+    Server(
+        "KServe",
+        ("-m", "benchmarks.peers.kserve_app"),
+        Protocol("/v2/models/vit/infer", {"Content-Type": "application/json"}, _base64, _triton_top1),
+        "kserve",
+        "kserve",
+        candidates=[_peer(2, 2, 0, BATCH=1), _peer(1, 2, 0, BATCH=1)],
+        openvino=[_openvino(2, 2, 0, BATCH=1, STREAMS=2)],
     ),
 ]
 """The table of who is measured: ours first."""

@@ -7,9 +7,10 @@ stand in for a missing statistic.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, Self
+import re
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Size = tuple[Annotated[int, Field(ge=1, le=16384)], Annotated[int, Field(ge=1, le=16384)]]
 """(rows, columns) in pixels or patches."""
@@ -25,6 +26,24 @@ Deviation = Annotated[float, Field(ge=1e-3, le=1e3)]
 _MAX_TOKENS = 65536
 _MAX_RELATIVE_TOKENS = 4096
 _MAX_PARAMETERS = 50_000_000_000
+_MAX_LAYERS = 256
+"""Of a library's network, which is made in Python, layer by layer: twice what the deepest of timm's have."""
+_MAX_SIDE = 2048
+"""Pixels of a side of its input: some of timm's make their tables of positions number by number."""
+_MAX_NUMBER = 16384
+_MAX_NUMBERS = 64
+
+_LAYERS = re.compile("depths?|depth_token_only|layers|cls_attn_layers|num_blocks|reg_tokens")
+_CHOICES = re.compile("(act|aa|norm)_layer|global_pool|pad_type|pos_embed|stem_type|weight_init")
+_ARGUMENTS = re.compile(
+    f"{_LAYERS.pattern}|{_CHOICES.pattern}|((attn|head|patch|path|pos|proj)_)?drop_rate|drop_(block|path)_rate"
+    "|channels|class_token|conv_mlp|dims?|distilled|down_kernel_size|dynamic_img_size|embed_dims?|expand_ratio|fc_norm"
+    "|final_norm|fix_init|growth_rate|head_dim|head_hidden_size|head_init_scale|head_norm_first|img_size|kernel_sizes?"
+    "|(ls_init|layer_scale_init)_value|init_values|mlp_ratios?|no_embed_class|norm_eps|num_features|num_heads|patch_size"
+    "|pre_norm|qk_norm|qkv_bias|stem_size|stem_width|strict_img_size|use_(abs_pos_emb|fc_norm|rel_pos_bias)"
+    "|window_size|zero_init_last"
+)
+"""What an architecture may be made with: the number of layers, choices by name, and sizes."""
 
 
 class Frozen(BaseModel):
@@ -94,25 +113,98 @@ class RotaryPositions(Frozen):
     """(rows, columns) that counted places are scaled to, those of pre-training (EVA-02)."""
 
 
-class ViTConfig(Frozen):
-    """Architecture of a Vision Transformer (Dosovitskiy et al. 2020, https://arxiv.org/abs/2010.11929).
+class NetworkConfig(Frozen):
+    """What every network has, whoever wrote its layers.
 
     Raises:
         pydantic.ValidationError: a field is missing, unknown, or out of range; or fields disagree.
     """
 
     image_size: Size
-    """(rows, columns) of the input in pixels; each a multiple of `patch_size` unless `drop_remainder`."""
+    """(rows, columns) of the input in pixels."""
+    num_classes: Annotated[int, Field(ge=0, le=1_000_000)]
+    """0 is a network without a classification head: it gives embeddings, and a ViT maps of its attention."""
+    in_channels: Annotated[int, Field(ge=1, le=4)] = 3
+    width: Annotated[int, Field(ge=1, le=16384)]
+    """Dimension of a Transformer's tokens, or of what another network's head reads."""
+
+    @property
+    def logits(self) -> int:
+        """Return how many logits the network computes: one without a head, which no answer shows."""
+        return max(self.num_classes, 1)
+
+    @property
+    def runtime(self) -> str:
+        """Return the package whose code the network is."""
+        return "vitserve"
+
+    @property
+    def kind(self) -> str:
+        """Return what messages call a network of this configuration."""
+        return "a Vision Transformer"
+
+
+class LibraryConfig(NetworkConfig):
+    """A network that a library's own module computes, by the library's name of its architecture.
+
+    Only arguments that size a network are allowed: none that reads a file, imports code or changes what a pass returns.
+    """
+
+    library: Literal["timm"]
+    architecture: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_]{1,100}$")]
+    """Without a tag; no name that the library would look up on a disk or a hub."""
+    arguments: dict[str, Any]
+    """What the architecture is made with, beside classes, channels and input size."""
+    fixed_size: bool
+    """Whether the input size is an argument of the architecture."""
+
+    @property
+    def runtime(self) -> str:
+        """Return the package whose code the network is."""
+        return self.library
+
+    @property
+    def kind(self) -> str:
+        """Return what messages call a network of this configuration."""
+        return f"{self.library}'s {self.architecture}"
+
+    @field_validator("image_size")
+    @classmethod
+    def _not_too_large(cls, size: Size) -> Size:
+        if max(size) > _MAX_SIDE:
+            raise ValueError(f"{size[0]}x{size[1]} pixels: a library's network takes at most {_MAX_SIDE} along a side")
+        return size
+
+    @field_validator("arguments")
+    @classmethod
+    def _allowed(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        for name, value in arguments.items():
+            if not _ARGUMENTS.fullmatch(name):
+                raise ValueError(f"argument {name!r:.100} is none of those that size a network: it is not passed on")
+            if _CHOICES.fullmatch(name) and isinstance(value, str) and re.fullmatch("[a-z0-9_]{0,40}", value):
+                continue
+            numbers = _numbers(value)
+            most = _MAX_SIDE if name == "img_size" else _MAX_NUMBER
+            sane = all(isinstance(number, int | float) and abs(number) <= most for number in numbers)
+            if len(numbers) > _MAX_NUMBERS or not sane:
+                raise ValueError(f"argument {name} {value!r:.100}: expected numbers up to {most}")
+            if _LAYERS.fullmatch(name) and sum(map(abs, numbers)) > _MAX_LAYERS:
+                raise ValueError(f"argument {name} {value!r:.100}: more than the {_MAX_LAYERS} that are allowed")
+        return arguments
+
+
+class ViTConfig(NetworkConfig):
+    """Architecture of a Vision Transformer (Dosovitskiy et al. 2020, https://arxiv.org/abs/2010.11929).
+
+    Each side of `image_size` is a multiple of `patch_size` unless `drop_remainder`.
+    """
+
     patch_size: Annotated[int, Field(ge=1, le=1024)]
     """Input pixels along a patch's edge; with a stem, the stem's stride times its own patches' edge."""
-    width: Annotated[int, Field(ge=1, le=16384)]
-    """Token dimension D."""
     depth: Annotated[int, Field(ge=1, le=256)]
     heads: Annotated[int, Field(ge=1, le=256)]
     mlp_width: Annotated[int, Field(ge=1, le=131072)]
     """Hidden dimension of the MLP, 4 x width in the paper; with SwiGLU the dimension after gating."""
-    num_classes: Annotated[int, Field(ge=1, le=1_000_000)]
-    in_channels: Annotated[int, Field(ge=1, le=4)] = 3
     drop_remainder: bool = False
     """Rows and columns at the bottom and right that fill no patch are dropped (SigLIP, 384 px by 14)."""
 
@@ -171,6 +263,10 @@ class ViTConfig(Frozen):
     final_norm: bool = True
     norm_after_pool: bool = False
     """The final LayerNorm stands after the pooling (timm's `fc_norm`) instead of before it."""
+    projection_width: Annotated[int, Field(ge=1, le=16384)] | None = None
+    """What is pooled is projected to this width, without a bias (CLIP); the head reads that."""
+    normalized_head: bool = False
+    """The head reads its input divided by its L2 norm; its rows are features of texts times a scale (CLIP, SigLIP)."""
     head_width: Annotated[int, Field(ge=1, le=131072)] | None = None
     """Hidden dimension of a head of two layers; None is one layer."""
     head_activation: Activation = "tanh"
@@ -229,8 +325,12 @@ class ViTConfig(Frozen):
     def _head_agrees(self) -> Self:
         if self.distillation_head and (not self.distillation_token or self.pool != "cls" or self.norm_after_pool):
             raise ValueError("distillation_head needs distillation_token, pool 'cls' and the norm before the pooling")
+        if self.head_width is not None and not self.num_classes:
+            raise ValueError("head_width needs num_classes")
         if self.distillation_head and self.head_width is not None:
             raise ValueError("distillation_head needs a head of one layer")
+        if (self.projection_width or self.normalized_head) and (self.distillation_head or self.head_width is not None):
+            raise ValueError("projection_width and normalized_head need a head of one layer, and only one head")
         if self.norm_after_pool and (not self.final_norm or self.pool == "cls_mean"):
             raise ValueError("norm_after_pool needs final_norm and another pool than 'cls_mean'")
         if self.pool == "attention" and (self.mlp != "plain" or self.mlp_norm):
@@ -273,6 +373,13 @@ class ViTConfig(Frozen):
         if self.pool in ("cls", "cls_mean"):
             return "cls"
         return "pool_query" if self.pool == "attention" and self.pool_heads in (None, self.heads) else "patch_mean"
+
+
+def _numbers(value: Any) -> list[Any]:
+    """Return what is in a value or in a list, those in lists of a list too."""
+    if not isinstance(value, list | tuple):
+        return [value]
+    return [number for each in value for number in (each if isinstance(each, list | tuple) else [each])]
 
 
 class PreprocessConfig(Frozen):

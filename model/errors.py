@@ -6,10 +6,15 @@ names the thing and, where there is one, the way out.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
+
+
+_MAX_MESSAGE: Final = 1900
+_MESSAGE_END: Final = 400
+"""Characters of a message's end that stay: what to do often stands there."""
 
 
 class VitError(Exception):
@@ -37,7 +42,17 @@ class InvalidImage(ImageError):
 
 
 class CheckpointError(VitError):
-    """The checkpoint is missing, incomplete, or not what its config says. The message names the file."""
+    """The checkpoint is missing, incomplete, or not what its config says. The message names the file.
+
+    It is one line of bounded length, whatever names and values of the file are in it.
+    """
+
+    def __init__(self, message: str) -> None:
+        if len(message) > _MAX_MESSAGE:
+            message = f"{message[: _MAX_MESSAGE - _MESSAGE_END]}…{message[-_MESSAGE_END:]}"
+        if not message.isprintable():
+            message = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
+        super().__init__(message)
 
 
 class DeviceError(VitError):
@@ -92,3 +107,9 @@ def first_problem(error: ValidationError) -> str:
     where = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ").replace("\n", " ")
     return f"{where}: {message}" if where else message
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__

@@ -10,7 +10,7 @@ from typing import Final, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from model.config import ViTConfig
+from model.config import NetworkConfig, ViTConfig
 from model.errors import InputError
 
 Head = int | Literal["mean", "max"]
@@ -29,6 +29,20 @@ METHODS: Final[tuple[Method, ...]] = get_args(Method)
 
 CLASS_SPECIFIC: Final[frozenset[Method]] = frozenset({"relevance", "gae", "legrad"})
 """Methods whose map is of a class."""
+
+EvidenceWord = Literal["strong", "some", "little", "none"]
+"""How much speaks for a class, in a word; see `evidence_in_words`."""
+
+EVIDENCE_WORDS: Final[tuple[tuple[float, EvidenceWord], ...]] = (
+    (0.5, "strong"),
+    (0.2, "some"),
+    (0.05, "little"),
+    (0.0, "none"),
+)
+"""The least evidence that each word stands for."""
+
+RIVALS: Final = 10
+"""How many other classes relevance compares a class with; a model of fewer classes has fewer."""
 
 MAX_CLASSES: Final = 8
 """Most classes of which one request may have maps."""
@@ -54,6 +68,8 @@ class MapRequest:
         fusion: how the heads of a block are combined, with `rollout`; see `of_rollout`.
         discard: share of an image's weights in each block, at least 0 and below 1, that `rollout` sets to zero, the
             smallest first.
+        direction: with `relevance`, in place of a class: what the margin of a label that is none of the model's rises
+            with, float32 [D] as the embedding of the head; see `ZeroShot.map_of_best`.
     """
 
     method: Method
@@ -62,6 +78,7 @@ class MapRequest:
     head: Head | None = None
     fusion: Fusion | None = None
     discard: float | None = None
+    direction: NDArray[np.float32] | None = None
 
     @classmethod
     def row(cls, layer: int, head: Head = "mean") -> MapRequest:
@@ -81,11 +98,11 @@ class MapRequest:
     @property
     def of_best_class(self) -> bool:
         """Return whether it is the relevance of the best class, which the classification's pass can give."""
-        return self.method == "relevance" and self.class_index is None
+        return self.method == "relevance" and self.class_index is None and self.direction is None
 
 
 def parse_maps(
-    config: ViTConfig,
+    config: NetworkConfig,
     labels: Sequence[str],
     *,
     method: str | None = None,
@@ -109,8 +126,12 @@ def parse_maps(
     of_row = [name for name, value in (("layer", layer), ("head", head)) if value is not None]
     of_rollout = [name for name, value in (("fusion", fusion), ("discard", discard)) if value is not None]
     methods = methods_of(config)
+    if not isinstance(config, ViTConfig):
+        raise InputError("attention", f"{config.kind} has no attention maps: they are for Vision Transformers")
     implied: Method = "cls" if of_row else "rollout" if of_rollout else methods[0]
     name = implied if method is None else method
+    if name in CLASS_SPECIFIC or classes is not None:
+        require_classes(config)
     if name not in methods:
         raise InputError("method", f"method {name!r:.50}: expected one of {', '.join(methods)}")
     strangers = [
@@ -127,8 +148,25 @@ def parse_maps(
     return [MapRequest(name, index) for index in ([None] if classes is None else parse_classes(classes, labels))]
 
 
-def methods_of(config: ViTConfig) -> tuple[Method, ...]:
-    """Return the methods of an architecture, its default first: relevance goes back through pre-norm blocks alone."""
+def require_classes(config: NetworkConfig) -> None:
+    """Raise InputError where a model has no classification head, and what it has instead."""
+    if not config.num_classes:
+        raise InputError(
+            "model",
+            "the model has no classification head: it gives embeddings (POST /embed, vitserve embed) and attention "
+            f"maps ({', '.join(methods_of(config))}), and no labels",
+        )
+
+
+def methods_of(config: NetworkConfig) -> tuple[Method, ...]:
+    """Return the methods of an architecture, its default first: relevance goes back through pre-norm blocks alone.
+
+    Without classes there are maps of the attention alone; a library's network has none.
+    """
+    if not isinstance(config, ViTConfig):
+        return ()
+    if not config.num_classes:
+        return tuple(method for method in METHODS if method not in CLASS_SPECIFIC)
     if config.norm_order != "pre":
         return tuple(sorted(set(METHODS) - {"relevance"}, key=lambda method: (method != "gae", METHODS.index(method))))
     return METHODS
@@ -225,7 +263,7 @@ class EmbeddingRequest:
     normalize: bool = False
 
 
-def parse_embedding(config: ViTConfig, pool: object = "head", normalize: object = False) -> EmbeddingRequest:
+def parse_embedding(config: NetworkConfig, pool: object = "head", normalize: object = False) -> EmbeddingRequest:
     """Return the embedding that a caller asks for.
 
     Raises:
@@ -233,16 +271,35 @@ def parse_embedding(config: ViTConfig, pool: object = "head", normalize: object 
     """
     if pool not in POOLINGS:
         raise InputError("pool", f"pool {pool!r:.50}: expected one of {', '.join(POOLINGS)}")
-    if pool == "cls" and not config.class_token:
+    if pool != "head" and not isinstance(config, ViTConfig):
+        raise InputError("pool", f"pool {pool!r}: {config.kind} gives what its head reads alone; expected head")
+    if pool == "cls" and isinstance(config, ViTConfig) and not config.class_token:
         raise InputError("pool", "pool 'cls': the model has no CLS token; expected head or mean")
     if not isinstance(normalize, bool):
         raise InputError("normalize", f"normalize {normalize!r:.50}: expected true or false")
     return EmbeddingRequest(pool, normalize)
 
 
-def embedding_width(config: ViTConfig, pool: Pooling = "head") -> int:
-    """Return how many values an embedding has: those of a token, or of two where the head reads two."""
-    return 2 * config.width if pool == "head" and config.pool == "cls_mean" else config.width
+def embedding_name(config: NetworkConfig, pool: Pooling) -> Pooling:
+    """Return under which name a model gives an embedding: `head`, too, for what the head reads anyway."""
+    if not isinstance(config, ViTConfig):
+        return "head"
+    if config.projection_width is not None:
+        return pool
+    if config.pool == "cls" and not config.distillation_head:
+        same: Pooling = "cls"
+    elif config.pool == "mean" and not (config.pool_prefix and config.prefix_tokens):
+        same = "mean"
+    else:
+        return pool
+    return "head" if pool == same else pool
+
+
+def embedding_width(config: NetworkConfig, pool: Pooling = "head") -> int:
+    """Return how many values an embedding has: those of a token, of two where the head reads two, or a projection's."""
+    if pool != "head" or not isinstance(config, ViTConfig):
+        return config.width
+    return config.projection_width or (2 * config.width if config.pool == "cls_mean" else config.width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,14 +308,39 @@ class AttentionMap:
 
     Attributes:
         request: the request; with a class-specific method, its class is filled in.
-        values: float32 [grid rows, grid columns], summing to 1.
+        values: float32 [grid rows, grid columns], summing to 1. With a class-specific method the share `evidence` of
+            it lies where the method found it, and the rest is even.
         kept_mass: share of the attention, or of what the method finds, that fell on patches; the rest went to the
             prefix tokens.
+        score: of the class, with a class-specific method.
+        evidence: how much speaks for the class, 0 ... 1, with a class-specific method; see `Postprocess.evidence`.
     """
 
     request: MapRequest
     values: NDArray[np.float32]
     kept_mass: float
+    score: float | None = None
+    evidence: float | None = None
+
+
+def evidence_in_words(evidence: float) -> EvidenceWord:
+    """Return the word for an evidence of 0 ... 1; see `EVIDENCE_WORDS`."""
+    return next((word for least, word in EVIDENCE_WORDS if evidence >= least), "none")
+
+
+def faded(maps: NDArray[np.float32], evidence: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return maps of which the share of the evidence stays where it is, and the rest is spread evenly.
+
+    The sum stays, and so does the order of patches. How far a map rises above an even one becomes comparable between
+    the classes of a picture.
+
+    Args:
+        maps: [B, rows, columns], each summing to 1.
+        evidence: [B], 0 ... 1.
+    """
+    share = evidence[:, np.newaxis, np.newaxis]
+    mixed: NDArray[np.float32] = share * maps + (1 - share) / np.float32(maps[0].size)
+    return mixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,17 +352,27 @@ class RequestedOutputs:
         map: which map, if any.
         logits: whether to return the logits of all classes.
         embedding: which embedding, if any.
+        labels: texts that the image is compared with instead of the model's classes; `model.zero_shot` computes their
+            scores from the embedding, so that none of them reaches an engine.
+        label_set: whether to return the set of labels, of a model that has a coverage.
     """
 
     top_k: int
     map: MapRequest | None = None
     logits: bool = False
     embedding: EmbeddingRequest | None = None
+    labels: tuple[str, ...] = ()
+    label_set: bool = False
 
     @property
     def needs_pass(self) -> bool:
         """Return whether an output is requested that does not come out of the classification's pass."""
         return self.map is not None and self.map.needs_pass
+
+    @property
+    def classes_alone(self) -> bool:
+        """Return whether nothing but classes is requested, and perhaps their logits."""
+        return self.map is None and self.embedding is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +385,8 @@ class Outputs:
         logits: float32 [num_classes], before the temperature.
         embedding: float32 [D], `embedding_width` of the request.
         finite: whether all scores of the image are finite; the other values mean nothing where they are not.
+        label_set: int64 [size], the labels that hold the right one with the model's coverage, best first; none: the
+            model abstains. See `model.conformal`.
     """
 
     scores: NDArray[np.float32]
@@ -301,3 +395,4 @@ class Outputs:
     logits: NDArray[np.float32] | None = None
     embedding: NDArray[np.float32] | None = None
     finite: bool = True
+    label_set: NDArray[np.int64] | None = None

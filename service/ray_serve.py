@@ -115,7 +115,8 @@ class Replica:
         self._settings = settings
         self._metrics = _MetricsOfAll()
         self._telemetry = start_telemetry(settings)
-        self._engine = engine_of(settings, load, batch_observer(self._metrics.observe_batch, self._telemetry))
+        on_batch = batch_observer(self._metrics.observe_batch, self._telemetry)
+        self._engine = engine_of(settings, load, on_batch, self._metrics.observe_audit)
         self._loaded = asyncio.Event()
         trim_regularly()
 

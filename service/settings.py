@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -145,6 +146,14 @@ def _is_installed(package: str) -> bool:
         return False
 
 
+def _of_known_home(value: str | None) -> str | None:
+    try:
+        Path(value or "").expanduser()
+    except RuntimeError:
+        raise ValueError("expected a folder: the home folder before its first / is not known") from None
+    return value
+
+
 def _grpc_port(value: int | None, info: ValidationInfo) -> int | None:
     if value and value == info.data.get("port"):
         raise ValueError("expected another port than VIT_PORT")
@@ -189,9 +198,18 @@ class Settings(BaseSettings):
     # The model.
     checkpoint: Name = Field("bundled", description="`bundled`, a folder, a file, or a hub id `owner/name[@revision]`")
     preprocess: Name | None = Field(
-        None, description="JSON file or preset's name, for formats that carry no preprocessing"
+        None, description="JSON, a file of it, or a preset's name, for formats that carry no preprocessing"
     )
-    labels: Name | None = Field(None, description="file or preset's name, for formats that carry no labels")
+    labels: Name | None = Field(
+        None,
+        description="file or preset's name, for formats that carry no labels; with a text tower also names, "
+        'comma-separated: `cat,dog,"a red car"`',
+    )
+    templates: Name | None = Field(
+        None,
+        description="text with `{}` for the label, or a file with one a line, for checkpoints with a text tower. "
+        "Default: `This is a photo of {}.`",
+    )
     architecture: Name | None = Field(
         None,
         description="for plain state dicts: timm's name of the architecture, or `vit` for the tensors' own sizes, and "
@@ -206,6 +224,13 @@ class Settings(BaseSettings):
         None,
         description="`384` or `384x256` (rows x columns); position embeddings are resized. Default: the checkpoint's",
     )
+    coverage: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="`0.95`: answers have the set of labels that holds the right one so often, of a checkpoint that "
+        "`vitserve calibrate` has calibrated. Default: no sets",
+    )
     model_name: str | None = Field(
         None, min_length=1, max_length=200, description="name in answers and metrics. Default: the checkpoint's"
     )
@@ -216,17 +241,25 @@ class Settings(BaseSettings):
         description="`auto`, `cpu`, `cuda`, `cuda:0` or `cuda:0,cuda:1` (one engine a device), `all` GPUs and "
         "instances of MIG, or a device by its identifier: `cuda:MIG-...`",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float8"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float8", "int8"] = Field(
         "auto",
         description="`auto` is the fastest dtype native to the device but `float8`, which is for the linear layers of "
-        "the blocks, on GPUs of compute capability 8.9 and later",
+        "the blocks, on GPUs of compute capability 8.9 and later; `int8`, on a CPU, is for folders that `vitserve "
+        "convert --dtype int8` wrote, where `auto` takes it as well",
     )
     agreement: float = Field(
-        0.98,
+        0.99,
         ge=0,
         le=1,
-        description="share of the calibration set on which `float8` must have the best class of bfloat16, or the start "
-        "is refused",
+        description="share of pictures on which `float8` must have the best class of bfloat16, or `int8` that of "
+        "float32, or it is not served",
+    )
+    audit: float = Field(
+        0.001,
+        ge=0,
+        le=1,
+        description="share of the pictures that are computed again in float32 when the device is idle, where `int8` is "
+        "served; 0: none",
     )
     compile: Literal["auto", "on", "max", "no-graphs", "off"] = Field(
         "auto",
@@ -238,6 +271,11 @@ class Settings(BaseSettings):
         "auto",
         description="what runs the network: `openvino` only on a CPU, from the extra of that name; `auto` takes it "
         "where it is installed and torch is not to compile",
+    )
+    cache_dir: Annotated[Name | None, AfterValidator(_of_known_home)] = Field(
+        None,
+        description="folder that keeps OpenVINO's graphs for the next start, or `off`. Default: `vitserve` in the "
+        "user's cache folder (XDG_CACHE_HOME, or ~/.cache)",
     )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of a forward pass. Default: all cores")
     streams: int | None = Field(

@@ -20,6 +20,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Tests read no graphs of other runs, and leave none in the home folder.
+os.environ["VIT_CACHE_DIR"] = "off"
+
 # Under nohup SIGHUP is ignored, and so it would be by the services that tests start to see what they do with it.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

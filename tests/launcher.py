@@ -17,6 +17,8 @@ from typing import Self
 
 import httpx
 
+from tests.template import ForkedProcess, Template
+
 PATIENCE = 100.0
 """Seconds after which a test gives up, on however busy a machine."""
 
@@ -25,6 +27,8 @@ _SHOWN = 10_000
 
 _started: list[VitserveProcess] = []
 _reserved: list[socket.socket] = []
+_templates: list[Template] = []
+"""One at most, made at the first start that is warm."""
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -69,16 +73,25 @@ class VitserveProcess:
     Args:
         log: file for everything that it writes.
         arguments: of the command line.
+        warm: fork it from a process that has imported torch, for tests that are not of imports, memory or how it
+            starts. One that Python is to start otherwise, as its environment says, starts anew all the same.
         settings: in lower case; the settings of the tests' own environment do not reach the process.
     """
 
-    def __init__(self, log: Path, *arguments: str, **settings: object) -> None:
+    process: subprocess.Popen[bytes] | ForkedProcess
+
+    def __init__(self, log: Path, *arguments: str, warm: bool = False, **settings: object) -> None:
         self.command = " ".join(("vitserve", *arguments))
         self._log = log
+        environment = _environment(settings)
+        template = _template() if warm else None
         with log.open("wb") as out:
-            self.process = subprocess.Popen(
-                _command(arguments), cwd=_REPOSITORY, env=_environment(settings), stdout=out, stderr=subprocess.STDOUT
-            )
+            if template is not None:
+                self.process = template.start(arguments, environment, out)
+            else:
+                self.process = subprocess.Popen(
+                    _command(arguments), cwd=_REPOSITORY, env=environment, stdout=out, stderr=subprocess.STDOUT
+                )
         _started.append(self)
 
     @property
@@ -111,8 +124,8 @@ class ServerProcess(VitserveProcess):
         wait: until it is ready; without it there is no `url`.
     """
 
-    def __init__(self, log: Path, *, wait: bool = True, **settings: object) -> None:
-        super().__init__(log, "serve", **({"port": 0, "drain_delay": 0} | settings))
+    def __init__(self, log: Path, *, wait: bool = True, warm: bool = False, **settings: object) -> None:
+        super().__init__(log, "serve", warm=warm, **({"port": 0, "drain_delay": 0} | settings))
         if wait:
             self.url = self._wait_until_ready()
 
@@ -174,6 +187,23 @@ def _command(arguments: tuple[str, ...]) -> list[str]:
     return [sys.executable, "-m", "service", *arguments]
 
 
+def _template() -> Template | None:
+    """Return what is forked; None where a test has changed what Python or an import reads."""
+    if _read_by_imports() != _READ_BY_IMPORTS:
+        return None
+    if not _templates:
+        _templates.append(Template(_environment({})))
+    return _templates[0]
+
+
+def _read_by_imports() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(("PYTHON", "TMP"))}
+
+
+_READ_BY_IMPORTS = _read_by_imports()
+
+
 def _environment(settings: dict[str, object]) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VIT_")}
+    settings = {"cache_dir": "off"} | settings  # no graphs of other runs
     return inherited | {f"VIT_{name.upper()}": str(value) for name, value in settings.items()}

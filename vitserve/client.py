@@ -118,17 +118,30 @@ class _Service:
         top_k: int | None = None,
         attention: WithAttention = False,
         embedding: bool | None = None,
+        labels: Sequence[str] | None = None,
     ) -> Request[Classification]:
-        """Classify one image; `attention` adds the map of that name, `embedding` what the head reads."""
-        options = requests.body(image) | requests.query(top_k=top_k, attention=attention, embedding=embedding)
+        """Classify one image; `attention` adds the map of that name, `embedding` what the head reads.
+
+        A model with a text tower takes `labels` in place of its classes.
+        """
+        options = requests.body(image) | requests.query(
+            top_k=top_k, attention=attention, embedding=embedding, labels=requests.json_array(labels)
+        )
         return Request("POST", "/classify", Classification.model_validate_json, options)
 
     @_Method
     def classify_batch(
-        self, images: Sequence[ImageSource], *, top_k: int | None = None, attention: WithAttention = False
+        self,
+        images: Sequence[ImageSource],
+        *,
+        top_k: int | None = None,
+        attention: WithAttention = False,
+        labels: Sequence[str] | None = None,
     ) -> Request[BatchClassification]:
         """Classify several images; the results are in their order, each an answer or an error of its own."""
-        options = requests.form(images) | requests.query(top_k=top_k, attention=attention)
+        options = requests.form(images) | requests.query(
+            top_k=top_k, attention=attention, labels=requests.json_array(labels)
+        )
         return Request("POST", "/classify/batch", BatchClassification.model_validate_json, options)
 
     @_Method
@@ -146,6 +159,12 @@ class _Service:
         """Return the embeddings of several images, float32 [N, D]; one that cannot be read fails all of them."""
         options = requests.form(images) | requests.query(pool=pool, normalize=normalize, format="npy")
         return Request("POST", "/embed/batch", requests.array, options)
+
+    @_Method
+    def embed_texts(self, texts: Sequence[str], *, normalize: bool | None = None) -> Request[Array]:
+        """Return the features of texts, float32 [N, D], of a model with a text tower."""
+        options = requests.query(text=list(texts), normalize=normalize, format="npy")
+        return Request("POST", "/embed", requests.array, options)
 
     @_Method
     def attention(

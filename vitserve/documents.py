@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, TypedDict
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
@@ -36,6 +36,30 @@ class Prediction(BaseModel):
         return [cls(label=labels[index], index=index, score=significant(score)) for index, score in pairs]
 
 
+MAX_SET: Final = 100
+"""Labels of the largest set that an answer spells out: more say little, and fewer would not have the coverage."""
+
+
+class SetFields(TypedDict, total=False):
+    """Fields of an answer by a model with a coverage."""
+
+    set: list[str]
+    set_size: int
+    abstained: Literal[True]
+
+
+def set_fields(labels: Sequence[str], indices: Sequence[int] | None) -> SetFields:
+    """Return the fields of the set of the classes `indices`; none where the model has no coverage."""
+    if indices is None:
+        return {}
+    fields: SetFields = {"set_size": len(indices)}
+    if len(indices) <= MAX_SET:
+        fields["set"] = [labels[index] for index in indices]
+    if not indices:
+        fields["abstained"] = True
+    return fields
+
+
 class RegionDocument(BaseModel):
     """The rectangle of the upright original that a map covers: what the model saw of it, in its pixels.
 
@@ -48,19 +72,33 @@ class RegionDocument(BaseModel):
     height: float
 
 
-class Attention(BaseModel):
-    """The attention map of a picture."""
+class _Map(BaseModel):
+    """What is said of every map."""
 
-    url: Annotated[str | None, Field(description="heat map of the kept picture", examples=["/attention?id=…"])] = None
     grid: Annotated[RowsColumns, Field(description="[rows, columns] of patches")]
-    method: str = "cls"
     class_: Annotated[int | None, Field(alias="class", description="whose map it is, where it is of one class")] = None
     label: Annotated[str | None, Field(description="the label of that class")] = None
+    score: Annotated[float | None, Field(description="the score of that class")] = None
+    evidence: Annotated[
+        float | None,
+        Field(description="0...1: how much speaks for that class; the map is even but for this share of it"),
+    ] = None
+    evidence_in_words: Annotated[
+        Literal["strong", "some", "little", "none"] | None,
+        Field(description="from 0.5, from 0.2, from 0.05, and below"),
+    ] = None
     layer: Annotated[int | None, Field(description="`cls`: 0 is the first")] = None
     head: Annotated[int | Literal["mean", "max"] | None, Field(description="`cls`: how heads are combined")] = None
     values: Annotated[list[list[float]], Field(description="[rows][columns], summing to 1")]
     kept_mass: Annotated[float, Field(description="share of the attention that fell on patches")]
     region: RegionDocument
+
+
+class Attention(_Map):
+    """The attention map of a picture."""
+
+    url: Annotated[str | None, Field(description="heat map of the kept picture", examples=["/attention?id=…"])] = None
+    method: str = "cls"
 
 
 class Timings(BaseModel):
@@ -78,6 +116,14 @@ class Classification(BaseModel):
     id: Annotated[str | None, Field(description="for GET /attention, while the picture is kept")] = None
     model: str
     predictions: Annotated[list[Prediction], Field(description="highest score first")]
+    set: Annotated[
+        list[str] | None,
+        Field(description="with VIT_COVERAGE: labels that hold the right one so often, best first; absent beyond 100"),
+    ] = None
+    set_size: Annotated[int | None, Field(description="with VIT_COVERAGE: labels in the set, however many")] = None
+    abstained: Annotated[
+        Literal[True] | None, Field(description="no label fits: the picture is unlike those of the calibration")
+    ] = None
     attention: Attention | None = None
     embedding: Annotated[list[float] | None, Field(description="what the head reads, float32")] = None
     timings_ms: Timings
@@ -116,29 +162,29 @@ class Embedding(BaseModel):
     embedding: Annotated[list[float] | str, Field(description="float32; `base64`: their bytes, little-endian")]
 
 
+class TextEmbeddings(BaseModel):
+    """The answer of POST /embed to texts, in their order."""
+
+    model: str
+    texts: list[str]
+    embeddings: Annotated[list[list[float] | str], Field(description="float32; `base64`: their bytes, little-endian")]
+
+
 class BatchEmbedding(BaseModel):
     """The answer of POST /embed/batch, in the order of the files."""
 
     results: list[Embedding | FailedItem]
 
 
-class AttentionDocument(BaseModel):
+class AttentionDocument(_Map):
     """The answer of /attention with `format=json`, or one of several where maps of several classes are asked for."""
 
     id: Annotated[str | None, Field(description="for GET /attention, while the picture is kept")] = None
     method: str
-    class_: Annotated[int | None, Field(alias="class", description="whose map it is, where it is of one class")] = None
-    label: Annotated[str | None, Field(description="the label of that class")] = None
-    layer: Annotated[int | None, Field(description="`cls`: 0 is the first")] = None
-    head: Annotated[int | Literal["mean", "max"] | None, Field(description="`cls`: how heads are combined")] = None
     fusion: Annotated[
         Literal["mean", "max", "min"] | None, Field(description="`rollout`: how the heads of a block are combined")
     ] = None
     discard: Annotated[float | None, Field(description="`rollout`: share of the weights set to zero")] = None
-    grid: RowsColumns
-    values: list[list[float]]
-    kept_mass: float
-    region: RegionDocument
 
 
 class Labels(BaseModel):
@@ -159,19 +205,24 @@ class ModelDescription(BaseModel):
     parameters: int
     input_size: Annotated[RowsColumns, Field(description="[rows, columns] in pixels")]
     channels: int
-    patch_size: int
-    grid: Annotated[RowsColumns, Field(description="[rows, columns] of patches")]
-    layers: int
-    heads: int
-    width: int
+    patch_size: Annotated[int | None, Field(description="null, as what follows, where a library runs the network")] = (
+        None
+    )
+    grid: Annotated[RowsColumns | None, Field(description="[rows, columns] of patches")] = None
+    layers: int | None = None
+    heads: int | None = None
+    width: Annotated[int, Field(description="of tokens, or of what the head reads where a library runs the network")]
     classes: int
-    pool: str
+    pool: str | None = None
+    runtime: Annotated[str, Field(description="whose code the network is: `vitserve`, or `timm`")] = "vitserve"
+    runtime_version: Annotated[str | None, Field(description="of the library")] = None
     temperature: float
     multi_label: bool
     device: str
     dtype: str
     agreement: Annotated[
-        str | None, Field(description="`float8`: how often it gives the best class of bfloat16, and on what")
+        str | None,
+        Field(description="`float8`, `int8`: how often it gives the best class of bfloat16, of float32, and on what"),
     ] = None
     backend: Annotated[str, Field(description="what runs the network, with its version")]
     compiled: Annotated[str, Field(description="`compiled`, `compiling`, or why not")]
@@ -179,10 +230,15 @@ class ModelDescription(BaseModel):
     batch_sizes: Annotated[list[int] | None, Field(description="fixed launch sizes; null: any up to max_batch")]
     preprocessing: dict[str, Any]
     attention_source: Annotated[
-        str, Field(description="`cls`: the CLS query's row; `patch_mean`: the mean over all patch queries")
-    ]
+        str | None, Field(description="`cls`: the CLS query's row; `patch_mean`: the mean over all patch queries")
+    ] = None
     attention_methods: list[str]
+    templates: Annotated[
+        list[str] | None, Field(description="texts in which `{}` is a label; null: `labels` does not apply")
+    ] = None
     assumed: Annotated[
         list[str],
         Field(description="what the checkpoint does not say and was chosen, each with the setting that says it"),
     ] = []
+    coverage: Annotated[float | None, Field(description="how often sets hold the right label; null: no sets")] = None
+    calibrated_on: Annotated[int | None, Field(description="pictures that the sets are made by")] = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypedDict, TypeVar
@@ -54,6 +55,7 @@ class DrawingOptions(MapOptions, total=False):
     size: int
     smooth: bool
     colorbar: bool
+    caption: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,14 @@ def form(images: Sequence[ImageSource]) -> dict[str, Any]:
 
 def query(**parameters: object) -> dict[str, Any]:
     """Return httpx's arguments of a request with options; one that is None is the service's default."""
-    return {"params": {name.rstrip("_"): _text(value) for name, value in parameters.items() if value is not None}}
+    parameters = {name.rstrip("_"): value for name, value in parameters.items() if value is not None}
+    # A list of texts is repeated, as texts may have commas.
+    return {"params": {name: value if name == "text" else _text(value) for name, value in parameters.items()}}
+
+
+def json_array(values: Sequence[str] | None) -> str | None:
+    """Return texts, which may have commas, as a JSON array."""
+    return None if values is None else json.dumps(list(values), ensure_ascii=False)
 
 
 def map_of(image: ImageSource | Classification, parse: Callable[[bytes], Answer], **options: object) -> Request[Answer]:

@@ -2,18 +2,24 @@
 
     tune    every server with each of its candidate configurations, once; the fastest is kept
     rounds  every server in turn, several times over: closed loop by wrk
-    pace    half of the best peer's rate as an open loop, in turn again: the tail that a caller sees
+    pace    half of the best peer's rate as an open loop: the tail that a caller sees
     report  no measurement: print the tables of a record
 
-Every measurement is saved as soon as it is made; the same command goes on where the record stops.
+Servers are started before the first of them is measured, and all but the one that is loaded are held (SIGSTOP): some
+poll while they are idle. Every measurement is saved as soon as it is made; the same command goes on where the record
+stops.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +27,25 @@ import numpy as np
 
 from benchmarks import checkpoints, pictures
 from benchmarks.load import Load, Loader, loader
-from benchmarks.peers.common import Classifier, Decoder, Options
-from benchmarks.peers.report import COMPILED, is_peer, report
+from benchmarks.peers import graph
+from benchmarks.peers.common import Decoder, Options, TorchClassifier
+from benchmarks.peers.report import COMPILED, OPENVINO, is_peer, report
 from benchmarks.record import RESULTS, Record, medians, one_of
-from benchmarks.servers import SERVERS, VITSERVE, Config, Running, Server, ServerFailed, ask, running
+from benchmarks.servers import PEERS, SERVERS, VITSERVE, Config, Running, Server, ServerFailed, ask, running
 
 _PHASES = ("tune", "rounds", "pace")
 _STABLE = 0.05
 _MARGIN = 0.02
+
+Row = tuple[str, Server, Config]
+"""What has a line in the table: its name, the server and its configuration."""
+
+Started = dict[int, tuple[Running, Loader]]
+"""Servers that are up, and the load for each, by their position among the rows."""
+
+
+_AVX2: dict[str, str] = {"PEER_DTYPE": "float32", "VIT_DTYPE": "float32"}
+"""What all servers get where oneDNN, and what of OpenVINO is made of it, may use no instructions beyond AVX2."""
 
 
 def main() -> int:
@@ -36,7 +53,10 @@ def main() -> int:
     arguments = _arguments()
     files, origin = pictures.ensure()
     about: dict[str, Any] = {"pictures": origin, "connections": arguments.connections}
-    record = Record(arguments.record, dtype="bfloat16", about=about)
+    if arguments.avx2:
+        about["settings"] = _AVX2
+        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
+    record = Record(arguments.record, dtype="float32" if arguments.avx2 else "bfloat16", about=about)
     if arguments.phases != ["report"]:
         chosen = _chosen(arguments, record)
         for name in arguments.models:
@@ -67,93 +87,167 @@ class Comparison:
         self._model, origin = checkpoints.ensure(model)
         self._section = record.section("models", model)
         self._section["weights"] = origin
+        graph.ensure(self._model)
 
     def tune(self) -> None:
         """Try each candidate; keep the fastest that refused and lost nothing."""
+        untried = []
         for server in self._servers:
-            tried = self._of("tune", server.name, [])
-            for config in server.candidates:
-                if any(trial["config"] == config for trial in tried):
-                    continue
-                try:
-                    with self._running(server, config) as (started, load):
-                        _warm(started, load, self._arguments)
-                        found = load.closed(
-                            started.url, connections=self._arguments.connections, seconds=self._arguments.tune_seconds
-                        )
-                except ServerFailed as error:
-                    tried.append({"config": dict(config), "failed": str(error).splitlines()[-1][:300]})
-                else:
-                    tried.append({"config": dict(config), **found.as_json()})
-                    _tell("tune", server.name, found, dict(config))
-                self._record.save()
+            if server is VITSERVE:
+                continue
+            for name, candidates in ((server.name, server.candidates), (server.name + OPENVINO, server.openvino)):
+                tried = self._of("tune", name, [])
+                configs = [trial["config"] for trial in tried]
+                untried += [(name, server, config) for config in candidates if config not in configs]
+        size = self._arguments.together
+        for start in range(0, len(untried), size):
+            self._try(untried[start : start + size])
+
+    def _try(self, rows: Sequence[Row]) -> None:
+        with self.started(rows) as (started, failed):
+            for number, reason in failed.items():
+                name, _, config = rows[number]
+                self._of("tune", name, []).append({"config": dict(config), "failed": reason.splitlines()[-1][:300]})
+            self.trials(rows, started)
+
+    def trials(self, rows: Sequence[Row], started: Started) -> None:
+        """One short measurement of each."""
+        for number, (running_, load) in started.items():
+            name, _, config = rows[number]
+            found = self._load(running_, load, self._arguments.tune_seconds)
+            self._of("tune", name, []).append({"config": dict(config), **found.as_json()})
+            _tell("tune", name, found, config)
+            self._record.save()
 
     def rounds(self) -> None:
         """Peak rate and its latencies, each server in turn."""
-        entries = self._entries()
-        for turn in range(self._arguments.rounds):
-            for name, server, config in entries:
-                done = self._of("rounds", name, [])
-                if len(done) > turn or name in self._failed():
-                    continue
-                try:
-                    with self._running(server, config) as (started, load):
-                        if not done:
-                            self._check(name, server, started)
-                        _warm(started, load, self._arguments)
-                        found = load.closed(
-                            started.url, connections=self._arguments.connections, seconds=self._arguments.seconds
-                        )
-                        done.append(found.as_json() | {"start_seconds": round(started.start_seconds, 2)})
-                except ServerFailed as error:
-                    self._failed()[name] = str(error)[-500:]
-                    print(f"{name}: {error}", file=sys.stderr)
-                else:
-                    _tell(f"round {turn + 1}", name, found, {})
+        rows = [row for row in self._rows() if len(self._of("rounds", row[0], [])) < self._arguments.rounds]
+        rows = [row for row in rows if row[0] not in self._failed()]
+        with self.started(rows) as (started, failed):
+            for number, reason in failed.items():
+                self._failed()[rows[number][0]] = reason[-500:]
+            for number, (running_, _) in started.items():
+                name, server, config = rows[number]
+                with running_.thawed():
+                    self._check(name, server, running_)
                 self._of("configs", name, dict(config))
+            for turn in range(self._arguments.rounds):
+                self.turn(turn, rows, started)
+
+    def turn(self, turn: int, rows: Sequence[Row], started: Started) -> None:
+        """One round; the limit in C++ is measured once, after the first."""
+        for number, (running_, load) in started.items():
+            name = rows[number][0]
+            done = self._of("rounds", name, [])
+            if len(done) <= turn:
+                with running_.thawed():
+                    self._warm(running_, load)
+                    before = running_.processor_seconds()
+                    found = load.closed(
+                        running_.url, connections=self._arguments.connections, seconds=self._arguments.seconds
+                    )
+                    spent = running_.processor_seconds() - before
+                # wrk counts answers for a whole number of seconds.
+                answered = found.rate * max(1, round(self._arguments.seconds))
+                more = {"start_seconds": round(running_.start_seconds, 2), "cpu_ms": round(1000 * spent / answered, 3)}
+                done.append(found.as_json() | more)
+                _tell(f"round {turn + 1}", name, found, {})
                 self._record.save()
+        if "limit" not in self._section and (PEERS / "opencv").exists():
+            limit = self._section["limit"] = self._limit()
+            print(f"in-process: {limit['rate']}/s", flush=True)
+            self._record.save()
+
+    def _limit(self) -> dict[str, Any]:
+        """What OpenCV and OpenVINO do in a process of their own without HTTP; see `limit.py`."""
+        command = [PEERS / "opencv" / "bin" / "python", "-m", "benchmarks.peers.limit", self._model]
+        command += ["--dtype", self._record.data["dtype"], "--seconds", str(self._arguments.seconds), *self._files]
+        done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True)
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
 
     def pace(self) -> None:
         """Latencies at half of the best peer's rate, the same requests at the same moments for all."""
         peak = {name: medians(done)["rate"] for name, done in self._section.get("rounds", {}).items() if done}
         best = max((rate for name, rate in peak.items() if is_peer(name)), default=0.0)
-        if not best:
-            return
         rate = self._section.setdefault("pace_rate", round(best / 2, 1))
-        for turn in range(self._arguments.rounds):
-            for name, server, config in self._entries():
-                done = self._of("pace", name, [])
-                # A server that is slower than the pace only shows how long its queue grew.
-                if len(done) > turn or peak.get(name, 0) < rate:
-                    continue
-                try:
-                    with self._running(server, config) as (started, load):
-                        _warm(started, load, self._arguments)
-                        found = load.open(started.url, rate=rate, seconds=self._arguments.seconds)
-                except ServerFailed as error:
-                    print(f"{name}: {error}", file=sys.stderr)
-                    continue
-                done.append(found.as_json())
-                _tell(f"pace {turn + 1}", name, found, {})
-                self._record.save()
+        # A server that is slower than the pace only shows how long its queue grew.
+        rows = [row for row in self._rows() if best and peak.get(row[0], 0) > rate]
+        rows = [row for row in rows if not self._of("pace", row[0], [])]
+        with self.started(rows) as (started, failed):
+            for reason in failed.values():
+                print(reason, file=sys.stderr)
+            self.paces(rate, rows, started)
 
-    def _entries(self) -> list[tuple[str, Server, Config]]:
-        """Who is measured: peers in their best configuration, ours in its default and in its best."""
-        entries: list[tuple[str, Server, Config]] = []
+    def paces(self, rate: float, rows: Sequence[Row], started: Started) -> None:
+        """The open loop, once for each server."""
+        for number, (running_, load) in started.items():
+            name = rows[number][0]
+            with running_.thawed():
+                self._warm(running_, load)
+                found = load.open(running_.url, rate=rate, seconds=2 * self._arguments.seconds)
+            self._of("pace", name, []).append(found.as_json())
+            _tell("pace", name, found, {})
+            self._record.save()
+
+    def _rows(self) -> list[Row]:
+        """Who is measured: each peer at its best with each engine, ours in each candidate."""
+        rows: list[Row] = []
         for server in self._servers:
-            best = best_config(self._of("tune", server.name, [])) or server.candidates[0]
-            if server.name == VITSERVE.name:
-                entries.append((server.name, server, {}))
-                if best:
-                    entries.append((f"{server.name}, tuned", server, best))
-            else:
-                entries.append((server.name, server, best))
-                if self._arguments.compiled:
-                    entries.append((f"{server.name}{COMPILED}", server, {**best, "PEER_COMPILE": "1"}))
-        return entries
+            if server is VITSERVE:
+                for config in server.candidates:
+                    name = ", ".join([server.name, *(f"`{key}={value}`" for key, value in config.items())])
+                    rows.append((name, server, config))
+                continue
+            best = self._best(server.name, server.candidates)
+            rows.append((server.name, server, best))
+            if self._arguments.compiled:
+                rows.append((server.name + COMPILED, server, {**best, "PEER_ENGINE": "compile"}))
+            if server.openvino:
+                rows.append((server.name + OPENVINO, server, self._best(server.name + OPENVINO, server.openvino)))
+        if self._arguments.rows:
+            rows = [row for row in rows if row[0] in self._arguments.rows]
+        return rows
 
-    def _running(self, server: Server, config: Config) -> _Session:
-        return _Session(server, self._model, config, self._files, self._first)
+    def _best(self, name: str, candidates: Sequence[Config]) -> Config:
+        return best_config(self._of("tune", name, [])) or candidates[0]
+
+    @contextmanager
+    def started(self, rows: Sequence[Row]) -> Iterator[tuple[Started, dict[int, str]]]:
+        """Start the servers; give those that run, by their number among the rows, and why others do not."""
+        with ExitStack() as stack:
+            started: Started = {}
+            failed: dict[int, str] = {}
+            for number, (name, server, config) in enumerate(rows):
+                settings = {**config, **self._record.data.get("settings", {})}
+                # Ours is not held: it polls nothing, and its watchdog ends a process that has stood still.
+                held = server is not VITSERVE
+                try:
+                    running_ = stack.enter_context(
+                        running(server, self._model, settings, picture=self._first, held=held)
+                    )
+                except ServerFailed as error:
+                    failed[number] = str(error)
+                    print(f"{name}: {error}", file=sys.stderr)
+                else:
+                    started[number] = (running_, stack.enter_context(loader(self._files, server.protocol)))
+            yield started, failed
+
+    def _load(self, started: Running, load: Loader, seconds: float) -> Load:
+        """Warm a server and load it as much as it bears."""
+        with started.thawed():
+            self._warm(started, load)
+            return load.closed(started.url, connections=self._arguments.connections, seconds=seconds)
+
+    def _warm(self, started: Running, load: Loader) -> None:
+        """Load it until two runs in a row agree, or the time for that is up."""
+        deadline = time.monotonic() + self._arguments.warm_seconds
+        before = 0.0
+        while time.monotonic() < deadline:
+            rate = load.closed(started.url, connections=self._arguments.connections, seconds=1).rate
+            if before and abs(rate - before) <= _STABLE * before:
+                return
+            before = rate
 
     def _of(self, phase: str, name: str, default: Any) -> Any:
         return self._section.setdefault(phase, {}).setdefault(name, default)
@@ -180,22 +274,6 @@ class Comparison:
         )
 
 
-class _Session:
-    """A running server and the load for it, as one context."""
-
-    def __init__(self, server: Server, model: Path, config: Config, files: Sequence[Path], first: bytes) -> None:
-        self._running = running(server, model, config, picture=first)
-        self._loader = loader(files, server.protocol)
-
-    def __enter__(self) -> tuple[Running, Loader]:
-        started = self._running.__enter__()
-        return started, self._loader.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._loader.__exit__(*error)
-        self._running.__exit__(*error)
-
-
 def best_config(tried: Sequence[Mapping[str, Any]]) -> Config | None:
     """The configuration of the fastest trial; one that refused or lost requests only if all did."""
     whole = [trial for trial in tried if "rate" in trial]
@@ -206,20 +284,9 @@ def best_config(tried: Sequence[Mapping[str, Any]]) -> Config | None:
     return best
 
 
-def _warm(started: Running, load: Loader, arguments: argparse.Namespace) -> None:
-    """Load it until two runs in a row agree, or the time for that is up."""
-    deadline = time.monotonic() + arguments.warm_seconds
-    before = 0.0
-    while time.monotonic() < deadline:
-        rate = load.closed(started.url, connections=arguments.connections, seconds=1).rate
-        if before and abs(rate - before) <= _STABLE * before:
-            return
-        before = rate
-
-
 def _reference(model: Path, files: Sequence[Path]) -> list[dict[str, float]]:
-    options = Options(model, 0, threads=2, decoders=1, batch=1, wait_ms=0, dtype="float32", compile=False)
-    decode, classifier = Decoder(model), Classifier(options)
+    options = Options(model, 0, 2, 1, batch=1, wait_ms=0, dtype="float32", engine="torch", streams=1, workers=1)
+    decode, classifier = Decoder(model), TorchClassifier(options)
     rows = np.concatenate([classifier.probabilities([decode(file.read_bytes())]) for file in files])
     first, second = np.sort(rows, axis=1)[:, -1], np.sort(rows, axis=1)[:, -2]
     return [
@@ -249,7 +316,7 @@ def _tell(phase: str, name: str, load: Load, config: Mapping[str, str]) -> None:
     lost = f"  {load.refused} refused, {load.broken} broken" if load.refused or load.broken else ""
     settings = " ".join(f"{key.removeprefix('PEER_').removeprefix('VIT_')}={value}" for key, value in config.items())
     print(
-        f"{phase:8} {name:18} {load.rate:7.1f}/s  p50 {load.p50:7.1f} ms  p99 {load.p99:7.1f} ms{lost}  {settings}",
+        f"{phase:8} {name:28} {load.rate:7.1f}/s  p50 {load.p50:7.1f} ms  p99 {load.p99:7.1f} ms{lost}  {settings}",
         flush=True,
     )
 
@@ -261,11 +328,14 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--models", nargs="+", default=list(checkpoints.SHAPES), choices=list(checkpoints.SHAPES))
     parser.add_argument("--servers", nargs="+", help="parts of names (default: all that are installed)")
+    parser.add_argument("--rows", nargs="+", help="names of rows, as in the table (default: all of the servers)")
     parser.add_argument("--compiled", action="store_true", help="peers with torch.compile, too, in rows of their own")
+    parser.add_argument("--avx2", action="store_true", help="float32, and oneDNN held to AVX2")
+    parser.add_argument("--together", type=int, default=16, help="servers that are up at once while they are tuned")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=8, help="of each measurement")
-    parser.add_argument("--tune-seconds", type=float, default=4, help="of each trial of a configuration")
-    parser.add_argument("--warm-seconds", type=float, default=8, help="at most, before each measurement")
+    parser.add_argument("--seconds", type=float, default=4, help="of each measurement")
+    parser.add_argument("--tune-seconds", type=float, default=2, help="of each trial of a configuration")
+    parser.add_argument("--warm-seconds", type=float, default=2, help="at most, before each measurement")
     parser.add_argument("--connections", type=int, default=32)
     parser.add_argument("--record", type=Path, default=RESULTS / "peers-cpu.json")
     arguments = parser.parse_args()

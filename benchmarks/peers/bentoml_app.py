@@ -8,13 +8,13 @@ from pathlib import Path
 
 import bentoml
 
-from benchmarks.peers.common import Classifier, Decoder, Options
+from benchmarks.peers.common import Decoder, Options, classifier_of
 
 options = Options.from_environment()
 
 
 @bentoml.service(
-    workers=1,
+    workers=options.workers,
     traffic={"timeout": 60, "max_concurrency": 512},
     http={"host": "127.0.0.1", "port": options.port},
     logging={"access": {"enabled": False}},
@@ -26,7 +26,7 @@ class Service:
     def __init__(self) -> None:
         self.decode = Decoder(options.model)
         self.pool = ThreadPoolExecutor(options.decoders)
-        self.classifier = Classifier(options)
+        self.classifier = classifier_of(options)
 
     @bentoml.api(
         batchable=True,

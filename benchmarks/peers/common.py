@@ -1,6 +1,6 @@
-"""What every peer shares: decoding with Pillow, and transformers' ViT in bfloat16.
+"""What every peer shares: decoding with Pillow, and the engine, which is transformers' ViT or vitserve's graph.
 
-The servers differ in how they bring pictures to this model, not in the model.
+The servers differ in how they bring pictures to the engine, not in the engine.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import queue
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 Pixels = NDArray[np.uint8]
+_Answers = list[dict[str, float]]
+
+GRAPH = "graph.xml"
+"""In a model's folder: vitserve's graph of it, see `benchmarks.peers.graph`."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +32,14 @@ class Options:
 
     Attributes:
         model: folder in transformers' layout.
-        threads: torch's threads for one forward pass.
+        threads: of the engine: torch's for one forward pass, OpenVINO's of all streams together.
         decoders: threads or processes that decode, where the peer has room for them.
-        batch: largest batch.
+        batch: largest batch; with 1, peers that batch by themselves compute each picture on the thread that decodes it.
         wait_ms: how long an incomplete batch waits.
         dtype: of the network.
-        compile: whether the module goes through torch.compile.
+        engine: `torch`, `compile` (torch.compile) or `openvino`.
+        streams: of OpenVINO, with an infer request each.
+        workers: processes with an engine each, where the peer has room for them.
     """
 
     model: Path
@@ -42,7 +49,9 @@ class Options:
     batch: int
     wait_ms: float
     dtype: str
-    compile: bool
+    engine: str
+    streams: int
+    workers: int
 
     @classmethod
     def from_environment(cls) -> Options:
@@ -56,7 +65,9 @@ class Options:
             int(env.get("PEER_BATCH", "32")),
             float(env.get("PEER_WAIT_MS", "5")),
             env.get("PEER_DTYPE", "bfloat16"),
-            env.get("PEER_COMPILE", "0") == "1",
+            env.get("PEER_ENGINE", "torch"),
+            int(env.get("PEER_STREAMS", "1")),
+            int(env.get("PEER_WORKERS", "1")),
         )
 
 
@@ -88,8 +99,8 @@ class Decoder:
         return list(pool.map(self, files))
 
 
-class Classifier:
-    """uint8 pictures in, top-1 out. One thread at a time."""
+class TorchClassifier:
+    """uint8 pictures in, top-1 out, by the module of transformers."""
 
     def __init__(self, options: Options) -> None:
         import torch  # noqa: PLC0415  decoding processes need none
@@ -100,30 +111,77 @@ class Classifier:
 
         self._torch = torch
         torch.set_num_threads(options.threads)
+        self._threads = options.threads
         self._dtype = getattr(torch, options.dtype)
         model = ViTForImageClassification.from_pretrained(
             options.model, dtype=self._dtype, attn_implementation="sdpa"
         ).eval()
-        self._model = torch.compile(model, dynamic=True) if options.compile else model
+        self._model = torch.compile(model, dynamic=True) if options.engine == "compile" else model
         config = json.loads((options.model / "preprocessor_config.json").read_text())
         mean, std = torch.tensor(config["image_mean"]), torch.tensor(config["image_std"])
         self._scale = (1 / (255 * std)).reshape(1, 3, 1, 1)
         self._shift = (-mean / std).reshape(1, 3, 1, 1)
-        size = int(model.config.image_size)
-        for count in (1, 2, options.batch):
-            self([np.zeros((size, size, 3), np.uint8)] * count)
+        _warm(self, int(model.config.image_size), options.batch)
 
     def probabilities(self, pictures: Sequence[Pixels]) -> NDArray[np.float32]:
         """Softmax over the classes: float32 [B, K]."""
         torch = self._torch
+        # The number of threads is the calling thread's own.
+        torch.set_num_threads(self._threads)
         with torch.inference_mode():
             pixels = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float()
             logits = self._model(pixel_values=(pixels * self._scale + self._shift).to(self._dtype)).logits
             result: NDArray[np.float32] = logits.float().softmax(-1).numpy()
             return result
 
-    def __call__(self, pictures: Sequence[Pixels]) -> list[dict[str, float]]:
+    def __call__(self, pictures: Sequence[Pixels]) -> _Answers:
         """The best class of each picture: `{"index": ..., "score": ...}`."""
-        return [
-            {"index": int(row.argmax()), "score": round(float(row.max()), 6)} for row in self.probabilities(pictures)
-        ]
+        return _best(self.probabilities(pictures))
+
+
+class OpenVinoClassifier:
+    """uint8 pictures in, top-1 out, by vitserve's graph with as many infer requests as streams."""
+
+    def __init__(self, options: Options) -> None:
+        import openvino  # noqa: PLC0415  decoding processes need none
+
+        core = openvino.Core()
+        settings = {
+            "INFERENCE_PRECISION_HINT": {"bfloat16": "bf16", "float32": "f32"}[options.dtype],
+            "INFERENCE_NUM_THREADS": options.threads,
+            "NUM_STREAMS": options.streams,
+            "ENABLE_CPU_PINNING": False,
+        }
+        model = core.read_model(options.model / GRAPH)
+        compiled = core.compile_model(model, "CPU", settings)
+        self._free: queue.SimpleQueue[openvino.InferRequest] = queue.SimpleQueue()
+        for _ in range(options.streams):
+            self._free.put(compiled.create_infer_request())
+        _warm(self, int(model.inputs[0].partial_shape[1].get_length()), options.batch)
+
+    def __call__(self, pictures: Sequence[Pixels]) -> _Answers:
+        """The best class of each picture: `{"index": ..., "score": ...}`."""
+        request = self._free.get()
+        try:
+            [logits] = request.infer([np.stack(pictures)], share_inputs=True, share_outputs=False).values()
+        finally:
+            self._free.put(request)
+        odds = np.exp(logits - logits.max(-1, keepdims=True))
+        return _best(odds / odds.sum(-1, keepdims=True))
+
+
+Classifier = TorchClassifier | OpenVinoClassifier
+
+
+def classifier_of(options: Options) -> Classifier:
+    """The engine that the options name."""
+    return OpenVinoClassifier(options) if options.engine == "openvino" else TorchClassifier(options)
+
+
+def _warm(classifier: Classifier, size: int, batch: int) -> None:
+    for count in sorted({1, min(2, batch), batch}):
+        classifier([np.zeros((size, size, 3), np.uint8)] * count)
+
+
+def _best(rows: NDArray[np.float32]) -> _Answers:
+    return [{"index": int(row.argmax()), "score": round(float(row.max()), 6)} for row in rows]

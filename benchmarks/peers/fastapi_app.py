@@ -1,4 +1,7 @@
-"""A hand-written FastAPI app: decoding on threads, a batcher on the event loop, the model on a thread of its own."""
+"""A hand-written FastAPI app: decoding on threads, a batcher on the event loop, the model on a thread of its own.
+
+With batches of 1 there is no batcher: each thread decodes a picture and computes it.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,17 @@ from contextlib import asynccontextmanager
 import uvicorn
 from fastapi import FastAPI, Request
 
-from benchmarks.peers.common import Classifier, Decoder, Options, Pixels
+from benchmarks.peers.common import Classifier, Decoder, Options, Pixels, classifier_of
 
 options = Options.from_environment()
 decode = Decoder(options.model)
 decoders = ThreadPoolExecutor(options.decoders)
 engine = ThreadPoolExecutor(1)
+classifier: Classifier
 queue: asyncio.Queue[tuple[Pixels, asyncio.Future[dict[str, float]]]] = asyncio.Queue()
 
 
-async def batches(classifier: Classifier) -> None:
+async def batches() -> None:
     """Take what waits, up to a batch; run it; answer."""
     loop = asyncio.get_running_loop()
     while True:
@@ -44,9 +48,9 @@ async def batches(classifier: Classifier) -> None:
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Load the model on its thread, then start the batcher."""
-    loop = asyncio.get_running_loop()
-    classifier = await loop.run_in_executor(engine, Classifier, options)
-    task = asyncio.create_task(batches(classifier))
+    global classifier  # noqa: PLW0603  one application a process
+    classifier = await asyncio.get_running_loop().run_in_executor(engine, classifier_of, options)
+    task = asyncio.create_task(batches())
     yield
     task.cancel()
 
@@ -54,10 +58,17 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
 app = FastAPI(lifespan=lifespan)
 
 
+def alone(body: bytes) -> dict[str, float]:
+    """One picture, decoded and computed on this thread."""
+    return classifier([decode(body)])[0]
+
+
 @app.post("/classify")
 async def classify(request: Request) -> dict[str, float]:
     """The best class of the JPEG in the body."""
     loop = asyncio.get_running_loop()
+    if options.batch == 1:
+        return await loop.run_in_executor(decoders, alone, await request.body())
     pixels = await loop.run_in_executor(decoders, decode, await request.body())
     future: asyncio.Future[dict[str, float]] = loop.create_future()
     queue.put_nowait((pixels, future))

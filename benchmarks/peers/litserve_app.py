@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import litserve as ls
 from fastapi import Request
 
-from benchmarks.peers.common import Classifier, Decoder, Options, Pixels
+from benchmarks.peers.common import Decoder, Options, Pixels, classifier_of
 
 
 class Api(ls.LitAPI):
@@ -17,7 +17,7 @@ class Api(ls.LitAPI):
         options = Options.from_environment()
         self.decode = Decoder(options.model)
         self.pool = ThreadPoolExecutor(options.decoders)
-        self.classifier = Classifier(options)
+        self.classifier = classifier_of(options)
 
     def decode_request(self, request: Request) -> bytes:
         """The upload of a multipart form."""
@@ -46,6 +46,7 @@ if __name__ == "__main__":
     server = ls.LitServer(
         Api(max_batch_size=options.batch, batch_timeout=options.wait_ms / 1000),
         accelerator="cpu",
+        workers_per_device=options.workers,
         fast_queue=os.environ.get("PEER_FAST_QUEUE", "0") == "1",
     )
     server.run(host="127.0.0.1", port=options.port, log_level="warning", generate_client_file=False, access_log=False)

@@ -17,14 +17,14 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.checkpoints import REPOSITORY
-from benchmarks.servers import PEERS, SERVERS
+from benchmarks.servers import PEERS
 
 _REQUIREMENTS = Path(__file__).parent / "requirements"
 
 
 def main(names: list[str]) -> int:
     """Returns how many could not be made."""
-    known = [server.environment for server in SERVERS if server.environment]
+    known = sorted({file.name.partition(".")[0] for file in _REQUIREMENTS.glob("*.txt")})
     failed = [name for name in names or known if not _make(name)]
     if failed:
         print(f"not installed: {', '.join(failed)}")

@@ -1,4 +1,4 @@
-"""mosec: a stage of processes that decode, then a stage with one process that runs batches."""
+"""mosec: a stage of processes that decode, then a stage whose process runs batches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from mosec import Server, Worker
 
-from benchmarks.peers.common import Classifier, Decoder, Options, Pixels
+from benchmarks.peers.common import Decoder, Options, Pixels, classifier_of
 
 
 class Decode(Worker):
@@ -29,7 +29,7 @@ class Classify(Worker):
     """Egress: a batch of pixels to answers, which mosec encodes as JSON."""
 
     def __init__(self) -> None:
-        self.classifier = Classifier(Options.from_environment())
+        self.classifier = classifier_of(Options.from_environment())
 
     def forward(self, data: list[Pixels]) -> list[dict[str, Any]]:
         """One batch."""
@@ -45,7 +45,7 @@ class Whole(Worker):
         options = Options.from_environment()
         self.decode = Decoder(options.model)
         self.pool = ThreadPoolExecutor(options.decoders)
-        self.classifier = Classifier(options)
+        self.classifier = classifier_of(options)
 
     def deserialize(self, data: bytes) -> bytes:
         """The body as it is."""
@@ -73,7 +73,7 @@ if __name__ == "__main__":
     wait = max(1, int(options.wait_ms))
     if options.decoders:
         server.append_worker(Decode, num=options.decoders)
-        server.append_worker(Classify, num=1, max_batch_size=options.batch, max_wait_time=wait)
+        server.append_worker(Classify, num=options.workers, max_batch_size=options.batch, max_wait_time=wait)
     else:
-        server.append_worker(Whole, num=1, max_batch_size=options.batch, max_wait_time=wait)
+        server.append_worker(Whole, num=options.workers, max_batch_size=options.batch, max_wait_time=wait)
     server.run()

@@ -12,7 +12,7 @@ from pytriton.decorators import batch
 from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
 from pytriton.triton import Triton, TritonConfig
 
-from benchmarks.peers.common import Classifier, Decoder, Options
+from benchmarks.peers.common import Decoder, Options, classifier_of
 
 options = Options.from_environment()
 decode = Decoder(options.model)
@@ -21,7 +21,7 @@ decoders = ThreadPoolExecutor(options.decoders)
 
 def main() -> None:
     """Load the model, bind it, serve."""
-    classifier = Classifier(options)
+    classifier = classifier_of(options)
 
     @batch
     def infer(image: NDArray[Any]) -> dict[str, NDArray[Any]]:

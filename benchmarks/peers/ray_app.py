@@ -12,12 +12,12 @@ import ray
 from ray import serve
 from starlette.requests import Request
 
-from benchmarks.peers.common import Classifier, Decoder, Options, Pixels
+from benchmarks.peers.common import Decoder, Options, Pixels, classifier_of
 
 options = Options.from_environment()
 
 
-@serve.deployment(num_replicas=1, max_ongoing_requests=256, ray_actor_options={"num_cpus": 1})
+@serve.deployment(num_replicas=options.workers, max_ongoing_requests=256, ray_actor_options={"num_cpus": 1})
 class Deployment:
     """The replica."""
 
@@ -25,7 +25,7 @@ class Deployment:
         self.decode = Decoder(options.model)
         self.decoders = ThreadPoolExecutor(options.decoders)
         self.engine = ThreadPoolExecutor(1)
-        self.classifier = self.engine.submit(Classifier, options).result()
+        self.classifier = self.engine.submit(classifier_of, options).result()
 
     @serve.batch(max_batch_size=options.batch, batch_wait_timeout_s=options.wait_ms / 1000)
     async def classify(self, pictures: list[Pixels]) -> list[dict[str, float]]:

@@ -13,7 +13,10 @@ TITLES = {
 }
 _OURS = "vitserve"
 COMPILED = ", torch.compile"
-"""After the name of a peer whose module was compiled: a row of its own, no part of the best peer's figure."""
+"""After the name of a peer whose module was compiled."""
+
+OPENVINO = ", OpenVINO"
+"""After the name of a peer with vitserve's graph in OpenVINO."""
 
 
 def report(data: Mapping[str, Any]) -> str:
@@ -32,23 +35,27 @@ def report(data: Mapping[str, Any]) -> str:
 
 
 def ratios(model: Mapping[str, Any]) -> dict[str, float]:
-    """Ours (the better of default and tuned by rate) over the best peer: rate, and p99 at half of its rate."""
+    """Each of our rows over the best peer with the module of transformers, and over the best with our engine.
+
+    By rate; and by p99 at the pace over the least p99 of any peer.
+    """
     rates = {name: medians(done)["rate"] for name, done in model.get("rounds", {}).items() if done}
-    ours = {name: rate for name, rate in rates.items() if name.startswith(_OURS)}
-    found: dict[str, float] = {}
-    if best := max((rate for name, rate in rates.items() if is_peer(name)), default=0.0):
-        found = {f"rate, {name}": rate / best for name, rate in ours.items()}
     tails = {name: medians(done)["p99"] for name, done in model.get("pace", {}).items() if done}
-    slow = [tail for name, tail in tails.items() if is_peer(name)]
-    for name in ours:
+    found: dict[str, float] = {}
+    for name in (name for name in rates if name.startswith(_OURS)):
+        for engine, ours in (("the best peer's", False), ("the best peer's with OpenVINO", True)):
+            theirs = [rate for peer, rate in rates.items() if is_peer(peer) and peer.endswith(OPENVINO) == ours]
+            if theirs:
+                found[f"{name}: rate, of {engine}"] = rates[name] / max(theirs)
+        slow = [tail for peer, tail in tails.items() if is_peer(peer)]
         if name in tails and slow:
-            found[f"p99 at the pace, {name}"] = tails[name] / min(slow)
+            found[f"{name}: p99 at the pace, of the least of a peer"] = tails[name] / min(slow)
     return found
 
 
 def is_peer(name: str) -> bool:
-    """Whether a row counts as a peer at its best."""
-    return not name.startswith(_OURS) and not name.endswith(COMPILED)
+    """Whether a row is a peer's."""
+    return not name.startswith(_OURS)
 
 
 def _model(model: Mapping[str, Any], servers: Mapping[str, str]) -> list[str]:
@@ -77,7 +84,9 @@ def _model(model: Mapping[str, Any], servers: Mapping[str, str]) -> list[str]:
     pace = f" at {model['pace_rate']}/s" if "pace_rate" in model else " at the pace"
     header = ("", "answered/s", "rounds", "p50 ms", "p99 ms", "not 200", f"p50 ms{pace}", f"p99 ms{pace}", "top-1")
     lines = [table(header, rows), ""]
-    lines += [f"- {name}: {ratio:.2f} of the best peer's" for name, ratio in ratios(model).items()]
+    if limit := model.get("limit"):
+        lines += [f"- in-process, OpenCV and AsyncInferQueue without HTTP: {limit['rate']:.0f} pictures/s"]
+    lines += [f"- {name}: {ratio:.2f}" for name, ratio in ratios(model).items()]
     configs = model.get("configs", {})
     lines += [f"- {name}: {_settings(config)}" for name, config in configs.items() if config]
     lines += [f"- {name} failed: {reason.splitlines()[-1]}" for name, reason in model.get("failed", {}).items()]

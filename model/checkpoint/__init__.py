@@ -16,14 +16,15 @@ from typing import Final, Protocol
 
 from torch import Tensor
 
-from model.checkpoint import huggingface, jax_npz, native, state_dict, timm
+from model.checkpoint import huggingface, jax_npz, native, timm
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files, Folder, SingleFile
 from model.checkpoint.hub import Repository, is_hub_id
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE
 from model.checkpoint.local_files import read_text_file, resolved_part, resolved_source
-from model.checkpoint.lora import ADAPTER_CONFIG, adapt, adapter_base
 from model.checkpoint.options import LABEL_PRESETS, PREPROCESS_PRESETS, CheckpointOptions
+from model.checkpoint.state_dicts import state_dict
+from model.checkpoint.state_dicts.lora import ADAPTER_CONFIG, adapt, adapter_base
 from model.config import Size
 from model.errors import CheckpointError
 
@@ -68,6 +69,8 @@ def load_checkpoint(
     weights: str | None = None,
     keys: str | None = None,
     base: str | None = None,
+    bases_below: Path | None = None,
+    templates: str | None = None,
 ) -> Checkpoint:
     """Read a checkpoint, whatever its format.
 
@@ -77,22 +80,34 @@ def load_checkpoint(
         source: `bundled`, a folder, a file, or a hub id `owner/name[@revision]`; what exists here is
             never looked for on the hub.
         base: what a LoRA folder adapts, instead of what it names; as `source`.
-        image_size, preprocess, labels, architecture, weights, keys: see `CheckpointOptions`.
+        bases_below: folder below which what it names has to lie; None where it may lie anywhere.
+        image_size, preprocess, labels, architecture, weights, keys, templates: see `CheckpointOptions`.
 
     Raises:
         CheckpointError: nothing there, no format recognised, or not exactly what the format demands.
     """
     files = _open(source, weights)
-    if files.config is None and files.path(ADAPTER_CONFIG) is not None:
-        adapter, files = files, _open(adapter_base(files, base), weights)
+    has_config = files.config is not None
+    if files.path(ADAPTER_CONFIG) is not None:
+        if has_config and base is None:
+            raise CheckpointError(
+                f"{files.place}: holds a model ({CONFIG_FILE}) and an adapter ({ADAPTER_CONFIG}), and no file says "
+                f"whether they are merged: --base {adapter_base(files, None)} (VIT_BASE) reads the adapter; without "
+                f"{ADAPTER_CONFIG} the model is read"
+            )
+        adapter, files = files, _base(files, base, bases_below, weights)
         adapt(files, adapter)
-    options = CheckpointOptions(image_size, preprocess, labels, architecture, weights, keys)
+    options = CheckpointOptions(image_size, preprocess, labels, architecture, weights, keys, templates)
     for reader in READERS:
         if reader.recognises(files):
             checkpoint = reader.read(files, options)
+            if templates is not None and checkpoint.zero_shot is None:
+                raise CheckpointError(f"{files.place}: has no text tower: VIT_TEMPLATES does not apply")
             if files.overlay is not None:
                 note = f"the LoRA adapter {files.overlay.place} is merged into {files.place}"
                 checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))
+            if isinstance(files, Repository) and files.from_cache:
+                checkpoint = replace(checkpoint, notes=(*checkpoint.notes, files.place))
             return checkpoint if image_size is None else checkpoint.resized(image_size)
     known = ", ".join(reader.FORMAT for reader in READERS)
     if files.config is None:
@@ -124,6 +139,24 @@ def _open(source: str, weights: str | None) -> Files:
     if similar and is_hub_id(source):
         hint += f" (the hub's repository of this name is {source}@main)"
     raise CheckpointError(f"{source}: no such folder or file{hint}")
+
+
+def _base(adapter: Files, base: str | None, below: Path | None, weights: str | None) -> Files:
+    """Return the base of an adapter; what comes from the hub cannot name a folder or file of this machine."""
+    named = adapter_base(adapter, base)
+    if base is None and below is not None and not Path(named).resolve().is_relative_to(below):
+        raise CheckpointError(
+            f"{adapter.place}: its base {named!r:.200} does not lie below VIT_CHECKPOINT_FOLDER: set VIT_BASE"
+        )
+    of_hub = isinstance(adapter, Repository) or any(part.startswith("models--") for part in Path(adapter.place).parts)
+    if base is not None or not of_hub:
+        return _open(named, weights)
+    if not is_hub_id(named):
+        raise CheckpointError(
+            f"{adapter.place}: comes from the hub and names {named!r:.200} as its base, which is no hub id: "
+            "set VIT_BASE to the checkpoint that it adapts"
+        )
+    return Repository(named)
 
 
 def _snapshot(folder: Path) -> Path:

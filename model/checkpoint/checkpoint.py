@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
-from model.checkpoint.refusals import first_and_count
+from model.checkpoint.refusals import first_and_count, validating
 from model.checkpoint.resizing import resized_config, resized_positions, resized_preprocess
 from model.checkpoint.tensors import as_float32
-from model.config import PreprocessConfig, Size, ViTConfig
+from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, Size, ViTConfig
+from model.conformal import Calibration
 from model.errors import CheckpointError
-from model.network.vit import VisionTransformer, meta_model
+from model.network.library import LibraryNetwork, library_config, meta_tensors
+from model.network.vit import VisionTransformer, checkpoint_shapes, meta_model, placeholder_heads
+from model.zero_shot import ZeroShot
 
 MAX_TEXT: Final = 1000
 """Characters of a label and of a name: every answer repeats them."""
+_CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Steers a terminal, ends a line, turns the text after it around, or is half a character."""
 
 
 @dataclass(frozen=True)
@@ -31,20 +40,24 @@ class Checkpoint:
         architecture: the format's own name for the architecture, e.g. `deit_tiny_patch16_224`.
         config, preprocess: see `model.config`.
         labels: a human description for each class, in index order; may repeat.
-        tensors: float32 on the CPU, keyed as `model.network.vit.VisionTransformer` names its parameters.
+        tensors: float32 on the CPU, keyed as the network names its parameters; see `meta_tensors`.
         temperature: logits are divided by it before the softmax (Guo et al. 2017).
         multi_label: scores are independent sigmoids instead of one softmax.
         revision: commit of a hub id; None for a local path.
         assumed: what the files do not say and was chosen by a name, each with the setting that says it.
         notes: what else was done with the files (tensors left aside, names inferred).
+        zero_shot: how labels of a request are compared, where the checkpoint has a text tower.
+        embed_texts: that tower: texts to features, float32 [N, D].
+        folder: the local native folder it was read from, where a graph in int8 may lie beside it.
         antialias: whether position embeddings are low-passed before they shrink, as the source library does.
+        calibration: what the sets of labels are made by, where the checkpoint was calibrated.
     """
 
     name: str
     source: str
     format: str
     architecture: str
-    config: ViTConfig
+    config: NetworkConfig
     preprocess: PreprocessConfig
     labels: tuple[str, ...]
     tensors: Mapping[str, Tensor]
@@ -53,14 +66,18 @@ class Checkpoint:
     revision: str | None = None
     assumed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    zero_shot: ZeroShot | None = None
+    embed_texts: Callable[[Sequence[str]], NDArray[np.float32]] | None = None
+    folder: Path | None = None
     antialias: bool = True
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
         """Refuse parts that contradict each other.
 
         Raises:
             CheckpointError: labels, input size or channels disagree with the architecture, or a label or the name
-                is longer than `MAX_TEXT` or cannot be written as UTF-8.
+                is longer than `MAX_TEXT`, has characters of `_CONTROL`, or cannot be written as UTF-8.
         """
         classes, size = self.config.num_classes, self.config.image_size
         if len(self.labels) != classes:
@@ -73,10 +90,10 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{self.source}: {what} has {len(text)} characters, at most {MAX_TEXT} are allowed"
                 )
-            try:
-                text.encode()
-            except UnicodeEncodeError:
-                raise CheckpointError(f"{self.source}: {what}, {text!a:.100}, cannot be written as UTF-8") from None
+            if _CONTROL.search(text):
+                raise CheckpointError(
+                    f"{self.source}: {what}, {text!a:.100}, has control characters or cannot be written as UTF-8"
+                )
         if self.preprocess.size != size:
             raise CheckpointError(f"{self.source}: preprocessing gives {self.preprocess.size}, the model takes {size}")
         if len(self.preprocess.mean) != self.config.in_channels:
@@ -97,6 +114,9 @@ class Checkpoint:
         old = self.config
         if size == old.image_size:
             return self
+        if isinstance(old, LibraryConfig):
+            return self._resized_by_library(old, size)
+        old = self.vit
         if size[0] % old.patch_size or size[1] % old.patch_size:
             raise CheckpointError(
                 f"{self.source}: image size {size[0]}x{size[1]} is not a multiple of the patch size {old.patch_size}"
@@ -107,29 +127,70 @@ class Checkpoint:
         tensors = resized_positions(self.tensors, old, config, antialias=self.antialias)
         return replace(self, config=config, preprocess=resized_preprocess(self.preprocess, size), tensors=tensors)
 
-    def build(self) -> VisionTransformer:
-        """Return the model with exactly these weights, float32 on the CPU, in evaluation mode.
+    def _resized_by_library(self, old: LibraryConfig, size: Size) -> Checkpoint:
+        if old.fixed_size:
+            raise CheckpointError(
+                f"{self.source}: image size {size[0]}x{size[1]}: timm's {old.architecture} is made for "
+                f"{old.image_size[0]}x{old.image_size[1]}, and is not resized"
+            )
+        with validating(self.source):
+            config = library_config(old.architecture, old.arguments, old.num_classes, old.in_channels, size)
+        return replace(self, config=config, preprocess=resized_preprocess(self.preprocess, size))
+
+    @property
+    def vit(self) -> ViTConfig:
+        """Return the configuration of a network that vitserve computes itself.
 
         Raises:
-            CheckpointError: a tensor is missing, unexpected, of the wrong shape, or not finite.
+            CheckpointError: it is a library's.
         """
-        model = meta_model(self.config)  # no memory and no random weights that could be left in place
-        check_tensors(self.source, self.tensors, {name: tuple(t.shape) for name, t in model.state_dict().items()})
+        if not isinstance(self.config, ViTConfig):
+            raise CheckpointError(f"{self.source}: is {self.config.kind}: this is for vitserve's own networks")
+        return self.config
+
+    def build(self) -> VisionTransformer:
+        """Return the Vision Transformer with exactly these weights, float32 on the CPU, in evaluation mode.
+
+        Raises:
+            CheckpointError: a tensor is missing, unexpected, of the wrong shape, or not finite; or the network is a
+                library's.
+        """
+        model = meta_model(self.vit)  # no memory and no random weights that could be left in place
+        self._load(model)
+        return model
+
+    def network(self) -> VisionTransformer | LibraryNetwork:
+        """Return the network with exactly these weights, as `build` does, whosever it is."""
+        if not isinstance(self.config, LibraryConfig):
+            return self.build()
+        network = LibraryNetwork(self.config)
+        self._load(network.module)
+        return network.eval()
+
+    def _load(self, module: nn.Module) -> None:
+        check_tensors(self.source, self.tensors, _shapes(self.config))
         for name, tensor in self.tensors.items():
             if not torch.isfinite(tensor).all():
                 raise CheckpointError(f"{self.source}: {name} holds values that are not finite")
-        model.load_state_dict(dict(self.tensors), strict=True, assign=True)
-        return model.eval().requires_grad_(False)
+        heads = placeholder_heads(self.config) if isinstance(self.config, ViTConfig) else {}
+        # All names were checked; what is left of a library's are the integers that it makes itself.
+        module.load_state_dict({**self.tensors, **heads}, strict=isinstance(self.config, ViTConfig), assign=True)
+        module.eval().requires_grad_(False)
 
 
-def native_tensors(tensors: Mapping[str, Tensor], config: ViTConfig, where: str) -> dict[str, Tensor]:
+def _shapes(config: NetworkConfig) -> dict[str, tuple[int, ...]]:
+    if isinstance(config, ViTConfig):
+        return checkpoint_shapes(config)
+    return {name: tuple(tensor.shape) for name, tensor in meta_tensors(config).items()}
+
+
+def native_tensors(tensors: Mapping[str, Tensor], config: NetworkConfig, where: str) -> dict[str, Tensor]:
     """Return tensors that bear the model's own names as float32, their names and shapes checked.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, of the wrong shape, or not floating point.
     """
-    shapes = {name: tuple(t.shape) for name, t in meta_model(config).state_dict().items()}
-    check_tensors(where, tensors, shapes)
+    check_tensors(where, tensors, _shapes(config))
     return {name: as_float32(tensor, name, where) for name, tensor in tensors.items()}
 
 

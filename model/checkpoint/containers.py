@@ -7,24 +7,25 @@ choice. Optimisers, schedulers and counters beside them are left aside, and said
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
+from model.checkpoint.refusals import check_names
 from model.errors import CheckpointError
 
 _TRAINING: Final = re.compile(r"optim|sched|scaler|^amp$|callback|loops|hyper_?param|rng", re.IGNORECASE)
 """Keys of a training checkpoint whose tensors are no weights."""
 _ASIDE: Final = re.compile(
-    r"(n_averaged|initted|step|num_updates|decay|loss\w*|criterion\w*|\w*metrics?)(\..*)?|(.*\.)?mask_token"
+    r"(step|decay|loss\w*|criterion\w*|\w*metrics?)(\..*)?|(.*\.)?(n_averaged|initted|num_updates|mask_token)"
 )
 """Names of tensors in state dicts that have no part in classification."""
 _WRAPPERS: Final = ("module", "_orig_mod", "state_dict", "model_state_dict")
 """Of DistributedDataParallel, torch.compile and training scripts, which wrap any model."""
 _AVERAGED: Final = re.compile(r"ema|averag|shadow|swa|teacher|momentum|target", re.IGNORECASE)
 _MAX_DEPTH: Final = 5
+_MAX_CANDIDATES: Final = 32
 _FEW: Final = 8
 """Names in common from which two parts are copies of one network; a block alone has twelve."""
 
@@ -40,17 +41,32 @@ def chosen_state_dict(value: Any, weights: str | None, where: str) -> tuple[dict
     Raises:
         CheckpointError: no state dict, or several copies of one and none of them chosen.
     """
-    candidates = {path: found for path, found in _state_dicts(value) if _has_weights(found)}
+    candidates: dict[str, Mapping[str, Any]] = {}
+    for path, found in _state_dicts(value, set()):
+        if _has_weights(found):
+            check_names(found, where)
+            candidates[path] = found
+        if len(candidates) > _MAX_CANDIDATES:
+            raise CheckpointError(f"{where}: holds more than {_MAX_CANDIDATES} state dicts: save the one to be served")
     if not candidates:
-        raise CheckpointError(f"{where}: holds a {type(value).__name__}, expected a state dict of tensors")
+        keys = f" with the keys {', '.join(map(repr, list(value)[:5]))}" if isinstance(value, Mapping) and value else ""
+        raise CheckpointError(
+            f"{where}: holds a {type(value).__name__}{keys}, expected a state dict of tensors, as "
+            "torch.save(model.state_dict(), FILE) writes it"
+        )
+    parts = _one_of(candidates, weights, where)
     tensors: dict[str, Tensor] = {}
     aside = [key for key in value if not any(f"{path}.".startswith((".", f"{key}.")) for path in candidates)]
-    for path, found in _one_of(candidates, weights, where).items():
+    for path, found in parts.items():
         for name, tensor in found.items():
             if not isinstance(tensor, Tensor) or _ASIDE.fullmatch(name):
                 aside.append(name)
             else:
-                tensors[f"{path}.{name}" if path else name] = _checked(tensor, name, where)
+                tensors[f"{path}.{name}" if path else name] = tensor
+    check_names(tensors, where)
+    _refuse_repeated(tensors, where)
+    if weights is not None and len(parts) == len(candidates):
+        _check_role(tensors, weights, where)
     shown = ", ".join(map(str, aside[:5])) + (f" and {len(aside) - 5} more" if len(aside) > 5 else "")
     return without_prefixes(tensors, _WRAPPERS), ((f"left aside, as no part of the network: {shown}",) if aside else ())
 
@@ -79,16 +95,19 @@ def without_prefixes(tensors: Mapping[str, Tensor], known: Collection[str] | Non
     return stripped
 
 
-def _state_dicts(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the mappings from names to tensors in a value, each with the keys that lead to it."""
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value) or depth > _MAX_DEPTH:
+def _state_dicts(value: Any, seen: set[int], path: str = "", depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the mappings from names to tensors in a value once each, with the keys that lead to them."""
+    if not isinstance(value, Mapping) or id(value) in seen or depth > _MAX_DEPTH:
+        return
+    seen.add(id(value))
+    if not all(isinstance(key, str) for key in value):
         return
     here = {key: inner for key, inner in value.items() if not isinstance(inner, Mapping)}
     if any(isinstance(inner, Tensor) for inner in here.values()):
         yield path, here
     for key, inner in value.items():
         if not _TRAINING.search(key):
-            yield from _state_dicts(inner, f"{path}.{key}" if path else key, depth + 1)
+            yield from _state_dicts(inner, seen, f"{path}.{key}" if path else key, depth + 1)
 
 
 def _has_weights(found: Mapping[str, Any]) -> bool:
@@ -98,7 +117,8 @@ def _has_weights(found: Mapping[str, Any]) -> bool:
 def _one_of(parts: Mapping[str, Mapping[str, Any]], weights: str | None, where: str) -> Mapping[str, Mapping[str, Any]]:
     """Return the parts of one network: all of them, or the chosen one where some are copies of each other."""
     paths = list(parts)
-    if not any(_alike(parts[a], parts[b]) for i, a in enumerate(paths) for b in paths[:i]):
+    names = [without_prefixes(part).keys() for part in parts.values()]
+    if not any(_alike(a, b) for i, a in enumerate(names) for b in names[:i]):
         return parts
     chosen = [path for path in paths if weights in (path, _role(path))]
     if len(chosen) == 1:
@@ -111,15 +131,26 @@ def _one_of(parts: Mapping[str, Mapping[str, Any]], weights: str | None, where: 
     )
 
 
+def _check_role(tensors: Mapping[str, Tensor], weights: str, where: str) -> None:
+    """Refuse the only copy of a network that a file has where another one is asked for."""
+    stripped = without_prefixes(tensors)
+    prefix = next(iter(tensors)).removesuffix(next(iter(stripped))).rstrip(".")
+    if not _copies(stripped) and weights != _role(prefix) and f".{weights}." not in f".{prefix}.":
+        called = f", {prefix}" if prefix else ""
+        raise CheckpointError(
+            f"{where}: holds one copy of a network{called}, and none that is called {weights!r:.100}: it is read "
+            "without --weights (VIT_WEIGHTS)"
+        )
+
+
 def _role(path: str) -> str:
     if re.search("student|teacher", path):
         return "student" if "student" in path else "teacher"
     return "ema" if _AVERAGED.search(path) else "raw"
 
 
-def _alike(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Return whether two parts have most of their names in common, whatever stands before these."""
-    left, right = (without_prefixes(part).keys() for part in (a, b))
+def _alike(left: Set[str], right: Set[str]) -> bool:
+    """Return whether two parts have most of their names in common, which have no prefixes."""
     return len(left & right) >= max(min(len(left), len(right)) / 2, min(_FEW, len(left), len(right)))
 
 
@@ -132,9 +163,10 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     large = {first: part for first, part in parts.items() if len(part) >= _FEW}
     # Blocks are alike, too, but differ in their number.
     kinds = {re.sub(r"\d+", "", first) for first in large}
-    if len(kinds) < 2 or len(kinds) < len(large):
+    if len(kinds) < 2 or len(kinds) < len(large) or len(large) > _MAX_CANDIDATES:
         return {}
-    return {a: part for a, part in large.items() if any(a != b and _alike(part, large[b]) for b in large)}
+    names = {first: without_prefixes(part).keys() for first, part in large.items()}
+    return {a: part for a, part in large.items() if any(a != b and _alike(names[a], names[b]) for b in names)}
 
 
 def _headed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -152,7 +184,8 @@ def _headed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return inner | {name: tensors[name] for name in others}
 
 
-def _checked(tensor: Tensor, name: str, where: str) -> Tensor:
-    if tensor.layout == torch.strided and tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
-        raise CheckpointError(f"{where}: {name!r} has shape {list(tensor.shape)}, more than the file holds")
-    return tensor.detach()
+def _refuse_repeated(tensors: Mapping[str, Tensor], where: str) -> None:
+    """Refuse tensors that are one stored tensor many times over, each of which would take memory of its own."""
+    stored = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors.values()}
+    if sum(tensor.nbytes for tensor in tensors.values()) > 2 * sum(stored.values()):
+        raise CheckpointError(f"{where}: its tensors are parts of each other, and more than twice what the file holds")

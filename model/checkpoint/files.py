@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
@@ -11,14 +12,10 @@ from torch import Tensor
 
 from model.checkpoint.containers import chosen_state_dict, unwrapped
 from model.checkpoint.local_files import read_json, resolved_part
-from model.checkpoint.tensor_files import (
-    ARCHIVE_SUFFIX,
-    FOREIGN,
-    PICKLE_SUFFIXES,
-    read_archive,
-    read_pickle,
-    read_safetensors,
-)
+from model.checkpoint.refusals import check_names
+from model.checkpoint.tensor_files.pickles import FOREIGN, read_pickle
+from model.checkpoint.tensor_files.safetensors_files import read_safetensors
+from model.checkpoint.tensor_files.zip_files import read_archive
 from model.errors import CheckpointError
 
 CONFIG_FILE: Final = "config.json"
@@ -26,6 +23,8 @@ WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 PICKLE_FILE: Final = "pytorch_model.bin"
 _MAX_SHARDS: Final = 1000
+_PICKLES: Final = (".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl")
+_HEAD: Final = re.compile(r"(\w+_)?(heads?|classifier|fc)(\.\w+)*\.(weight|bias)")
 
 
 class Files(ABC):
@@ -109,6 +108,7 @@ class Files(ABC):
         index = self.json(INDEX_FILE).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(shard, str) for shard in index.values()):
             raise CheckpointError(f"{where}: weight_map: expected an object from tensor to file name")
+        check_names(index, where)
         shards = sorted(set(index.values()))
         if len(shards) > _MAX_SHARDS:
             raise CheckpointError(f"{where}: {len(shards)} shards are more than {_MAX_SHARDS}")
@@ -174,6 +174,12 @@ class SingleFile(Files):
             if self._head is not None:
                 head, notes = self._read(self._head)
                 self.notes += notes
+                own = [name for name in tensors if _HEAD.fullmatch(name)]
+                if own:
+                    raise CheckpointError(
+                        f"{self.place}: has a head of its own, {own[0]!r}, and {self._head.name} beside it holds "
+                        "another: name this file instead of its folder to read its own head, else save it without that"
+                    )
                 tensors = {**tensors, **{f"head.{name}": tensor for name, tensor in head.items()}}
             self._tensors = tensors
         return self._tensors
@@ -184,11 +190,11 @@ class SingleFile(Files):
             raise CheckpointError(f"{where}: {FOREIGN[suffix].format(repr(file.name))}")
         if suffix == ".safetensors":
             held: Any = read_safetensors(file)
-        elif suffix in PICKLE_SUFFIXES:
+        elif suffix in _PICKLES:
             held = read_pickle(file)
-        elif suffix == ARCHIVE_SUFFIX:
+        elif suffix == ".mar":
             held, self.labels = read_archive(file)
         else:
-            raise CheckpointError(f"{where}: expected .safetensors, {', '.join(PICKLE_SUFFIXES)} or .npz")
+            raise CheckpointError(f"{where}: expected .safetensors, {', '.join(_PICKLES)} or .npz")
         tensors, notes = chosen_state_dict(held, self._weights, where)
         return unwrapped(tensors, self._weights, where), notes

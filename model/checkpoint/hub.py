@@ -8,19 +8,15 @@ first: a repository that is not a ViT costs no download of weights.
 from __future__ import annotations
 
 import re
-import socket
 import threading
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.local_files import resolved_part
-from model.checkpoint.refusals import first_line
-from model.errors import CheckpointError
+from model.errors import CheckpointError, first_line
 
 _HUB_ID: Final = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>[\w./-]{1,200}))?"
@@ -28,9 +24,9 @@ _HUB_ID: Final = re.compile(
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _TIMEOUT: Final = 10.0
 """Seconds to wait for a file's metadata."""
-_CONNECT_TIMEOUT: Final = 2.0
-"""Seconds within which the hub's name is resolved and a connection to it opens, else only the cache is read."""
-_OFFLINE: Final = "on the hub: not in the cache, and offline mode (HF_HUB_OFFLINE) is on"
+_ANSWER_TIMEOUT: Final = 5.0
+"""Seconds within which the hub answers, its name's resolution included, else only the cache is read."""
+_OFFLINE: Final = "offline mode (HF_HUB_OFFLINE) is on"
 
 
 def is_hub_id(source: str) -> bool:
@@ -52,6 +48,7 @@ class Repository(Files):
         match = _HUB_ID.fullmatch(source)
         assert match is not None
         super().__init__(source, source)
+        self._id = source  # as the base of an adapter it has the adapter's source
         self.repository: str = match["repo"]
         self.requested_revision: str | None = match["revision"]
         self._hub = _huggingface_hub(source)
@@ -69,32 +66,32 @@ class Repository(Files):
 
     def where(self, name: str) -> str:
         """Return what messages call the file `name`."""
-        return f"{self.source}/{name}"
+        return f"{self._id}/{name}"
 
     @cached_property
-    def _unreachable(self) -> str:
-        """Why no connection to the hub opens, or an empty text where it opens; the client itself retries for long."""
+    def from_cache(self) -> str:
+        """Why only the cache is read, or an empty text where the hub is asked; the client itself retries for long."""
         if self._hub.constants.HF_HUB_OFFLINE:
-            return ""
-        failure = unreachable(self._hub.constants.ENDPOINT, _CONNECT_TIMEOUT)
-        if failure:
-            self.place = f"{self.source} (from the cache: the hub cannot be reached: {failure})"
-        return failure
+            reason = _OFFLINE
+        else:
+            failure = unreachable(self._hub, _ANSWER_TIMEOUT)
+            reason = f"the hub cannot be reached: {failure}" if failure else ""
+        if reason:
+            self.place += f" (from the cache: {reason})"
+        return reason
 
     def _fetch(self, name: str) -> Path | None:
         errors = self._hub.errors
         arguments: dict[str, Any] = {"revision": self.revision or self.requested_revision, "etag_timeout": _TIMEOUT}
-        arguments["local_files_only"] = bool(self._unreachable)
+        arguments["local_files_only"] = bool(self.from_cache)
         try:
             path = Path(self._hub.hf_hub_download(self.repository, name, **arguments))
         except errors.GatedRepoError:
             raise CheckpointError(
-                f"{self.source}: gated: accept its terms on its page, then set HF_TOKEN or run `hf auth login`"
+                f"{self._id}: gated: accept its terms on its page, then set HF_TOKEN or run `hf auth login`"
             ) from None
         except errors.RevisionNotFoundError:
-            raise CheckpointError(
-                f"{self.source}: the repository has no revision {self.requested_revision!r}"
-            ) from None
+            raise CheckpointError(f"{self._id}: the repository has no revision {self.requested_revision!r}") from None
         except errors.RepositoryNotFoundError:
             raise self._not_here(
                 "on the hub: no such repository, or a private one that this token (HF_TOKEN) may not read"
@@ -104,7 +101,7 @@ class Repository(Files):
         except errors.EntryNotFoundError:
             return None
         except errors.OfflineModeIsEnabled:
-            raise self._not_here(_OFFLINE) from None
+            raise self._not_here(f"on the hub: {name} is not in the cache and {_OFFLINE}") from None
         except errors.HfHubHTTPError as error:
             status = getattr(error.response, "status_code", "no status")
             raise self._not_here(f"the hub answered {status} for {name}: {first_line(error)}") from None
@@ -117,17 +114,23 @@ class Repository(Files):
 
     def _not_cached(self, name: str, error: BaseException) -> Path | None:
         """Return None for a part that the cached repository lacks; refuse a part that only the network could give."""
-        offline = self._hub.constants.HF_HUB_OFFLINE
-        if (offline or self._unreachable) and self._found.get(CONFIG_FILE) is not None:
+        if self.from_cache and (self._found.get(CONFIG_FILE) is not None or self._is_cached()):
             return None
-        if offline:
-            raise self._not_here(_OFFLINE) from None
-        cause = self._unreachable or first_line(error.__cause__ or error)
-        raise self._not_here(f"on the hub: {name} is not in the cache and the hub cannot be reached: {cause}") from None
+        cause = self.from_cache or f"the hub cannot be reached: {first_line(error.__cause__ or error)}"
+        raise self._not_here(f"on the hub: {name} is not in the cache and {cause}") from None
+
+    def _is_cached(self) -> bool:
+        """Return whether the cache has any file of this revision: an adapter, for example, has no `config.json`."""
+        revision = self.revision or self.requested_revision
+        try:
+            self._hub.snapshot_download(self.repository, revision=revision, local_files_only=True)
+        except (OSError, ValueError, self._hub.errors.LocalEntryNotFoundError):
+            return False
+        return True
 
     def _not_here(self, failure: str) -> CheckpointError:
         """Return the error for a failure of the hub, which leads with the folder where nothing of the id was found."""
-        place = f"{self.source}: " if self.revision else _no_folder(self.source)
+        place = f"{self._id}: " if self.revision else _no_folder(self._id)
         return CheckpointError(f"{place}{failure}")
 
     def _pin(self, path: Path) -> None:
@@ -141,31 +144,27 @@ def _no_folder(source: str) -> str:
     return f"no folder {source} here (write ./ before a folder's name); "
 
 
-def unreachable(endpoint: str, timeout: float) -> str:
-    """Return why no connection to an endpoint opens, or an empty text where it opens or a proxy makes it.
+def unreachable(hub: ModuleType, timeout: float) -> str:
+    """Return why the hub answers nothing at all, or an empty text where it answers.
 
     Args:
-        endpoint: its URL.
+        hub: its client, which knows endpoint and proxies.
         timeout: in seconds; the name's resolution, which the system bounds otherwise, counts too.
     """
-    url = urlsplit(endpoint)
-    host = url.hostname or ""
-    if {url.scheme, "all"} & getproxies().keys() and not proxy_bypass(host):
-        return ""
     failures: list[str] = []
 
-    def connect() -> None:
+    def ask() -> None:
         try:
-            socket.create_connection((host, url.port or (80 if url.scheme == "http" else 443)), timeout).close()
-        except (OSError, ValueError) as error:  # the latter for what is no host or port
-            failures.append(getattr(error, "strerror", None) or str(error))
+            hub.utils.get_session().head(hub.constants.ENDPOINT, timeout=timeout)
+        except (OSError, ValueError, RuntimeError, *hub.errors.HfHubHTTPError.__bases__) as error:
+            failures.append(first_line(error))
         else:
             failures.append("")
 
-    thread = threading.Thread(target=connect, daemon=True)
+    thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(timeout)
-    return failures[0] if failures else f"no connection in {timeout:g} s"
+    return failures[0] if failures else f"no answer in {timeout:g} s"
 
 
 def _huggingface_hub(source: str) -> ModuleType:
@@ -173,6 +172,7 @@ def _huggingface_hub(source: str) -> ModuleType:
         import huggingface_hub  # noqa: PLC0415 - an optional extra
         import huggingface_hub.constants  # noqa: PLC0415
         import huggingface_hub.errors  # noqa: PLC0415
+        import huggingface_hub.utils  # noqa: PLC0415
     except ImportError:
         raise CheckpointError(
             f"{_no_folder(source)}a hub id needs huggingface_hub: pip install -e '.[hub]' in the clone"

@@ -19,7 +19,7 @@ from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import Files, SingleFile
 from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.refusals import validating
-from model.checkpoint.tensor_files import npz_shapes, read_npz
+from model.checkpoint.tensor_files.zip_files import npz_shapes, read_npz
 from model.checkpoint.tensors import TensorSource
 from model.config import ViTConfig
 from model.errors import CheckpointError

@@ -11,14 +11,20 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from model.checkpoint.refusals import reading
 from model.errors import CheckpointError
 
 MAX_TEXT_BYTES: Final = 10 << 20
 """Of a JSON file or a file of labels: as Python's objects, JSON takes up to 100 times its bytes."""
+MAX_NESTING: Final = 50
+"""Levels of a JSON value."""
 
 _KINDS: Final = (
     (stat.S_ISDIR, "a folder"),
@@ -27,6 +33,35 @@ _KINDS: Final = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
+
+
+Signature = tuple[int, int, int] | None
+"""Of a file or folder: its number, size and time of change in nanoseconds; None where there is nothing."""
+
+_recorded: ContextVar[dict[Path, Signature] | None] = ContextVar("recorded", default=None)
+
+
+@contextmanager
+def recording() -> Iterator[dict[Path, Signature]]:
+    """Give all paths that are looked at in this context, absolute: of files, folders, and of nothing.
+
+    While each leads to the same content, or to nothing still, the same call reads the same checkpoint.
+    """
+    paths: dict[Path, Signature] = {}
+    token = _recorded.set(paths)
+    try:
+        yield paths
+    finally:
+        _recorded.reset(token)
+
+
+def signature(path: Path) -> Signature:
+    """Return what tells whether a file or folder was changed or replaced."""
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def resolved_source(path: Path, where: str) -> Path | None:
@@ -76,25 +111,65 @@ def read_text_file(path: Path, where: str) -> bytes:
     Raises:
         CheckpointError: there is none, it is no regular file, larger, or may not be read.
     """
-    resolved = _resolved(path, where)
-    if resolved is None:
-        raise CheckpointError(f"{where}: no such file")
-    with reading(where), os.fdopen(_opened(resolved, where), "rb") as file:
+    with open_file(path, where) as file, reading(where):
         data = file.read(MAX_TEXT_BYTES + 1)
     if len(data) > MAX_TEXT_BYTES:
         raise CheckpointError(f"{where}: larger than {MAX_TEXT_BYTES} bytes")
     return data
 
 
+def open_file(path: Path, where: str) -> BinaryIO:
+    """Return a regular file, open for reading.
+
+    Raises:
+        CheckpointError: there is none, it is no regular file, or may not be read.
+    """
+    resolved = _resolved(path, where)
+    if resolved is None:
+        raise CheckpointError(f"{where}: no such file")
+    return os.fdopen(_opened(resolved, where), "rb")
+
+
 def read_json(path: Path, where: str | None = None) -> Any:
     """Return the JSON value in a regular file of at most `MAX_TEXT_BYTES`; CheckpointError where there is none."""
     where = where or str(path)
-    data = read_text_file(path, where)
+    return parse_json(read_text_file(path, where), where)
+
+
+def parse_json(data: bytes, where: str) -> Any:
+    """Return the value of a text in JSON.
+
+    Raises:
+        CheckpointError: it is none, has the same key twice in an object, or more than `MAX_NESTING` levels.
+    """
     with reading(where, "not JSON", ValueError, RecursionError):
-        return json.loads(data)
+        value = json.loads(data, object_pairs_hook=_once)
+    level, inner = 0, [value]
+    while inner:
+        level += 1
+        inner = [
+            part
+            for whole in inner
+            if isinstance(whole, dict | list)
+            for part in (whole.values() if isinstance(whole, dict) else whole)
+        ]
+    if level > MAX_NESTING:
+        raise CheckpointError(f"{where}: not JSON of a checkpoint: {level} levels, at most {MAX_NESTING} are read")
+    return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"{twice!r:.100} stands twice in one object")
+    return value
 
 
 def _resolved(path: Path, where: str) -> Path | None:
+    paths = _recorded.get()
+    if paths is not None:
+        paths.setdefault(path.absolute(), signature(path))
     try:
         return Path(os.path.realpath(path, strict=True))
     except (FileNotFoundError, NotADirectoryError):

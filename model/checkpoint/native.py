@@ -1,10 +1,17 @@
-"""vitserve's own folder: `config.json` and `model.safetensors`, written by `vitserve train` and `convert`."""
+"""vitserve's own folder: `config.json` and `model.safetensors`, written by `vitserve train` and `convert`.
+
+`vitserve calibrate` writes `calibration.json` beside them. It names the weights and the preprocessing that it is for: a
+folder whose calibration is another model's is refused.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -12,15 +19,23 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
-from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files
+from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files, Folder
+from model.checkpoint.local_files import open_file
 from model.checkpoint.options import CheckpointOptions
-from model.checkpoint.refusals import validating
-from model.config import PreprocessConfig, ViTConfig
+from model.checkpoint.refusals import reading, validating
+from model.checkpoint.timm_architectures import runs_in_library
+from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, ViTConfig
+from model.conformal import CALIBRATION_FILE, Calibration
+from model.errors import CheckpointError
 
 FORMAT = "vitserve"
 
+_BLOCK = 1 << 20
 
-class NativeConfig(BaseModel):
+Architecture = TypeVar("Architecture", bound=NetworkConfig)
+
+
+class NativeConfig(BaseModel, Generic[Architecture]):
     """`config.json` of a native folder. Nothing that changes an answer has a default."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -28,7 +43,7 @@ class NativeConfig(BaseModel):
     format: Literal["vitserve"]
     version: Literal[1]
     name: Annotated[str, Field(min_length=1, max_length=200)]
-    architecture: ViTConfig
+    architecture: Architecture
     preprocess: PreprocessConfig
     labels: tuple[str, ...]
     temperature: Annotated[float, Field(ge=1e-3, le=1e3)]
@@ -49,9 +64,15 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a native folder."""
     where = files.where(CONFIG_FILE)
     options.refuse_architecture(where)
+    stated = (files.config or {}).get("architecture")
+    native: NativeConfig[Any]
     with validating(where):
-        native = NativeConfig.model_validate(files.config)
-    return Checkpoint(
+        if isinstance(stated, dict) and "library" in stated:
+            native = NativeConfig[LibraryConfig].model_validate(files.config)
+            runs_in_library(native.architecture.architecture, where)
+        else:
+            native = NativeConfig[ViTConfig].model_validate(files.config)
+    checkpoint = Checkpoint(
         name=native.name,
         source=files.source,
         format=FORMAT,
@@ -64,7 +85,60 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         multi_label=native.multi_label,
         assumed=native.assumed,
         revision=files.revision,
+        folder=files.folder if isinstance(files, Folder) else None,
     )
+    if files.path(CALIBRATION_FILE) is None:
+        return checkpoint
+    return _calibrated(checkpoint, native.preprocess, files, options)
+
+
+def _calibrated(
+    checkpoint: Checkpoint, preprocess: PreprocessConfig, files: Files, options: CheckpointOptions
+) -> Checkpoint:
+    """Return a checkpoint with its folder's calibration, unless the operator changes what the model sees.
+
+    Args:
+        preprocess: of the folder.
+
+    Raises:
+        CheckpointError: the calibration is not what was written for this model.
+    """
+    where = files.where(CALIBRATION_FILE)
+    with validating(where):
+        calibration = Calibration.model_validate(files.json(CALIBRATION_FILE))
+    if calibration.digest != _digest(calibration, files):
+        raise CheckpointError(
+            f"{where}: is not what vitserve calibrate wrote for these weights and this preprocessing: remove the "
+            "file, and calibrate again"
+        )
+    if checkpoint.preprocess != preprocess or options.image_size not in (None, preprocess.size):
+        note = f"{CALIBRATION_FILE} is not used: it is for the folder's own preprocessing and image size"
+        return replace(checkpoint, notes=(*checkpoint.notes, note))
+    return replace(checkpoint, temperature=calibration.temperature, calibration=calibration)
+
+
+def _digest(calibration: Calibration, files: Files) -> str:
+    """Return the SHA-256 of a calibration and of what it is for: the weights, and how pictures become pixels."""
+    with open_file(files.required(WEIGHTS_FILE), files.where(WEIGHTS_FILE)) as file, reading(files.place):
+        weights = hashlib.sha256()
+        for block in iter(partial(file.read, _BLOCK), b""):
+            weights.update(block)
+    config = files.config or {}
+    model = [weights.hexdigest(), config.get("architecture"), config.get("preprocess")]
+    text = json.dumps([calibration.model_dump(mode="json", exclude={"digest"}), *model], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write_calibration(folder: Path, calibration: Calibration) -> None:
+    """Write the calibration of the weights in a native folder, in the place of another; raises `OSError`.
+
+    Whoever has read the folder keeps what it read; whoever reads it meanwhile sees the old file or the new one.
+    """
+    files = Folder(folder, str(folder))
+    signed = calibration.model_copy(update={"digest": _digest(calibration, files)})
+    part = folder / f"{CALIBRATION_FILE}.part"
+    part.write_text(signed.model_dump_json() + "\n")
+    part.replace(folder / CALIBRATION_FILE)
 
 
 def write(
@@ -72,12 +146,14 @@ def write(
 ) -> None:
     """Write a checkpoint as a native folder, made if absent; what is there already is replaced file by file.
 
+    A calibration goes with its weights, unless these are rounded.
+
     Args:
         folder, checkpoint: where to write what.
         dtype: of the stored tensors; half precision halves the file.
         training: free-form record for people.
     """
-    native = NativeConfig(
+    native = NativeConfig[Any](
         format="vitserve",
         version=1,
         name=checkpoint.name,
@@ -97,12 +173,18 @@ def write(
     config.write_text(json.dumps(native.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n")
     # safetensors makes files that only their owner reads; a service often runs as another user.
     weights.chmod(config.stat().st_mode)
+    (folder / CALIBRATION_FILE).unlink(missing_ok=True)  # of the weights that were here
     # Renamed only when complete: a reader sees the old folder or the new one, never half a file.
     weights.replace(folder / WEIGHTS_FILE)
     config.replace(folder / CONFIG_FILE)
+    if checkpoint.calibration is not None and dtype == torch.float32:
+        write_calibration(folder, checkpoint.calibration)
 
 
-def describe_architecture(config: ViTConfig) -> str:
-    """Return a short name for an architecture: `vit_w192_d9_h3_patch4_32x32`."""
+def describe_architecture(config: NetworkConfig) -> str:
+    """Return a short name for an architecture: `vit_w192_d9_h3_patch4_32x32`, or a library's own."""
+    if isinstance(config, LibraryConfig):
+        return config.architecture
+    assert isinstance(config, ViTConfig)
     rows, columns = config.image_size
     return f"vit_w{config.width}_d{config.depth}_h{config.heads}_patch{config.patch_size}_{rows}x{columns}"

@@ -39,6 +39,7 @@ class CheckpointOptions:
         architecture: a timm name, for plain state dicts, e.g. `vit_base_patch16_224`, or `vit` for a network whose
             sizes are its tensors'.
         weights: which copy of the network, where a file has averaged and raw weights, or a student and its teacher.
+        templates: a text, or a file of them, in which `{}` stands for a label, for checkpoints with a text tower.
         keys: TOML file with the names of the model's tensors for those of the file; see `key_map`.
     """
 
@@ -48,11 +49,19 @@ class CheckpointOptions:
     architecture: str | None = None
     weights: str | None = None
     keys: str | None = None
+    templates: str | None = None
 
     def refuse_architecture(self, where: str) -> None:
-        """Raise CheckpointError where `architecture` is set beside a file that says its own."""
+        """Raise CheckpointError where an option for plain state dicts is set beside a file that says its own."""
         if self.architecture is not None:
             raise CheckpointError(f"{where}: says its own architecture; VIT_ARCHITECTURE is for plain state dicts")
+        if self.weights is not None:
+            raise CheckpointError(
+                f"{where}: one copy of a network is read of it, which is not called {self.weights!r:.100}: leave "
+                "VIT_WEIGHTS out, or name the file of the copies"
+            )
+        if self.keys is not None:
+            raise CheckpointError(f"{where}: has names of its own; VIT_KEYS is for plain state dicts")
 
     def preprocess_or(
         self,
@@ -81,11 +90,13 @@ class CheckpointOptions:
         return default
 
     def labels_or(self, default: tuple[str, ...] | None, classes: int, where: str) -> tuple[str, ...]:
-        """Return the operator's labels, else `default`.
+        """Return the operator's labels, else `default`; none where there are no classes.
 
         Raises:
             CheckpointError: neither, or a choice that cannot be read or is of another length.
         """
+        if not classes:
+            return ()
         if self.labels is not None:
             return read_labels(self.labels, classes)
         if default is None:
@@ -133,13 +144,13 @@ def read_preprocess(name: str) -> PreprocessConfig:
         return PreprocessConfig.model_validate(read_json(path))
 
 
-def read_labels(name: str, classes: int) -> tuple[str, ...]:
+def read_labels(name: str, classes: int | None) -> tuple[str, ...]:
     """Return labels from a preset, a JSON file (a list, or an object from index to label), or a text file, one a line.
 
     Raises:
-        CheckpointError: neither a preset nor a file, or not exactly `classes` labels.
+        CheckpointError: neither a preset nor a file, or not exactly `classes` labels, if that is a number.
     """
-    if name == "numbers":
+    if name == "numbers" and classes is not None:
         return tuple(str(index) for index in range(classes))
     path = Path(name).expanduser()
     if name == "imagenet-1k":
@@ -149,9 +160,10 @@ def read_labels(name: str, classes: int) -> tuple[str, ...]:
     elif path.suffix.lower() == ".json":
         value = read_json(path)
         if isinstance(value, dict):
-            return indexed_labels(value, classes, str(path))
+            return indexed_labels(value, len(value) if classes is None else classes, str(path))
         if not isinstance(value, list) or not all(isinstance(label, str) for label in value):
-            raise CheckpointError(f"{path}: expected a list of {classes} strings, or an object from index to label")
+            number = "" if classes is None else f"{classes} "
+            raise CheckpointError(f"{path}: expected a list of {number}strings, or an object from index to label")
         labels = tuple(value)
     else:
         try:
@@ -159,8 +171,8 @@ def read_labels(name: str, classes: int) -> tuple[str, ...]:
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{path}: not a UTF-8 text file: {error}") from None
         labels = tuple(line.strip() for line in lines if line.strip())
-    if len(labels) != classes:
-        raise CheckpointError(f"{path}: {len(labels)} labels for {classes} classes")
+    if not labels or classes not in (None, len(labels)):
+        raise CheckpointError(f"{path}: {len(labels)} labels for {classes or 'any'} classes")
     return labels
 
 
@@ -175,7 +187,7 @@ def indexed_labels(mapping: dict[str, Any], classes: int, where: str) -> tuple[s
         if not isinstance(label, str):
             raise CheckpointError(f"{where}: {key!r:.100}: {label!r:.100}: a label must be text, in quotes")
         if not key.isascii() or not key.isdigit() or len(key) > 9:
-            raise CheckpointError(f"{where}: {key!r}: {label!r}: expected a class index and its label")
+            raise CheckpointError(f"{where}: {key!r:.100}: {label!r:.100}: expected a class index and its label")
         labels[int(key)] = label
     if len(labels) != len(mapping) or sorted(labels) != list(range(classes)):
         raise CheckpointError(f"{where}: {len(labels)} labels, expected one for each of 0...{classes - 1}")

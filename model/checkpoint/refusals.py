@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from pydantic import ValidationError
 
-from model.errors import CheckpointError, first_problem
+from model.errors import CheckpointError, first_line, first_problem
+
+MAX_TENSORS: Final = 10_000
+MAX_NAME: Final = 1000
+MAX_PARTS: Final = 32
+"""Of a tensor's name: what stands between its dots."""
 
 
 @contextmanager
@@ -50,13 +55,23 @@ def required(mapping: Mapping[str, Any], key: str, where: str) -> Any:
     return mapping[key]
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type where it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__
-
-
 def first_and_count(names: list[str]) -> str:
     """Return the first of some sorted names, quoted, and how many more there are."""
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     return f"{names[0]!r}{more}"
+
+
+def check_names(names: Collection[str], where: str) -> None:
+    """Refuse more names of tensors, or longer ones, than any network has: what looks at them takes ever longer.
+
+    Raises:
+        CheckpointError: more than `MAX_TENSORS`, a name of more than `MAX_NAME` characters or `MAX_PARTS` parts.
+    """
+    if len(names) > MAX_TENSORS:
+        raise CheckpointError(f"{where}: {len(names)} tensors are more than {MAX_TENSORS}")
+    for name in names:
+        if len(name) > MAX_NAME or name.count(".") >= MAX_PARTS:
+            raise CheckpointError(
+                f"{where}: {name!r:.100}… has {len(name)} characters in {name.count('.') + 1} parts: names of tensors "
+                f"have at most {MAX_NAME} in {MAX_PARTS}"
+            )

@@ -12,7 +12,7 @@ from torch import Tensor
 from model.checkpoint.refusals import first_and_count
 from model.config import ViTConfig
 from model.errors import CheckpointError
-from model.network.vit import meta_model
+from model.network.vit import checkpoint_shapes
 
 Names = Mapping[str, str | tuple[str | None, ...]]
 """A file's name of each of the model's modules, without `.weight` and `.bias`, or of a single parameter.
@@ -91,11 +91,20 @@ def take_model(
     Raises:
         CheckpointError: as `TensorSource.take`.
     """
+    return take_all(stored, checkpoint_shapes(config), names, taken)
+
+
+def take_all(
+    stored: TensorSource,
+    shapes: Mapping[str, tuple[int, ...]],
+    names: Names,
+    taken: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Take every tensor of a network that has these names and shapes; see `take_model`."""
     tensors = dict(taken or {})
-    for name, parameter in meta_model(config).state_dict().items():
+    for name, (rows, *rest) in shapes.items():
         if name not in tensors:
             parts = _parts(name, names)
-            rows, *rest = parameter.shape
             shape = rows // len(parts), *rest
             read = [torch.zeros(shape) if part is None else stored.take(part, *shape) for part in parts]
             tensors[name] = torch.cat(read) if len(read) > 1 else read[0]
@@ -133,11 +142,11 @@ def fuse_pairs(tensors: dict[str, Tensor], first: str, second: str, fused: str) 
 
 
 def as_float32(tensor: Tensor, name: str, where: str) -> Tensor:
-    """Return a dense floating-point tensor as contiguous float32.
+    """Return a floating-point tensor as contiguous float32.
 
     Raises:
-        CheckpointError: integers, complex numbers, sparse or quantised.
+        CheckpointError: integers or complex numbers.
     """
-    if not tensor.is_floating_point() or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise CheckpointError(f"{where}: {name} is {tensor.dtype}, expected dense floating point")
+    if not tensor.is_floating_point():
+        raise CheckpointError(f"{where}: {name} is {tensor.dtype}, expected floating point")
     return tensor.to(torch.float32).contiguous()

@@ -18,51 +18,34 @@ from typing import Annotated, Any, Final, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from model.checkpoint.tensors import fuse_pairs, renamed
-from model.checkpoint.timm_eva import POOL, EvaArguments, join, pair
-from model.config import Activation, ResNetStem, Size, ViTConfig
+from model.checkpoint.timm_eva import POOL, CommonArguments, EvaArguments, join
+from model.config import Activation, ResNetStem, ViTConfig
 from model.errors import CheckpointError
+from model.network import library
 
 _POSITIONS: Final[dict[str, Literal["learned", "sincos2d"]]] = {"learn": "learned", "sincos2d": "sincos2d"}
 
 
-class TimmArguments(BaseModel):
+class TimmArguments(CommonArguments):
     """Arguments of timm's `VisionTransformer`, with that class's own defaults."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    img_size: Annotated[Size, BeforeValidator(pair)]
-    num_classes: Annotated[int, Field(ge=1, le=1_000_000)]
-    in_chans: Annotated[int, Field(ge=1, le=4)] = 3
-    patch_size: Annotated[int, Field(ge=1, le=1024)] = 16
-    global_pool: Literal["token", "avg", "max", "avgmax", "map"] = "token"
-    embed_dim: Annotated[int, Field(ge=1, le=16384)] = 768
-    depth: Annotated[int, Field(ge=1, le=256)] = 12
-    num_heads: Annotated[int, Field(ge=1, le=256)] = 12
-    mlp_ratio: Annotated[float, Field(gt=0, le=64, allow_inf_nan=False)] = 4.0
-    qkv_bias: bool = True
     qk_norm: bool = False
     scale_attn_norm: bool = False
     scale_mlp_norm: bool = False
     proj_bias: bool = True
-    init_values: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    class_token: bool = True
     pos_embed: Literal["learn", "sincos2d", "none", ""] = "learn"
-    no_embed_class: bool = False
     reg_tokens: Annotated[int, Field(ge=0, le=1024)] = 0
     pre_norm: bool = False
     final_norm: bool = True
     fc_norm: bool | None = None
     pool_include_prefix: bool = False
-    dynamic_img_size: bool = False
-    """Whether the model resizes its own positions to the input."""
     norm_layer: Literal["layernorm"] | None = None
     act_layer: Activation | None = None
     # Not timm's own names: what its entry points pass as Python objects.
-    norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
     mlp_layer: Literal["SwiGLU", "SwiGLUPacked"] | None = None
     distilled: bool = False
     rel_pos: bool = False
@@ -72,6 +55,8 @@ class TimmArguments(BaseModel):
     patch_bias: bool | None = None
     patch_order: Literal["channels_first", "channels_last"] = "channels_first"
     """How a linear layer over patches counts the numbers of one."""
+    qkv_order: Literal["3hd", "3dh", "h3d", "hd3", "d3h", "dh3"] = "3hd"
+    """How the rows of a fused projection are counted: 3 of queries, keys and values, h heads, d numbers of a head."""
     head_hidden: Annotated[int, Field(ge=1, le=131072)] | None = None
     head_act: Activation | None = None
     conv_stem: Annotated[str, Field(max_length=200)] | None = None
@@ -154,18 +139,30 @@ def architectures() -> Mapping[str, dict[str, Any]]:
     return table
 
 
-def architecture_arguments(name: str, where: str) -> dict[str, Any]:
-    """Return the arguments of an architecture by timm's name.
+def runs_in_library(name: str, where: str) -> bool:
+    """Return whether timm's own code runs an architecture, which is none of those that vitserve's network reads.
 
     Raises:
-        CheckpointError: no architecture of this name that is read here.
+        CheckpointError: no architecture of this name, or timm is not installed.
     """
-    if name not in architectures():
-        near = difflib.get_close_matches(name, architectures(), n=3, cutoff=0.6)
-        raise CheckpointError(
-            f"{where}: {name!r:.100} is none of the {len(architectures())} architectures of timm that this version "
-            + (f"reads; near it are {', '.join(near)}" if near else "reads, such as vit_base_patch16_224")
+    if name in architectures():
+        return False
+    if library.knows(name):
+        return True
+    near = difflib.get_close_matches(name[:100], architectures(), n=3, cutoff=0.6)
+    raise CheckpointError(
+        f"{where}: {name!r:.100} is none of the {len(architectures())} architectures of timm that this version "
+        + (f"reads; near it are {', '.join(near)}" if near else "reads, such as vit_base_patch16_224")
+        + (
+            ", and none of timm's others"
+            if library.is_installed()
+            else f"; timm's own code runs others: {library.INSTALL} in the clone"
         )
+    )
+
+
+def architecture_arguments(name: str) -> dict[str, Any]:
+    """Return the arguments of an architecture that vitserve's network reads, by timm's name."""
     return dict(architectures()[name])
 
 

@@ -17,7 +17,14 @@ from torch import Tensor
 from model.checkpoint.tensors import fuse_pairs
 from model.config import Pool, RotaryPositions, Size, ViTConfig
 
-POOL: Final[dict[str, Pool]] = {"token": "cls", "avg": "mean", "max": "max", "avgmax": "mean_max", "map": "attention"}
+TimmPool = Literal["token", "avg", "max", "avgmax", "map"]
+POOL: Final[dict[TimmPool, Pool]] = {
+    "token": "cls",
+    "avg": "mean",
+    "max": "max",
+    "avgmax": "mean_max",
+    "map": "attention",
+}
 
 
 def pair(value: Any) -> Any:
@@ -25,23 +32,36 @@ def pair(value: Any) -> Any:
     return (value, value) if type(value) is int else value
 
 
-class EvaArguments(BaseModel):
-    """Arguments of timm's `Eva`, with that class's own defaults."""
+class CommonArguments(BaseModel):
+    """Arguments that timm's `VisionTransformer` and `Eva` share, with the defaults of the first."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    family: Literal["eva"]
-    """Not timm's own name."""
     img_size: Annotated[Size, BeforeValidator(pair)]
-    num_classes: Annotated[int, Field(ge=1, le=1_000_000)]
+    num_classes: Annotated[int, Field(ge=0, le=1_000_000)]
     in_chans: Annotated[int, Field(ge=1, le=4)] = 3
     patch_size: Annotated[int, Field(ge=1, le=1024)] = 16
-    global_pool: Literal["token", "avg", "max", "avgmax", "map"] = "avg"
+    global_pool: TimmPool = "token"
     embed_dim: Annotated[int, Field(ge=1, le=16384)] = 768
     depth: Annotated[int, Field(ge=1, le=256)] = 12
     num_heads: Annotated[int, Field(ge=1, le=256)] = 12
     mlp_ratio: Annotated[float, Field(gt=0, le=64, allow_inf_nan=False)] = 4.0
     qkv_bias: bool = True
+    init_values: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    class_token: bool = True
+    no_embed_class: bool = False
+    dynamic_img_size: bool = False
+    """Whether the model resizes its own positions to the input."""
+    norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
+    """Not timm's own name: what its entry points pass as a Python object."""
+
+
+class EvaArguments(CommonArguments):
+    """Arguments of timm's `Eva`, with that class's own defaults."""
+
+    family: Literal["eva"]
+    """Not timm's own name."""
+    global_pool: TimmPool = "avg"
     qkv_fused: bool = True
     attn_type: Literal["eva", "rope"] = "eva"
     """`eva` has no bias on keys."""
@@ -49,10 +69,7 @@ class EvaArguments(BaseModel):
     swiglu_mlp: bool = False
     swiglu_align_to: Annotated[int, Field(ge=0, le=1024)] = 0
     scale_mlp: bool = False
-    init_values: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    class_token: bool = True
     num_reg_tokens: Annotated[int, Field(ge=0, le=1024)] = 0
-    no_embed_class: bool = False
     use_abs_pos_emb: bool = True
     use_rot_pos_emb: bool = False
     rope_type: Literal["cat", "mixed", "dinov3"] = "cat"
@@ -68,9 +85,6 @@ class EvaArguments(BaseModel):
     use_fc_norm: bool | None = None
     attn_pool_num_heads: Annotated[int, Field(ge=1, le=256)] | None = None
     attn_pool_mlp_ratio: Annotated[float, Field(gt=0, le=64, allow_inf_nan=False)] | None = None
-    dynamic_img_size: bool = False
-    norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
-    """Not timm's own name."""
 
     @model_validator(mode="after")
     def _is_read(self) -> Self:

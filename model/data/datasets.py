@@ -20,13 +20,14 @@ from model.errors import DatasetError
 logger = logging.getLogger(__name__)
 
 
-def open_dataset(root: Path, validation: int | float, seed: int) -> Dataset:
+def open_dataset(root: Path, validation: int | float, seed: int, *, skip_bad: bool = False) -> Dataset:
     """Recognise a folder's kind: CIFAR-10's binary files, or pictures in folders.
 
     Args:
         validation: size of the validation set, as a number or as a share of the training pictures; not used
             where the folder has a validation set of its own.
         seed: decides which pictures are in it.
+        skip_bad: whether files that are no pictures are logged and left out, instead of refused.
 
     Raises:
         DatasetError: neither, or data that cannot be trained on.
@@ -35,7 +36,7 @@ def open_dataset(root: Path, validation: int | float, seed: int) -> Dataset:
         return Cifar10Dataset(root, validation, seed)
     if (root / "batches.meta").is_file():
         raise DatasetError(f"{root}: the Python version of CIFAR-10; train on its binary version (data_batch_1.bin)")
-    return FolderDataset(root, validation, seed)
+    return FolderDataset(root, validation, seed, skip_bad=skip_bad)
 
 
 def is_cifar10(root: Path) -> bool:
@@ -48,6 +49,7 @@ class Cifar10Dataset:
 
     name = "CIFAR-10"
     image_size: Size | None = cifar10.IMAGE_SIZE
+    has_validation = False
     has_test = True
 
     def __init__(self, root: Path, validation: int | float, seed: int) -> None:
@@ -84,14 +86,16 @@ class FolderDataset:
         name: what a model card calls them.
         labels: names of the classes, in index order.
         image_size: (rows, columns) of all pictures; None where they differ.
-        train_count, validation_count: sizes of the two sets.
+        train_count, validation_count: sizes of the two sets, bad files included.
+        has_validation: whether the validation set was given, and not split off.
         has_test: whether there is a test set.
     """
 
     image_size: Size | None = None
 
-    def __init__(self, root: Path, validation: int | float, seed: int) -> None:
+    def __init__(self, root: Path, validation: int | float, seed: int, *, skip_bad: bool = False) -> None:
         self.root = root
+        self.skip_bad = skip_bad
         self.name = root.resolve().name
         folder = find_pictures(root)
         self.labels, self._test = folder.labels, folder.test
@@ -101,6 +105,7 @@ class FolderDataset:
             split = stratify(folder.train.labels, folder.labels, validation, seed)
             self._train, self._validation = map(folder.train.take, split)
         self.train_count, self.validation_count = len(self._train), len(self._validation)
+        self.has_validation = folder.validation is not None
         self.has_test = self._test is not None
 
     def load(
@@ -117,7 +122,10 @@ class FolderDataset:
         images = decoder.decode(self._train, train, storage), decoder.decode(self._validation, validation, storage)
         if self._test is not None:
             decoder.check(self._test, validation)
-        decoder.refuse_bad(self.root)
+        if self.skip_bad:
+            decoder.warn_of_bad(self.root)
+        else:
+            decoder.refuse_bad(self.root)
         self._warn_of_copies(decoder.digests)
         return images
 
@@ -131,7 +139,8 @@ class FolderDataset:
             raise DatasetError(f"{self.root}: has no test pictures")
         decoder = Decoder(progress=progress)
         images = decoder.decode(self._test, config, storage)
-        decoder.refuse_bad(self.root)
+        if not self.skip_bad:  # else `load` has warned of them
+            decoder.refuse_bad(self.root)
         return images
 
     def split_csv(self) -> str:
@@ -150,14 +159,18 @@ class FolderDataset:
 
     def _warn_of_copies(self, digests: dict[Path, bytes]) -> None:
         """Warn of pictures in two sets, which raise the measured accuracy, and in two classes, which lower it."""
-        sets = self._sets()
-        seen_in_training = {digests[path] for path in self._train.paths}
-        for name, files in sets[1:]:
-            copies = sum(digests[path] in seen_in_training for path in files.paths)
-            if copies:
+        sets = {
+            name: [
+                (digests[path], label) for path, label in zip(part.paths, part.labels, strict=True) if path in digests
+            ]
+            for name, part in self._sets()
+        }
+        seen_in_training = {digest for digest, _ in sets["train"]}
+        for name, pictures in sets.items():
+            copies = sum(digest in seen_in_training for digest, _ in pictures)
+            if copies and name != "train":
                 logger.warning("%s: %d %s pictures are copies of training pictures", self.root, copies, name)
-        labelled = (pair for _, files in sets for pair in zip(files.paths, files.labels, strict=True))
-        classes = {(digests[path], label) for path, label in labelled}
+        classes = {picture for pictures in sets.values() for picture in pictures}
         ambiguous = sum(count > 1 for count in Counter(digest for digest, _ in classes).values())
         if ambiguous:
             logger.warning("%s: %d pictures are in more than one class", self.root, ambiguous)
@@ -183,10 +196,7 @@ def stratify(
     Raises:
         DatasetError: a class with one picture, or a number that leaves a class without a picture on one side.
     """
-    counts = np.bincount(labels, minlength=len(names))
-    for name, count in zip(names, counts, strict=True):
-        if count < 2:
-            raise DatasetError(f"class {name!r} has {count} picture: it needs one to train on and one to validate on")
+    counts = count_by_class(labels, names)
     total, classes = len(labels), len(names)
     size = validation
     if isinstance(size, float):
@@ -201,6 +211,16 @@ def stratify(
         members = np.flatnonzero(labels == label)
         chosen[generator.permutation(members)[:count]] = True
     return np.flatnonzero(~chosen), np.flatnonzero(chosen)
+
+
+def count_by_class(labels: NDArray[np.int64], names: tuple[str, ...]) -> NDArray[np.int64]:
+    """Return how many pictures each class has, int64 [K]; raise DatasetError where a class has less than two."""
+    counts: NDArray[np.int64] = np.bincount(labels, minlength=len(names))
+    for name, count in zip(names, counts, strict=True):
+        if count < 2:
+            pictures = "no pictures" if not count else "1 picture"
+            raise DatasetError(f"class {name!r} has {pictures}: it needs one to train on and one to validate on")
+    return counts
 
 
 def _apportion(counts: NDArray[np.int64], size: int) -> NDArray[np.int64]:

@@ -13,6 +13,7 @@ Classes are the sorted names of the folders. Pictures may lie deeper. Hidden fil
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +31,8 @@ from model.config import PreprocessConfig
 from model.data.labelled_images import Images, PixelStorage
 from model.errors import DatasetError, ImageError
 from model.images.preprocess import preprocess
+
+logger = logging.getLogger(__name__)
 
 _TRAIN: Final = "train"
 _VALIDATION: Final = ("val", "validation")
@@ -178,7 +181,7 @@ class Decoder:
         self.digests: dict[Path, bytes] = {}
 
     def decode(self, files: PictureFiles, config: PreprocessConfig, storage: PixelStorage) -> Images:
-        """Decode files as a model with this preprocessing sees them; a bad file leaves its place undefined.
+        """Decode files as a model with this preprocessing sees them; bad files are left out.
 
         Raises:
             DatasetError: no room on the disk.
@@ -189,7 +192,11 @@ class Decoder:
             pixels[index] = picture.transpose(2, 0, 1)
 
         self._run(files.paths, config, keep, "read")
-        return Images(pixels, files.labels)
+        good = np.flatnonzero([path in self.digests for path in files.paths])
+        for place, index in enumerate(good.tolist()):
+            if place != index:  # in place: the pictures may take most of the memory
+                pixels[place] = pixels[index]
+        return Images(pixels[: len(good)], files.labels[good])
 
     def check(self, files: PictureFiles, config: PreprocessConfig) -> None:
         """Decode files, and keep nothing but their errors."""
@@ -197,13 +204,20 @@ class Decoder:
 
     def refuse_bad(self, root: Path) -> None:
         """Raise DatasetError if there was any bad file so far; it names them and what is wrong with each."""
-        if not self.bad:
-            return
+        if self.bad:
+            raise DatasetError("\n".join(self._bad_files(root)))
+
+    def warn_of_bad(self, root: Path) -> None:
+        """Log what `refuse_bad` raises, if there was any bad file so far: the run goes on without them."""
+        for line in self._bad_files(root) if self.bad else ():
+            logger.warning("%s", line)
+
+    def _bad_files(self, root: Path) -> list[str]:
         self.bad.sort()
         named = [f"  {path}: {reason}" for path, reason in self.bad[:_LISTED_FILES]]
         more = [f"  and {len(self.bad) - _LISTED_FILES} more"] if len(self.bad) > _LISTED_FILES else []
         count = f"{len(self.bad)} file{'s' * (len(self.bad) > 1)}"
-        raise DatasetError("\n".join([f"{root}: {count} in class folders cannot be read as pictures:", *named, *more]))
+        return [f"{root}: {count} in class folders cannot be read as pictures:", *named, *more]
 
     def _run(
         self, paths: Iterable[Path], config: PreprocessConfig, keep: Callable[[int, NDArray[np.uint8]], None], name: str

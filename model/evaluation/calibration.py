@@ -1,19 +1,23 @@
-"""Calibration of scores: temperature scaling and expected calibration error.
+"""Calibration of scores: temperature scaling, expected calibration error, and what sets of labels are made by.
 
-Guo et al. 2017, https://arxiv.org/abs/1706.04599.
+Guo et al. 2017, https://arxiv.org/abs/1706.04599; sets of labels: `model.conformal`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
 from typing import Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from model.conformal import MAX_PICTURES, Calibration, LabelSets, pictures_needed, scores_and_energies
+from model.errors import DatasetError
 
 TEMPERATURE_RANGE: Final = (0.05, 20.0)
 """Range in which a temperature is sought; on data that are answered without an error the best would be 0."""
@@ -23,6 +27,15 @@ BINS: Final = 15
 
 _GRID: Final = 60
 """Number of temperatures tried before the best of them is refined."""
+
+MIN_CALIBRATION_IMAGES: Final = 30
+"""The fewest images that a temperature is fitted to; from fewer it would be noise."""
+
+MOST_PICTURES: Final = 12_000
+"""The most that `calibrate` makes use of."""
+
+_HALVINGS: Final = 20
+"""Times that pictures are halved at random to measure sets of labels."""
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
@@ -102,3 +115,91 @@ def expected_calibration_error(bins: Sequence[ConfidenceBin]) -> float:
     """Return the mean gap between confidence and accuracy over the bins, weighted by their images; 0 is perfect."""
     total = sum(group.count for group in bins)
     return sum(group.count * abs(group.accuracy - group.confidence) for group in bins) / total
+
+
+@dataclass(frozen=True)
+class MeasuredSets:
+    """Sets of labels, measured on labelled pictures that they were not calibrated on.
+
+    Attributes:
+        covered: share of the pictures whose right label is in the set.
+        labels: mean number of labels in a set, the empty ones included.
+        abstained: share of the pictures whose set is empty.
+    """
+
+    covered: float
+    labels: float
+    abstained: float
+
+    @classmethod
+    def of(cls, members: NDArray[np.bool_], truth: NDArray[np.int64]) -> MeasuredSets:
+        """Return the measures of sets, bool [N, K], of pictures of these classes, [N]."""
+        sizes = members.sum(axis=1)
+        covered = members[np.arange(len(truth)), truth]
+        return cls(float(covered.mean()), float(sizes.mean()), float((sizes == 0).mean()))
+
+
+def require_pictures(count: int, coverage: float, data: str) -> None:
+    """Raise `DatasetError` unless so many pictures are enough for a coverage."""
+    needed = pictures_needed(coverage)
+    if count < needed:
+        possible = f", and these for {math.floor(100 * (count - 1) / (count + 1)) / 100:g}" if count > 2 else ""
+        raise DatasetError(
+            f"{data}: {count} pictures are too few for a coverage of {coverage:g}: {needed} are enough{possible} "
+            "(--coverage)"
+        )
+
+
+def calibrate(
+    logits: NDArray[np.float32],
+    truth: NDArray[np.int64],
+    temperature: float,
+    data: str,
+    coverage: float,
+    *,
+    coverages: Sequence[float] = (),
+    seed: int = 0,
+) -> tuple[Calibration, int, dict[float, MeasuredSets]]:
+    """Return a calibration, how many pictures its temperature was fitted to, and how sets of these coverages do.
+
+    The temperature is fitted to a random fifth, if there are enough pictures and errors among them, and the sets are
+    made by the other pictures, so that these are to the fitted scores as all pictures to come. How sets do is the mean
+    over random halvings of those: one half calibrates, the other is measured.
+
+    Args:
+        logits: [N, K], of pictures that were not trained on.
+        truth: [N], their classes.
+        temperature: of the checkpoint, which stays where too few pictures are there to fit another.
+        data: what the pictures are called.
+        coverage: that must be possible.
+        coverages: to measure; one that half of the pictures are too few for is left out.
+
+    Raises:
+        DatasetError: the pictures are too few.
+    """
+    require_pictures(len(truth), coverage, data)
+    generator = np.random.default_rng(seed)
+    order = generator.permutation(len(truth))
+    fitted, rest = np.split(order, [len(order) // 5])
+    is_enough = len(fitted) >= MIN_CALIBRATION_IMAGES and len(rest) >= pictures_needed(coverage)
+    if not is_enough or bool((logits[fitted].argmax(axis=1) == truth[fitted]).all()):
+        fitted, rest = order[:0], order
+    else:
+        temperature = fit_temperature(torch.from_numpy(logits[fitted]), torch.from_numpy(truth[fitted]))
+    scores, energies = scores_and_energies(logits[rest], temperature)
+    truth = truth[rest]
+    right = scores[np.arange(len(rest)), truth]
+    half = len(rest) // 2
+    measured: dict[float, list[MeasuredSets]] = {each: [] for each in coverages if pictures_needed(each) <= half}
+    for _ in range(_HALVINGS if measured else 0):
+        some, others = np.split(generator.permutation(len(rest)), [half])
+        known = np.sort(right[some]).tolist(), np.sort(energies[some]).tolist()
+        for each, runs in measured.items():
+            members = LabelSets.of(temperature, *known, each).members(scores[others], energies[others])
+            runs.append(MeasuredSets.of(members, truth[others]))
+    means = {
+        each: MeasuredSets(*np.mean([astuple(run) for run in runs], axis=0).tolist()) for each, runs in measured.items()
+    }
+    kept = slice(MAX_PICTURES)
+    calibration = Calibration.of(data, len(order), temperature, right[kept], energies[kept])
+    return calibration, len(fitted), means

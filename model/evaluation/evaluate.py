@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from tqdm import tqdm
 from model.errors import DatasetError, ImageError
 from model.evaluation.calibration import ConfidenceBin, confidence_bins, expected_calibration_error
 from model.images.preprocess import preprocess
-from model.outputs import RequestedOutputs
+from model.outputs import EmbeddingRequest, Outputs, RequestedOutputs
 from model.runtime.predictor import Predictor
 
 
@@ -56,14 +56,27 @@ def predict_uploads(
     name: Callable[[int], str] = "picture {}".format,
     progress: bool = False,
 ) -> NDArray[np.float32]:
-    """Return all scores of pictures that come as files, through the service's own preprocessing.
+    """Return all scores of pictures that come as files, float32 [count, K] in class order; as `outputs_of_uploads`."""
+    requested = RequestedOutputs(predictor.checkpoint.config.num_classes)
+    outputs = outputs_of_uploads(predictor, requested, count, upload, name=name, progress=progress)
+    return scores_and_members(outputs, count, requested.top_k)[0]
+
+
+def outputs_of_uploads(
+    predictor: Predictor,
+    requested: RequestedOutputs,
+    count: int,
+    upload: Callable[[int], bytes],
+    *,
+    name: Callable[[int], str] = "picture {}".format,
+    progress: bool = False,
+) -> Iterator[Outputs]:
+    """Yield the outputs of pictures that come as files, in order, through the service's own preprocessing.
 
     Args:
+        requested: of each picture.
         upload: takes a picture's number, 0...count-1, and returns the bytes of its file; called on several threads.
         name: takes a picture's number and returns what a message calls it.
-
-    Returns:
-        float32 [count, K] in class order.
 
     Raises:
         DatasetError: a file that does not decode.
@@ -77,31 +90,70 @@ def predict_uploads(
             raise DatasetError(f"{name(number)}: {error}") from error
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return _predict_batches(predictor, count, lambda batch: np.stack(list(pool.map(read, batch))), progress)
+        yield from _outputs(
+            predictor, count, lambda batch: np.stack(list(pool.map(read, batch))), requested, "evaluate", progress
+        )
 
 
 def predict_scores(predictor: Predictor, pixels: NDArray[np.uint8], *, progress: bool = False) -> NDArray[np.float32]:
     """Return all scores, float32 [N, K] in class order, of images that are uint8 [N, C, H, W]."""
-
-    def read(batch: range) -> NDArray[np.uint8]:
-        return np.ascontiguousarray(pixels[batch.start : batch.stop].transpose(0, 2, 3, 1))
-
-    return _predict_batches(predictor, len(pixels), read, progress)
+    requested = RequestedOutputs(predictor.checkpoint.config.num_classes)
+    outputs = _outputs(predictor, len(pixels), _reader(pixels), requested, "evaluate", progress)
+    return scores_and_members(outputs, len(pixels), requested.top_k)[0]
 
 
-def _predict_batches(
-    predictor: Predictor, count: int, read: Callable[[range], NDArray[np.uint8]], progress: bool
+def predict_embeddings(
+    predictor: Predictor, pixels: NDArray[np.uint8], *, progress: bool = False
 ) -> NDArray[np.float32]:
-    """Return the scores, float32 [count, K] in class order, of images that `read` gives as uint8 [B, H, W, C]."""
-    classes = predictor.checkpoint.config.num_classes
-    scores = np.empty((count, classes), dtype=np.float32)
-    with tqdm(total=count, desc="evaluate", unit="img", disable=None if progress else True) as bar:
+    """Return what the head reads, float32 [N, D], of images that are uint8 [N, C, H, W].
+
+    Raises:
+        DatasetError: no images, or of one it is not finite.
+    """
+    if not len(pixels):
+        raise DatasetError("nothing to evaluate: no images")
+    request = RequestedOutputs(1, embedding=EmbeddingRequest())
+    answers = _outputs(predictor, len(pixels), _reader(pixels), request, "features", progress)
+    embeddings = [answer.embedding for answer in answers if answer.embedding is not None]
+    features: NDArray[np.float32] = np.stack(embeddings)
+    if not np.isfinite(features).all():
+        raise DatasetError(f"{predictor.checkpoint.source}: gives features that are not finite")
+    return features
+
+
+def _reader(pixels: NDArray[np.uint8]) -> Callable[[range], NDArray[np.uint8]]:
+    return lambda batch: np.ascontiguousarray(pixels[batch.start : batch.stop].transpose(0, 2, 3, 1))
+
+
+def scores_and_members(
+    outputs: Iterable[Outputs], count: int, classes: int
+) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """Return what outputs have of each class, in class order, float32 and bool [count, classes].
+
+    It is the score, and whether the class is in the set of labels.
+    """
+    scores, members = np.empty((count, classes), dtype=np.float32), np.zeros((count, classes), dtype=np.bool_)
+    for row, each in enumerate(outputs):
+        scores[row, each.indices] = each.scores
+        if each.label_set is not None:
+            members[row, each.label_set] = True
+    return scores, members
+
+
+def _outputs(
+    predictor: Predictor,
+    count: int,
+    read: Callable[[range], NDArray[np.uint8]],
+    request: RequestedOutputs,
+    name: str,
+    progress: bool,
+) -> Iterator[Outputs]:
+    """Yield what is requested of each image, in order; `name` stands before the progress bar."""
+    with tqdm(total=count, desc=name, unit="img", disable=None if progress else True) as bar:
         for start in range(0, count, predictor.max_batch):
             batch = range(start, min(start + predictor.max_batch, count))
-            for row, answer in zip(batch, predictor.predict(read(batch), RequestedOutputs(classes)), strict=True):
-                scores[row, answer.indices] = answer.scores
+            yield from predictor.predict(read(batch), request)
             bar.update(len(batch))
-    return scores
 
 
 def measure(scores: NDArray[np.float32], labels: NDArray[np.int64], names: tuple[str, ...]) -> Evaluation:

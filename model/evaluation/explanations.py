@@ -15,13 +15,14 @@ from tqdm import tqdm
 
 from model.checkpoint import Checkpoint
 from model.errors import DatasetError
+from model.evaluation.absent import Evidence, absent_peaks, absent_ranks
 from model.evaluation.faithfulness import DEFAULT_STEPS, Maps, Score, blur, deletion, insertion
 from model.evaluation.mosaic import mosaic_shares
 from model.explanation.maps import cls_map
 from model.explanation.methods import EXPLANATIONS, explain
 from model.network.vit import VisionTransformer
-from model.outputs import MapRequest, Method
-from model.runtime.postprocess import Postprocess
+from model.outputs import CLASS_SPECIFIC, MapRequest, Method
+from model.runtime.scores import Scores
 
 RANDOM: Final = "random"
 RESAMPLES: Final = 2000
@@ -46,6 +47,7 @@ class PictureResult:
         class_index: the class that the map is of: the best of the picture.
         deletion, insertion: areas under its score, 0...1; see `model.evaluation.faithfulness`.
         shares: of the class's map, in its quarter of each mosaic where it counts; see `model.evaluation.mosaic`.
+        absent: peaks of absent classes' maps, with a class-specific method; see `model.evaluation.absent`.
     """
 
     picture: int
@@ -54,15 +56,17 @@ class PictureResult:
     deletion: float
     insertion: float
     shares: list[float] = field(default_factory=list)
+    absent: list[float] = field(default_factory=list)
 
 
 class MethodResult(NamedTuple):
-    """What was measured of a method: means over the pictures, and over the quarters that count, if any."""
+    """What was measured of a method: means over pictures, quarters that count and absent classes, if any."""
 
     method: str
     deletion: Estimate
     insertion: Estimate
     mosaic: Estimate | None
+    absent: Estimate | None
 
 
 @dataclass(frozen=True)
@@ -92,12 +96,22 @@ class ExplanationResults:
 
 def model_score(model: VisionTransformer, checkpoint: Checkpoint) -> Score:
     """Return the function from normalised pixels to the scores that the service would answer."""
-    postprocess = Postprocess(checkpoint)
+    scores = Scores(checkpoint)
 
     def score(pixels: Tensor) -> Tensor:
-        return postprocess.scores(model(pixels).logits)
+        return torch.from_numpy(scores.scores(model(pixels).logits.float().numpy()))
 
     return score
+
+
+def model_evidence(model: VisionTransformer, checkpoint: Checkpoint) -> Evidence:
+    """Return the function from normalised pixels and classes to the evidence that the service would answer."""
+    scores = Scores(checkpoint)
+
+    def evidence(pixels: Tensor, classes: Tensor) -> Tensor:
+        return torch.from_numpy(scores.evidence(model(pixels).logits.float().numpy(), classes.numpy())[1])
+
+    return evidence
 
 
 def random_maps(grid: tuple[int, int], seed: int = 0) -> Maps:
@@ -117,7 +131,8 @@ def cls_maps(model: VisionTransformer) -> Maps:
     @torch.no_grad()
     def maps(pixels: Tensor, classes: Tensor) -> Tensor:
         attention = model(pixels, (config.depth - 1,)).attention
-        return cls_map(attention[:, 0], head="mean", prefix_tokens=config.prefix_tokens, grid=config.grid)[0]
+        rows = attention[:, 0].float().cpu().numpy()
+        return torch.from_numpy(cls_map(rows, head="mean", prefix_tokens=config.prefix_tokens, grid=config.grid)[0])
 
     return maps
 
@@ -135,6 +150,7 @@ def available_methods(model: VisionTransformer, *, seed: int = 0) -> dict[str, M
 
 def measure_explanations(
     score: Score,
+    evidence: Evidence,
     methods: Mapping[str, Maps],
     read: Callable[[int], Tensor],
     count: int,
@@ -143,17 +159,17 @@ def measure_explanations(
     seed: int = 0,
     progress: bool = False,
 ) -> ExplanationResults:
-    """Measure deletion, insertion and mosaic share of maps of the best class of each picture.
+    """Measure deletion, insertion and mosaic share of maps of the best class of each picture, and of absent ones.
 
     There are as many mosaics as pictures, in a random order: each picture stands once in every quarter.
 
     Args:
-        score: of the model.
+        score, evidence: of the model.
         methods: by name.
         read: takes a picture's number and returns its normalised pixels, float32 [C, H, W].
         count: of pictures.
         steps: of each deletion and insertion.
-        seed: of the order in which pictures come together in mosaics.
+        seed: of the order in which pictures come together in mosaics, and of the absent classes.
 
     Raises:
         DatasetError: no pictures.
@@ -165,7 +181,7 @@ def measure_explanations(
     ends: list[list[float]] = []
     for number in bar(range(count), desc="explanations", unit="img"):
         picture = read(number)
-        of_picture, at_ends = _measure_picture(score, methods, picture, number, steps)
+        of_picture, at_ends = _measure_picture(score, evidence, methods, picture, number, steps, seed)
         results += of_picture
         ends.append(at_ends)
     by_picture = {(result.picture, result.method): result for result in results}
@@ -186,7 +202,13 @@ def measure_explanations(
 
 
 def _measure_picture(
-    score: Score, methods: Mapping[str, Maps], picture: Tensor, number: int, steps: int
+    score: Score,
+    evidence: Evidence,
+    methods: Mapping[str, Maps],
+    picture: Tensor,
+    number: int,
+    steps: int,
+    seed: int,
 ) -> tuple[list[PictureResult], list[float]]:
     """Return the result of each method, and the class's scores of the whole, mean-coloured and blurred picture."""
     blurred = blur(picture)
@@ -194,12 +216,15 @@ def _measure_picture(
         scores = score(torch.stack((picture, torch.zeros_like(picture), blurred)))
     best = scores[0].argmax()
     index = int(best)
+    ranks = absent_ranks(scores.shape[1], np.random.default_rng((seed, number)))
+    ranked = scores[0].argsort(descending=True, stable=True)[[0, *ranks]]
     results = []
     for method, maps in methods.items():
         relevance = maps(picture.unsqueeze(0), best.unsqueeze(0))[0].detach()
         lowered = deletion(score, picture, relevance, index, steps=steps)
         raised = insertion(score, picture, blurred, relevance, index, steps=steps)
-        results.append(PictureResult(number, method, index, lowered, raised))
+        absent = absent_peaks(maps, evidence, picture, ranked) if method in CLASS_SPECIFIC else []
+        results.append(PictureResult(number, method, index, lowered, raised, absent=absent))
     return results, scores[:, index].tolist()
 
 
@@ -212,7 +237,8 @@ def _summarise(method: str, results: Sequence[PictureResult], seed: int) -> Meth
     raised = mean([[result.insertion] for result in results])
     assert lowered is not None
     assert raised is not None
-    return MethodResult(method, lowered, raised, mean([result.shares for result in results]))
+    shares, absent = ([getattr(result, name) for result in results] for name in ("shares", "absent"))
+    return MethodResult(method, lowered, raised, mean(shares), mean(absent))
 
 
 def estimate_mean(sums: NDArray[np.float64], counts: NDArray[np.int64], *, seed: int = 0) -> Estimate | None:

@@ -92,8 +92,7 @@ def over_all_tokens(seen: Tensor, config: ViTConfig) -> Tensor:
 def finish_pool(model: VisionTransformer, pool: AttentionPool, weighed: Weighed) -> Tensor:
     """Return the logits [B, num_classes] of the pooled tokens."""
     pooled = pool.proj(mix(weighed)).squeeze(1)
-    logits: Tensor = model.head(model.pre_logits(model.fc_norm(pooled + pool.mlp(pool.norm(pooled)))))
-    return logits
+    return model.classify(model.projected(pooled + pool.mlp(pool.norm(pooled))))
 
 
 def tokens_read(config: ViTConfig) -> int | None:

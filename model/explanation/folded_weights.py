@@ -15,12 +15,10 @@ from model.explanation.explicit_forward import blocks_of
 from model.explanation.frozen_gradients import through_norm_unscaled
 from model.network.layers.block import Block, LayerScale
 from model.network.vit import VisionTransformer
+from model.outputs import RIVALS
 
 HOPS: Final = 2
 """How many blocks back relevance is moved; see `model.explanation.relevance`."""
-
-RIVALS: Final = 10
-"""How many other classes a class is compared with; a model of fewer classes has fewer."""
 
 
 class FoldedWeights(NamedTuple):
@@ -49,7 +47,7 @@ def fold(model: VisionTransformer) -> FoldedWeights:
     through = blocks[:-1] if model.config.pool == "cls" else blocks
     hops = [_projection(block) for block in reversed(through[-HOPS:])]
     joined = torch.cat(hops) if hops else model.head.weight.new_zeros(0, width)
-    rivals = min(RIVALS, model.config.num_classes - 1)
+    rivals = min(RIVALS, model.config.logits - 1)
     largest = torch.stack([head.weight.abs().amax() for head in heads_of(model)]).amax().float()
     margin = torch.tensor([[1.0], *[[-1 / max(rivals, 1)]] * rivals]).to(joined.device)
     margin = margin / largest.clamp_min(torch.finfo(torch.float32).tiny)

@@ -7,9 +7,7 @@ from functools import lru_cache
 from typing import Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from model.config import ViTConfig
 from model.outputs import AttentionMap, Head, MapRequest
@@ -20,14 +18,14 @@ _TINY: Final = float(np.finfo(np.float64).tiny)
 
 
 def attention_maps(
-    attention: Tensor, layers: Sequence[int], requests: Sequence[MapRequest | None], config: ViTConfig
+    attention: Floats, layers: Sequence[int], requests: Sequence[MapRequest | None], config: ViTConfig
 ) -> dict[int, AttentionMap]:
     """Return the maps of the requests that are of a row of attention, by their places.
 
     Requests of the same layer and head, however mixed the batch, are computed in one operation.
 
     Args:
-        attention: rows of these layers, float32 [B, len(layers), heads, N] on the CPU.
+        attention: rows of these layers, float32 [B, len(layers), heads, N].
     """
     groups: dict[tuple[int, Head], dict[int, MapRequest]] = {}
     for index, request in enumerate(requests):
@@ -37,12 +35,12 @@ def attention_maps(
     for (layer, head), members in groups.items():
         rows = attention[list(members), layers.index(layer)]
         maps, kept_mass = cls_map(rows, head=head, prefix_tokens=config.prefix_tokens, grid=config.grid)
-        for (member, request), values, kept in zip(members.items(), maps.numpy(), kept_mass.tolist(), strict=True):
+        for (member, request), values, kept in zip(members.items(), maps, kept_mass.tolist(), strict=True):
             placed[member] = AttentionMap(request, values, kept)
     return placed
 
 
-def cls_map(rows: Tensor, *, head: Head, prefix_tokens: int, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def cls_map(rows: Floats, *, head: Head, prefix_tokens: int, grid: tuple[int, int]) -> tuple[Floats, Floats]:
     """Combine the heads, drop the prefix tokens, and divide the rest by its sum.
 
     Args:
@@ -54,15 +52,15 @@ def cls_map(rows: Tensor, *, head: Head, prefix_tokens: int, grid: tuple[int, in
         float32 [B, rows, columns], each map summing to 1; float32 [B], the sum of each before the division.
     """
     if head == "mean":
-        row = rows.mean(dim=1)
+        row = rows.mean(axis=1)
     elif head == "max":
-        row = rows.amax(dim=1)
+        row = rows.max(axis=1)
     else:
         row = rows[:, head]
     patches = row[:, prefix_tokens:]
-    kept = patches.sum(dim=-1)
+    kept = patches.sum(axis=-1)
     # A head may give the patches nothing at all; the smallest float keeps its map finite.
-    values = patches / kept.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
+    values = patches / np.maximum(kept, np.finfo(np.float32).tiny)[:, np.newaxis]
     return values.reshape(-1, *grid), kept
 
 

@@ -176,18 +176,19 @@ _OF_CLASS: Final[Mapping[Method, Callable[[VisionTransformer, Tensor, Tensor], T
 """(model, pixels [B, C, H, W], classes int64 [B]) -> how much each token mattered, float32 [B, N]."""
 
 
-def _tokens(model: VisionTransformer, pixels: Tensor, classes: Tensor, request: MapRequest) -> Tensor:
+def _tokens(model: VisionTransformer, pixels: Tensor, targets: Tensor, request: MapRequest) -> Tensor:
     if request.method == "rollout":
         return rollout(model, pixels, fusion=request.fusion or "mean", discard_ratio=request.discard or 0.0)
-    return _OF_CLASS[request.method](model, pixels, classes)
+    return _OF_CLASS[request.method](model, pixels, targets)
 
 
-def explain(model: VisionTransformer, pixels: Tensor, classes: Tensor, request: MapRequest) -> tuple[Tensor, Tensor]:
+def explain(model: VisionTransformer, pixels: Tensor, targets: Tensor, request: MapRequest) -> tuple[Tensor, Tensor]:
     """Return a map for each image, of its class where the method is class-specific.
 
     Args:
         pixels: [B, C, H, W], normalised, in the model's dtype.
-        classes: int64 [B]; they count, and not the request's class.
+        targets: the classes, int64 [B], or for `relevance` directions, float32 [B, D], see `token_relevance`; they
+            count, and not the request's class or direction.
         request: of a method in `EXPLANATIONS`.
 
     Returns:
@@ -196,7 +197,7 @@ def explain(model: VisionTransformer, pixels: Tensor, classes: Tensor, request: 
     """
     config = model.config
     images = max(1, _WEIGHTS_BYTES // (4 * config.heads * config.tokens**2))
-    parts = zip(torch.split(pixels, images), torch.split(classes, images), strict=True)
+    parts = zip(torch.split(pixels, images), torch.split(targets, images), strict=True)
     tokens = torch.cat([_tokens(model, *part, request) for part in parts]).float().cpu().numpy()
     # Relevance may be negative.
     maps, mass = (sharpened_maps if request.method == "relevance" else token_maps)(tokens, config)

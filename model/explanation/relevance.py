@@ -42,14 +42,14 @@ KEPT: Final = HOPS + 1
 _STRONGEST: Final = 16
 
 
-def relevance(model: VisionTransformer, pixels: Tensor, classes: Tensor) -> Tensor:
+def relevance(model: VisionTransformer, pixels: Tensor, targets: Tensor) -> Tensor:
     """Return the relevance of each token for the class, negative where it spoke against: float32 [B, N].
 
     Args:
-        pixels, classes: see `model.explanation.methods.explain`.
+        pixels, targets: see `model.explanation.methods.explain`.
     """
     with torch.no_grad():
-        return token_relevance(model, model(pixels, keep=KEPT), classes)
+        return token_relevance(model, model(pixels, keep=KEPT), targets)
 
 
 class _Start(NamedTuple):
@@ -69,7 +69,7 @@ class _Start(NamedTuple):
 
 
 def token_relevance(
-    model: VisionTransformer, output: ViTOutput, classes: Tensor | None = None, weights: FoldedWeights | None = None
+    model: VisionTransformer, output: ViTOutput, targets: Tensor | None = None, weights: FoldedWeights | None = None
 ) -> Tensor:
     """Return what each token contributed to the class's margin, negative where it spoke against: float32 [B, N].
 
@@ -77,13 +77,18 @@ def token_relevance(
 
     Args:
         output: of a forward pass with `keep=KEPT`.
-        classes: int64 [B]; None is the best of each image.
+        targets: classes, int64 [B]; None is the best of each image. Or directions, floats [B, `embedding_width`]: what
+            takes the place of a class's row of the one head less the mean of its rivals'.
         weights: `fold` of the model; None folds them for this pass.
     """
     assert output.kept is not None
     weights = weights or fold(model)
-    ranked = with_rivals(output.logits, classes, len(weights.margin))
-    margins = _margins(model, weights, ranked, output.embeddings["head"])
+    if targets is not None and targets.is_floating_point():
+        directions = [targets]
+    else:
+        ranked = with_rivals(output.logits, targets, len(weights.margin))
+        directions = [_direction(head, ranked, weights) for head in heads_of(model)]
+    margins = _margins(model, directions, output.embeddings["head"])
     kept, tokens = output.kept
     blocks = blocks_of(model)[-len(kept) :]
     if model.config.pool == "cls":
@@ -140,21 +145,33 @@ def _start_at_block(
     return _Start(of_tokens, strongest, places, onward)
 
 
-def _margins(model: VisionTransformer, weights: FoldedWeights, ranked: Tensor, pooled: Tensor) -> Tensor:
-    """Return the gradient of a class's margin with respect to what each head reads, [B, heads of the model, D or 2 D].
+def _direction(head: nn.Linear, ranked: Tensor, weights: FoldedWeights) -> Tensor:
+    """Return what a class's margin in a head rises with, float32 [B, D].
 
     The margin is the logit of the class less the mean of its rivals'. The logit alone also rises with what all likely
     classes have in common, an animal or a vehicle of any kind; against the mean of the strongest rivals this cancels
-    out. What a head reads is what enters the norm before it, but for the scale of each token.
+    out.
 
     Args:
         ranked: see `with_rivals`.
+    """
+    return (nn.functional.embedding(ranked, head.weight) * weights.margin).sum(dim=1)
+
+
+def _margins(model: VisionTransformer, directions: list[Tensor], pooled: Tensor) -> Tensor:
+    """Return the gradient of a class's margin with respect to what each head reads, [B, heads of the model, D or 2 D].
+
+    What a head reads is what enters the norm before it, but for the scale of each token.
+
+    Args:
+        directions: of the margin in each head, [B, D].
         pooled: what was pooled, [B, D or 2 D].
     """
-    margins = [(nn.functional.embedding(ranked, head.weight) * weights.margin).sum(dim=1) for head in heads_of(model)]
-    joined = torch.stack(margins, dim=1) if len(margins) > 1 else margins[0].unsqueeze(1)
+    joined = torch.stack(directions, dim=1) if len(directions) > 1 else directions[0].unsqueeze(1)
     if isinstance(model.pre_logits, PreLogits):
         joined = through_activation(model.pre_logits, pooled.unsqueeze(1), joined)
+    if isinstance(model.projection, nn.Linear):  # of an L2 norm before the head the scale does not matter
+        joined = through_linear(model.projection, joined)
     joined = through_norm_unscaled(model.fc_norm, joined)
     return through_norm_unscaled(model.norm, joined) if model.config.pool == "cls" else joined
 

@@ -15,22 +15,26 @@ that serving needs no plotting library. Where they come from:
 from __future__ import annotations
 
 import io
-import math
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
 from model.errors import InputError
+from model.images.legend import caption_height, with_caption, with_colorbar
 from model.images.region import Region
 
 COLORMAPS = ("viridis", "plasma", "inferno", "magma", "cividis", "turbo", "jet", "hot", "bone", "gray")
 
 MAX_SIZE = 2048
 """Longest side of a heat map in pixels."""
+
+_SMALL_INPUT = 128
+"""Longer side in pixels of an input from which on it shows what is there; of a smaller one, the photo shows more."""
 
 _MIN_DEFAULT_SIZE = 384
 """Longer side in pixels, at least, where no size is given: patches stay visible on small pictures."""
@@ -47,11 +51,6 @@ _STRIP_ROWS = 256
 _COMPRESS_LEVEL = 4
 """A level of zlib, 1...9: overlays get no smaller beyond it, only slower (6 takes three times as long)."""
 
-_MIN_BAR_HEIGHT = 96
-"""Pixels of a drawing with a colour bar: below it, the scale cannot be read."""
-
-_BAR_TITLE = "times even share"
-
 Array = NDArray[np.float32]
 
 
@@ -65,6 +64,11 @@ class Look(TypedDict, total=False):
     colorbar: bool
 
 
+def default_view(image_size: tuple[int, int]) -> Literal["input", "photo"]:
+    """Return what the maps of a model of this input size are drawn over by default, where there is a photo."""
+    return "photo" if max(image_size) < _SMALL_INPUT else "input"
+
+
 def draw_heatmap(
     values: NDArray[np.float32],
     *,
@@ -75,12 +79,15 @@ def draw_heatmap(
     size: int | None = None,
     smooth: bool = True,
     colorbar: bool = False,
+    caption: Sequence[str] = (),
+    scale: float | None = None,
+    max_width: int = MAX_SIZE,
 ) -> Image.Image:
     """Return a map drawn over a picture.
 
-    With r a patch's share over the even share, 1 / (rows * columns), the colour is that at
-    log(r) / log(max(4, the largest r)) of the table, and the map's opacity is `alpha` times the same number. Patches
-    with the even share or less leave the picture as it is, so that an even map changes nothing.
+    With r a patch's share over the even share, 1 / (rows * columns), the colour is that at log(r) / log(scale) of the
+    table, and the map's opacity is `alpha` times the same number. Patches with the even share or less leave the picture
+    as it is, so that an even map changes nothing.
 
     Args:
         values: float [grid rows, grid columns]; only ratios count. What is negative or not finite counts as 0.
@@ -88,13 +95,17 @@ def draw_heatmap(
             high as wide.
         region: the part of `picture` that the map covers, in its pixels; the rest is dimmed. None: the whole.
         alpha: 0...1, how much the last colour covers the picture.
-        size: longer side in pixels, at most `MAX_SIZE`; None: the picture's, or 384 if that is more.
+        size: longer side of the result in pixels, at most `MAX_SIZE`; None: that of the picture in it is the picture's
+            own, or 384 if that is more.
         smooth: run from patch to patch without steps, and never beyond the values of neighbours; otherwise each patch
             is one square.
         colorbar: add a colour bar with its scale at the right, which makes the result wider than `size` says.
+        caption: lines to write below, with the colours in words where they are drawn; a small drawing has no room.
+        scale: how many times the even share the last colour stands for; None: `full_scale` of the map.
+        max_width: pixels of the picture in the result at most.
 
     Returns:
-        An RGB image with the picture's aspect ratio.
+        An RGB image; without caption and colour bar, it has the picture's aspect ratio.
 
     Raises:
         InputError: `colormap`, `alpha` or `size` is outside what is offered.
@@ -108,14 +119,20 @@ def draw_heatmap(
     grid_rows, grid_columns = values.shape
     rows, columns = values.shape if picture is None else picture.shape[:2]
     longer = min(max(rows, columns, _MIN_DEFAULT_SIZE), MAX_SIZE) if size is None else size
-    width, height = (max(1, round(side * longer / max(rows, columns))) for side in (columns, rows))
+    longer = max(1, min(longer, round(max_width * max(rows, columns) / columns)))
+    below = caption_height(longer) if caption else 0
+    highest = (MAX_SIZE if size is None else longer) - below
+    enlarged = min(longer / max(rows, columns), highest / rows)
+    width, height = (max(1, round(side * enlarged)) for side in (columns, rows))
     if region is None:
         region = Region(0.0, 0.0, columns, rows)
     down = _cells(height, rows, region.y, region.height, grid_rows)
     across = _cells(width, columns, region.x, region.width, grid_columns)
     seen = ((down >= 0) & (down <= grid_rows))[:, np.newaxis] & ((across >= 0) & (across <= grid_columns))
 
-    levels, full_scale = _levels(values)
+    ratios = _ratios(values)
+    scale = full_scale(values) if scale is None else scale
+    levels = (np.log(ratios.clip(1.0, scale)) / np.log(scale)).astype(np.float32)
     enlarge = monotone_cubic if smooth else nearest
     by_column = enlarge(levels, down).T.copy()  # [grid columns, height]
     under = None if picture is None else _enlarged(picture, (width, height))
@@ -126,10 +143,28 @@ def draw_heatmap(
         index = np.rint(255 * enlarge(by_column[:, rows_here], across).T).astype(np.uint8)  # [strip's rows, width]
         strip = Image.fromarray(colours[index])
         if under is not None:
-            below = _dimmed(under.crop((0, top, width, top + len(index))), seen[rows_here])
-            strip = Image.composite(strip, below, Image.fromarray(opacities[index] * seen[rows_here]))
+            photo = _dimmed(under.crop((0, top, width, top + len(index))), seen[rows_here])
+            strip = Image.composite(strip, photo, Image.fromarray(opacities[index] * seen[rows_here]))
         drawing.paste(strip, (0, top))
-    return with_colorbar(drawing, colours, full_scale) if colorbar else drawing
+    if below:
+        peak = float(ratios.max()) if alpha or picture is None else None
+        drawing = with_caption(drawing, caption, colours, peak, longer=longer)
+    return with_colorbar(drawing, colours, scale) if colorbar else drawing
+
+
+def full_scale(values: NDArray[np.float32], evidence: float | None = None) -> float:
+    """Return how many times the even share the last colour of a map's drawing stands for: its highest patch's, or 4.
+
+    A map that is faded has the scale that it would have with the whole evidence, so that it looks faded.
+
+    Args:
+        values: see `draw_heatmap`.
+        evidence: of a class-specific map, 0 ... 1; see `AttentionMap`.
+    """
+    peak = float(_ratios(values).max())
+    if evidence:
+        peak = min(1 + (peak - 1) / evidence, values.size)
+    return max(_MIN_FULL_SCALE, peak)
 
 
 def encode_png(drawing: Image.Image) -> bytes:
@@ -208,16 +243,14 @@ def _cells(pixels: int, source: int, start: float, length: float, cells: int) ->
     return positions
 
 
-def _levels(values: NDArray[np.float32]) -> tuple[NDArray[np.float32], float]:
-    """Return the place of each patch among the colours, 0...1, and the last colour's multiple of the even share."""
+def _ratios(values: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return how many times the even share each patch has."""
     # In double: the sum of a float32 map may exceed float32.
     shares = values.astype(np.float64)
     shares[~np.isfinite(shares) | (shares < 0)] = 0.0
     mean = shares.mean()
     # Below the smallest normal number, a quotient is no longer good for a picture.
-    ratios = shares / mean if mean > np.finfo(np.float64).tiny else np.ones_like(shares)
-    full_scale = max(_MIN_FULL_SCALE, float(ratios.max()))
-    return (np.log(ratios.clip(1.0)) / np.log(full_scale)).astype(np.float32), full_scale
+    return shares / mean if mean > np.finfo(np.float64).tiny else np.ones_like(shares)
 
 
 @cache
@@ -232,41 +265,3 @@ def colour_table(name: str) -> NDArray[np.uint8]:
     with Image.open(Path(__file__).with_name("colormaps.png")) as tables:
         table: NDArray[np.uint8] = np.asarray(tables)[COLORMAPS.index(name)]
     return table
-
-
-def with_colorbar(drawing: Image.Image, colours: NDArray[np.uint8], full_scale: float) -> Image.Image:
-    """Return a drawing with a colour bar and its scale on white at its right.
-
-    The scale is logarithmic: it begins at the even share, 1, and ends at `full_scale` times that.
-
-    Args:
-        colours: uint8 [256, 3], lowest value first.
-    """
-    height = max(drawing.height, _MIN_BAR_HEIGHT)
-    text = min(32, max(10, height // 28))
-    font = ImageFont.load_default(text)
-    margin, bar = text, round(1.5 * text)
-    width = 2 * margin + round(max(font.getlength(_BAR_TITLE), bar + 4 * text))
-    canvas = Image.new("RGB", (drawing.width + width, height), "white")
-    canvas.paste(drawing, (0, 0))
-
-    left, top, bottom = drawing.width + margin, 3 * text, height - text
-    levels = np.linspace(255, 0, bottom - top).round().astype(np.intp)
-    canvas.paste(Image.fromarray(colours[levels][:, np.newaxis].repeat(bar, axis=1)), (left, top))
-    pen = ImageDraw.Draw(canvas)
-    pen.text((left, text), _BAR_TITLE, "black", font, anchor="lt")
-    for ratio in tick_ratios(full_scale, most=(bottom - top) // (2 * text)):
-        y = bottom - 1 - round((bottom - top - 1) * math.log(ratio) / math.log(full_scale))
-        pen.line((left + bar, y, left + bar + text // 3, y), "black")
-        pen.text((left + bar + text // 2, y), f"{ratio:.3g}", "black", font, anchor="lm")
-    return canvas
-
-
-def tick_ratios(full_scale: float, most: int) -> list[float]:
-    """Return the ratios that the scale names: both ends and, if `most` is enough for them, powers of 2 between."""
-    powers = [2.0**power for power in range(1, math.ceil(math.log2(full_scale)))]
-    # A power close to the end of the scale would overlap its label.
-    powers = [ratio for ratio in powers if ratio < full_scale / 1.4]
-    room = max(0, most - 2)
-    step = math.ceil(len(powers) / room) if room else len(powers) + 1
-    return [1.0, *powers[max(1, step) - 1 :: max(1, step)], full_scale]

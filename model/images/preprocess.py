@@ -19,10 +19,11 @@ from PIL import Image
 
 from model.config import PreprocessConfig
 from model.errors import InvalidImage
-from model.images.colour import converter
+from model.images.colour import Converter, converter
 from model.images.decode import DECODE_ERRORS, DEFAULT_MAX_PIXELS, DecodedImage, OnSize, decode
 from model.images.formats import MinSize
 from model.images.region import Region, first_pixel, seen_region
+from model.images.resample import Axis, resample_part
 from model.images.resize import passes_rows_first, resize
 
 _STEP_FILTERS = (Image.Resampling.NEAREST, Image.Resampling.BOX)
@@ -51,6 +52,10 @@ TRANSPOSE = {
     8: Image.Transpose.ROTATE_90,
 }
 """Transpositions that turn a picture of each Exif orientation upright (as `PIL.ImageOps.exif_transpose`)."""
+
+_MIRRORED_COLUMNS = (2, 3, 7, 8)
+_MIRRORED_ROWS = (3, 4, 6, 7)
+"""Exif orientations of pictures that are stored from right to left, and from bottom to top."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +124,9 @@ def model_input(
         bounded=bounded,
     )
     try:
-        small, region = _resize_and_crop(decoded, config, "RGB" if channels == 3 else "L")
-        pixels = np.asarray(small)
+        pixels, region = _resize_and_crop(decoded, config)
     except DECODE_ERRORS as error:
         raise InvalidImage(f"the picture's pixels cannot be converted: {error}") from error
-    # A copy in either case: Pillow's own array is read-only.
-    pixels = np.repeat(pixels[:, :, np.newaxis], channels, axis=2) if pixels.ndim == 2 else pixels.copy()
     return ModelInput(pixels, region)
 
 
@@ -161,14 +163,7 @@ def upright_photo(
 
     decoded = decode(data, max_pixels=max_pixels, min_size=shrunk if scaled_decode else None, on_size=on_size)
     try:
-        stored = (decoded.size[0] / decoded.scale, decoded.size[1] / decoded.scale)
-        small = resize(
-            decoded.image,
-            shrunk(*decoded.size),
-            (0.0, 0.0, *stored),
-            Image.Resampling.BICUBIC,
-            convert=converter(decoded.image, "RGB"),
-        ).convert("RGB")
+        small = _resize_whole(decoded, shrunk(*decoded.size)).convert("RGB")
     except DECODE_ERRORS as error:
         raise InvalidImage(f"the picture's pixels cannot be converted: {error}") from error
     width, height = decoded.size
@@ -239,49 +234,98 @@ def _span(source: int, resized: int, target: int, resample: Image.Resampling, ro
     return _Span(even_first * source / resized, even_last * source / resized, size, skip)
 
 
-def _resize_and_crop(
-    decoded: DecodedImage, config: PreprocessConfig, mode: Literal["RGB", "L"]
-) -> tuple[Image.Image, Region]:
-    """Resize a picture as it is stored, turn the small result upright and cut out its centre."""
+def _resize_whole(decoded: DecodedImage, size: tuple[int, int]) -> Image.Image:
+    """Return a picture as it is stored, resized to `size` (width, height): RGB, or L if it is grey."""
+    stored = (decoded.size[0] / decoded.scale, decoded.size[1] / decoded.scale)
+    convert = converter(decoded.image, "RGB")
+    small = resample_part(
+        decoded.image,
+        Axis(0.0, stored[0], size[0], 0, size[0]),
+        Axis(0.0, stored[1], size[1], 0, size[1]),
+        Image.Resampling.BICUBIC,
+        rows_first=passes_rows_first(decoded.image.size, size),
+        convert=convert,
+    )
+    if small is None:
+        return resize(decoded.image, size, (0.0, 0.0, *stored), Image.Resampling.BICUBIC, convert=convert)
+    return Image.fromarray(small.squeeze(axis=2) if small.shape[2] == 1 else small)
+
+
+def _resize_and_crop(decoded: DecodedImage, config: PreprocessConfig) -> tuple[NDArray[np.uint8], Region]:
+    """Return the centre of the upright picture, resized, or all of it in a border; and the region that is."""
     resample = Image.Resampling[config.interpolation.upper()]
+    image = decoded.image
     swapped = decoded.orientation >= 5
     width, height = decoded.size[::-1] if swapped else decoded.size
-    new_width, new_height = resized_size(width, height, config)
+    resized = resized_size(width, height, config)
     # Less than the model's size only with a border, which is added last.
-    rows, columns = min(config.size[0], new_height), min(config.size[1], new_width)
+    rows, columns = min(config.size[0], resized[1]), min(config.size[1], resized[0])
+    convert = converter(image, "RGB" if len(config.mean) == 3 else "L")
+    # The order that the passes would have in a resize of the whole upright picture.
+    rows_first = passes_rows_first(image.size[::-1] if swapped else image.size, resized) != swapped
+
+    def stored_axis(axis: Literal[0, 1], mirrored: bool) -> Axis:
+        upright, count = (1 - axis, (rows, columns)[axis]) if swapped else (axis, (columns, rows)[axis])
+        length = decoded.size[axis] / decoded.scale
+        low = image.size[axis] - length if mirrored else 0.0
+        first = first_pixel(resized[upright], count, config.crop_rounding)
+        return Axis(low, low + length, resized[upright], first, count, mirrored)
+
+    small = resample_part(
+        image,
+        stored_axis(0, decoded.orientation in _MIRRORED_COLUMNS),
+        stored_axis(1, decoded.orientation in _MIRRORED_ROWS),
+        resample,
+        rows_first=rows_first,
+        convert=convert,
+    )
+    if small is None:
+        small = np.atleast_3d(np.asarray(_crop_by_pillow(decoded, config, resized, (columns, rows), convert)))
+    elif swapped:
+        small = small.transpose(1, 0, 2)
+
+    region = seen_region((width, height), resized, config)
+    shape = (*config.size, len(config.mean))
+    if small.shape == shape:
+        return np.require(small, requirements=["C", "W"]), region
+    # A grey picture gets the model's channels, a small one a border of the mean colour; its odd pixel goes after it.
+    whole = np.empty(shape, np.uint8)
+    whole[:] = [round(255 * mean) for mean in config.mean]
+    top, left = (-first_pixel(small.shape[axis], config.size[axis], config.crop_rounding) for axis in (0, 1))
+    whole[top : top + rows, left : left + columns] = small
+    return whole, region
+
+
+def _crop_by_pillow(
+    decoded: DecodedImage,
+    config: PreprocessConfig,
+    resized: tuple[int, int],
+    size: tuple[int, int],
+    convert: Converter | None,
+) -> Image.Image:
+    """Return the centre of `size` (width, height) of the upright picture resized to `resized`, by Pillow."""
+    resample = Image.Resampling[config.interpolation.upper()]
+    swapped = decoded.orientation >= 5
+    upright = decoded.size[::-1] if swapped else decoded.size
     # The pixels of a picture that was scaled as it was decoded are others in any case.
     exact = decoded.scale == 1
-    across = _span(width, new_width, columns, resample, config.crop_rounding, exact=exact)
-    down = _span(height, new_height, rows, resample, config.crop_rounding, exact=exact)
-
-    # The order that the passes would have in a resize of the whole upright decoded.
-    rows_first = passes_rows_first((width, height), (new_width, new_height)) != swapped if exact else None
+    across, down = (
+        _span(upright[axis], resized[axis], size[axis], resample, config.crop_rounding, exact=exact) for axis in (0, 1)
+    )
     small = resize(
         decoded.image,
         (down.size, across.size) if swapped else (across.size, down.size),
         _stored_box(across, down, decoded),
         resample,
-        convert=converter(decoded.image, mode),
-        rows_first=rows_first,
+        convert=convert,
+        # The order that the passes would have in a resize of the whole upright picture.
+        rows_first=passes_rows_first(upright, resized) != swapped if exact else None,
     )
     if decoded.orientation in TRANSPOSE:
         small = small.transpose(TRANSPOSE[decoded.orientation])
-    if small.size != (columns, rows):
-        small = small.crop((across.skip, down.skip, across.skip + columns, down.skip + rows))
-    region = seen_region((width, height), (new_width, new_height), config)
-    return small if (rows, columns) == config.size else _pad(small, config), region
-
-
-def _pad(small: Image.Image, config: PreprocessConfig) -> Image.Image:
-    """Return the picture in the middle of a border of the mean colour; an odd pixel goes after it."""
-    rows, columns = config.size
-    fill = tuple(round(255 * mean) for mean in config.mean)
-    whole = Image.new(small.mode, (columns, rows), fill if len(fill) > 1 else fill[0])
-    left, top = (
-        -first_pixel(small.size[axis], target, config.crop_rounding) for axis, target in enumerate((columns, rows))
-    )
-    whole.paste(small, (left, top))
-    return whole
+    if small.size != size:
+        small = small.crop((across.skip, down.skip, across.skip + size[0], down.skip + size[1]))
+    return small
 
 
 def _stored_box(across: _Span, down: _Span, decoded: DecodedImage) -> tuple[float, float, float, float]:
@@ -290,9 +334,9 @@ def _stored_box(across: _Span, down: _Span, decoded: DecodedImage) -> tuple[floa
     left, right, top, bottom = across.low, across.high, down.low, down.high
     if decoded.orientation >= 5:
         left, right, top, bottom = top, bottom, left, right
-    if decoded.orientation in (2, 3, 7, 8):
+    if decoded.orientation in _MIRRORED_COLUMNS:
         left, right = width - right, width - left
-    if decoded.orientation in (3, 4, 6, 7):
+    if decoded.orientation in _MIRRORED_ROWS:
         top, bottom = height - bottom, height - top
     scale = decoded.scale
     return left / scale, top / scale, right / scale, bottom / scale

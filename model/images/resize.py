@@ -10,6 +10,7 @@ picture in strips.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from PIL import Image
 
@@ -18,7 +19,7 @@ from model.images.colour import Converter
 Box = tuple[float, float, float, float]
 """(left, top, right, bottom) in pixels of the picture, fractions allowed."""
 
-_SUPPORT = {
+SUPPORT = {
     Image.Resampling.NEAREST: 0.5,
     Image.Resampling.BOX: 0.5,
     Image.Resampling.BILINEAR: 1.0,
@@ -31,7 +32,7 @@ _SUPPORT = {
 _STRIP_PIXELS = 4_000_000
 """Pixels that are cut out and converted at once: bounds what that adds to a picture's memory."""
 
-_MAX_INTERMEDIATE_PIXELS = 16_000_000
+MAX_INTERMEDIATE_PIXELS = 16_000_000
 """Beyond this many pixels between the two passes, the order that leaves fewer is taken."""
 
 _MAX_PRECISE_SIDE = 32_768
@@ -87,7 +88,7 @@ def resize(
     if rows_first is None:
         rows_first = pillow_rows_first
     # Between the passes stands a picture with a side of the box and a side of the result.
-    if max(size[0] * (box[3] - box[1]), size[1] * (box[2] - box[0])) > _MAX_INTERMEDIATE_PIXELS:
+    if max(size[0] * (box[3] - box[1]), size[1] * (box[2] - box[0])) > MAX_INTERMEDIATE_PIXELS:
         rows_first = size[1] * (box[2] - box[0]) < size[0] * (box[3] - box[1])
     if convert is None and rows_first == pillow_rows_first and max(image.size) <= _MAX_PRECISE_SIDE:
         return image.resize(size, resample, _within(box, image.size))
@@ -97,25 +98,42 @@ def resize(
     right, bottom = (min(image.size[axis], math.ceil(box[axis + 2]) + margin[axis]) for axis in (0, 1))
     box = _within((box[0] - left, box[1] - top, box[2] - left, box[3] - top), (right - left, bottom - top))
 
-    # The first pass takes every row (or column) by itself, so strips of them can go through it in turn.
     between: Image.Image | None = None
+    for start, strip in strips(image, (left, top, right, bottom), convert, rows_first):
+        if rows_first:
+            small = strip.resize((strip.width, size[1]), resample, (0, box[1], strip.width, box[3]))
+            between = between or Image.new(small.mode, (right - left, size[1]))
+            between.paste(small, (start, 0))
+        else:
+            small = strip.resize((size[0], strip.height), resample, (box[0], 0, box[2], strip.height))
+            between = between or Image.new(small.mode, (size[0], bottom - top))
+            between.paste(small, (0, start))
+    assert between is not None
     if rows_first:
+        return between.resize(size, resample, (box[0], 0, box[2], size[1]))
+    return between.resize(size, resample, (0, box[1], size[0], box[3]))
+
+
+def strips(
+    image: Image.Image, part: tuple[int, int, int, int], convert: Converter | None, upright: bool
+) -> Iterator[tuple[int, Image.Image]]:
+    """Yield a part of a picture in converted strips, each with where it begins in the part.
+
+    The first pass of a resize takes every row (or column) by itself, so that strips of them can go through it in turn.
+
+    Args:
+        part: (left, top, right, bottom).
+        upright: the strips are beside each other; else below each other.
+    """
+    left, top, right, bottom = part
+    if upright:
         step = max(1, _STRIP_PIXELS // (bottom - top))
         for start in range(left, right, step):
-            strip = _piece(image, (start, top, min(start + step, right), bottom), convert)
-            strip = strip.resize((strip.width, size[1]), resample, (0, box[1], strip.width, box[3]))
-            between = between or Image.new(strip.mode, (right - left, size[1]))
-            between.paste(strip, (start - left, 0))
-        assert between is not None
-        return between.resize(size, resample, (box[0], 0, box[2], size[1]))
-    step = max(1, _STRIP_PIXELS // (right - left))
-    for start in range(top, bottom, step):
-        strip = _piece(image, (left, start, right, min(start + step, bottom)), convert)
-        strip = strip.resize((size[0], strip.height), resample, (box[0], 0, box[2], strip.height))
-        between = between or Image.new(strip.mode, (size[0], bottom - top))
-        between.paste(strip, (0, start - top))
-    assert between is not None
-    return between.resize(size, resample, (0, box[1], size[0], box[3]))
+            yield start - left, _piece(image, (start, top, min(start + step, right), bottom), convert)
+    else:
+        step = max(1, _STRIP_PIXELS // (right - left))
+        for start in range(top, bottom, step):
+            yield start - top, _piece(image, (left, start, right, min(start + step, bottom)), convert)
 
 
 def _piece(image: Image.Image, box: tuple[int, int, int, int], convert: Converter | None) -> Image.Image:
@@ -125,7 +143,7 @@ def _piece(image: Image.Image, box: tuple[int, int, int, int], convert: Converte
 
 def _margin(source: float, target: int, resample: Image.Resampling) -> int:
     """Return how many pixels beyond a part of the picture a filter looks at."""
-    return math.ceil(_SUPPORT[resample] * max(1.0, source / target)) + 1
+    return math.ceil(SUPPORT[resample] * max(1.0, source / target)) + 1
 
 
 def _within(box: Box, size: tuple[int, int]) -> Box:

@@ -1,12 +1,19 @@
-"""Several drawings in one picture: in a row, or as a contact sheet with captions. PIL, never torch."""
+"""Several drawings in one picture: maps in a row, or a contact sheet with captions. PIL, never torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, Unpack
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
+
+from model.images.heatmap import MAX_SIZE, Look, draw_heatmap, full_scale
+from model.images.legend import caption_of, fit_text
+from model.images.region import Region
+from model.outputs import AttentionMap
 
 _ROW_GAP: Final = 4
 """White pixels between two pictures of a row."""
@@ -34,7 +41,7 @@ def in_a_row(
             that are drawn as they are taken are never in memory whole together.
         max_width: pixels of the row at most: each picture that has more than its share of them is made smaller.
     """
-    room = None if max_width is None else (max_width - _ROW_GAP * (count - 1)) // count
+    room = None if max_width is None else _panel_width(count, max_width)
     fitted = []
     for picture in pictures:
         if count > 1 and room is not None and picture.width > room:
@@ -51,6 +58,54 @@ def in_a_row(
         row.paste(picture, (left, 0))
         left += picture.width + _ROW_GAP
     return row
+
+
+def draw_maps(
+    maps: Sequence[AttentionMap],
+    labels: Sequence[str] | None,
+    *,
+    picture: NDArray[np.uint8],
+    region: Region | None = None,
+    overlay: bool = True,
+    name: str | None = None,
+    max_width: int | None = None,
+    **look: Unpack[Look],
+) -> Image.Image:
+    """Return maps of a picture side by side, their colours on one scale.
+
+    Args:
+        labels: of the model, for captions; None: without.
+        picture, region: see `draw_heatmap`.
+        overlay: whether the maps are drawn over the picture.
+        name: of the picture, which then stands without a map before the others.
+        max_width: see `in_a_row`.
+    """
+    count = len(maps) + (name is not None)
+    room = MAX_SIZE if max_width is None else _panel_width(count, max_width)
+    surest = max(maps, key=lambda each: each.evidence or 0)
+    scale = max(full_scale(surest.values, surest.evidence), *(full_scale(each.values) for each in maps))
+
+    def panels() -> Iterator[Image.Image]:
+        if name is not None:
+            lines = () if labels is None else (name,)
+            plain: Look = {"alpha": 0.0, "size": look.get("size")}
+            yield draw_heatmap(maps[0].values, picture=picture, region=region, caption=lines, max_width=room, **plain)
+        for each in maps:
+            yield draw_heatmap(
+                each.values,
+                picture=picture if overlay else None,
+                region=region,
+                caption=() if labels is None else caption_of(each, labels),
+                scale=scale,
+                max_width=room,
+                **look,
+            )
+
+    return in_a_row(panels(), count, max_width=max_width)
+
+
+def _panel_width(count: int, max_width: int) -> int:
+    return (max_width - _ROW_GAP * (count - 1)) // count
 
 
 class ContactSheet:
@@ -104,13 +159,5 @@ class ContactSheet:
         pen = ImageDraw.Draw(self._canvas)
         for number, line in enumerate(lines[:2]):
             place = left, top + self._cell[1] + number * self._line
-            pen.text(place, self._fitted(line), "black", self._font)
+            pen.text(place, fit_text(line, self._font, self._cell[0]), "black", self._font)
         self._filled += 1
-
-    def _fitted(self, line: str) -> str:
-        line = " ".join(line.split())
-        if self._font.getlength(line) <= self._cell[0]:
-            return line
-        while line and self._font.getlength(line + "...") > self._cell[0]:
-            line = line[:-1]
-        return line + "..."

@@ -140,22 +140,24 @@ def attention_distance(distance: NDArray[np.float64], path: Path, *, even: float
 
 
 def faithfulness(
-    methods: Sequence[tuple[str, _Interval, _Interval, _Interval | None]], path: Path, *, title: str
+    methods: Sequence[tuple[str, _Interval, _Interval, _Interval | None, _Interval | None]], path: Path, *, title: str
 ) -> None:
-    """Draw the three measures side by side: a dot a method with its interval, a dotted line through the baseline.
+    """Draw the four measures side by side: a dot a method with its interval, a dotted line through the baseline.
 
     Args:
-        methods: (name, deletion, insertion, mosaic share) of each, from top to bottom; the first is the baseline.
+        methods: (name, deletion, insertion, mosaic share, peak of absent classes) of each, from top to bottom; the
+            first is the baseline.
         title: model, pictures and steps.
     """
-    figure = canvas(9, 1.6 + 0.3 * len(methods))
+    figure = canvas(12, 1.6 + 0.3 * len(methods))
     places = range(len(methods))
     panels: tuple[tuple[str, list[_Interval | None]], ...] = (
-        ("deletion: area, lower is better", [deletion for _, deletion, _, _ in methods]),
-        ("insertion: area, higher is better", [insertion for _, _, insertion, _ in methods]),
-        ("mosaic: share, higher is better", [mosaic for _, _, _, mosaic in methods]),
+        ("deletion: area, lower is better", [method[1] for method in methods]),
+        ("insertion: area, higher is better", [method[2] for method in methods]),
+        ("mosaic: share, higher is better", [method[3] for method in methods]),
+        ("absent classes: peak, lower is better", [method[4] for method in methods]),
     )
-    for axes, (name, values) in zip(figure.subplots(1, 3, sharey=True), panels, strict=True):
+    for axes, (name, values) in zip(figure.subplots(1, 4, sharey=True), panels, strict=True):
         if values[0] is not None:
             axes.axvline(values[0][0], color="tab:gray", linestyle=":", linewidth=1)
         for place, value in zip(places, values, strict=True):

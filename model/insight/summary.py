@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from importlib.metadata import version
 from typing import NamedTuple
 
 import torch
@@ -11,8 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.checkpoint.checkpoint import Checkpoint
-from model.config import ViTConfig
-from model.network.vit import count_parameters, meta_model
+from model.config import LibraryConfig, NetworkConfig, ViTConfig
+from model.network.library import meta_network
+from model.network.vit import VisionTransformer, count_parameters
 
 
 class Cost(NamedTuple):
@@ -22,15 +24,16 @@ class Cost(NamedTuple):
     flops: int
 
 
-def cost(config: ViTConfig) -> Cost:
+def cost(config: NetworkConfig) -> Cost:
     """Return the cost of an architecture; nothing is allocated.
 
     Operations are two for each multiply-add of the convolutions, linear layers and attention products; norms,
     activations and softmax are not counted. They are those of the published model: what
     `VisionTransformer.spare_last_block` leaves out is not subtracted.
     """
-    model = meta_model(config).to("meta")  # tables are on the CPU
-    model.spare_last_block = False
+    model = meta_network(config).eval().to("meta")  # tables are on the CPU
+    if isinstance(model, VisionTransformer):
+        model.spare_last_block = False
     # The counter does not know every fused kernel of attention.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         model(torch.empty(1, config.in_channels, *config.image_size, device="meta"))
@@ -47,6 +50,43 @@ def summarise(checkpoint: Checkpoint) -> dict[str, str]:
         "format": checkpoint.format,
         "family": checkpoint.architecture,
         "input": f"{_by(config.image_size)} px, {config.in_channels} channel{'s' if config.in_channels > 1 else ''}",
+        **(_transformer(config) if isinstance(config, ViTConfig) else _library(config)),
+        "preprocessing": f"{preprocess.resize} to {_by(preprocess.resize_size)}, {preprocess.interpolation}, "
+        f"centre crop {_by(preprocess.size)}",
+        "mean, std": f"{_list(preprocess.mean)}, {_list(preprocess.std)}",
+        # Quoted, as the names of ImageNet's classes have commas themselves.
+        "labels": f"{len(checkpoint.labels):,}: {json.dumps(checkpoint.labels[:3], ensure_ascii=False)[1:-1]}"
+        + (", …" if len(checkpoint.labels) > 3 else "")
+        if checkpoint.labels
+        else "none" + (": set VIT_LABELS, or send labels= with a request" if checkpoint.zero_shot else ""),
+        "scores": f"{'sigmoid' if checkpoint.multi_label or config.num_classes == 1 else 'softmax'}"
+        f"{' of scaled cosines' if isinstance(config, ViTConfig) and config.normalized_head else ''}, "
+        f"temperature {checkpoint.temperature:g}"
+        if config.num_classes
+        else "of the labels of a request"
+        if checkpoint.zero_shot
+        else "none: no classification head; /embed serves it",
+        "parameters": f"{needs.parameters:,}",
+        "memory": f"{_mebibytes(4 * needs.parameters)} in float32, "
+        f"{_mebibytes(2 * needs.parameters)} in bfloat16 or float16",
+        "GFLOPs": f"{needs.flops / 1e9:.2f} an image (2 x multiply-adds)",
+    }
+    if checkpoint.zero_shot is not None:
+        templates = checkpoint.zero_shot.templates
+        rows["text tower"] = f"labels stand in {json.dumps(templates[:2], ensure_ascii=False)[1:-1]}" + (
+            f" and {len(templates) - 2} more" if len(templates) > 2 else ""
+        )
+    if checkpoint.calibration is not None:
+        rows["calibrated"] = f"on {len(checkpoint.calibration.scores):,} pictures of {checkpoint.calibration.data}"
+    if checkpoint.assumed:
+        rows["assumed"] = "; ".join(checkpoint.assumed)
+    if checkpoint.notes:
+        rows["notes"] = "; ".join(checkpoint.notes)
+    return rows
+
+
+def _transformer(config: ViTConfig) -> dict[str, str]:
+    return {
         "patches": _patches(config),
         "tokens": _tokens(config),
         "positions": _positions(config),
@@ -57,24 +97,17 @@ def summarise(checkpoint: Checkpoint) -> dict[str, str]:
             "patch_mean": "the mean over all patches' rows",
             "pool_query": "the pooling query's row (last layer); the mean over all patches' rows (earlier layers)",
         }[config.attention_source],
-        "preprocessing": f"{preprocess.resize} to {_by(preprocess.resize_size)}, {preprocess.interpolation}, "
-        f"centre crop {_by(preprocess.size)}",
-        "mean, std": f"{_list(preprocess.mean)}, {_list(preprocess.std)}",
-        # Quoted, as the names of ImageNet's classes have commas themselves.
-        "labels": f"{len(checkpoint.labels):,}: {json.dumps(checkpoint.labels[:3], ensure_ascii=False)[1:-1]}"
-        + (", …" if len(checkpoint.labels) > 3 else ""),
-        "scores": f"{'sigmoid' if checkpoint.multi_label or config.num_classes == 1 else 'softmax'}"
-        f", temperature {checkpoint.temperature:g}",
-        "parameters": f"{needs.parameters:,}",
-        "memory": f"{_mebibytes(4 * needs.parameters)} in float32, "
-        f"{_mebibytes(2 * needs.parameters)} in bfloat16 or float16",
-        "GFLOPs": f"{needs.flops / 1e9:.2f} an image (2 x multiply-adds)",
     }
-    if checkpoint.assumed:
-        rows["assumed"] = "; ".join(checkpoint.assumed)
-    if checkpoint.notes:
-        rows["notes"] = "; ".join(checkpoint.notes)
-    return rows
+
+
+def _library(config: NetworkConfig) -> dict[str, str]:
+    assert isinstance(config, LibraryConfig)
+    arguments = ", ".join(f"{name}={json.dumps(value)}" for name, value in config.arguments.items())
+    return {
+        "runtime": f"{config.runtime} {version(config.runtime)}" + (f", with {arguments}" if arguments else ""),
+        "head": f"reads {config.width} numbers",
+        "attention maps": "none",
+    }
 
 
 def _patches(config: ViTConfig) -> str:
@@ -139,6 +172,8 @@ def _pooling(config: ViTConfig) -> str:
     }[config.pool]
     if config.head_width is not None:
         text += f", a head of two layers ({config.head_width}, {config.head_activation})"
+    if config.projection_width is not None:
+        text += f", projected to {config.projection_width}"
     if config.distillation_head:
         text += ", averaged with the distillation token's head"
     if not config.final_norm:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from model.config import ViTConfig
 from model.network.layers.block import Block, Kept, Mlp, PreLogits
 from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed, drop_patches
 from model.network.layers.position import sincos2d_position_embedding
-from model.outputs import Pooling, embedding_width
+from model.outputs import Pooling, embedding_name
 
 _LAYER_SCALE_START = 1e-5
 
@@ -103,6 +103,9 @@ class AttentionPool(nn.Module):
         return pooled + self.mlp(self.norm(pooled)), row
 
 
+_HEADS: Final = ("head.", "head_dist.")
+
+
 class VisionTransformer(nn.Module):
     """A Vision Transformer for classification.
 
@@ -138,10 +141,14 @@ class VisionTransformer(nn.Module):
         self.norm = _norm(config, config.final_norm and not config.norm_after_pool)
         self.attn_pool = AttentionPool(config) if config.pool == "attention" else None
         self.fc_norm = _norm(config, config.final_norm and config.norm_after_pool)
-        pooled = embedding_width(config)
+        pooled = 2 * width if config.pool == "cls_mean" else width
+        self.projection: nn.Module = nn.Identity()
+        if config.projection_width is not None:
+            self.projection = nn.Linear(pooled, config.projection_width, bias=False)
+            pooled = config.projection_width
         self.pre_logits = nn.Identity() if config.head_width is None else PreLogits(config, pooled)
-        self.head = nn.Linear(config.head_width or pooled, config.num_classes)
-        self.head_dist = nn.Linear(width, config.num_classes) if config.distillation_head else None
+        self.head = nn.Linear(config.head_width or pooled, config.logits)
+        self.head_dist = nn.Linear(width, config.logits) if config.distillation_head else None
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Initialise for training from scratch: truncated normal (std 0.02) as timm and the JAX code do."""
@@ -226,15 +233,29 @@ class VisionTransformer(nn.Module):
         return self._classify(x, self._pool(x, False)[0])
 
     def _pool(self, x: Tensor, return_attention: bool) -> tuple[Tensor, Tensor | None]:
-        """Map [B, N, D] to (what the head reads [B, D] or [B, 2 D], the pooling query's [B, heads, N] or None)."""
+        """Map [B, N, D] to (what the head reads [B, `embedding_width`], the pooling query's [B, heads, N] or None)."""
         if self.attn_pool is None:
-            return self.fc_norm(pool_tokens(x, self.config)), None
+            return self.projected(pool_tokens(x, self.config)), None
         pooled, row = self.attn_pool(x, return_attention)
-        return self.fc_norm(pooled), row
+        return self.projected(pooled), row
+
+    def projected(self, pooled: Tensor) -> Tensor:
+        """Map what was pooled, [B, D] or [B, 2 D], to what the head reads, [B, `embedding_width`]."""
+        projected: Tensor = self.projection(self.fc_norm(pooled))
+        return projected
+
+    def classify(self, embedding: Tensor) -> Tensor:
+        """Map what the head reads, [B, `embedding_width`], to its logits [B, num_classes]."""
+        if self.config.normalized_head:
+            # Scores are exponentials of a hundred cosines: bfloat16 would round these to steps of an eighth.
+            bias = self.head.bias.float()
+            return F.linear(F.normalize(embedding.float(), dim=-1), self.head.weight.float(), bias)
+        logits: Tensor = self.head(self.pre_logits(embedding))
+        return logits
 
     def _classify(self, x: Tensor, pooled: Tensor) -> Tensor:
         """Map the normed tokens and what was pooled of them to logits [B, num_classes]."""
-        logits: Tensor = self.head(self.pre_logits(pooled))
+        logits = self.classify(pooled)
         if self.head_dist is not None:
             logits = (logits + self.head_dist(x[:, 1])) / 2
         return logits
@@ -251,17 +272,6 @@ class VisionTransformer(nn.Module):
         return embeddings
 
 
-def embedding_name(config: ViTConfig, pool: Pooling) -> Pooling:
-    """Return under which name a model gives an embedding: `head`, too, for what the head reads anyway."""
-    if config.pool == "cls" and not config.distillation_head:
-        same: Pooling = "cls"
-    elif config.pool == "mean" and not (config.pool_prefix and config.prefix_tokens):
-        same = "mean"
-    else:
-        return pool
-    return "head" if pool == same else pool
-
-
 def _token(count: int, width: int) -> nn.Parameter:
     return nn.Parameter(torch.zeros(1, count, width))
 
@@ -274,6 +284,22 @@ def meta_model(config: ViTConfig) -> VisionTransformer:
     """Return the model without storage: the names and shapes of its tensors."""
     with torch.device("meta"):
         return VisionTransformer(config)
+
+
+def checkpoint_shapes(config: ViTConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each of the model's tensors by its name; those of a head only where there are classes."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
+    return {name: shape for name, shape in shapes.items() if config.num_classes or not name.startswith(_HEADS)}
+
+
+def placeholder_heads(config: ViTConfig) -> dict[str, Tensor]:
+    """Return tensors for the heads of a model that has no classes, by name: every runtime computes a logit."""
+    shapes = {} if config.num_classes else meta_model(config).state_dict()
+    return {
+        name: torch.linspace(-1, 1, tensor.numel()).reshape(tensor.shape)
+        for name, tensor in shapes.items()
+        if name.startswith(_HEADS)
+    }
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from model.config import ViTConfig
-from model.network.vit import embedding_name
-from model.outputs import Pooling, RequestedOutputs
+from model.config import NetworkConfig, ViTConfig
+from model.outputs import Pooling, RequestedOutputs, embedding_name
+
+T = TypeVar("T")
 
 UNCUT: Final = 8
 """Images in the largest batch that is always computed in one piece."""
@@ -47,18 +46,20 @@ class BatchRequest:
     all_tokens: bool = False
 
     @classmethod
-    def of(cls, requests: Sequence[RequestedOutputs], config: ViTConfig) -> BatchRequest:
+    def of(cls, requests: Sequence[RequestedOutputs], config: NetworkConfig) -> BatchRequest:
         """Return what a batch of these requests to a model is computed for."""
         maps = [request.map for request in requests if request.map is not None]
         pools = {request.embedding.pool for request in requests if request.embedding is not None}
         embeddings = tuple(sorted({embedding_name(config, pool) for pool in pools}))
         return cls(
             top_k=max(request.top_k for request in requests),
-            logits=any(request.logits for request in requests),
+            # The evidence of a class that a caller names is made of all logits, and so is a set of labels.
+            logits=any(request.logits or request.label_set for request in requests)
+            or any(each.class_index is not None for each in maps),
             layers=tuple(sorted({each.layer for each in maps if each.layer is not None})),
             relevance=any(each.of_best_class for each in maps),
             embeddings=embeddings,
-            all_tokens="mean" in embeddings and config.pool == "cls",
+            all_tokens="mean" in embeddings and isinstance(config, ViTConfig) and config.pool == "cls",
         )
 
     @property
@@ -90,41 +91,43 @@ class BatchRequest:
         )
 
 
-class BatchOutputs(NamedTuple):
-    """What a batch gives: tensors whose first axis is that of its images; None is what was not computed.
+class BatchOutputs(NamedTuple, Generic[T]):
+    """What a batch gives: values whose first axis is that of its images; None is what was not computed.
+
+    They are tensors of torch on a device, and arrays of NumPy on the host.
 
     Attributes:
         logits: [B, num_classes], before the temperature.
         attention: rows of the layers that were asked for, or of more, float32 [B, layers, heads, N].
         relevance: `token_relevance` of the best class, float32 [B, N].
         head, cls, mean: embeddings of these names, [B, `embedding_width`]; see `ViTOutput.embeddings`.
-        scores: float32 [B, k], highest first; this and what follows is made by `postprocess.Postprocess`.
+        scores: float32 [B, k], highest first; this and what follows is made by `Scores`, or on a GPU by `TopK`.
         indices: int64 [B, k], the classes that the scores belong to.
         finite: bool [B], whether all scores of the image are finite.
     """
 
-    logits: Tensor | None = None
-    attention: Tensor | None = None
-    relevance: Tensor | None = None
-    head: Tensor | None = None
-    cls: Tensor | None = None
-    mean: Tensor | None = None
-    scores: Tensor | None = None
-    indices: Tensor | None = None
-    finite: Tensor | None = None
+    logits: T | None = None
+    attention: T | None = None
+    relevance: T | None = None
+    head: T | None = None
+    cls: T | None = None
+    mean: T | None = None
+    scores: T | None = None
+    indices: T | None = None
+    finite: T | None = None
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> BatchOutputs:
+    def of(cls, tensors: Mapping[str, T]) -> BatchOutputs[T]:
         """Return outputs of these names."""
         return cls._make(tensors.get(name) for name in cls._fields)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, T]:
         """Return those that were computed, by name."""
         return {name: value for name, value in zip(self._fields, self, strict=True) if value is not None}
 
-    def first(self, count: int) -> BatchOutputs:
-        """Return the outputs of the first images."""
-        return BatchOutputs.of({name: tensor[:count] for name, tensor in self.tensors().items()})
+
+HostOutputs = BatchOutputs[NDArray[Any]]
+"""What a batch gives, in host memory; floats are float32."""
 
 
 def piece_sizes(count: int, sizes: Sequence[int] | None = None) -> list[int]:
@@ -156,15 +159,24 @@ def sizes_in_use(max_batch: int) -> list[int]:
 
 def compute_in_pieces(
     images: NDArray[np.uint8],
-    compute: Callable[[NDArray[np.uint8]], BatchOutputs],
+    compute: Callable[[NDArray[np.uint8]], HostOutputs],
     sizes: Sequence[int] | None = None,
-) -> BatchOutputs:
+) -> HostOutputs:
     """Compute each piece (see `piece_sizes`) of a batch [B, H, W, C], and return their outputs as one."""
-    cut = piece_sizes(len(images), sizes)
-    if len(cut) == 1:
-        return compute(images)
-    parts = [compute(piece).tensors() for piece in np.split(images, np.cumsum(cut)[:-1])]
-    return BatchOutputs.of({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+    return joined([compute(piece) for piece in pieces(images, sizes)])
+
+
+def pieces(images: NDArray[np.uint8], sizes: Sequence[int] | None = None) -> list[NDArray[np.uint8]]:
+    """Return the pieces of a batch [B, H, W, C], of the sizes that `piece_sizes` returns."""
+    return np.split(images, np.cumsum(piece_sizes(len(images), sizes))[:-1])
+
+
+def joined(parts: Sequence[HostOutputs]) -> HostOutputs:
+    """Return the outputs of a batch's pieces as one."""
+    if len(parts) == 1:
+        return parts[0]
+    arrays = [part.tensors() for part in parts]
+    return BatchOutputs.of({name: np.concatenate([part[name] for part in arrays]) for name in arrays[0]})
 
 
 def launch_size(count: int, sizes: tuple[int, ...] | None) -> int:

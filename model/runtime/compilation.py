@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import enum
 import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +17,9 @@ from model.explanation.folded_weights import FoldedWeights
 from model.network.layers.attention import Attention, chunked_attention, mean_row_at_once
 from model.network.layers.block import Mlp
 from model.network.layers.patch_embed import PatchEmbed
+from model.network.library import Classifier
 from model.network.vit import VisionTransformer
+from model.runtime.backend import Compilation, CompilationState, CompileMode
 from model.runtime.batches import BatchOutputs, BatchRequest
 from model.runtime.postprocess import run_network
 
@@ -27,44 +27,13 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
+M = TypeVar("M", bound=Classifier)
 
-CompileMode = Literal["auto", "on", "max", "off"]
-
-Network = Callable[[Tensor, BatchRequest], BatchOutputs]
+Network = Callable[[Tensor, BatchRequest], BatchOutputs[Tensor]]
 """(uint8 [B, H, W, C] on the device, request) -> the network's outputs there."""
 
 _RECOMPILE_LIMIT: Final = 256
 """How often a function may be compiled in a process: dynamo's own limit over all of a function's callers."""
-
-
-class CompilationState(enum.Enum):
-    """The states of compiling the network."""
-
-    OFF = "off"
-    SKIPPED = "skipped"
-    COMPILING = "compiling"
-    COMPILED = "compiled"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True)
-class Compilation:
-    """The state of the compilation; as a string it is one line for `/model`.
-
-    Attributes:
-        state: what became of it.
-        reason: why it was skipped or failed; empty in other states.
-        graphs: what became of the CUDA graphs, where that is not a matter of course.
-    """
-
-    state: CompilationState
-    reason: str = ""
-    graphs: str = ""
-
-    def __str__(self) -> str:
-        texts = {CompilationState.SKIPPED: self.reason, CompilationState.FAILED: f"failed: {self.reason}"}
-        text = texts.get(self.state, self.state.value)
-        return f"{text}; {self.graphs}" if self.graphs else text
 
 
 def plan_compilation(mode: CompileMode, device: torch.device) -> Compilation:
@@ -79,8 +48,10 @@ def plan_compilation(mode: CompileMode, device: torch.device) -> Compilation:
     return Compilation(CompilationState.COMPILING)
 
 
-def choose_kernels(model: VisionTransformer, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+def choose_kernels(model: Classifier, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
     """Replace the kernels that are slow on the device by ones that are equivalent in the dtype."""
+    if not isinstance(model, VisionTransformer):
+        return
     # The tanh approximation is at most 0.0005 away, a sixteenth of what bfloat16 rounds off, and half of float16's.
     gelu = {torch.bfloat16: ("gelu", "gelu_tanh"), torch.float16: ("gelu_tanh",)}.get(dtype, ())
     for module in model.modules():
@@ -105,8 +76,8 @@ def strict_compiler() -> Iterator[None]:
         yield
 
 
-def compiled_twin(model: VisionTransformer, *, autotune: bool) -> VisionTransformer:
-    """Return a model that shares the weights and compiles its blocks at its first run with each shape.
+def compiled_twin(model: M, *, autotune: bool) -> M:
+    """Return a model that shares the weights and compiles its blocks, or all of it, at its first run with each shape.
 
     On a CPU code for any batch size ran no faster than uncompiled.
 
@@ -114,16 +85,16 @@ def compiled_twin(model: VisionTransformer, *, autotune: bool) -> VisionTransfor
         autotune: see `compiled_for_any_batch`.
     """
     twin = _twin(model)
-    for block in twin.blocks:
+    for block in twin.blocks if isinstance(twin, VisionTransformer) else (twin,):
         # One block's code serves all of them: compiling regions takes a fraction of the whole model's time.
         block.compile(dynamic=False, mode=_mode(autotune))
     return twin
 
 
 def compiled_network(
-    model: VisionTransformer,
+    model: Classifier,
     normalise: Callable[[Tensor], Tensor],
-    folded: FoldedWeights,
+    folded: FoldedWeights | None,
     *,
     autotune: bool,
     backend: str = "inductor",
@@ -140,13 +111,15 @@ def compiled_network(
     """
     compiled = partial(compiled_for_any_batch, autotune=autotune, backend=backend)
     whole = compiled(lambda pixels: run_network(model, normalise(pixels), BatchRequest()))
+    if not isinstance(model, VisionTransformer):
+        return lambda pixels, request: whole(pixels)
     twin = _twin(model)
     embed = twin.embed
     twin.embed = compiled(lambda pixels: embed(normalise(pixels)))  # type: ignore[method-assign]
     for block in twin.blocks:
         block.forward = compiled(block.forward)
 
-    def run(pixels: Tensor, request: BatchRequest) -> BatchOutputs:
+    def run(pixels: Tensor, request: BatchRequest) -> BatchOutputs[Tensor]:
         if request.of_network == BatchRequest():
             return whole(pixels)
         return run_network(twin, pixels, request, folded)
@@ -182,7 +155,7 @@ def _mode(autotune: bool) -> str | None:
     return "max-autotune-no-cudagraphs" if autotune else None
 
 
-def _twin(model: VisionTransformer) -> VisionTransformer:
+def _twin(model: M) -> M:
     """Return a model whose modules are its own, and whose tensors are the model's."""
     # Those that a state dict leaves out, too.
     tensors: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}

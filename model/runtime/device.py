@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
-from pathlib import Path
 
 import torch
 
-from model.errors import DeviceError, NewProcessNeeded
+from model.errors import DeviceError
 from model.runtime.backend import first_line
+from model.runtime.cpu import cpu_has_bfloat16
 from model.runtime.float8 import unsupported_reason as float8_unsupported
 
 DTYPES = {
@@ -17,6 +16,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float8": torch.bfloat16,  # of all but the linear layers of the blocks
+    "int8": torch.float32,  # of what the graph in int8 does not give, or bfloat16: see `choose_dtype`
 }
 
 
@@ -62,13 +62,16 @@ def gpu_identifier(device: torch.device) -> str:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of this name; `auto` is the fastest dtype native to the device, `float8` not considered.
+    """Return the dtype of this name; `auto` is the fastest dtype native to the device but float8 and int8.
+
+    What a graph in int8 does not give is computed in the dtype of `auto`.
 
     On CUDA that is bfloat16 (compute capability 8.0 and later), else float16. On a CPU it is bfloat16
     where its instructions exist (emulated it is slower than float32), else float32.
 
     Raises:
-        DeviceError: not a dtype's name, or bfloat16 on a GPU that only emulates it, or float8 where it is not computed.
+        DeviceError: not a dtype's name, or bfloat16 on a GPU that only emulates it, or float8 or int8 where it is not
+            computed.
     """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if name == "bfloat16" and capability is not None and capability[0] < 8:
@@ -76,28 +79,12 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         raise DeviceError(f"dtype 'bfloat16': {device} (compute capability {version}) has none: float16 is its own")
     if name == "float8" and (unsupported := float8_unsupported(device)):
         raise DeviceError(f"dtype 'float8': {unsupported}")
-    if name == "auto":
+    if name == "int8" and capability is not None:
+        raise DeviceError(f"dtype 'int8': it is for CPUs, not {device}")
+    if name in ("auto", "int8"):
         if capability is not None:
             return torch.bfloat16 if capability[0] >= 8 else torch.float16
         return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
     if name not in DTYPES:
         raise DeviceError(f"dtype {name!r}: expected auto, {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-def batch_too_large(device: str, batch: int) -> DeviceError:
-    """Return the error of a largest batch that the device's memory does not hold: half of it may be."""
-    message = f"{device}: not enough memory for batches of {batch}"
-    if batch == 1:
-        return DeviceError(message)
-    return NewProcessNeeded(f"{message}: a smaller largest batch needs less", "max_batch", batch // 2)
-
-
-def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether the CPU multiplies bfloat16 natively (x86: AVX512-BF16 or AMX; Arm: BF16)."""
-    try:
-        text = cpuinfo.read_text()
-    except OSError:
-        return False
-    flags = re.search(r"^(?:flags|Features)\s*:(.*)", text, re.MULTILINE)
-    return flags is not None and not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags[1].split())

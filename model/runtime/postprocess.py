@@ -1,4 +1,4 @@
-"""The network's pass over normalised pixels, and postprocessing of its logits, the same on every device.
+"""The network's pass in torch over normalised pixels, and how its outputs come from a device to the host.
 
 What is made on a device comes to the host in one piece, beside logits and embeddings where these are asked for.
 """
@@ -14,17 +14,19 @@ import torch
 from torch import Tensor
 
 from model.checkpoint import Checkpoint
-from model.config import ViTConfig
+from model.config import NetworkConfig, ViTConfig
 from model.explanation.folded_weights import FoldedWeights
 from model.explanation.relevance import KEPT, token_relevance
+from model.network.library import Classifier
 from model.network.vit import VisionTransformer
-from model.runtime.batches import BatchOutputs, BatchRequest
+from model.runtime.batches import BatchOutputs, BatchRequest, HostOutputs
+from model.runtime.scores import has_independent_scores
 
 
 def run_network(
-    model: VisionTransformer, pixels: Tensor, request: BatchRequest, folded: FoldedWeights | None = None
-) -> BatchOutputs:
-    """Return the output of a model for normalised pixels [B, C, H, W]; see `Postprocess` for the rest.
+    model: Classifier, pixels: Tensor, request: BatchRequest, folded: FoldedWeights | None = None
+) -> BatchOutputs[Tensor]:
+    """Return the output of a model for normalised pixels [B, C, H, W]; see `Scores` for the rest.
 
     Args:
         folded: see `token_relevance`.
@@ -32,6 +34,7 @@ def run_network(
     output = model(pixels, request.layers, KEPT if request.relevance else 0, request.all_tokens)
     relevance = None
     if request.relevance:
+        assert isinstance(model, VisionTransformer), "of others no map is asked for: see `parse_maps`"
         with one_thread(pixels.device):
             relevance = token_relevance(model, output, weights=folded)
     return BatchOutputs(output.logits, output.attention, relevance, **output.embeddings)
@@ -55,22 +58,25 @@ def one_thread(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(count)
 
 
-class Postprocess:
-    """Turns logits into the top-k scores, on whichever device they are, as the checkpoint says."""
+def on_host(outputs: BatchOutputs[Tensor], count: int) -> HostOutputs:
+    """Return the outputs of the first images as arrays, floats as float32."""
+    values = {name: tensor[:count] for name, tensor in outputs.tensors().items()}
+    return BatchOutputs.of(
+        {name: (each.float() if each.is_floating_point() else each).cpu().numpy() for name, each in values.items()}
+    )
+
+
+class TopK:
+    """Turns logits into the top-k scores on a device, as `Scores` does on the host."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._temperature = checkpoint.temperature
-        self._independent = checkpoint.multi_label or checkpoint.config.num_classes == 1
+        self._temperature, self._independent = checkpoint.temperature, has_independent_scores(checkpoint)
 
-    def scores(self, logits: Tensor) -> Tensor:
-        """Return the score of each class, float32 [B, K], 0...1, from logits [B, K]."""
-        logits = logits.float() / self._temperature
-        return logits.sigmoid() if self._independent else logits.softmax(dim=-1)
-
-    def __call__(self, output: BatchOutputs, top_k: int) -> BatchOutputs:
+    def __call__(self, output: BatchOutputs[Tensor], top_k: int) -> BatchOutputs[Tensor]:
         """Return the output of a network with the `top_k` best classes of each image."""
         assert output.logits is not None
-        scores = self.scores(output.logits)
+        logits = output.logits.float() / self._temperature
+        scores = logits.sigmoid() if self._independent else logits.softmax(dim=-1)
         # A row with one NaN is all NaN after the softmax; a sigmoid keeps it in its place.
         finite = scores.isfinite().all(dim=-1)
         best = scores.topk(top_k, dim=-1)
@@ -87,7 +93,7 @@ _PACKED: Final = {
 """What is packed, in this order where it is there. The rest is `BatchRequest.beside`."""
 
 
-def pack(outputs: BatchOutputs) -> Tensor:
+def pack(outputs: BatchOutputs[Tensor]) -> Tensor:
     """Join outputs on their device: int32 [B, width], what is `beside` left out.
 
     Floats keep their bits (they are viewed as int32, never converted), so that what is unpacked is what was packed.
@@ -97,17 +103,17 @@ def pack(outputs: BatchOutputs) -> Tensor:
     return torch.cat(columns, dim=1)
 
 
-def beside(outputs: BatchOutputs) -> dict[str, Tensor]:
+def beside(outputs: BatchOutputs[Tensor]) -> dict[str, Tensor]:
     """Return the outputs that are not packed, by name."""
     return {name: tensor for name, tensor in outputs.tensors().items() if name not in _PACKED}
 
 
-def unpack(packed: Tensor, request: BatchRequest, config: ViTConfig) -> BatchOutputs:
+def unpack(packed: Tensor, request: BatchRequest, config: NetworkConfig) -> BatchOutputs[Tensor]:
     """Split what `pack` joined into tensors that keep nothing of its memory."""
     shapes: dict[str, tuple[int, ...]] = {"scores": (request.top_k,), "indices": (request.top_k,), "finite": ()}
-    if request.layers:
+    if request.layers and isinstance(config, ViTConfig):
         shapes["attention"] = len(request.layers), config.heads, config.tokens
-    if request.relevance:
+    if request.relevance and isinstance(config, ViTConfig):
         shapes["relevance"] = (config.tokens,)
     parts = torch.split(packed, [math.prod(shape) for shape in shapes.values()], dim=1)
     tensors = {

@@ -7,59 +7,47 @@ threads at once as there are streams.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import repeat
 from time import monotonic
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from model.checkpoint import Checkpoint
+from model.config import ViTConfig
+from model.conformal import LabelSets, label_sets_of
 from model.errors import DeviceError, NotFinite
 from model.explanation.maps import Floats, attention_maps, sharpened_maps
-from model.network.vit import VisionTransformer, count_parameters, embedding_name
 from model.outputs import (
     CLASS_SPECIFIC,
     AttentionMap,
     EmbeddingRequest,
     MapRequest,
     Outputs,
-    Pooling,
     RequestedOutputs,
+    embedding_name,
+    faded,
 )
-from model.runtime.backend import Backend, Images, first_line
-from model.runtime.batches import BatchRequest, captured_sizes, launch_size, powers_of_two, sizes_in_use
-from model.runtime.choice import BackendName, choose_backend
-from model.runtime.compilation import Compilation, CompileMode
-from model.runtime.cuda.batch_launcher import DeviceOps
-from model.runtime.device import batch_too_large, choose_device, choose_dtype, gpu_identifier
-from model.runtime.float8 import CALIBRATION_SET, LEAST_AGREEMENT, agreement, calibration_images
-from model.runtime.torch_backend import TorchOptions
-from model.runtime.torch_cpu import ThreadPolicy
+from model.runtime.backend import BackendName, Built, Compilation, CompileMode, Images, batch_too_large, first_line
+from model.runtime.batches import BatchRequest, launch_size, sizes_in_use
+from model.runtime.scores import Scores
+
+if TYPE_CHECKING:
+    from model.checkpoint import Checkpoint
+    from model.runtime.cuda.batch_launcher import DeviceOps
+    from model.runtime.openvino.store import Keep, KeptCheckpoint
 
 logger = logging.getLogger(__name__)
 
 _FILL_SECONDS: Final = 2.0
 """How long warm-up may go on after the largest batch: an engine that starts again is waited for."""
 
-_CALIBRATION_BATCH: Final = 16
-"""Small: its memory is taken before that of the largest batch."""
-
-_DEFAULT_STREAMS: Final = 2
-"""On a GPU, one batch is uploaded, or its answer read, while the other computes."""
-
 _LEAST_NORM: Final = 1e-12
 """What an embedding is divided by at least, as in torch's `normalize`."""
-
-DEFAULT_MAX_BATCH: Final = {"cpu": 32, "cuda": 64}
-"""Largest batch where none is chosen; on a GPU, `benchmarks.gpu` measures which one is best."""
-
-_DEFAULT_THREADS: Final = {"cpu": None, "cuda": 1}
-"""Torch's threads on the CPU; beside a GPU there is little for them to do, and they would take cores from decoders."""
 
 
 class Predictor:
@@ -70,8 +58,10 @@ class Predictor:
         device: see `model.runtime.device.choose_device`.
         device_name: what the device is called, where it has another number in this process.
         dtype: see `model.runtime.device.choose_dtype`. Where `auto` gives float16, and the model overflows in it, the
-            model runs in float32. With `float8` the best class is compared with bfloat16's on a calibration set.
-        float8_agreement: share of that set on which they must agree, 0...1.
+            model runs in float32. With `float8` the best class is compared with bfloat16's on a calibration set. A
+            checkpoint that has a graph in int8 beside it is served with it in `auto`, too, where it agrees.
+        least_agreement: share of that set on which they must agree, 0...1; with int8, of the pictures on which
+            `vitserve convert` measured it.
         compile_mode: `auto` compiles on CUDA; `on` also on the CPU; `max` times several kernels for every
             matrix product first, which takes minutes. If the compiler is missing or fails, that is logged and shown by
             `compiled`, and the model runs uncompiled. Unless `off`, on CUDA each launch size becomes a CUDA graph.
@@ -84,17 +74,20 @@ class Predictor:
         launch_sizes: the batch sizes to compile for, instead of powers of two, or finer ones on CUDA; the largest is
             `max_batch`.
         ops: a device that batches are launched on in CUDA's place; for tests.
+        keep: keeps the graphs of OpenVINO for a later start; None keeps none.
 
     Attributes:
+        checkpoint: what is served; without tensors where its graphs were kept: see `KeptCheckpoint`.
         device: name of the device: `cpu` or `cuda:N`.
         dtype: what it computes in.
-        agreement: how often float8 gives bfloat16's best class, and on what; None in other dtypes.
+        agreement: how often float8 gives bfloat16's best class, or int8 float32's, and on what; None in other dtypes.
         gpu_uuid: identifier of the GPU, whatever its number; None on the CPU.
+        lazy: whether a warm-up would compile what few pictures do not need.
         backend: what runs the network, with its version; attention of other layers than the last is always torch's.
 
     Raises:
-        DeviceError: the device, dtype or backend is not available here, or float8 agrees too seldom with bfloat16.
-        CheckpointError: the weights are not what the config says.
+        DeviceError: the device, dtype or backend is not available here, or float8 or int8 agrees too seldom.
+        CheckpointError: the weights are not what the config says, or the files of the graph in int8 are not its.
     """
 
     def __init__(
@@ -104,7 +97,7 @@ class Predictor:
         device: str = "auto",
         device_name: str | None = None,
         dtype: str = "auto",
-        float8_agreement: float = LEAST_AGREEMENT,
+        least_agreement: float | None = None,
         compile_mode: CompileMode = "auto",
         backend: BackendName = "auto",
         max_batch: int | None = None,
@@ -113,56 +106,67 @@ class Predictor:
         launch_sizes: Sequence[int] | None = None,
         graphs: bool = True,
         ops: DeviceOps | None = None,
+        keep: Keep | None = None,
     ) -> None:
-        self.checkpoint = checkpoint
-        self.config = checkpoint.config
-        torch_device = choose_device(device)
-        torch_dtype = choose_dtype(dtype, torch_device)
-        on_cpu = torch_device.type == "cpu"
-        self.device = device_name or str(torch_device)
-        self.gpu_uuid = None if on_cpu else gpu_identifier(torch_device)
-        sizes_up_to = powers_of_two if on_cpu and ops is None else captured_sizes
-        sizes = tuple(sorted(launch_sizes or sizes_up_to(max_batch or DEFAULT_MAX_BATCH[torch_device.type])))
-        self.max_batch = sizes[-1]
-        policy = ThreadPolicy(threads or _DEFAULT_THREADS[torch_device.type])
-        self.streams = streams or (min(_DEFAULT_STREAMS, policy.count) if on_cpu else _DEFAULT_STREAMS)
+        from model.runtime.building import Builder  # noqa: PLC0415  torch takes a second to import
 
-        self.agreement: str | None = None
-
-        def build(torch_dtype: torch.dtype) -> tuple[Backend, str]:
-            model = checkpoint.build()
-            options = TorchOptions(
-                model, checkpoint, torch_device, torch_dtype, compile_mode, sizes, graphs, float8=dtype == "float8"
-            )
-            self.parameters, self.dtype = count_parameters(model), options.dtype_name
-            chosen = choose_backend(options, backend, threads=policy, streams=self.streams, ops=ops)
-            if options.float8:
-                self.agreement = self._require_agreement(model, chosen[0], float8_agreement)
-            return chosen
-
-        self._backend, self.backend_reason = build(torch_dtype)
-        if dtype == "auto" and torch_dtype is torch.float16:
+        builder = Builder(
+            checkpoint,
+            device=device,
+            device_name=device_name,
+            dtype=dtype,
+            least_agreement=least_agreement,
+            compile_mode=compile_mode,
+            backend=backend,
+            max_batch=max_batch,
+            threads=threads,
+            streams=streams,
+            launch_sizes=launch_sizes,
+            graphs=graphs,
+            ops=ops,
+            keep=keep,
+        )
+        self._take(checkpoint, builder.build())
+        if builder.may_overflow:
             try:
                 self.check()
-            except NotFinite as error:
+            except DeviceError as error:
+                if isinstance(checkpoint.config, ViTConfig) and not isinstance(error, NotFinite):
+                    raise
                 logger.warning("%s: computing in float32 instead", error)
-                self._backend, self.backend_reason = build(torch.float32)
-        self.backend = self._backend.name
+                self._take(checkpoint, builder.build_in_float32())
 
-    def _require_agreement(self, model: VisionTransformer, backend: Backend, least: float) -> str:
-        """Return how often the model in float8 gives bfloat16's best class.
+    @classmethod
+    def of_parts(cls, checkpoint: KeptCheckpoint, built: Built, *, lazy: bool) -> Self:
+        """Return a predictor whose parts are there already, without torch; see `OpenVinoNetwork` for `lazy`."""
+        predictor = cls.__new__(cls)
+        predictor._take(cast("Checkpoint", checkpoint), built)
+        predictor.lazy = lazy
+        return predictor
 
-        Raises:
-            DeviceError: too seldom, or the model does not run.
-        """
-        images = calibration_images(self.checkpoint.preprocess)
-        with self._device_errors(), torch.inference_mode():
-            share = agreement(model, backend.logits, images, batch=min(self.max_batch, _CALIBRATION_BATCH))
-        text = f"bfloat16's best class on {share:.1%} of {CALIBRATION_SET}"
-        if share < least:
-            raise DeviceError(f"dtype 'float8': it gives {text}, and {least:.1%} are required: choose bfloat16")
-        logger.info("float8 gives %s", text)
-        return text
+    def _take(self, checkpoint: Checkpoint, built: Built) -> None:
+        self.checkpoint, self.config = checkpoint, checkpoint.config
+        self.device, self.dtype, self.gpu_uuid = built.device, built.dtype, built.gpu_uuid
+        self.parameters, self.agreement = built.parameters, built.agreement
+        self.max_batch, self.streams = built.max_batch, built.streams
+        self._backend, self.backend_reason, self.backend = built.backend, built.reason, built.backend.name
+        self._reference = built.reference
+        self._scores = Scores(checkpoint)
+        self.lazy = False
+
+    coverage: float | None = None
+    _label_sets: LabelSets | None = None
+
+    def set_coverage(self, coverage: float) -> None:
+        """Give images that ask for them sets of labels of this coverage; raises `CheckpointError` where it cannot."""
+        self._label_sets = label_sets_of(self.checkpoint.calibration, coverage, self.checkpoint.source)
+        self.coverage = coverage
+
+    @property
+    def calibrated_on(self) -> int | None:
+        """Return how many pictures sets of labels are made by, or None where the checkpoint was not calibrated."""
+        calibration = self.checkpoint.calibration
+        return None if calibration is None else len(calibration.scores)
 
     @property
     def compilation(self) -> Compilation:
@@ -178,6 +182,12 @@ class Predictor:
     def batch_sizes(self) -> tuple[int, ...] | None:
         """Return the sizes launched when compiled (smaller batches are padded up); None: any up to `max_batch`."""
         return self._backend.batch_sizes
+
+    def defers(self, requested: RequestedOutputs) -> bool:
+        """Return whether an image's outputs take something that is loaded only then, for a second or two."""
+        if requested.map is None and requested.embedding is None:
+            return False
+        return self._backend.defers(BatchRequest.of([requested], self.config))
 
     def launch_size(self, count: int) -> int:
         """Return the size that a batch of `count` images is launched at."""
@@ -235,9 +245,10 @@ class Predictor:
         """Turn what torch raises in this context into one line."""
         try:
             yield
-        except torch.OutOfMemoryError as error:
-            raise batch_too_large(self.device, self.max_batch) from error
         except RuntimeError as error:
+            torch = sys.modules.get("torch")
+            if torch is not None and isinstance(error, torch.OutOfMemoryError):
+                raise batch_too_large(self.device, self.max_batch) from error
             raise DeviceError(f"{self.device}: the model does not run: {first_line(error)}") from error
 
     def predict(self, images: Images, requests: RequestedOutputs | Sequence[RequestedOutputs]) -> list[Outputs]:
@@ -255,24 +266,31 @@ class Predictor:
         requests = [requests] * len(images) if isinstance(requests, RequestedOutputs) else requests
         self._check_batch(images, len(requests))
         request = BatchRequest.of(requests, self.config)
-        with torch.inference_mode():
-            tensors = self._backend.predict(images, request).tensors()
-            scores, indices, finite = (tensors[name].numpy() for name in ("scores", "indices", "finite"))
-            logits = tensors["logits"].float().numpy() if request.logits else None
-            embeddings = {name: tensors[name].float().numpy() for name in request.embeddings}
-            maps = self._maps_of_pass(tensors, request, requests)
-        maps |= self._maps_of_own_pass(images, requests, indices)
+        arrays = self._backend.predict(images, request).tensors()
+        scores, indices, finite = (arrays[name] for name in ("scores", "indices", "finite"))
+        logits = arrays["logits"] if request.logits else None
+        sets = self._sets(logits, requests)
+        maps = self._maps_of_pass(arrays, request, requests)
+        maps |= self._maps_of_own_pass(images, requests, arrays)
         return [
             Outputs(
                 scores=scores[place, : each.top_k],
                 indices=indices[place, : each.top_k],
                 map=maps.get(place),
                 logits=None if logits is None or not each.logits else logits[place],
-                embedding=None if each.embedding is None else self._embedding(embeddings, each.embedding, place),
+                embedding=None if each.embedding is None else self._embedding(arrays, each.embedding, place),
                 finite=bool(finite[place]),
+                label_set=sets.get(place),
             )
             for place, each in enumerate(requests)
         ]
+
+    def _sets(self, logits: Floats | None, requests: Sequence[RequestedOutputs]) -> dict[int, NDArray[np.int64]]:
+        """Return the sets of labels of a batch, by the places of their images; none without a coverage."""
+        places = [place for place, each in enumerate(requests) if each.label_set]
+        if self._label_sets is None or logits is None or not places:
+            return {}
+        return dict(zip(places, self._label_sets(logits[places]), strict=True))
 
     def _check_batch(self, images: Images, requests: int) -> None:
         count = len(images)
@@ -284,53 +302,109 @@ class Predictor:
             raise ValueError(f"{requests} requests for {count} images")
 
     def _embedding(
-        self, embeddings: Mapping[Pooling, NDArray[np.float32]], request: EmbeddingRequest, place: int
+        self, arrays: Mapping[str, NDArray[Any]], request: EmbeddingRequest, place: int
     ) -> NDArray[np.float32]:
         """Return what is asked for of the embeddings of a batch: [D], in memory of its own."""
-        embedding: NDArray[np.float32] = embeddings[embedding_name(self.config, request.pool)][place].copy()
+        embedding: Floats = arrays[embedding_name(self.config, request.pool)][place].copy()
         if request.normalize:
             embedding /= max(float(np.linalg.norm(embedding)), _LEAST_NORM)
         return embedding
 
     def _maps_of_pass(
-        self, tensors: Mapping[str, Tensor], request: BatchRequest, requests: Sequence[RequestedOutputs]
+        self, arrays: Mapping[str, NDArray[Any]], request: BatchRequest, requests: Sequence[RequestedOutputs]
     ) -> dict[int, AttentionMap]:
         """Return the maps that come out of the classification's pass, by the places of their images."""
         maps: dict[int, AttentionMap] = {}
+        if not isinstance(self.config, ViTConfig):
+            return maps
         if request.layers:
-            maps = attention_maps(tensors["attention"], request.layers, [each.map for each in requests], self.config)
+            maps = attention_maps(arrays["attention"], request.layers, [each.map for each in requests], self.config)
         if request.relevance:
             places = [place for place, each in enumerate(requests) if each.map is not None and each.map.of_best_class]
-            made = sharpened_maps(tensors["relevance"].numpy()[places], self.config)
-            maps |= _by_place(places, MapRequest("relevance"), tensors["indices"][places, 0].tolist(), *made)
+            values, kept_mass = sharpened_maps(arrays["relevance"][places], self.config)
+            classes = arrays["indices"][places, 0]
+            maps |= self._of_classes(places, MapRequest("relevance"), classes, values, kept_mass, arrays)
         return maps
 
     def _maps_of_own_pass(
-        self, images: Images, requests: Sequence[RequestedOutputs], indices: NDArray[np.int64]
+        self, images: Images, requests: Sequence[RequestedOutputs], arrays: Mapping[str, NDArray[Any]]
     ) -> dict[int, AttentionMap]:
-        """Return the maps that need passes of their own, each of its request's class or of the best one."""
-        passes: dict[MapRequest, dict[int, int]] = {}
+        """Return the maps that need passes of their own, each of its request's class or of the best one.
+
+        A map of a direction is of no class of the model: who asked for it knows the score, the evidence and the label.
+        """
+        passes: dict[tuple[MapRequest, bool], list[int]] = {}
+        directions: dict[int, Floats] = {}
+        classes = arrays["indices"][:, 0].copy()
         for place, each in enumerate(requests):
             if each.map is not None and each.map.needs_pass:
-                label = int(indices[place, 0]) if each.map.class_index is None else each.map.class_index
-                passes.setdefault(replace(each.map, class_index=None), {})[place] = label
+                if each.map.class_index is not None:
+                    classes[place] = each.map.class_index
+                if each.map.direction is not None:
+                    directions[place] = each.map.direction
+                request = replace(each.map, class_index=None, direction=None)
+                passes.setdefault((request, place in directions), []).append(place)
         maps: dict[int, AttentionMap] = {}
-        for request, labels in passes.items():
-            pixels = np.stack([images[place] for place in labels])
-            values, kept_mass = self._backend.explain(pixels, np.fromiter(labels.values(), np.int64), request)
-            maps |= _by_place(labels, request, labels.values(), values.numpy(), kept_mass.numpy())
+        for (request, is_directed), places in passes.items():
+            pixels, labels = np.stack([images[place] for place in places]), classes[places]
+            targets = np.stack([directions[place] for place in places]) if is_directed else labels
+            values, kept_mass = self._backend.explain(pixels, targets, request)
+            if request.method in CLASS_SPECIFIC and not is_directed:
+                maps |= self._of_classes(places, request, labels, values, kept_mass, arrays)
+            else:
+                maps |= dict(zip(places, map(AttentionMap, repeat(request), values, kept_mass.tolist()), strict=True))
         return maps
 
-    @torch.inference_mode()
+    def _of_classes(
+        self,
+        places: Sequence[int],
+        request: MapRequest,
+        classes: NDArray[np.int64],
+        values: Floats,
+        kept_mass: Floats,
+        arrays: Mapping[str, NDArray[Any]],
+    ) -> dict[int, AttentionMap]:
+        """Return maps [B, rows, columns] of these classes, int64 [B], faded by their evidence, by the images' places.
+
+        Args:
+            arrays: of the batch; without logits, the classes are the best ones.
+        """
+        logits = arrays.get("logits")
+        if logits is None:
+            score = arrays["scores"][places, 0]
+            evidence = self._scores.best_evidence(score)
+        else:
+            score, evidence = self._scores.evidence(logits[places], classes)
+        requests = (replace(request, class_index=label) for label in classes.tolist())
+        shown = faded(values, evidence)
+        facts = kept_mass.tolist(), score.tolist(), evidence.tolist()
+        return dict(zip(places, map(AttentionMap, requests, shown, *facts), strict=True))
+
+    @property
+    def audits(self) -> bool:
+        """Return whether `reference_class` says more than `predict` does."""
+        return self._reference is not None
+
+    def reference_class(self, image: NDArray[np.uint8]) -> int:
+        """Return the best class of one image in float32, uint8 [H, W, C], computed by the calling thread alone."""
+        assert self._reference is not None, "see `audits`"
+        return int(self._reference.logits(image[np.newaxis]).argmax())
+
+    def embed_texts(self, texts: Sequence[str]) -> Floats:
+        """Return the features of texts, float32 [N, D], computed by the calling thread alone.
+
+        Raises:
+            ValueError: the checkpoint has no text tower.
+        """
+        if self.checkpoint.embed_texts is None:
+            raise ValueError(f"{self.checkpoint.name} has no text tower")
+        import torch  # noqa: PLC0415  of which the tower is
+
+        from model.runtime.postprocess import one_thread  # noqa: PLC0415
+
+        with one_thread(torch.device("cpu")):
+            return self.checkpoint.embed_texts(texts)
+
     def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return raw logits, before the temperature: float32 [B, num_classes]; for parity tests and calibration."""
-        logits: NDArray[np.float32] = self._backend.logits(images).float().cpu().numpy()
-        return logits
-
-
-def _by_place(
-    places: Iterable[int], request: MapRequest, labels: Iterable[int], maps: Floats, kept_mass: Floats
-) -> dict[int, AttentionMap]:
-    """Return maps [B, rows, columns] that a request gave for these classes, by the places of their images."""
-    known = [replace(request, class_index=label if request.method in CLASS_SPECIFIC else None) for label in labels]
-    return dict(zip(places, map(AttentionMap, known, maps, kept_mass.tolist()), strict=True))
+        return self._backend.logits(images)

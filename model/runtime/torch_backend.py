@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,26 +15,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from model.checkpoint import Checkpoint
-from model.config import PreprocessConfig
-from model.errors import DeviceError, NotFinite
+from model.config import NetworkConfig, PreprocessConfig, ViTConfig
+from model.errors import DeviceError
 from model.explanation.folded_weights import fold
 from model.explanation.methods import explain
 from model.network.layers.attention import Attention
 from model.network.layers.rotary import Rotary
+from model.network.library import Classifier
 from model.network.vit import VisionTransformer, count_parameters
 from model.outputs import MapRequest
-from model.runtime.backend import first_line
+from model.runtime.backend import Compilation, CompilationState, CompileMode, first_line, require_finite, trial_images
 from model.runtime.batches import BatchOutputs, BatchRequest
-from model.runtime.compilation import (
-    Compilation,
-    CompilationState,
-    CompileMode,
-    choose_kernels,
-    plan_compilation,
-    strict_compiler,
-)
+from model.runtime.compilation import choose_kernels, plan_compilation, strict_compiler
 from model.runtime.float8 import use_float8
-from model.runtime.postprocess import Postprocess, run_network
+from model.runtime.postprocess import run_network
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +44,7 @@ class TorchOptions:
         float8: whether the linear layers of the blocks multiply in FP8; the dtype is bfloat16 then.
     """
 
-    model: VisionTransformer
+    model: Classifier
     checkpoint: Checkpoint
     device: torch.device
     dtype: torch.dtype
@@ -97,9 +92,10 @@ class TorchBackend(ABC):
     def __init__(self, options: TorchOptions) -> None:
         self.name = f"torch {torch.__version__}"
         self.batch_sizes: tuple[int, ...] | None = None
-        self.config = options.model.config
-        self.usual = BatchRequest(), BatchRequest(layers=(self.config.depth - 1,)), BatchRequest(relevance=True)
-        self.postprocess = Postprocess(options.checkpoint)
+        self.config: NetworkConfig = options.model.config
+        self.usual: tuple[BatchRequest, ...] = (BatchRequest(),)
+        if isinstance(self.config, ViTConfig):
+            self.usual += BatchRequest(layers=(self.config.depth - 1,)), BatchRequest(relevance=True)
         self.compilation = plan_compilation(options.compile_mode, options.device)
         self._options = options
         self._device = options.device
@@ -109,31 +105,32 @@ class TorchBackend(ABC):
                 module.fix()
         try:
             self._plain = options.model.to(device=options.device, dtype=options.dtype)
-            self._folded = fold(self._plain)
+            self._folded = fold(self._plain) if isinstance(self._plain, VisionTransformer) else None
         except torch.OutOfMemoryError as error:
             parameters = count_parameters(options.model)
             raise DeviceError(f"{options.device}: not enough memory for {parameters:,} parameters") from error
         for module in self._plain.modules():
             if isinstance(module, Attention):
                 module.fix_bias()
-        if options.float8:
+        if options.float8 and isinstance(self._plain, VisionTransformer):
             use_float8(self._plain)
         self._normalise = Normalise(options.checkpoint.preprocess, options.dtype).to(options.device)
 
-    def network(self, pixels: Tensor, request: BatchRequest) -> BatchOutputs:
+    def network(self, pixels: Tensor, request: BatchRequest) -> BatchOutputs[Tensor]:
         """Return the output of the uncompiled network for uint8 [B, H, W, C] on the device."""
         return run_network(self._plain, self._normalise(pixels), request, self._folded)
 
-    def upload(self, images: NDArray[np.uint8]) -> Tensor:
-        """Return images on the device."""
-        return torch.from_numpy(np.ascontiguousarray(images)).to(self._device)
+    def upload(self, values: NDArray[Any]) -> Tensor:
+        """Return images, or other values, on the device."""
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
 
     def explain(
-        self, images: NDArray[np.uint8], classes: NDArray[np.int64], request: MapRequest
-    ) -> tuple[Tensor, Tensor]:
+        self, images: NDArray[np.uint8], targets: NDArray[np.int64] | NDArray[np.float32], request: MapRequest
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """See `Backend.explain`."""
-        labels = torch.from_numpy(np.ascontiguousarray(classes)).to(self._device)
-        return explain(self._plain, self._normalise(self.upload(images)), labels, request)
+        assert isinstance(self._plain, VisionTransformer), "of others no map is asked for: see `parse_maps`"
+        maps, kept_mass = explain(self._plain, self._normalise(self.upload(images)), self.upload(targets), request)
+        return maps.numpy(), kept_mass.numpy()
 
     def exercise(self, sizes: Sequence[int]) -> None:
         """See `Backend.exercise`."""
@@ -144,23 +141,15 @@ class TorchBackend(ABC):
         with torch.inference_mode():
             for size in sizes:
                 for turn, request in enumerate(self.usual):
-                    self.require_finite(compute(self.upload(self.trial_images(size, turn)), request))
+                    self.require_finite(compute(self.upload(trial_images(self.config, size, turn)), request))
 
-    def trial_images(self, count: int, turn: int) -> NDArray[np.uint8]:
-        """Return images [count, H, W, C] that are noise and black in turn; the first one is noise on even turns.
+    def defers(self, request: BatchRequest) -> bool:
+        """See `Backend.defers`: all is loaded."""
+        return False
 
-        Neither does for the other: where black normalises to 0, a model answers it whatever its weights are.
-        """
-        shape = (count, *self.config.image_size, self.config.in_channels)
-        images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-        images[(turn + 1) % 2 :: 2] = 0
-        return images
-
-    def require_finite(self, logits: Tensor) -> None:
-        """Raise NotFinite unless all logits are finite."""
-        if not logits.isfinite().all():
-            name = self._options.dtype_name
-            raise NotFinite(f"{self._device}: warm-up gave scores that are not finite in {name}")
+    def require_finite(self, values: Tensor) -> None:
+        """Raise NotFinite unless all logits or scores are finite."""
+        require_finite(values.float().cpu().numpy(), str(self._device), self._options.dtype_name)
 
     def _compile(self) -> None:
         """Compile a network that shares the weights, run it, then let it take over."""

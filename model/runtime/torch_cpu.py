@@ -1,69 +1,22 @@
-"""The backend that runs the network in torch on the CPU, the threads that compute a batch there, and their memory."""
+"""The backend that runs the network in torch on the CPU."""
 
 from __future__ import annotations
 
-import copy
-import ctypes
-import os
 import threading
-from typing import Final
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.network.layers.attention import Attention
-from model.network.vit import VisionTransformer
 from model.outputs import MapRequest
-from model.runtime.backend import Images, stacked
-from model.runtime.batches import BatchOutputs, BatchRequest, compute_in_pieces, launch_size
-from model.runtime.compilation import CompilationState, compiled_twin
-from model.runtime.postprocess import run_network
+from model.runtime.backend import CompilationState, Images, stacked
+from model.runtime.batches import BatchRequest, HostOutputs, compute_in_pieces, launch_size
+from model.runtime.compilation import compiled_twin
+from model.runtime.cpu import ThreadPolicy, keep_freed_memory
+from model.runtime.postprocess import on_host, run_network
+from model.runtime.scores import Scores
 from model.runtime.torch_backend import TorchBackend, TorchOptions
-
-_TRIM_THRESHOLD: Final = -1
-_MMAP_THRESHOLD: Final = -3
-"""Parameters of `mallopt`: see mallopt(3)."""
-
-_TUNABLES: Final = ("glibc.malloc.trim_threshold", "glibc.malloc.mmap_threshold")
-_VARIABLES: Final = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
-
-_LARGEST_IN_HEAP: Final = 32 << 20
-"""Bytes of a block that is not mapped by itself: the most that glibc takes, and what it comes to without this, too,
-once a block of that size was freed."""
-
-_KEPT: Final = 2 * _LARGEST_IN_HEAP
-"""Bytes at the end of a heap that stay with the process; twice the largest block is glibc's own rule."""
-
-
-class ThreadPolicy:
-    """Gives a batch all threads when it is alone, and one when others compute beside it.
-
-    A batch on a single thread needs no barrier between operators, at which threads wait for each other longest when
-    the machine is busy; a lone batch is done sooner with all `count` of them, None leaving torch's choice. As a
-    context manager around the computation it sets the calling thread's number, and enters with whether it is alone.
-    Explanations count as a batch, though they always take one thread.
-    """
-
-    def __init__(self, count: int | None) -> None:
-        if count is not None:
-            torch.set_num_threads(count)
-        self.count = torch.get_num_threads()
-        self._lock = threading.Lock()
-        self._running = 0
-
-    def __enter__(self) -> bool:
-        with self._lock:
-            self._running += 1
-            alone = self._running == 1
-        torch.set_num_threads(self.count if alone else 1)  # of the calling thread
-        return alone
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._running -= 1
 
 
 class TorchCpu(TorchBackend):
@@ -76,19 +29,22 @@ class TorchCpu(TorchBackend):
         super().__init__(options)
         keep_freed_memory()
         self.threads = threads
+        self._scores = Scores(options.checkpoint)
         self._model = self._plain
 
-    def predict(self, images: Images, request: BatchRequest) -> BatchOutputs:
+    @torch.inference_mode()
+    def predict(self, images: Images, request: BatchRequest) -> HostOutputs:
         """See `Backend.predict`."""
-        with self.threads:
-            return self.postprocess(self._forward_in_pieces(stacked(images), request), request.top_k)
+        with self.threads as alone:
+            torch.set_num_threads(self.threads.count if alone else 1)  # of the calling thread
+            return self._scores(self._forward_in_pieces(stacked(images), request), request.top_k)
 
-    def _forward_in_pieces(self, images: NDArray[np.uint8], request: BatchRequest) -> BatchOutputs:
+    def _forward_in_pieces(self, images: NDArray[np.uint8], request: BatchRequest) -> HostOutputs:
         if self.batch_sizes is not None:  # compiled: padded to one of few sizes
             return self.forward(images, request)
         return compute_in_pieces(images, lambda piece: self.forward(piece, request))
 
-    def forward(self, images: NDArray[np.uint8], request: BatchRequest) -> BatchOutputs:
+    def forward(self, images: NDArray[np.uint8], request: BatchRequest) -> HostOutputs:
         """Return the output of `run_network` for uint8 [B, H, W, C]; nobody waits for a compiler."""
         # The model is chosen first: if the compiled one takes over now, this batch is padded for nothing, no more.
         model, count = self._model if request.of_network in self.usual else self._plain, len(images)
@@ -96,31 +52,24 @@ class TorchCpu(TorchBackend):
         if missing:
             images = np.concatenate([images, np.repeat(images[-1:], missing, axis=0)])
         output = run_network(model, self._normalise(self.upload(images)), request, self._folded)
-        return output if not missing else output.first(count)
+        return on_host(output, count)
 
-    def logits(self, images: NDArray[np.uint8]) -> Tensor:
+    @torch.inference_mode()
+    def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """See `Backend.logits`."""
         return self.forward(images, BatchRequest()).tensors()["logits"]
-
-    def float_copy(self) -> VisionTransformer:
-        """Return a copy of the network in float32, with the fused attention of torch, which can be traced."""
-        twin = copy.deepcopy(self._plain).float()
-        for module in twin.modules():
-            if isinstance(module, Attention):
-                module.attend = F.scaled_dot_product_attention
-        return twin
 
     def fill_caches(self, size: int) -> None:
         """See `Backend.fill_caches`."""
         self.exercise((size,))
 
     def explain(
-        self, images: NDArray[np.uint8], classes: NDArray[np.int64], request: MapRequest
-    ) -> tuple[Tensor, Tensor]:
+        self, images: NDArray[np.uint8], targets: NDArray[np.int64] | NDArray[np.float32], request: MapRequest
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """See `Backend.explain`; it takes one thread, and leaves the others to the batches that are classified."""
         with self.threads:
             torch.set_num_threads(1)  # of the calling thread
-            return super().explain(images, classes, request)
+            return super().explain(images, targets, request)
 
     def compile(self) -> None:
         """Start compiling on a thread; the uncompiled model answers meanwhile."""
@@ -138,19 +87,3 @@ class TorchCpu(TorchBackend):
         # In this order: a launch that reads the new sizes with the old model is padded for nothing, no more.
         self.batch_sizes = sizes
         self._model = twin
-
-
-def keep_freed_memory() -> bool:
-    """Let each heap of this process keep up to 64 MiB that it freed; return whether that was done.
-
-    glibc gives freed memory back to the operating system at once when it is at the end of a heap or was a large block,
-    and takes it again for the next pass: the kernel then clears thousands of pages for each batch. Networks of a few
-    milliseconds an image spend an eighth of their time so.
-
-    Each thread that computes has a heap. `malloc_trim` gives back what the first thread's keeps, not the others'. A C
-    library that is not glibc is left as it is, and so is glibc where the environment sets its thresholds.
-    """
-    if any(name in os.environ.get("GLIBC_TUNABLES", "") for name in _TUNABLES) or not _VARIABLES.isdisjoint(os.environ):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and bool(mallopt(_MMAP_THRESHOLD, _LARGEST_IN_HEAP) and mallopt(_TRIM_THRESHOLD, _KEPT))

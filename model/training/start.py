@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.checkpoint import load_checkpoint
+from model.checkpoint import Checkpoint, load_checkpoint
 from model.config import PreprocessConfig, Size, ViTConfig
 from model.errors import TrainingError
 from model.network.layers.patch_embed import ConvStem
@@ -71,17 +71,26 @@ def start_from(recipe: Recipe, classes: int, image_size: Size | None) -> Start:
     return Start(recipe.architecture.config(size, classes), preprocess)
 
 
-def _from_checkpoint(recipe: Recipe, source: str, classes: int) -> Start:
-    checkpoint = load_checkpoint(
+def read_start(recipe: Recipe, source: str) -> Checkpoint:
+    """Read the checkpoint that a recipe starts from, whose head is to be replaced.
+
+    Raises:
+        CheckpointError: it cannot be read, or not be resized.
+    """
+    return load_checkpoint(
         source,
         image_size=recipe.image_size,
         preprocess=recipe.checkpoint_preprocess,
         labels="numbers",  # the old head's labels go with it, and some formats have none
         architecture=recipe.checkpoint_architecture,
     )
-    if checkpoint.config.in_channels != 3:
+
+
+def _from_checkpoint(recipe: Recipe, source: str, classes: int) -> Start:
+    checkpoint = read_start(recipe, source)
+    if checkpoint.vit.in_channels != 3:
         raise TrainingError(f"{source}: takes greyscale pictures; only models of RGB pictures can be fine-tuned")
-    config = checkpoint.config.model_copy(update={"num_classes": classes})
+    config = checkpoint.vit.model_copy(update={"num_classes": classes})
     weights = dict(checkpoint.build().state_dict())  # built, so that all of them are checked
     for name in [name for name in weights if name.startswith(("head.", "head_dist."))]:
         weights[name] = torch.zeros(classes, *weights[name].shape[1:])

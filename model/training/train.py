@@ -21,7 +21,7 @@ from model.config import PreprocessConfig
 from model.data.datasets import Dataset, is_cifar10, open_dataset
 from model.data.labelled_images import MEMORY, Images, PixelStorage, channel_statistics
 from model.errors import TrainingError
-from model.evaluation.calibration import fit_temperature
+from model.evaluation.calibration import MIN_CALIBRATION_IMAGES, fit_temperature
 from model.evaluation.evaluate import Evaluation, measure, predict_scores
 from model.runtime.device import choose_device
 from model.runtime.predictor import Predictor
@@ -42,9 +42,6 @@ _MARGIN: Final = 256 / 224
 
 STORED_DTYPE: Final = torch.float16
 """Dtype of the weights on disk."""
-
-MIN_CALIBRATION_IMAGES: Final = 30
-"""The fewest validation images that a temperature is fitted to; from fewer it would be noise."""
 
 
 @dataclass(frozen=True)
@@ -189,9 +186,6 @@ def round_and_calibrate(
 ) -> CalibratedCheckpoint:
     """Measure the very numbers that will be served, and fit the temperature to them.
 
-    The temperature is left at 1 where the validation images are fewer than `MIN_CALIBRATION_IMAGES`, or where all are
-    answered right, so that a lower temperature would always look better.
-
     Args:
         checkpoint: float32; its temperature is not used.
         validation: images that were not trained on, in the checkpoint's size.
@@ -200,15 +194,27 @@ def round_and_calibrate(
     Raises:
         CheckpointError: a weight is not finite, or too large for the stored dtype.
     """
-    rounded = {name: tensor.detach().cpu().to(STORED_DTYPE).float() for name, tensor in checkpoint.tensors.items()}
-    stored = replace(checkpoint, tensors=rounded, temperature=1.0)
+    stored = rounded(checkpoint)
     predictor = Predictor(stored, device=device, backend="torch", dtype="float32", compile_mode="off")
     logits = _log_scores(predictor, validation, progress=progress)
-    truth = torch.from_numpy(validation.labels)
-    all_right = bool((logits.argmax(dim=1) == truth).all())
-    if not all_right and len(truth) >= MIN_CALIBRATION_IMAGES:
-        stored = replace(stored, temperature=fit_temperature(logits, truth))
+    stored = replace(stored, temperature=calibrating_temperature(logits, torch.from_numpy(validation.labels)))
     return CalibratedCheckpoint(stored, predictor, *_measure_calibrated(logits, validation, stored))
+
+
+def calibrating_temperature(logits: Tensor, truth: Tensor) -> float:
+    """Return the temperature that is fitted to logits [N, K] of images that were not trained on.
+
+    It is 1 where they are fewer than `MIN_CALIBRATION_IMAGES`, or where all are answered right, so that a lower
+    temperature would always look better.
+    """
+    all_right = bool((logits.argmax(dim=1) == truth).all())
+    return 1.0 if all_right or len(truth) < MIN_CALIBRATION_IMAGES else fit_temperature(logits, truth)
+
+
+def rounded(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with the very numbers that are stored and served, float32, and without its temperature."""
+    tensors = {name: tensor.detach().cpu().to(STORED_DTYPE).float() for name, tensor in checkpoint.tensors.items()}
+    return replace(checkpoint, tensors=tensors, temperature=1.0)
 
 
 def _log_scores(predictor: Predictor, images: Images, *, progress: bool) -> Tensor:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +17,18 @@ from PIL import Image
 from tqdm import tqdm
 
 from model.errors import InputError
-from model.images.heatmap import COLORMAPS, MAX_SIZE, draw_heatmap
+from model.images.heatmap import COLORMAPS, MAX_SIZE, default_view
 from model.images.preprocess import ModelInput, upright_photo
-from model.images.sheet import ContactSheet, in_a_row
-from model.outputs import FUSIONS, METHODS, AttentionMap, Outputs, RequestedOutputs, parse_maps
+from model.images.sheet import ContactSheet, draw_maps, in_a_row
+from model.outputs import (
+    FUSIONS,
+    METHODS,
+    AttentionMap,
+    Outputs,
+    RequestedOutputs,
+    evidence_in_words,
+    parse_maps,
+)
 from service.cli.image_files import find_images, handle_answers, predict_files, writing
 from service.cli.server_flags import add_api_key_flag, client_of, stream_answers
 from service.cli.setting_flags import add_setting_flags, predictor_from
@@ -28,7 +36,7 @@ from service.cli.setting_flags import add_setting_flags, predictor_from
 _OPTIONS = ("method", "layer", "head", "fusion", "discard")
 """Arguments that say which map it is, and"""
 
-_LOOK = ("overlay", "view", "smooth", "colorbar", "alpha", "colormap", "size")
+_LOOK = ("overlay", "view", "smooth", "colorbar", "caption", "alpha", "colormap", "size")
 """how it is drawn, under the names that the service has for them."""
 
 _MOST: Final = 8
@@ -40,17 +48,29 @@ class FileMaps:
     """The maps of one file.
 
     Attributes:
-        label, score: of the best class.
-        facts: what the maps are of.
+        label, score: of the best class; the score is None where the model has no classes.
+        method: of the maps, with its parameters and the classes that are named.
+        facts: what more is known of them.
         drawing: the maps beside each other, behind the picture if that is asked for.
+        small: the same without captions, for a sheet.
         values: float32 [rows, columns], or [maps, rows, columns] for several classes.
     """
 
     label: str
-    score: float
+    score: float | None
+    method: str
     facts: str
     drawing: Image.Image | None
+    small: Image.Image | None
     values: NDArray[np.float32] | None
+
+
+class _Wanted(NamedTuple):
+    """What of `FileMaps` is asked for."""
+
+    drawing: bool
+    small: bool
+    values: bool
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,10 +98,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head", help="of method cls: mean, max, or a head's number (default: mean)")
     parser.add_argument("--fusion", choices=FUSIONS, help="of method rollout: how heads are combined (default: mean)")
     parser.add_argument("--discard", type=float, help="of method rollout: share of weights set to zero (default: 0)")
-    parser.add_argument("--view", choices=("input", "photo"), help="what the model saw (default), or the whole photo")
+    parser.add_argument(
+        "--view",
+        choices=("input", "photo"),
+        help="what the model saw, or the whole photo (default for inputs below 128 pixels)",
+    )
     parser.add_argument("--side-by-side", action="store_true", help="the picture beside its map")
     parser.add_argument("--no-overlay", dest="overlay", action="store_const", const=False, help="the map alone")
     parser.add_argument("--no-smooth", dest="smooth", action="store_const", const=False, help="patches as squares")
+    parser.add_argument("--no-caption", dest="caption", action="store_const", const=False, help="the drawing alone")
     parser.add_argument("--colorbar", action="store_const", const=True, help="a colour bar with its scale")
     parser.add_argument("--alpha", type=float, help="weight of the map over the picture, 0 ... 1")
     parser.add_argument("--colormap", choices=COLORMAPS)
@@ -109,9 +134,9 @@ def run(arguments: argparse.Namespace) -> int:
         _require_place(output, ".npy" if numbers else ".png")
     if arguments.sheet is not None:
         _require_place(arguments.sheet, ".png")
-    drawn = not numbers or arguments.sheet is not None
     name_of = _folder_names(output, ".npy" if numbers else ".png") if to_a_folder else lambda _: output
-    answers = (_through_server if arguments.url else _in_process)(files, arguments, drawn, numbers)
+    wanted = _Wanted(drawing=output is not None and not numbers, small=arguments.sheet is not None, values=numbers)
+    answers = (_through_server if arguments.url else _in_process)(files, arguments, wanted)
     sheet: ContactSheet | None = None
 
     def write(file: Path, answer: FileMaps | str) -> None:
@@ -122,11 +147,14 @@ def run(arguments: argparse.Namespace) -> int:
         target = name_of(file)
         if target is not None:
             _write(answer, target, numbers)
-        if arguments.sheet is not None and answer.drawing is not None:
-            sheet = sheet or ContactSheet(len(files), answer.drawing.size)
-            sheet.add(answer.drawing, file.name, f"{answer.score:.0%} {answer.label}")
+        best = "no classes" if answer.score is None else f"{answer.label} ({answer.score:.1%})"
+        if answer.small is not None:
+            sheet = sheet or ContactSheet(len(files), answer.small.size)
+            mark = "; best class" if arguments.classes else ":"
+            score = "" if answer.score is None else f"{mark} {answer.score:.0%} {answer.label}"
+            sheet.add(answer.small, file.name, f"{answer.method}{score}")
         facts = f", {answer.facts}" if answer.facts else ""
-        tqdm.write(f"{target or file}: {answer.label} ({answer.score:.1%}){facts}", file=sys.stdout)
+        tqdm.write(f"{target or file}: {best}, {answer.method}{facts}", file=sys.stdout)
 
     code = handle_answers(answers, len(files), write, "map")
     if sheet is not None:
@@ -140,45 +168,66 @@ def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any
 
 
 def _through_server(
-    files: Sequence[Path], arguments: argparse.Namespace, drawn: bool, numbers: bool
+    files: Sequence[Path], arguments: argparse.Namespace, wanted: _Wanted
 ) -> Iterator[tuple[Path, FileMaps | str]]:
     options, look = _given(arguments, _OPTIONS), _given(arguments, _LOOK)
-    named = options | ({"class": " and ".join(arguments.classes)} if arguments.classes else {})
-    facts = ", ".join(f"{name} {value}" for name, value in named.items())
     if arguments.classes:
         options["class_"] = arguments.classes
 
-    def ask(file: Path) -> FileMaps:
-        best = client.classify(file, top_k=1).predictions[0]
+    def drawing(file: Path, **look: Any) -> Image.Image:
         panels = []
-        if drawn and arguments.side_by_side:
+        if arguments.side_by_side:
             # Without the colour bar, as no map is drawn.
-            plain = {name: value for name, value in look.items() if name in ("size", "view")}
+            plain = {name: value for name, value in look.items() if name in ("size", "view", "caption")}
             panels.append(client.heat_map(file, alpha=0, **plain))
-        if drawn:
-            panels.append(client.heat_map(file, **options, **look))
-        values = client.attention_array(file, **options) if numbers else None
-        drawing = in_a_row(map(_opened, panels), len(panels)) if panels else None
-        return FileMaps(best.label, best.score, facts, drawing, values)
+        panels.append(client.heat_map(file, **options, **look))
+        return in_a_row(map(_opened, panels), len(panels))
+
+    def ask(file: Path) -> FileMaps:
+        best = client.classify(file, top_k=1).predictions[0] if has_classes else None
+        return FileMaps(
+            "" if best is None else best.label,
+            None if best is None else best.score,
+            method,
+            "",
+            drawing(file, **look) if wanted.drawing else None,
+            drawing(file, **(look | {"caption": False})) if wanted.small else None,
+            client.attention_array(file, **options) if wanted.values else None,
+        )
 
     with client_of(arguments) as client:
-        client.labels()  # one error for all files where there is no service
+        # It also gives one error for all files where there is no service.
+        model = client.model()
+        has_classes, method = bool(model.classes), _method_named(arguments, model.attention_methods[0])
         yield from stream_answers(files, client, ask, concurrency=4)
 
 
+def _method_named(arguments: argparse.Namespace, default: str) -> str:
+    """Return the method that the arguments mean, with their parameters and classes."""
+    options = _given(arguments, _OPTIONS)
+    implied = (
+        "cls" if {"layer", "head"} & set(options) else "rollout" if {"fusion", "discard"} & set(options) else default
+    )
+    name = options.pop("method", implied)
+    of_classes = f" of {' and '.join(arguments.classes)}" if arguments.classes else ""
+    return ", ".join([f"{name}{of_classes}", *(f"{option} {value}" for option, value in options.items())])
+
+
 def _in_process(
-    files: Sequence[Path], arguments: argparse.Namespace, drawn: bool, _: bool
+    files: Sequence[Path], arguments: argparse.Namespace, wanted: _Wanted
 ) -> Iterator[tuple[Path, FileMaps | str]]:
     predictor, info, settings = predictor_from(arguments)
     classes, look = ",".join(arguments.classes) or None, _given(arguments, _LOOK)
     maps = parse_maps(info.config, info.labels, classes=classes, **_given(arguments, _OPTIONS))
-    overlay, whole_photo = look.pop("overlay", True), look.pop("view", "input") == "photo"
-    if whole_photo and not overlay:
+    overlay, view, captions = look.pop("overlay", True), look.pop("view", None), look.pop("caption", True)
+    if view == "photo" and not overlay:
         raise InputError("view", "--view photo does not apply with --no-overlay")
+    whole_photo = overlay and (view or default_view(info.config.image_size)) == "photo"
 
-    def draw(values: NDArray[np.float32], file: Path, seen: ModelInput) -> Image.Image:
+    def answer(file: Path, seen: ModelInput, outputs: list[Outputs]) -> FileMaps:
+        maps = [each.map for each in outputs if each.map is not None]
         picture, region = seen.pixels, None
-        if whole_photo:
+        if whole_photo and (wanted.drawing or wanted.small):
             picture, region = upright_photo(
                 file.read_bytes(),
                 seen.region,
@@ -186,34 +235,41 @@ def _in_process(
                 max_pixels=settings.max_image_pixels,
                 scaled_decode=settings.scaled_decode,
             )
-        drawings = [draw_heatmap(each, picture=picture if overlay else None, region=region, **look) for each in values]
-        if arguments.side_by_side:
-            photo = draw_heatmap(values[0], picture=picture, region=region, alpha=0, size=arguments.size)
-            drawings.insert(0, photo)
-        return in_a_row(drawings, len(drawings))
-
-    def answer(file: Path, seen: ModelInput, outputs: list[Outputs]) -> FileMaps:
-        maps = [each.map for each in outputs if each.map is not None]
+        name = file.name if arguments.side_by_side else None
+        options = {"picture": picture, "region": region, "overlay": overlay, "name": name} | look
         values = np.stack([each.values for each in maps])
-        label, score = info.labels[int(outputs[0].indices[0])], float(outputs[0].scores[0])
-        drawing = draw(values, file, seen) if drawn else None
-        return FileMaps(label, score, _facts(maps, info.labels), drawing, values if len(values) > 1 else values[0])
+        label, score = "", None
+        if info.labels:
+            label, score = info.labels[int(outputs[0].indices[0])], float(outputs[0].scores[0])
+        return FileMaps(
+            label,
+            score,
+            *_facts(maps, info.labels if arguments.classes else None),
+            draw_maps(maps, info.labels if captions else None, **options) if wanted.drawing else None,
+            draw_maps(maps, None, **options) if wanted.small else None,
+            values if len(values) > 1 else values[0],
+        )
 
     requests = [RequestedOutputs(1, request) for request in maps]
     return predict_files(files, requests, answer, predictor, info, settings, most=_MOST)
 
 
-def _facts(maps: Sequence[AttentionMap], labels: Sequence[str]) -> str:
-    request, classes = maps[0].request, (map_.request.class_index for map_ in maps)
-    of_classes = " and ".join(labels[index] for index in classes if index is not None)
-    what: str = request.method
+def _facts(maps: Sequence[AttentionMap], labels: Sequence[str] | None) -> tuple[str, str]:
+    """Return the method of the maps with its parameters, and classes if there are labels; and what more is known."""
+    request, what = maps[0].request, str(maps[0].request.method)
     if request.method == "cls":
-        what = f"layer {request.layer}, head {request.head}"
+        what = f"cls, layer {request.layer}, head {request.head}"
     elif request.method == "rollout":
         what = f"rollout, fusion {request.fusion}, discard {request.discard:g}"
+    if labels is not None:
+        classes = (each.request.class_index for each in maps)
+        what += f" of {' and '.join(labels[index] for index in classes if index is not None)}"
+    evidence = " and ".join(
+        f"{evidence_in_words(each.evidence)} ({each.evidence:.2f})" for each in maps if each.evidence is not None
+    )
     rows, columns = maps[0].values.shape
-    patches = f"{rows}x{columns} patches, kept mass {maps[0].kept_mass:.2f}"
-    return f"{what}{' of ' if of_classes else ''}{of_classes}, {patches}"
+    facts = f"{rows}x{columns} patches, kept mass {maps[0].kept_mass:.2f}"
+    return what, f"evidence {evidence}, {facts}" if evidence else facts
 
 
 def _opened(png: bytes) -> Image.Image:

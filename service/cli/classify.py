@@ -7,23 +7,34 @@ import csv
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
 
 from model.errors import InputError
 from model.images.preprocess import ModelInput
 from model.outputs import Outputs, RequestedOutputs
+from model.zero_shot import is_list, labels_of_request, parse_labels
 from service.cli.image_files import find_images, handle_answers, predict_files
 from service.cli.server_flags import add_api_key_flag, client_of, stream_answers
-from service.cli.setting_flags import add_setting_flags, predictor_from
-from vitserve.documents import Prediction
+from service.cli.setting_flags import MODEL_FLAGS, add_setting_flags, predictor_from
+from vitserve.documents import Prediction, SetFields, set_fields
 
 _DEFAULT_TOP_K = 5
 
-Answer = list[Prediction] | str
-"""A file's predictions, or why it has none."""
+
+@dataclass(frozen=True)
+class Classes:
+    """A file's predictions, and its set of labels where the model has a coverage."""
+
+    predictions: list[Prediction]
+    set: SetFields
+
+
+Answer = Classes | str
+"""A file's classes, or why it has none."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--json", action="store_true", help="print one JSON object a line")
     parser.add_argument("--url", help="ask this server instead of loading the model here")
     add_api_key_flag(parser)
-    add_setting_flags(parser)
+    add_setting_flags(parser, (*MODEL_FLAGS, "coverage"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,18 +60,31 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _in_process(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer]]:
     predictor, info, settings = predictor_from(arguments)
-    requested = RequestedOutputs(_top_k(arguments.top_k, info.config.num_classes))
+    labels_of_request(None, info.zero_shot, info.config)
+    top_k = _top_k(arguments.top_k, info.config.num_classes)
+    requested = RequestedOutputs(top_k, label_set=info.coverage is not None)
 
     def answer(_: Path, __: ModelInput, outputs: list[Outputs]) -> Answer:
-        return Prediction.ranked(info.labels, outputs[0].indices.tolist(), outputs[0].scores.tolist())
+        [each] = outputs
+        predictions = Prediction.ranked(info.labels, each.indices.tolist(), each.scores.tolist())
+        label_set = None if each.label_set is None else each.label_set.tolist()
+        return Classes(predictions, set_fields(info.labels, label_set))
 
     return predict_files(files, [requested], answer, predictor, info, settings)
 
 
 def _through_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer]]:
     with client_of(arguments) as client:
-        top_k = _top_k(arguments.top_k, client.model().classes)
-        yield from stream_answers(files, client, lambda file: client.classify(file, top_k=top_k).predictions)
+        text = getattr(arguments, "labels", "")
+        labels = parse_labels(text, "--labels") if is_list(text) else None
+        top_k = _top_k(arguments.top_k, len(labels) if labels else client.model().classes)
+
+        def ask(file: Path) -> Answer:
+            answer = client.classify(file, top_k=top_k, labels=labels)
+            fields = answer.model_dump(include=set(SetFields.__annotations__), exclude_none=True)
+            return Classes(answer.predictions, cast(SetFields, fields))
+
+        yield from stream_answers(files, client, ask)
 
 
 def _top_k(requested: int | None, classes: int) -> int:
@@ -83,15 +107,31 @@ def _writer(arguments: argparse.Namespace) -> Callable[[Path, Answer], object]:
 def _rows(file: Path, answer: Answer) -> list[list[Any]]:
     if isinstance(answer, str):
         return [[file, "", "", "", "", answer]]
-    return [[file, rank, each.label, each.index, each.score, ""] for rank, each in enumerate(answer, start=1)]
+    ranked = enumerate(answer.predictions, start=1)
+    return [[file, rank, each.label, each.index, each.score, ""] for rank, each in ranked]
 
 
 def _json(file: Path, answer: Answer) -> str:
-    outcome = {"error": answer} if isinstance(answer, str) else {"predictions": [each.model_dump() for each in answer]}
+    if isinstance(answer, str):
+        outcome: dict[str, Any] = {"error": answer}
+    else:
+        outcome = {"predictions": [each.model_dump() for each in answer.predictions], **answer.set}
     return json.dumps({"file": str(file), **outcome}, ensure_ascii=False)
 
 
 def _text(file: Path, answer: Answer) -> str:
     if isinstance(answer, str):
         return f"{file}\n  error: {answer}"
-    return "\n".join([str(file), *(f"{each.score:8.2%}  {each.label}" for each in answer)])
+    return "\n".join([str(file), *(f"{each.score:8.2%}  {each.label}" for each in answer.predictions), *_set(answer)])
+
+
+def _set(answer: Classes) -> list[str]:
+    """Return the line that says which labels hold the right one, where the model has a coverage."""
+    match answer.set:
+        case {"abstained": True}:
+            return ["  abstained: unlike the pictures of its classes"]
+        case {"set": labels}:
+            return [f"  one of: {'; '.join(labels)}"]
+        case {"set_size": size}:
+            return [f"  one of {size} labels"]
+    return []

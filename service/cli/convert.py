@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from model.errors import InputError
-from service.cli.image_files import writing
+from service.cli.image_files import require_empty, writing
 from service.cli.setting_flags import CHECKPOINT_FLAGS, add_setting_flags, serve_command, settings_from
 from service.engine.loading import checkpoint_from
 
@@ -21,7 +21,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="float32",
         help="of the stored weights; half precision halves the file and rounds them (default: %(default)s)",
     )
-    add_setting_flags(parser, CHECKPOINT_FLAGS)
+    parser.add_argument(
+        "--dtype",
+        choices=("int8",),
+        default=argparse.SUPPRESS,
+        help="write a graph in int8 for OpenVINO, too, which agrees with float32 as often as VIT_AGREEMENT says",
+    )
+    parser.add_argument("--data", type=Path, metavar="DIR", help="pictures to calibrate int8 on and to measure it with")
+    add_setting_flags(parser, (*CHECKPOINT_FLAGS, "agreement"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -29,12 +36,37 @@ def run(arguments: argparse.Namespace) -> int:
     from model.checkpoint import native  # noqa: PLC0415  torch takes seconds to import
     from model.runtime.device import DTYPES  # noqa: PLC0415
 
-    checkpoint = checkpoint_from(settings_from(arguments))
-    checkpoint.build()  # names, shapes and values of the weights are checked here
-    if arguments.output.exists() and (not arguments.output.is_dir() or any(arguments.output.iterdir())):
-        raise InputError("output", f"{arguments.output}: exists and is not an empty folder")
+    settings = settings_from(arguments)
+    pictures = _pictures(arguments)
+    checkpoint = checkpoint_from(settings)
+    checkpoint.network()  # names, shapes and values of the weights are checked here
+    require_empty(arguments.output)
     with writing(arguments.output):
         native.write(arguments.output, checkpoint, dtype=DTYPES[arguments.stored_dtype])
     command = serve_command(arguments.output)
+    if pictures is not None:
+        from service.cli.quantised import add_int8  # noqa: PLC0415
+
+        with writing(arguments.output):
+            record = add_int8(arguments.output, pictures, settings.agreement)
+        print(f"int8: {record.text}")  # noqa: T201
+        if record.agreement < settings.agreement:
+            print(f"it is not served while VIT_AGREEMENT is {settings.agreement:g}")  # noqa: T201
     print(f"{arguments.output}: {checkpoint.name}, {arguments.stored_dtype}; serve it with: {command}")  # noqa: T201
     return 0
+
+
+def _pictures(arguments: argparse.Namespace) -> tuple[list[Path], list[Path]] | None:
+    """Return the pictures for int8, or None where it is not asked for; refuse early what would fail late."""
+    if "dtype" not in arguments:
+        if arguments.data is not None:
+            raise InputError("data", "--data is for --dtype int8")
+        return None
+    from model.runtime.openvino.quantization import unsupported_reason  # noqa: PLC0415  torch takes seconds to import
+    from service.cli.quantised import split_pictures  # noqa: PLC0415
+
+    if reason := unsupported_reason():
+        raise InputError("dtype", f"int8: {reason}")
+    if arguments.data is None:
+        raise InputError("data", "--dtype int8 is calibrated on pictures: --data DIR")
+    return split_pictures(arguments.data)

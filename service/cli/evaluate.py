@@ -1,9 +1,13 @@
-"""`vitserve evaluate`: accuracy on labelled pictures, in-process or through a running server; faithfulness of maps."""
+"""`vitserve evaluate`: accuracy on labelled pictures, in-process or through a running server; faithfulness of maps.
+
+Of pictures of none of its classes, how sure the model is.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -14,10 +18,12 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from model.errors import InputError
+from model.images.preprocess import ModelInput
+from model.outputs import Outputs, RequestedOutputs, require_classes
 from service.cli import explanations
-from service.cli.image_files import writing
-from service.cli.server_flags import add_api_key_flag, client_of
-from service.cli.setting_flags import add_setting_flags, predictor_from
+from service.cli.image_files import find_images, handle_answers, predict_files, writing
+from service.cli.server_flags import add_api_key_flag, client_of, stream_answers
+from service.cli.setting_flags import MODEL_FLAGS, add_setting_flags, predictor_from
 from vitserve.client import ClientError
 
 if TYPE_CHECKING:
@@ -26,18 +32,31 @@ if TYPE_CHECKING:
 
 CIFAR10_HOME: Final = "https://www.cs.toronto.edu/~kriz/cifar.html"
 
+_SURE: Final = 0.9
+"""A best score above it reads as certainty."""
+
+Answers = Iterator[tuple[Path, tuple[float, bool | None] | str]]
+"""Each file with its best score, and whether the model abstained, where it has a coverage; or why it has no answer."""
+
 Scorer = Callable[[int, Callable[[int], bytes]], NDArray[np.float32]]
 """Takes the count N of images and a function from number to image file; returns scores [N, K] in class order."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `vitserve evaluate`."""
-    parser.add_argument(
+    pictures = parser.add_mutually_exclusive_group(required=True)
+    pictures.add_argument(
         "--data",
         type=Path,
-        required=True,
         metavar="DIR",
         help=f"CIFAR-10's binary files (from {CIFAR10_HOME}), or one folder a class; --explanations takes any pictures",
+    )
+    pictures.add_argument(
+        "--unknown",
+        type=Path,
+        nargs="+",
+        metavar="FILE|FOLDER",
+        help="pictures of none of the model's classes: measure how sure it is of them all the same",
     )
     parser.add_argument("--url", help="ask this server, with each picture as a file, instead of loading the model here")
     add_api_key_flag(parser)
@@ -53,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--card", type=Path, metavar="FILE", help="write what --robustness finds into this model card, too"
     )
     explanations.add_arguments(parser)
-    add_setting_flags(parser)
+    add_setting_flags(parser, (*MODEL_FLAGS, "coverage"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -63,6 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError("card", "--card needs --robustness")
     if arguments.card is not None and not arguments.card.is_file():
         raise InputError("card", f"{arguments.card}: no such file")
+    if arguments.unknown is not None:
+        return _unknown(arguments)
     if not arguments.data.is_dir():
         raise InputError(
             "data",
@@ -81,13 +102,30 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _in_process(arguments: argparse.Namespace, pictures: EvaluationSet) -> None:
-    from model.evaluation.evaluate import measure, predict_uploads  # noqa: PLC0415
+    from model.evaluation.calibration import MeasuredSets  # noqa: PLC0415
+    from model.evaluation.evaluate import (  # noqa: PLC0415
+        measure,
+        outputs_of_uploads,
+        predict_uploads,
+        scores_and_members,
+    )
 
     predictor, info, _ = predictor_from(arguments)
+    require_classes(info.config)
     truth = pictures.truth(info.labels, info.name)
     score = partial(predict_uploads, predictor, name=pictures.name, progress=True)
-    evaluation = measure(score(len(pictures), pictures.upload), truth, info.labels)
-    _print(f"{info.name} on {info.device} in {info.dtype}", pictures, evaluation)
+    requested = RequestedOutputs(len(info.labels), label_set=info.coverage is not None)
+    outputs = outputs_of_uploads(
+        predictor, requested, len(pictures), pictures.upload, name=pictures.name, progress=True
+    )
+    scores, members = scores_and_members(outputs, len(pictures), len(info.labels))
+    _print(f"{info.name} on {info.device} in {info.dtype}", pictures, measure(scores, truth, info.labels))
+    if info.coverage is not None:
+        sets = MeasuredSets.of(members, truth)
+        print(  # noqa: T201
+            f"sets for a coverage of {info.coverage:g}: {sets.covered:.2%} hold the right label, "
+            f"{sets.labels:.2f} labels on average, {sets.abstained:.2%} abstained"
+        )
     if arguments.robustness:
         _robustness(arguments.card, pictures.variants, score, truth)
 
@@ -115,6 +153,55 @@ def _through_server(arguments: argparse.Namespace, pictures: EvaluationSet) -> N
         _print(f"the server at {arguments.url}", pictures, evaluation)
         if arguments.robustness:
             _robustness(arguments.card, pictures.variants, score, truth)
+
+
+def _unknown(arguments: argparse.Namespace) -> int:
+    """Print how sure the model is of pictures of none of its classes; return 1 if one was left out."""
+    if arguments.robustness:
+        raise InputError("robustness", "--robustness is not for --unknown")
+    files = find_images(arguments.unknown)
+    best: list[float] = []
+    abstained: list[bool] = []
+
+    def note(file: Path, answer: tuple[float, bool | None] | str) -> None:
+        if isinstance(answer, str):
+            tqdm.write(f"vitserve: {file}: left out: {answer}", file=sys.stderr)
+            return
+        best.append(answer[0])
+        if answer[1] is not None:
+            abstained.append(answer[1])
+
+    code = handle_answers(
+        (_unknown_by_server if arguments.url else _unknown_here)(arguments, files), len(files), note, "answer"
+    )
+    if best:
+        print(  # noqa: T201
+            f"{len(best)} pictures of none of its classes: the best score is {np.mean(best):.1%} on average, and above "
+            f"{_SURE:.0%} for {np.mean(np.array(best) > _SURE):.1%}"
+            + (f"; {np.mean(abstained):.1%} abstained" if abstained else "")
+        )
+    return code
+
+
+def _unknown_here(arguments: argparse.Namespace, files: list[Path]) -> Answers:
+    predictor, info, settings = predictor_from(arguments)
+    require_classes(info.config)
+
+    def answer(_: Path, __: ModelInput, outputs: list[Outputs]) -> tuple[float, bool | None]:
+        labels = outputs[0].label_set
+        return float(outputs[0].scores[0]), None if labels is None else not len(labels)
+
+    requested = RequestedOutputs(1, label_set=info.coverage is not None)
+    return predict_files(files, [requested], answer, predictor, info, settings)
+
+
+def _unknown_by_server(arguments: argparse.Namespace, files: list[Path]) -> Answers:
+    def ask(file: Path) -> tuple[float, bool | None]:
+        answer = client.classify(file, top_k=1)
+        return answer.predictions[0].score, None if answer.set_size is None else bool(answer.abstained)
+
+    with client_of(arguments) as client:
+        yield from stream_answers(files, client, ask)
 
 
 def _print(what: str, pictures: EvaluationSet, evaluation: Evaluation) -> None:

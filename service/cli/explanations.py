@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from model.errors import ImageError, InputError
 from model.insight import figures
+from model.outputs import require_classes
 from service.cli.image_files import find_images, read_input, report_left_out, writing
 from service.cli.setting_flags import settings_from
 from service.engine.loading import checkpoint_from
@@ -31,8 +32,10 @@ Picture = tuple[str, Callable[[], bytes]]
 
 _STEPS: Final = 28
 _OWN_FLAGS: Final = ("steps", "limit", "seed", "csv", "figure")
-_OTHER_FLAGS: Final = ("url", "robustness", "card")
-_COLUMNS: Final = ("picture", "method", "class", "label", "deletion", "insertion", "mosaic", "quarters")
+_OTHER_FLAGS: Final = ("url", "unknown", "robustness", "card")
+_COLUMNS: Final = (
+    *("picture", "method", "class", "label", "deletion", "insertion", "mosaic", "quarters", "absent", "highest"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="METHOD",
         help="measure maps of each picture's best class, by these methods (all if none is named) and at random: "
-        "deletion, insertion, mosaic share. Labels are not needed",
+        "deletion, insertion, mosaic share, peaks of absent classes. Labels are not needed",
     )
     group.add_argument(
         "--steps", type=_positive, metavar="N", help=f"steps of deletion and insertion. Default: {_STEPS}"
@@ -87,6 +90,7 @@ def measure_maps(arguments: argparse.Namespace) -> int:
         torch.set_num_threads(settings.threads)
     device = choose_device(settings.device)
     checkpoint = checkpoint_from(settings)
+    require_classes(checkpoint.config)
     model = checkpoint.build().to(device)
     normalise = Normalise(checkpoint.preprocess).to(device)
     seed, steps = arguments.seed or 0, arguments.steps or _STEPS
@@ -99,9 +103,9 @@ def measure_maps(arguments: argparse.Namespace) -> int:
         normalised: Tensor = normalise(pixels.unsqueeze(0))[0]
         return normalised
 
-    score = explanations.model_score(model, checkpoint)
+    score, evidence = explanations.model_score(model, checkpoint), explanations.model_evidence(model, checkpoint)
     results = explanations.measure_explanations(
-        score, methods, read, len(readable), steps=steps, seed=seed, progress=True
+        score, evidence, methods, read, len(readable), steps=steps, seed=seed, progress=True
     )
     by_method = results.methods(seed=seed)
     title = f"{settings.model_name or checkpoint.name} on {device} in float32: {len(readable)} pictures, {steps} steps"
@@ -169,10 +173,14 @@ def _print(title: str, results: ExplanationResults, methods: Sequence[MethodResu
         f"mosaic: {results.counted} of {results.quarters} quarters count; chance 0.25. "
         "In brackets: 95 % bootstrap intervals over the pictures"
     )
+    for name in dict.fromkeys(each.method for each in results.pictures if each.absent):
+        highest = max(peak for each in results.pictures if each.method == name for peak in each.absent)
+        print(f"{name}: the highest peak of an absent class is {highest:.3f} of the best class's")  # noqa: T201
     width = max(6, *(len(result.method) for result in methods))
-    print(f"{'method':{width}}  {'deletion (lower)':20}  {'insertion (higher)':20}  {'mosaic (higher)':20}".rstrip())  # noqa: T201
+    columns = ("deletion (lower)", "insertion (higher)", "mosaic (higher)", "absent (lower)")
+    print(f"{'method':{width}}  {'  '.join(f'{column:20}' for column in columns)}".rstrip())  # noqa: T201
     for result in methods:
-        cells = "  ".join(f"{_cell(value):20}" for value in (result.deletion, result.insertion, result.mosaic))
+        cells = "  ".join(f"{_cell(value):20}" for value in result[1:])
         print(f"{result.method:{width}}  {cells}".rstrip())  # noqa: T201
 
 
@@ -188,6 +196,7 @@ def _write(path: Path, results: ExplanationResults, names: Sequence[str], labels
             share = f"{np.mean(each.shares):.6f}" if each.shares else ""
             areas = f"{each.deletion:.6f}", f"{each.insertion:.6f}"
             label = labels[each.class_index]
+            peaks = (f"{np.mean(each.absent):.6f}", f"{max(each.absent):.6f}") if each.absent else ("", "")
             writer.writerow(
-                [names[each.picture], each.method, each.class_index, label, *areas, share, len(each.shares)]
+                [names[each.picture], each.method, each.class_index, label, *areas, share, len(each.shares), *peaks]
             )

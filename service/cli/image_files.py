@@ -145,6 +145,12 @@ def handle_answers(
     return int(failed > 0)
 
 
+def require_empty(folder: Path) -> None:
+    """Raise `InputError` where something else than an empty folder is there."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError("output", f"{folder}: exists and is not an empty folder")
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn an `OSError` that writing this file raises into an `InputError` of one line."""

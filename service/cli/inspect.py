@@ -59,10 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
     if settings.keys is not None and not Path(settings.keys).expanduser().exists():
         return _write_draft(settings, Path(settings.keys).expanduser())
     checkpoint = checkpoint_from(settings)
-    model = checkpoint.build()  # names, shapes and values of the weights are checked here
+    checkpoint.network()  # names, shapes and values of the weights are checked here
     _print_summary(checkpoint)
     if out is None:
         return 0
+    model = checkpoint.build()
     for name, draw in ((FILTERS, _draw_filters), (POSITIONS, _draw_positions)):
         try:
             print(f"{out / name}: {draw(model, out / name)}")  # noqa: T201
@@ -80,7 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _write_draft(settings: Settings, path: Path) -> int:
     """Write a first draft of a map of the names of a state dict."""
-    from model.checkpoint import key_map, stored_tensors  # noqa: PLC0415  torch takes seconds to import
+    from model.checkpoint import stored_tensors  # noqa: PLC0415  torch takes seconds to import
+    from model.checkpoint.state_dicts import key_map  # noqa: PLC0415
 
     text = key_map.draft(stored_tensors(settings.checkpoint, settings.weights))
     try:
@@ -138,7 +140,7 @@ def _draw_attention(
 
     distance = mean_attention_distance(model, _normalised_batches(images, checkpoint.preprocess)).numpy()
     _write_distances(distance, out / DISTANCE_NUMBERS)
-    even = even_attention_distance(checkpoint.config)
+    even = even_attention_distance(checkpoint.vit)
     figures.attention_distance(distance, out / DISTANCE, even=even)
     means = distance.mean(axis=1)
     return (

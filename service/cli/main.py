@@ -23,6 +23,7 @@ COMMANDS = {
     "embed": "write the embeddings of files or folders as one NumPy file",
     "attention": "draw a heat map of where the model looks",
     "evaluate": "measure a checkpoint's accuracy on labelled pictures",
+    "calibrate": "fit scores and sets of labels to labelled pictures",
     "train": "train or fine-tune a model on a folder of pictures",
     "inspect": "print what a checkpoint is, draw what it learned",
     "convert": "write a checkpoint as vitserve's own folder",

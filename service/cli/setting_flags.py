@@ -16,7 +16,7 @@ from service.settings import ENV_PREFIX, Settings, load_settings
 if TYPE_CHECKING:
     from model.runtime.predictor import Predictor
 
-CHECKPOINT_FLAGS = ("image_size", "preprocess", "labels", "architecture", "weights", "base", "keys")
+CHECKPOINT_FLAGS = ("image_size", "preprocess", "labels", "templates", "architecture", "weights", "base", "keys")
 MODEL_FLAGS = ("checkpoint", *CHECKPOINT_FLAGS, "device", "dtype", "threads")
 
 
@@ -40,14 +40,17 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
 
 
 def predictor_from(arguments: argparse.Namespace) -> tuple[Predictor, ModelInfo, Settings]:
-    """Return a warm predictor, the facts of its model, and the settings that it was made from.
+    """Return a predictor that computes, the facts of its model, and the settings that it was made from.
 
     Raises:
         SettingsError, CheckpointError, DeviceError: one line that says why not.
     """
     settings = settings_from(arguments)
-    predictor, info = load_predictor(settings)
-    predictor.warm_up()
+    predictor, info = load_predictor(settings, lazy=True)
+    if predictor.lazy:
+        predictor.check()
+    else:
+        predictor.warm_up()
     return predictor, info, settings
 
 

@@ -40,6 +40,10 @@ OVERRIDES: dict[str, tuple[Callable[[str], Any], str, str]] = {
 """Each flag (a field of the recipe, with dashes): its type, the name of its value, and its help."""
 
 
+_OF_PROBE = ("name", "image-size", "precision", "seed", "threads")
+"""Those that --probe takes, too."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `vitserve train`."""
     parser.description = (
@@ -64,6 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--recipe",
         metavar="FILE",
         help="TOML, or a bundled one's name (docs/training.md lists them); default: by --data and --from",
+    )
+    parser.add_argument(
+        "--probe",
+        action="store_true",
+        help="with --from: fit a new head alone, in seconds; pictures that cannot be read are left out",
     )
     parser.add_argument("--resume", action="store_true", help="go on from the last finished epoch in --out")
     parser.add_argument("--device", default=argparse.SUPPRESS, metavar="NAME", help="auto, cpu, cuda or cuda:N")
@@ -92,22 +101,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, fit the temperature, measure, write the folder."""
-    from model.training.recipe import read_recipe  # noqa: PLC0415  torch takes seconds to import
-    from model.training.train import run as train  # noqa: PLC0415
+    """Train, or fit a head alone, measure, and write the folder."""
+    if arguments.probe:
+        _check_probe(arguments)
+    from model.training import probe, train  # noqa: PLC0415  torch takes seconds to import
+    from model.training.recipe import read_recipe  # noqa: PLC0415
 
     logs.configure("text", "info")
     path = _recipe_path(arguments)
-    train(
-        arguments.data,
-        arguments.out,
-        read_recipe(path).override(_default_name(path, arguments.out) | _overrides(arguments)),
-        resume=arguments.resume,
-        device=getattr(arguments, "device", None) or os.environ.get(f"{ENV_PREFIX}DEVICE", "auto"),
-        memory=int(arguments.memory * 2**30),
-    )
+    recipe = read_recipe(path).override(_default_name(path, arguments.out) | _overrides(arguments))
+    device = getattr(arguments, "device", None) or os.environ.get(f"{ENV_PREFIX}DEVICE", "auto")
+    memory = int(arguments.memory * 2**30)
+    if arguments.probe:
+        probe.run(arguments.data, arguments.out, recipe, device=device, memory=memory)
+    else:
+        train.run(arguments.data, arguments.out, recipe, resume=arguments.resume, device=device, memory=memory)
     print(f"{arguments.out}: serve it with: {serve_command(arguments.out)}")  # noqa: T201
     return 0
+
+
+def _check_probe(arguments: argparse.Namespace) -> None:
+    """Raise TrainingError where --from is missing, or a flag is given that has no meaning for a probe."""
+    if arguments.checkpoint is None:
+        raise TrainingError("--probe: needs --from CHECKPOINT, whose features it reads")
+    for name in ("recipe", "resume", "set", *OVERRIDES):
+        if name not in _OF_PROBE and getattr(arguments, "fields" if name == "set" else name.replace("-", "_")):
+            raise TrainingError(f"--probe: --{name} does not apply; allowed are --{', --'.join(_OF_PROBE)}")
 
 
 def _recipe_path(arguments: argparse.Namespace) -> Path:

@@ -71,7 +71,9 @@ async def _serve(
         counters.queue_depth[index] = depth
 
     on_batch = batch_observer(metrics.observe_batch, telemetry)
-    engine = engine_of(settings, load, on_batch, load_timeout=load_timeout, on_queue=queue_changed)
+    engine = engine_of(
+        settings, load, on_batch, metrics.observe_audit, load_timeout=load_timeout, on_queue=queue_changed
+    )
 
     def engine_changed() -> None:
         if engine.status.state == "ready":

@@ -16,6 +16,7 @@ from service.cluster.shared_memory import ImageSlots
 from service.engine.local import LocalEngine
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult
 from service.engine.streams import Waiting
+from service.engine.texts import Floats
 from service.errors import EngineUnavailable, InferenceFailed, ServiceError
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ class _WorkerConnection(FrameProtocol):
         self._worker: int | None = None
         self._slots: ImageSlots | None = None
         self._entries: dict[int, Waiting] = {}
+        self._texts: dict[int, asyncio.Task[Floats]] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Close the connection of another user before anything is read from it: the address has no permissions."""
@@ -103,6 +105,8 @@ class _WorkerConnection(FrameProtocol):
         for entry in self._entries.values():
             self._server.engine.cancel(entry)
         self._entries.clear()
+        for task in self._texts.values():
+            task.cancel()
 
     def frame_received(self, frame: protocol.Frame) -> None:
         """Handle a request; the first frame must say which worker it is from."""
@@ -111,6 +115,7 @@ class _WorkerConnection(FrameProtocol):
             if not authentic or frame.worker >= self._server.workers:
                 raise protocol.FrameError("no worker of this service")
             self._worker = frame.worker
+            self._reader.limit = protocol.TEXTS_LIMIT
             self._server.connections.add(self)
             self.publish_status()
         elif isinstance(frame, protocol.Submit) and self._worker is not None:
@@ -119,6 +124,12 @@ class _WorkerConnection(FrameProtocol):
             if frame.id in self._entries:  # else its answer is on the way already
                 self._server.engine.cancel(self._entries[frame.id])
                 self._answer(frame.id, protocol.Cancelled("cancelled"))
+            elif frame.id in self._texts:
+                self._texts[frame.id].cancel()
+        elif isinstance(frame, protocol.EmbedTexts) and self._worker is not None:
+            task = asyncio.create_task(self._server.engine.embed_texts(frame.texts, timeout=frame.timeout))
+            self._texts[frame.id] = task
+            task.add_done_callback(partial(self._embedded, frame.id))
         else:
             raise protocol.FrameError(f"{type(frame).__name__} out of order")
 
@@ -132,7 +143,7 @@ class _WorkerConnection(FrameProtocol):
 
     async def finish(self) -> None:
         """Send the answers that are still owed, and close."""
-        while self._entries:  # their outcomes are callbacks of this event loop
+        while self._entries or self._texts:  # their outcomes are callbacks of this event loop
             await asyncio.sleep(0)
         self.close()
 
@@ -148,7 +159,16 @@ class _WorkerConnection(FrameProtocol):
         else:
             self._entries[frame.id] = entry
 
-    def _answer(self, id_: int, outcome: InferenceResult | Exception) -> None:
+    def _embedded(self, id_: int, task: asyncio.Task[Floats]) -> None:
+        """Answer texts with their features, or with an error."""
+        del self._texts[id_]
+        error = protocol.Cancelled("cancelled") if task.cancelled() else task.exception()
+        if error is None:
+            self.send(protocol.TextsEmbedded(id_, task.result()))
+        else:
+            self._answer(id_, error)
+
+    def _answer(self, id_: int, outcome: InferenceResult | BaseException) -> None:
         """Send one request's outcome: every Submit gets exactly one, even if it was not taken."""
         self._entries.pop(id_, None)
         if isinstance(outcome, InferenceResult):

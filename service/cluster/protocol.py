@@ -7,6 +7,8 @@
     Submit(id, slot, ..., timeout)      -->                                pixels lie in the slot
     Cancel(id)                          -->
                                         <--      Completed(id, ...) or Failed(id, ...)
+    EmbedTexts(id, texts, timeout)      -->
+                                        <--      TextsEmbedded(id, features) or Failed(id, ...)
 
 Every Submit gets exactly one Completed or Failed, a cancelled one too: only then may its slot be used again.
 
@@ -23,8 +25,10 @@ from typing import Annotated, Any, Self, cast
 import msgspec
 import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 from pydantic import BaseModel
 
+from model.config import LibraryConfig, NetworkConfig, ViTConfig
 from model.outputs import RequestedOutputs
 from service import errors
 from service.engine.messages import EngineStatus, InferenceResult, ModelInfo
@@ -32,7 +36,16 @@ from service.engine.messages import EngineStatus, InferenceResult, ModelInfo
 _LENGTH_BYTES = 4
 
 REQUEST_LIMIT = 1 << 10
-"""Bytes of the longest frame that a worker sends. Any process may connect and claim to be a worker."""
+"""Bytes of the longest frame about an image, without a map's direction, and of the longest first frame.
+
+Any process may connect and claim to be a worker.
+"""
+
+TEXTS_LIMIT = 2 << 20
+"""Bytes of the longest frame of a worker that has proved to be one: `MAX_TEXTS` texts of `MAX_CHARACTERS`.
+
+A map's direction has 4 bytes for each of at most 16,384 values.
+"""
 
 REPLY_LIMIT = 256 << 20
 """Bytes of the longest frame that an engine sends: a model may have a million labels."""
@@ -128,7 +141,22 @@ class Failed(_Frame, frozen=True, tag=7):
         return FAILURES[self.kind](self.message)
 
 
-Frame = Hello | Submit | Cancel | StatusChanged | ModelLoaded | Completed | Failed
+class EmbedTexts(_Frame, frozen=True, tag=8):
+    """Asks for the features of texts, within `timeout` seconds from now."""
+
+    id: int
+    texts: tuple[str, ...]
+    timeout: float
+
+
+class TextsEmbedded(_Frame, frozen=True, tag=9):
+    """Answers texts with their features [N, D]."""
+
+    id: int
+    features: NDArray[np.float32]
+
+
+Frame = Hello | Submit | Cancel | StatusChanged | ModelLoaded | Completed | Failed | EmbedTexts | TextsEmbedded
 
 
 def _to_plain(value: Any) -> Any:
@@ -141,6 +169,8 @@ def _to_plain(value: Any) -> Any:
 
 def _from_plain(kind: Any, value: Any) -> Any:
     """Return the pydantic model or the array, a read-only view of its bytes, that `_to_plain` was given."""
+    if kind is NetworkConfig:
+        kind = LibraryConfig if "library" in value else ViTConfig
     if isinstance(kind, type):
         return cast(type[BaseModel], kind).model_validate(value)
     shape, data = value
@@ -162,7 +192,7 @@ class FrameReader:
     """Cuts a stream of bytes, however it arrives, into frames; a frame above `limit` bytes is refused by its length."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Frame]:
@@ -173,8 +203,8 @@ class FrameReader:
             while end - start >= _LENGTH_BYTES:
                 payload = start + _LENGTH_BYTES
                 length = int.from_bytes(self._buffer[start:payload], "little")
-                if length > self._limit:
-                    raise FrameError(f"a frame of {length} bytes, where {self._limit} are allowed")
+                if length > self.limit:
+                    raise FrameError(f"a frame of {length} bytes, where {self.limit} are allowed")
                 if end < payload + length:
                     break
                 start = payload + length

@@ -8,7 +8,10 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from service.cluster import protocol
 from service.cluster.channel import EngineChannel, FrameProtocol
@@ -72,6 +75,12 @@ class RemoteEngine:
         if not self.ready or self._connection is None:
             raise EngineUnavailable(self._status.reason)
         return await self._connection.infer(request, timeout)
+
+    async def embed_texts(self, texts: Sequence[str], *, timeout: float) -> NDArray[np.float32]:
+        """See `Engine.embed_texts`."""
+        if not self.ready or self._connection is None:
+            raise EngineUnavailable(self._status.reason)
+        return await self._connection.embed_texts(texts, timeout)
 
     async def close(self) -> None:
         """Disconnect; requests without an outcome are answered `EngineUnavailable`."""
@@ -157,6 +166,11 @@ class Balancer:
         """See `Engine.infer`."""
         return await self._least_loaded().infer(request, timeout=timeout)
 
+    async def embed_texts(self, texts: Sequence[str], *, timeout: float) -> NDArray[np.float32]:
+        """See `Engine.embed_texts`; all workers ask the same engine, so that a text is computed once."""
+        engine = next((engine for engine in self.engines if engine.ready), self.engines[0])
+        return await engine.embed_texts(texts, timeout=timeout)
+
     async def close(self) -> None:
         """Close all engines."""
         await asyncio.gather(*(engine.close() for engine in self.engines))
@@ -173,10 +187,10 @@ class Balancer:
 
 
 class _Pending(NamedTuple):
-    """A request without an outcome: its slot is in use though its caller may have gone."""
+    """A request without an outcome: its slot is in use though its caller may have gone; texts have none."""
 
-    slot: int
-    future: asyncio.Future[InferenceResult]
+    slot: int | None
+    future: asyncio.Future[Any]
 
 
 class _EngineConnection(FrameProtocol):
@@ -217,6 +231,8 @@ class _EngineConnection(FrameProtocol):
         """Deliver answers, and hand on the engine's status."""
         if isinstance(frame, protocol.Completed):
             self._deliver(frame.id, frame.result)
+        elif isinstance(frame, protocol.TextsEmbedded):
+            self._deliver(frame.id, frame.features)
         elif isinstance(frame, protocol.Failed):
             self._deliver(frame.id, frame.error())
         elif isinstance(frame, protocol.ModelLoaded | protocol.StatusChanged):
@@ -236,22 +252,35 @@ class _EngineConnection(FrameProtocol):
             raise QueueFull(f"all {self._slots.count} places in the queue are taken")
         self._slots[self._free[-1]][...] = request.pixels  # taken only after the copy, which may be refused
         slot = self._free.pop()
+        result: InferenceResult = await self._outcome(
+            lambda id_: protocol.Submit(id_, slot, timeout, request.requested, request.traceparent), slot
+        )
+        return result
+
+    async def embed_texts(self, texts: Sequence[str], timeout: float) -> NDArray[np.float32]:
+        """See `Engine.embed_texts`."""
+        features: NDArray[np.float32] = await self._outcome(lambda id_: protocol.EmbedTexts(id_, tuple(texts), timeout))
+        return features
+
+    async def _outcome(self, frame: Callable[[int], protocol.Frame], slot: int | None = None) -> Any:
+        """Send the frame of a new id, and return its outcome."""
         id_ = next(self._ids)
-        future: asyncio.Future[InferenceResult] = self._loop.create_future()
+        future: asyncio.Future[Any] = self._loop.create_future()
         self._pending[id_] = _Pending(slot, future)
         self._count()
-        self.send(protocol.Submit(id_, slot, timeout, request.requested, request.traceparent))
+        self.send(frame(id_))
         try:
             return await future
         except asyncio.CancelledError:
             self.send(protocol.Cancel(id_))  # the slot comes back with the answer to this
             raise
 
-    def _deliver(self, id_: int, outcome: InferenceResult | ServiceError) -> None:
+    def _deliver(self, id_: int, outcome: InferenceResult | NDArray[np.float32] | ServiceError) -> None:
         if id_ not in self._pending:
             raise protocol.FrameError(f"an answer to {id_}, which waits for none")
         slot, future = self._pending.pop(id_)
-        self._free.append(slot)
+        if slot is not None:
+            self._free.append(slot)
         self._count()
         if future.done():  # its caller went away
             return

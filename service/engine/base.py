@@ -38,11 +38,24 @@ class ModelRunner(Protocol):
     def check(self) -> None:
         """Run the smallest batch; raises `DeviceError` when the device no longer computes."""
 
+    def defers(self, requested: RequestedOutputs) -> bool:
+        """Return whether `predict` of an image would first load something, for a second or two."""
+
     def launch_size(self, count: int) -> int:
         """Return the number of rows launched for a batch of `count` images."""
 
     def predict(self, images: Sequence[NDArray[np.uint8]], requests: Sequence[RequestedOutputs]) -> Sequence[Outputs]:
         """Return the requested outputs of each image, see `model.runtime.predictor.Predictor.predict`."""
+
+    @property
+    def audits(self) -> bool:
+        """Return whether `reference_class` says more than `predict` does."""
+
+    def reference_class(self, image: NDArray[np.uint8]) -> int:
+        """Return the best class of one image in float32; where `audits`. One thread calls it, beside `predict`."""
+
+    def embed_texts(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Return the features of texts, float32 [N, D]; for models with a text tower. One thread calls it."""
 
 
 class Engine(Protocol):
@@ -77,6 +90,15 @@ class Engine(Protocol):
             InferenceFailed: the model gave no answer for this image.
             EngineUnavailable: no model is ready.
             QueueFull: too many images wait.
+        """
+
+    async def embed_texts(self, texts: Sequence[str], *, timeout: float) -> NDArray[np.float32]:
+        """Return the features of texts, float32 [N, D], which must be there within `timeout` seconds.
+
+        Only an engine whose `info.zero_shot` is there has a text tower.
+
+        Raises:
+            DeadlineExceeded, InferenceFailed, EngineUnavailable, QueueFull: as `infer`.
         """
 
     async def close(self) -> None:

@@ -90,6 +90,10 @@ class BatchQueue(Generic[T]):
         """Return the number of entries that wait."""
         return len(self._entries)
 
+    def __contains__(self, entry: Entry[T]) -> bool:
+        """Return whether the entry waits here."""
+        return entry in self._entries
+
     def age(self) -> float:
         """Return the seconds since the oldest entry arrived; 0 when none waits."""
         return self._clock() - next(iter(self._entries)).arrived if self._entries else 0.0

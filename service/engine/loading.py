@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
+from model.runtime.backend import INT8_RECORD
 from service.engine.devices import VISIBLE, gpus_are_here, visible_devices
 from service.engine.messages import ModelInfo, attributes
 from service.settings import Settings
 
 if TYPE_CHECKING:
     from model.checkpoint import Checkpoint
+    from model.runtime.openvino.store import Entry
     from model.runtime.predictor import Predictor
 
 logger = logging.getLogger(__name__)
+
+_MATTER: Final = (
+    *("checkpoint", "image_size", "preprocess", "labels", "architecture", "weights", "keys", "base", "templates"),
+    *("checkpoint_folder", "device", "dtype", "agreement", "backend", "compile", "max_batch", "threads", "streams"),
+)
+"""The settings that change a graph, or what it is run with."""
 
 
 def checkpoint_from(settings: Settings) -> Checkpoint:
     """Read the checkpoint that the settings name; raises `CheckpointError` if it cannot be read exactly."""
     from model.checkpoint import load_checkpoint  # noqa: PLC0415  torch takes seconds to import
 
+    folder = None if settings.checkpoint_folder is None else Path(settings.checkpoint_folder).resolve()
+    is_below = folder is not None and Path(settings.checkpoint).resolve().is_relative_to(folder)
     return load_checkpoint(
         settings.checkpoint,
         image_size=settings.image_size,
@@ -31,11 +44,16 @@ def checkpoint_from(settings: Settings) -> Checkpoint:
         weights=settings.weights,
         keys=settings.keys,
         base=settings.base,
+        bases_below=folder if is_below else None,
+        templates=settings.templates,
     )
 
 
-def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
+def load_predictor(settings: Settings, *, lazy: bool = False) -> tuple[Predictor, ModelInfo]:
     """Read the checkpoint and put its model on the device; the caller warms it up.
+
+    Args:
+        lazy: whether graphs that were kept are compiled when they are first needed, for few pictures.
 
     Raises:
         CheckpointError: the checkpoint cannot be read exactly.
@@ -46,31 +64,89 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
         os.environ[VISIBLE], device = visible_devices(device), "cuda:0"
     # OpenMP threads that spin between operators starve the decode threads beside them. Read when torch loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from model.runtime.device import unusable_reason  # noqa: PLC0415  torch takes seconds to import
+    entry = _entry(settings)
+    if entry is not None:
+        from model.runtime.kept import kept_predictor  # noqa: PLC0415
+
+        kept = kept_predictor(entry, lambda: checkpoint_from(settings), lazy=lazy)
+        if kept is not None:
+            return kept, _described(settings, kept.checkpoint, kept)
+    from model.checkpoint.local_files import recording  # noqa: PLC0415  torch takes seconds to import
+    from model.runtime.device import unusable_reason  # noqa: PLC0415
+    from model.runtime.openvino.store import Keep  # noqa: PLC0415
     from model.runtime.predictor import Predictor  # noqa: PLC0415
 
-    checkpoint = checkpoint_from(settings)
-    for assumption in checkpoint.assumed:
-        logger.info("%s: assumed: %s", checkpoint.name, assumption)
-    for note in checkpoint.notes:
-        logger.info("%s: %s", checkpoint.name, note)
+    with recording() as files:
+        checkpoint = checkpoint_from(settings)
     predictor = Predictor(
         checkpoint,
         device=device,
         device_name=settings.device if settings.device.startswith("cuda:") else None,
         dtype=settings.dtype,
-        float8_agreement=settings.agreement,
+        least_agreement=settings.agreement,
         compile_mode="auto" if settings.compile == "no-graphs" else settings.compile,
         backend=settings.backend,
         max_batch=settings.max_batch,
         threads=settings.threads or _torchs_threads(device),
         streams=settings.streams,
         graphs=settings.compile != "no-graphs",
+        keep=None if entry is None else Keep(entry, files),
     )
     if predictor.device == "cpu" and settings.device == "auto" and gpus_are_here():
         logger.error("THE GPU IS NOT USED: %s", unusable_reason())
+    return predictor, _described(settings, checkpoint, predictor)
+
+
+def _described(settings: Settings, checkpoint: Checkpoint, predictor: Predictor) -> ModelInfo:
+    for assumption in checkpoint.assumed:
+        logger.info("%s: assumed: %s", checkpoint.name, assumption)
+    for note in checkpoint.notes:
+        logger.info("%s: %s", checkpoint.name, note)
+    if settings.coverage is not None:
+        predictor.set_coverage(settings.coverage)
     facts = attributes(ModelInfo.__dataclass_fields__, checkpoint, predictor)
-    return predictor, ModelInfo(**facts | {"name": settings.model_name or checkpoint.name})
+    return ModelInfo(**facts | {"name": settings.model_name or checkpoint.name})
+
+
+def _entry(settings: Settings) -> Entry | None:
+    """Return where graphs of these settings are kept, or None where none are."""
+    may_compile = settings.compile in ("on", "max") and settings.backend == "auto"
+    on_gpu = settings.device != "cpu" and (settings.device != "auto" or gpus_are_here())
+    folder = cache_folder(settings)
+    if folder is None or on_gpu or may_compile or settings.backend == "torch":
+        return None
+    if settings.dtype == "int8" or (settings.dtype == "auto" and Path(settings.checkpoint, INT8_RECORD).exists()):
+        return None  # the float graph, and torch, are needed beside it
+    if importlib.util.find_spec("openvino") is None:
+        return None
+    from model.runtime.openvino.store import Entry  # noqa: PLC0415  an optional package
+
+    return Entry(folder, {name: _resolved(getattr(settings, name)) for name in _MATTER})
+
+
+def cache_folder(settings: Settings, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the folder that the settings name for graphs, or None where none are kept."""
+    if settings.cache_dir == "off":
+        return None
+    if settings.cache_dir is not None:
+        return Path(settings.cache_dir).expanduser().absolute() / "graphs"
+    base = environment.get("XDG_CACHE_HOME", "")
+    try:
+        home = Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()
+    except RuntimeError:  # no home
+        return None
+    return home / "vitserve" / "graphs"
+
+
+def _resolved(value: object) -> object:
+    """Return a setting's value; of one that names a file or folder here, the absolute path."""
+    if not isinstance(value, str) or value == "bundled":
+        return value
+    try:
+        path = Path(value).expanduser().absolute()
+        return str(path) if path.exists() else value
+    except (OSError, ValueError, RuntimeError):
+        return value
 
 
 @functools.cache

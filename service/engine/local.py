@@ -19,10 +19,11 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
 from model.errors import VitError
+from service.engine.audit import Audit, AuditReport
 from service.engine.base import ModelRunner
 from service.engine.batching import State
 from service.engine.messages import (
@@ -34,6 +35,7 @@ from service.engine.messages import (
     ModelInfo,
 )
 from service.engine.streams import Outcome, Streams, Waiting, reason_of
+from service.engine.texts import Floats, TextFeatures
 from service.errors import DeadlineExceeded, EngineUnavailable
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,8 @@ class LocalEngine:
         load_timeout: seconds that the model may load and warm up beside another that serves, and whose owner then
             says why it is not swapped; None: no other model serves, and loading may take any time.
         on_batch: called with the report of every launch, on the event loop; for metrics.
+        audit: see `Streams`.
+        on_audit: called with what came out of each audited picture, on the event loop; for metrics.
         queue_size, max_delay, on_queue, clock: see `Streams`.
 
     Attributes:
@@ -71,7 +75,9 @@ class LocalEngine:
         on_batch: Callable[[BatchReport], None],
         batch_timeout: float = math.inf,
         load_timeout: float | None = None,
-        on_queue: Callable[[int], None] = lambda depth: None,
+        on_queue: Callable[[int], None] | None = None,
+        audit: Audit | None = None,
+        on_audit: Callable[[AuditReport], None] = lambda report: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.info: ModelInfo | None = None
@@ -92,9 +98,12 @@ class LocalEngine:
             queue_size=queue_size,
             max_delay=max_delay,
             deliver=lambda outcomes, report: self._call_loop(self._deliver, outcomes, report),
-            on_queue=on_queue,
+            on_queue=on_queue or (lambda depth: None),
+            audit=audit,
+            on_audit=lambda report: self._call_loop(on_audit, report),
             clock=clock,
         )
+        self._texts = TextFeatures(self._texts_of_runner)
         self._on_change: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -171,6 +180,18 @@ class LocalEngine:
         self._callers.pop(entry, None)
         self._streams.cancel(entry)
 
+    async def embed_texts(self, texts: Sequence[str], *, timeout: float) -> Floats:
+        """Return the features of texts; see `Engine.embed_texts`."""
+        if not self.ready:
+            raise EngineUnavailable(self._reason)
+        return await self._texts.embed(texts, timeout=timeout)
+
+    def _texts_of_runner(self, texts: Sequence[str]) -> Floats:
+        runner = self._runner
+        if runner is None:
+            raise RuntimeError("the model is gone")
+        return runner.embed_texts(texts)
+
     async def close(self) -> None:
         """Finish the running batches; what still waits is answered `EngineUnavailable`."""
         self._streams.stop()
@@ -237,6 +258,8 @@ class LocalEngine:
         if self._state == "failed":  # what hung came back after all
             return
         self._state, self._reason, self.info = state, reason, info or self.info
+        if state != "ready":
+            self._texts.close()
         self._on_change()
 
     # The engine thread's side.
@@ -268,6 +291,7 @@ class LocalEngine:
             # An image that is just being put is either refused or handed back here.
             left = [(entry, EngineUnavailable(reason)) for entry in self._streams.close()]
             self._call_loop(self._deliver, left)
+            self._call_loop(self._expire)  # what the queue found out of time waits for its timer, and nothing else does
             self._call_loop(self._change, state, reason)
 
     def _call_loop(self, function: Callable[..., None], *arguments: object) -> None:

@@ -13,8 +13,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from model.config import PreprocessConfig, ViTConfig
+from model.config import NetworkConfig, PreprocessConfig
 from model.outputs import Outputs, RequestedOutputs
+from model.zero_shot import ZeroShot
 
 Release = Literal["full", "idle", "delay"]
 """Why a batch was launched: it was full, the device was idle, or its oldest image had waited long enough."""
@@ -88,7 +89,7 @@ class ModelInfo:
     format: str
     architecture: str
     parameters: int
-    config: ViTConfig
+    config: NetworkConfig
     preprocess: PreprocessConfig
     labels: tuple[str, ...]
     temperature: float
@@ -100,6 +101,9 @@ class ModelInfo:
     gpu_uuid: str | None
     agreement: str | None = None
     assumed: tuple[str, ...] = ()
+    zero_shot: ZeroShot | None = None
+    coverage: float | None = None
+    calibrated_on: int | None = None
 
     @property
     def input_shape(self) -> tuple[int, int, int]:

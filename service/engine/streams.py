@@ -4,6 +4,10 @@ Every image of a launch gets an outcome, and an image that the model fails on fa
 
 Maps that need a pass of their own have a queue and a thread of their own, behind classification: a small batch is
 launched only while no other image waits, or when a map has waited for long, and its thread has a lower priority.
+What the runner has still to load something for, as torch, goes there too, until that is loaded.
+
+A sample of the answered pictures is computed again, one at a time, on one more thread of that priority, and only while
+no image waits or is computed.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ from dataclasses import replace
 from typing import Final
 
 from model.errors import VitError
+from model.outputs import RequestedOutputs
+from service.engine.audit import Audit, AuditReport
 from service.engine.base import ModelRunner
 from service.engine.batching import BatchQueue, Entry, Poll
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, Release
@@ -40,11 +46,16 @@ Deliver = Callable[[Iterable[tuple[Waiting, Outcome]], BatchReport | None], None
 class Streams:
     """Two batch queues behind a lock, with a thread for each stream of the runner, and a thread for explanations.
 
+    Streams and explanations wait for conditions of their own: to wake the thread of explanations with each image that
+    is to be classified would cost a request two switches of threads.
+
     Args:
         queue_size, max_delay, clock: see `BatchQueue`; each queue is of that size, and explanations are never delayed.
         deliver: called on a stream's thread after each launch, with each image's outcome and the report of the
             launch, or None if the launch ended the engine.
         on_queue: called with the number of waiting images whenever it changes, on any thread.
+        audit: takes the sample, where the runner has a reference.
+        on_audit: called on the audit's thread with what came out of each picture of the sample.
         without_core: returns for how many seconds of its life the thread of a native id has waited for a core.
     """
 
@@ -56,6 +67,8 @@ class Streams:
         deliver: Deliver,
         on_queue: Callable[[int], None],
         clock: Callable[[], float],
+        audit: Audit | None = None,
+        on_audit: Callable[[AuditReport], None] = lambda report: None,
         without_core: Callable[[int], float] = seconds_without_core,
     ) -> None:
         self._queue: BatchQueue[InferenceRequest] = BatchQueue(capacity=queue_size, max_delay=max_delay, clock=clock)
@@ -63,10 +76,15 @@ class Streams:
         self._deliver = deliver
         self._on_queue = on_queue
         self._clock = clock
+        self._audit = Audit(0) if audit is None else audit
+        self._on_audit = on_audit
+        self._audits = False
         self._without_core = without_core
-        self._wake = threading.Condition()
+        lock = threading.Lock()
+        self._wake, self._wake_explanations = threading.Condition(lock), threading.Condition(lock)
+        self._wake_audit = threading.Condition(lock)
         self._stopping = False
-        self._streams = 1
+        self._defers: Callable[[RequestedOutputs], bool] = _never
         self._launched_at: dict[int, float] = {}
         self._waited_before: dict[tuple[int, float], float] = {}
         self._failures: list[BaseException] = []
@@ -81,23 +99,26 @@ class Streams:
             queue = self._queue_of(request)
             entry = queue.put(request, deadline=self._clock() + timeout)
             self._on_queue(len(self))
-            # One stream is enough, but the thread of explanations may be the first of those that are woken.
-            self._wake.notify(2 if queue is self._queue else 1 + self._streams)
+            self._condition_of(queue).notify()
         return entry
 
     def cancel(self, entry: Waiting) -> None:
         """Take an image out of the queue if it is still there."""
         with self._wake:
-            self._queue_of(entry.item).cancel(entry)
+            (self._explanations if entry in self._explanations else self._queue).cancel(entry)
             self._on_queue(len(self))
             self._wake_if_explanations_alone_wait()
 
     def _wake_if_explanations_alone_wait(self) -> None:
         if len(self._explanations) and not len(self._queue):
-            self._wake.notify_all()
+            self._wake_explanations.notify()
 
     def _queue_of(self, request: InferenceRequest) -> BatchQueue[InferenceRequest]:
-        return self._explanations if request.requested.needs_pass else self._queue
+        is_slow = request.requested.needs_pass or self._defers(request.requested)
+        return self._explanations if is_slow else self._queue
+
+    def _condition_of(self, queue: BatchQueue[InferenceRequest]) -> threading.Condition:
+        return self._wake_explanations if queue is self._explanations else self._wake
 
     def computing_seconds(self) -> float:
         """Return for how long the oldest batch under way has been computed, in seconds; 0 without a batch.
@@ -116,17 +137,21 @@ class Streams:
 
         The error of the first stream that fails ends the others too, and is raised.
         """
-        self._streams = runner.streams
+        self._defers = runner.defers
         others = [
             threading.Thread(target=self._classify, args=(runner,), name=f"engine-{number}", daemon=True)
             for number in range(1, runner.streams)
         ]
         others.append(threading.Thread(target=self._explain, args=(runner,), name="engine-maps", daemon=True))
+        self._audits = runner.audits
+        if self._audits:
+            others.append(threading.Thread(target=self._audit_all, args=(runner,), name="engine-audit", daemon=True))
         for thread in others:
             thread.start()
         self._classify(runner)
         for thread in others:
             thread.join()
+        self._defers = _never  # whoever holds this engine does not hold the model
         for failure in self._failures[1:]:
             logger.error("another stream failed too", exc_info=failure)
         if self._failures:
@@ -137,6 +162,8 @@ class Streams:
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
+            self._wake_explanations.notify_all()
+            self._wake_audit.notify_all()
 
     def close(self) -> list[Waiting]:
         """Refuse further images and hand back those that wait, oldest first."""
@@ -158,6 +185,9 @@ class Streams:
             while (poll := self._next(queue, max_batch)) is not None:
                 batch = poll.batch
                 outcomes, report = launch(runner, batch, poll.release, self._clock)
+                if self._audits and all(entry.item.requested.classes_alone for entry in batch):
+                    with self._wake:
+                        self._audit.offer([entry.item.pixels for entry in batch], outcomes)
                 self._deliver(list(zip(batch, outcomes, strict=True)), report)
         except BaseException as error:  # noqa: BLE001  raised by `run`
             # Whatever ends the engine, the callers of this batch get an error.
@@ -167,12 +197,14 @@ class Streams:
 
     def _next(self, queue: BatchQueue[InferenceRequest], max_batch: int) -> Poll[InferenceRequest] | None:
         """Return the next batch of a queue as soon as the queue releases it, or None when the stream is to end."""
-        stream = threading.get_native_id()
-        with self._wake:
+        stream, condition = threading.get_native_id(), self._condition_of(queue)
+        with condition:
             self._launched_at.pop(stream, None)
+            if self._audits and len(self._audit) and self._is_idle():
+                self._wake_audit.notify()
             while not self._stopping:
                 if queue is self._explanations and len(self._queue) and (age := queue.age()) < MAX_EXPLANATION_WAIT:
-                    self._wake.wait(MAX_EXPLANATION_WAIT - age if len(queue) else None)
+                    condition.wait(MAX_EXPLANATION_WAIT - age if len(queue) else None)
                     continue
                 waited = len(queue)
                 poll = queue.poll(max_batch)
@@ -182,8 +214,32 @@ class Streams:
                 if poll.batch:
                     self._launched_at[stream] = self._clock()
                     return poll
-                self._wake.wait(poll.wait)
+                condition.wait(poll.wait)
         return None
+
+    def _is_idle(self) -> bool:
+        return not len(self) and not self._launched_at
+
+    def _audit_all(self, runner: ModelRunner) -> None:
+        """Compute the sample again until `stop`. An audit that fails ends, and the engine goes on."""
+        lower_priority()
+        while True:
+            with self._wake_audit:
+                while not self._stopping and not (len(self._audit) and self._is_idle()):
+                    self._wake_audit.wait()
+                if self._stopping:
+                    return
+                sample = self._audit.take()
+            try:
+                report = self._audit.report(sample, runner)
+            except (RuntimeError, ValueError, MemoryError) as error:
+                logger.error("the audit ends: %s", error)
+                return
+            self._on_audit(report)
+
+
+def _never(requested: RequestedOutputs) -> bool:
+    return False
 
 
 def reason_of(error: BaseException) -> str:

@@ -50,9 +50,13 @@ class Exchange:
         broken_framing: how the body broke its framing; None while it has not.
         arriving: the body while the application reads it, else None.
         status: of the answer; None until it starts.
+        refused_at: seconds of the application's clock at which it was refused for want of room; None if it was not.
+        refused_before: the same of the connection's last request.
     """
 
     def __init__(self) -> None:
+        self.refused_at: float | None = None
+        self.refused_before: float | None = None
         self.discards_body = False
         self.broken_framing: str | None = None
         self.arriving: ArrivingBody | None = None
@@ -94,6 +98,7 @@ class HttpExchange(Exchange):
 
     Attributes:
         more_body: the end of the body has not come.
+        waiting_bytes: of the body, which the application has not taken yet.
         complete: the answer is written to its end.
         disconnected: the caller is gone.
     """
@@ -111,7 +116,7 @@ class HttpExchange(Exchange):
         self._connection = connection
         self._expects_continue = expects_continue
         self._body: list[bytes] = []
-        self._body_bytes = 0
+        self.waiting_bytes = 0
         self._changed = asyncio.Event()
         self._head: bytes = b""
         self._chunked = False
@@ -123,12 +128,11 @@ class HttpExchange(Exchange):
         """Return whether the whole answer is out, and the rest of the body is read so that the caller sees it."""
         return self.status is not None and not self.complete and self._length == 0
 
-    def add_body(self, data: bytes) -> int:
-        """Take a piece of the body; return how many bytes wait for the application."""
+    def add_body(self, data: bytes) -> None:
+        """Take a piece of the body."""
         self._body.append(data)
-        self._body_bytes += len(data)
+        self.waiting_bytes += len(data)
         self._changed.set()
-        return self._body_bytes
 
     def end_body(self) -> None:
         """Mark the body as ended."""
@@ -164,7 +168,7 @@ class HttpExchange(Exchange):
         if self.disconnected or self.complete:
             return {"type": "http.disconnect"}
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        self._body, self._body_bytes = [], 0
+        self._body, self.waiting_bytes = [], 0
         return {"type": "http.request", "body": body, "more_body": self.more_body}
 
     async def send(self, message: Message) -> None:
@@ -240,12 +244,16 @@ class HttpExchange(Exchange):
 def head_bytes(status: int, headers: list[Header]) -> bytes:
     """Return the head of an answer; raises `RuntimeError` if a header is invalid."""
     lines = [_status_line(status)]
-    for name, value in headers:
-        if _NAME.fullmatch(name) is None or _NO_VALUE.search(value) is not None:
-            raise RuntimeError(f"{name!r}: {value!r} is no valid header")
-        lines.append(b"%b: %b\r\n" % (name, value))
+    lines += [_header_line(name, value) for name, value in headers]
     lines.append(b"\r\n")
     return b"".join(lines)
+
+
+@lru_cache(maxsize=128)
+def _header_line(name: bytes, value: bytes) -> bytes:
+    if _NAME.fullmatch(name) is None or _NO_VALUE.search(value) is not None:
+        raise RuntimeError(f"{name!r}: {value!r} is no valid header")
+    return b"%b: %b\r\n" % (name, value)
 
 
 @lru_cache(maxsize=128)

@@ -195,6 +195,8 @@ class HttpProtocol(asyncio.Protocol):
             self._refuse(MalformedRequest(f"more than {_MAX_HEAD_BYTES} bytes that are no body"))
         elif newest is None or (newest.complete and (self._overhead or newest.more_body)):
             self._start_head_timer()  # a new head has begun, or a body is discarded
+        elif newest.more_body and newest.waiting_bytes > _MAX_BODY_BYTES:
+            self._pause_reading()
 
     def _parse(self, data: memoryview) -> int:
         """Return the number of bytes parsed: at least one, and all of them unless a head asks for another protocol."""
@@ -291,6 +293,8 @@ class HttpProtocol(asyncio.Protocol):
         )
         exchange.discards_body = may_discard(version, headers)
         before, self._newest = self._newest, exchange
+        if before is not None:
+            exchange.refused_before = before.refused_at
         if before is None or before.complete:
             self._run(exchange, scope)
         else:
@@ -310,8 +314,8 @@ class HttpProtocol(asyncio.Protocol):
             return
         self._overhead = 0
         newest = cast(HttpExchange, self._newest)
-        if not newest.complete and newest.add_body(body) > _MAX_BODY_BYTES:
-            self._pause_reading()
+        if not newest.complete:
+            newest.add_body(body)
 
     def on_message_complete(self) -> None:
         """Reset the count of overhead at the end of a request."""

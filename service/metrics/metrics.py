@@ -38,6 +38,8 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
+from model.outputs import Outputs
+from service.engine.audit import AuditReport
 from service.engine.messages import BatchReport, EngineStatus, ModelInfo
 from service.metrics.nvml import GpuCollector
 
@@ -55,7 +57,7 @@ _HEAD_BYTES = 8
 
 def files_of(process: str) -> dict[str, int]:
     """Return the names of the files that a process counts in, each with more bytes than all its series need."""
-    sizes = {"counter": 128 << 10, "histogram": 256 << 10, "gauge_livesum": 4 << 10}
+    sizes = {"counter": 128 << 10, "histogram": 256 << 10, "gauge_livesum": 4 << 10, "gauge_mostrecent": 4 << 10}
     return {f"{kind}_{process}.db": size for kind, size in sizes.items()}
 
 
@@ -170,6 +172,16 @@ class Metrics(Collector):
             "vit_batch_size", "Images in a batch, without padding", ["device"], buckets=_BATCH_SIZES
         )
         self.batch_padding = counter("vit_batch_padding_total", "Rows launched beside images", ["device"])
+        self.audited = counter(
+            "vit_audit_images_total", "Images computed again in float32, by whether that agrees", ["device", "outcome"]
+        )
+        self.audit_agreement = Gauge(
+            "vit_audit_agreement",
+            "Share of the last audited images with float32's best class",
+            ["device"],
+            registry=registry,
+            multiprocess_mode="mostrecent",
+        )
         self.inflight = Gauge(
             "vit_inflight_requests", "Requests being handled", registry=registry, multiprocess_mode="livesum"
         )
@@ -187,6 +199,19 @@ class Metrics(Collector):
             "vit_recent_errors_total", "Pictures that could not be kept, or looked for, where VIT_RECENT_URL says"
         )
         self.top1_score = histogram("vit_top1_score", "Score of the first class of each answer", buckets=_SCORES)
+        self.abstained = counter(
+            "vit_abstained_total", "Pictures for which no label fits, of a model with a VIT_COVERAGE"
+        )
+
+    def observe_classes(self, outputs: Outputs) -> None:
+        """Count what the answer of a picture says of its classes."""
+        self.top1_score.observe(float(outputs.scores[0]))
+        self.count_abstained(outputs)
+
+    def count_abstained(self, outputs: Outputs) -> None:
+        """Count a picture whose set of labels is empty."""
+        if outputs.label_set is not None and not len(outputs.label_set):
+            self.abstained.inc()
 
     def watch(self, sources: Sources) -> None:
         """Read the state of the service at every scrape instead of following each change."""
@@ -202,6 +227,11 @@ class Metrics(Collector):
         self.batches.labels(report.device, report.release).inc()
         self.batch_size.labels(report.device).observe(report.size)
         self.batch_padding.labels(report.device).inc(report.padding)
+
+    def observe_audit(self, report: AuditReport) -> None:
+        """Count one audited image."""
+        self.audited.labels(report.device, "agrees" if report.agrees else "differs").inc()
+        self.audit_agreement.labels(report.device).set(report.agreement)
 
     async def gather(self, accept: str) -> tuple[bytes, str]:
         """Return what `GET /metrics` answers and its media type; a subclass may ask other replicas for theirs.

@@ -118,7 +118,7 @@ class ByteBudget:
 
 
 class Body:
-    """A request's body, an `ArrivingBody` of `service.http.exchange`.
+    """A request's body, an `ArrivingBody` of `service.http.exchange`; as a context manager it counts while that lasts.
 
     Attributes:
         size: bytes of it that are counted.
@@ -133,6 +133,12 @@ class Body:
         self.began = 0.0
         self.paid_until = 0.0
         self._receiving = receiving
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._receiving.give_back(self)
 
     def crawls(self) -> bool:
         """Return whether it arrives more slowly than it must, see `Receiving.crawls`."""
@@ -162,14 +168,9 @@ class Receiving:
         self._clock = clock
         self._arriving: dict[Body, Callable[[], None]] = {}
 
-    @contextlib.contextmanager
-    def body(self) -> Iterator[Body]:
-        """Return a new body, whose bytes count until the context ends."""
-        body = Body(self)
-        try:
-            yield body
-        finally:
-            self._give_back(body)
+    def body(self) -> Body:
+        """Return a new body, whose bytes count until its context ends."""
+        return Body(self)
 
     @contextlib.contextmanager
     def arriving(self, body: Body, end: Callable[[], None]) -> Iterator[None]:
@@ -198,7 +199,7 @@ class Receiving:
         end = self._arriving.pop(body, None)
         if end is not None:
             body.gave_way = True
-            self._give_back(body)
+            self.give_back(body)
             end()
 
     def newcomers(self, most: int) -> int:
@@ -227,7 +228,8 @@ class Receiving:
         now = self._clock()
         return [body for body in self._arriving if body.paid_until < now]
 
-    def _give_back(self, body: Body) -> None:
+    def give_back(self, body: Body) -> None:
+        """Count the bytes of a body no more."""
         self._budget.give_back(body.size)
         body.size = 0
 
@@ -235,21 +237,30 @@ class Receiving:
 class RefusalPace:
     """Delays refusals of callers that come back at once, against their `Retry-After`.
 
-    A refusal costs 0.2 ms. A hundred callers who come back at once would take the core that answers others. So each
-    answer lets some refusals go out at once, and further ones wait for their turn. A connection that waits gives way
-    to newcomers, and is forgotten when its caller leaves. Belongs to one event loop.
+    A refusal costs 0.2 ms, and the picture that is read and discarded as much again. A hundred callers who come back at
+    once would take the core that answers others. So each answer lets some refusals go out at once, and further ones
+    wait for their turn. A refusal on a connection that was refused within the last second takes all that an answer
+    lets go. A connection that waits gives way to newcomers, and is forgotten when its caller leaves. Belongs to one
+    event loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._credit = _MOST_CREDIT
         self._waiting: deque[_Turn] = deque()
 
     async def turn(self, exchange: Exchange) -> None:
         """Return when a refusal may go out, at the latest after `LONGEST_WAIT` seconds."""
-        if self._credit:
-            self._credit -= 1
-            return
-        turn = _Turn()
+        before = exchange.refused_before
+        returns = before is not None and self._clock() - before < LONGEST_WAIT
+        turn = _Turn(_REFUSALS_PER_ANSWER if returns else 1)
+        if self._credit >= turn.cost:
+            self._credit -= turn.cost
+        else:
+            await self._wait(turn, exchange)
+        exchange.refused_at = self._clock()
+
+    async def _wait(self, turn: _Turn, exchange: Exchange) -> None:
         exchange.arriving = turn
         self._waiting.append(turn)
         try:
@@ -264,13 +275,21 @@ class RefusalPace:
     def answered(self) -> None:
         """Count an answer, and let the refusals go out that have waited longest."""
         self._credit = min(_MOST_CREDIT, self._credit + _REFUSALS_PER_ANSWER)
-        while self._credit and self._waiting:
-            self._credit -= 1
-            self._waiting.popleft().give_way()
+        while self._waiting and self._credit >= self._waiting[0].cost:
+            turn = self._waiting.popleft()
+            self._credit -= turn.cost
+            turn.give_way()
 
 
 class _Turn(asyncio.Event):
-    """A refusal that waits, an `ArrivingBody` of its connection: the first to be closed for another."""
+    """A refusal that waits, an `ArrivingBody` of its connection: the first to be closed for another.
+
+    `cost` is how many refusals it counts as.
+    """
+
+    def __init__(self, cost: int) -> None:
+        super().__init__()
+        self.cost = cost
 
     def crawls(self) -> bool:
         """Return that the connection may be closed."""

@@ -142,7 +142,7 @@ def create_app(
     app.state.pipelines = pipelines = Pipelines(engine, make_pipeline)
     # The first route of a path answers: with the page, `operations` keeps its plain index to itself.
     routers = (pages.page, *_ROUTERS) if settings.page else _ROUTERS
-    app.router.routes = [route for router in routers for route in router.routes]
+    app.set_routes([route for router in routers for route in router.routes])
     app.router.default = no_such_path
 
     metrics.watch(
@@ -158,7 +158,7 @@ def create_app(
     keys = parse_keys(key.get_secret_value() for key in settings.api_keys)
     app.state.keys_required = bool(keys)
     guard = KeyGuard(keys, key_limiter or KeyLimiter(len(keys), settings.key_max_requests), metrics)
-    pace = RefusalPace()
+    pace = RefusalPace(clock)
     layers: ASGIApp = ApiKeyMiddleware(app, guard, public) if keys else app
     layers = ProblemMiddleware(layers, metrics, pace)
     if settings.cors_origins:

@@ -16,9 +16,9 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -32,6 +32,7 @@ from model.errors import ImageError
 from model.images.formats import UnboundedWork
 from model.images.preprocess import model_input
 from model.outputs import RequestedOutputs
+from model.zero_shot import of_image
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from service.engine.swapping import Generation, Swappable
@@ -64,6 +65,8 @@ T = TypeVar("T")
 
 _LATE_SECONDS = 0.5
 """Nobody waits longer than a second more than the request's time; what is left is for the answer's way."""
+
+_UNTRACED = nullcontext()
 
 MAX_DRAWINGS = 64
 """Attention maps that wait to be drawn, or are being drawn, in each process; more are refused with 503."""
@@ -153,7 +156,9 @@ class Pipeline:
         """
         self.check_open()
         self.limiter.check()
-        self.limiter.check(1 + self.receiving.newcomers(self.limiter.capacity // 2))
+        free = self.limiter.capacity - self.limiter.taken
+        if free <= self.limiter.capacity // 2:
+            self.limiter.check(1 + self.receiving.newcomers(free))
 
     @contextmanager
     def admit_upload(self, request: Request) -> Iterator[Upload]:
@@ -293,6 +298,43 @@ class Pipeline:
     ) -> InferenceResult:
         """Return the model's answer to one picture, uint8 [H, W, C]; raises as `Engine.infer`.
 
+        Labels of the request are compared with the picture's embedding here; their texts are none of the batch's. A map
+        of the best of them, which is known only then, is asked for on its own.
+        """
+        if not requested.labels:
+            return await self._infer(pixels, deadline, requested)
+        zero_shot = self.model().zero_shot
+        assert zero_shot is not None, "routes refuse labels for other models"
+        result = await self._infer(pixels, deadline, of_image(requested))
+        texts = await self.embed_texts(zero_shot.prompts(requested.labels), deadline)
+        features = zero_shot.label_features(texts)
+        outputs = zero_shot.compare(result.outputs, features, requested)
+        if requested.map is not None and requested.map.of_best_class:
+            of_label = RequestedOutputs(1, zero_shot.map_of_best(result.outputs, features))
+            explained = await self._infer(pixels, deadline, of_label)
+            assert explained.outputs.map is not None, "the engine answers each request for a map"
+            outputs = zero_shot.with_map(outputs, explained.outputs.map)
+            result = replace(
+                result,
+                queue_seconds=result.queue_seconds + explained.queue_seconds,
+                inference_seconds=result.inference_seconds + explained.inference_seconds,
+            )
+        return replace(result, outputs=outputs)
+
+    async def embed_texts(self, texts: Sequence[str], deadline: Deadline) -> NDArray[np.float32]:
+        """Return the features of texts, [N, D]; raises as `Engine.embed_texts`."""
+        remaining = deadline.remaining()
+        try:
+            async with asyncio.timeout(remaining + _LATE_SECONDS):
+                return await self.engine.embed_texts(texts, timeout=remaining)
+        except TimeoutError:
+            raise DeadlineExceeded("the text tower did not answer in time") from None
+
+    async def _infer(
+        self, pixels: NDArray[np.uint8], deadline: Deadline, requested: RequestedOutputs
+    ) -> InferenceResult:
+        """Return the engine's answer to one picture; raises as `Engine.infer`.
+
         A picture that was launched in time may be answered late, up to `_LATE_SECONDS`: an engine may never answer.
         """
         traceparent = None if self.tracer is None else self.tracer.traceparent()
@@ -316,16 +358,18 @@ class Pipeline:
         if self.tracer is not None:
             self.tracer.stage(stage, seconds)
 
+    def _traced(self, stage: str) -> AbstractContextManager[None]:
+        """Return a context that reports an error of a stage to the tracer, if there is one."""
+        return _UNTRACED if self.tracer is None else self._reported(stage, self.tracer)
+
     @contextmanager
-    def _traced(self, stage: str) -> Iterator[None]:
-        """Report an error of a stage to the tracer."""
+    def _reported(self, stage: str, tracer: RequestTracer) -> Iterator[None]:
         started = self.clock()
         try:
             yield
         except (ImageError, ServiceError) as error:
-            if self.tracer is not None:
-                is_launched = isinstance(error, InferenceFailed)
-                self.tracer.failed("inference" if is_launched else stage, self.clock() - started, error)
+            is_launched = isinstance(error, InferenceFailed)
+            tracer.failed("inference" if is_launched else stage, self.clock() - started, error)
             raise
 
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from service.engine.audit import Audit, AuditReport
 from service.engine.base import Engine, ModelRunner
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, ModelInfo
@@ -41,7 +42,8 @@ def run_single_process(settings: Settings, load: Loader) -> int:
 
     def make(checkpoint: str | None) -> LocalEngine:
         own = settings if checkpoint is None else settings.model_copy(update={"checkpoint": checkpoint})
-        return engine_of(own, load, on_batch, load_timeout=settings.load_timeout if served else None)
+        load_timeout = settings.load_timeout if served else None
+        return engine_of(own, load, on_batch, metrics.observe_audit, load_timeout=load_timeout)
 
     swap = LocalSwap(make, on_retired=freeze_objects)
 
@@ -76,11 +78,12 @@ def engine_of(
     settings: Settings,
     load: Loader,
     on_batch: Callable[[BatchReport], None],
+    on_audit: Callable[[AuditReport], None],
     *,
     load_timeout: float | None = None,
-    on_queue: Callable[[int], None] = lambda depth: None,
+    on_queue: Callable[[int], None] | None = None,
 ) -> LocalEngine:
-    """Return an engine of this process; it calls `load` on its thread, and `on_batch` with each batch."""
+    """Return an engine of this process; it calls `load` on its thread, and the others with each batch and audit."""
     return LocalEngine(
         lambda: load(settings),
         device=settings.device,
@@ -89,12 +92,16 @@ def engine_of(
         batch_timeout=settings.batch_timeout,
         load_timeout=load_timeout,
         on_batch=on_batch,
+        audit=Audit(settings.audit),
+        on_audit=on_audit,
         on_queue=on_queue,
     )
 
 
-def log_address(settings: Settings, port: int, container_marks: Iterable[str] = _CONTAINER_MARKS) -> None:
-    """Log where the service answers and what to try."""
+def log_address(
+    settings: Settings, port: int, container_marks: Iterable[str] = _CONTAINER_MARKS, path: str = "/classify"
+) -> None:
+    """Log where the service answers and what to try, which is a request of this path."""
     in_container = settings.host in _WILDCARDS and any(Path(mark).exists() for mark in container_marks)
     if settings.grpc_port is not None:
         where = "port " if in_container else f"{_reachable(settings.host)}:"
@@ -107,7 +114,7 @@ def log_address(settings: Settings, port: int, container_marks: Iterable[str] = 
     picture = EXAMPLE if Path(EXAMPLE).exists() else "photo.jpg"  # a wheel brings no examples
     logger.info("ready: %s (API: %s/docs). Try:", base, base)
     key = '-H "Authorization: Bearer $VIT_API_KEY" ' if settings.api_keys else ""
-    logger.info("  curl %s-F file=@%s '%s/classify'", key, picture, base)
+    logger.info("  curl %s-F file=@%s '%s%s'", key, picture, base, path)
 
 
 def _announce(engine: Engine, settings: Settings, server: Server) -> None:
@@ -120,7 +127,9 @@ def _announce(engine: Engine, settings: Settings, server: Server) -> None:
         return
     freeze_objects()
     log_model(engine.status, info)
-    log_address(settings, server.port)
+    # A model without labels refuses the plain call.
+    bare = "/classify?labels=cat,dog" if info.zero_shot else "/embed"
+    log_address(settings, server.port, path="/classify" if info.labels else bare)
 
 
 def _reachable(host: str) -> str:

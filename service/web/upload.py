@@ -273,7 +273,7 @@ class _JsonBody:
         try:
             self._file += base64.b64decode(text[:whole], validate=True)
         except binascii.Error:
-            raise MalformedRequest("image: not base64") from None
+            raise MalformedRequest("image: not base64; no URL is fetched: send the picture's bytes") from None
         self._text = text[whole:] + rest
         if len(self._file) > self._file_bytes:
             raise UploadTooLarge(f"more than {self._file_bytes} bytes in one file")

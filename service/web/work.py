@@ -62,18 +62,18 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnect(receive))
+    watcher.add_done_callback(lambda _: task.cancel())
     try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
+        # The request's permit is released after the work has let go of its memory, as a cancelled task is awaited, too.
+        return await task
+    except BaseException:
+        this = asyncio.current_task()
+        if not watcher.done() or (this is not None and this.cancelling()):
+            raise
         watcher.result()  # raises any error of the connection
-        raise ClientDisconnected("the caller went away")
+        raise ClientDisconnected("the caller went away") from None
     finally:
         watcher.cancel()
-        if not task.done():
-            task.cancel()
-            # The request's permit is released after the work has let go of its memory.
-            await asyncio.wait((task,))
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -84,12 +84,14 @@ async def _disconnect(receive: Receive) -> None:
 class _Job(Generic[T]):
     """Work in a pool's queue. The queue keeps a cancelled job until a thread comes to it, but not the job's picture.
 
+    `waiter` is what its caller waits for, until it has ended or its time is up; it has no result.
     `began` is a reading of the clock, less the time for which the `thread` (its native id) had waited for a core.
     """
 
     def __init__(self, work: Callable[[], T], deadline: Deadline) -> None:
         self.work: Callable[[], T] | None = work
         self.deadline = deadline
+        self.waiter: asyncio.Future[None] | None = None
         self.thread: int | None = None
         self.began = 0.0
 
@@ -141,25 +143,37 @@ class ThreadPool:
         if self._capacity is not None and self.outstanding >= self._capacity:
             raise QueueFull(f"all {self._capacity} places of the {self._name} threads are taken")
         job: _Job[T] = _Job(work, deadline)
+        loop = asyncio.get_running_loop()
+        job.waiter = loop.create_future()
         submitted = self.executor.submit(job)
-        future = asyncio.wrap_future(submitted)
+        timer = loop.call_later(deadline.remaining(), self._expire, job)
         self._jobs.add(job)  # type: ignore[arg-type]
-        future.add_done_callback(lambda done: self._ended(job, done))
+        submitted.add_done_callback(lambda _: loop.is_closed() or loop.call_soon_threadsafe(self._ended, job))
         try:
-            await asyncio.wait((future,), timeout=deadline.remaining())
-            if not future.done():
-                raise DeadlineExceeded(f"the time was up before one of the {self._name} threads was done")
+            await job.waiter
         finally:
+            timer.cancel()
             if submitted.cancel():  # no thread has begun it
                 job.work = None
-            elif not self._background:
-                await asyncio.wait((future,))
-        return future.result()
+                self._ended(job)
+            elif not (self._background or submitted.done()):
+                job.waiter = loop.create_future()
+                await job.waiter
+            job.waiter = None  # its error would be in a circle with this frame, which holds the picture
+        try:
+            return submitted.result()
+        finally:
+            del submitted
 
-    def _ended(self, job: _Job[T], future: asyncio.Future[T]) -> None:
+    def _expire(self, job: _Job[T]) -> None:
+        if job.waiter is not None and not job.waiter.done():
+            error = DeadlineExceeded(f"the time was up before one of the {self._name} threads was done")
+            job.waiter.set_exception(error)
+
+    def _ended(self, job: _Job[T]) -> None:
         self._jobs.discard(job)
-        if not future.cancelled():
-            future.exception()  # marks it as retrieved, as the caller may have left
+        if job.waiter is not None and not job.waiter.done():
+            job.waiter.set_result(None)
 
     def check(self) -> None:
         """Raise `EngineUnavailable` if a thread has been at a job for so long that it will hardly end."""
@@ -170,10 +184,7 @@ class ThreadPool:
         """Run work on one of the threads if it handles many values, else here; raises what `run` raises."""
         if size < LARGE:
             return work()
-        # A future is in a circle with its callbacks, and would keep the result until the next garbage collection.
-        results: list[T] = []
-        await self.run(lambda: results.append(work()), deadline)
-        return results.pop()
+        return await self.run(work, deadline)
 
     def close(self) -> None:
         """Drop what waits and take nothing more, without waiting for the threads."""

@@ -120,7 +120,7 @@ def test_a_heat_map_is_laid_over_what_the_model_saw(
         assert answer.attention is not None
         assert answer.attention.grid == (14, 14)
         assert sum(map(sum, answer.attention.values)) == pytest.approx(1, abs=1e-4)
-        drawing = Image.open(io.BytesIO(client.heat_map(samples[0].data, size=448)))
-        uncovered = Image.open(io.BytesIO(client.heat_map(samples[0].data, size=224, alpha=0)))
+        drawing = Image.open(io.BytesIO(client.heat_map(samples[0].data, size=448, caption=False)))
+        uncovered = Image.open(io.BytesIO(client.heat_map(samples[0].data, size=224, alpha=0, caption=False)))
     assert drawing.size == (448, 448)
     assert np.array_equal(np.asarray(uncovered), pixels[0])

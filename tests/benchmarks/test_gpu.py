@@ -192,7 +192,7 @@ def test_a_tree_that_cannot_be_written_has_its_checkpoints_elsewhere(
 def test_float8_is_measured_beside_the_other_dtype_and_below_its_mark_it_should_go(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.runtime.predictor.choose_dtype", lambda name, device: torch.bfloat16)
+    monkeypatch.setattr("model.runtime.building.choose_dtype", lambda name, device: torch.bfloat16)
     rates = iter([113.0, 100.0, 116.0, 100.0])
     monkeypatch.setattr(gpu_engine.Ours, "rate", lambda ours, batch, seconds: next(rates))
     arguments = gpu.parse([*SMOKE, "--out", str(cache)])

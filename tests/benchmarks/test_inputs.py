@@ -32,7 +32,7 @@ def test_our_reader_takes_the_checkpoint_and_its_preprocessing_is_the_peers(cach
 
     shape = checkpoints.SHAPES[name]
     assert origin == "random, seed 0"
-    assert (checkpoint.config.depth, checkpoint.config.width, checkpoint.config.num_classes) == (
+    assert (checkpoint.vit.depth, checkpoint.config.width, checkpoint.config.num_classes) == (
         shape.depth,
         shape.width,
         shape.classes,

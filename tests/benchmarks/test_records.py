@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cpu, memory
+from benchmarks import cpu, larger, memory
 from benchmarks.peers import __main__ as peers_main
 from benchmarks.peers.__main__ import best_config
 from benchmarks.peers.report import ratios, report
@@ -25,7 +25,9 @@ _MODEL = {
     "rounds": {
         "vitserve": [_load(100), _load(300), _load(200)],
         "mosec": [_load(100), _load(80), _load(90)],
+        "mosec, OpenVINO": [_load(160)],
         "Ray Serve": [_load(50)],
+        "Ray Serve, torch.compile": [_load(60)],
     },
     "pace": {"vitserve": [_load(45, p99=30)], "mosec": [_load(45, p99=60)]},
     "pace_rate": 45.0,
@@ -61,8 +63,14 @@ def test_medians_are_of_each_value():
     assert medians([]) == {}
 
 
-def test_ratios_are_to_the_best_peer():
-    assert ratios(_MODEL) == pytest.approx({"rate, vitserve": 200 / 90, "p99 at the pace, vitserve": 0.5})
+def test_ratios_are_to_the_best_peer_with_each_engine():
+    assert ratios(_MODEL) == pytest.approx(
+        {
+            "vitserve: rate, of the best peer's": 200 / 90,
+            "vitserve: rate, of the best peer's with OpenVINO": 200 / 160,
+            "vitserve: p99 at the pace, of the least of a peer": 0.5,
+        }
+    )
 
 
 def test_the_fastest_configuration_that_lost_nothing_is_kept():
@@ -85,10 +93,28 @@ def test_the_report_of_peers_names_versions_settings_and_the_fastest_first(tmp_p
     text = report(data)
 
     rows = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
-    assert [row.split("|")[1].strip() for row in rows[1:]] == ["vitserve 0.1.0", "mosec 0.9.8", "Ray Serve"]
+    assert [row.split("|")[1].strip() for row in rows[1:]] == [
+        "vitserve 0.1.0",
+        "mosec, OpenVINO 0.9.8",
+        "mosec 0.9.8",
+        "Ray Serve, torch.compile",
+        "Ray Serve",
+    ]
     assert "14/14" in text
     assert "- mosec: PEER_THREADS=1" in text
-    assert "- rate, vitserve: 2.22" in text
+    assert "- vitserve: rate, of the best peer's: 2.22" in text
+
+
+def test_the_report_of_larger_models_compares_with_the_best_of_both_streams():
+    served = {"rate": 9.0, "p50": 100.0, "mib_ready": 300.4, "mib_loaded": 400.0, "ready_seconds": 2.0}
+    model = {
+        "streams 2": {"benchmark_app": 8.0, "vitserve": served | {"rate": 6.0}},
+        "streams 1": {"benchmark_app": 12.0, "vitserve": served},
+    }
+
+    rows = larger.report({"models": {"ViT-S-16": model}}).splitlines()[2:]
+
+    assert [row.split(" | ")[5] for row in rows] == ["0.50", "0.75"]
 
 
 def test_the_report_of_the_cpu_survives_a_record_that_has_just_begun(tmp_path):
@@ -118,6 +144,7 @@ def test_every_server_has_configurations_and_a_program(server):
     import importlib.util
 
     assert len({tuple(sorted(config.items())) for config in server.candidates}) == len(server.candidates) > 1
+    assert all(config["PEER_ENGINE"] == "openvino" for config in server.openvino)
     module = next(part.partition(":")[0] for part in server.command if part not in ("-m", "serve", "bentoml"))
     assert importlib.util.find_spec(module) is not None
 

@@ -169,7 +169,7 @@ def test_caches_are_in_the_volume():
     environment = image_environment()
     (target,) = [mount.split(":")[1] for mount in BASE["services"]["vitserve"]["volumes"] if mount.startswith("cache:")]
 
-    for name in ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+    for name in ("VIT_CACHE_DIR", "HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         assert environment[name].startswith(f"{target}/")
 
 

@@ -33,7 +33,7 @@ def _serve(folder: Path, checkpoint: Path) -> Iterator[Serve]:
     def serve(**settings: object) -> Served:
         defaults: dict[str, Any] = {"checkpoint": checkpoint, "device": "cpu", "dtype": "float32", "threads": 1}
         defaults |= {"request_timeout": 60}  # so that a busy machine refuses nothing that a test wants answered
-        server = Served(folder / f"server-{len(started)}.log", **(defaults | settings))
+        server = Served(folder / f"server-{len(started)}.log", **({"warm": True} | defaults | settings))
         started.append(server)
         return server
 

@@ -20,8 +20,8 @@ class Processes:
 
     @property
     def engine(self) -> int:
-        """The one that has torch."""
-        [pid] = [pid for pid in self.all if "libtorch" in maps(pid)]
+        """The one that is called so."""
+        [pid] = [pid for pid in self.all if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"vitserve: engine")]
         return pid
 
     @property

@@ -35,8 +35,8 @@ Serve = Callable[..., "Served"]
 class Served:
     """A server process and a client of it."""
 
-    def __init__(self, log: Path, *, wait: bool = True, **settings: object) -> None:
-        self.process = ServerProcess(log, wait=wait, **settings)
+    def __init__(self, log: Path, *, wait: bool = True, warm: bool = False, **settings: object) -> None:
+        self.process = ServerProcess(log, wait=wait, warm=warm, **settings)
         if wait:
             self.connect(self.process.url)
 

@@ -99,9 +99,12 @@ def test_a_kept_picture_is_drawn_saved_and_told(server: Served, pictures: Pictur
     assert drawn.headers["content-type"] == "image/png"
     picture = Image.open(io.BytesIO(drawn.content))
     picture.load()
-    assert (picture.format, picture.mode, picture.size) == ("PNG", "RGB", (384, 384))
+    assert (picture.format, picture.mode, picture.width) == ("PNG", "RGB", 384)
+    assert picture.height > 384, "with a caption"
     for size in (64, 2048):
-        assert Image.open(io.BytesIO(server.get(f"{url}&size={size}").content)).size == (size, size)
+        assert max(Image.open(io.BytesIO(server.get(f"{url}&size={size}").content)).size) == size
+        plain = server.get(f"{url}&size={size}&caption=false")
+        assert Image.open(io.BytesIO(plain.content)).size == (size, size)
 
     told = server.get(f"{url}&format=json").json()
     saved = np.load(io.BytesIO(server.get(f"{url}&format=npy").content), allow_pickle=False)

@@ -221,14 +221,14 @@ def test_a_second_signal_ends_it_at_once(serve: Serve, pictures: Pictures) -> No
 
 
 def test_the_drain_timeout_bounds_how_long_it_waits_for_callers(serve: Serve, pictures: Pictures) -> None:
-    server = serve(drain_delay=0.2, drain_timeout=2, request_timeout=3_000)
+    server = serve(drain_delay=0.2, drain_timeout=1, request_timeout=3_000)
     with server.raw() as caller:
         caller.post(pictures.files[0], sent=20)
         until(lambda: server.metric("vit_inflight_requests") == 1)
         end(server)
         assert exit_code(server) == 0
         assert caller.is_closed()
-    assert "not everything was answered within 2 s" in server.log
+    assert "not everything was answered within 1 s" in server.log
 
 
 def test_it_can_be_stopped_while_it_loads(serve: Serve) -> None:

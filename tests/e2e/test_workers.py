@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.processes import Processes, is_gone
+from tests.e2e.processes import Processes, is_gone, maps
 from tests.e2e.serving import LABELS, Pictures, Serve, Served, client, problem, together
 from tests.launcher import PATIENCE, free_port, until
 
@@ -27,8 +27,8 @@ PLACES = 48
 
 @pytest.fixture(scope="module")
 def service(serve_module: Serve) -> Served:
-    """With little room, so that overload is easily made."""
-    return serve_module(workers=WORKERS, queue_size=PLACES, request_timeout=30)
+    """With little room, so that overload is easily made; started anew, as only its engine is to have torch."""
+    return serve_module(warm=False, workers=WORKERS, queue_size=PLACES, request_timeout=30)
 
 
 def asks_every_worker(server: Served, path: str) -> list[httpx.Response]:
@@ -117,7 +117,9 @@ def load(server: Served, pictures: Pictures) -> Iterator[Load]:
 def test_only_the_engine_has_torch_and_a_worker_stays_small(service: Served) -> None:
     processes = Processes(service)
     assert len(processes.workers) == WORKERS
+    assert "libtorch" in maps(processes.engine)
     for pid in processes.workers:
+        assert "libtorch" not in maps(pid)
         status = Path(f"/proc/{pid}/status").read_text()
         [resident] = [line.split()[1] for line in status.splitlines() if line.startswith("VmRSS")]
         assert int(resident) < 130 * 1024

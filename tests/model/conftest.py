@@ -8,21 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.data.cifar10 import TEST_FILES, TRAIN_FILES, read_train, split_validation
+from model.data.cifar10 import read_train, split_validation
 from model.training.recipe import Recipe
 from model.training.training_data import TrainingData
-from tests.model.training.synthetic import LABELS, write_batch
+from tests.model.training.synthetic import write_cifar
 
 
 @pytest.fixture
 def cifar(tmp_path: Path) -> Path:
     """400 training and 100 test pictures in the binary layout."""
-    folder = tmp_path / "cifar"
-    folder.mkdir()
-    for seed, name in enumerate(TRAIN_FILES + TEST_FILES):
-        write_batch(folder / name, 100 if name in TEST_FILES else 80, seed)
-    (folder / "batches.meta.txt").write_text("\n".join(LABELS) + "\n\n")
-    return folder
+    return write_cifar(tmp_path / "cifar")
 
 
 @pytest.fixture
@@ -50,6 +45,10 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def recipe() -> Recipe:
+    return tiny_recipe()
+
+
+def tiny_recipe() -> Recipe:
     return Recipe.model_validate(
         {
             "name": "tiny",

@@ -45,6 +45,8 @@ HUGGING_FACE: Final[dict[str, list[dict[str, Any]]]] = {
     "IJepaForImageClassification": [{}],
     "Data2VecVisionForImageClassification": [_BEIT],
     "Siglip2ForImageClassification": [{"num_patches": 4}],
+    "CLIPModel": [{"hidden_act": "quick_gelu"}],
+    "SiglipModel": [{}],
 }
 """What the `config.json` of each class of transformers says beside the sizes."""
 

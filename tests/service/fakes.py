@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from model.config import PreprocessConfig, ViTConfig
+from model.config import LibraryConfig, PreprocessConfig, ViTConfig
 from model.errors import DeviceError
 from model.outputs import POOLINGS, AttentionMap, EmbeddingRequest, Outputs, RequestedOutputs
 from service.cluster.channel import EngineChannel
@@ -51,6 +51,18 @@ def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
         asyncio.run(bounded())
 
     return run
+
+
+LIBRARY = LibraryConfig(
+    library="timm",
+    architecture="convnext_atto",
+    arguments={},
+    fixed_size=False,
+    image_size=(SIZE, SIZE),
+    num_classes=CLASSES,
+    width=8,
+)
+"""What timm's own code runs: without maps."""
 
 
 def model_info(**changes: Any) -> ModelInfo:
@@ -113,6 +125,11 @@ def expected_embedding(red: int, requested: EmbeddingRequest) -> NDArray[np.floa
     return np.array([POOLINGS.index(requested.pool), requested.normalize, red / 4, *range(5)], np.float32)
 
 
+def text_feature(text: str) -> NDArray[np.float32]:
+    """The feature that `FakePredictor` has of a text: how often it has some letters."""
+    return np.array([1 + text.count(letter) for letter in "abcdefgh"], np.float32)
+
+
 def answer(red: int, top_k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     scores = np.array([0.5 / 2**i for i in range(top_k)], np.float32)
     return scores, np.array(expected_indices(red, top_k), np.int64)
@@ -128,9 +145,13 @@ class FakePredictor:
     compiled: str = "off"
     device: str = "cpu"
     launched: list[list[int]] = field(default_factory=list)
+    embedded: list[list[str]] = field(default_factory=list)
     warm_ups: int = 0
     device_is_dead: bool = False
     error: type[BaseException] = RuntimeError
+    audits: bool = False
+    audited: list[int] = field(default_factory=list)
+    slow_embeddings: bool = False
 
     def __post_init__(self) -> None:
         self.gate = threading.Event()
@@ -143,6 +164,9 @@ class FakePredictor:
     def check(self) -> None:
         if self.device_is_dead:
             raise DeviceError(f"{self.device}: the model does not run")
+
+    def defers(self, requested: RequestedOutputs) -> bool:
+        return requested.embedding is not None and self.slow_embeddings
 
     def launch_size(self, count: int) -> int:
         return count if self.batch_sizes is None else next(size for size in self.batch_sizes if size >= count)
@@ -163,6 +187,23 @@ class FakePredictor:
         logits = expected_logits(red) if requested.logits else None
         embedding = None if requested.embedding is None else expected_embedding(red, requested.embedding)
         return Outputs(*answer(red, requested.top_k), found, logits, embedding, finite=red != NAN)
+
+    def reference_class(self, image: NDArray[np.uint8]) -> int:
+        """The class of `answer`, but for odd reds."""
+        red = int(image[0, 0, 0])
+        self.audited.append(red)
+        if red == BAD:
+            raise self.error("it does not compute")
+        return int(answer(red, 1)[1][0]) + red % 2
+
+    def embed_texts(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """A text's feature counts its letters."""
+        self.embedded.append(list(texts))
+        self.entered.release()
+        assert self.gate.wait(PATIENCE)
+        if any("bad" in text for text in texts):
+            raise RuntimeError("it does not compute")
+        return np.stack([text_feature(text) for text in texts])
 
     async def wait_until_busy(self) -> None:
         """Until one more `predict` has begun."""

@@ -123,8 +123,19 @@ class Device:
             self.failing = True
             raise DeviceError(f"{self.device}: the model does not run")
 
+    def defers(self, requested: RequestedOutputs) -> bool:
+        return False
+
     def launch_size(self, count: int) -> int:
         return count
+
+    audits = False
+
+    def reference_class(self, image: NDArray[np.uint8]) -> int:
+        raise NotImplementedError("no scenario is audited")
+
+    def embed_texts(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        raise NotImplementedError("no scenario has a text tower")
 
     def predict(self, images: Sequence[NDArray[np.uint8]], requests: Sequence[RequestedOutputs]) -> list[Outputs]:
         if not 0 < len(images) <= self.max_batch:

@@ -117,40 +117,39 @@ class VirtualThread:
 
 
 class Condition:
-    """Stands in for `threading.Condition`; it is never contended, as nobody gives way while holding it."""
+    """Stands in for `threading.Condition`; its lock is never contended, as nobody gives way while holding it."""
 
-    def __init__(self, threads: Threads) -> None:
+    def __init__(self, threads: Threads, lock: threading.Lock | None = None) -> None:
         self._threads = threads
         self._waiting: deque[VirtualThread] = deque()
-        self._held = False
+        self._lock = lock or threading.Lock()
 
     def __enter__(self) -> Self:
         if self._threads.current is None:
             self._threads.let_others_run()
         else:
             self._threads.preempt()
-        assert not self._held, "a lock is taken twice"
-        self._held = True
+        assert self._lock.acquire(blocking=False), "a lock is taken twice"
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._held = False
+        self._lock.release()
         if self._threads.current is None:
             self._threads.let_others_run()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until notified, or for `timeout` seconds."""
-        assert self._held
+        assert self._lock.locked()
         threads, current = self._threads, self._threads.current
         assert current is not None, "an event loop waits for a condition"
         self._waiting.append(current)
         if timeout is not None:
             threads.scheduler.after(timeout, functools.partial(self._give_up, current))
-        self._held = False
+        self._lock.release()
         try:
             current.pause()
         finally:
-            self._held = True
+            assert self._lock.acquire(blocking=False), "a lock is taken twice"
             notified = current not in self._waiting
             if not notified:
                 self._waiting.remove(current)
@@ -162,7 +161,7 @@ class Condition:
             self._threads.scheduler.wake(thread)
 
     def notify(self, n: int = 1) -> None:
-        assert self._held
+        assert self._lock.locked()
         for _ in range(min(n, len(self._waiting))):
             self._threads.wake_soon(self._waiting.popleft())
 
@@ -194,8 +193,8 @@ class Threads:
     def Thread(self, **options: Any) -> VirtualThread:  # noqa: N802  the real module's name
         return VirtualThread(self, self.current_process(), **options)
 
-    def Condition(self) -> Condition:  # noqa: N802  the real module's name
-        return Condition(self)
+    def Condition(self, lock: threading.Lock | None = None) -> Condition:  # noqa: N802  the real module's name
+        return Condition(self, lock)
 
     def run_in(self, process: Process) -> None:
         """Give a process its executor, whose threads are virtual ones too."""

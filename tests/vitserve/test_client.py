@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,18 @@ def test_an_embedding_comes_with_a_classification(call: Call) -> None:
     assert server.request.url.query.endswith(b"&embedding=true")
 
 
+def test_labels_are_sent_as_json_and_texts_one_by_one(call: Call) -> None:
+    server = Recorder(200, json=CAT)
+    call(server, "classify", b"p", labels=["cat", "a red car, parked"])
+    assert json.loads(server.request.url.params["labels"]) == ["cat", "a red car, parked"]
+    buffer = io.BytesIO()
+    np.save(buffer, np.ones((2, 3), np.float32))
+    server = Recorder(200, content=buffer.getvalue())
+    assert call(server, "embed_texts", ["a, b", "c"], normalize=True).shape == (2, 3)
+    assert server.request.url.params.get_list("text") == ["a, b", "c"]
+    assert (server.request.method, server.request.content) == ("POST", b"")
+
+
 def test_what_is_no_array_is_not_one_of_the_service(call: Call) -> None:
     for content in (b"", b"<html>"):
         with pytest.raises(ForeignAnswer, match="did not answer as"):
@@ -364,7 +377,7 @@ def test_an_error_names_the_address_without_a_password() -> None:
 @pytest.mark.parametrize("client", [Client, AsyncClient])
 def test_help_shows_what_a_method_takes_and_returns(client: type[Client | AsyncClient]) -> None:
     signature = inspect.signature(client.classify)
-    assert list(signature.parameters) == ["self", "image", "top_k", "attention", "embedding"]
+    assert list(signature.parameters) == ["self", "image", "top_k", "attention", "embedding", "labels"]
     assert signature.return_annotation == "Classification"
     assert "Classify one image" in (inspect.getdoc(client.classify) or "")
     assert inspect.iscoroutinefunction(client.classify) == (client is AsyncClient)

@@ -7,7 +7,7 @@ of tensors are those of the hub's files, whatever a version of transformers call
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import PurePosixPath
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import CONFIG_FILE, Files, Folder
-from model.checkpoint.huggingface import beit, clip, deit, dinov2, siglip, vit
+from model.checkpoint.huggingface import beit, clip, deit, dinov2, siglip, vit, zero_shot
 from model.checkpoint.huggingface.family import Family
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE, PROCESSOR_FILE, carried_preprocess
 from model.checkpoint.options import CheckpointOptions, indexed_labels
@@ -40,11 +40,19 @@ FAMILIES: Final[tuple[Family, ...]] = (
     siglip.NAFLEX,
     clip.FAMILY,
     clip.METACLIP_2,
+    zero_shot.CLIP,
+    zero_shot.SIGLIP,
 )
 
 _EACH_ITS_SIZE: Final = "its image processor gives each picture a size by its aspect, and one size is served:"
 
 _BY_CLASS: Final = {family.class_name: family for family in FAMILIES}
+_BACKBONES: Final = {
+    f"{family.class_name.partition('For')[0]}Model": family
+    for family in reversed(FAMILIES)
+    if not family.vision_defaults
+}
+"""Families by their classes without a head."""
 
 
 def recognises(files: Files) -> bool:
@@ -59,7 +67,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     config = files.config
     assert config is not None
     options.refuse_architecture(where)
-    family = _family(config, where)
+    family, is_backbone = _family(config, where)
     multi_label = _multi_label(config, where)
     with validating(where):
         # Everything that needs no weights is checked before they are fetched.
@@ -68,14 +76,19 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     missing = _EACH_ITS_SIZE if family.each_its_size else _missing(files)
     preprocess = options.preprocess_or(carried, files.place, missing, None if family.resizes else size)
 
-    unused = re.compile(family.unused).fullmatch
-    stored = TensorSource(family.hub_names(files.tensors()), files.place, unused)
-    shape = stored.shape(family.classifier)
-    if not shape or shape[0] < 1:
+    texts = zero_shot.read_texts(family, files, options) if isinstance(family, zero_shot.Whole) else None
+    tensors = texts.tensors if texts else files.tensors()
+    is_headless = is_backbone or bool(texts and not texts.labels)
+    unused = re.compile(rf"{family.unused}|.*pooler\.dense\..*" if is_backbone else family.unused).fullmatch
+    stored = TensorSource(family.hub_names(with_body(tensors, family) if is_backbone else tensors), files.place, unused)
+    shape = (0,) if is_headless else stored.shape(family.classifier)
+    if not shape or (shape[0] < 1 and not is_headless):
         raise CheckpointError(f"{files.place}: {family.classifier} has shape {list(shape)}: no classes")
     with validating(where):
         vit_config = family.vit_config(config, shape[0])
-    labels = _labels(config, vit_config.num_classes, where, options)
+    if is_backbone and vit_config.pool == "cls_mean":
+        vit_config = vit_config.model_copy(update={"pool": "cls"})  # the library's own output of such a class
+    labels = texts.labels if texts else _labels(config, vit_config.num_classes, where, options)
     vit_config, tensors = family.convert(stored, vit_config, options.image_size or preprocess.size)
     stored.finish()
     if options.image_size is not None and family.resizes:
@@ -84,12 +97,14 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         name=_name(config, files),
         source=files.source,
         format=FORMAT,
-        architecture=family.class_name,
+        architecture=config["architectures"][0],
         config=vit_config,
         preprocess=preprocess,
         labels=labels,
         tensors=native_tensors(tensors, vit_config, files.place),
-        multi_label=multi_label,
+        multi_label=texts.zero_shot.independent if texts else multi_label,
+        zero_shot=texts and texts.zero_shot,
+        embed_texts=texts and texts.tower,
         revision=files.revision,
         antialias=family.antialias,
     )
@@ -114,14 +129,15 @@ def adapted(
     labels = config.get("id2label")
     if classes is not None and isinstance(labels, dict) and len(labels) != classes:
         del config["id2label"]
-    family = _family(config, files.where(CONFIG_FILE))
+    family, _ = _family(config, files.where(CONFIG_FILE))
+    return lambda tensors: renamed(with_body(tensors, family), family.renames)
+
+
+def with_body(tensors: Mapping[str, Tensor], family: Family) -> dict[str, Tensor]:
+    """Return the tensors of a class without a head under the names that they have in the class with one."""
     body = f"{str(family.names['patch_embed.proj']).partition('.')[0]}."
-
-    def renaming(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        headless = not any(name.startswith((body, "classifier.", "distillation")) for name in tensors)
-        return renamed({f"{body}{name}" if headless else name: t for name, t in tensors.items()}, family.renames)
-
-    return renaming
+    headless = not any(name.startswith((body, "classifier.", "distillation")) for name in tensors)
+    return {f"{body}{name}" if headless else name: tensor for name, tensor in tensors.items()}
 
 
 def _missing(files: Files) -> str:
@@ -131,27 +147,34 @@ def _missing(files: Files) -> str:
     return missing
 
 
-def _family(config: dict[str, Any], where: str) -> Family:
+def _family(config: dict[str, Any], where: str) -> tuple[Family, bool]:
+    """Return the family of a class, and whether the class is the family's without a head: `ViTModel`."""
     classes = config.get("architectures")
     if not isinstance(classes, list) or len(classes) != 1 or not isinstance(classes[0], str):
         raise CheckpointError(f"{where}: architectures {classes!r:.100}: expected a list of one class name")
     name = classes[0]
-    if name not in _BY_CLASS:
+    if name == "Siglip2Model":
+        raise CheckpointError(
+            f"{where}: 'Siglip2Model' takes pictures of any shape (NaFlex), which this version does not; "
+            "SigLIP 2 of one resolution is a SiglipModel"
+        )
+    if name not in _BY_CLASS | _BACKBONES:
         siblings = [known for known in _BY_CLASS if name.startswith(known.partition("For")[0])]
         if siblings and "Classification" not in name:
             headed = max(siblings, key=lambda known: len(known.partition("For")[0]))
             raise CheckpointError(
                 f"{where}: {name!r:.100} has no classification head: fine-tune it as {headed}, and give that folder"
             )
-        kinds = ", ".join(dict.fromkeys(known.partition("For")[0] for known in _BY_CLASS))
+        kinds = ", ".join(dict.fromkeys(known.partition("For")[0] for known in _BY_CLASS if "For" in known))
         raise CheckpointError(
             f"{where}: {name!r:.100} is not a Vision Transformer that is read; "
-            f"this version reads the ForImageClassification of {kinds}"
+            f"this version reads the ForImageClassification of {kinds}; CLIPModel and SiglipModel; "
+            f"and, for embeddings, {', '.join(reversed(_BACKBONES))}"
         )
-    family = _BY_CLASS[name]
+    family = (_BACKBONES | _BY_CLASS)[name]
     if config.get("model_type") != family.model_type:
         raise CheckpointError(f"{where}: model_type {config.get('model_type')!r:.100}: expected {family.model_type!r}")
-    return family
+    return family, name not in _BY_CLASS
 
 
 def _multi_label(config: dict[str, Any], where: str) -> bool:
@@ -162,7 +185,7 @@ def _multi_label(config: dict[str, Any], where: str) -> bool:
 
 
 def _labels(config: dict[str, Any], classes: int, where: str, options: CheckpointOptions) -> tuple[str, ...]:
-    if options.labels is not None:
+    if options.labels is not None or not classes:
         return options.labels_or(None, classes, where)
     mapping = config.get("id2label")
     if mapping is None:
@@ -177,4 +200,10 @@ def _name(config: dict[str, Any], files: Files) -> str:
     name = config.get("_name_or_path")
     if isinstance(name, str) and 0 < len(name) <= 200 and name.isprintable() and not name.startswith((".", "/")):
         return name
-    return files.source.split("@")[0] if files.revision else PurePosixPath(files.place).name or files.place
+    if files.revision:
+        return files.source.split("@")[0]
+    place = PurePosixPath(files.place)
+    repository = place.parent.parent.name  # of the hub's cache: models--owner--name/snapshots/COMMIT
+    if place.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return place.name or files.place

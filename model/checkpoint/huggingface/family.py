@@ -42,6 +42,7 @@ def _activation(value: Any) -> Any:
 
 
 Count = Annotated[int, Field(ge=1, le=131072)]
+HiddenActivation = Annotated[Activation, BeforeValidator(_activation)]
 
 
 class VisionConfig(BaseModel):
@@ -57,7 +58,7 @@ class VisionConfig(BaseModel):
     hidden_size: Count
     num_hidden_layers: Count
     num_attention_heads: Count
-    hidden_act: Annotated[Activation, BeforeValidator(_activation)]
+    hidden_act: HiddenActivation
     layer_norm_eps: Annotated[float, Field(gt=0, lt=1)]
     image_size: Annotated[Size, BeforeValidator(_pair)]
     patch_size: Annotated[int, BeforeValidator(_square), Field(ge=1, le=1024)]

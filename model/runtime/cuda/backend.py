@@ -14,18 +14,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.errors import DeviceError, NewProcessNeeded
-from model.runtime.backend import Images, first_line, require_close
-from model.runtime.batches import BatchOutputs, BatchRequest, launch_size
-from model.runtime.compilation import (
+from model.runtime.backend import (
     Compilation,
     CompilationState,
-    Network,
-    compiled_for_any_batch,
-    compiled_network,
+    Images,
+    batch_too_large,
+    first_line,
+    require_close,
+    trial_images,
 )
+from model.runtime.batches import BatchOutputs, BatchRequest, HostOutputs, launch_size
+from model.runtime.compilation import Network, compiled_for_any_batch, compiled_network
 from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed, Compute, DeviceOps, DeviceOutputs
-from model.runtime.device import batch_too_large
-from model.runtime.postprocess import beside, pack, unpack
+from model.runtime.postprocess import TopK, beside, on_host, pack, unpack
 from model.runtime.torch_backend import TorchBackend, TorchOptions
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class _Compute:
     """What is done on the device, and with what: see `model.runtime.cuda.batch_launcher.Compute`."""
 
     network: Network
-    tail: Callable[[BatchOutputs, int], Tensor]
+    tail: Callable[[BatchOutputs[Tensor], int], Tensor]
 
     def __call__(self, pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
         """Map uint8 [B, H, W, C] on the device to the outputs there."""
@@ -56,7 +57,8 @@ class Cuda(TorchBackend):
 
     def __init__(self, options: TorchOptions, ops: DeviceOps, *, streams: int) -> None:
         super().__init__(options)
-        self._captured_k = min(_CAPTURED_TOP_K, self.config.num_classes)
+        self._top_k = TopK(options.checkpoint)
+        self._captured_k = min(_CAPTURED_TOP_K, self.config.logits)
         self._uncompiled = _Compute(self.network, self._tail)
         self._compiled: _Compute | None = None
         shape, largest = (*self.config.image_size, self.config.in_channels), options.sizes[-1]
@@ -65,21 +67,23 @@ class Cuda(TorchBackend):
         except RuntimeError as error:  # of host memory that cannot be pinned, too
             raise batch_too_large(str(options.device), largest) from error
 
-    def predict(self, images: Images, request: BatchRequest) -> BatchOutputs:
+    @torch.inference_mode()
+    def predict(self, images: Images, request: BatchRequest) -> HostOutputs:
         """See `Backend.predict`; all but what is `beside` comes from the device in one piece."""
-        return self._launch(images, request)
+        return on_host(self._launch(images, request), len(images))
 
     def exercise(self, sizes: Sequence[int]) -> None:
         """See `Backend.exercise`; batches go the way that requests go, and the smallest one straight to the model."""
         super().exercise(sizes[:1])
         for size in sizes:
             for turn, request in enumerate(self.usual):
-                self.require_finite(_or_nan(self.predict(self.trial_images(size, turn), request)))
+                self.require_finite(_or_nan(self._launch(trial_images(self.config, size, turn), request)))
 
-    def logits(self, images: NDArray[np.uint8]) -> Tensor:
+    @torch.inference_mode()
+    def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """See `Backend.logits`; they are the compiled model's where there is one."""
         network = (self._compiled or self._uncompiled).network
-        return network(self.upload(images), BatchRequest()).tensors()["logits"]
+        return on_host(network(self.upload(images), BatchRequest()), len(images)).tensors()["logits"]
 
     def fill_caches(self, size: int) -> None:
         """Do nothing: the allocator keeps what the largest batch took, for all sizes."""
@@ -140,14 +144,16 @@ class Cuda(TorchBackend):
         """
         for size in self._options.sizes:
             for turn, request in enumerate(replace(usual, logits=True) for usual in self.usual):
-                images = self.trial_images(size, turn)
+                images = trial_images(self.config, size, turn)
                 outputs = self._launch(images, request)
                 expected = self._launch(images, request, self._uncompiled)
                 if not _same_best_class(outputs, expected):  # by rounding, unless the logits are wrong, too
                     outputs = outputs._replace(relevance=None)
-                require_close(outputs, expected, self._options.dtype, f"for {size} images the launched model")
+                exact, source = self._options.dtype == torch.float32, f"for {size} images the launched model"
+                host = (on_host(each, size) for each in (outputs, expected))
+                require_close(*host, exact=exact, source=source)
 
-    def _launch(self, images: Images, request: BatchRequest, compute: Compute | None = None) -> BatchOutputs:
+    def _launch(self, images: Images, request: BatchRequest, compute: Compute | None = None) -> BatchOutputs[Tensor]:
         """Return a batch's outputs on the host.
 
         Args:
@@ -188,17 +194,17 @@ class Cuda(TorchBackend):
         self._exercise(scores, (self._options.sizes[-1], 2))
         self._compiled = compute
 
-    def _tail(self, outputs: BatchOutputs, top_k: int) -> Tensor:
+    def _tail(self, outputs: BatchOutputs[Tensor], top_k: int) -> Tensor:
         """Map the network's outputs to packed outputs, int32 [B, width]."""
-        return pack(self.postprocess(outputs, top_k))
+        return pack(self._top_k(outputs, top_k))
 
 
-def _same_best_class(*outputs: BatchOutputs) -> bool:
+def _same_best_class(*outputs: BatchOutputs[Tensor]) -> bool:
     first, second = (each.tensors()["indices"][:, 0] for each in outputs)
     return torch.equal(first, second)
 
 
-def _or_nan(outputs: BatchOutputs) -> Tensor:
+def _or_nan(outputs: BatchOutputs[Tensor]) -> Tensor:
     """Return the scores, NaN for an image of which some score, among the best or not, is not finite."""
     assert outputs.scores is not None
     assert outputs.finite is not None

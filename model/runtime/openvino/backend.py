@@ -9,102 +9,164 @@ from __future__ import annotations
 import importlib.util
 import logging
 import threading
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from model.errors import DeviceError
+from model.errors import DeviceError, VitError
 from model.outputs import MapRequest
-from model.runtime.backend import Images, stacked
-from model.runtime.batches import BatchOutputs, BatchRequest, compute_in_pieces
+from model.runtime.backend import Compilation, CompilationState, Images, require_finite, stacked, trial_images
+from model.runtime.batches import UNCUT, BatchRequest, HostOutputs
+from model.runtime.cpu import ThreadPolicy, give_back_memory, keep_freed_memory
 from model.runtime.openvino.graph import PRECISIONS, core
 from model.runtime.openvino.network import OpenVinoNetwork
-from model.runtime.torch_cpu import TorchCpu
+from model.runtime.scores import Scores
+
+if TYPE_CHECKING:
+    from model.runtime.torch_cpu import TorchCpu
 
 logger = logging.getLogger(__name__)
 
 
-def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why OpenVINO cannot compute in this dtype on this device, or None."""
-    if device.type != "cpu":
+def unsupported_reason(device: str, dtype: str) -> str | None:
+    """Return why OpenVINO cannot compute in the dtype of this name on this device, or None."""
+    if device != "cpu":
         return f"it runs on the CPU here, not on {device}"
     if importlib.util.find_spec("openvino") is None:
         return "the package is not installed: pip install -e '.[openvino]' in the clone"
     if dtype not in PRECISIONS:
-        return f"it has no {str(dtype).removeprefix('torch.')} here"
+        return f"it has no {dtype} here"
     capability, _ = PRECISIONS[dtype]
     offered = core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     return None if capability in offered else f"this CPU has no {capability} instructions that it uses"
 
 
+class LazyTorch:
+    """Torch's backend, made when it is first needed: importing torch alone takes a second and 180 MiB.
+
+    Args:
+        make: imports torch and builds the backend; called once, by one thread.
+    """
+
+    def __init__(self, make: Callable[[], TorchCpu]) -> None:
+        self._make = make
+        self._loading = threading.Lock()
+        self.loaded: TorchCpu | None = None
+
+    def load(self) -> TorchCpu:
+        """Return the backend; raises RuntimeError where it cannot be made, each time anew."""
+        with self._loading:
+            if self.loaded is None:
+                try:
+                    self.loaded = self._make()
+                except VitError as error:  # of one batch, and no reason to end the engine
+                    raise RuntimeError(str(error)) from error
+            return self.loaded
+
+
 class OpenVino:
     """Computes all but rows of other layers than the last, and explanations, which are torch's.
 
-    Relevance, and embeddings that need tokens which the head does not read, have a network of their own each, with
-    another copy of the weights. It is made on a thread when it is first asked for. Until then, or if that fails, and
-    where a batch asks for both, torch computes.
+    Relevance, and embeddings that need tokens which the head does not read, have a network of their own each, which
+    shares the float32 weights. It is made on a thread when it is first asked for. Until then, or if that fails, and
+    where a batch asks for both, torch computes; where torch is not loaded, `defers` says so beforehand.
+
+    Args:
+        network: gives no extras.
+        scores: what logits become.
+        threads: counts the batches under way.
+        fallback: torch's backend, which takes the same threads.
+        with_extras: returns a network that gives these, too, compiled on one thread; raises DeviceError.
+        keep: keeps the network's graph for a later start.
+        int8: computes batches of which nothing but classes and their logits is asked.
     """
 
-    def __init__(self, network: OpenVinoNetwork, fallback: TorchCpu) -> None:
+    def __init__(
+        self,
+        network: OpenVinoNetwork,
+        scores: Scores,
+        threads: ThreadPolicy,
+        fallback: LazyTorch,
+        with_extras: Callable[[BatchRequest], OpenVinoNetwork],
+        keep: Callable[[], None] | None = None,
+        int8: OpenVinoNetwork | None = None,
+    ) -> None:
+        keep_freed_memory()
         self.name = f"openvino {network.version}"
-        self.compilation, self.batch_sizes = fallback.compilation, fallback.batch_sizes
+        self.compilation = Compilation(CompilationState.OFF)
+        self.batch_sizes: tuple[int, ...] | None = None
         self._network = network
-        self._torch = fallback
+        self._classifier = int8 or network
+        self._scores, self._threads, self._torch = scores, threads, fallback
+        self._with_extras, self._keep = with_extras, keep
         self._networks: dict[BatchRequest, OpenVinoNetwork | None] = {BatchRequest(): network}
         self._preparing = threading.Lock()
 
-    def predict(self, images: Images, request: BatchRequest) -> BatchOutputs:
+    def predict(self, images: Images, request: BatchRequest) -> HostOutputs:
         """See `Backend.predict`."""
         extras = request.extras
         if extras not in self._networks and not (extras.relevance and extras.all_tokens):
-            # Not a daemon: a thread that ends within OpenVINO's own code takes the process with it.
-            threading.Thread(target=self.prepare, args=(extras,), name="openvino-prepare").start()
+            if self._torch.loaded is None:
+                self.prepare(extras)
+            else:
+                # Not a daemon: a thread that ends within OpenVINO's own code takes the process with it.
+                threading.Thread(target=self.prepare, args=(extras,), name="openvino-prepare").start()
         network = self._networks.get(extras)
+        if not (request.layers or request.embeddings or request.relevance):
+            network = self._classifier
         if network is None or not network.request.covers(request):
-            return self._torch.predict(images, request)
-        with self._torch.threads as alone:
-            return self._torch.postprocess(_in_pieces(network, stacked(images), alone=alone), request.top_k)
+            return self._torch.load().predict(images, request)
+        with self._threads as alone:
+            return self._scores(network(stacked(images), alone=alone), request.top_k)
+
+    def defers(self, request: BatchRequest) -> bool:
+        """See `Backend.defers`."""
+        if self._torch.loaded is not None:
+            return False
+        network = self._networks.get(request.extras)
+        return network is None or not network.request.covers(request)
 
     def prepare(self, extras: BatchRequest) -> None:
         """Make the network that gives these extras, once; if it cannot be made that is logged, and torch stays."""
         with self._preparing:
             if extras in self._networks:
                 return
-            self._networks[extras] = None
-        torch.set_num_threads(1)  # of the calling thread
-        try:
-            self._networks[extras] = self._network.with_extras(self._torch.float_copy(), extras)
-        except (DeviceError, RuntimeError) as error:
-            logger.warning("torch computes %s: %s", "relevance" if extras.relevance else "means of patches", error)
+            try:
+                network = self._with_extras(extras)
+            except (DeviceError, RuntimeError) as error:
+                logger.warning("torch computes %s: %s", "relevance" if extras.relevance else "means of patches", error)
+                network = None
+            self._networks[extras] = network
 
     def explain(
-        self, images: NDArray[np.uint8], classes: NDArray[np.int64], request: MapRequest
-    ) -> tuple[Tensor, Tensor]:
+        self, images: NDArray[np.uint8], targets: NDArray[np.int64] | NDArray[np.float32], request: MapRequest
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """See `Backend.explain`."""
-        return self._torch.explain(images, classes, request)
+        return self._torch.load().explain(images, targets, request)
 
-    def logits(self, images: NDArray[np.uint8]) -> Tensor:
+    def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """See `Backend.logits`."""
-        return _in_pieces(self._network, images, alone=True).tensors()["logits"]
+        return self._classifier(images, alone=True).tensors()["logits"]
 
     def exercise(self, sizes: Sequence[int]) -> None:
         """See `Backend.exercise`; torch, which computes rows of other layers alone, is exercised at the first size."""
-        # Its largest batch would take a fifth of the engine's start.
-        self._torch.exercise(sizes[:1])
-        for turn, size in enumerate(sizes):
-            self._torch.require_finite(self.logits(self._torch.trial_images(size, turn)))
+        if self._torch.loaded is not None:
+            # Its largest batch would take a fifth of the engine's start.
+            self._torch.loaded.exercise(sizes[:1])
+        # A larger batch is cut to pieces.
+        for turn, size in enumerate(dict.fromkeys(min(size, UNCUT) for size in sizes)):
+            images = trial_images(self._scores.config, size, turn)
+            require_finite(self.logits(images), "cpu", self._network.dtype)
 
     def fill_caches(self, size: int) -> None:
         """See `Backend.fill_caches`."""
-        self._network.fill_caches(self._torch.trial_images(size, 0))
+        self._classifier.fill_caches(trial_images(self._scores.config, size, 0))
 
     def compile(self) -> None:
-        """Do nothing: OpenVINO compiles its graphs when they are made."""
-
-
-def _in_pieces(network: OpenVinoNetwork, images: NDArray[np.uint8], *, alone: bool) -> BatchOutputs:
-    return compute_in_pieces(images, partial(network, alone=alone), network.sizes(alone=alone))
+        """Keep the graph, which is compiled already, for a later start; nobody waits for it."""
+        give_back_memory()
+        keep, self._keep = self._keep, None
+        if keep is not None:
+            threading.Thread(target=keep, name="openvino-keep").start()

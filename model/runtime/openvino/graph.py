@@ -1,24 +1,22 @@
-"""Graphs of OpenVINO on the CPU: how a torch module becomes one, and what runs it. https://docs.openvino.ai"""
+"""What runs a graph of OpenVINO on the CPU. https://docs.openvino.ai"""
 
 from __future__ import annotations
 
 import functools
 import queue
 import sys
-import warnings
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 if TYPE_CHECKING:
     import openvino
 
-PRECISIONS: Final = {torch.float32: ("FP32", "f32"), torch.bfloat16: ("BF16", "bf16")}
+PRECISIONS: Final = {"float32": ("FP32", "f32"), "bfloat16": ("BF16", "bf16")}
 """The plugin's names of each dtype: for the capability, and for the hint."""
 
 _LEAN: Final = {"SNIPPETS_MODE": "DISABLE"}
@@ -38,7 +36,7 @@ class Requests:
     """
 
     def __init__(
-        self, graph: openvino.Model, dtype: torch.dtype, *, threads: int, streams: int, size: int | None = None
+        self, graph: openvino.Model, dtype: str, *, threads: int, streams: int, size: int | None = None
     ) -> None:
         options = {
             "INFERENCE_PRECISION_HINT": PRECISIONS[dtype][1],
@@ -67,6 +65,31 @@ class Requests:
         finally:
             self._free.put(request)
 
+    def start(self, images: NDArray[np.uint8], *, wait: bool) -> Callable[[], list[NDArray[np.float32]]] | None:
+        """Begin a batch, and return a function that waits for its outputs and must be called once.
+
+        Args:
+            wait: whether to wait while all requests are busy, instead of returning None.
+        """
+        try:
+            request = self._free.get(block=wait)
+        except queue.Empty:
+            return None
+
+        def outputs() -> list[NDArray[np.float32]]:
+            try:
+                request.wait()
+                return [output.data.copy() for output in request.output_tensors]
+            finally:
+                self._free.put(request)
+
+        try:
+            request.start_async([images], share_inputs=True)
+        except BaseException:
+            self._free.put(request)
+            raise
+        return outputs
+
     def run_all(self, images: NDArray[np.uint8]) -> None:
         """Run the same batch in all requests at the same time, which gives work to each stream."""
         requests = [self._free.get() for _ in range(self.streams)]
@@ -80,19 +103,44 @@ class Requests:
                 self._free.put(request)
 
 
-def compile_sizes(
-    graph: openvino.Model, dtype: torch.dtype, sizes: Iterable[int | None], *, threads: int, streams: int, workers: int
-) -> dict[int | None, Requests]:
-    """Compile a graph for each of several batch sizes (see `Requests`), on so many threads at the same time."""
+class Graphs:
+    """A graph compiled for each of several batch sizes, or for any (see `Requests`); each when it is first needed.
 
-    def compile_one(size: int | None) -> Requests:
-        return Requests(graph, dtype, threads=threads, streams=streams, size=size)
+    Args:
+        sizes: ascending; None alone is any.
 
-    sizes = list(sizes)
+    Attributes:
+        sizes: these.
+    """
+
+    def __init__(
+        self, graph: openvino.Model, dtype: str, sizes: tuple[int | None, ...], *, threads: int, streams: int
+    ) -> None:
+        self.sizes = sizes
+        self._make = functools.partial(Requests, graph, dtype, threads=threads, streams=streams)
+        self._made: dict[int | None, Requests] = {}
+        self._making = {size: threading.Lock() for size in sizes}
+
+    def of(self, count: int | None) -> Requests:
+        """Return what computes so many images, of `sizes`."""
+        size = None if None in self.sizes else count
+        made = self._made.get(size)
+        if made is None:
+            with self._making[size]:
+                made = self._made[size] = self._made.get(size) or self._make(size=size)
+        return made
+
+
+def compile_all(all_graphs: Iterable[Graphs], workers: int) -> None:
+    """Compile each size of several graphs, on so many threads at the same time."""
+    tasks = [(graphs, size) for graphs in all_graphs for size in graphs.sizes]
     if workers == 1:  # on the calling thread, which may outlive the interpreter's pools
-        return {size: compile_one(size) for size in sizes}
+        for graphs, size in tasks:
+            graphs.of(size)
+        return
     with ThreadPoolExecutor(workers, thread_name_prefix="openvino-compile") as pool:
-        return dict(zip(sizes, pool.map(compile_one, sizes), strict=True))
+        for done in [pool.submit(graphs.of, size) for graphs, size in tasks]:
+            done.result()
 
 
 def _of_size(graph: openvino.Model, size: int) -> openvino.Model:
@@ -104,25 +152,6 @@ def _of_size(graph: openvino.Model, size: int) -> openvino.Model:
     return fixed
 
 
-def convert(module: nn.Module, example: Tensor) -> openvino.Model:
-    """Trace a module and translate it; the first axis of its input is then of any length."""
-    _openvino()
-    from openvino import PartialShape  # noqa: PLC0415  an optional package
-    from openvino.frontend import FrontEndManager  # noqa: PLC0415
-    from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder  # noqa: PLC0415
-
-    with warnings.catch_warnings(), torch.inference_mode(mode=False), torch.no_grad():
-        # The warnings are of sizes that become constants, as all but the first may, and of tracing being deprecated.
-        warnings.simplefilter("ignore")
-        traced = torch.jit.trace(module, example, check_trace=False)  # type: ignore[no-untyped-call]
-        frontend = FrontEndManager().load_by_framework("pytorch")
-        # The decoder has a name because the frontend reads it until the graph is made, but does not keep it.
-        decoder = TorchScriptPythonDecoder(traced, example_input=(example,))
-        graph = frontend.convert(frontend.load(decoder))
-    graph.reshape({0: PartialShape([-1, *example.shape[1:]])})
-    return graph
-
-
 @functools.cache
 def core() -> openvino.Core:
     """Return the one core of this process, which is never freed.
@@ -131,11 +160,11 @@ def core() -> openvino.Core:
     when the core is freed. Freed on another thread, as the garbage collector may, it stays in use: the next signal that
     Python handles on the first thread ends the process.
     """
-    made: openvino.Core = _openvino().Core()
+    made: openvino.Core = openvino_package().Core()
     return made
 
 
-def _openvino() -> Any:
+def openvino_package() -> Any:
     """Import the package without its telemetry, which would report the import to a server of its maker."""
     # None makes the telemetry's import fail, for which the package has a stand-in.
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]

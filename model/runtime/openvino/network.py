@@ -1,32 +1,32 @@
-"""A network as graphs of OpenVINO, checked against torch when they are made."""
+"""A network as graphs of OpenVINO, each compiled for a batch size; wherever its graph comes from."""
 
 from __future__ import annotations
 
 import importlib.metadata
-from dataclasses import replace
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from model.errors import DeviceError
-from model.explanation.folded_weights import fold
-from model.network.vit import VisionTransformer, meta_model
 from model.runtime.backend import require_close
-from model.runtime.batches import UNCUT, BatchOutputs, BatchRequest
-from model.runtime.openvino.graph import Requests, compile_sizes, convert
-from model.runtime.postprocess import run_network
-from model.runtime.torch_backend import Normalise, TorchOptions
+from model.runtime.batches import BatchOutputs, BatchRequest, HostOutputs, compute_in_pieces, joined, pieces
+from model.runtime.openvino.graph import Graphs, Requests, compile_all
 
-_SIZES: Final = (1, 2, 3, 4, 6, 8)
-"""What a small network has graphs for; 5 as 4 and 1, and 7 as 6 and 1, take hardly longer than in one of their own."""
+if TYPE_CHECKING:
+    import openvino
 
-_FIXED_BYTES: Final = 240 << 20
-"""What these graphs may take together, more or less; those for a batch that is alone come on top, and with relevance
-there are as many again."""
+_SIZES: Final = (1, 2, 4, 8)
+"""What a small network has graphs for: `python -m benchmarks.graph_sizes` has what others cost and bring."""
+
+_FIXED_BYTES: Final = 160 << 20
+"""What these graphs may take together, more or less; the one for an image that is alone comes on top, and with
+relevance there are as many again."""
 
 _GRAPH_BYTES: Final = 7 << 20
 """What a graph for one size takes beside its weights, about: kernels, and descriptions of its operations."""
@@ -35,87 +35,90 @@ _STREAM_BYTES: Final = 3 << 20
 """What each of its streams adds."""
 
 
+class NetworkGraph(NamedTuple):
+    """A network as a graph of OpenVINO.
+
+    Attributes:
+        model: takes images, uint8 [B, H, W, C] with B of any number, and normalises them itself; its outputs are
+            float32.
+        outputs: their names, in the model's order: of `BatchOutputs`.
+        request: what they are: the last layer's attention row where it is given, and extras.
+    """
+
+    model: openvino.Model
+    outputs: tuple[str, ...]
+    request: BatchRequest
+
+
+class Reference(NamedTuple):
+    """Torch's own outputs for images, uint8 [B, H, W, C]: for as many as the largest graph of one size takes."""
+
+    images: NDArray[np.uint8]
+    outputs: HostOutputs
+
+
 class OpenVinoNetwork:
     """Computes logits and the last layer's attention row of any number of images, for several callers at once.
 
     A small network has a graph for each of a few numbers of images. These are faster than a graph for any number, and
-    most where numbers change from batch to batch, but take more memory. A batch that is alone, which is small or rare,
-    has a graph for a single image and one for any number.
+    most where numbers change from batch to batch, but take more memory. An image that is alone has a graph that
+    computes it on all threads; a batch that is alone is divided among the streams.
 
     Args:
-        options: the model, which is read and not kept, and a dtype of `PRECISIONS`.
+        graph: the network, in float32: OpenVINO rounds to the dtype itself.
+        dtype: of `PRECISIONS`.
         threads: of a batch that is alone.
         streams: batches that compute at the same time, on a share of the threads each.
-        extras: what to compute beside logits and the attention row, see `BatchRequest.extras`.
         workers: threads that compile.
+        lazy: whether each size is compiled when it is first needed, for few pictures.
 
     Attributes:
-        request: what the graphs give: `extras`, and the last layer's attention row where it can be traced.
+        dtype: what it computes in, of `PRECISIONS`.
+        request: what the graphs give: extras, and the last layer's attention row where it can be traced.
 
     Raises:
-        DeviceError: OpenVINO does not run this model, or gives other logits than torch, or torch's are not finite.
+        DeviceError: OpenVINO does not compile this graph.
     """
 
     def __init__(
         self,
-        options: TorchOptions,
+        graph: NetworkGraph,
+        dtype: str,
         *,
         threads: int,
         streams: int,
-        extras: BatchRequest = BatchRequest(),  # noqa: B008  frozen
         workers: int | None = None,
+        lazy: bool = False,
     ) -> None:
-        config, dtype = options.model.config, options.dtype
-        self._options, self._threads, self._streams = replace(options, model=meta_model(config)), threads, streams
-        # A mean over the patch queries is made an image at a time, which a trace would fix to its own batch.
-        layers = (config.depth - 1,) if config.attention_source != "patch_mean" else ()
-        self.request = replace(extras, layers=layers)
-        self._is_small = _is_small(options.model, dtype, streams)
         self.version = importlib.metadata.version("openvino")
-        traced = _Traced(options.model, Normalise(options.checkpoint.preprocess), self.request)
-        rows, columns = config.image_size
-        checked = _SIZES if self._is_small else (1, 3)
-        shape = (max(3, *checked), rows, columns, config.in_channels)
-        images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-        with torch.inference_mode():
-            expected = traced.outputs(torch.from_numpy(images))
-        self._names = tuple(expected.tensors())
-        if not expected.tensors()["logits"].isfinite().all():
-            raise DeviceError("the model gives scores that are not finite")
-        compiled = partial(compile_sizes, threads=threads, workers=workers or threads)
+        self.request = graph.request
+        self.dtype = dtype
+        self._names, self._streams = graph.outputs, streams
+        self._sizes = _SIZES if _is_small(weights_bytes(graph.model, dtype), streams) else None
+        of = partial(Graphs, graph.model, dtype, threads=threads)
+        self._graphs = of(self._sizes or (None,), streams=streams)
+        # One stream is on all threads already.
+        self._lone = self._graphs if streams == 1 else of((1,), streams=1)
+        if lazy:
+            return
         try:
-            graph = convert(traced, torch.from_numpy(images[:2]))
-            self._beside = compiled(graph, dtype, _SIZES if self._is_small else [None], streams=streams)
-            # One stream is on all threads already.
-            lone = [1, None] if self._is_small else [None]
-            self._alone = self._beside if streams == 1 else compiled(graph, dtype, lone, streams=1)
-            # With one image, and with other numbers than traced, a constant that the trace made of a size shows.
-            self._check(images, expected, (1, 3), alone=True)
-            self._check(images, expected, checked, alone=False)
+            compile_all({self._graphs, self._lone}, workers or threads)
         except RuntimeError as error:
-            raise DeviceError(f"OpenVINO does not run this model: {str(error).strip().splitlines()[-1]}") from error
+            raise _does_not_run(error) from error
 
-    def _check(
-        self, images: NDArray[np.uint8], expected: BatchOutputs, counts: tuple[int, ...], *, alone: bool
-    ) -> None:
-        """Raise DeviceError if the outputs of the first images are not torch's."""
-        for count in counts:
-            require_close(self(images[:count], alone=alone), expected, self._options.dtype, "OpenVINO")
+    def require_close(self, reference: Reference) -> None:
+        """Raise DeviceError if a graph does not run, or its outputs are not torch's."""
+        try:
+            # With one image, and with other numbers than traced, a constant that the trace made of a size shows.
+            for alone, counts in ((True, (1, 3)), (False, self._sizes or (1, 3))):
+                for count in counts:
+                    outputs = self(reference.images[:count], alone=alone)
+                    require_close(outputs, reference.outputs, exact=self.dtype == "float32", source="OpenVINO")
+        except RuntimeError as error:
+            raise _does_not_run(error) from error
 
-    def with_extras(self, model: VisionTransformer, extras: BatchRequest) -> OpenVinoNetwork:
-        """Return a network that computes `extras`, too, compiled on one thread; raises DeviceError.
-
-        Args:
-            model: the one that this network was made of, in float32.
-        """
-        options = replace(self._options, model=model)
-        return OpenVinoNetwork(options, threads=self._threads, streams=self._streams, extras=extras, workers=1)
-
-    def __call__(self, images: NDArray[np.uint8], *, alone: bool) -> BatchOutputs:
+    def __call__(self, images: NDArray[np.uint8], *, alone: bool) -> HostOutputs:
         """Compute a batch uint8 [B, H, W, C], on all threads if no other computes; block while all streams are busy.
-
-        Args:
-            images: as many as one of `sizes`.
 
         Returns:
             What `request` asks for.
@@ -123,46 +126,63 @@ class OpenVinoNetwork:
         Raises:
             RuntimeError: as OpenVINO raises it.
         """
-        requests = _for(len(images), self._alone if alone else self._beside)
-        outputs = (torch.from_numpy(output) for output in requests.infer(np.ascontiguousarray(images)))
-        return BatchOutputs.of(dict(zip(self._names, outputs, strict=True)))
+        images = np.ascontiguousarray(images)
+        if not alone or self._streams == 1:
+            return compute_in_pieces(images, lambda piece: self._named(self._for(len(piece)).infer(piece)), self._sizes)
+        if len(images) == 1:
+            return self._named(self._lone.of(1).infer(images))
+        parts = np.array_split(images, min(self._streams, len(images)))
+        return self._at_once([each for part in parts for each in pieces(part, self._sizes)])
 
-    def sizes(self, *, alone: bool) -> tuple[int, ...] | None:
-        """Return the numbers of images that a batch may have; None for any."""
-        if not self._is_small:
-            return None
-        return tuple(range(1, UNCUT + 1)) if alone and self._streams > 1 else _SIZES
+    def _at_once(self, parts: Sequence[NDArray[np.uint8]]) -> HostOutputs:
+        """Compute pieces of a batch on several streams; another batch may take these in turn."""
+        running: deque[Callable[[], list[NDArray[np.float32]]]] = deque()
+        done: list[HostOutputs] = []
+        try:
+            for part in parts:
+                started = None
+                while started is None:
+                    if len(running) == self._streams:
+                        done.append(self._named(running.popleft()()))
+                    # Who holds a stream waits for no other: two batches might wait for each other.
+                    started = self._for(len(part)).start(part, wait=not running)
+                    if started is None:
+                        done.append(self._named(running.popleft()()))
+                running.append(started)
+            while running:
+                done.append(self._named(running.popleft()()))
+        finally:
+            for left in running:  # what failed leaves no stream behind that is still busy
+                with suppress(RuntimeError):
+                    left()
+        return joined(done)
+
+    def _for(self, count: int) -> Requests:
+        return self._graphs.of(count)
+
+    def _named(self, outputs: Sequence[NDArray[np.float32]]) -> HostOutputs:
+        return BatchOutputs.of(dict(zip(self._names, outputs, strict=True)))
 
     def fill_caches(self, images: NDArray[np.uint8]) -> None:
         """Run a batch on every stream: each keeps kernels and buffers of its own for a batch size."""
-        for alone in (True, False) if self._streams > 1 else (False,):
-            sizes = self.sizes(alone=alone)
-            if sizes is None or len(images) in sizes:
-                _for(len(images), self._alone if alone else self._beside).run_all(images)
+        if self._sizes is None or len(images) in self._sizes:
+            self._for(len(images)).run_all(images)
+        if len(images) == 1 and self._lone is not self._graphs:
+            self._lone.of(1).run_all(images)
 
 
-def _is_small(model: VisionTransformer, dtype: torch.dtype, streams: int) -> bool:
+def weights_bytes(model: openvino.Model, dtype: str) -> int:
+    """Return the bytes of a graph's constants once they are rounded to a dtype; what is smaller already stays so."""
+    bits = {"float32": 32, "bfloat16": 16}[dtype]
+    constants = (each.output(0) for each in model.get_ops() if each.get_type_name() == "Constant")
+    sizes = [int(math.prod(each.shape)) * min(int(each.element_type.bitwidth), bits) for each in constants]
+    return sum(sizes) // 8
+
+
+def _is_small(weights: int, streams: int) -> bool:
     """Return whether graphs for each size of a piece have room."""
-    weights = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     return len(_SIZES) * (weights + _GRAPH_BYTES + streams * _STREAM_BYTES) <= _FIXED_BYTES
 
 
-def _for(count: int, requests: dict[int | None, Requests]) -> Requests:
-    return requests.get(count) or requests[None]
-
-
-class _Traced(nn.Module):
-    """The module that becomes the graph: normalisation, which OpenVINO fuses with what follows, and the network."""
-
-    def __init__(self, model: VisionTransformer, normalise: Normalise, request: BatchRequest) -> None:
-        super().__init__()
-        self.model = model
-        self.normalise = normalise
-        self.request = request
-        self.folded = fold(model) if request.relevance else None
-
-    def outputs(self, images: Tensor) -> BatchOutputs:
-        return run_network(self.model, self.normalise(images), self.request, self.folded)
-
-    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self.outputs(images).tensors().values())
+def _does_not_run(error: RuntimeError) -> DeviceError:
+    return DeviceError(f"OpenVINO does not run this model: {str(error).strip().splitlines()[-1]}")

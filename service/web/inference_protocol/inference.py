@@ -11,8 +11,18 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from model.config import NetworkConfig, ViTConfig
 from model.errors import ImageError
-from model.outputs import MapRequest, Outputs, RequestedOutputs, embedding_width, parse_embedding
+from model.outputs import (
+    Outputs,
+    RequestedOutputs,
+    embedding_width,
+    methods_of,
+    parse_embedding,
+    parse_maps,
+    require_classes,
+)
+from model.zero_shot import labels_of_request, with_labels
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, NotFound, ServiceError, TooManyImages, UploadTooLarge
 from service.web.inference_protocol import VERSION
@@ -41,6 +51,20 @@ class Output:
     values: Callable[[Outputs, Sequence[str]], NDArray[Any] | None]
 
 
+def _grid(config: NetworkConfig) -> list[int]:
+    assert isinstance(config, ViTConfig), "a model without maps has no such output"
+    return [*config.grid]
+
+
+def _evidence(outputs: Outputs) -> NDArray[np.float32] | None:
+    evidence = None if outputs.map is None else outputs.map.evidence
+    return None if evidence is None else np.array([evidence], np.float32)
+
+
+def _set_size(outputs: Outputs) -> NDArray[np.int64] | None:
+    return None if outputs.label_set is None else np.array([len(outputs.label_set)], np.int64)
+
+
 OUTPUTS: Final[Mapping[str, Output]] = {
     "label": Output(
         "BYTES",
@@ -49,20 +73,34 @@ OUTPUTS: Final[Mapping[str, Output]] = {
     ),
     "index": Output("INT64", lambda info: [-1], lambda outputs, _: outputs.indices),
     "score": Output("FP32", lambda info: [-1], lambda outputs, _: outputs.scores),
-    "logits": Output("FP32", lambda info: [info.config.num_classes], lambda outputs, _: outputs.logits),
+    "logits": Output("FP32", lambda info: [info.config.num_classes or -1], lambda outputs, _: outputs.logits),
     "attention": Output(
-        "FP32", lambda info: [*info.config.grid], lambda outputs, _: None if outputs.map is None else outputs.map.values
+        "FP32",
+        lambda info: _grid(info.config),
+        lambda outputs, _: None if outputs.map is None else outputs.map.values,
     ),
+    "evidence": Output("FP32", lambda info: [1], lambda outputs, _: _evidence(outputs)),
     "embedding": Output("FP32", lambda info: [embedding_width(info.config)], lambda outputs, _: outputs.embedding),
+    "set_size": Output("INT64", lambda info: [1], lambda outputs, _: _set_size(outputs)),
 }
 _BY_DEFAULT: Final = ("label", "index", "score")
+_OF_CLASSES: Final = frozenset({*_BY_DEFAULT, "logits"})
+_OF_MAPS: Final = frozenset({"attention", "evidence"})
 _DEFAULT_TOP_K: Final = 5
 _MAX_ID: Final = 1024
 """Characters of a request's id, which its answer repeats, and the bytes of waiting answers are not counted."""
-_MAPS: Final[dict[str, Callable[[ModelInfo], MapRequest]]] = {
-    "cls": lambda info: MapRequest.row(info.config.depth - 1),
-    "relevance": lambda info: MapRequest("relevance"),
-}
+_MAPS: Final = ("cls", "relevance")
+"""Methods of the output `attention`; the default is relevance where the model has it."""
+
+
+def outputs_of(info: ModelInfo) -> Mapping[str, Output]:
+    """Return the outputs that a model has, by name: of classes and of maps only where it has any."""
+    methods = methods_of(info.config)
+    lacking = set() if info.config.num_classes or info.zero_shot is not None else {*_OF_CLASSES}
+    lacking |= set() if methods else {"attention"}
+    lacking |= set() if "relevance" in methods or info.zero_shot is not None else {"evidence"}
+    lacking |= {"set_size"} if info.coverage is None else set()
+    return {name: output for name, output in OUTPUTS.items() if name not in lacking}
 
 
 def find_model(pipeline: Pipeline, name: str | None, version: str = "") -> ModelInfo:
@@ -128,22 +166,37 @@ class Selection:
         """
         if len(header.id or "") > _MAX_ID:
             raise InvalidParameter(f"the id has {len(header.id or '')} characters: at most {_MAX_ID} are allowed")
-        outputs = header.outputs or [RequestedOutput(name) for name in _BY_DEFAULT]
-        classes = info.config.num_classes
+        text = header.parameters.get("labels")
+        available = outputs_of(info)
+        by_default = _BY_DEFAULT if info.config.num_classes or text is not None else ("embedding",)
+        outputs = header.outputs or [RequestedOutput(name) for name in by_default]
         names = {output.name for output in outputs}
         if len(names) < len(outputs):
             raise InvalidParameter("an output is asked for twice")
         for output in outputs:
-            if output.name not in OUTPUTS:
-                raise InvalidParameter(f"output {output.name!r:.80}: the model has {', '.join(OUTPUTS)}")
+            if output.name not in available:
+                require_classes(info.config)
+                if output.name in _OF_MAPS and not methods_of(info.config):
+                    parse_maps(info.config, info.labels)  # raises what the model is instead
+                raise InvalidParameter(f"output {output.name!r:.80}: the model has {', '.join(available)}")
             if "classification" in output.parameters and output.name != "score":
                 raise InvalidParameter("the parameter 'classification' is for the output 'score'")
+        labels: tuple[str, ...] = ()
+        if text is not None or names & _OF_CLASSES:
+            labels = labels_of_request(text, info.zero_shot, info.config)
+        config = with_labels(info.config, labels)
+        methods = [method for method in methods_of(config) if method in _MAPS]
+        method = header.parameters.get("attention", methods[0] if methods else _MAPS[0])
+        if not isinstance(method, str) or method not in (methods or _MAPS):
+            raise InvalidParameter(f"attention {method!r:.80}: expected one of {', '.join(methods or _MAPS)}")
+        if "evidence" in names and method != "relevance":
+            raise InvalidParameter(f"output 'evidence': a map of attention {method!r} is of no class")
+        if labels and header.parameters.get("pool", "head") != "head":
+            raise InvalidParameter("pool: does not apply beside labels, which are compared with what the head reads")
+        classes = config.num_classes
         counts = [_count(header.parameters, "top_k", classes)]
         counts += [_count(output.parameters, "classification", classes) for output in outputs]
-        top_k = max((count for count in counts if count is not None), default=min(_DEFAULT_TOP_K, classes))
-        method = header.parameters.get("attention", "relevance")
-        if not isinstance(method, str) or method not in _MAPS:
-            raise InvalidParameter(f"attention {method!r:.80}: expected one of {', '.join(_MAPS)}")
+        top_k = max((count for count in counts if count is not None), default=min(_DEFAULT_TOP_K, max(classes, 1)))
         embedding = parse_embedding(
             info.config, header.parameters.get("pool", "head"), header.parameters.get("normalize", False)
         )
@@ -151,9 +204,11 @@ class Selection:
             outputs,
             RequestedOutputs(
                 top_k,
-                map=_MAPS[method](info) if "attention" in names else None,
+                map=parse_maps(config, info.labels, method=method)[0] if names & _OF_MAPS else None,
                 logits="logits" in names,
                 embedding=embedding if "embedding" in names else None,
+                labels=labels,
+                label_set=info.coverage is not None,
             ),
             bool(header.parameters.get("binary_data_output", binary)),
         )
@@ -169,7 +224,8 @@ def _count(parameters: dict[str, Any], name: str, classes: int) -> int | None:
     if count is None:
         return None
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= classes:
-        raise InvalidParameter(f"{name} {count!r:.40}: expected 1 to {classes}")
+        allowed = f"expected 1 to {classes}" if classes else "there are no classes and no labels"
+        raise InvalidParameter(f"{name} {count!r:.40}: {allowed}")
     return count
 
 
@@ -201,7 +257,7 @@ async def infer(
     results = await _compute(pipeline, inputs, selection.requested, deadline)
 
     def answer() -> T:
-        return encode(make_outputs(results, selection, info.labels))
+        return encode(make_outputs(results, selection, selection.requested.labels or info.labels))
 
     size = len(inputs) * selection.size(info)
     return await pipeline.pools.documents.run_large(answer, deadline, size=size)
@@ -228,8 +284,8 @@ async def _compute(
 
     results = await all_of(compute(position) for position in range(len(inputs)))
     pipeline.metrics.images.inc(len(results))
-    for result in results:
-        pipeline.metrics.top1_score.observe(float(result.outputs.scores[0]))
+    for result in results if pipeline.model().config.num_classes else ():
+        pipeline.metrics.observe_classes(result.outputs)
     return results
 
 

@@ -1,11 +1,10 @@
-// The calls that give what is on screen, to paste into a shell.
+// The calls that give what is on screen, for a shell.
 
 import { keyIsUsed } from "./api.js";
-import { FUSED } from "./picture.js";
 
 const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
-export function curlCalls({ name, topK, maps }) {
+export function curlCalls({ name, topK, map, maps }) {
   const call = (path, query, target = "") => {
     const given = Object.entries(query).filter(([, value]) => value !== null && value !== undefined);
     const search = new URLSearchParams(given).toString();
@@ -13,7 +12,7 @@ export function curlCalls({ name, topK, maps }) {
     const key = keyIsUsed() ? '-H "Authorization: Bearer $VIT_API_KEY" ' : "";
     return `curl ${target}${key}-F ${quoted(`file=@${formEscaped(name)}`)} ${quoted(url)}`;
   };
-  return [call("classify", { top_k: topK, attention: FUSED }),
+  return [call("classify", { top_k: topK, attention: map }),
     ...maps.map((query, index) => call("attention", query, `-o map${maps.length > 1 ? index + 1 : ""}.png `))].join("\n");
 }
 

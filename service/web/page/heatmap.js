@@ -1,6 +1,5 @@
-// Drawing of a map, as the service draws it. With r a patch's share over the even share, 1 / patches, colour and opacity
-// follow log r / log(max(4, the largest r)): patches at or below the even share stay clear, so the photo stays a photo,
-// and a map that is even looks even instead of being blown up.
+// Drawing of a map, as the service does. With r a patch's share over the even share, colour and opacity
+// follow log r / log(max(4, the largest r before it faded)): patches at or below the even share stay clear.
 
 const FULL_AT_LEAST = 4;
 
@@ -16,8 +15,8 @@ const TABLE = Uint8ClampedArray.from({ length: 256 * 4 }, (_, at) => {
   return STOPS[lower][at % 4] + (place - lower) * (STOPS[lower + 1][at % 4] - STOPS[lower][at % 4]);
 });
 
-/** A map's values with what is read off them. `full`: the multiple of the even share at which the colour is full. */
-export function readMap({ values }) {
+/** Read a map. `full`: the multiple of the even share at which the colour is full. */
+export function readMap({ values, evidence }) {
   const rows = values.length;
   const columns = values[0].length;
   const flat = values.flat();
@@ -25,10 +24,11 @@ export function readMap({ values }) {
   const shares = flat.map((value) => value / total);
   const times = shares.map((share) => share * flat.length);
   const most = times.reduce((best, value) => Math.max(best, value), 0);
-  return { rows, columns, shares, times, strongest: times.indexOf(most), full: Math.max(FULL_AT_LEAST, most) };
+  const whole = evidence ? Math.min(flat.length, 1 + (most - 1) / evidence) : most;
+  return { rows, columns, shares, times, strongest: times.indexOf(most), full: Math.max(FULL_AT_LEAST, whole) };
 }
 
-/** Draw the map into a canvas that covers `region` of a picture of `size`; both [width, height] based, in the same pixels. */
+/** Draw the map into a canvas of the picture's size, over `region` in shares of its sides. */
 export function drawHeat(canvas, map, region, smooth) {
   const across = Math.min(512, Math.max(map.columns * 8, Math.round(canvas.width * region.width)));
   const down = Math.min(512, Math.max(map.rows * 8, Math.round(canvas.height * region.height)));
@@ -56,7 +56,7 @@ export function drawHeat(canvas, map, region, smooth) {
   context.drawImage(small, x, y, region.width * canvas.width, region.height * canvas.height);
 }
 
-/** Linear interpolation between patches' centres, which cannot overshoot: [one, the next, weight of the next]. */
+/** Linear interpolation between patches' centres: [one, the next, weight of the next]. */
 function between(pixel, pixels, patches, smooth) {
   const place = ((pixel + 0.5) * patches) / pixels;
   if (!smooth) return [Math.floor(place), Math.floor(place), 0];

@@ -7,7 +7,7 @@ import { percent } from "./heatmap.js";
 import { takePictures } from "./intake.js";
 import { watchLoad } from "./live.js";
 import { MapPanel, fill, paint } from "./panel.js";
-import { Picture } from "./picture.js";
+import { FUSED, Picture } from "./picture.js";
 import { Queue } from "./queue.js";
 import { savePng, saveJson } from "./save.js";
 
@@ -40,9 +40,10 @@ async function start() {
   byId("unready").hidden = byId("key-form").hidden = true;
   const { model } = service;
   byId("model").textContent = `${model.name} on ${model.device}, ${model.dtype}, input ${model.input_size[0]}×${model.input_size[1]}, ${model.classes} classes`;
-  const allowed = TOP_K.filter((count) => count < model.classes).concat(model.classes <= 50 ? model.classes : []);
-  fill(byId("top-k"), allowed.map((count) => [count, count === model.classes ? `all ${count}` : count]));
-  byId("top-k").value = Math.min(5, model.classes);
+  const classes = model.classes || 1;
+  const allowed = TOP_K.filter((count) => count < classes).concat(classes <= 50 ? classes : []);
+  fill(byId("top-k"), allowed.map((count) => [count, count === classes ? `all ${count}` : count]));
+  byId("top-k").value = Math.min(5, classes);
   setOptions();
   panels = [];
   setPanels();
@@ -52,7 +53,7 @@ async function start() {
 }
 
 function setOptions() {
-  queue.options = { topK: Number(byId("top-k").value) };
+  queue.options = { topK: Number(byId("top-k").value), map: service.methods.find((name) => name === FUSED) };
 }
 
 function addPanel() {
@@ -66,7 +67,7 @@ function addPanel() {
 
 /** One panel, or two where maps are compared. */
 function setPanels() {
-  const count = byId("compare").checked ? 2 : 1;
+  const count = service.methods.length && 1 + byId("compare").checked;
   while (panels.length > count) panels.pop().element.remove();
   while (panels.length < count) {
     const panel = addPanel();
@@ -103,7 +104,7 @@ function arrange() {
   byId("intake").hidden = document.querySelector("footer").hidden = locked || !reached;
   byId("progress-line").hidden = byId("pictures").hidden = !pictures.length;
   byId("answer").hidden = locked || !service || !shown;
-  byId("where").hidden = byId("answer").hidden || hasNothing(shown);
+  byId("where").hidden = byId("answer").hidden || !panels.length || hasNothing(shown);
   document.body.classList.toggle("narrow", locked || !service || pictures.every(hasNothing));
 }
 
@@ -141,9 +142,8 @@ function showProgress() {
   byId("progress").value = round.length ? queue.progress : 0;
   byId("cancel").disabled = !busy && !pictures.some(({ asking }) => asking);
   byId("again").disabled = !service || busy || !(pictures.some(mayBeTried) || panels.some((panel) => panel.failed));
-  const stopped = round.filter(({ state }) => state === "cancelled").length;
-  const failed = round.filter(({ state }) => state === "failed").length;
-  const rest = [stopped && `${stopped} cancelled`, failed && `${failed} failed`].filter(Boolean).map((text) => `, ${text}`).join("");
+  const ended = ["cancelled", "failed"].map((end) => [round.filter(({ state }) => state === end).length, end]);
+  const rest = ended.map(([count, end]) => (count ? `, ${count} ${end}` : "")).join("");
   const text = round.length ? `${done} of ${round.length} done${rest}` : "Waiting for the service";
   if (byId("progress-text").textContent !== text) byId("progress-text").textContent = text;
   arrange();
@@ -181,7 +181,7 @@ function showAnswer() {
   byId("top-k-row").hidden = hasNothing(shown);
   byId("timing").hidden = state === "failed" && !answer;
   byId("bars").replaceChildren(...(answer?.predictions ?? []).map(bar));
-  byId("timing").textContent = answer ? `${Math.round(answer.timings_ms.total)} ms in the service, ${Math.round(answer.timings_ms.inference)} ms of it in the model, batch of ${answer.batch_size}` : `${shown.name}: ${STATES[state]}`;
+  byId("timing").textContent = answer ? `${answer.abstained ? "Not sure: no label fits. " : ""}${Math.round(answer.timings_ms.total)} ms in the service, ${Math.round(answer.timings_ms.inference)} ms of it in the model, batch of ${answer.batch_size}` : `${shown.name}: ${STATES[state]}`;
   if (state === "failed") tell(byId("error"), error, shown.file);
 }
 
@@ -193,8 +193,8 @@ function bar({ label, index, score }) {
   row.append(fillPart, part("label", label), part("score", percent(score)));
   row.dataset.index = index;
   row.addEventListener("click", () => {
-    panels[0].choose({ class: index });
-    panels[0].find(".stage").scrollIntoView({ block: "nearest" }); // on a phone it is further down
+    panels[0]?.choose({ class: index });
+    panels[0]?.find(".stage").scrollIntoView({ block: "nearest" }); // further down on a phone
   });
   const item = make("li");
   item.append(row);
@@ -216,7 +216,7 @@ function mapsChanged() {
   showProgress();
   const ready = shown !== null && panels.some((panel) => panel.map);
   byId("save-png").disabled = byId("save-json").disabled = !ready;
-  if (shown) byId("curl-text").textContent = curlCalls({ name: shown.name, topK: queue.options.topK, maps: panels.map((panel) => ({ ...panel.query, ...drawingOptions() })) });
+  if (shown) byId("curl-text").textContent = curlCalls({ name: shown.name, ...queue.options, maps: panels.map((panel) => ({ ...panel.query, ...drawingOptions() })) });
 }
 
 /** What the service's PNG takes to look as the maps on screen. */

@@ -128,7 +128,7 @@ export class MapPanel {
     this.onChange();
   }
 
-  /** The picture under the map, and the part of it that the map covers as shares of its sides. */
+  /** The picture under the map, and the part of it that the map covers. */
   get ground() {
     const { picture, document: found } = this;
     if (!found) return { base: null, region: WHOLE };
@@ -181,7 +181,9 @@ export class MapPanel {
     this.patch = patch;
     const mark = this.find(".patch");
     mark.hidden = patch === null;
-    const readout = patch === null ? (this.map ? `Strongest: ${this.describe(this.map.strongest)}` : "\u00a0") : this.describe(patch);
+    const evidence = this.document?.evidence_in_words;
+    const strongest = () => `${evidence ? `Evidence: ${evidence}. ` : ""}Strongest: ${this.describe(this.map.strongest)}`;
+    const readout = patch === null ? (this.map ? strongest() : "\u00a0") : this.describe(patch);
     this.find(".readout").textContent = readout.charAt(0).toUpperCase() + readout.slice(1);
     if (patch === null) return;
     const { region } = this.ground;
@@ -207,7 +209,7 @@ export function fill(select, options) {
   select.replaceChildren(...options.map(([value, text]) => new Option(text, value)));
 }
 
-/** Paint a picture into a figure whose frame has its size already, so that nothing on the page moves. */
+/** Paint a picture into a figure whose frame has its size already. */
 export function paint(stack, canvas, picture) {
   const [width, height] = picture ? [picture.width, picture.height] : [1, 1];
   [canvas.width, canvas.height] = [width, height];

@@ -4,7 +4,7 @@ import { sendPatiently } from "./api.js";
 
 const SIDES = [640, 1536]; // the longer side of what is kept for drawing: small pictures are enlarged, as their maps are not small
 
-export const FUSED = "relevance"; // the map that comes with the classes
+export const FUSED = "relevance"; // comes with the classes
 
 let lastNumber = 0;
 let decoding = Promise.resolve(); // one at a time: a photo takes 50 MB and more until it is drawn small
@@ -47,14 +47,13 @@ export class Picture {
     }
   }
 
-  async classify({ topK, ...listeners }) {
+  async classify({ topK, map, ...listeners }) {
     const { signal } = this.controller;
-    this.answer = await sendPatiently("POST", "classify", { query: { top_k: topK, attention: FUSED }, file: this.file, signal, ...listeners });
-    const found = this.answer.attention;
-    const [first] = this.answer.predictions;
-    this.maps.set(keyOf({ method: FUSED, class: first.index }), { ...found, id: this.answer.id });
+    this.answer = await sendPatiently("POST", "classify", { query: { top_k: topK, attention: map }, file: this.file, signal, ...listeners });
+    const { id, attention, predictions: [first] } = this.answer;
+    if (map) this.maps.set(keyOf({ method: map, class: first.index }), { ...attention, id });
     await this.decoded;
-    if (this.photo === null) await this.see();
+    if (map && this.photo === null) await this.see();
   }
 
   /** The map of a choice {method, class, layer, head}, asked for once. */

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 from fastapi import APIRouter, Query
@@ -13,10 +13,10 @@ from pydantic import BaseModel, Field, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from model.images.heatmap import COLORMAPS, MAX_SIZE, draw_heatmap, encode_png
+from model.images.heatmap import COLORMAPS, MAX_SIZE, default_view, encode_png
 from model.images.preprocess import ModelInput
 from model.images.region import Region
-from model.images.sheet import in_a_row
+from model.images.sheet import draw_maps
 from model.outputs import (
     CLASS_SPECIFIC,
     MAX_CLASSES,
@@ -25,6 +25,7 @@ from model.outputs import (
     Fusion,
     MapRequest,
     RequestedOutputs,
+    evidence_in_words,
     parse_maps,
 )
 from service.engine.messages import ModelInfo
@@ -35,6 +36,9 @@ from service.web.work import Deadline, all_of, unless_disconnected
 from vitserve.documents import AttentionDocument, RegionDocument, significant
 
 router = APIRouter(tags=["attention"], route_class=Endpoint)
+
+_LOOK: Final = {"overlay", "view", "alpha", "colormap", "size", "smooth", "colorbar", "caption"}
+"""Parameters of a drawing."""
 
 _HEAD = r"^(mean|max|[0-9]{1,4})$"
 
@@ -88,7 +92,10 @@ class AttentionQuery(BaseModel, frozen=True):
     overlay: Annotated[bool | None, Field(description="PNG: over a picture; default true")] = None
     view: Annotated[
         Literal["input", "photo"] | None,
-        Field(description="PNG: over what the model saw (default), or over the whole photo, the unseen part dimmed"),
+        Field(
+            description="PNG: over what the model saw, or over the whole photo, the unseen part dimmed; default "
+            "`photo` for models whose input has less than 128 pixels, else `input`"
+        ),
     ] = None
     alpha: Annotated[
         float | None, Field(ge=0, le=1, description="PNG: opacity of the map where it is highest; default 0.7")
@@ -97,6 +104,9 @@ class AttentionQuery(BaseModel, frozen=True):
     size: Annotated[int | None, Field(ge=1, le=MAX_SIZE, description="PNG: longer side in pixels")] = None
     smooth: Annotated[bool | None, Field(description="PNG: no steps between patches; default true")] = None
     colorbar: Annotated[bool | None, Field(description="PNG: a colour bar at the right; default false")] = None
+    caption: Annotated[
+        bool | None, Field(description="PNG: class, score, method and colours in words below; default true")
+    ] = None
 
 
 class KeptPictureQuery(AttentionQuery):
@@ -165,7 +175,8 @@ async def _answer(
     assert len(maps) == len(map_requests), "the engine answers each request for a map"
     if image_id is None:
         pipeline.metrics.images.inc()
-        pipeline.metrics.top1_score.observe(float(results[0].outputs.scores[0]))
+        if pipeline.model().config.num_classes:
+            pipeline.metrics.top1_score.observe(float(results[0].outputs.scores[0]))
         image_id = await pipeline.pictures.put(picture)
     # A map shows the caller's picture: no shared cache may keep it, and no browser may take it for something else.
     headers = {"Cache-Control": "private", "X-Content-Type-Options": "nosniff"}
@@ -179,22 +190,28 @@ async def _answer(
     if query.format == "npy":
         values = np.stack([each.values for each in maps]).astype(np.float32)
         return npy_response(values[0] if len(maps) == 1 else values, headers)
-    shown, covered = (None if query.overlay is False else picture.pixels), None
-    if query.view == "photo" and file is not None:
+    shown, covered = picture.pixels, None
+    view = query.view or default_view(pipeline.model().config.image_size)
+    if view == "photo" and query.overlay is not False and file is not None:
         # Decoded a second time, so that no photo is in memory while its map is computed.
         photo = await pipeline.pools.decoders.photo(file, picture.region, query.size, deadline, spent=spent)
         shown, covered = photo.picture.pixels, photo.picture.region
-    png = await pipeline.pools.drawing.run(partial(_png, maps, shown, covered, query), deadline)
+    draw = partial(_png, maps, pipeline.model().labels, shown, covered, query)
+    png = await pipeline.pools.drawing.run(draw, deadline)
     return Response(png, media_type="image/png", headers=headers)
 
 
 def _png(
-    maps: list[AttentionMap], shown: NDArray[np.uint8] | None, region: Region | None, query: AttentionQuery
+    maps: list[AttentionMap],
+    labels: Sequence[str],
+    shown: NDArray[np.uint8],
+    region: Region | None,
+    query: AttentionQuery,
 ) -> bytes:
-    """Return the maps over a picture, of which they cover a region."""
-    look = query.model_dump(include={"colormap", "alpha", "size", "smooth", "colorbar"}, exclude_none=True)
-    drawings = (draw_heatmap(each.values, picture=shown, region=region, **look) for each in maps)
-    return encode_png(in_a_row(drawings, len(maps), max_width=MAX_SIZE))
+    """Return the maps over a picture, of which they cover a region, with a caption each."""
+    look = query.model_dump(include=_LOOK - {"view", "caption"}, exclude_none=True)
+    captioned = None if query.caption is False else labels
+    return encode_png(draw_maps(maps, captioned, picture=shown, region=region, max_width=MAX_SIZE, **look))
 
 
 def map_fields(attention: AttentionMap, labels: Sequence[str]) -> dict[str, Any]:
@@ -206,6 +223,9 @@ def map_fields(attention: AttentionMap, labels: Sequence[str]) -> dict[str, Any]
         "discard": request.discard,
         "class": request.class_index,
         "label": None if request.class_index is None else labels[request.class_index],
+        "score": None if attention.score is None else significant(attention.score),
+        "evidence": None if attention.evidence is None else significant(attention.evidence),
+        "evidence_in_words": None if attention.evidence is None else evidence_in_words(attention.evidence),
         "grid": attention.values.shape,
         "layer": request.layer,
         "head": request.head,
@@ -231,9 +251,8 @@ def _map_requests(query: AttentionQuery, info: ModelInfo) -> list[MapRequest]:
 def _check_drawing(query: AttentionQuery) -> None:
     """Raise `InvalidParameter` if a parameter of drawing does not apply, or the colormap is unknown."""
     if query.format != "png":
-        for name in ("overlay", "view", "alpha", "colormap", "size", "smooth", "colorbar"):
-            if getattr(query, name) is not None:
-                raise InvalidParameter(f"{name} does not apply to format {query.format!r}")
+        for name in sorted(query.model_dump(include=_LOOK, exclude_none=True)):
+            raise InvalidParameter(f"{name} does not apply to format {query.format!r}")
     if query.colormap is not None and query.colormap not in COLORMAPS:
         raise InvalidParameter(f"colormap {query.colormap!r}: expected one of {', '.join(COLORMAPS)}")
     for name in ("alpha", "view") if query.overlay is False else ():

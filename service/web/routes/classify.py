@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from model.errors import ImageError
-from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
+from model.outputs import EmbeddingRequest, Method, RequestedOutputs, parse_maps
+from model.zero_shot import labels_of_request, with_labels
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, ServiceError, UploadTooLarge
 from service.web.decoders import Decoded
@@ -22,7 +23,15 @@ from service.web.problems import problem_of
 from service.web.routes.attention import map_fields, region_document
 from service.web.routes.endpoint import ONE_PICTURE, SEVERAL_PICTURES, Endpoint, problems
 from service.web.upload import UploadedFile
-from vitserve.documents import Attention, BatchClassification, Classification, FailedItem, Prediction, Timings
+from vitserve.documents import (
+    Attention,
+    BatchClassification,
+    Classification,
+    FailedItem,
+    Prediction,
+    Timings,
+    set_fields,
+)
 
 router = APIRouter(tags=["classify"], route_class=Endpoint)
 
@@ -42,6 +51,10 @@ class ClassifyQuery(BaseModel, frozen=True):
         WithJsonSchema({"type": "string", "enum": ["false", "true", "0", "1", "relevance"]}),
     ] = None  # FastAPI would document a default that is no string
     embedding: Annotated[bool, Field(description="answer with what the head reads, too")] = False
+    labels: Annotated[
+        str | None,
+        Field(description="names to compare with, comma-separated or a JSON array; for models with a text tower"),
+    ] = None
 
 
 @router.post(
@@ -72,20 +85,34 @@ async def classify_batch(request: Request, query: Annotated[ClassifyQuery, Query
 
 
 class _Classifier:
-    """Classifies the files of one request; raises `EngineUnavailable`, or `InvalidParameter` if `top_k` is too high."""
+    """Classifies the files of one request.
+
+    Raises:
+        EngineUnavailable: no engine answers.
+        InvalidParameter: `top_k` is too high.
+        InputError: the model has no such map.
+    """
 
     def __init__(self, pipeline: Pipeline, request: Request, query: ClassifyQuery) -> None:
         self._pipeline = pipeline
         self._info: ModelInfo = pipeline.model()
-        classes = self._info.config.num_classes
-        if query.top_k is not None and query.top_k > classes:
-            raise InvalidParameter(f"top_k {query.top_k}: the model has {classes} classes")
-        map_request = None
+        method: Method | None = None
         if query.attention:
-            row = MapRequest.row(self._info.config.depth - 1)
-            map_request = MapRequest("relevance") if query.attention == "relevance" else row
+            method = "relevance" if query.attention == "relevance" else "cls"
+        labels: tuple[str, ...] = ()
+        config = self._info.config
+        if query.labels is not None or not config.num_classes:
+            labels = labels_of_request(query.labels, self._info.zero_shot, config)
+            config = with_labels(config, labels)
+        self._labels = labels or self._info.labels
+        if query.top_k is not None and query.top_k > config.num_classes:
+            compared = f"there are {len(labels)} labels" if labels else f"the model has {config.num_classes} classes"
+            raise InvalidParameter(f"top_k {query.top_k}: {compared}")
+        map_request = None if method is None else parse_maps(config, self._labels, method=method)[0]
         embedding = EmbeddingRequest() if query.embedding else None
-        self._requested = RequestedOutputs(query.top_k or min(DEFAULT_TOP_K, classes), map_request, embedding=embedding)
+        top_k = query.top_k or min(DEFAULT_TOP_K, config.num_classes)
+        label_set = self._info.coverage is not None
+        self._requested = RequestedOutputs(top_k, map_request, embedding=embedding, labels=labels, label_set=label_set)
         self._context = request_context(request.scope)
         self._deadline = pipeline.deadline(request)
 
@@ -95,21 +122,26 @@ class _Classifier:
         decoded, result = await pipeline.compute(file, self._deadline, self._requested)
         image_id = await pipeline.pictures.put(decoded.picture)
         pipeline.metrics.images.inc()
-        pipeline.metrics.top1_score.observe(float(result.outputs.scores[0]))
+        pipeline.metrics.observe_classes(result.outputs)
         # A document of many classes is large, and lives only until it is JSON: a batch has many such documents.
         render = partial(self._render, decoded, result, image_id)
         return await pipeline.pools.documents.run_large(render, self._deadline, size=self._requested.top_k)
 
     def _render(self, decoded: Decoded, result: InferenceResult, image_id: str | None) -> bytes:
         outputs, attention = result.outputs, None
+        label_set = None if outputs.label_set is None else outputs.label_set.tolist()
         if outputs.map is not None:
-            url, region = _url(image_id, outputs.map.request.method), region_document(decoded.picture.region)
-            attention = Attention(url=url, region=region, **map_fields(outputs.map, self._info.labels))
+            of_labels = bool(self._requested.labels) and outputs.map.request.class_index is not None
+            # A map of a label of the request cannot be asked for again by the picture's id.
+            url = None if of_labels else _url(image_id, outputs.map.request.method)
+            region = region_document(decoded.picture.region)
+            attention = Attention(url=url, region=region, **map_fields(outputs.map, self._labels))
         return to_json(
             Classification(
                 id=image_id,
                 model=self._info.name,
-                predictions=Prediction.ranked(self._info.labels, outputs.indices.tolist(), outputs.scores.tolist()),
+                predictions=Prediction.ranked(self._labels, outputs.indices.tolist(), outputs.scores.tolist()),
+                **set_fields(self._labels, label_set),
                 attention=attention,
                 embedding=None if outputs.embedding is None else outputs.embedding.tolist(),
                 timings_ms=Timings(

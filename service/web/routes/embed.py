@@ -15,7 +15,8 @@ from starlette.responses import Response
 from model.errors import ImageError
 from model.images.preprocess import ModelInput
 from model.outputs import Pooling, RequestedOutputs, parse_embedding
-from service.errors import ServiceError, UploadTooLarge
+from model.zero_shot import MAX_TEXTS, checked_texts, normalized
+from service.errors import InvalidParameter, ServiceError, UploadTooLarge
 from service.web.inference_protocol.inference import at_position
 from service.web.pipeline import Pipeline, pipeline_of
 from service.web.routes.classify import answer_batch, to_json
@@ -28,7 +29,8 @@ from service.web.routes.endpoint import (
     problems,
 )
 from service.web.upload import UploadedFile
-from vitserve.documents import BatchEmbedding, Embedding
+from service.web.work import unless_disconnected
+from vitserve.documents import BatchEmbedding, Embedding, TextEmbeddings
 
 router = APIRouter(tags=["embed"], route_class=Endpoint)
 
@@ -47,7 +49,16 @@ class EmbedQuery(BaseModel, frozen=True):
     ] = "json"
 
 
-def _answers(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+class EmbedOneQuery(EmbedQuery, frozen=True):
+    """The query of POST /embed."""
+
+    text: Annotated[
+        tuple[str, ...],
+        Field(description="embed this instead of a picture; repeat it for several; for models with a text tower"),
+    ] = ()
+
+
+def _answers(model: Any) -> dict[int | str, dict[str, Any]]:
     content = {"application/x-npy": {"schema": BINARY}}
     return {200: {"model": model, "content": content, "description": "In the asked-for format"}}
 
@@ -55,12 +66,14 @@ def _answers(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
 @router.post(
     "/embed",
     response_class=Response,
-    openapi_extra=ONE_PICTURE,
-    responses=_answers(Embedding) | problems(400, 408, 413, 415, 422, 500, 503, 504),
+    openapi_extra={"requestBody": ONE_PICTURE["requestBody"] | {"required": False}},
+    responses=_answers(Embedding | TextEmbeddings) | problems(400, 408, 413, 415, 422, 500, 503, 504),
 )
-async def embed(request: Request, query: Annotated[EmbedQuery, Query()]) -> Response:
-    """Return the embedding of one picture: a multipart field `file`, or the raw body."""
+async def embed(request: Request, query: Annotated[EmbedOneQuery, Query()]) -> Response:
+    """Return the embedding of one picture: a multipart field `file`, or the raw body; or those of texts."""
     pipeline = pipeline_of(request)
+    if query.text:
+        return await _embed_texts(pipeline, request, query)
     embedder = _Embedder(pipeline, request, query)
     if query.format == "npy":
         return npy_response((await pipeline.answer_picture(request, embedder.embed))[1])
@@ -83,6 +96,34 @@ async def embed_batch(request: Request, query: Annotated[EmbedQuery, Query()]) -
     if query.format == "npy":
         return npy_response(np.stack(await pipeline.answer_pictures(request, embedder.row)))
     return await answer_batch(pipeline, request, embedder.document)
+
+
+async def _embed_texts(pipeline: Pipeline, request: Request, query: EmbedOneQuery) -> Response:
+    """Return the features of texts, [N, D], which are compared with embeddings of pictures."""
+    info = pipeline.model()
+    if info.zero_shot is None:
+        raise InvalidParameter("text: the model has no text tower")
+    if query.pool != "head":
+        raise InvalidParameter("pool: does not apply to texts")
+    texts = checked_texts(query.text, "text", MAX_TEXTS)
+    with pipeline.admit_upload(request) as upload:
+        if await pipeline.read_body(request, upload):
+            raise InvalidParameter("text: there is a body, too: send a picture or texts")
+        upload.permit.extend(1)
+        features = await unless_disconnected(request.receive, pipeline.embed_texts(texts, pipeline.deadline(request)))
+    if query.normalize:
+        features = normalized(features)
+    if query.format == "npy":
+        return npy_response(features)
+    embeddings = [_written(row, query) for row in features]
+    content = to_json(TextEmbeddings(model=info.name, texts=list(texts), embeddings=embeddings))
+    return Response(content, media_type="application/json")
+
+
+def _written(values: NDArray[np.float32], query: EmbedQuery) -> list[float] | str:
+    """Return an embedding as the query's format says."""
+    as_text = query.format == "base64"
+    return base64.b64encode(values.astype("<f4").tobytes()).decode() if as_text else values.tolist()
 
 
 class _Embedder:
@@ -116,6 +157,5 @@ class _Embedder:
         """Return the answer to a picture, which is kept, as JSON; raises as `embed`."""
         picture, values = await self.embed(file)
         image_id = await self._pipeline.pictures.put(picture)
-        as_text = self._query.format == "base64"
-        embedding = base64.b64encode(values.astype("<f4").tobytes()).decode() if as_text else values.tolist()
+        embedding = _written(values, self._query)
         return to_json(Embedding(id=image_id, model=self._info.name, pool=self._query.pool, embedding=embedding))

@@ -10,9 +10,10 @@ from __future__ import annotations
 import difflib
 import io
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, get_type_hints
+from types import MappingProxyType
+from typing import Any, get_origin, get_type_hints
 from urllib.parse import parse_qsl
 
 import numpy as np
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 from starlette.types import Receive, Scope, Send
 
 from service.errors import InvalidParameter, MethodNotAllowed, NotFound
@@ -53,7 +55,23 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 class Application(FastAPI):
-    """FastAPI without its layers: `ProblemMiddleware` answers errors, and no route leaves a context open."""
+    """FastAPI without its layers: `ProblemMiddleware` answers errors, and no route leaves a context open.
+
+    Attributes:
+        endpoints: by method and path those whose path has no parameters, which are found without matching all paths.
+    """
+
+    endpoints: Mapping[tuple[str, str], Endpoint] = MappingProxyType({})
+
+    def set_routes(self, routes: Sequence[BaseRoute]) -> None:
+        """Set all routes; the first that takes a method and a path answers."""
+        self.router.routes = list(routes)
+        self.endpoints = {
+            (method, route.path): route
+            for route in reversed(routes)
+            if isinstance(route, Endpoint) and not route.param_convertors
+            for method in route.methods or ()
+        }
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document, which names the operations that take a key."""
@@ -64,9 +82,10 @@ class Application(FastAPI):
         return super().openapi()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the router answer."""
+        """Let the endpoint of the path answer, or the router."""
         scope["app"] = self
-        await self.router(scope, receive, send)
+        endpoint = self.endpoints.get((scope.get("method", ""), scope.get("path", "")))
+        await (self.router if endpoint is None else endpoint.handle)(scope, receive, send)
 
 
 class Endpoint(APIRoute):
@@ -116,20 +135,24 @@ async def no_such_path(scope: Scope, receive: Receive, send: Send) -> None:
 
 @lru_cache(maxsize=64)
 def parse_query(model: type[BaseModel], query_string: bytes) -> BaseModel:
-    """Return a request's query as `model`. The last of repeated parameters counts.
+    """Return a request's query as `model`. The last of repeated parameters counts; a tuple has all.
 
     Queries are cached, as most requests have one of a few. Raises `InvalidParameter` if a parameter is missing, unknown
     or not what the model allows, or if there are too many.
     """
     if query_string.count(b"&") >= _MAX_PARAMETERS:
         raise InvalidParameter(f"more than {_MAX_PARAMETERS} parameters")
-    query = dict(parse_qsl(query_string.decode("latin-1"), keep_blank_values=True))
+    pairs = parse_qsl(query_string.decode("latin-1"), keep_blank_values=True)
+    query: dict[str, Any] = dict(pairs)
     known = {field.alias or name for name, field in model.model_fields.items()}
     unknown = next((name for name in query if name not in known), None)
     if unknown is not None:
         raise InvalidParameter(
             f"{unknown:.50}: no such parameter; there are {', '.join(_closest_first(unknown, known))}"
         )
+    for name, field in model.model_fields.items():
+        if name in query and get_origin(field.annotation) is tuple:
+            query[name] = tuple(value for key, value in pairs if key == name)
     try:
         return model.model_validate(query)
     except ValidationError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Literal
 
 from fastapi import APIRouter
@@ -9,6 +10,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
+from model.config import ViTConfig
 from model.outputs import methods_of
 from service.engine.messages import attributes
 from service.web.pipeline import pipeline_of
@@ -48,10 +50,12 @@ async def model(request: Request) -> ModelDescription:
         **attributes(ModelDescription.model_fields, info, config, pipeline.engine.status),
         input_size=config.image_size,
         channels=config.in_channels,
-        layers=config.depth,
+        layers=config.depth if isinstance(config, ViTConfig) else None,
+        runtime_version=None if isinstance(config, ViTConfig) else version(config.runtime),
         classes=config.num_classes,
         preprocessing=info.preprocess.model_dump(mode="json"),
         attention_methods=list(methods_of(config)),
+        templates=info.zero_shot and list(info.zero_shot.templates),
     )
 
 

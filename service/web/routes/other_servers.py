@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from model.outputs import RequestedOutputs
+from model.zero_shot import labels_of_request
 from service.web.inference_protocol.inference import find_model
 from service.web.pipeline import pipeline_of
 from service.web.routes.classify import DEFAULT_TOP_K, ClassifyQuery, classify
@@ -28,7 +29,8 @@ _FIELDS: Final = (FIELD, "data", "body")
 
 _PATH: Final = "/predictions/{name:path}"
 _NAME: Final = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-_PREDICTION: Final = ONE_PICTURE | {"parameters": [_NAME]}
+_LABELS: Final = {"name": "labels", "in": "query", "schema": {"type": "string"}}
+_PREDICTION: Final = ONE_PICTURE | {"parameters": [_NAME, _LABELS]}
 _REFUSALS: Final = problems(400, 404, 408, 413, 415, 422, 500, 503, 504)
 
 router = APIRouter(tags=["other servers"], route_class=Endpoint)
@@ -65,20 +67,28 @@ async def invocations(request: Request, query: Annotated[ClassifyQuery, Query()]
 async def predictions(request: Request) -> Response:
     """Return the scores of the best classes by label, as TorchServe does. Of equal labels the best stays.
 
-    The picture is the body, or a multipart field `data`, `body` or `file`.
+    With VIT_COVERAGE they are those in the set of labels: none where the model abstains.
+
+    The picture is the body, or a multipart field `data`, `body` or `file`. `labels` is that of POST /classify.
     """
     pipeline = pipeline_of(request)
     path: str = request.path_params["name"]  # a model's name may have slashes, and a version may follow it
     name, _, version = (path, "", "") if path == pipeline.model().name else path.rpartition("/")
     info = find_model(pipeline, name or path, version.removesuffix(".0") if name else "")
-    requested = RequestedOutputs(min(DEFAULT_TOP_K, info.config.num_classes))
+    labels = labels_of_request(request.query_params.get("labels"), info.zero_shot, info.config)
+    names = labels or info.labels
+    label_set = info.coverage is not None
+    requested = RequestedOutputs(min(DEFAULT_TOP_K, len(names)), labels=labels, label_set=label_set)
 
     async def scores(file: bytearray) -> dict[str, float]:
         _, result = await pipeline.compute(file, pipeline.deadline(request), requested)
         pipeline.metrics.images.inc()
+        outputs = result.outputs
+        pipeline.metrics.count_abstained(outputs)
+        count = None if outputs.label_set is None else len(outputs.label_set)  # they are the best ones
         by_label: dict[str, float] = {}
-        for index, score in zip(result.outputs.indices.tolist(), result.outputs.scores.tolist(), strict=True):
-            by_label.setdefault(info.labels[index], significant(score))
+        for index, score in zip(outputs.indices[:count].tolist(), outputs.scores[:count].tolist(), strict=True):
+            by_label.setdefault(names[index], significant(score))
         return by_label
 
     return JSONResponse(await pipeline.answer_picture(request, scores, _FIELDS))

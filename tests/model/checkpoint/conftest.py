@@ -62,6 +62,6 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[
             assert "\n" not in str(error)
             return {"error": str(error)}
         checkpoint.build()
-        return {"labels": list(checkpoint.labels), "revision": checkpoint.revision}
+        return {"labels": list(checkpoint.labels), "revision": checkpoint.revision, "notes": list(checkpoint.notes)}
 
     return load

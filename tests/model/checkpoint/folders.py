@@ -118,6 +118,17 @@ def huggingface_folder(folder: Path) -> Path:
     return folder
 
 
+def adapter_folder(folder: Path, base: str, rank: int = 2, width: int = 16) -> Path:
+    """A LoRA adapter, as PEFT saves it, of one layer of `huggingface_folder`."""
+    folder.mkdir(exist_ok=True)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "base_model_name_or_path": base}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    module = "base_model.model.vit.encoder.layer.0.attention.attention.query"
+    pair = {f"{module}.lora_A.weight": torch.ones(rank, width), f"{module}.lora_B.weight": torch.ones(width, rank)}
+    save_file(pair, folder / "adapter_model.safetensors")
+    return folder
+
+
 FOLDERS: dict[str, Callable[[Path], Path]] = {
     "native": native_folder,
     "timm": timm_folder,

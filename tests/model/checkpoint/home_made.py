@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.checkpoint import Checkpoint, load_checkpoint
+from tests.model.checkpoint.parity import preprocess_file, randomise
+
 ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh}
 
 
 class HomeAttention(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    """Args: order: how the rows of `qkv` are counted: 3 of queries, keys and values, h heads, d numbers of a head."""
+
+    def __init__(self, width: int, heads: int, order: str) -> None:
         super().__init__()
-        self.heads = heads
+        self.order, self.sizes = order, {"3": 3, "h": heads, "d": width // heads}
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, width = x.shape
-        q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        weights = (q @ k.transpose(-2, -1) * (width // self.heads) ** -0.5).softmax(dim=-1)
+        parts = self.qkv(x).view(batch, tokens, *(self.sizes[letter] for letter in self.order))
+        places = [2 + self.order.index(letter) for letter in "3hd"]
+        q, k, v = parts.permute(places[0], 0, places[1], 1, places[2])
+        weights = (q @ k.transpose(-2, -1) * self.sizes["d"] ** -0.5).softmax(dim=-1)
         y: Tensor = self.proj((weights @ v).transpose(1, 2).reshape(batch, tokens, width))
         return y
 
@@ -39,11 +47,13 @@ class HomeMlp(nn.Module):
 
 
 class HomeBlock(nn.Module):
-    def __init__(self, width: int, heads: int, hidden: int, activation: str, eps: float, norm_first: bool) -> None:
+    def __init__(
+        self, width: int, heads: int, hidden: int, activation: str, eps: float, norm_first: bool, order: str
+    ) -> None:
         super().__init__()
         self.norm_first = norm_first
         self.norm1, self.norm2 = nn.LayerNorm(width, eps=eps), nn.LayerNorm(width, eps=eps)
-        self.attn = HomeAttention(width, heads)
+        self.attn = HomeAttention(width, heads, order)
         self.mlp = HomeMlp(width, hidden, activation)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,6 +90,7 @@ class HomeMade(nn.Module):
         final_norm: bool = True,
         pool: str = "token",
         position_prefix: bool = True,
+        qkv_order: str = "3hd",
         head: nn.Module | None = None,
     ) -> None:
         super().__init__()
@@ -87,7 +98,8 @@ class HomeMade(nn.Module):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
         self.pos_embed = nn.Parameter(torch.zeros(1, (size // patch) ** 2 + position_prefix, width))
         self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(channels, width, patch, patch)})
-        self.blocks = nn.ModuleList(HomeBlock(width, heads, hidden, activation, eps, norm_first) for _ in range(depth))
+        block = width, heads, hidden, activation, eps, norm_first, qkv_order
+        self.blocks = nn.ModuleList(HomeBlock(*block) for _ in range(depth))
         self.norm = nn.LayerNorm(width, eps=eps) if final_norm else nn.Identity()
         self.head = head or nn.Linear(width, classes)
 
@@ -103,3 +115,25 @@ class HomeMade(nn.Module):
         x = self.norm(x)
         y: Tensor = self.head(x[:, 0] if self.pool == "token" else x[:, 1:].mean(dim=1))
         return y
+
+
+PLAIN = "vit,num_heads=3,norm_order=pre,act_layer=gelu,norm_eps=1e-6,global_pool=token"
+"""The truth about `made()`, as its maker would state it."""
+
+
+def made(**options: Any) -> HomeMade:
+    model = HomeMade(**options).eval()
+    randomise(model)
+    return model
+
+
+def load(
+    state: Any, folder: Path, architecture: str | None = None, name: str = "weights.pth", **options: Any
+) -> Checkpoint:
+    """Save what `torch.save` takes, and read it as a model of 16 px and five classes."""
+    file = folder / name
+    torch.save(state, file)
+    if "preprocess" not in options:
+        options["preprocess"] = preprocess_file(folder, 16, 16)
+    options.setdefault("labels", "numbers")
+    return load_checkpoint(str(file), architecture=architecture, **options)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import struct
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.model.checkpoint.folders import FOLDERS, native_folder, refusal
+from model.checkpoint import load_checkpoint, native
+from model.checkpoint.checkpoint import Checkpoint
+from tests.model.checkpoint.folders import CONFIG, FOLDERS, PREPROCESS, native_folder, refusal, tiny
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
@@ -98,11 +102,39 @@ def test_a_tensor_of_more_numbers_than_are_stored_is_refused(tmp_path: Path) -> 
     assert "has shape [1000000, 10000], more than the file holds" in refusal(file, architecture="vit_tiny_patch16_224")
 
 
+def test_weights_that_are_overwritten_while_they_serve_stay_as_they_were_read(tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"width": 128})
+    checkpoint = Checkpoint("a", "a", "vitserve", "a", config, PREPROCESS, ("a", "b", "c"), tiny(config))
+    native.write(tmp_path, checkpoint, dtype=torch.float32)
+    model = load_checkpoint(str(tmp_path)).build()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.truncate(tmp_path / "model.safetensors", 9)
+            equal = all(torch.equal(one, checkpoint.tensors[name]) for name, one in model.state_dict().items())
+            os._exit(0 if equal else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(pid, 0)[1] == 0  # and not SIGBUS, which a mapped file that is cut gives
+
+
 @pytest.mark.parametrize("content", [b"", b"abc", b"PK\x03\x04" + b"\0" * 50])
 def test_a_damaged_npz_is_refused(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "weights.npz"
     file.write_bytes(content)
     assert "weights.npz" in refusal(file)
+
+
+def test_an_npz_whose_header_unpacks_to_far_more_than_the_file_costs_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "weights.npz"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.npy", b"\x93NUMPY\2\0" + struct.pack("<I", 32 << 20) + bytes(32 << 20))
+    tracemalloc.start()
+    try:
+        assert "weights.npz" in refusal(file)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_an_npz_that_holds_objects_is_refused(tmp_path: Path) -> None:

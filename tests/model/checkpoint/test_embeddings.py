@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from model.checkpoint import Checkpoint, load_checkpoint
-from model.network.vit import embedding_name
-from model.outputs import POOLINGS, Pooling, embedding_width
+from model.outputs import POOLINGS, Pooling, embedding_name, embedding_width
 from tests.model.checkpoint import test_huggingface, test_timm
+from tests.model.checkpoint.folders import edit, edit_tensors, timm_folder
 from tests.model.checkpoint.parity import pictures, relative_error
 
 EXACT = 1e-5
@@ -20,7 +20,7 @@ EXACT = 1e-5
 
 def embeddings_of(checkpoint: Checkpoint, pixels: Tensor) -> dict[Pooling, Tensor]:
     """Each embedding that the model has, of a pass that computes all tokens; those of a spared pass are the same."""
-    network, config = checkpoint.build(), checkpoint.config
+    network, config = checkpoint.build(), checkpoint.vit
     with torch.inference_mode():
         whole, spared = network(pixels, (), 0, True), network(pixels)
     for name, values in spared.embeddings.items():
@@ -38,7 +38,7 @@ def embeddings_of(checkpoint: Checkpoint, pixels: Tensor) -> dict[Pooling, Tenso
 def test_embeddings_are_those_of_timm(case: str, tmp_path: Path) -> None:
     model = test_timm.make(case, tmp_path)
     checkpoint = load_checkpoint(str(tmp_path))
-    config, pixels = checkpoint.config, pictures(checkpoint)
+    config, pixels = checkpoint.vit, pictures(checkpoint)
     found = embeddings_of(checkpoint, pixels)
     with torch.inference_mode():
         tokens = model.forward_features(pixels)
@@ -86,7 +86,34 @@ def test_tokens_are_those_of_transformers(case: str, part: str, tmp_path: Path) 
         output = getattr(model, part)(pixels)
     tokens = output.last_hidden_state
     assert relative_error(found["cls"], tokens[:, 0]) < EXACT
-    assert relative_error(found["mean"], tokens[:, checkpoint.config.prefix_tokens :].mean(dim=1)) < EXACT
+    assert relative_error(found["mean"], tokens[:, checkpoint.vit.prefix_tokens :].mean(dim=1)) < EXACT
     if part.startswith("dino"):  # ViT's own pooler has a layer that no classifier reads
         assert relative_error(found["cls"], output.pooler_output) < EXACT
         assert relative_error(found["head"], torch.cat((found["cls"], found["mean"]), dim=1)) < EXACT
+    # The library's class without a head, whose own output is the CLS token's.
+    getattr(model, part).save_pretrained(tmp_path)
+    backbone = load_checkpoint(str(tmp_path))
+    assert (backbone.labels, backbone.architecture) == ((), type(getattr(model, part)).__name__)
+    for pool, values in embeddings_of(backbone, pixels).items():
+        assert relative_error(values, found["cls" if pool == "head" else pool]) < EXACT
+
+
+def test_a_folder_of_timm_without_a_head(tmp_path: Path) -> None:
+    folder = timm_folder(tmp_path)
+    headed, pixels = load_checkpoint(str(folder)), torch.randn(2, 3, 16, 16)
+    edit(folder / "config.json", lambda config: config.update(num_classes=0))
+    edit_tensors(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if name.startswith("head.")])
+    headless = load_checkpoint(str(folder))
+    assert headless.labels == ()
+    ours, expected = (checkpoint.build()(pixels).embeddings["head"] for checkpoint in (headless, headed))
+    assert torch.equal(ours, expected)
+
+
+def test_beit_without_a_head_gives_the_mean_that_its_library_gives(tmp_path: Path) -> None:
+    model = test_huggingface.make("beit", tmp_path)
+    model.beit.save_pretrained(tmp_path)
+    checkpoint = load_checkpoint(str(tmp_path))
+    pixels = pictures(checkpoint)
+    with torch.inference_mode():
+        expected = model.beit(pixels).pooler_output
+    assert relative_error(embeddings_of(checkpoint, pixels)["head"], expected) < EXACT

@@ -24,7 +24,7 @@ JSON = st.recursive(
     | st.integers()
     | st.floats()
     | st.text(max_size=8)
-    | st.sampled_from([0, 1, -1, 2, 16, 10**18, "gelu", "vit", [16, 16], [3, 16, 16], float("nan")]),
+    | st.sampled_from([0, 1, -1, 2, 16, 10**18, 10**400, "\x1b", "gelu", "vit", [16, 16], [3, 16, 16], float("nan")]),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
     max_leaves=6,
 )
@@ -117,16 +117,3 @@ def test_any_change_to_a_safetensors_header_is_a_refusal_or_a_right_model(data: 
         changed = original[:at] + bytes([data.draw(st.integers(0, 255))]) + original[at + 1 :]
     (folder / "model.safetensors").write_bytes(changed)
     right_or_refused(folder)
-
-
-@FUZZ
-@given(data=st.data())
-def test_any_damage_to_a_pickle_is_a_refusal(data: st.DataObject, tmp_path: Path) -> None:
-    file = tmp_path / "weights.pth"
-    torch.save({"head.weight": torch.zeros(3, 16), "head.bias": torch.zeros(3)}, file)
-    content = bytearray(file.read_bytes())
-    for _ in range(data.draw(st.integers(1, 8))):
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    file.write_bytes(content[: data.draw(st.integers(0, len(content)))])
-    with pytest.raises(CheckpointError):
-        load_checkpoint(str(file), architecture="vit_tiny_patch16_224", preprocess="deit-224", labels="numbers")

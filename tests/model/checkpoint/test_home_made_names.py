@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from model.errors import CheckpointError
+from tests.model.checkpoint.home_made import PLAIN, load, made
 from tests.model.checkpoint.parity import assert_same_logits, randomise
-from tests.model.checkpoint.test_wild import PLAIN, load, made
 from tests.timm_reference import declare_torchvision_operators
 
 State = dict[str, Tensor]
@@ -84,7 +84,10 @@ class EncoderViT(nn.Module):
 def test_torchs_own_encoder(norm_first: bool, activation: str, hidden: int, tmp_path: Path) -> None:
     model = EncoderViT(norm_first=norm_first, activation=activation, hidden=hidden).eval()
     randomise(model)
-    with pytest.raises(CheckpointError, match=r"num_heads=N,norm_order=pre,act_layer=gelu,global_pool=token"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"norm_order=pre,act_layer=gelu,global_pool=token.*only usual.*pre, post or res_post",
+    ):
         load(model.state_dict(), tmp_path)
     order = "pre" if norm_first else "post"
     given = f"vit,num_heads=3,norm_order={order},act_layer={activation},global_pool=token"
@@ -159,7 +162,7 @@ STYLES: dict[str, tuple[str, Callable[[State], State]]] = {
         ),
     ),
     "words of their own": (
-        PLAIN,
+        f"{PLAIN},qkv_order=3hd",
         lambda s: renamed(
             s,
             (r"blocks\.(\d+)", r"encoder.block_\1"),
@@ -182,6 +185,59 @@ STYLES: dict[str, tuple[str, Callable[[State], State]]] = {
         lambda s: renamed(s, ("blocks", "layers"), ("^pos_embed$", "pos.weight")) | {"pos.weight": s["pos_embed"][0]},
     ),
 }
+
+
+@pytest.mark.parametrize("order", ["3hd", "h3d", "hd3", "d3h", "3dh", "dh3"])
+def test_the_order_of_a_fused_projections_rows_is_asked_for(order: str, tmp_path: Path) -> None:
+    """No shape tells it: tutorials have heads first, or queries, keys and values last."""
+    model = made(heads=4, qkv_order=order)
+    state = renamed(dict(model.state_dict()), (r"attn\.qkv", "attn.qkv_proj"))
+    given = PLAIN.replace("num_heads=3", "num_heads=4")
+    timms = f"vit_tiny_patch16_224,embed_dim=48,depth=2,patch_size=4,{given.removeprefix('vit,')}"
+    for architecture in (given, timms):
+        with pytest.raises(CheckpointError, match=r"no file says its qkv_order: .*qkv_order=3hd"):
+            load(state, tmp_path, architecture)
+        assert_same_logits(load(state, tmp_path, f"{architecture},qkv_order={order}"), model, f"qkv {order}")
+    with pytest.raises(CheckpointError, match="qkv_order"):
+        load(state, tmp_path, f"{given},qkv_order=hhd")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        (
+            PLAIN.replace("num_heads=3", "num_heads=2"),
+            "tensors tell num_heads=3, but VIT_ARCHITECTURE says num_heads=2",
+        ),
+        (f"{PLAIN},qkv_order=h3d", "tensors tell qkv_order=3hd, but VIT_ARCHITECTURE says qkv_order=h3d"),
+        (
+            "vit_small_patch16_224,patch_size=4,depth=2,mlp_ratio=2",
+            "tell num_heads=3, but VIT_ARCHITECTURE says num_heads=6",
+        ),
+    ],
+)
+def test_what_the_tensors_tell_is_not_overruled(architecture: str, message: str, tmp_path: Path) -> None:
+    state = apart(dict(made().state_dict()), "heads.{}.query", "heads.{}.key", "heads.{}.value", heads=3)
+    with pytest.raises(CheckpointError, match=message):
+        load(state, tmp_path, architecture)
+
+
+def test_heads_that_layers_tell_need_not_be_stated_beside_timms_name(tmp_path: Path) -> None:
+    model = made(heads=4)
+    state = apart(dict(model.state_dict()), "heads.{}.query", "heads.{}.key", "heads.{}.value", heads=4)
+    given = "vit_tiny_patch16_224,embed_dim=48,depth=2,patch_size=4,norm_order=pre"
+    assert_same_logits(load(state, tmp_path, given), model, "heads by layers")
+
+
+def test_how_a_patch_is_counted_is_asked_for_beside_timms_name(tmp_path: Path) -> None:
+    model = made()
+    state = renamed(dict(model.state_dict()), ("blocks", "layers"))
+    weight = state["patch_embed.proj.weight"]
+    state["patch_embed.proj.weight"] = weight.permute(0, 2, 3, 1).flatten(1)
+    given = "vit_tiny_patch16_224,embed_dim=48,depth=2,patch_size=4,num_heads=3,norm_order=pre"
+    with pytest.raises(CheckpointError, match=r"no file says its patch_order: .*patch_order=channels_last"):
+        load(state, tmp_path, given)
+    assert_same_logits(load(state, tmp_path, f"{given},patch_order=channels_last"), model, "linear patches")
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -228,5 +284,5 @@ def test_what_names_tell_counts_beside_timms_name_of_the_architecture(tmp_path: 
         (r"blocks\.(\d)\.norm2", r"layers.\1.1.3"),
     ]
     state = renamed(dict(model.state_dict()), *rules)  # each norm stands after its branch, in one sequence with it
-    given = "vit_tiny_patch16_224,embed_dim=48,depth=2,patch_size=4,num_heads=3"
+    given = "vit_tiny_patch16_224,embed_dim=48,depth=2,patch_size=4,num_heads=3,qkv_order=3hd"
     assert_same_logits(load(state, tmp_path, given), model, "post-norm by the places of the norms")

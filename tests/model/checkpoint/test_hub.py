@@ -124,7 +124,7 @@ def test_what_fails_after_the_config_was_found_is_not_said_of_a_folder(hub: Hub,
     for weights in (tmp_path / "cache").rglob("model.safetensors"):
         weights.unlink()
     hub.broken.add("owner/name")
-    assert load("owner/name", hub)["error"].startswith("owner/name: on the hub: model.safetensors ")
+    assert load("owner/name", hub)["error"].startswith("owner/name: on the hub: adapter_config.json ")
 
 
 def test_no_such_revision_is_said(hub: Hub, load: Load) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import shutil
+import socket
 import threading
 from pathlib import Path
 
 import pytest
 
 from model.checkpoint import hub as hub_module
-from tests.model.checkpoint.folders import huggingface_folder
+from tests.model.checkpoint.folders import adapter_folder, huggingface_folder
 from tests.model.checkpoint.local_hub import MAIN, Hub, Load, write_native
 
 
@@ -26,26 +28,31 @@ def test_without_a_network_the_client_neither_retries_nor_writes(
     assert caplog.messages == []
 
 
+def test_a_hub_that_takes_connections_and_answers_nothing_is_not_waited_for(
+    hub: Hub, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load("owner/name", hub)
+    monkeypatch.setattr(hub_module, "_ANSWER_TIMEOUT", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        mute = Hub(endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        answer = load("owner/name", mute)
+    assert answer["labels"] == ["new", "other"]
+    assert answer["notes"][0].startswith("owner/name (from the cache: the hub cannot be reached: ")
+
+
 def test_a_name_whose_resolution_hangs_is_not_waited_for(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
 
-    def hang(*_: object) -> None:
+    def hang(*_: object, **__: object) -> None:
         ended.wait()
         raise OSError("no network")
 
-    monkeypatch.setattr(hub_module, "_CONNECT_TIMEOUT", 0.01)
+    monkeypatch.setattr(hub_module, "_ANSWER_TIMEOUT", 0.01)
     monkeypatch.setattr("socket.create_connection", hang)
     try:
-        assert "cannot be reached: no connection in 0.01 s" in load("owner/name", None)["error"]
+        assert "cannot be reached: no answer in 0.01 s" in load("owner/name", None)["error"]
     finally:
         ended.set()
-
-
-def test_a_proxy_is_left_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
-    monkeypatch.setenv("no_proxy", "")
-    monkeypatch.setenv("NO_PROXY", "")
-    assert hub_module.unreachable("https://hub.invalid", 1.0) == ""
 
 
 def test_a_cached_folder_of_transformers_is_read_without_a_network(hub: Hub, load: Load, tmp_path: Path) -> None:
@@ -72,3 +79,28 @@ def test_a_mistyped_folder_is_not_looked_for_on_the_hub(hub: Hub, load: Load, tm
     assert "no such repository" in load("models/vit-base-patch16-384@main", hub)["error"]
     assert "no such repository" in load("models/resnet", hub)["error"]
     assert "did you mean" in load("./models/my-vti", hub)["error"]
+
+
+def test_an_adapter_and_its_base_on_the_hub_are_read_without_a_network_once_they_are_cached(
+    hub: Hub, load: Load, tmp_path: Path
+) -> None:
+    hub.repositories["owner/base"] = {MAIN: huggingface_folder(tmp_path / "base")}
+    hub.repositories["owner/adapter"] = {MAIN: adapter_folder(tmp_path / "adapter", "owner/base")}
+    online = load("owner/adapter", hub)
+    assert online["labels"] == ["a", "b", "c"]
+    hub.requests.clear()
+    for offline in (load("owner/adapter", hub, offline=True), load("owner/adapter", None)):
+        assert offline["labels"] == ["a", "b", "c"]
+        assert "owner/base (from the cache: " in offline["notes"][-1]
+    assert hub.requests == []
+    shutil.rmtree(tmp_path / "cache" / "models--owner--base")
+    assert "config.json is not in the cache and offline mode" in load("owner/adapter", hub, offline=True)["error"]
+    # As the client fetches a whole repository: without a note of what it does not have.
+    shutil.rmtree(tmp_path / "cache" / "models--owner--adapter" / ".no_exist")
+    assert "owner/base" in load("owner/adapter", hub, offline=True)["error"]
+
+
+def test_an_adapter_on_the_hub_names_no_base_on_this_machine(hub: Hub, load: Load, tmp_path: Path) -> None:
+    base = huggingface_folder(tmp_path / "base")
+    hub.repositories["owner/adapter"] = {MAIN: adapter_folder(tmp_path / "adapter", str(base))}
+    assert "as its base, which is no hub id: set VIT_BASE" in load("owner/adapter", hub)["error"]

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from model.checkpoint import Checkpoint, load_checkpoint
 from model.checkpoint.huggingface import FAMILIES
+from model.checkpoint.huggingface.zero_shot import Whole
 from model.errors import CheckpointError
 from tests.model.checkpoint.parity import assert_same_logits, preprocess_file, randomise, relative_error
 from tests.timm_reference import transformers
@@ -129,7 +130,7 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
 def test_attention_rows_are_those_of_eager_attention_in_every_layer_and_head(case: str, tmp_path: Path) -> None:
     model = make(case, tmp_path)
     checkpoint = load_checkpoint(str(tmp_path))
-    config = checkpoint.config
+    config = checkpoint.vit
     pixels = torch.randn(2, config.in_channels, *config.image_size, generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
         whole = torch.stack(model(pixels, output_attentions=True).attentions, dim=1)  # [B, layers, heads, N, N]
@@ -196,9 +197,8 @@ def test_every_plain_vision_transformer_that_transformers_classifies_with_is_rea
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as CLASSES
 
     names = {name for value in CLASSES.values() for name in ((value,) if isinstance(value, str) else value)}
-    assert names - NO_PLAIN_TRANSFORMERS == {family.class_name for family in FAMILIES} | {
-        "TimmWrapperForImageClassification"
-    }
+    classifiers = {family.class_name for family in FAMILIES if not isinstance(family, Whole)}
+    assert names - NO_PLAIN_TRANSFORMERS == classifiers | {"TimmWrapperForImageClassification"}
 
 
 def test_sharded_safetensors_are_read_through_their_index(tmp_path: Path) -> None:
@@ -265,8 +265,8 @@ def test_labels_and_multi_label_come_from_the_config(tmp_path: Path) -> None:
 def test_mean_pooling_maps_are_the_mean_over_patch_queries_and_say_so(tmp_path: Path) -> None:
     make("siglip", tmp_path)
     checkpoint: Checkpoint = load_checkpoint(str(tmp_path))
-    assert checkpoint.config.attention_source == "patch_mean"
-    assert checkpoint.config.prefix_tokens == 0
+    assert checkpoint.vit.attention_source == "patch_mean"
+    assert checkpoint.vit.prefix_tokens == 0
 
 
 def test_relative_error_sees_a_difference() -> None:

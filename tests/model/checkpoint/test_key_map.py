@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.checkpoint.key_map import draft, mapped
+from model.checkpoint.state_dicts.key_map import draft, mapped
 from model.errors import CheckpointError
+from tests.model.checkpoint.home_made import PLAIN, load, made
 from tests.model.checkpoint.parity import assert_same_logits
 from tests.model.checkpoint.test_home_made_names import apart, renamed
-from tests.model.checkpoint.test_wild import PLAIN, load, made
 
 RULES = (
     (r"blocks\.(\d)\.norm1", r"layers.\1.a"),
@@ -62,7 +62,10 @@ def test_a_draft_of_names_that_say_enough_is_finished(tmp_path: Path) -> None:
     keys = tmp_path / "map.toml"
     keys.write_text(draft(state))
     assert "?" not in keys.read_text()
-    assert_same_logits(load(state, tmp_path, PLAIN, keys=str(keys)), model, "a draft as it is")
+    with pytest.raises(CheckpointError, match="no file says its qkv_order: "):
+        load(state, tmp_path, PLAIN, keys=str(keys))
+    checkpoint = load(state, tmp_path, f"{PLAIN},qkv_order=3hd", keys=str(keys))
+    assert_same_logits(checkpoint, model, "a draft as it is")
 
 
 TENSORS: dict[str, Tensor] = {

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from model.checkpoint import load_checkpoint, tensor_files
+from model.checkpoint import load_checkpoint
 from model.checkpoint.local_files import MAX_TEXT_BYTES
+from model.checkpoint.tensor_files import opened, zip_files
 from model.errors import CheckpointError
 from tests.model.checkpoint.folders import FOLDERS, huggingface_folder, native_folder, refusal, tiny
 
@@ -100,6 +101,16 @@ def test_a_link_that_is_named_is_followed_wherever_it_leads(tmp_path: Path) -> N
     folder = native_folder(tmp_path / "releases" / "3")
     (tmp_path / "current").symlink_to(folder)
     assert load_checkpoint(str(tmp_path / "current")).build()
+
+
+def test_a_snapshot_of_the_hubs_cache_has_the_repositorys_name(tmp_path: Path) -> None:
+    cache = tmp_path / "models--owner--name"
+    (cache / "snapshots").mkdir(parents=True)
+    huggingface_folder(cache / "snapshots" / ("a" * 40))
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("a" * 40)
+    assert load_checkpoint(str(cache)).name == "owner/name"
+    assert load_checkpoint(str(cache / "snapshots" / ("a" * 40))).name == "owner/name"
 
 
 def test_a_snapshot_of_the_hubs_cache_is_read_with_its_blobs_alone(tmp_path: Path) -> None:
@@ -257,15 +268,15 @@ def test_an_npz_that_inflates_far_beyond_its_network_is_refused_before_it_does(t
 def test_an_npz_beyond_the_memory_that_is_free_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "model.npz"
     np.savez_compressed(file, zeros=np.zeros(4 << 20, np.float32))
-    assert tensor_files.read_npz(file, ["zeros"])["zeros"].shape == (4 << 20,)
+    assert zip_files.read_npz(file, ["zeros"])["zeros"].shape == (4 << 20,)
     (tmp_path / "memory.max").write_text("20971520\n")
     (tmp_path / "memory.current").write_text("10485760\n")
     (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 1048576\n")
-    monkeypatch.setattr(tensor_files, "_CONTROL_GROUP", tmp_path)
-    assert tensor_files.free_memory() == 11 << 20
+    monkeypatch.setattr(opened, "_CONTROL_GROUP", tmp_path)
+    assert opened.free_memory() == 11 << 20
     with pytest.raises(CheckpointError, match="unpacks to 16 MiB, 11 MiB of memory are free"):
-        tensor_files.read_npz(file, ["zeros"])
+        zip_files.read_npz(file, ["zeros"])
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "meminfo").write_text("MemTotal: 9999999 kB\nMemAvailable:      1024 kB\n")
-    monkeypatch.setattr(tensor_files, "_MEMORY", tmp_path / "meminfo")
-    assert tensor_files.free_memory() == 1 << 20
+    monkeypatch.setattr(opened, "_MEMORY", tmp_path / "meminfo")
+    assert opened.free_memory() == 1 << 20

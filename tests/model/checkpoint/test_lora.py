@@ -11,8 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model.checkpoint import load_checkpoint
+from model.checkpoint.files import Folder
 from model.errors import CheckpointError
-from tests.model.checkpoint.folders import edit, native_folder
+from service.engine.loading import checkpoint_from
+from service.settings import Settings
+from tests.model.checkpoint.folders import adapter_folder, edit, huggingface_folder, native_folder
 from tests.model.checkpoint.parity import assert_same_logits, randomise, relative_error
 from tests.timm_reference import transformers
 
@@ -44,9 +47,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "rank-stabilised": {"target_modules": ["o_proj"], "use_rslora": True},
     "convolution": {"target_modules": ["projection", "q_proj"]},
     "biases": {"target_modules": ["q_proj", "k_proj"], "bias": "lora_only"},
+    "said to be transposed": {"target_modules": ["q_proj"], "fan_in_fan_out": True},  # of linear layers it is not
 }
 
 
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True")
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_adapter_is_merged_as_peft_merges_it(kind: str, tmp_path: Path) -> None:
     library = peft()
@@ -56,7 +61,7 @@ def test_an_adapter_is_merged_as_peft_merges_it(kind: str, tmp_path: Path) -> No
     randomise(adapted, seed=5)  # the base that was saved stays as it is
     adapted = library.PeftModel.from_pretrained(
         transformers().ViTForImageClassification.from_pretrained(tmp_path / "base").eval(),
-        _saved(adapted, tmp_path / "adapter", str(tmp_path / "base")),
+        saved(adapted, tmp_path / "adapter", str(tmp_path / "base"), KINDS[kind].get("fan_in_fan_out", False)),
     )
     merged = adapted.merge_and_unload().eval()
     checkpoint = load_checkpoint(str(tmp_path / "adapter"))
@@ -67,9 +72,10 @@ def test_an_adapter_is_merged_as_peft_merges_it(kind: str, tmp_path: Path) -> No
     assert checkpoint.notes == (f"the LoRA adapter {tmp_path / 'adapter'} is merged into {tmp_path / 'base'}",)
 
 
-def _saved(adapted: Any, folder: Path, base: str) -> Path:
+def saved(adapted: Any, folder: Path, base: str, fan_in_fan_out: bool = False) -> Path:
     adapted.save_pretrained(folder)
-    edit(folder / "adapter_config.json", lambda config: config.update(base_model_name_or_path=base))
+    fields = {"base_model_name_or_path": base, "fan_in_fan_out": fan_in_fan_out}
+    edit(folder / "adapter_config.json", lambda config: config.update(fields))
     return folder
 
 
@@ -85,7 +91,7 @@ def test_a_base_without_a_head_takes_the_adapters(tmp_path: Path) -> None:
     for name, parameter in adapted.named_parameters():
         if "lora_" in name or "modules_to_save" in name:
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
-    folder = _saved(adapted, tmp_path / "adapter", str(tmp_path / "base"))
+    folder = saved(adapted, tmp_path / "adapter", str(tmp_path / "base"))
     with pytest.raises(CheckpointError, match="no labels for its 7 classes: set VIT_LABELS"):
         load_checkpoint(str(folder))
     merged = adapted.merge_and_unload().eval()
@@ -164,7 +170,61 @@ def test_an_adapter_that_does_not_fit_is_refused(
         load_checkpoint(str(tmp_path / "adapter"))
 
 
+def test_an_adapter_beside_a_model_is_not_chosen_silently(tmp_path: Path) -> None:
+    native_folder(tmp_path / "base")
+    plain_adapter(tmp_path / "base", tmp_path / "base")
+    with pytest.raises(
+        CheckpointError, match=r"no file says whether they are merged: --base \S+/base \(VIT_BASE\) reads"
+    ):
+        load_checkpoint(str(tmp_path / "base"))
+    native_folder(tmp_path / "other")
+    checkpoint = load_checkpoint(str(tmp_path / "base"), base=str(tmp_path / "other"))
+    assert checkpoint.notes == (f"the LoRA adapter {tmp_path / 'base'} is merged into {tmp_path / 'other'}",)
+
+
+def test_an_adapter_of_the_hub_names_no_path_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native_folder(tmp_path / "base")
+    adapter = tmp_path / "models--someone--adapter" / "snapshots" / ("0" * 40)
+    adapter.mkdir(parents=True)
+    plain_adapter(adapter, tmp_path / "base")
+    with pytest.raises(
+        CheckpointError, match=r"comes from the hub and names '.*base' as its base, .*: set VIT_BASE to"
+    ):
+        load_checkpoint(str(adapter))
+    load_checkpoint(str(adapter), base=str(tmp_path / "base"))
+    plain_adapter(adapter, tmp_path / "base", base_model_name_or_path="owner/name")
+    (tmp_path / "owner").mkdir()
+    native_folder(tmp_path / "owner/name")  # what is called as a repository is not looked for here
+    monkeypatch.chdir(tmp_path)
+
+    class Nowhere(Folder):
+        def __init__(self, source: str) -> None:
+            super().__init__(tmp_path / "nothing", source)
+
+    monkeypatch.setattr("model.checkpoint.Repository", Nowhere)
+    with pytest.raises(CheckpointError, match="nothing: has no config"):
+        load_checkpoint(str(adapter.relative_to(tmp_path)))
+
+
 def test_an_adapter_is_no_folder_without_a_config(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     with pytest.raises(CheckpointError, match=r"base_model_name_or_path is missing"):
         load_checkpoint(str(tmp_path))
+
+
+def test_a_base_that_an_adapter_names_lies_below_the_folder_of_checkpoints_as_the_adapter_does(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "models", huggingface_folder(tmp_path / "outside")
+    folder.mkdir()
+    huggingface_folder(folder / "inside")
+    for name, base in (("in", folder / "inside"), ("out", outside), ("up", folder / ".." / "outside"), ("hub", "a/b")):
+        adapter_folder(folder / name, str(base))
+
+    def loaded(name: str, base: str | None = None) -> str:
+        given = Settings(checkpoint=str(folder / name), checkpoint_folder=str(folder), base=base)
+        return checkpoint_from(given).notes[-1]
+
+    assert loaded("in").endswith(f"is merged into {folder / 'inside'}")
+    assert loaded("out", base=str(outside)).endswith(f"is merged into {outside}")
+    for name in ("out", "up", "hub"):
+        with pytest.raises(CheckpointError, match="does not lie below VIT_CHECKPOINT_FOLDER"):
+            loaded(name)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model.checkpoint import load_checkpoint
-from model.checkpoint.state_dict import parse_architecture
+from model.checkpoint.state_dicts.state_dict import parse_architecture
 from model.checkpoint.timm_architectures import architectures
 from model.errors import CheckpointError
 from tests.model.checkpoint.parity import assert_same_logits, preprocess_file, randomise
@@ -267,7 +267,7 @@ def test_small_patches_as_models_trained_on_cifar_have_them(patch: int, tmp_path
         preprocess=preprocess_file(tmp_path, edge, edge),
         labels="numbers",
     )
-    assert checkpoint.config.grid == (8, 8)
+    assert checkpoint.vit.grid == (8, 8)
     assert_same_logits(checkpoint, model, f"state dict patch {patch}")
 
 
@@ -282,7 +282,7 @@ def test_a_grid_that_is_not_square_is_known_from_the_preprocessing(tmp_path: Pat
         preprocess=preprocess_file(tmp_path, 32, 128),
         labels="numbers",
     )
-    assert checkpoint.config.grid == (2, 8)
+    assert checkpoint.vit.grid == (2, 8)
     assert_same_logits(checkpoint, model, "state dict not square")
 
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from model.checkpoint import PREPROCESS_PRESETS, load_checkpoint
-from model.checkpoint import torchvision as reader
-from model.checkpoint.home_made import recognise
+from model.checkpoint.state_dicts import torchvision as reader
+from model.checkpoint.state_dicts.home_made import recognise
 from model.errors import CheckpointError
 from model.network.vit import count_parameters
 from tests.model.checkpoint.parity import assert_same_logits, preprocess_file, randomise

@@ -8,31 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from model.checkpoint import Checkpoint, load_checkpoint
+from model.checkpoint import load_checkpoint
 from model.errors import CheckpointError
-from tests.model.checkpoint.home_made import HomeMade
-from tests.model.checkpoint.parity import assert_same_logits, preprocess_file, randomise
-from tests.timm_reference import timm, transformers
-
-
-def made(**options: Any) -> HomeMade:
-    model = HomeMade(**options).eval()
-    randomise(model)
-    return model
-
-
-def load(
-    state: Any, folder: Path, architecture: str | None = None, name: str = "weights.pth", **options: Any
-) -> Checkpoint:
-    """Save what `torch.save` takes, and read it as a model of 16 px and five classes."""
-    file = folder / name
-    torch.save(state, file)
-    if "preprocess" not in options:
-        options["preprocess"] = preprocess_file(folder, 16, 16)
-    options.setdefault("labels", "numbers")
-    return load_checkpoint(str(file), architecture=architecture, **options)
+from tests.model.checkpoint.home_made import PLAIN, load, made
+from tests.model.checkpoint.parity import (
+    TOLERANCE,
+    assert_same_logits,
+    pictures,
+    preprocess_file,
+    randomise,
+    relative_error,
+)
 
 
 def test_a_post_norm_network_under_timms_names_is_never_taken_for_a_pre_norm_one(tmp_path: Path) -> None:
@@ -50,26 +38,6 @@ def test_the_number_of_heads_is_not_guessed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="num_heads=N"):
         load(model.state_dict(), tmp_path, given)
     assert_same_logits(load(model.state_dict(), tmp_path, f"{given},num_heads=4,norm_order=pre"), model, "heads")
-
-
-@pytest.mark.parametrize(
-    "names",
-    [("model", "model_ema"), ("state_dict", "state_dict_ema"), ("student", "teacher"), ("ema_model.", "model.")],
-)
-def test_raw_weights_beside_their_average_are_not_chosen_silently(names: tuple[str, str], tmp_path: Path) -> None:
-    models = [made(size=48, patch=16, width=192, hidden=768, depth=12) for _ in range(2)]
-    randomise(models[1], seed=1)
-    states: list[dict[str, Tensor]] = [dict(model.state_dict()) for model in models]
-    both: dict[str, Any] = dict(zip(names, states, strict=True))
-    if names[0].endswith("."):
-        both = {prefix + name: tensor for prefix, state in both.items() for name, tensor in state.items()}
-    options = {"architecture": "vit_tiny_patch16_224", "preprocess": preprocess_file(tmp_path, 48, 48)}
-    with pytest.raises(CheckpointError, match=r"--weights \w+ or --weights \w+") as refusal:
-        load(both, tmp_path, **options)
-    for name, model in zip(names, models, strict=True):
-        assert name.rstrip(".") in str(refusal.value)
-        weights = name if name in ("student", "teacher") else "ema" if "ema" in name else "raw"
-        assert_same_logits(load(both, tmp_path, **options, weights=weights), model, f"{names} {weights}")
 
 
 GREY = {"size": 28, "patch": 4, "channels": 1, "hidden": 64, "activation": "relu", "eps": 1e-5, "final_norm": False}
@@ -110,9 +78,6 @@ def test_what_a_name_says_and_no_file_is_listed_with_the_option_that_says_it(tmp
     )
 
 
-PLAIN = "vit,num_heads=3,norm_order=pre,act_layer=gelu,norm_eps=1e-6,global_pool=token"
-
-
 @pytest.mark.parametrize("activation", ["relu", "gelu", "tanh"])
 def test_a_head_of_two_layers(activation: str, tmp_path: Path) -> None:
     layer = {"relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh}[activation]()
@@ -127,10 +92,24 @@ def test_a_head_behind_dropout_and_positions_without_the_prefix(tmp_path: Path) 
     assert_same_logits(load(model.state_dict(), tmp_path, PLAIN), model, "dropout and linear")
 
 
-def test_a_backbone_without_a_head_says_so(tmp_path: Path) -> None:
-    state = {name: tensor for name, tensor in made().state_dict().items() if not name.startswith("head.")}
-    with pytest.raises(CheckpointError, match="it has no classification head: train one, or give the file that has it"):
-        load(state, tmp_path, PLAIN)
+@pytest.mark.parametrize(
+    "given", [PLAIN, "vit_tiny_patch16_224,embed_dim=48,depth=2,patch_size=4,num_heads=3,norm_order=pre"]
+)
+def test_a_backbone_without_a_head_is_one_where_that_is_stated(given: str, tmp_path: Path) -> None:
+    model = made(hidden=192)
+    state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("head.")}
+    with pytest.raises(
+        CheckpointError, match=r"no file says its num_classes: .*,num_classes=0 --preprocess \S+ \(it has no"
+    ):
+        load(state, tmp_path, given, labels=None)
+    checkpoint = load(state, tmp_path, f"{given},num_classes=0", labels=None)
+    assert checkpoint.labels == ()
+    pixels = pictures(checkpoint)
+    model.head = nn.Identity()
+    with torch.inference_mode():
+        assert relative_error(checkpoint.build()(pixels).embeddings["head"], model(pixels)) < TOLERANCE
+    with pytest.raises(CheckpointError, match="tell num_classes=5, but VIT_ARCHITECTURE says num_classes=0"):
+        load(made().state_dict(), tmp_path, f"{given},num_classes=0")
 
 
 def test_what_is_absent_has_to_be_stated_and_what_is_there_cannot_be_denied(tmp_path: Path) -> None:
@@ -158,7 +137,7 @@ def test_a_stem_of_convolutions(batch_norm: bool, tmp_path: Path) -> None:
         load(model.state_dict(), tmp_path, PLAIN)
     checkpoint = load(model.state_dict(), tmp_path, f"{PLAIN},conv_stem=2-relu-2-relu-1")
     assert_same_logits(checkpoint, model, f"stem of convolutions, batch norm {batch_norm}")
-    assert checkpoint.config.patch_size == 4
+    assert checkpoint.vit.patch_size == 4
     for wrong in ("2-relu-2", "2-relu-2-gelu-1", "2-relu-2-relu-2", "a-relu-2-relu-1", "2-relu-1-relu-1"):
         with pytest.raises(CheckpointError, match=r"conv_stem|last convolution|multiple|no square grid|preprocessing"):
             load(model.state_dict(), tmp_path, f"{PLAIN},conv_stem={wrong}")
@@ -183,20 +162,3 @@ def test_a_stem_whose_order_is_not_clear_is_not_called_another_network(tmp_path:
     state = dict(made().state_dict()) | {"patch_embed.stem.weight": torch.zeros(3, 3, 3, 3)}
     with pytest.raises(CheckpointError, match=r"the order of the 2 convolutions of its stem is not clear: my_patch"):
         load({f"my_{name}": tensor for name, tensor in state.items()}, tmp_path, PLAIN)
-
-
-def test_transformers_wrapper_of_timms_models(tmp_path: Path) -> None:
-    timm_, hub = timm(), transformers()
-    pretrained = timm_.create_model("vit_tiny_patch16_224").pretrained_cfg | {"input_size": (3, 48, 48)}
-    config = hub.TimmWrapperConfig(
-        architecture="vit_tiny_patch16_224",
-        model_args={"img_size": 48, "depth": 2},
-        pretrained_cfg=pretrained,
-        id2label={0: "a", 1: "b", 2: "c"},
-    )
-    model = hub.TimmWrapperForImageClassification(config).eval()
-    randomise(model)
-    model.save_pretrained(tmp_path)
-    checkpoint = load_checkpoint(str(tmp_path))
-    assert checkpoint.labels == ("a", "b", "c")
-    assert_same_logits(checkpoint, lambda pixels: model(pixels).logits, "timm_wrapper")

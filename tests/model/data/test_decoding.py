@@ -13,7 +13,7 @@ from model.data.labelled_images import PixelStorage
 from model.errors import DatasetError
 from model.images.preprocess import preprocess
 from tests.model.data.configs import bicubic_config
-from tests.model.data.picture_folders import write_class, write_folder
+from tests.model.data.picture_folders import COLOURS, write_class, write_folder
 
 CONFIG = bicubic_config(16, 24, resize_size=(18, 27))
 
@@ -73,6 +73,22 @@ def test_many_bad_files_are_counted(root: Path, tmp_path: Path) -> None:
     assert "33 files" in lines[0]
     assert len(lines) == 22
     assert lines[-1] == "  and 13 more"
+
+
+def test_bad_files_can_be_left_out(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (root / "blue" / "0.png").write_text("not a picture")
+    (root / "red" / "zzz.png").write_text("not a picture")
+    good = find_pictures(root).train
+    decoder = Decoder(progress=False)
+    images = decoder.decode(good, CONFIG, PixelStorage(tmp_path, 0))
+    decoder.warn_of_bad(root)
+    assert f"{root}: 2 files in class folders" in caplog.text
+    assert f"  {root / 'red' / 'zzz.png'}: not a picture" in caplog.text
+    paths = [path for path in good.paths if path.name not in ("0.png", "zzz.png")]
+    assert images.pixels.shape[0] == len(images.labels) == len(paths) == 12
+    for pixels, label, path in zip(images.pixels, images.labels, paths, strict=True):
+        np.testing.assert_array_equal(pixels.transpose(1, 2, 0), preprocess(path.read_bytes(), CONFIG))
+        assert sorted(COLOURS)[label] == path.parent.name
 
 
 def test_good_files_are_not_complained_about(root: Path) -> None:

@@ -8,8 +8,11 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from model.errors import DatasetError
 from model.evaluation.calibration import (
     TEMPERATURE_RANGE,
+    MeasuredSets,
+    calibrate,
     confidence_bins,
     expected_calibration_error,
     fit_temperature,
@@ -98,3 +101,30 @@ def test_gaps_that_cancel_within_a_bin_do_not_count_but_across_bins_they_do() ->
     correct = np.array([True, False])
     assert error(confidence, correct, bins=5) == pytest.approx(0.4, abs=1e-6)
     assert error(confidence, correct, bins=10) == pytest.approx(0.55, abs=1e-6)
+
+
+def test_a_calibration_fits_the_temperature_to_a_fifth_and_measures_sets_on_the_rest() -> None:
+    logits, labels = calibrated_logits(1000)
+    calibration, fitted, measured = calibrate(
+        2 * logits.numpy(), labels.numpy(), 9.0, "made", 0.95, coverages=(0.9, 0.95, 0.999)
+    )
+    assert fitted == 200
+    assert calibration.temperature == pytest.approx(2, rel=0.3)
+    assert (calibration.pictures, len(calibration.scores)) == (1000, 800)
+    assert list(measured) == [0.9, 0.95]  # 1,999 pictures are needed for the third
+    assert [sets.covered for sets in measured.values()] == pytest.approx([0.91, 0.955], abs=0.015)
+    assert measured[0.9].abstained == pytest.approx(0.05, abs=0.01)
+    assert 1 < measured[0.9].labels < measured[0.95].labels < 5
+
+
+def test_few_pictures_leave_the_temperature_and_fewer_are_refused_with_what_is_enough() -> None:
+    logits, labels = (part.numpy() for part in calibrated_logits(39))
+    calibration, fitted, _ = calibrate(logits, labels, 1.25, "made", 0.95)
+    assert (calibration.temperature, fitted, len(calibration.scores)) == (1.25, 0, 39)
+    with pytest.raises(DatasetError, match=r"^made: 38 pictures .* 0.95: 39 are enough, and these for 0.94 \(--cov"):
+        calibrate(logits[:38], labels[:38], 1.25, "made", 0.95)
+
+
+def test_sets_are_measured_by_hand() -> None:
+    members = np.array([[1, 1, 0], [0, 0, 0], [0, 1, 0], [1, 0, 0]], dtype=np.bool_)
+    assert MeasuredSets.of(members, np.array([1, 0, 1, 2])) == MeasuredSets(0.5, 1.0, 0.25)

@@ -8,11 +8,13 @@ from torch import Tensor
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig
 from model.errors import DatasetError
+from model.evaluation.absent import DRAWN, absent_ranks
 from model.evaluation.explanations import (
     available_methods,
     cls_maps,
     estimate_mean,
     measure_explanations,
+    model_evidence,
     model_score,
     random_maps,
 )
@@ -38,14 +40,18 @@ def brightness(pixels: Tensor, classes: Tensor) -> Tensor:
     return torch.nn.functional.avg_pool2d(pixels[:, 0], 4)
 
 
+def whole(pixels: Tensor, classes: Tensor) -> Tensor:
+    return torch.ones(len(classes))
+
+
 def darkness(pixels: Tensor, classes: Tensor) -> Tensor:
     return -brightness(pixels, classes)
 
 
 def test_methods_are_told_apart_and_the_same_seed_gives_the_same_numbers() -> None:
     methods = {"random": random_maps((5, 5)), "true": brightness, "reversed": darkness}
-    found = measure_explanations(nearest_class, methods, picture, COUNT)
-    again = measure_explanations(nearest_class, methods | {"random": random_maps((5, 5))}, picture, COUNT)
+    found = measure_explanations(nearest_class, whole, methods, picture, COUNT)
+    again = measure_explanations(nearest_class, whole, methods | {"random": random_maps((5, 5))}, picture, COUNT)
     assert found == again
     assert [(one.picture, one.method, one.class_index) for one in found.pictures] == [
         (number, method, number) for number in range(COUNT) for method in methods
@@ -80,19 +86,52 @@ def test_every_picture_stands_once_in_every_quarter_and_its_share_is_its_own() -
         return maps
 
     methods = {"random": random_maps((2, 2)), "one": number_of_class}
-    found = measure_explanations(everything_counts, methods, picture, COUNT, steps=1)
+    found = measure_explanations(everything_counts, whole, methods, picture, COUNT, steps=1)
     assert found.counted == 4 * COUNT
     for one in found.pictures[1::2]:
         share = (one.class_index + 1) / 100
         assert sorted(one.shares) == pytest.approx(sorted([0, 0, share, 1 - share]))
 
 
+@pytest.mark.parametrize(("evidence", "expected"), [(1.0, 0.625), (0.2, 0.325), (0.0, 0.25)])
+def test_peaks_of_absent_classes_are_those_of_maps_as_they_are_answered(evidence: float, expected: float) -> None:
+    """The best class's map has its peak at 4 times the even share of 4 patches, and an absent one's at 2.5 times."""
+
+    def of_class(pixels: Tensor, classes: Tensor) -> Tensor:
+        best = nearest_class(pixels).argmax(dim=1) == classes
+        peaks = torch.where(best, 1.0, 0.625)
+        maps = torch.stack((peaks, *(((1 - peaks) / 3,) * 3)), dim=1)
+        return maps.reshape(-1, 2, 2)
+
+    def evidence_of(pixels: Tensor, classes: Tensor) -> Tensor:
+        return torch.where(nearest_class(pixels).argmax(dim=1) == classes, 1.0, evidence)
+
+    methods = {"random": random_maps((2, 2)), "relevance": of_class}
+    found = measure_explanations(nearest_class, evidence_of, methods, picture, 3, steps=1)
+    baseline, relevance = found.methods()
+    assert baseline.absent is None, "it is of no class"
+    assert relevance.absent is not None
+    assert relevance.absent.mean == pytest.approx(expected)
+    assert all(len(one.absent) == 1 + DRAWN for one in found.pictures if one.method == "relevance")
+
+
+@pytest.mark.parametrize(("classes", "lowest"), [(1000, 100), (201, 100), (10, 5), (3, 1), (2, 1)])
+def test_absent_classes_are_the_middle_one_and_some_of_the_lower_ranks(classes: int, lowest: int) -> None:
+    for seed in range(20):
+        middle, *drawn = absent_ranks(classes, np.random.default_rng(seed))
+        assert middle == classes // 2
+        assert len(drawn) == min(DRAWN, classes - lowest - 1)
+        assert len({middle, *drawn}) == 1 + len(drawn)
+        assert all(lowest <= rank < classes for rank in drawn)
+    assert absent_ranks(1, np.random.default_rng(0)) == []
+
+
 def test_few_pictures_have_no_mosaic_and_none_are_refused() -> None:
-    few = measure_explanations(nearest_class, {"true": brightness}, picture, 3)
+    few = measure_explanations(nearest_class, whole, {"true": brightness}, picture, 3)
     assert (few.quarters, few.counted) == (0, 0)
     assert few.methods()[0].mosaic is None
     with pytest.raises(DatasetError, match="no images"):
-        measure_explanations(nearest_class, {"true": brightness}, picture, 0)
+        measure_explanations(nearest_class, whole, {"true": brightness}, picture, 0)
 
 
 @pytest.mark.parametrize("pool", ["cls", "mean"])
@@ -107,6 +146,8 @@ def test_methods_of_a_network_give_maps_of_its_grid_and_scores_as_served(pool: s
     with torch.no_grad():
         output = model(pixels, (1,))
         torch.testing.assert_close(model_score(model, checkpoint)(pixels), (output.logits / 2).softmax(dim=1))
+        best = output.logits.argmax(dim=1)
+        torch.testing.assert_close(model_evidence(model, checkpoint)(pixels, best), torch.ones(2))
     for name, maps in available_methods(model).items():
         found = maps(pixels, torch.tensor([0, 2]))
         assert found.shape == (2, 3, 5), name

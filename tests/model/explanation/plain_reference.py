@@ -114,7 +114,10 @@ def read(model: VisionTransformer, x: Tensor) -> tuple[Tensor, Tensor | None]:
         pooled = torch.cat([x[:, 0], seen.mean(dim=1)], dim=1)
     else:
         pooled = {"mean": seen.mean(1), "max": seen.amax(1), "mean_max": (seen.mean(1) + seen.amax(1)) / 2}[config.pool]
-    logits = model.head(model.pre_logits(model.fc_norm(pooled)))
+    pooled = model.projection(model.fc_norm(pooled))
+    if config.normalized_head:
+        pooled = pooled / pooled.norm(dim=1, keepdim=True)
+    logits = model.head(model.pre_logits(pooled))
     if model.head_dist is not None:
         logits = 0.5 * logits + 0.5 * model.head_dist(x[:, 1])
     return logits, weights

@@ -118,7 +118,9 @@ def _frozen_read(model: VisionTransformer, x: Tensor) -> Tensor:
         pooled = torch.cat([x[:, 0], seen.mean(dim=1)], dim=1)
     else:
         pooled = {"mean": seen.mean(1), "max": seen.amax(1), "mean_max": (seen.mean(1) + seen.amax(1)) / 2}[config.pool]
-    pooled = _frozen_norm(model.fc_norm, pooled)
+    pooled = model.projection(_frozen_norm(model.fc_norm, pooled))
+    if config.normalized_head:
+        pooled = pooled / pooled.norm(dim=1, keepdim=True).detach()
     if isinstance(model.pre_logits, PreLogits):
         hidden = model.pre_logits.fc(pooled)
         pooled = (model.pre_logits.activation(hidden) / hidden).detach() * hidden

@@ -32,6 +32,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "beit_mean": {"pool": "mean", "relative_position_bias": True, "norm_after_pool": True},
     "inner_width": {"attention_width": 12},
     "inner_width_mean": {"attention_width": 36, "pool": "mean"},
+    "projected": {"projection_width": 10, "normalized_head": True, "norm_before_blocks": True},
+    "normalized": {"pool": "attention", "class_token": False, "normalized_head": True},
     "two_layers": {"head_width": 10},
     "two_layers_of_cls_mean": {"head_width": 10, "head_activation": "gelu", "pool": "cls_mean"},
     "patch_norms": {"patch_embedding": "linear", "patch_norms": True},

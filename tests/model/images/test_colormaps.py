@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from model.images.heatmap import with_colorbar
+from model.images.legend import with_colorbar
 
 LEVELS = np.full((256, 3), (7, 0, 200), np.uint8)
 LEVELS[:, 1] = np.arange(256)

@@ -14,7 +14,8 @@ from hypothesis.extra import numpy as arrays
 from PIL import Image
 
 from model.errors import InputError
-from model.images.heatmap import COLORMAPS, colour_table, draw_heatmap, encode_png, tick_ratios
+from model.images.heatmap import COLORMAPS, colour_table, draw_heatmap, encode_png
+from model.images.legend import tick_ratios
 from model.images.region import Region
 from tests.model.images.pictures import difference, scene
 

@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from model.images import sheet as sheet_module
+from model.images.legend import fit_text
 from model.images.sheet import ContactSheet, in_a_row
 
 MAX_SIZE = 2048
@@ -134,10 +135,10 @@ def test_a_caption_loses_no_more_letters_than_it_must() -> None:
     sheet = ContactSheet(1, (60, 40))
     width, font = sheet._cell[0], sheet._font
     for line in ("W" * 500, "i" * 500, "a word " * 100):
-        shown = sheet._fitted(line).removesuffix("...")
+        shown = fit_text(line, font, width).removesuffix("...")
         longer = " ".join(line.split())[: len(shown) + 1]
         assert longer.startswith(shown)
         assert font.getlength(shown + "...") <= width < font.getlength(longer + "...")
     whole = next(line for line in ("i" * count for count in range(500, 0, -1)) if font.getlength(line) <= width)
-    assert sheet._fitted(whole) == whole
-    assert sheet._fitted(f" {whole[:9]}\n{whole[:9]}  ") == f"{whole[:9]} {whole[:9]}"
+    assert fit_text(whole, font, width) == whole
+    assert fit_text(f" {whole[:9]}\n{whole[:9]}  ", font, width) == f"{whole[:9]} {whole[:9]}"

@@ -55,16 +55,16 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_a_methods_dots_are_where_its_means_are_and_what_was_not_measured_is_not_drawn(tmp_path: Path) -> None:
     def dots(deletion: float, mosaic: tuple[float, float, float] | None) -> NDArray[np.bool_]:
-        baseline = ("random", (0.1, 0.1, 0.1), (0.9, 0.9, 0.9), mosaic)
-        other = ("other", (deletion, 0.1, 0.9), (0.5, 0.4, 0.6), mosaic)
+        baseline = ("random", (0.1, 0.1, 0.1), (0.9, 0.9, 0.9), mosaic, mosaic)
+        other = ("other", (deletion, 0.1, 0.9), (0.5, 0.4, 0.6), mosaic, mosaic)
         figures.faithfulness([baseline, other], tmp_path / "f.png", title="a model")
         return near(read(tmp_path / "f.png"), (31, 119, 180))
 
     left, right = dots(0.2, (0.3, 0.2, 0.4)), dots(0.8, (0.3, 0.2, 0.4))
-    panel = slice(0, left.shape[1] * 2 // 5)
+    panel = slice(0, left.shape[1] * 3 // 10)
     lower = slice(left.shape[0] // 2, None)
     assert np.nonzero(left[lower, panel].any(axis=0))[0].size  # the interval itself is as wide in both
     assert np.nonzero(left[lower, panel])[1].mean() < np.nonzero(right[lower, panel])[1].mean()
-    last = slice(left.shape[1] * 7 // 10, None)
+    last = slice(left.shape[1] * 6 // 10, None)
     assert left[:, last].any()
     assert not dots(0.2, None)[:, last].any()

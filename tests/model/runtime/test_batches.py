@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from model.outputs import MapRequest, RequestedOutputs
 from model.runtime import predictor as predictor_module
-from model.runtime.batches import BatchOutputs, BatchRequest, compute_in_pieces, piece_sizes, sizes_in_use
+from model.runtime.batches import BatchOutputs, BatchRequest, HostOutputs, compute_in_pieces, piece_sizes, sizes_in_use
 from model.runtime.predictor import Predictor
 from model.runtime.torch_cpu import TorchCpu
 from tests.model.runtime.predictions import predict
@@ -38,10 +37,11 @@ def test_the_pieces_outputs_are_joined_in_order(layers: int) -> None:
     images = np.arange(19, dtype=np.uint8).reshape(19, 1, 1, 1)
     seen: list[int] = []
 
-    def compute(piece: np.ndarray) -> BatchOutputs:
+    def compute(piece: np.ndarray) -> HostOutputs:
         seen.append(len(piece))
-        logits = torch.from_numpy(piece.reshape(-1, 1)).float()
-        return BatchOutputs(logits, logits.reshape(-1, 1, 1, 1).expand(-1, layers, 3, 4) if layers else None)
+        logits = piece.reshape(-1, 1).astype(np.float32)
+        rows = np.broadcast_to(logits.reshape(-1, 1, 1, 1), (len(piece), layers, 3, 4))
+        return BatchOutputs(logits, rows if layers else None)
 
     output = compute_in_pieces(images, compute)
     assert seen == [16, 3]
@@ -90,7 +90,8 @@ def test_a_batch_is_computed_for_all_that_is_asked_of_any_image() -> None:
     config = make_checkpoint().config
     assert BatchRequest.of([RequestedOutputs(2)], config) == BatchRequest(2)
     requests = [RequestedOutputs(1, row), RequestedOutputs(5, of_class), RequestedOutputs(3, MapRequest.row(0))]
-    assert BatchRequest.of(requests, config) == BatchRequest(5, layers=(0, 3))
+    assert BatchRequest.of(requests, config) == BatchRequest(5, logits=True, layers=(0, 3)), "for the class's evidence"
+    assert BatchRequest.of([RequestedOutputs(1, MapRequest("gae"))], config) == BatchRequest(1), "of the best class"
     assert BatchRequest.of([RequestedOutputs(1, row, logits=True), RequestedOutputs(1, best), *requests], config) == (
         BatchRequest(5, logits=True, layers=(0, 3), relevance=True)
     )

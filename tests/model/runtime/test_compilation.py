@@ -16,17 +16,16 @@ from model.explanation.folded_weights import fold
 from model.network.layers.attention import Attention
 from model.network.vit import VisionTransformer, ViTOutput
 from model.runtime import torch_cpu
+from model.runtime.backend import Compilation, CompilationState
 from model.runtime.batches import BatchOutputs, BatchRequest, captured_sizes, launch_size, powers_of_two
 from model.runtime.compilation import (
-    Compilation,
-    CompilationState,
     choose_kernels,
     compiled_for_any_batch,
     compiled_network,
     compiled_twin,
     plan_compilation,
 )
-from model.runtime.postprocess import Postprocess, pack, run_network
+from model.runtime.postprocess import TopK, pack, run_network
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import Normalise
 from tests.model.runtime.predictions import predict
@@ -230,10 +229,10 @@ def test_a_model_is_compiled_into_a_few_graphs_whatever_batch_sizes_are_launched
     normalise = Normalise(make_checkpoint().preprocess)
     folded = fold(model)
     network = compiled_network(model, normalise, folded, autotune=False, backend="eager")
-    postprocess = Postprocess(make_checkpoint())
+    top = TopK(make_checkpoint())
 
-    def tail(outputs: BatchOutputs, top_k: int) -> torch.Tensor:
-        return pack(postprocess(outputs, top_k))
+    def tail(outputs: BatchOutputs[torch.Tensor], top_k: int) -> torch.Tensor:
+        return pack(top(outputs, top_k))
 
     compiled_tail = compiled_for_any_batch(tail, autotune=False, backend="eager")
     with torch.inference_mode():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from model.errors import DeviceError
-from model.runtime import predictor as module
+from model.runtime import building as module
 from model.runtime.device import choose_device, choose_dtype, gpu_identifier
 from model.runtime.predictor import Predictor
 from tests.model.runtime.cuda.device_stand_in import StandInOps

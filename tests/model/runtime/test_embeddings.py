@@ -10,11 +10,19 @@ import torch
 
 from model.checkpoint import Checkpoint
 from model.config import ViTConfig
-from model.errors import InputError
-from model.network.vit import VisionTransformer, embedding_name
-from model.outputs import POOLINGS, EmbeddingRequest, MapRequest, Pooling, RequestedOutputs, parse_embedding
+from model.errors import CheckpointError, InputError
+from model.network.vit import VisionTransformer
+from model.outputs import (
+    POOLINGS,
+    EmbeddingRequest,
+    MapRequest,
+    Pooling,
+    RequestedOutputs,
+    embedding_name,
+    parse_embedding,
+)
 from model.runtime.backend import Images
-from model.runtime.batches import BatchOutputs, BatchRequest
+from model.runtime.batches import BatchRequest, HostOutputs
 from model.runtime.openvino.backend import OpenVino, unsupported_reason
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import Normalise
@@ -27,9 +35,7 @@ BACKENDS = (
     "stand-in",
     pytest.param(
         "openvino",
-        marks=pytest.mark.skipif(
-            unsupported_reason(torch.device("cpu"), torch.float32) is not None, reason="openvino does not run here"
-        ),
+        marks=pytest.mark.skipif(unsupported_reason("cpu", "float32") is not None, reason="openvino does not run here"),
     ),
 )
 KINDS: dict[str, dict[str, Any]] = {
@@ -38,6 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "both": {"pool": "cls_mean", "registers": 2},
     "distilled": {"distillation_token": True, "distillation_head": True},
     "attention": {"pool": "attention", "class_token": False},
+    "projected": {"projection_width": 10, "normalized_head": True},
 }
 
 
@@ -65,7 +72,7 @@ def reference(checkpoint: Checkpoint, images: np.ndarray) -> dict[Pooling, np.nd
     with torch.inference_mode():
         pixels = Normalise(checkpoint.preprocess)(torch.from_numpy(images))
         output = checkpoint.build()(pixels, (), 0, True)
-    pools = [pool for pool in POOLINGS if pool != "cls" or checkpoint.config.class_token]
+    pools = [pool for pool in POOLINGS if pool != "cls" or checkpoint.vit.class_token]
     return {pool: output.embeddings[embedding_name(checkpoint.config, pool)].numpy() for pool in pools}
 
 
@@ -106,13 +113,38 @@ def test_each_image_of_a_mixed_batch_gets_the_embedding_that_it_asked_for(kind: 
             assert close(outputs.embedding, row / np.linalg.norm(row) if request.normalize else row, backend)
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["cls", "distilled"])
+def test_a_model_without_a_head_gives_the_same_embeddings_and_rows(kind: str, backend: str) -> None:
+    headed, images = checkpoint_of(kind), make_images(3)
+    config = headed.config.model_copy(update={"num_classes": 0})
+    tensors = {name: tensor for name, tensor in headed.tensors.items() if not name.startswith("head")}
+    headless = make_checkpoint(config=config, tensors=tensors, labels=())
+    requested = RequestedOutputs(1, MapRequest.row(1), embedding=EmbeddingRequest())
+    rollout = RequestedOutputs(1, MapRequest.of_rollout())
+    one, other = (predictor_of(backend, checkpoint) for checkpoint in (headed, headless))
+    for ours, expected in zip(other.predict(images, requested), one.predict(images, requested), strict=True):
+        assert expected.embedding is not None
+        assert close(ours.embedding, expected.embedding, backend)
+        assert ours.map is not None
+        assert expected.map is not None
+        np.testing.assert_allclose(ours.map.values, expected.map.values, atol=1e-5)
+    for ours, expected in zip(other.predict(images, rollout), one.predict(images, rollout), strict=True):
+        assert ours.map is not None
+        assert expected.map is not None
+        np.testing.assert_allclose(ours.map.values, expected.map.values, atol=1e-5)
+    with pytest.raises(CheckpointError, match=r"unexpected key 'head\.bias'"):
+        make_checkpoint(config=config, tensors=headed.tensors, labels=()).build()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_the_head_reads_costs_no_pass_of_its_own(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     predictor = predictor_of(backend, checkpoint_of("cls"))
     passes: list[BatchRequest] = []
     inner = predictor._backend.predict
 
-    def counted(images: Images, request: BatchRequest) -> BatchOutputs:
+    def counted(images: Images, request: BatchRequest) -> HostOutputs:
         passes.append(request)
         return inner(images, request)
 

@@ -18,8 +18,8 @@ from model.network.layers.block import Mlp
 from model.network.layers.float8 import Float8Linear
 from model.network.vit import VisionTransformer
 from model.outputs import MapRequest
+from model.runtime import building as module
 from model.runtime import float8 as float8_module
-from model.runtime import predictor as module
 from model.runtime.batches import BatchRequest
 from model.runtime.compilation import choose_kernels, compiled_network
 from model.runtime.cuda.batch_launcher import BatchLauncher
@@ -126,11 +126,11 @@ def test_agreement_counts_equal_best_classes_batch_by_batch() -> None:
     use_float8(model)
     sizes: list[int] = []
 
-    def logits(images: np.ndarray) -> Tensor:
+    def logits(images: np.ndarray) -> np.ndarray:
         sizes.append(len(images))
         exact = all(layer.exact for layer in model.modules() if isinstance(layer, Float8Linear))
         classes = torch.from_numpy(images[:, 0, 0, 0].astype(np.int64))
-        return nn.functional.one_hot(classes if exact else classes.clamp_max(3), 5)
+        return nn.functional.one_hot(classes if exact else classes.clamp_max(3), 5).float().numpy()
 
     images = np.arange(5, dtype=np.uint8).reshape(5, 1, 1, 1)
     assert agreement(model, logits, images, batch=2) == pytest.approx(4 / 5)
@@ -166,7 +166,7 @@ def predictor(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Predictor]:
 
     def make(**options: object) -> Predictor:
         given = {"device": "cpu", "backend": "torch", "dtype": "float8", "max_batch": 4, "ops": StandInOps()}
-        return Predictor(make_checkpoint(), **(given | options))  # type: ignore[arg-type]
+        return Predictor(**({"checkpoint": make_checkpoint()} | given | options))  # type: ignore[arg-type]
 
     return make
 
@@ -196,15 +196,23 @@ def test_graphs_of_float8_answer_as_bfloat16_within_its_precision(
     assert ops.replays > replays
 
 
+def test_a_model_without_classes_has_no_agreement(predictor: Callable[..., Predictor]) -> None:
+    headed = make_checkpoint()
+    config = headed.config.model_copy(update={"num_classes": 0})
+    tensors = {name: tensor for name, tensor in headed.tensors.items() if not name.startswith("head.")}
+    with pytest.raises(DeviceError, match="it is checked by the best class, and the model has none: choose bfloat16"):
+        predictor(checkpoint=make_checkpoint(config=config, tensors=tensors, labels=()))
+
+
 def test_a_model_that_agrees_too_seldom_is_refused(
     predictor: Callable[..., Predictor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "agreement", lambda *_, **__: 0.97)
     with pytest.raises(
-        DeviceError, match=r"^dtype 'float8': it gives bfloat16's best class on 97.0% of 64 views .*98.0%"
+        DeviceError, match=r"^dtype 'float8': it gives bfloat16's best class on 97.0% of 64 views .*99.0%"
     ):
         predictor()
-    assert (predictor(float8_agreement=0.97).agreement or "").startswith("bfloat16's best class on 97.0%")
+    assert (predictor(least_agreement=0.97).agreement or "").startswith("bfloat16's best class on 97.0%")
 
 
 @pytest.mark.parametrize(
@@ -245,7 +253,7 @@ def test_a_product_in_float8_uses_a_workspace_of_the_graph(
 def test_on_cuda_float8_is_close_to_float32(changes: dict[str, object]) -> None:
     if reason := float8_module.unsupported_reason(GPU):
         pytest.skip(reason)
-    found = Predictor(of_real_size(**changes), device="cuda", dtype="float8", max_batch=4, float8_agreement=0)
+    found = Predictor(of_real_size(**changes), device="cuda", dtype="float8", max_batch=4, least_agreement=0)
     found.warm_up()
     assert found.compiled == "compiled"
     close_to_the_cpu(found, tolerance=0.15)

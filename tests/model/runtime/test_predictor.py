@@ -12,17 +12,18 @@ import torch
 
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
-from model.errors import DeviceError, NotFinite
+from model.conformal import Calibration, label_sets_of, scores_and_energies
+from model.errors import CheckpointError, DeviceError, NotFinite
 from model.explanation.methods import explain
 from model.network.vit import VisionTransformer, ViTOutput
-from model.outputs import MapRequest
-from model.runtime.choice import BackendName
-from model.runtime.compilation import CompilationState
-from model.runtime.device import choose_device, choose_dtype, cpu_has_bfloat16
+from model.outputs import MapRequest, RequestedOutputs
+from model.runtime.backend import BackendName, CompilationState, trial_images
+from model.runtime.cpu import cpu_has_bfloat16
+from model.runtime.device import choose_device, choose_dtype
 from model.runtime.openvino.backend import unsupported_reason
 from model.runtime.predictor import Predictor
-from model.runtime.torch_backend import Normalise, TorchOptions
-from model.runtime.torch_cpu import ThreadPolicy, TorchCpu
+from model.runtime.scores import Scores
+from model.runtime.torch_backend import Normalise
 from tests.model.runtime.predictions import predict
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -119,9 +120,7 @@ BACKENDS = (
     "torch",
     pytest.param(
         "openvino",
-        marks=pytest.mark.skipif(
-            unsupported_reason(torch.device("cpu"), torch.float32) is not None, reason="OpenVINO is not installed"
-        ),
+        marks=pytest.mark.skipif(unsupported_reason("cpu", "float32") is not None, reason="OpenVINO is not installed"),
     ),
 )
 
@@ -138,6 +137,27 @@ def test_logits_are_given_beside_the_scores_that_are_made_of_them(backend: Backe
         np.testing.assert_allclose(found.scores, scores.topk(3).values.numpy(), atol=1e-6)
         np.testing.assert_allclose(found.logits, predictor.logits(images), atol=1e-4)
     assert predict(predictor, images, top_k=3).logits is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sets_of_labels_are_made_of_logits_for_those_images_that_ask(backend: BackendName) -> None:
+    images = make_images(9)
+    plain = Predictor(make_checkpoint(), device="cpu", backend="torch", dtype="float32")
+    energies = scores_and_energies(plain.logits(images), 2.0)[1]
+    middle = (np.sort(energies)[3:5].sum() / 2).repeat(99)
+    calibration = Calibration.of("made", 99, 2.0, np.linspace(0, 0.25, 99), middle)
+    checkpoint = make_checkpoint(temperature=2.0, calibration=calibration)
+    predictor = Predictor(checkpoint, device="cpu", backend=backend, dtype="float32")
+    predictor.set_coverage(0.8)
+    requests = [RequestedOutputs(1, label_set=place != 3) for place in range(9)]
+    found = [each.label_set for each in predictor.predict(images, requests)]
+    assert found.pop(3) is None
+    expected = label_sets_of(calibration, 0.8, "test")(np.delete(predictor.logits(images), 3, axis=0))
+    assert [each.tolist() for each in found if each is not None] == [each.tolist() for each in expected]
+    assert {len(each) > 0 for each in expected} == {False, True}
+    with pytest.raises(CheckpointError, match="test: is not calibrated"):
+        plain.set_coverage(0.8)
+    assert (predictor.calibrated_on, plain.calibrated_on, plain.coverage) == (99, None, None)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -168,7 +188,17 @@ def test_explanations_of_any_method_stand_beside_attention_rows(backend: Backend
         got = found.maps[place]
         assert got is not None
         assert got.request == request
-        np.testing.assert_allclose(got.values, maps[0].numpy(), atol=1e-6)
+        score, evidence = None, None
+        if request.class_index is not None:
+            logits = predictor.logits(images[[place]])
+            score, evidence = (
+                part.item() for part in Scores(checkpoint).evidence(logits, np.array([request.class_index]))
+            )
+            assert got.score == pytest.approx(score, abs=1e-4)
+        assert got.evidence == (None if evidence is None else pytest.approx(evidence, abs=1e-4))
+        share = 1.0 if evidence is None else evidence
+        np.testing.assert_allclose(got.values, share * maps[0].numpy() + (1 - share) / maps[0].numel(), atol=1e-4)
+        assert got.values.sum() == pytest.approx(1, abs=1e-6)
         assert got.kept_mass == pytest.approx(kept.item(), abs=1e-6)
     assert found.maps[2] is None
     row = predict(predictor, images[[1]], top_k=1, maps=[MapRequest.row(1)]).maps[0]
@@ -215,7 +245,7 @@ def test_warm_up_refuses_a_model_that_overflows_its_dtype() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", ["torch", "openvino", "auto"])
 def test_warm_up_refuses_a_model_that_is_finite_on_nothing_but_black(backend: BackendName, dtype: str) -> None:
-    if backend == "openvino" and unsupported_reason(torch.device("cpu"), getattr(torch, dtype)):
+    if backend == "openvino" and unsupported_reason("cpu", dtype):
         pytest.skip("OpenVINO does not compute so here")
     checkpoint = make_checkpoint()
     # Black normalises to 0; every other colour overflows as it is embedded.
@@ -252,10 +282,7 @@ def test_extreme_pictures_are_shown_at_the_warm_up(value: int, name: str, monkey
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_warm_up_shows_each_model_noise_and_black(count: int) -> None:
-    checkpoint, cpu = make_checkpoint(), torch.device("cpu")
-    options = TorchOptions(checkpoint.build(), checkpoint, cpu, torch.float32, "off", (1,))
-    backend = TorchCpu(options, ThreadPolicy(None))
-    shown = np.concatenate([backend.trial_images(count, turn) for turn in (0, 1)])
+    shown = np.concatenate([trial_images(make_checkpoint().config, count, turn) for turn in (0, 1)])
     black = (shown == 0).all(axis=(1, 2, 3))
     assert black.sum() == count
     assert (shown[~black].std(axis=(1, 2, 3)) > 50).all()

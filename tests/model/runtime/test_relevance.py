@@ -15,12 +15,11 @@ from model.config import PreprocessConfig
 from model.errors import DeviceError
 from model.explanation.methods import explain
 from model.explanation.relevance import token_relevance
-from model.network.vit import VisionTransformer
 from model.outputs import AttentionMap, MapRequest
 from model.runtime import postprocess
-from model.runtime.batches import BatchOutputs, BatchRequest
-from model.runtime.choice import BackendName
-from model.runtime.openvino import network
+from model.runtime.backend import BackendName
+from model.runtime.batches import BatchRequest, HostOutputs
+from model.runtime.openvino import network, tracing
 from model.runtime.openvino.backend import OpenVino, unsupported_reason
 from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.predictor import Predictor
@@ -33,7 +32,7 @@ from tests.model.runtime.predictions import Predictions, predict
 RELEVANCE = MapRequest("relevance")
 MIXED = [RELEVANCE, None, MapRequest.row(0, 1), RELEVANCE, MapRequest.row(3, "max")]
 CPU = torch.device("cpu")
-needs_openvino = pytest.mark.skipif(unsupported_reason(CPU, torch.float32) is not None, reason="no OpenVINO here")
+needs_openvino = pytest.mark.skipif(unsupported_reason("cpu", "float32") is not None, reason="no OpenVINO here")
 SIZES: dict[str, Any] = {"image_size": (48, 56), "depth": 4}
 
 
@@ -65,6 +64,8 @@ def require_explanation(predictor: Predictor, images: np.ndarray, place: int, fo
     assert got.request == MapRequest("relevance", best)
     np.testing.assert_allclose(got.values, expected[0].numpy(), atol=1e-5)
     assert got.kept_mass == pytest.approx(kept.item(), abs=1e-5)
+    assert got.score == pytest.approx(float(found.scores[place, 0]))
+    assert got.evidence == 1
     assert got.values.max() > 1.5 / got.values.size or got.kept_mass == 0, "a map is even where nothing is found alone"
 
 
@@ -164,12 +165,12 @@ class TestOpenVino:
         predictor = made("plain", "openvino")
         go, calls = threading.Event(), []
 
-        def slow(_: OpenVinoNetwork, model: VisionTransformer, extras: BatchRequest) -> OpenVinoNetwork:
-            calls.append(model)
+        def slow(extras: BatchRequest) -> OpenVinoNetwork:
+            calls.append(extras)
             go.wait(30)
             raise DeviceError("it cannot be made")
 
-        monkeypatch.setattr(OpenVinoNetwork, "with_extras", slow)
+        monkeypatch.setattr(predictor._backend, "_with_extras", slow)
         images = images_for(predictor, 2)
         for _ in range(2):
             require_explanation(predictor, images, 0, predict(predictor, images, top_k=1, maps=[RELEVANCE, None]))
@@ -188,15 +189,32 @@ class TestOpenVino:
         backend, whole = predictor._backend, OpenVinoNetwork.__call__
         assert isinstance(backend, OpenVino)
 
-        def wrong(self: OpenVinoNetwork, images: np.ndarray, *, alone: bool) -> BatchOutputs:
+        def wrong(self: OpenVinoNetwork, images: np.ndarray, *, alone: bool) -> HostOutputs:
             output = whole(self, images, alone=alone)
-            return output if output.relevance is None else output._replace(relevance=output.relevance.flip(-1))
+            return output if output.relevance is None else output._replace(relevance=np.flip(output.relevance, -1))
 
         monkeypatch.setattr(OpenVinoNetwork, "__call__", wrong)
         with caplog.at_level(logging.WARNING):
             backend.prepare(BatchRequest(relevance=True))
         assert "torch computes relevance: OpenVINO's relevance are" in caplog.text
         with pytest.raises(DeviceError, match="relevance"):
-            backend._network.with_extras(predictor.checkpoint.build(), BatchRequest(relevance=True))
+            backend._with_extras(BatchRequest(relevance=True))
         images = images_for(predictor, 2)
         require_explanation(predictor, images, 1, predict(predictor, images, top_k=1, maps=[None, RELEVANCE]))
+
+    def test_its_graphs_share_the_checkpoints_weights(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(network, "_FIXED_BYTES", 1)
+        predictor = made("plain", "openvino")
+        traced: list[torch.nn.Parameter] = []
+
+        def spy(module: torch.nn.Module, example: torch.Tensor) -> None:
+            traced.extend(module.get_submodule("model").parameters())
+            raise RuntimeError("seen")
+
+        monkeypatch.setattr(tracing, "_convert", spy)
+        backend = predictor._backend
+        assert isinstance(backend, OpenVino)
+        backend.prepare(BatchRequest(relevance=True))
+        shared = {tensor.data_ptr() for tensor in predictor.checkpoint.tensors.values()}
+        assert {parameter.data_ptr() for parameter in traced} <= shared
+        assert len(traced) > 10

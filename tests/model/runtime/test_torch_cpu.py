@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from model.runtime import torch_cpu
+from model.runtime import cpu
 from model.runtime.predictor import Predictor
 from model.runtime.torch_cpu import TorchCpu
 from tests.model.runtime.test_relevance import checkpoint_of
 
 FAULTS_OF_A_PASS = """
 import ctypes, resource, sys
-from model.runtime.torch_cpu import keep_freed_memory
+from model.runtime.cpu import keep_freed_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -56,7 +56,7 @@ def test_the_kernel_clears_no_pages_for_a_pass() -> None:
 
 def test_a_c_library_without_mallopt_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace())
-    assert not torch_cpu.keep_freed_memory()
+    assert not cpu.keep_freed_memory()
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_c_library_without_mallopt_is_left_as_it_is(monkeypatch: pytest.Monkey
 def test_thresholds_of_the_environment_hold(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     monkeypatch.setattr(ctypes, "CDLL", lambda _: pytest.fail("glibc is told others"))
-    assert not torch_cpu.keep_freed_memory()
+    assert not cpu.keep_freed_memory()
 
 
 def test_a_model_on_the_cpu_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import model
 from model.checkpoint import load_checkpoint
+from model.config import ViTConfig
 from model.data.cifar10 import CLASSES, IMAGE_SIZE
 from model.network.vit import VisionTransformer, count_parameters
 from model.training.recipe import RECIPES, Recipe, read_recipe
@@ -68,7 +69,9 @@ def test_an_epoch_of_the_recipe_with_a_teacher_runs(cifar: Path, tmp_path: Path)
     result = run(cifar, tmp_path / "out", recipe, device="cpu", progress=False)
     assert result.teacher is not None
     assert recipe.architecture is not None
-    assert load_checkpoint(str(tmp_path / "out")).config.conv_stem == recipe.architecture.conv_stem
+    config = load_checkpoint(str(tmp_path / "out")).config
+    assert isinstance(config, ViTConfig)
+    assert config.conv_stem == recipe.architecture.conv_stem
 
 
 def test_an_epoch_of_the_recipe_for_a_folder_runs(tmp_path: Path) -> None:

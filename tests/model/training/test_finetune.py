@@ -15,13 +15,14 @@ from model.config import PreprocessConfig, ViTConfig
 from model.data.image_folder import find_pictures
 from model.data.labelled_images import Images
 from model.errors import CheckpointError, TrainingError
+from model.evaluation.calibration import MIN_CALIBRATION_IMAGES
 from model.images.preprocess import preprocess
 from model.network.vit import VisionTransformer
 from model.outputs import RequestedOutputs
 from model.runtime.predictor import Predictor
 from model.training.recipe import RECIPES, Recipe, read_recipe
 from model.training.start import start_from
-from model.training.train import MIN_CALIBRATION_IMAGES, round_and_calibrate, run
+from model.training.train import round_and_calibrate, run
 from tests.model.data.picture_folders import COLOURS, write_class, write_folder
 
 pytestmark = pytest.mark.timeout(120)  # models are trained

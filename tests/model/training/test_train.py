@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -19,15 +20,25 @@ from model.training.recipe import Recipe, read_recipe
 from model.training.run_folder import CARD_FILE, folder_lock
 from model.training.run_record import RunRecord
 from model.training.train import run
-from tests.model.training.synthetic import LABELS
+from tests.model.conftest import tiny_recipe
+from tests.model.training.synthetic import LABELS, write_cifar
 
 pytestmark = pytest.mark.timeout(120)  # models are trained
 
 
+@pytest.fixture(scope="module")
+def finished_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunRecord]:
+    """A folder of a finished run, which no test changes, and what it gave."""
+    folder = tmp_path_factory.mktemp("finished")
+    torch.set_num_threads(1)  # as in the tests
+    out = folder / "run"
+    return out, run(write_cifar(folder / "cifar"), out, tiny_recipe(), device="cpu", progress=False)
+
+
 @pytest.fixture
-def finished(cifar: Path, tmp_path: Path, recipe: Recipe) -> tuple[Path, RunRecord]:
-    out = tmp_path / "run"
-    return out, run(cifar, out, recipe, device="cpu", progress=False)
+def finished(finished_once: tuple[Path, RunRecord], tmp_path: Path) -> tuple[Path, RunRecord]:
+    out, result = finished_once
+    return shutil.copytree(out, tmp_path / "run"), result
 
 
 def test_a_run_leaves_a_folder_that_the_service_loads_and_that_scores_as_reported(
@@ -147,9 +158,8 @@ def test_a_run_that_left_only_its_state_is_finished(
     assert load_checkpoint(str(moved)).temperature == result.temperature
 
 
-def test_the_last_epoch_is_kept_beside_the_best(cifar: Path, tmp_path: Path, recipe: Recipe) -> None:
-    out = tmp_path / "run"
-    best = run(cifar, out, recipe, device="cpu", progress=False)
+def test_the_last_epoch_is_kept_beside_the_best(finished: tuple[Path, RunRecord], cifar: Path, recipe: Recipe) -> None:
+    out, best = finished
     last = run(cifar, out, recipe, resume=True, device="cpu", progress=False)
     assert last.kept_epoch == best.kept_epoch
     rows = list(csv.DictReader((out / "metrics.csv").read_text().splitlines()))

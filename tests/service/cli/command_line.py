@@ -45,7 +45,7 @@ def write_checkpoint(folder: Path, labels: Sequence[str], *, resize: str = "shor
     for name, parameter in model.named_parameters():
         if name != "pos_embed" or config.position_embedding == "learned":
             torch.nn.init.normal_(parameter, std=0.5)
-    tensors = dict(model.state_dict())
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if labels or not name.startswith("head.")}
     if config.position_embedding == "sincos2d":
         tensors["pos_embed"] = model.fixed_position_embedding()
     size = config.image_size

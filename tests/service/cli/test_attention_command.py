@@ -48,19 +48,31 @@ def test_a_folder_of_maps_and_a_sheet_of_all(
     code, out, _ = run(capsys, "attention", pictures, "-o", maps, "--sheet", sheet, "--checkpoint", checkpoint)
     assert code == 0
     assert sorted(file.name for file in maps.iterdir()) == ["a-2.heat.png", "a.heat.png", "b.heat.png"]
-    assert {size_of(file) for file in maps.iterdir()} == {(384, 384)}
+    assert {size_of(file) for file in maps.iterdir()} == {(384, 312)}, "the whole photo, and a caption below"
     assert size_of(sheet)[0] > 384
     assert len(out.splitlines()) == 3
-    assert all("relevance of " in line and "2x2 patches" in line for line in out.splitlines())
+    assert all("relevance, evidence strong (1.00), " in line and "2x2 patches" in line for line in out.splitlines())
 
 
 def test_classes_stand_beside_the_picture(
     checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = ["attention", pictures / "b.png", "--checkpoint", checkpoint, "--class", "tabby", "--class", "1"]
-    code, out, _ = run(capsys, *common, "-o", tmp_path / "x.png", "--side-by-side", "--size", "50", "--method", "gae")
+    code, out, _ = run(
+        capsys,
+        *common,
+        "-o",
+        tmp_path / "x.png",
+        "--side-by-side",
+        "--size",
+        "50",
+        "--method",
+        "gae",
+        "--view",
+        "input",
+    )
     assert code == 0
-    assert "gae of tabby, tabby cat and tiger, 2x2 patches" in out
+    assert "gae of tabby, tabby cat and tiger, evidence" in out
     assert size_of(tmp_path / "x.png") == (3 * 50 + 2 * 4, 50)
     with Image.open(tmp_path / "x.png") as row, Image.open(pictures / "b.png") as source:
         photo = np.asarray(row.crop((0, 0, 50, 50)), float)
@@ -168,6 +180,14 @@ def test_what_the_model_does_not_offer_is_one_line(
     assert len(err.splitlines()) == 1
 
 
+MODEL: dict[str, object] = {
+    **dict.fromkeys(("name", "source", "format", "architecture", "pool", "device", "dtype", "backend", "compiled"), ""),
+    **dict.fromkeys(("parameters", "channels", "patch_size", "layers", "heads", "width", "classes", "max_batch"), 1),
+    **{"revision": None, "input_size": (4, 4), "grid": (2, 2), "temperature": 1.0, "multi_label": False},
+    **{"preprocessing": {}, "attention_source": "cls", "attention_methods": ["gae", "cls"], "batch_sizes": None},
+}
+
+
 class FakeServer:
     """Answers as the service does, and notes each query of /attention."""
 
@@ -175,8 +195,8 @@ class FakeServer:
         self.queries: list[dict[str, str]] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/labels":
-            return httpx.Response(200, json={"model": "tiny", "labels": list(LABELS)})
+        if request.url.path == "/model":
+            return httpx.Response(200, json=MODEL)
         if request.content == b"no picture":
             problem = {"type": "about:blank", "title": "", "status": 415, "detail": "no", "request_id": "r"}
             return httpx.Response(415, json=problem | {"code": "unsupported_media_type"})
@@ -211,7 +231,7 @@ def test_a_server_is_asked_for_what_the_flags_say(
         capsys, "attention", pictures / "b.png", "-o", target, "--url", "http://there", "--side-by-side", *flags
     )
     assert code == 0
-    assert out == f"{target}: tiger (75.0%), method relevance, class tiger and 0\n"
+    assert out == f"{target}: tiger (75.0%), relevance of tiger and 0\n"
     plain = {"view": "photo", "size": "40"}
     assert server.queries == [plain | {"alpha": "0"}, plain | {"method": "relevance", "class": "tiger,0"}]
     with Image.open(target) as row:

@@ -167,7 +167,8 @@ def test_attention_writes_a_picture_or_the_numbers(
     checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = ["attention", pictures / "a.jpg", "--checkpoint", checkpoint]
-    code, out, _ = run(capsys, *common, "-o", tmp_path / "heat.png", "--size", "100", "--head", "1", "--layer", "-2")
+    row = ["--head", "1", "--layer", "-2"]
+    code, out, _ = run(capsys, *common, "-o", tmp_path / "heat.png", "--size", "100", "--view", "input", *row)
     assert code == 0
     assert "layer 0, head 1" in out
     with Image.open(tmp_path / "heat.png") as picture:

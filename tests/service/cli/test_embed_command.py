@@ -38,6 +38,26 @@ def names(file: Path) -> list[tuple[str, str]]:
         return [(row["row"], Path(row["file"]).name) for row in csv.DictReader(opened)]
 
 
+def test_a_checkpoint_without_a_head_is_embedded_and_drawn_but_not_classified(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    headless, picture = write_checkpoint(tmp_path / "headless", ()), pictures / "b.png"
+    options = "--checkpoint", headless, "--dtype", "float32"
+    code, _, err = run(capsys, "classify", picture, *options)
+    assert (code, err.count("\n")) == (1, 1)
+    assert "the model has no classification head: it gives embeddings" in err
+    assert run(capsys, "embed", picture, "-o", tmp_path / "a.npy", *options)[0] == 0
+    assert np.load(tmp_path / "a.npy").shape == (1, 16)
+    code, out, err = run(capsys, "attention", picture, "-o", tmp_path / "a.png", *options)
+    assert (code, err) == (0, "")
+    assert "a.png: no classes, cls, layer 1, head mean" in out
+    code, out, _ = run(capsys, "inspect", headless)
+    assert (code, "no classification head" in out) == (0, True)
+    code, out, err = run(capsys, "convert", headless, "-o", tmp_path / "again")
+    assert (code, err) == (0, "")
+    assert load_checkpoint(str(tmp_path / "again")).config.num_classes == 0
+
+
 def test_each_row_is_the_embedding_of_the_file_that_the_table_names(
     checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from model.explanation.methods import EXPLANATIONS
+from model.outputs import CLASS_SPECIFIC
 from tests.service.cli.command_line import run, write_checkpoint
 
 pytestmark = pytest.mark.timeout(90)  # checkpoints are loaded, and answer
@@ -53,7 +54,7 @@ def test_the_table_has_the_means_of_the_csv_and_the_figure_is_drawn(
     assert counted is not None
     for method in ("random", "cls"):
         own = [row for row in rows if row["method"] == method]
-        line = re.search(rf"^{method} +{ESTIMATE} +{ESTIMATE} +{ESTIMATE}$", out, re.MULTILINE)
+        line = re.search(rf"^{method} +{ESTIMATE} +{ESTIMATE} +{ESTIMATE} +-$", out, re.MULTILINE)
         assert line is not None
         values = [float(value) for value in line.groups()]
         assert values[0] == pytest.approx(np.mean([float(row["deletion"]) for row in own]), abs=6e-4)
@@ -79,13 +80,20 @@ def test_all_methods_are_measured_on_pictures_spaced_evenly_and_a_bad_one_is_nam
     assert "6.png: left out" in err
     with (tmp_path / "e.csv").open() as file:
         rows = list(csv.DictReader(file))
-    methods = [line.split()[0] for line in out.splitlines()[4:]]
+    lines = out.splitlines()
+    of_classes = [method for method in EXPLANATIONS if method in CLASS_SPECIFIC]
+    assert [line.split(":")[0] for line in lines[3:6]] == of_classes, "each with its highest peak"
+    for row in rows:
+        assert (row["absent"] != "") == (row["method"] in CLASS_SPECIFIC)
+        assert row["absent"] == "" or 0 < float(row["absent"]) <= float(row["highest"]) <= 16
+    methods = [line.split()[0] for line in lines[7:]]
     assert sorted(methods) == sorted({"random", "cls", *EXPLANATIONS})
     assert methods[0] == "random"
     assert [(row["picture"], row["method"]) for row in rows] == [
         (n, m) for n in ("1.png", "deep/4.webp") for m in methods
     ]
-    assert all(line.endswith(" -") for line in out.splitlines()[4:])  # two pictures make no mosaic
+    for line in lines[7:]:  # two pictures make no mosaic
+        assert re.search(rf" -  +{ESTIMATE}$" if line.split()[0] in CLASS_SPECIFIC else " -  +-$", line)
 
 
 def test_cifar10s_files_are_taken_too(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

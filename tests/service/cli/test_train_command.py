@@ -64,7 +64,7 @@ def test_a_folder_of_pictures_becomes_a_served_model(
     assert {"MODEL_CARD.md", "config.json", "last", "metrics.csv", "model.safetensors", "recipe.toml"} <= {
         path.name for path in out.iterdir()
     }
-    server = Served(tmp_path / "server.log", checkpoint=out, device="cpu", dtype="float32", threads=1)
+    server = Served(tmp_path / "server.log", warm=True, checkpoint=out, device="cpu", dtype="float32", threads=1)
     try:
         assert server.get("/model").json()["name"] == "colours"
         for colour in COLOURS:
@@ -77,16 +77,17 @@ def test_a_folder_of_pictures_becomes_a_served_model(
 
 def test_kill_9_loses_at_most_the_epoch_under_way(data: Path, start: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with VitserveProcess(tmp_path / "log", *flags(data, start, out, "--epochs", "60", "--threads", "1")) as training:
+    arguments = flags(data, start, out, "--epochs", "24", "--threads", "1")
+    with VitserveProcess(tmp_path / "log", *arguments, warm=True) as training:
         until(lambda: len(epochs_done(out)) >= 2 or training.process.poll() is not None)
     assert training.process.returncode == -signal.SIGKILL
     before = epochs_done(out)
-    assert 2 <= len(before) < 60
+    assert 2 <= len(before) < 24
     assert not (out / "config.json").exists()
     assert main(["train", "--data", str(data), "--out", str(out), "--device", "cpu", "--resume"]) == 0
     after = epochs_done(out)
     assert after[: len(before)] == before
-    assert [int(row["epoch"]) for row in after] == list(range(1, 61))
+    assert [int(row["epoch"]) for row in after] == list(range(1, 25))
     assert load_checkpoint(str(out)).labels == tuple(COLOURS)
 
 
@@ -182,3 +183,36 @@ def test_bad_pictures_are_named_before_training(
     assert f"  {data / 'blue' / '3.jpg'}: " in error
     assert f"  {data / 'red' / 'notes.txt'}: " in error
     assert not (tmp_path / "out" / "last.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "vitserve: --probe: needs --from CHECKPOINT, whose features it reads"),
+        (
+            ["--from", "bundled", "--epochs", "3"],
+            "vitserve: --probe: --epochs does not apply; allowed are --name,",
+        ),
+        (["--from", "bundled", "--resume"], "vitserve: --probe: --resume does not apply"),
+        (["--from", "bundled", "--set", "seed=1"], "vitserve: --probe: --set does not apply"),
+    ],
+    ids=["nothing", "epochs", "resume", "set"],
+)
+def test_flags_that_mean_nothing_to_a_probe_are_refused(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    assert main(["train", "--probe", "--data", str(data), "--out", str(tmp_path / "out"), *more]) == 1
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_a_probe_is_written_and_says_how_it_is_served(
+    data: Path, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "mine"
+    assert (
+        main(["train", "--probe", "--data", str(data), "--from", str(start), "--out", str(out), "--threads", "1"]) == 0
+    )
+    assert capsys.readouterr().out == f"{out}: serve it with: vitserve serve --checkpoint {out}\n"
+    checkpoint = load_checkpoint(str(out))
+    assert (checkpoint.name, checkpoint.labels) == ("mine", tuple(COLOURS))
+    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors", "figures"}

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from model.config import ViTConfig
 from model.outputs import (
     FUSIONS,
     METHODS,
@@ -23,13 +24,16 @@ from model.outputs import (
     Outputs,
     RequestedOutputs,
 )
+from model.zero_shot import MAX_CHARACTERS, MAX_TEXTS
 from service.cluster.protocol import (
     FAILURES,
     REPLY_LIMIT,
     REQUEST_LIMIT,
+    TEXTS_LIMIT,
     Cancel,
     Cancelled,
     Completed,
+    EmbedTexts,
     Failed,
     Frame,
     FrameError,
@@ -38,11 +42,12 @@ from service.cluster.protocol import (
     ModelLoaded,
     StatusChanged,
     Submit,
+    TextsEmbedded,
     encode,
 )
 from service.engine.messages import EngineStatus, InferenceResult
 from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
-from tests.service.fakes import model_info
+from tests.service.fakes import LIBRARY, model_info
 
 IDS = st.integers(0, 2**64 - 1)
 SMALL = st.integers(0, 2**31 - 1)
@@ -58,6 +63,7 @@ MAPS = st.builds(
     st.none() | HEADS,
     st.none() | st.sampled_from(FUSIONS),
     st.none() | st.floats(0, 1),
+    st.none() | arrays.arrays(np.float32, 5, elements=st.floats(-1, 1, width=32)),
 )
 EMBEDDINGS = st.builds(EmbeddingRequest, st.sampled_from(POOLINGS), st.booleans())
 
@@ -72,11 +78,12 @@ def results(draw: st.DrawFn) -> InferenceResult:
     found = None
     if draw(st.booleans()):
         grid = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
-        found = AttentionMap(draw(MAPS), draw(floats(grid)), draw(st.floats(0, 1)))
+        found = AttentionMap(draw(MAPS), draw(floats(grid)), *(draw(st.floats(0, 1)) for _ in range(3)))
     indices = draw(arrays.arrays(np.int64, top_k, elements=SMALL))
     times = draw(SECONDS), draw(SECONDS)
     logits, embedding = draw(st.none() | floats(20)), draw(st.none() | floats(12))
-    outputs = Outputs(draw(floats(top_k)), indices, found, logits, embedding)
+    label_set = draw(st.none() | arrays.arrays(np.int64, st.integers(0, 9), elements=SMALL))
+    outputs = Outputs(draw(floats(top_k)), indices, found, logits, embedding, label_set=label_set)
     return InferenceResult(outputs, draw(SMALL), *times, draw(TRACEPARENTS))
 
 
@@ -91,6 +98,8 @@ FRAMES: st.SearchStrategy[Frame] = st.one_of(
         TRACEPARENTS,
     ),
     st.builds(Cancel, IDS),
+    st.builds(EmbedTexts, IDS, st.lists(st.text(), max_size=9).map(tuple), SECONDS),
+    st.builds(TextsEmbedded, IDS, floats((3, 5))),
     st.builds(
         StatusChanged,
         st.builds(
@@ -105,6 +114,7 @@ FRAMES: st.SearchStrategy[Frame] = st.one_of(
         ),
     ),
     st.builds(ModelLoaded, st.builds(model_info, name=st.text(), labels=st.lists(st.text(), min_size=1).map(tuple))),
+    st.just(ModelLoaded(model_info(config=LIBRARY))),
     st.builds(Completed, IDS, results()),
     st.builds(
         Failed.of,
@@ -124,10 +134,10 @@ def plain(value: Any) -> Any:
         return (value.dtype, value.shape, value.tolist())
     if isinstance(value, Exception):
         return (type(value), str(value))
-    if isinstance(value, Completed):
-        return (value.id, plain(value.result))
     if isinstance(value, Failed):
         return (value.id, plain(value.error()))
+    if isinstance(value, msgspec.Struct):
+        return (type(value), [plain(each) for each in msgspec.structs.astuple(value)])
     if dataclasses.is_dataclass(value):
         return (type(value), [plain(getattr(value, field.name)) for field in dataclasses.fields(value)])
     return value
@@ -208,6 +218,20 @@ def test_what_a_peer_may_announce_has_a_bound(limit: int, size: int) -> None:
 @given(FRAMES.filter(lambda frame: isinstance(frame, Hello | Submit | Cancel)))
 def test_whatever_a_worker_sends_is_short(frame: Frame) -> None:
     assert not is_refused(encode(frame), REQUEST_LIMIT)
+
+
+def test_the_texts_of_a_request_fit_into_a_frame() -> None:
+    texts = ("\U0001f600" * MAX_CHARACTERS,) * MAX_TEXTS
+    assert not is_refused(encode(EmbedTexts(1, texts, 1.0)), TEXTS_LIMIT)
+
+
+def test_the_widest_direction_of_a_map_fits_into_a_frame() -> None:
+    bounds = ViTConfig.model_json_schema()["properties"]
+    [projection] = (each["maximum"] for each in bounds["projection_width"]["anyOf"] if "maximum" in each)
+    direction = np.ones(max(projection, 2 * bounds["width"]["maximum"]), np.float32)
+    frame = Submit(2**64 - 1, 1, 1.0, RequestedOutputs(1, MapRequest("relevance", direction=direction)), "x" * 55)
+    assert not is_refused(encode(frame), TEXTS_LIMIT)
+    assert is_refused(encode(frame), REQUEST_LIMIT)
 
 
 @pytest.mark.parametrize("shape", [[2], [1, 2, 3], [-1, 5], ["2", 2]])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from model.outputs import MapRequest, Outputs, RequestedOutputs
+from model.outputs import EmbeddingRequest, MapRequest, Outputs, RequestedOutputs
 from service.engine import streams
 from service.errors import DeadlineExceeded, InferenceFailed
 from tests.service.engine.conftest import Running
@@ -121,3 +121,23 @@ async def test_explanations_give_way_to_classification_where_they_compete_for_a_
     async with running(predictor) as rig:
         await asyncio.gather(rig.ask(1), rig.ask(2, map=GAE))
     assert niceness == {False: here, True: max(here, 10)}
+
+
+@on_a_loop
+async def test_what_has_something_to_load_first_holds_up_no_batch(running: Running) -> None:
+    """As an answer of torch's, where the service started without it."""
+    predictor, asked = FakePredictor(slow_embeddings=True), {"embedding": EmbeddingRequest("head")}
+    async with running(predictor) as rig:
+        tasks = [await rig.keep_busy(0), rig.ask_soon(100, **asked)]
+        await predictor.wait_until_busy()  # beside the first one
+        tasks += [rig.ask_soon(red, **asked) for red in (101, 102)]
+        left = rig.ask_soon(103, **asked)
+        await rig.until_queued(3)
+        predictor.slow_embeddings = False  # it is loaded
+        tasks += [rig.ask_soon(1), rig.ask_soon(2, **asked)]
+        await rig.until_queued(5)
+        left.cancel()
+        await rig.until_queued(4)
+        predictor.gate.set()
+        await asyncio.gather(*tasks)
+    assert sorted(predictor.launched) == [[0], [1, 2], [100], [101, 102]]

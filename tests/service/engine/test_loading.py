@@ -6,18 +6,26 @@ import dataclasses
 import logging
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from model.checkpoint import native
 from model.checkpoint.files import Folder
+from model.conformal import Calibration
 from model.errors import CheckpointError, DeviceError
+from model.outputs import MapRequest, RequestedOutputs
+from model.runtime.openvino.store import KeptCheckpoint
+from model.runtime.predictor import Predictor
 from service.engine import loading
 from service.engine.loading import load_predictor
 from service.settings import Settings, load_settings
+from tests.service.cli.command_line import write_checkpoint
 from tests.service.fakes import PATIENCE, model_info
 
 
@@ -40,6 +48,9 @@ def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(given: dict[st
         "gpu_uuid": None,
         "agreement": None,
         "assumed": (),
+        "zero_shot": None,
+        "coverage": None,
+        "calibrated_on": None,
     }
 
 
@@ -67,7 +78,7 @@ def test_the_predictor_is_made_as_the_settings_say_and_notes_are_logged(
     _, info = load_predictor(load_settings(chosen | {"compile": "no-graphs", "agreement": 0.9}))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-5"
     named = {"device": "cuda:0", "device_name": "cuda:1"}
-    fixed = {"compile_mode": "auto", "graphs": False, "float8_agreement": 0.9}
+    fixed = {"compile_mode": "auto", "graphs": False, "least_agreement": 0.9, "keep": None}
     assert made == [(checkpoint, chosen | named | fixed)]
     assert info == dataclasses.replace(known, assumed=checkpoint.assumed)  # what both have is the checkpoint's
     assert caplog.messages == ["fake: assumed: no mean is given (VIT_PREPROCESS)", "fake: left aside: epoch"]
@@ -184,3 +195,61 @@ def test_a_disk_that_does_not_answer_for_one_checkpoint_holds_up_no_other(tmp_pa
     finally:
         never.set()
         hung.join(PATIENCE)
+
+
+def keep_graph(predictor: Predictor) -> None:
+    """Warm a predictor up, and wait for the thread that keeps its graph."""
+    predictor.warm_up()
+    for thread in threading.enumerate():
+        if thread.name == "openvino-keep":
+            thread.join()
+
+
+def test_a_folder_that_is_served_is_calibrated_for_the_next_start(tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    folder = write_checkpoint(tmp_path / "m", ("cat", "dog"))
+    given = {"checkpoint": str(folder), "device": "cpu", "dtype": "float32", "cache_dir": str(tmp_path / "cache")}
+    start = partial(load_predictor, load_settings(given))
+    images = np.full((1, 16, 16, 3), 200, np.uint8)
+    request = RequestedOutputs(2, MapRequest("gae", class_index=0))
+    first = start()[0]
+    keep_graph(first)
+    served = start()[0]
+    assert isinstance(served.checkpoint, KeptCheckpoint)
+    [before] = first.predict(images, request)
+    calibration = Calibration.of("made", 39, 2.5, np.full(39, 0.1), np.full(39, -99.0))
+    native.write_calibration(folder, calibration)
+
+    [answer] = served.predict(images, request)  # for which torch is loaded, and the folder read again
+    np.testing.assert_allclose(answer.scores, before.scores, rtol=1e-4)
+    assert answer.map is not None
+    assert before.map is not None
+    assert answer.map.score == pytest.approx(before.map.score, rel=1e-4)
+
+    for kept in (False, True):
+        settings = load_settings(given | {"coverage": 0.9})
+        predictor, info = load_predictor(settings)
+        keep_graph(predictor)
+        assert isinstance(predictor.checkpoint, KeptCheckpoint) == kept
+        assert (info.coverage, info.calibrated_on, info.temperature) == (0.9, 39, 2.5)
+        [answer] = predictor.predict(images, RequestedOutputs(1, label_set=True))
+        assert answer.label_set is not None
+        assert len(answer.label_set) in (1, 2)
+    with pytest.raises(
+        CheckpointError, match=r"39 pictures are too few for a coverage of 0\.96: 49 are enough"
+    ) as refused:
+        load_predictor(load_settings(given | {"coverage": 0.96}))
+    assert "\n" not in str(refused.value)
+
+
+def test_no_graph_is_kept_where_one_in_int8_is_served_beside_it(tmp_path: Path) -> None:
+    """A start with the kept graph alone would not see the files of int8."""
+    pytest.importorskip("openvino")
+
+    def keeps(dtype: str) -> bool:
+        chosen = {"checkpoint": str(tmp_path), "device": "cpu", "dtype": dtype, "cache_dir": str(tmp_path / "cache")}
+        return loading._entry(load_settings(chosen)) is not None
+
+    assert [keeps(dtype) for dtype in ("auto", "float32", "int8")] == [True, True, False]
+    (tmp_path / "int8.json").write_text("{}")
+    assert [keeps(dtype) for dtype in ("auto", "float32", "int8")] == [False, True, False]

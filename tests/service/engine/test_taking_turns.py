@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable
 
@@ -17,19 +16,48 @@ from tests.service.fakes import FakePredictor, pixels, request_for
 GAE = MapRequest("gae", 3)
 
 
+class Scripted:
+    """A condition of which somebody who waits does what happens next in `turns`, or lets the time pass."""
+
+    def __init__(self, turns: Turns, name: str) -> None:
+        self._turns = turns
+        self._name = name
+
+    def __enter__(self) -> None:
+        """Take the lock, which nobody else wants."""
+
+    def __exit__(self, *_: object) -> None:
+        """Leave it."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        turns = self._turns
+        turns.waits.append(timeout)
+        if turns.to_happen:
+            turns.to_happen.pop(0)()
+        else:
+            assert timeout is not None, "it sleeps, and nobody will wake it"
+            turns.now += timeout
+
+    def notify(self) -> None:
+        self._turns.woken.append(self._name)
+
+    def notify_all(self) -> None:
+        self._turns.woken.append(f"all {self._name}")
+
+
 class Turns:
-    """Streams whose condition is scripted: whoever waits for it does what happens next, or lets the time pass.
+    """Streams whose conditions are scripted.
 
     Attributes:
         waits: how long each wait was to last at most; None is without end.
-        woken: how many each notification woke; infinite is all.
+        woken: which threads each notification woke, one or all.
         depths: what the owner heard of the number of images that wait.
     """
 
     def __init__(self, *, max_delay: float = 0.0) -> None:
         self.now = 100.0
         self.waits: list[float | None] = []
-        self.woken: list[float] = []
+        self.woken: list[str] = []
         self.depths: list[int] = []
         self.to_happen: list[Callable[[], object]] = []
         self.streams = Streams(
@@ -39,27 +67,9 @@ class Turns:
             on_queue=self.depths.append,
             clock=lambda: self.now,
         )
-        self.streams._wake = self  # type: ignore[assignment]
-
-    def __enter__(self) -> None:
-        """Take the lock, which nobody else wants."""
-
-    def __exit__(self, *_: object) -> None:
-        """Leave it."""
-
-    def wait(self, timeout: float | None = None) -> None:
-        self.waits.append(timeout)
-        if self.to_happen:
-            self.to_happen.pop(0)()
-        else:
-            assert timeout is not None, "it sleeps, and nobody will wake it"
-            self.now += timeout
-
-    def notify(self, count: int) -> None:
-        self.woken.append(count)
-
-    def notify_all(self) -> None:
-        self.woken.append(math.inf)
+        self.streams._wake = Scripted(self, "streams")  # type: ignore[assignment]
+        self.streams._wake_explanations = Scripted(self, "explanations")  # type: ignore[assignment]
+        self.streams._wake_audit = Scripted(self, "audit")  # type: ignore[assignment]
 
     def put(self, red: int, wanted: MapRequest | None = None, timeout: float = 3600) -> None:
         self.streams.put(request_for(red, map=wanted), timeout)
@@ -106,7 +116,7 @@ def test_explanations_go_when_the_last_of_the_others_has_been_taken() -> None:
     assert turns.explained() == [9]
     assert len(turns.waits) == 2
     assert turns.now == 100
-    assert turns.woken == [math.inf]  # by the batch after which nothing else waited, and by no other
+    assert turns.woken == ["explanations"]  # by the batch after which nothing else waited, and by no other
 
 
 def test_explanations_are_told_when_the_last_of_the_others_leaves_the_queue() -> None:
@@ -117,7 +127,7 @@ def test_explanations_are_told_when_the_last_of_the_others_leaves_the_queue() ->
     turns.streams.cancel(entries[0])
     assert turns.woken == []
     turns.streams.cancel(entries[1])
-    assert turns.woken == [math.inf]
+    assert turns.woken == ["explanations"]
     assert turns.depths[-2:] == [2, 1]
 
 
@@ -127,9 +137,10 @@ def test_explanations_are_told_when_the_others_are_out_of_time() -> None:
     turns.put(9, GAE)
     turns.now += 2
     turns.woken.clear()
-    turns.to_happen = [lambda: turns.woken.append(-1), turns.streams.stop]
+    turns.to_happen = [lambda: turns.woken.append("asleep"), turns.streams.stop]
     assert turns.classified() is None
-    assert turns.woken == [math.inf, -1, math.inf]  # once, or streams would wake each other without end
+    # Once, or streams would wake each other without end.
+    assert turns.woken == ["explanations", "asleep", "all streams", "all explanations", "all audit"]
 
 
 def test_nobody_is_told_where_no_explanation_waits() -> None:
@@ -137,7 +148,7 @@ def test_nobody_is_told_where_no_explanation_waits() -> None:
     turns.streams.cancel(turns.streams.put(InferenceRequest(pixels(1), RequestedOutputs(3)), 3600))
     turns.put(2)
     assert turns.classified() == [2]
-    assert turns.woken == [2, 2]  # by the two that were put
+    assert turns.woken == ["streams", "streams"]  # by the two that were put
 
 
 def test_a_stream_of_classification_sleeps_while_explanations_alone_wait() -> None:
@@ -164,15 +175,11 @@ def test_a_batch_that_is_held_back_is_looked_at_when_its_delay_ends() -> None:
     assert turns.waits == [1.5]
 
 
-def test_explanations_wake_beside_every_stream_and_classification_beside_explanations() -> None:
+def test_an_image_wakes_one_thread_of_its_kind_and_no_other() -> None:
     turns = Turns()
-    turns.streams.stop()
-    turns.streams.run(FakePredictor(streams=3))  # each of its threads ends at once
-    turns.woken.clear()
     turns.put(1)
     turns.put(2, GAE)
-    # Whoever is woken in vain sleeps on; one must be of the right kind.
-    assert turns.woken == [2, 4]
+    assert turns.woken == ["streams", "explanations"]
 
 
 @pytest.mark.parametrize("explained", [False, True])
@@ -180,7 +187,7 @@ def test_whoever_sleeps_ends_when_it_is_told_to_stop(explained: bool) -> None:
     turns = Turns()
     turns.to_happen = [turns.streams.stop]
     assert (turns.explained() if explained else turns.classified()) is None
-    assert turns.woken == [math.inf]
+    assert turns.woken == ["all streams", "all explanations", "all audit"]
     turns.put(1, GAE if explained else None)
     assert (turns.explained() if explained else turns.classified()) is None  # what waits is left in the queue
 

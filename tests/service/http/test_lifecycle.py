@@ -27,6 +27,19 @@ def test_what_is_left_of_the_start_is_collected_or_looked_through_no_more() -> N
         gc.unfreeze()
 
 
+def test_objects_of_many_requests_are_not_looked_through_again_and_again() -> None:
+    before = gc.get_threshold()
+    freeze_objects()
+    try:
+        collections = gc.get_stats()[0]["collections"]
+        requests = [[number] for number in range(20_000)]
+        assert gc.get_stats()[0]["collections"] == collections
+        del requests
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
 @pytest.mark.parametrize("descriptor", [0, 1, 2])
 def test_a_terminal_is_looked_for_behind_input_output_and_errors(
     descriptor: int, monkeypatch: pytest.MonkeyPatch

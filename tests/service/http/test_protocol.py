@@ -9,7 +9,9 @@ import socket
 import pytest
 
 from service.http.connections import STALL_SECONDS
+from service.http.exchange import Exchange
 from service.http.protocol import LINGER_SECONDS
+from service.web.admission import RefusalPace
 from tests.service.fakes import PATIENCE, on_a_loop, png
 from tests.service.http.listening import GET, listening, post
 from tests.service.http.wire import Clock, Wire
@@ -133,6 +135,26 @@ async def test_garbage_behind_a_waiting_request_does_not_take_its_answer() -> No
         assert answer.status == 200
         assert json.loads(answer.body)["predictions"][0]["index"] == 5
         assert await connection.is_closed()
+
+
+@on_a_loop
+async def test_a_connection_remembers_that_its_last_request_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    before: list[float | None] = []
+
+    async def turn(pace: RefusalPace, exchange: Exchange) -> None:
+        before.append(exchange.refused_before)
+        await original(pace, exchange)
+
+    original = RefusalPace.turn
+    monkeypatch.setattr(RefusalPace, "turn", turn)
+    async with listening(queue_size=1) as server, server.connect() as connection:
+        with pipeline_of(server.app).limiter.permit():
+            for _ in range(2):
+                await connection.send(post(png(7)))
+                assert (await connection.answer()).status == 503
+    first, second = before
+    assert first is None
+    assert second is not None
 
 
 @on_a_loop

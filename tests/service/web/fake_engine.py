@@ -8,10 +8,19 @@ from dataclasses import replace
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from model.outputs import CLASS_SPECIFIC, AttentionMap, Outputs
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
-from tests.service.fakes import answer, expected_embedding, expected_logits, model_info
+from tests.service.fakes import (
+    CLASSES,
+    answer,
+    expected_embedding,
+    expected_indices,
+    expected_logits,
+    model_info,
+    text_feature,
+)
 
 
 class FakeEngine:
@@ -64,10 +73,20 @@ class FakeEngine:
             wanted = requested.map
             best = int(indices[0]) if wanted.class_index is None else wanted.class_index
             of_class = best if wanted.method in CLASS_SPECIFIC else None
-            found = AttentionMap(replace(wanted, class_index=of_class), values, 0.9)
+            facts = (None, None) if of_class is None else (0.5, 0.25)
+            found = AttentionMap(replace(wanted, class_index=of_class), values, 0.9, *facts)
         logits = expected_logits(red) if requested.logits else None
         embedding = None if requested.embedding is None else expected_embedding(red, requested.embedding)
-        return InferenceResult(Outputs(scores, indices, found, logits, embedding), 1, 0.001, 0.002)
+        label_set = np.array(expected_indices(red, red % CLASSES)) if requested.label_set else None
+        outputs = Outputs(scores, indices, found, logits, embedding, label_set=label_set)
+        return InferenceResult(outputs, 1, 0.001, 0.002)
+
+    async def embed_texts(self, texts: Sequence[str], *, timeout: float) -> NDArray[np.float32]:
+        self.timeouts.append(timeout)
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        return np.stack([text_feature(text) for text in texts])
 
     async def close(self) -> None:
         self.state = "closed"

@@ -8,6 +8,7 @@ from service.errors import QueueFull
 from service.http.exchange import Exchange
 from service.web.admission import Limiter, RefusalPace
 from tests.service.fakes import PATIENCE, on_a_loop
+from tests.service.web.apps import Clock
 
 
 def test_places_are_given_back_when_the_context_ends() -> None:
@@ -69,8 +70,8 @@ def test_places_are_given_back_after_an_error() -> None:
 class Clocked:
     """Refusals of a pace without credit, and the order in which they went out."""
 
-    def __init__(self) -> None:
-        self.pace = RefusalPace()
+    def __init__(self, pace: RefusalPace | None = None) -> None:
+        self.pace = pace or RefusalPace()
         self.out: list[int] = []
 
     async def spend(self) -> None:
@@ -96,6 +97,25 @@ async def test_an_answer_lets_the_five_go_who_have_waited_longest() -> None:
         await asyncio.sleep(0)
         assert refusals.out == [0, 1, 2, 3, 4]
         refusals.pace.answered()
+
+
+@on_a_loop
+async def test_an_answer_lets_one_go_who_asked_again_within_a_second() -> None:
+    clock = Clock()
+    refusals = Clocked(RefusalPace(clock))
+    await refusals.spend()
+    async with asyncio.TaskGroup() as group:
+        for number, seconds in enumerate((0.0, 0.9, 1.0, None)):
+            exchange = Exchange()
+            exchange.refused_before = None if seconds is None else clock.now - seconds
+            group.create_task(refusals.refuse(number, exchange))
+        await asyncio.sleep(0)
+        assert refusals.out == []
+        for let_go in ([0], [0, 1], [0, 1, 2, 3]):
+            refusals.pace.answered()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert refusals.out == let_go
 
 
 @on_a_loop

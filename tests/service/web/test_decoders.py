@@ -343,7 +343,8 @@ async def test_a_costly_picture_is_422_and_counted() -> None:
     answer = await service.classify(webp.getvalue())
     assert answer.status == 200
     assert answer.json["timings_ms"]["decode"] > 0
-    photo = await service.request("POST", "/attention", query="view=photo&size=300", **form(webp.getvalue()))
+    query = "view=photo&size=300&caption=false"
+    photo = await service.request("POST", "/attention", query=query, **form(webp.getvalue()))
     assert (photo.status, Image.open(io.BytesIO(photo.content)).size) == (200, (300, 225))
 
 

@@ -49,6 +49,7 @@ def test_metadata() -> None:
             {"name": "score", "datatype": "FP32", "shape": [-1, -1]},
             {"name": "logits", "datatype": "FP32", "shape": [-1, 10]},
             {"name": "attention", "datatype": "FP32", "shape": [-1, 2, 2]},
+            {"name": "evidence", "datatype": "FP32", "shape": [-1, 1]},
             {"name": "embedding", "datatype": "FP32", "shape": [-1, 8]},
         ],
     }
@@ -72,6 +73,7 @@ def test_configuration(device: str, kind: str) -> None:
             {"name": "score", "data_type": "TYPE_FP32", "dims": [-1, -1]},
             {"name": "logits", "data_type": "TYPE_FP32", "dims": [-1, 10]},
             {"name": "attention", "data_type": "TYPE_FP32", "dims": [-1, 2, 2]},
+            {"name": "evidence", "data_type": "TYPE_FP32", "dims": [-1, 1]},
             {"name": "embedding", "data_type": "TYPE_FP32", "dims": [-1, 8]},
         ],
         "dynamic_batching": {"preferred_batch_size": [4], "max_queue_delay_microseconds": 0},

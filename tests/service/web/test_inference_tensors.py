@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -145,6 +146,26 @@ def test_a_map_is_computed_for_those_alone_who_want_it() -> None:
     assert selection(attention="cls").requested.map is None
     assert selection(output("attention"), attention="cls").requested.map == MapRequest.row(2)
     assert selection(output("score"), output("attention")).requested.map == MapRequest("relevance")
+    assert selection(output("evidence")).requested.map == MapRequest("relevance")
+    with pytest.raises(InvalidParameter, match="evidence"):
+        selection(output("evidence"), attention="cls")
+
+
+def test_a_model_without_relevance_has_the_row_by_default() -> None:
+    info = model_info(config=model_info().config.model_copy(update={"norm_order": "post"}))
+    asked = InferenceHeader([], outputs=[output("attention")])
+    assert Selection.of(asked, info).requested.map == MapRequest.row(2)
+    with pytest.raises(InvalidParameter, match="attention 'relevance': expected one of cls"):
+        Selection.of(InferenceHeader([], outputs=asked.outputs, parameters={"attention": "relevance"}), info)
+
+
+def test_evidence_is_a_number_for_each_picture() -> None:
+    maps = [AttentionMap(MapRequest("relevance", 1), np.eye(2, dtype=np.float32), 0.9, 0.5, each) for each in (1, 0.25)]
+    outputs = Outputs(np.ones(1, np.float32), np.zeros(1, np.int64))
+    results = [InferenceResult(replace(outputs, map=each), 1, 0.001, 0.002) for each in maps]
+    [made_output] = make_outputs(results, selection(output("evidence")), ["cat"])
+    assert (made_output.datatype, made_output.shape) == ("FP32", [2, 1])
+    assert made_output.raw() == struct.pack("<2f", 1, 0.25)
 
 
 RESULTS = [

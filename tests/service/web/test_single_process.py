@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from model.zero_shot import ZeroShot
 from service.http.watchdog import Watchdog
 from service.settings import load_settings
 from service.web import single_process
@@ -94,7 +95,8 @@ def test_the_engine_is_made_as_the_settings_say(monkeypatch: pytest.MonkeyPatch)
     asked = {"device": "cpu", "queue_size": 9, "max_delay": 0.005, "batch_timeout": 7}
     options = made.value.args[0]
     assert options.pop("load_timeout") is None  # the first checkpoint may take any time
-    options.pop("on_queue")(3)  # nobody counts what waits
+    assert options.pop("on_queue") is None  # nobody counts what waits
+    del options["audit"], options["on_audit"]
     assert options == asked
 
 
@@ -191,6 +193,21 @@ async def test_a_model_that_is_ready_before_the_listener_is_announced_soon_after
     server.should_exit = True
     again(*arguments)
     assert hint.messages == []
+
+
+@on_a_loop
+async def test_the_hint_is_a_request_that_a_model_without_labels_answers(
+    hint: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(single_process, "freeze_objects", lambda: None)
+    server: Any = SimpleNamespace(should_exit=False, started=True, port=8000)
+    bare = model_info(labels=())
+    texts = model_info(labels=(), zero_shot=ZeroShot(scale=1.0, bias=0.0, independent=False, templates=("{}",)))
+    for info, path in ((model_info(), "classify"), (bare, "embed"), (texts, "classify?labels=cat,dog")):
+        hint.clear()
+        engine: Any = FakeEngine(info)
+        single_process._announce(engine, load_settings(), server)
+        assert f"-F file=@photo.jpg 'http://127.0.0.1:8000/{path}'" in hint.text
 
 
 def test_a_batch_that_never_ends_is_503_for_its_caller_and_ends_the_service_with_one(

@@ -174,6 +174,11 @@ def test_what_is_not_base64_is_malformed(text: str) -> None:
         read(b'{"image": "%b"}' % text.encode(), "application/json")
 
 
+def test_a_url_in_json_is_refused_with_what_to_send() -> None:
+    with pytest.raises(MalformedRequest, match=r"no URL is fetched: send the picture's bytes"):
+        read(b'{"image": "https://example.com/dog.jpg"}', "application/json")
+
+
 @given(st.binary(max_size=300), CUTS)
 def test_junk_in_json_has_the_same_outcome_however_it_is_cut(junk: bytes, cuts: list[int]) -> None:
     for body in (junk, b'{"image": "' + junk, b'{"image": "AAAA' + junk + b'"}'):

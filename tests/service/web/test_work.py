@@ -231,7 +231,7 @@ async def test_a_map_whose_time_is_up_before_it_is_drawn_is_not_drawn(monkeypatc
     image_id = await kept(service)
     blocker, drawn = Blocker(), []
     blocked = pipeline_of(service).pools.drawing.executor.submit(blocker)
-    monkeypatch.setattr(attention, "draw_heatmap", lambda *_, **__: drawn.append(1))
+    monkeypatch.setattr(attention, "draw_maps", lambda *_, **__: drawn.append(1))
     communicator = service.communicator("GET", "/attention", query=f"id={image_id}")
     running = communicator.start()
     await until(lambda: pipeline_of(service).pools.drawing.outstanding == 1)
@@ -251,7 +251,7 @@ async def test_a_map_whose_caller_leaves_is_not_drawn_and_frees_its_place_at_onc
     image_id = await kept(service)
     blocker, drawn = Blocker(), []
     blocked = pipeline_of(service).pools.drawing.executor.submit(blocker)
-    monkeypatch.setattr(attention, "draw_heatmap", lambda *_, **__: drawn.append(1))
+    monkeypatch.setattr(attention, "draw_maps", lambda *_, **__: drawn.append(1))
     communicator = service.communicator("GET", "/attention", query=f"id={image_id}")
     running = communicator.start()
     await until(lambda: pipeline_of(service).pools.drawing.outstanding == 1)

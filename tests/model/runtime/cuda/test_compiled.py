@@ -17,8 +17,9 @@ from model.errors import NewProcessNeeded
 from model.network.vit import VisionTransformer
 from model.outputs import MapRequest
 from model.runtime import compilation
+from model.runtime.backend import CompilationState
 from model.runtime.batches import BatchOutputs, BatchRequest
-from model.runtime.compilation import CompilationState, Network, compiled_network
+from model.runtime.compilation import Network, compiled_network
 from model.runtime.cuda import backend as cuda
 from model.runtime.predictor import Predictor
 from tests.model.runtime.cuda.device_stand_in import StandInOps
@@ -105,7 +106,7 @@ def test_every_model_of_a_process_is_compiled(monkeypatch: pytest.MonkeyPatch) -
     """Dynamo compiles a function eight times by default, and then runs it uncompiled without a word."""
     for name, value in KINDS.items():
         before = traced()
-        config = make_checkpoint().config.model_copy(update={name: value})
+        config = make_checkpoint().vit.model_copy(update={name: value})
         model = VisionTransformer(config)
         model.reset_parameters(torch.Generator().manual_seed(0))
         tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
@@ -127,7 +128,7 @@ def test_a_kernel_that_computes_something_else_at_one_size_is_not_served(
     def wrong(*arguments: Any, **options: Any) -> Network:
         network = compiled_network(*arguments, **options)
 
-        def run(pixels: Tensor, request: BatchRequest) -> BatchOutputs:
+        def run(pixels: Tensor, request: BatchRequest) -> BatchOutputs[Tensor]:
             outputs = network(pixels, request)
             tensor = getattr(outputs, name)
             return outputs if tensor is None or len(pixels) != 4 else outputs._replace(**{name: factor * tensor})
@@ -182,7 +183,7 @@ def test_a_single_image_is_computed_twice_by_code_for_two_and_more(monkeypatch: 
     def watched(*arguments: Any, **options: Any) -> Network:
         network = compiled_network(*arguments, **options)
 
-        def run(pixels: Tensor, request: BatchRequest) -> BatchOutputs:
+        def run(pixels: Tensor, request: BatchRequest) -> BatchOutputs[Tensor]:
             rows.append(len(pixels))
             return network(pixels, request)
 

@@ -15,7 +15,7 @@ from model.errors import DeviceError, NewProcessNeeded
 from model.network.layers.patch_embed import PatchEmbed
 from model.network.vit import VisionTransformer
 from model.outputs import MapRequest
-from model.runtime.compilation import CompilationState, CompileMode
+from model.runtime.backend import CompilationState, CompileMode
 from model.runtime.cuda.batch_launcher import BatchLauncher
 from model.runtime.predictor import Predictor
 from tests.model.runtime.cuda.device_stand_in import StandInOps
@@ -264,7 +264,7 @@ REAL_KINDS: dict[str, dict[str, object]] = {
 def close_to_the_cpu(predictor: Predictor, *, tolerance: float) -> None:
     """Compare logits, top-k and the last layer's map, in graphs and without, with those of float32 on the CPU."""
     checkpoint = predictor.checkpoint
-    last = checkpoint.config.depth - 1
+    last = checkpoint.vit.depth - 1
     reference = Predictor(checkpoint, device="cpu", backend="torch", dtype="float32")
     images = np.random.default_rng(5).integers(0, 256, (3, *checkpoint.config.image_size, 3), dtype=np.uint8)
     expected = reference.logits(images)

@@ -14,9 +14,9 @@ from model.checkpoint.huggingface import FAMILIES
 from model.config import Activation, Pool, ViTConfig
 from model.network.layers.attention import Attention
 from model.network.layers.float8 import Float8Linear
-from model.runtime.batches import BatchRequest
+from model.runtime.batches import BatchOutputs, BatchRequest
 from model.runtime.cuda.backend import Cuda
-from model.runtime.postprocess import Postprocess
+from model.runtime.postprocess import TopK
 from model.runtime.torch_backend import TorchBackend, TorchOptions
 from tests.model.families import HUGGING_FACE, NATIVE, families
 from tests.model.network.test_building_blocks import checkpoint
@@ -76,10 +76,11 @@ def launch(backend: Cuda, *requests: BatchRequest) -> list[str]:
     Gives the names of the kernels that ran for the last one.
     """
     config, to_capture = backend.config, backend._compute_to_capture
+    assert isinstance(config, ViTConfig)
     pixels = torch.zeros(2, *config.image_size, config.in_channels, dtype=torch.uint8, device=CUDA)
     for request in requests:
         relevance = request.relevance
-        with captured(backend._options.dtype, float_products=relevance) as kernels:
+        with captured(backend._options.dtype, float_products=relevance or config.normalized_head) as kernels:
             packed, _ = (to_capture if request.of_network in backend.usual else backend._compute)(pixels, request)
         assert packed.shape == (2, 7 + (len(request.layers) * config.heads + relevance) * config.tokens)
         assert kernels.count("topk") == 1 + 2 * relevance  # the rivals of the best class, and the strongest tokens
@@ -148,15 +149,15 @@ FAULTS: dict[str, tuple[Callable[[Tensor], object], str]] = {
 def test_a_planted_fault_is_found(
     fault: Callable[[Tensor], object], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scores = Postprocess.scores
+    whole = TopK.__call__
 
-    def faulty(postprocess: Postprocess, logits: Tensor) -> Tensor:
-        fault(logits)
-        return scores(postprocess, logits)
+    def faulty(self: TopK, output: BatchOutputs[Tensor], top_k: int) -> BatchOutputs[Tensor]:
+        fault(output.tensors()["logits"])
+        return whole(self, output, top_k)
 
     with started(BEIT, torch.float16) as (backend,):
         launch(backend, PLAIN)
-        monkeypatch.setattr(Postprocess, "scores", faulty)
+        monkeypatch.setattr(TopK, "__call__", faulty)
         with pytest.raises(NotCapturable, match=words):
             launch(backend, PLAIN)
 

@@ -25,10 +25,16 @@ async def test_a_kept_picture_gets_its_map_in_every_format() -> None:
     drawn = await service.get("/attention", f"id={image_id}")
     assert drawn.headers["content-type"] == "image/png"
     picture = Image.open(io.BytesIO(drawn.content))
-    assert (picture.format, picture.mode, picture.width, picture.height) == ("PNG", "RGB", 384, 384)
+    assert (picture.format, picture.mode, picture.width) == ("PNG", "RGB", 384)
+    assert 384 < picture.height < 450, "a caption stands below"
 
     document = (await service.get("/attention", f"id={image_id}&format=json")).json
-    assert set(document) == {"id", "method", "class", "label", "grid", "values", "kept_mass", "region"}
+    assert set(document) == {"id", "method", "class", "label", "grid", "values", "kept_mass", "region"} | {
+        "score",
+        "evidence",
+        "evidence_in_words",
+    }
+    assert (document["score"], document["evidence"], document["evidence_in_words"]) == (0.5, 0.25, "some")
     assert (document["id"], document["method"], document["class"]) == (image_id, "relevance", 0)
     assert document["label"] == "label 0"
     assert (document["grid"], document["values"]) == ([2, 2], [[0.1, 0.2], [0.3, 0.4]])
@@ -136,6 +142,8 @@ async def test_heads_are_combined_or_picked(head: str, answered: Any) -> None:
         ("format=npy&view=photo", "view"),
         ("format=json&smooth=true", "smooth does not apply"),
         ("format=npy&colorbar=false", "colorbar does not apply"),
+        ("format=json&caption=false", "caption does not apply"),
+        ("caption=perhaps", "caption"),
         ("colormap=pink-elephants", "inferno"),
         ("alpha=1.1", "alpha"),
         ("alpha=-0.1", "alpha"),
@@ -217,9 +225,18 @@ async def test_when_the_caller_leaves_the_maps_of_all_classes_are_given_up() -> 
 
 @on_a_loop
 @pytest.mark.parametrize(
-    ("query", "size"), [("size=100", (100, 100)), ("size=1", (1, 1)), ("size=2048", (2048, 2048)), ("", (384, 384))]
+    ("query", "size"),
+    [
+        ("size=100", (100, 100)),  # no room for a caption
+        ("size=1", (1, 1)),
+        ("size=2048", (1922, 2048)),
+        ("size=300", (251, 300)),
+        ("caption=false&size=2048", (2048, 2048)),
+        ("caption=false", (384, 384)),
+        ("", (384, 440)),
+    ],
 )
-async def test_a_heat_map_has_the_asked_for_size(query: str, size: tuple[int, int]) -> None:
+async def test_a_heat_map_has_the_asked_for_size_with_its_caption(query: str, size: tuple[int, int]) -> None:
     service = app(request_timeout=60)  # a large one takes long on a busy machine
     response = await service.get("/attention", f"id={await kept(service)}&{query}")
     assert Image.open(io.BytesIO(response.content)).size == size
@@ -229,13 +246,22 @@ async def test_a_heat_map_has_the_asked_for_size(query: str, size: tuple[int, in
 async def test_overlay_and_alpha_and_colormap_change_the_drawing() -> None:
     service = app()
     image_id = await kept(service)
-    queries = ["", "overlay=false", "alpha=0", "alpha=0.3", "colormap=viridis", "smooth=false", "colorbar=true"]
+    queries = [
+        "",
+        "overlay=false",
+        "alpha=0",
+        "alpha=0.3",
+        "colormap=viridis",
+        "smooth=false",
+        "colorbar=true",
+        "caption=false",
+    ]
     answers = [await service.get("/attention", f"id={image_id}&{query}") for query in queries]
     assert [answer.status for answer in answers] == [200] * len(queries)
     drawings = [answer.content for answer in answers]
     assert len(set(drawings)) == len(queries)
     untouched = np.asarray(Image.open(io.BytesIO(drawings[2])))
-    assert (untouched == (100, 0, 0)).all()  # alpha=0 shows what the model saw and nothing else
+    assert (untouched[:384] == (100, 0, 0)).all()  # alpha=0 shows what the model saw and nothing else
 
 
 def crops(monkeypatch: pytest.MonkeyPatch, service: App) -> None:
@@ -265,10 +291,12 @@ async def test_the_region_of_a_turned_photo_is_the_same_in_every_document(monkey
 
 
 @on_a_loop
-async def test_a_map_over_the_photo_dims_what_the_model_did_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_small_model_has_its_map_over_the_photo_which_dims_what_it_did_not_see(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     service = app()
     crops(monkeypatch, service)
-    response = await service.request("POST", "/attention", query="view=photo&alpha=0&size=80", **form(two_halves(1)))
+    response = await service.request("POST", "/attention", query="alpha=0&size=80", **form(two_halves(1)))
     pixels = np.asarray(Image.open(io.BytesIO(response.content)))
     assert pixels.shape == (40, 80, 3)
     assert [pixels[20, column].tolist() for column in (10, 30, 50, 70)] == [

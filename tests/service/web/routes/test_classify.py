@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from model.errors import InputError
@@ -77,11 +79,24 @@ async def test_relevance_of_the_best_class_comes_with_the_answer_when_asked() ->
     service = app()
     document = (await service.classify(png(1), query="attention=relevance")).json
     attention, best = document["attention"], document["predictions"][0]
-    assert set(attention) == {"url", "grid", "method", "class", "label", "values", "kept_mass", "region"}
+    facts = {"score", "evidence", "evidence_in_words"}
+    assert set(attention) == {"url", "grid", "method", "class", "label", "values", "kept_mass", "region"} | facts
+    assert (attention["score"], attention["evidence"], attention["evidence_in_words"]) == (0.5, 0.25, "some")
     assert (attention["method"], attention["class"], attention["label"]) == ("relevance", best["index"], best["label"])
     path, query = attention["url"].split("?")
     again = (await service.get(path, f"{query}&format=json")).json
     assert (again["method"], again["class"]) == ("relevance", best["index"])
+
+
+@on_a_loop
+async def test_a_model_without_relevance_says_which_maps_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = app()
+    config = model_info().config.model_copy(update={"norm_order": "post"})
+    monkeypatch.setattr(service.engine, "info", replace(model_info(), config=config))
+    refused = await service.classify(png(1), query="attention=relevance")
+    assert (refused.status, refused.code) == (422, "invalid_parameter")
+    assert "expected one of gae, cls" in refused.json["detail"]
+    assert (await service.classify(png(1), query="attention=true")).status == 200
 
 
 @on_a_loop

@@ -45,7 +45,8 @@ async def test_pages_and_documentation_are_there() -> None:
 async def test_classify_is_documented_as_it_is_validated_and_answered() -> None:
     document = (await app().get("/openapi.json")).json
     operation = document["paths"]["/classify"]["post"]
-    top_k, attention, embedding = operation["parameters"]
+    top_k, attention, embedding, labels = operation["parameters"]
+    assert (labels["name"], labels["schema"]["type"], labels["required"]) == ("labels", "string", False)
     assert (top_k["name"], top_k["in"], top_k["required"]) == ("top_k", "query", False)
     assert (top_k["schema"]["type"], top_k["schema"]["minimum"]) == ("integer", 1)
     assert (attention["name"], attention["schema"]["type"]) == ("attention", "string")
@@ -66,7 +67,7 @@ async def test_classify_is_documented_as_it_is_validated_and_answered() -> None:
 @on_a_loop
 async def test_attention_is_documented_with_all_its_parameters() -> None:
     paths = (await app().get("/openapi.json")).json["paths"]["/attention"]
-    drawing = {"overlay", "view", "alpha", "colormap", "size", "smooth", "colorbar"}
+    drawing = {"overlay", "view", "alpha", "colormap", "size", "smooth", "colorbar", "caption"}
     names = {"method", "class", "layer", "head", "fusion", "discard", "format"} | drawing
     assert {parameter["name"] for parameter in paths["post"]["parameters"]} == names
     assert {parameter["name"] for parameter in paths["get"]["parameters"]} == names | {"id"}
@@ -96,10 +97,16 @@ async def test_files_and_their_forms_are_documented_and_in_which_formats_a_map_c
         assert set(kinds) == {"application/json", "image/png", "application/x-npy"}
         assert "asked-for format" in paths["/attention"][method]["responses"]["200"]["description"]
         assert kinds["image/png"] == kinds["application/x-npy"] == {"schema": binary}
-    for path, schema in (("/embed", "Embedding"), ("/embed/batch", "BatchEmbedding")):
+    of_pictures, of_texts, of_batches = (
+        {"$ref": f"#/components/schemas/{schema}"} for schema in ("Embedding", "TextEmbeddings", "BatchEmbedding")
+    )
+    for path, schema in (("/embed", {"anyOf": [of_pictures, of_texts]}), ("/embed/batch", of_batches)):
         kinds = paths[path]["post"]["responses"]["200"]["content"]
         assert kinds["application/x-npy"] == {"schema": binary}
-        assert kinds["application/json"] == {"schema": {"$ref": f"#/components/schemas/{schema}"}}
+        assert {key: value for key, value in kinds["application/json"]["schema"].items() if key != "title"} == schema
+    [text] = [each for each in paths["/embed"]["post"]["parameters"] if each["name"] == "text"]
+    assert (text["schema"]["type"], text["schema"]["items"]) == ("array", {"type": "string"})
+    assert paths["/embed"]["post"]["requestBody"]["required"] is False
 
 
 @on_a_loop
@@ -173,7 +180,7 @@ async def test_every_schema_has_one_place_and_no_form_that_generators_do_not_kno
             assert isinstance(parameter["schema"]["type"], str)
         for kind in operation.get("requestBody", {"content": {}})["content"]:
             assert "*" not in kind
-    assert schemas["ModelDescription"]["properties"]["grid"]["items"] == {"type": "integer"}
+    assert schemas["ModelDescription"]["properties"]["input_size"]["items"] == {"type": "integer"}
     answers = operations(document)["attention"]["responses"]["200"]["content"]
     one = {"$ref": "#/components/schemas/AttentionDocument"}
     assert answers["application/json"]["schema"]["anyOf"] == [one, {"type": "array", "items": one}]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 
+from service.web.routes.endpoint import Application, Endpoint
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import app
 
@@ -23,6 +26,19 @@ async def test_405_names_every_method_that_the_path_has(method: str, path: str, 
     response = await app().request(method, path)
     assert (response.status, response.code) == (405, "method_not_allowed")
     assert response.headers["allow"] == allow
+
+
+async def nothing(request: Request) -> Response:
+    return Response(request.url.path)
+
+
+def test_of_two_endpoints_of_a_path_the_first_that_takes_the_method_answers() -> None:
+    methods = (["GET"], ["GET", "POST"], ["GET"], ["GET"])
+    paths = ("/a", "/a", "/a", "/models/{name}")
+    routes = [Endpoint(path, nothing, methods=method) for path, method in zip(paths, methods, strict=True)]
+    application = Application(openapi_url=None)
+    application.set_routes(routes)
+    assert application.endpoints == {("GET", "/a"): routes[0], ("POST", "/a"): routes[1]}
 
 
 @on_a_loop
@@ -71,11 +87,11 @@ async def test_a_query_is_read_however_it_is_written(query: str, labels: int, at
         ("attention=yep", "attention: input should be a valid boolean, unable to interpret input"),
         ("attention=true\n", "attention: input should be a valid boolean, unable to interpret input"),
         ("attention=x&top_k=0", "top_k: input should be greater than or equal to 1"),
-        ("topk=2", "topk: no such parameter; there are top_k, attention, embedding"),
-        ("top_k=2&ATENTION=true", "ATENTION: no such parameter; there are attention, embedding, top_k"),
-        ("top_k=2&TOP_K=3", "TOP_K: no such parameter; there are top_k, attention, embedding"),
-        (f"{'x' * 9000}=", f"{'x' * 50}: no such parameter; there are attention, embedding, top_k"),
-        ("a%0Ab=1", "a\\nb: no such parameter; there are attention, embedding, top_k"),
+        ("topk=2", "topk: no such parameter; there are top_k, attention, embedding, labels"),
+        ("top_k=2&ATENTION=true", "ATENTION: no such parameter; there are attention, embedding, top_k, labels"),
+        ("top_k=2&TOP_K=3", "TOP_K: no such parameter; there are top_k, attention, embedding, labels"),
+        (f"{'x' * 9000}=", f"{'x' * 50}: no such parameter; there are attention, embedding, labels, top_k"),
+        ("a%0Ab=1", "a\\nb: no such parameter; there are labels, attention, embedding, top_k"),
     ],
 )
 async def test_a_bad_query_is_refused_in_words_that_name_the_parameter(path: str, query: str, detail: str) -> None:

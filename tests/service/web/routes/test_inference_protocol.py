@@ -184,7 +184,7 @@ async def test_metadata_configuration_and_statistics_describe_the_model() -> Non
         ]
     configuration = (await service.get("/v2/models/fake/config")).json
     names = {each["name"] for each in configuration["output"]}
-    assert names == {"label", "index", "score", "logits", "attention", "embedding"}
+    assert names == {"label", "index", "score", "logits", "attention", "evidence", "embedding"}
     await infer(service, encoded(1, 2))
     for path in ("/v2/models/fake/stats", "/v2/models/stats"):
         [statistics] = (await service.get(path)).json["model_stats"]

@@ -27,6 +27,8 @@ async def test_the_model_is_described_by_exactly_these_names_and_values() -> Non
         "width": 8,
         "classes": 10,
         "pool": "cls",
+        "runtime": "vitserve",
+        "runtime_version": None,
         "temperature": 1.0,
         "multi_label": False,
         "device": "cpu",
@@ -47,7 +49,10 @@ async def test_the_model_is_described_by_exactly_these_names_and_values() -> Non
         },
         "attention_source": "cls",
         "attention_methods": ["relevance", "cls", "rollout", "gae", "legrad"],
+        "templates": None,
         "assumed": [],
+        "coverage": None,
+        "calibrated_on": None,
     }
 
 

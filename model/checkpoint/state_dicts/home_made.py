@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -24,27 +24,34 @@ _APART: Final = re.compile(
     r"(?:to_|w_?|lin_?|linear_|proj_|fc_)?(?:(q)(?:uery|ueries|s)?|(k)(?:eys?|s)?|(v)(?:alues?|s)?)"
     r"(?:_?(?:proj|lin|linear|layer|net|projection|map))?"
 )
+_TIMMS_BLOCK: Final = frozenset(
+    f"{module}.weight" for module in ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
+)
+"""Names within a block of timm, which those who copied its code kept with the order of queries, keys and values."""
+_CERTAIN: Final = frozenset({"num_heads", "qkv_order"})
 _BATCH_NORM_EPS: Final = 1e-5
-_LIBRARIES: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
+_MAX_STACKS: Final = 16
+"""The largest, which are looked at: what belongs to others has no place in them."""
+_LIBRARIES: Final[tuple[tuple[str, tuple[str, str], dict[str, Any]], ...]] = (
     (
         "vit-pytorch",
-        r"to_patch_embedding\..*\n(?s:.*)to_qkv\.weight",
+        (r"to_patch_embedding\.", r"transformer\.layers\.\d+\.0\.(fn\.)*to_qkv\.weight"),
         {"act_layer": "gelu", "norm_eps": 1e-5, "patch_order": "channels_last"}
-        | {"pool_include_prefix": True, "fc_norm": False, "qkv_bias": False},
+        | {"pool_include_prefix": True, "fc_norm": False, "qkv_bias": False, "qkv_order": "3hd"},
     ),
     (
         "transformers",
-        r"embeddings\.patch_embeddings\.projection\.(?s:.*)layernorm_before\.",
+        (r"embeddings\.patch_embeddings\.projection\.", r"layernorm_before\."),
         {"norm_order": "pre", "act_layer": "gelu", "norm_eps": 1e-12, "global_pool": "token"},
     ),
     (
         "torchvision",
-        r"conv_proj\.(?s:.*)encoder_layer_0\.ln_1\.",
+        (r"conv_proj\.", r"encoder_layer_0\.ln_1\."),
         {"norm_order": "pre", "act_layer": "gelu", "norm_eps": 1e-6, "global_pool": "token"},
     ),
-    ("torch.nn.TransformerEncoder", r"self_attn\.in_proj_weight(?s:.*)linear1\.", {"norm_eps": 1e-5}),
+    ("torch.nn.TransformerEncoder", (r"self_attn\.in_proj_weight", r"linear1\."), {"norm_eps": 1e-5}),
 )
-"""Whose names they are, by a pattern of the sorted names, and what that code does unless it is told otherwise."""
+"""Whose names they are, by patterns of two of the names, and what that code does unless it is told otherwise."""
 
 
 class Recognised(NamedTuple):
@@ -52,12 +59,14 @@ class Recognised(NamedTuple):
 
     Attributes:
         tensors: as stored, named as `model.network.vit.VisionTransformer` names its parameters.
-        told: arguments of `VIT_ARCHITECTURE` that the names tell.
+        told: arguments of `VIT_ARCHITECTURE` that the tensors tell for certain.
+        habits: those that the names suggest, mostly as the library has them.
         library: whose code has these names; empty where that is not known.
     """
 
     tensors: dict[str, Tensor]
     told: dict[str, Any]
+    habits: dict[str, Any]
     library: str
 
 
@@ -107,22 +116,19 @@ def recognise(tensors: Mapping[str, Tensor], where: str) -> Recognised:
             for i in blocks
             for role, rests in roles.items()
         }
-        results.append((names, told | more))
+        results.append((names, told | more, blocks[start]))
     if len(results) != 1:
         raise CheckpointError(f"{where}: {_refusal(shapes, reasons, len(results))}")
-    names, told = results[0]
-    library, defaults = _library(shapes)
+    names, told, block = results[0]
+    library, habits = _library(shapes)
+    if block.keys() >= _TIMMS_BLOCK:
+        habits["qkv_order"] = "3hd"
     native = {name: _joined([tensors[part] for part in parts]) for name, parts in names.items()}
     token = native.get("cls_token")
     if token is not None and not token.numel():
         del native["cls_token"]
-    if library == "vit-pytorch" and (token is None or token.ndim == 2):
-        # Its models of before 2025 have a token [1, 1, D] whichever way they pool.
-        told["global_pool"] = "token" if "cls_token" in native else "avg"
-    if library == "vit-pytorch" and any(name.endswith(".to_out.weight") for name in shapes):
-        told["proj_bias"] = False  # in SimpleViT the projection is a layer of its own, without a bias
-    if library == "vit-pytorch" and "cls_token" not in native:
-        told |= {"class_token": False} | ({} if "pos_embed" in native else {"pos_embed": "sincos2d"})
+    if library == "vit-pytorch":
+        habits |= _of_vit_pytorch(native, shapes)
     for name in ("cls_token", "dist_token", "reg_token", "pos_embed"):
         if name in native:
             native[name] = native[name].reshape(1, -1, width)
@@ -133,13 +139,27 @@ def recognise(tensors: Mapping[str, Tensor], where: str) -> Recognised:
         for i in range(len({name.split(".")[1] for name in native if name.startswith("blocks.")})):
             native[f"blocks.{i}.attn.proj.weight"] = torch.eye(width)
             native[f"blocks.{i}.attn.proj.bias"] = torch.zeros(width)
-    return Recognised(native, defaults | told, library)
+    certain: dict[str, Any] = {key: told.pop(key) for key in _CERTAIN & told.keys()}
+    return Recognised(native, certain, habits | told, library)
 
 
-def _library(names: Iterable[str]) -> tuple[str, dict[str, Any]]:
-    text = "\n".join(sorted(names))
-    for library, pattern, told in _LIBRARIES:
-        if re.search(pattern, text):
+def _of_vit_pytorch(native: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Any]:
+    """Return what its models do that have these tensors, by the model's names and by its own."""
+    habits: dict[str, Any] = {}
+    token = native.get("cls_token")
+    if token is None or token.ndim == 2:
+        # Its models of before 2025 have a token [1, 1, D] whichever way they pool.
+        habits["global_pool"] = "avg" if token is None else "token"
+    if any(name.endswith(".to_out.weight") for name in names):
+        habits["proj_bias"] = False  # in SimpleViT the projection is a layer of its own, without a bias
+    if token is None:
+        habits |= {"class_token": False} | ({} if "pos_embed" in native else {"pos_embed": "sincos2d"})
+    return habits
+
+
+def _library(names: Collection[str]) -> tuple[str, dict[str, Any]]:
+    for library, patterns, told in _LIBRARIES:
+        if all(any(re.search(pattern, name) for name in names) for pattern in patterns):
             return library, dict(told)
     return "", {}
 
@@ -165,7 +185,7 @@ def _stacks(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, dict[int, 
             and all(block == first for block in blocks.values())
         ):
             stacks.append((prefix, dict(sorted(blocks.items()))))
-    return sorted(stacks, key=lambda stack: -sum(map(len, stack[1].values())))
+    return sorted(stacks, key=lambda stack: -sum(map(len, stack[1].values())))[:_MAX_STACKS]
 
 
 def _modules(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, _Module], dict[str, tuple[int, ...]]]:
@@ -188,7 +208,7 @@ def _block(shapes: Mapping[str, tuple[int, ...]]) -> tuple[_Names, dict[str, Any
     modules, single = _modules(shapes)
     linear = {path: module for path, module in modules.items() if len(module.weight) == 2}
     norms = [module for module in modules.values() if len(module.weight) == 1 and module.bias]
-    qkv, told = _qkv(linear)
+    qkv, told = _qkv(linear, shapes)
     width, inner = qkv[0].weight[1], sum(module.weight[0] for module in qkv) // 3
     others = [module for module in linear.values() if module not in qkv]
     out, first, second = _products(others, qkv[0], width, inner)
@@ -216,25 +236,29 @@ def _block(shapes: Mapping[str, tuple[int, ...]]) -> tuple[_Names, dict[str, Any
     return result, told
 
 
-def _qkv(linear: Mapping[str, _Module]) -> tuple[list[_Module], dict[str, Any]]:
-    """Return the projections to queries, keys and values, in this order, and what they tell."""
+def _qkv(linear: Mapping[str, _Module], shapes: Mapping[str, tuple[int, ...]]) -> tuple[list[_Module], dict[str, Any]]:
+    """Return the projections to queries, keys and values, in this order, and what they tell.
+
+    The order of the rows of a fused projection is told where it is a parameter of torch's `nn.MultiheadAttention`.
+    """
     fused = [module for module in linear.values() if _FUSED.fullmatch(module.word)]
     if len(fused) == 1 and fused[0].weight[0] % 3 == 0:
-        return fused, {}
+        return fused, {"qkv_order": "3hd"} if f"{fused[0].path}_weight" in shapes else {}
     kinds: dict[str, list[_Module]] = {"q": [], "k": [], "v": []}
     for module in linear.values():
         words = [match for part in reversed(module.parts) if (match := _APART.fullmatch(part.lower()))]
         if words:
             kinds[next(kind for kind in words[0].groups() if kind)].append(module)
     counts = {len(modules) for modules in kinds.values()}
-    shapes = {(module.weight, module.bias) for modules in kinds.values() for module in modules}
-    if fused or len(counts) != 1 or 0 in counts or len(shapes) != 1:
+    forms = {(module.weight, module.bias) for modules in kinds.values() for module in modules}
+    if fused or len(counts) != 1 or 0 in counts or len(forms) != 1:
         raise _Unclear("its blocks have no projections to queries, keys and values that names tell apart")
     count = counts.pop()
     ordered = [sorted(kinds[kind], key=lambda module: _numbers(module.path)) for kind in "qkv"]
     if count > 1 and any(len({_unnumbered(module.path) for module in modules}) > 1 for modules in ordered):
         raise _Unclear(f"its blocks have {count} projections to queries, which names do not number")
-    return [module for modules in ordered for module in modules], {"num_heads": count} if count > 1 else {}
+    told: dict[str, Any] = {"qkv_order": "3hd"} | ({"num_heads": count} if count > 1 else {})
+    return [module for modules in ordered for module in modules], told
 
 
 def _products(linear: list[_Module], qkv: _Module, width: int, inner: int) -> tuple[_Module | None, _Module, _Module]:
@@ -338,10 +362,10 @@ def _outside(shapes: Mapping[str, tuple[int, ...]], width: int) -> tuple[_Names,
     head = _head(result, heads, width, shapes)
     for norm in (module for module in modules.values() if len(module.weight) == 1):
         role = "norm"
-        before_patch, before_head = _precedes(norm.path, patch.path), _precedes(norm.path, head.path)
+        before_patch, before_head = _precedes(norm.path, patch.path), head and _precedes(norm.path, head.path)
         if _common(norm.path, patch.path) and before_patch is not None:
             role = "patch_embed.norm_in" if before_patch else "patch_embed.norm_out"
-        elif _common(norm.path, head.path) and before_head:
+        elif head and _common(norm.path, head.path) and before_head:
             role, told["fc_norm"] = "fc_norm", True
         elif re.search(r"pre_?(layr|layer)?_?norm|(norm|ln)_pre", norm.path.lower()):
             role = "norm_pre"
@@ -412,10 +436,10 @@ def _follows(norm: str, convolution: str) -> bool:
     return path == norm_path and not last.isdecimal() and not norm_last.isdecimal() and last[-1:] == norm_last[-1:]
 
 
-def _head(result: _Names, heads: list[_Module], width: int, shapes: Mapping[str, tuple[int, ...]]) -> _Module:
-    """Add the head, of one layer or two, and return its first layer."""
+def _head(result: _Names, heads: list[_Module], width: int, shapes: Mapping[str, tuple[int, ...]]) -> _Module | None:
+    """Add the head, of one layer or two, and return its first layer; None where there is none."""
     if not heads:
-        raise _Unclear("it has no classification head: train one, or give the file that has it, too")
+        return None
     found = [
         chain
         for chain in (itertools.permutations(heads) if len(heads) <= 2 else ())

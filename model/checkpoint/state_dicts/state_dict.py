@@ -11,19 +11,27 @@ from __future__ import annotations
 import json
 import math
 import re
-import shlex
 from collections.abc import Mapping
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import Files, SingleFile
-from model.checkpoint.home_made import recognise
-from model.checkpoint.key_map import mapped
 from model.checkpoint.options import CheckpointOptions, indexed_labels
 from model.checkpoint.refusals import validating
+from model.checkpoint.state_dicts.home_made import Recognised, recognise
+from model.checkpoint.state_dicts.key_map import mapped
+from model.checkpoint.state_dicts.layout import (
+    completed,
+    edge_of_flat,
+    in_order,
+    names_a_fused_projection,
+    with_patches,
+    with_registers,
+)
+from model.checkpoint.state_dicts.question import question, timms_name
+from model.checkpoint.state_dicts.torchvision import MODELS, published_preset
 from model.checkpoint.tensors import TensorSource, renamed
 from model.checkpoint.timm_architectures import (
     TimmArguments,
@@ -31,12 +39,12 @@ from model.checkpoint.timm_architectures import (
     architectures,
     native_names,
     parse_arguments,
+    runs_in_library,
 )
 from model.checkpoint.timm_eva import EvaArguments
-from model.checkpoint.torchvision import MODELS, published_preset
 from model.config import ConvolutionalStem, PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
-from model.network.vit import meta_model
+from model.network import library
 
 FORMAT: Final = "state_dict"
 
@@ -84,57 +92,64 @@ def recognises(files: Files) -> bool:
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a state dict."""
     assert isinstance(files, SingleFile)
-    where = files.place
-    tensors = renamed(mapped(files.tensors(), options.keys), _RENAMES)
-    if "register_tokens" in tensors:
-        tensors = _with_registers(tensors, where)
     named = options.architecture if options.architecture in {name for name, _ in MODELS.values()} else None
     name, given = parse_architecture(options.architecture) if options.architecture and not named else ("", {})
+    if name not in ("", OWN) and runs_in_library(name, "VIT_ARCHITECTURE"):
+        return _of_library(files, options, name, given)
+    return _of_vit(files, options, named, name, given)
+
+
+def _of_vit(
+    files: SingleFile, options: CheckpointOptions, named: str | None, name: str, given: dict[str, Any]
+) -> Checkpoint:
+    """Read the state dict of a Vision Transformer; `named` is torchvision's name, and `name` timm's or our own."""
+    where, stored = files.place, files.tensors()
+    tensors = renamed(mapped(stored, options.keys), _RENAMES)
+    fused_by_map = names_a_fused_projection(stored, tensors)
+    if "register_tokens" in tensors:
+        tensors = with_registers(tensors, where)
     tensors = _of_eva(name, given, tensors, where)
-    told: dict[str, Any] = {}
     has_pooler = any("pooler.dense." in key for key in tensors)
     if has_pooler and not given.get("pooler"):
         tensors = {key: tensor for key, tensor in tensors.items() if "pooler.dense." not in key}
-    library, notes = "timm", files.notes
-    if len({match[0].partition(".")[0] for n in tensors if (match := _TIMMS.fullmatch(n))}) < 3:
-        before = {id(tensor): n for n, tensor in tensors.items()}
-        tensors, told, library = recognise(tensors, where)
-        pairs = [f"{before[id(t)]} is {n}" for n, t in tensors.items() if before.get(id(t), n) != n]
-        notes += (f"names inferred{f', as {library} has them' if library else ''}: {', '.join(pairs[:3])}, …",)
+    (tensors, told, habits, library), notes = _recognised(tensors, given.get("num_classes") == 0, where)
+    if fused_by_map:
+        habits.pop("qkv_order", None)
     if has_pooler:
-        told["head_act"] = "tanh"
+        habits["head_act"] = "tanh"
     _check_dimensions(tensors, where)
+    has_head = "head.weight" in tensors
+    told |= {"num_classes": len(tensors["head.weight"])} if has_head else {}
     label, assumed = "", tuple[str, ...]()
-    if library == "torchvision" and not name:
-        width, _, patch = tuple(tensors["patch_embed.proj.weight"].shape)[:3]
-        depth = sum(name.endswith(".mlp.fc1.weight") for name in tensors)
-        sizes = (width, patch, depth, len(tensors["blocks.0.mlp.fc1.weight"]))
-        label, told["num_heads"] = MODELS.get(sizes, ("", None))
-        preset = published_preset(files.file.name, label)
-        options, assumed = options.with_published(files.file.name, preset, tensors["head.weight"].shape[0])
+    if library == "torchvision" and has_head and not name:
+        label, options, assumed = _released(files, options, tensors, habits)
         name = OWN if label else ""
+    elif library == "timm" and name not in ("", OWN):
+        habits["patch_order"] = "channels_first"  # as timm reads linear patches of models from before it had none
     if named not in (None, label):
         raise CheckpointError(f"{where}: is {f'a {label}' if label else 'none of torchvision'}, not a {named}")
-    if told.get("num_heads", 0) is None:
-        del told["num_heads"]
+    _check_agreement(told, given, name, where)
+    stated = habits | told | given
     preprocess = options.preprocess_or(None, where) if options.preprocess else None
     asked, config = (
-        _own(tensors, told, given, preprocess, where)
+        _own(tensors, habits | told, given, preprocess, where)
         if name in ("", OWN)
-        else _timms(name, {key: told[key] for key in _UNSAID[1:4] if key in told} | given, tensors, preprocess, where)
+        else _timms(name, stated, given, tensors, preprocess, where)
     )
     if has_pooler and "pooler" not in given:
         asked["pooler"] = False
+    if not has_head and "num_classes" not in given:
+        asked["num_classes"] = 0
     if not name:
-        name, asked = _suggestion(tensors, asked) if library == "timm" else (OWN, asked)
-        raise _question(files, options, name, given, asked, tensors)
-    if asked or preprocess is None or (options.labels is None and files.labels is None):
-        raise _question(files, options, name, given, asked, tensors)
+        name, asked = (timms_name(tensors, asked) if library == "timm" else None) or (OWN, asked)
+        raise question(files, options, name, given, asked, tensors)
+    if asked or preprocess is None or (has_head and options.labels is None and files.labels is None):
+        raise question(files, options, name, given, asked, tensors)
     assert config is not None
-    labels = None if files.labels is None else indexed_labels(files.labels, config.num_classes, where)
-    shaped = _patches(tensors, config, {**told, **given}.get("patch_order"))
+    labels = None if files.labels is None or not has_head else indexed_labels(files.labels, config.num_classes, where)
+    shaped = in_order(with_patches(tensors, config, stated.get("patch_order")), config, stated["qkv_order"])
     if name == OWN:
-        shaped = _completed(shaped, config)
+        shaped = completed(shaped, config)
     return Checkpoint(
         name=files.file.stem,
         source=files.source,
@@ -144,9 +159,71 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         preprocess=preprocess,
         labels=options.labels_or(labels, config.num_classes, where),
         tensors=native_tensors(native_names(shaped, config), config, where),
-        notes=notes,
-        assumed=(*_assumed(config, given, library if name == OWN else name), *assumed),
+        notes=(*files.notes, *notes),
+        assumed=(*_assumed(config, told | given, habits, library, name), *assumed),
     )
+
+
+def _of_library(files: SingleFile, options: CheckpointOptions, name: str, given: dict[str, Any]) -> Checkpoint:
+    """Read the state dict of a network that timm's own code runs; its classes and channels are those of the file."""
+    where, tensors, published = files.place, mapped(files.tensors(), options.keys), library.published(name)
+    if options.preprocess is None or (options.labels is None and files.labels is None):
+        raise question(files, options, name, given, {}, tensors, published)
+    preprocess = options.preprocess_or(None, where)
+    heads = published.get("classifier") or "head"
+    head = f"{heads if isinstance(heads, str) else heads[0]}.weight"
+    classes = (*TensorSource(tensors, where).shape(head), 0)[0]
+    channels, fixed = len(preprocess.mean), bool(published.get("fixed_input_size"))
+    with validating(where):
+        config = library.library_config(name, given, classes, channels, preprocess.size, fixed_size=fixed)
+    labels = None if files.labels is None else indexed_labels(files.labels, classes, where)
+    return Checkpoint(
+        name=files.file.stem,
+        source=files.source,
+        format=FORMAT,
+        architecture=name,
+        config=config,
+        preprocess=preprocess,
+        labels=options.labels_or(labels, classes, where),
+        tensors=native_tensors(library.renamed_by_library(config, tensors), config, where),
+        notes=files.notes,
+    )
+
+
+def _released(
+    files: SingleFile, options: CheckpointOptions, tensors: Mapping[str, Tensor], habits: dict[str, Any]
+) -> tuple[str, CheckpointOptions, tuple[str, ...]]:
+    """Return torchvision's name of a model, the options with what is published of it, and what was assumed so.
+
+    Its number of heads is added to the habits.
+    """
+    width, _, patch = tuple(tensors["patch_embed.proj.weight"].shape)[:3]
+    depth = sum(name.endswith(".mlp.fc1.weight") for name in tensors)
+    sizes = (width, patch, depth, len(tensors["blocks.0.mlp.fc1.weight"]))
+    label, heads = MODELS.get(sizes, ("", None))
+    habits |= {} if heads is None else {"num_heads": heads}
+    preset = published_preset(files.file.name, label)
+    options, assumed = options.with_published(files.file.name, preset, tensors["head.weight"].shape[0])
+    return label, options, assumed
+
+
+def _recognised(tensors: dict[str, Tensor], headless: bool, where: str) -> tuple[Recognised, tuple[str, ...]]:
+    """Return tensors under the model's names, which are timm's, and notes of what was inferred for that.
+
+    Args:
+        headless: whether the network is stated to have no head.
+    """
+    timms = {match[0].partition(".")[0] for name in tensors if (match := _TIMMS.fullmatch(name))}
+    if len(timms) == 3 - headless:
+        return Recognised(tensors, {}, {"qkv_order": "3hd"}, "timm"), ()
+    before = {id(tensor): name for name, tensor in tensors.items()}
+    names = recognise(tensors, where)
+    pairs = [f"{old} is {name}" for name, t in names.tensors.items() if (old := before.get(id(t), name)) != name]
+    if names.tensors.keys() == tensors.keys():
+        return names._replace(library="timm"), ()
+    whose = f", as {names.library} has them" if names.library else ""
+    shown = f": {', '.join(pairs[:3])}, …" if pairs else ""  # what was joined or split has no one name
+    return names, (f"names inferred{whose}{shown}",)
 
 
 def _of_eva(name: str, given: dict[str, Any], tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
@@ -163,7 +240,7 @@ def _check_dimensions(tensors: Mapping[str, Tensor], where: str) -> None:
     """Refuse tensors from which sizes are read, if they are absent, empty or of too many or too few dimensions."""
     for pattern, dimensions in _DIMENSIONS.items():
         found = [name for name in tensors if re.fullmatch(pattern, name)]
-        if not found and pattern in _NEEDED:
+        if not found and pattern in _NEEDED[1:]:
             raise CheckpointError(f"{where}: missing key {pattern.replace(chr(92), '')!r}")
         for name in found:
             shape = tuple(tensors[name].shape)
@@ -180,13 +257,13 @@ def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
     Raises:
         CheckpointError: an unknown name, or arguments that cannot be read.
     """
-    name, *pairs = text.split(",")
+    name, *pairs = re.split(r",(?![^\[]*\])", text)  # not within a list
     if name != OWN:
-        architecture_arguments(name, "VIT_ARCHITECTURE")
+        runs_in_library(name, "VIT_ARCHITECTURE")
     given: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
-        if key in _INFERRED:
+        if key in _INFERRED and pair != "num_classes=0":
             raise CheckpointError(
                 f"VIT_ARCHITECTURE {pair!r}: {key} is read from the file and need not be given: leave it out"
             )
@@ -199,48 +276,49 @@ def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
     return name, given
 
 
-def _with_registers(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """Return the tensors of a DINOv2 model with registers as timm has them.
-
-    DINOv2 gives registers no position; timm's model has none for CLS either, so it is added to its token here.
-    """
-    names = ("register_tokens", "cls_token", "pos_embed")
-    stored = TensorSource({name: tensors[name] for name in names if name in tensors}, where)
-    registers, cls, position = (stored.shape(name) for name in names)
-    if len(registers) != 3 or len(cls) != 3 or len(position) != 3 or position[1] < 2:
-        raise CheckpointError(f"{where}: pos_embed has shape {list(position)}: expected [1, tokens, width]")
-    table = stored.take("pos_embed", 1, position[1], cls[2])
-    return {name: tensor for name, tensor in tensors.items() if name not in names} | {
-        "reg_token": stored.take("register_tokens", 1, registers[1], cls[2]),
-        "cls_token": stored.take("cls_token", 1, 1, cls[2]) + table[:, :1],
-        "pos_embed": table[:, 1:],
-    }
+def _check_agreement(told: Mapping[str, Any], given: Mapping[str, Any], name: str, where: str) -> None:
+    """Refuse an architecture that says another thing than the tensors tell."""
+    own = {} if name in ("", OWN) or "embed_dim" in given else architecture_arguments(name)
+    for key, value in told.items():
+        said = given.get(key, own.get(key, value))
+        if said != value:
+            raise CheckpointError(f"{where}: its tensors tell {key}={value}, but VIT_ARCHITECTURE says {key}={said}")
 
 
 def _timms(
-    name: str, given: dict[str, Any], tensors: Mapping[str, Tensor], preprocess: PreprocessConfig | None, where: str
+    name: str,
+    stated: dict[str, Any],
+    given: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    preprocess: PreprocessConfig | None,
+    where: str,
 ) -> tuple[dict[str, Any], ViTConfig | None]:
     """Return what is to be asked of a network under timm's name, and its configuration once nothing is."""
-    own = architecture_arguments(name, where)
+    own = architecture_arguments(name)
     stored = TensorSource(tensors, where)
-    arguments = own | given | _head(stored)
+    known = EvaArguments.model_fields if own.get("family") == "eva" else TimmArguments.model_fields
+    arguments = own | {key: stated[key] for key in stated if key in given or key in known} | _head(stored)
     with validating(where):
         # An image of one patch always fits, and tells everything that does not depend on the size.
         fields = parse_arguments(arguments | {"img_size": 1})
         probe = fields.model_copy(update={"img_size": (fields.patch_edge, fields.patch_edge)}).vit_config()
     depth = len({n.split(".")[1] for n in tensors if n.startswith("blocks.")})
-    width = stored.shape("pre_logits.fc.weight" if "pre_logits.fc.weight" in tensors else "head.weight")[1]
+    width = stored.shape("blocks.0.attn.qkv.weight")[1]
     if depth != probe.depth:
         raise CheckpointError(f"{where}: has {depth} blocks, {name} has {probe.depth}")
     if width != probe.width:
         raise CheckpointError(f"{where}: is {width} wide, {name} is {probe.width}")
     channels = _channels(stored, probe, name)
     asked: dict[str, Any] = {}
-    if given.get("embed_dim", own["embed_dim"]) != own["embed_dim"] and "num_heads" not in given:
+    if given.get("embed_dim", own["embed_dim"]) != own["embed_dim"] and "num_heads" not in stated:
         asked["num_heads"] = "N"
-    if given.keys() & _SIZES and "norm_order" not in given and isinstance(fields, TimmArguments):
+    if given.keys() & _SIZES and "norm_order" not in stated and isinstance(fields, TimmArguments):
         asked["norm_order"] = "pre"
-    if arguments.get("head_hidden") and "head_act" not in given:
+    if "qkv_order" not in stated:
+        asked["qkv_order"] = "3hd"
+    if len(tensors["patch_embed.proj.weight"].shape) == 2 and channels > 1 and "patch_order" not in stated:
+        asked["patch_order"] = "channels_last"
+    if arguments.get("head_hidden") and "head_act" not in stated:
         asked["head_act"] = "tanh"
     if asked or preprocess is None:
         return asked, None
@@ -269,7 +347,7 @@ def _own(
     wide, deep = stored.shape("blocks.0.attn.qkv.weight"), stored.shape("blocks.0.mlp.fc2.weight")
     patch = stored.shape("patch_embed.proj.weight")
     width, gates = wide[1], stored.shape("blocks.0.mlp.fc1.weight")[0] // max(deep[1], 1)
-    channels, edge = (patch[1], patch[2]) if len(patch) == 4 else _flat(patch[1], where)
+    channels, edge = (patch[1], patch[2]) if len(patch) == 4 else edge_of_flat(patch[1], where)
     stem = _stem(tensors, stated.get("conv_stem"), where)
     if stem is not None:
         channels, edge = stored.shape("patch_embed.backbone.0.weight")[1], edge * stem.stride
@@ -328,7 +406,7 @@ def _usual(
     """Return the arguments that have to be stated of a network, with what most networks of this kind have."""
     pool = stated.get("global_pool", "token" if present["class_token"] else "avg")
     usual = {"num_heads": "N", "norm_order": "pre", "act_layer": "silu" if gates == 2 else "gelu", "norm_eps": 1e-6}
-    usual |= {"global_pool": pool} | dict.fromkeys(
+    usual |= {"qkv_order": "3hd", "global_pool": pool} | dict.fromkeys(
         [key for key, is_present in present.items() if not is_present], False
     )
     if "pos_embed" not in tensors:
@@ -373,48 +451,10 @@ def _stem(tensors: Mapping[str, Tensor], stated: Any, where: str) -> Convolution
 
 
 def _head(stored: TensorSource) -> dict[str, Any]:
-    fields: dict[str, Any] = {"num_classes": stored.shape("head.weight")[0]}
+    fields: dict[str, Any] = {"num_classes": stored.shape("head.weight")[0] if "head.weight" in stored else 0}
     if "pre_logits.fc.weight" in stored:
         fields["head_hidden"] = stored.shape("pre_logits.fc.weight")[0]
     return fields
-
-
-def _flat(inputs: int, where: str) -> tuple[int, int]:
-    """Return channels and edge of patches that a linear layer reads."""
-    for channels in (1, 3):
-        edge = math.isqrt(inputs // channels)
-        if channels * edge * edge == inputs and edge:
-            return channels, edge
-    raise CheckpointError(f"{where}: patches of {inputs} numbers are no square ones of 1 or 3 channels")
-
-
-def _patches(tensors: Mapping[str, Tensor], config: ViTConfig, order: str | None) -> dict[str, Tensor]:
-    """Return the tensors with the embedding of patches as the model counts a patch's numbers: channels first."""
-    result = dict(tensors)
-    channels, edge = config.in_channels, config.patch_size
-    for name in ("patch_embed.proj.weight", "patch_embed.norm_in.weight", "patch_embed.norm_in.bias"):
-        flat = result.get(name)
-        if flat is None or flat.ndim == 4 or config.stem is not None or flat.shape[-1] != channels * edge**2:
-            continue
-        if order == "channels_last":
-            flat = flat.reshape(-1, edge, edge, channels).permute(0, 3, 1, 2)
-        flat = flat.reshape(-1, channels, edge, edge)
-        if "norm_in" in name:
-            result[name] = flat.flatten()
-        else:
-            result[name] = flat.flatten(1) if config.patch_embedding == "linear" else flat
-    return result
-
-
-def _completed(tensors: dict[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
-    """Return the tensors with those that are stated not to be in the file, and the last norm where it is stated."""
-    if config.position_embedding == "sincos2d":
-        tensors["pos_embed"] = meta_model(config).fixed_position_embedding()
-    if config.projection_bias and not any(name.endswith(".attn.proj.bias") for name in tensors):
-        tensors |= {f"blocks.{i}.attn.proj.bias": torch.zeros(config.width) for i in range(config.depth)}
-    if config.norm_after_pool and "fc_norm.weight" not in tensors:
-        return {re.sub(r"^norm\.", "fc_norm.", name): tensor for name, tensor in tensors.items()}
-    return tensors
 
 
 def _channels(stored: TensorSource, probe: ViTConfig, name: str) -> int:
@@ -461,95 +501,15 @@ def _image_size(grid: tuple[int, int], patch: int, preprocess: PreprocessConfig)
     return preprocess.size if (rows // patch, columns // patch) == grid else (grid[0] * patch, grid[1] * patch)
 
 
-def _assumed(config: ViTConfig, given: dict[str, Any], source: str) -> tuple[str, ...]:
+def _assumed(
+    config: ViTConfig, stated: Mapping[str, Any], habits: Mapping[str, Any], library: str, name: str
+) -> tuple[str, ...]:
     """Return what no tensor says and was not stated either, with whose code has it so."""
+    names = f"as {library} has it" if library else "as its names tell"
     pools = {"cls": "token", "mean": "avg", "mean_max": "avgmax", "attention": "map"}
     values = (config.heads, config.norm_order, config.activation, config.norm_eps, pools.get(config.pool, config.pool))
     return tuple(
-        f"{key}={value}, as {source} has it (VIT_ARCHITECTURE)"
+        f"{key}={value}, {names if key in habits else f'as {name} has it'} (VIT_ARCHITECTURE)"
         for key, value in zip(_UNSAID, values, strict=True)
-        if key not in given
+        if key not in stated
     )
-
-
-def _suggestion(tensors: Mapping[str, Tensor], asked: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return timm's name of an architecture that has these sizes and parts, else `vit` and what is asked of that."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    depth = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
-    patch = shapes["patch_embed.proj.weight"]
-    usual = {"num_heads", "norm_order", "act_layer", "norm_eps", "global_pool"}
-    parts = {
-        "ls1.gamma",
-        "q_norm",
-        "norm_pre",
-        "pre_logits",
-        "dist_token",
-        "reg_token",
-        "norm_in",
-        "attn_pool",
-        "backbone",
-    }
-    if (
-        asked.keys() <= usual
-        and len(patch) == 4
-        and patch[1] <= 4
-        and not any(part in name for name in shapes for part in parts)
-    ):
-        for size in ("tiny", "small", "base", "large"):
-            own = architectures().get(f"vit_{size}_patch{patch[3]}_224", {})
-            hidden = shapes["blocks.0.mlp.fc1.weight"][0]
-            if (own.get("embed_dim"), own.get("depth"), 4 * patch[0]) == (patch[0], depth, hidden):
-                return f"vit_{size}_patch{patch[3]}_224", {}
-    return OWN, asked
-
-
-def _question(
-    files: SingleFile,
-    options: CheckpointOptions,
-    name: str,
-    given: dict[str, Any],
-    asked: dict[str, Any],
-    tensors: Mapping[str, Tensor],
-) -> CheckpointError:
-    """Return the error that asks for all that is missing at once, with the command that would serve the file."""
-    arguments = ",".join([name, *(f"{key}={_written(value)}" for key, value in {**given, **asked}.items())])
-    command = ["vitserve", "serve", "--checkpoint", files.source, "--architecture", arguments]
-    missing = [*asked] or ([] if options.architecture else ["architecture"])
-    if options.preprocess is None:
-        missing.append("preprocessing")
-    if options.labels is None and files.labels is None:
-        missing.append("labels")
-    command += ["--preprocess", options.preprocess or _preprocess(tensors)]
-    command += [] if options.labels is None and files.labels is not None else ["--labels", options.labels or "numbers"]
-    for flag, value in (("--weights", options.weights), ("--keys", options.keys)):
-        command += [flag, value] if value else []
-    hints = []
-    if "num_heads" in asked:
-        wide = tensors["blocks.0.attn.qkv.weight"].shape[0] // 3
-        hints.append(f"N is the number of heads, a divisor of {wide}")
-    if "pos_embed" in asked:
-        hints.append("rotary positions leave no tensor: a network that has them needs timm's name")
-    if options.preprocess is None:
-        hints.append("MEAN and STD are those of its training, for pixels of 0...1")
-    hint = f" ({'; '.join(hints)})" if hints else ""
-    return CheckpointError(
-        f"{files.place}: no file says its {', '.join(missing)}: with the values of its training code, this serves it: "
-        f"{shlex.join(command)}{hint}"
-    )
-
-
-def _preprocess(tensors: Mapping[str, Tensor]) -> str:
-    stem = tensors.get("patch_embed.backbone.0.weight")
-    shape = tuple(tensors["patch_embed.proj.weight"].shape if stem is None else stem.shape)
-    channels, edge = (shape[1], shape[2]) if len(shape) == 4 else _flat(shape[1], "patch_embed.proj.weight")
-    tokens = tuple(tensors["pos_embed"].shape)[1] if "pos_embed" in tensors and stem is None else 0
-    pixels = math.isqrt(tokens) * edge or "SIZE"
-    mean, deviation = (", ".join([word] * channels) for word in ("MEAN", "STD"))
-    return (
-        f'{{"size": [{pixels}, {pixels}], "resize": "squash", "resize_size": [{pixels}, {pixels}], '
-        f'"interpolation": "bilinear", "mean": [{mean}], "std": [{deviation}]}}'
-    )
-
-
-def _written(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

@@ -17,7 +17,8 @@ from model.checkpoint import huggingface
 from model.checkpoint.containers import chosen_state_dict
 from model.checkpoint.files import Files
 from model.checkpoint.refusals import required
-from model.checkpoint.tensor_files import read_pickle, read_safetensors
+from model.checkpoint.tensor_files.pickles import read_pickle
+from model.checkpoint.tensor_files.safetensors_files import read_safetensors
 from model.errors import CheckpointError
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
@@ -28,16 +29,28 @@ Renaming = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 """From the names that a library has in memory, which adapters are saved under, to those of its files."""
 
 _LORA: Final = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.(weight|bias)")
-_READ: Final = frozenset({"lora_alpha", "r", "use_rslora", "alpha_pattern", "fan_in_fan_out", "peft_type"})
+_READ: Final = frozenset({"lora_alpha", "r", "use_rslora", "alpha_pattern", "peft_type"})
 _NO_MATTER: Final = frozenset(
     {"auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version", "bias"}
     | {"target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern", "lora_dropout"}
-    | {"rank_pattern", "lora_bias", "megatron_core", "ensure_weight_tying", "loftq_config", "eva_config"}
+    | {
+        "rank_pattern",
+        "lora_bias",
+        "fan_in_fan_out",
+        "megatron_core",
+        "ensure_weight_tying",
+        "loftq_config",
+        "eva_config",
+    }
     | {"runtime_config", "init_lora_weights", "qalora_group_size"}
 )
-"""Fields that the tensors themselves answer, or that training alone reads."""
+"""Fields that the tensors themselves answer, or that training alone reads.
+
+PEFT puts `fan_in_fan_out` aside for linear layers, and the networks that are read here have no others that it is for.
+"""
 _MAX_STARS: Final = 2
 _MAX_NAME: Final = 300
+_MAX_ALPHA: Final = 1e9
 _MERGE: Final = "merge the adapter where it was trained, with merge_and_unload(), and save the model"
 _PLAIN_STARTS: Final = (True, False, None, "gaussian", "eva", "orthogonal")
 """Of `init_lora_weights`: those that leave the base as it is."""
@@ -125,7 +138,7 @@ def _merged(
         down, up = parts["A.weight"], parts["B.weight"]
         # Compared before they are multiplied: two long vectors would make a matrix of gigabytes.
         fits = up.ndim == down.ndim and up.shape[:1].numel() * down[0].numel() == base[name].numel()
-        change = _change(down.float(), up.float(), bool(config.get("fan_in_fan_out"))) if fits else None
+        change = _change(down.float(), up.float()) if fits else None
         if change is None or change.shape != base[name].shape:
             shapes = f"{list(parts['A.weight'].shape)} and {list(parts['B.weight'].shape)}"
             raise CheckpointError(f"{where}: the adapter of {module!r}, {shapes}, is not for {list(base[name].shape)}")
@@ -136,13 +149,13 @@ def _merged(
     return base
 
 
-def _change(down: Tensor, up: Tensor, transposed: bool) -> Tensor | None:
+def _change(down: Tensor, up: Tensor) -> Tensor | None:
     """Return B A, as a weight of a linear layer or of a convolution, or None where they do not fit together."""
     if up.ndim != down.ndim or up.ndim not in (2, 4) or up.shape[1] != down.shape[0]:
         return None
     if up.ndim == 4:
         return F.conv2d(down.transpose(0, 1), up).transpose(0, 1)
-    return (up @ down).T if transposed else up @ down
+    return up @ down
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int, where: str) -> float:
@@ -153,6 +166,6 @@ def _scale(config: Mapping[str, Any], module: str, rank: int, where: str) -> flo
         raise CheckpointError(f"{where}: alpha_pattern is not of names of modules: {_MERGE}")
     found = [value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)]
     alpha = found[0] if found else required(config, "lora_alpha", where)
-    if not isinstance(alpha, int | float) or not rank:
+    if not isinstance(alpha, int | float) or not abs(alpha) <= _MAX_ALPHA or not rank:
         raise CheckpointError(f"{where}: lora_alpha {alpha!r:.100}: expected a number")
     return float(alpha / rank**0.5 if config.get("use_rslora") else alpha / rank)

@@ -1,0 +1,1 @@
+"""State dicts without a config: their names, sizes and layouts, maps of names, and adapters merged into them."""

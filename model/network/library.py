@@ -1,0 +1,198 @@
+"""Networks that are timm's own modules: made by the name of a registered architecture, never by code of a checkpoint.
+
+timm is an optional package, and is imported when the first of its networks is made. https://github.com/huggingface/pytorch-image-models
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from model.config import LibraryConfig, NetworkConfig, Size, ViTConfig
+from model.errors import CheckpointError, first_line
+from model.network.vit import VisionTransformer, ViTOutput, meta_model
+
+INSTALL: Final = "pip install -e '.[timm]'"
+"""What installs the library, in a clone."""
+
+_MAX_BUFFERS: Final = 1 << 28
+"""Numbers in all buffers of a network, such as masks and tables of positions, which no file holds."""
+
+
+_ERRORS: Final = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What networks raise where an argument or a size does not fit."""
+
+
+def is_installed() -> bool:
+    """Return whether timm is installed."""
+    return importlib.util.find_spec("timm") is not None
+
+
+def knows(name: str) -> bool:
+    """Return whether timm is installed and has an architecture of this name, which is never looked up on a hub."""
+    return is_installed() and name.isidentifier() and bool(_timm().is_model(name))
+
+
+def published(name: str) -> dict[str, Any]:
+    """Return what timm says of an architecture's first released weights: sizes, names of layers, statistics."""
+    config = _timm().get_pretrained_cfg(name)
+    fields: dict[str, Any] = {} if config is None else config.to_dict()
+    return fields
+
+
+def library_config(
+    name: str, arguments: Mapping[str, Any], classes: int, channels: int, size: Size, *, fixed_size: bool = False
+) -> LibraryConfig:
+    """Return the configuration of an architecture; nothing of its size is allocated.
+
+    Args:
+        name: of timm's, which `knows` it.
+        arguments: it is made with these.
+        fixed_size: whether the input size is an argument, too.
+
+    Raises:
+        pydantic.ValidationError: an argument that is not allowed.
+        CheckpointError: timm does not make this network, or it does not take pictures of this size.
+    """
+    fields = {"library": "timm", "architecture": name, "arguments": dict(arguments), "fixed_size": fixed_size}
+    fields |= {"num_classes": classes, "in_channels": channels, "image_size": size}
+    config = LibraryConfig.model_validate(fields | {"width": 1})
+    with torch.device("meta"), torch.no_grad():
+        network = LibraryNetwork(config)
+        with _timms_errors(f"{name}: does not take {size[0]}x{size[1]} pixels of {channels} channels"):
+            output = network(torch.empty(2, channels, *size))
+    shape = tuple(output.logits.shape)
+    if shape != (2, classes):
+        raise CheckpointError(f"{name}: gives {list(shape[1:])} numbers for a picture, expected [{classes}]")
+    return LibraryConfig.model_validate(fields | {"width": output.embeddings["head"].shape[1]})
+
+
+class LibraryNetwork(nn.Module):
+    """A classifier of timm's, which answers as `VisionTransformer` does: no attention rows, one embedding.
+
+    Raises:
+        CheckpointError: timm does not make this network.
+    """
+
+    def __init__(self, config: LibraryConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.module = _create(config)
+
+    def forward(
+        self, pixels: Tensor, attention_layers: object = (), keep: int = 0, all_tokens: bool = False
+    ) -> ViTOutput:
+        """Return logits and what the head reads, of normalised pixels [B, C, H, W] in the model's dtype."""
+        module: Any = self.module
+        features = module.forward_features(pixels)
+        return ViTOutput(
+            module.forward_head(features),
+            None,
+            embeddings={"head": module.forward_head(features, pre_logits=True)},
+        )
+
+
+Classifier = VisionTransformer | LibraryNetwork
+
+
+def meta_network(config: NetworkConfig) -> Classifier:
+    """Return the network without storage."""
+    if isinstance(config, ViTConfig):
+        return meta_model(config)
+    assert isinstance(config, LibraryConfig)
+    with torch.device("meta"):
+        return LibraryNetwork(config)
+
+
+def linear_head(config: LibraryConfig) -> str:
+    """Return the name of the linear layer that a network ends in, with a bias.
+
+    Raises:
+        CheckpointError: it ends in something else, or a library does not make this network.
+    """
+    module: Any = meta_network(config).module
+    last = module.get_classifier()
+    names: list[str] = [name for name, layer in module.named_modules() if layer is last and type(layer) is nn.Linear]
+    if not names or last.bias is None or last.in_features != config.width:
+        raise CheckpointError(f"{config.kind}: does not end in one linear layer, which another could take the place of")
+    return names[0]
+
+
+def meta_tensors(config: NetworkConfig) -> dict[str, Tensor]:
+    """Return the tensors of an architecture that a checkpoint holds, without storage.
+
+    Integers are not among them: a library's network makes its tables of indices itself.
+
+    Raises:
+        CheckpointError: a library does not make this network, or its buffers are too large.
+    """
+    network = meta_network(config)
+    if isinstance(network, VisionTransformer):
+        return network.state_dict()
+    if sum(buffer.numel() for buffer in network.buffers()) > _MAX_BUFFERS:
+        raise CheckpointError(
+            f"{config.kind}: its buffers hold more than the {_MAX_BUFFERS:,} numbers that are allowed"
+        )
+    return _floats(network.module.state_dict())
+
+
+def renamed_by_library(config: LibraryConfig, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the floating-point tensors of a file under the names of the library's network.
+
+    Where the names are others, timm's own function maps those of the code that an architecture comes from.
+    """
+    tensors = _floats(stored)
+    convert = getattr(
+        sys.modules[_timm().model_entrypoint(config.architecture).__module__], "checkpoint_filter_fn", None
+    )
+    if convert is None or tensors.keys() == meta_tensors(config).keys():
+        return tensors
+    network = meta_network(config)
+    assert isinstance(network, LibraryNetwork)
+    try:
+        return _floats(convert(dict(stored), network.module))
+    except _ERRORS:
+        return tensors
+
+
+def _floats(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+
+
+def _create(config: LibraryConfig) -> nn.Module:
+    """Return timm's module; none of its sources of weights is used. Raises CheckpointError."""
+    described = {
+        "input_size": (config.in_channels, *config.image_size),
+        "num_classes": config.num_classes,
+        "fixed_input_size": config.fixed_size,
+    }
+    with _timms_errors(f"{config.architecture}: timm does not make it"):
+        module: nn.Module = _timm().create_model(
+            config.architecture, pretrained=False, pretrained_cfg=described, **config.arguments
+        )
+    return module
+
+
+def _timm() -> Any:
+    try:
+        import timm  # noqa: PLC0415  an optional package, which takes seconds
+    except (ImportError, OSError, RuntimeError) as error:
+        raise CheckpointError(
+            f"timm cannot be imported: {first_line(error)} (its torchvision has to be of the same build as torch)"
+        ) from error
+    return timm
+
+
+@contextmanager
+def _timms_errors(what: str) -> Iterator[None]:
+    """Turn what timm raises, of sizes that do not fit for example, into a CheckpointError."""
+    try:
+        yield
+    except _ERRORS as error:
+        raise CheckpointError(f"{what}: {first_line(error)}") from error

@@ -1,0 +1,80 @@
+"""What backends on a CPU have in common: threads, memory of the heap, and whether bfloat16 is native."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import threading
+from pathlib import Path
+from typing import Final
+
+_TRIM_THRESHOLD: Final = -1
+_MMAP_THRESHOLD: Final = -3
+"""Parameters of `mallopt`: see mallopt(3)."""
+
+_TUNABLES: Final = ("glibc.malloc.trim_threshold", "glibc.malloc.mmap_threshold")
+_VARIABLES: Final = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
+
+_LARGEST_IN_HEAP: Final = 32 << 20
+"""Bytes of a block that is not mapped by itself: the most that glibc takes, and what it comes to without this, too,
+once a block of that size was freed."""
+
+_KEPT: Final = 2 * _LARGEST_IN_HEAP
+"""Bytes at the end of a heap that stay with the process; twice the largest block is glibc's own rule."""
+
+
+class ThreadPolicy:
+    """Gives a batch all threads when it is alone, and one when others compute beside it.
+
+    A batch on a single thread needs no barrier between operators, at which threads wait for each other longest when
+    the machine is busy; a lone batch is done sooner with all `count` of them. It is a context manager around the
+    computation, and enters with whether it is alone. Explanations count as a batch, though they always take one thread.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._lock = threading.Lock()
+        self._running = 0
+
+    def __enter__(self) -> bool:
+        with self._lock:
+            self._running += 1
+            return self._running == 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._running -= 1
+
+
+def keep_freed_memory() -> bool:
+    """Let each heap of this process keep up to 64 MiB that it freed; return whether that was done.
+
+    glibc gives freed memory back to the operating system at once when it is at the end of a heap or was a large block,
+    and takes it again for the next pass: the kernel then clears thousands of pages for each batch. Networks of a few
+    milliseconds an image spend an eighth of their time so.
+
+    Each thread that computes has a heap. `malloc_trim` gives back what the first thread's keeps, not the others'. A C
+    library that is not glibc is left as it is, and so is glibc where the environment sets its thresholds.
+    """
+    if any(name in os.environ.get("GLIBC_TUNABLES", "") for name in _TUNABLES) or not _VARIABLES.isdisjoint(os.environ):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(_MMAP_THRESHOLD, _LARGEST_IN_HEAP) and mallopt(_TRIM_THRESHOLD, _KEPT))
+
+
+def give_back_memory() -> None:
+    """Give the memory that was freed while a model was made back to the system, where the C library is glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether the CPU multiplies bfloat16 natively (x86: AVX512-BF16 or AMX; Arm: BF16)."""
+    try:
+        text = cpuinfo.read_text()
+    except OSError:
+        return False
+    flags = re.search(r"^(?:flags|Features)\s*:(.*)", text, re.MULTILINE)
+    return flags is not None and not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags[1].split())

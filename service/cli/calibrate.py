@@ -1,0 +1,133 @@
+"""`vitserve calibrate CHECKPOINT`: its temperature, and what sets of labels are made by, from labelled pictures."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from model.errors import InputError
+from model.outputs import RequestedOutputs, require_classes
+from service.cli.image_files import require_empty, writing
+from service.cli.setting_flags import CHECKPOINT_FLAGS, add_setting_flags, serve_command, settings_from
+from service.engine.loading import checkpoint_from, load_predictor
+from service.settings import Settings
+
+if TYPE_CHECKING:
+    from model.checkpoint import Checkpoint
+    from model.evaluation.calibration import MeasuredSets
+    from model.runtime.openvino.store import KeptCheckpoint
+
+_COVERAGE: Final = 0.95
+_MEASURED: Final = (0.8, 0.9, 0.95, 0.99)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `vitserve calibrate`."""
+    parser.description = (
+        "Fit a checkpoint's temperature to labelled pictures, and write what its sets of labels are made by "
+        "(docs/training.md). The folder is then served with any VIT_COVERAGE that the pictures are enough for."
+    )
+    parser.add_argument("checkpoint", help="as `vitserve serve --checkpoint` takes it")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="pictures that the model was not trained on, like those to come: one folder a class, or CIFAR-10's files",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write the checkpoint as vitserve's own folder here; without it, CHECKPOINT is such a folder, and gets a "
+        "file more",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn of the pictures (default: %(default)s)")
+    add_setting_flags(parser, (*CHECKPOINT_FLAGS, "device", "dtype", "threads", "coverage"))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Calibrate a checkpoint, and print how well its sets of labels do."""
+    settings = settings_from(arguments)
+    coverage = settings.coverage or _COVERAGE
+    if arguments.out is not None:
+        require_empty(arguments.out)
+    from model.checkpoint import native  # noqa: PLC0415  torch takes seconds to import
+    from model.evaluation.calibration import MOST_PICTURES, calibrate, require_pictures  # noqa: PLC0415
+    from model.evaluation.evaluate import outputs_of_uploads  # noqa: PLC0415
+    from model.evaluation.evaluation_set import open_evaluation_set  # noqa: PLC0415
+
+    pictures = open_evaluation_set(arguments.data)
+    require_pictures(len(pictures), coverage, pictures.source)
+    predictor, info = load_predictor(settings.model_copy(update={"coverage": None}))
+    checkpoint = predictor.checkpoint
+    _require_calibrable(checkpoint, settings, is_new=arguments.out is not None)
+    truth = pictures.truth(info.labels, info.name)
+    predictor.warm_up()
+
+    drawn = np.random.default_rng(arguments.seed).permutation(len(pictures))[:MOST_PICTURES]
+    outputs = outputs_of_uploads(
+        predictor,
+        RequestedOutputs(1, logits=True),
+        len(drawn),
+        lambda number: pictures.upload(int(drawn[number])),
+        name=lambda number: pictures.name(int(drawn[number])),
+        progress=True,
+    )
+    logits = np.stack([each.logits for each in outputs if each.logits is not None])
+    if not np.isfinite(logits).all():
+        raise InputError("data", f"{info.name}: gives scores that are not finite for these pictures")
+    calibration, fitted, measured = calibrate(
+        logits,
+        truth[drawn],
+        checkpoint.temperature,
+        arguments.data.name,
+        coverage,
+        coverages=sorted({*_MEASURED, coverage}),
+        seed=arguments.seed,
+    )
+    folder = arguments.out or Path(settings.checkpoint).expanduser()
+    with writing(folder):
+        if arguments.out is None:
+            native.write_calibration(folder, calibration)
+        else:
+            import torch  # noqa: PLC0415
+
+            # Read again: a predictor of a kept graph has no tensors.
+            whole = checkpoint_from(settings)
+            calibrated = replace(whole, temperature=calibration.temperature, calibration=calibration)
+            native.write(folder, calibrated, dtype=torch.float32)
+    how = f"fitted to {fitted}" if fitted else "not fitted: too few, or all are answered right"
+    print(f"{info.name}: {len(drawn)} pictures; temperature {calibration.temperature:.4g} ({how})")  # noqa: T201
+    _print(measured, len(drawn) - fitted)
+    print(f"{folder}: calibrated; {serve_command(folder)} --coverage {coverage:g}")  # noqa: T201
+    return 0
+
+
+def _require_calibrable(checkpoint: Checkpoint | KeptCheckpoint, settings: Settings, *, is_new: bool) -> None:
+    """Raise `InputError` for a checkpoint without one right label a picture, or whose folder takes no calibration."""
+    require_classes(checkpoint.config)
+    if checkpoint.multi_label or checkpoint.config.num_classes == 1:
+        raise InputError("checkpoint", f"{checkpoint.name}: its scores are independent: no set holds one right label")
+    changed = [name for name in ("image_size", "preprocess") if getattr(settings, name) is not None]
+    folder = Path(settings.checkpoint).expanduser()
+    of_hub = any(part.startswith("models--") for part in folder.absolute().parts)  # the cache, which is not ours
+    is_own = checkpoint.format == "vitserve" and folder.is_dir() and not of_hub
+    if not is_new and (changed or not is_own):
+        flag = f"--{changed[0].replace('_', '-')}" if changed else ""
+        why = f"{flag} makes another model of it" if changed else "is not vitserve's own folder"
+        raise InputError("out", f"{settings.checkpoint}: {why}: give --out DIR")
+
+
+def _print(measured: dict[float, MeasuredSets], count: int) -> None:
+    """Print how the sets of each coverage do."""
+    if not measured:
+        return
+    print(f"sets of labels, measured on halves of {count} pictures while the other halves calibrate:")  # noqa: T201
+    print("  coverage  holds the right label  labels in a set  abstained")  # noqa: T201
+    for coverage, sets in measured.items():
+        print(f"  {coverage:8g}  {sets.covered:21.2%}  {sets.labels:15.2f}  {sets.abstained:9.2%}")  # noqa: T201

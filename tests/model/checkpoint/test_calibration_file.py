@@ -1,0 +1,85 @@
+"""`calibration.json` of a native folder: what it changes, and when it is refused, left aside or removed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from model.checkpoint import load_checkpoint, native
+from model.conformal import CALIBRATION_FILE, Calibration, label_sets_of
+from model.errors import CheckpointError
+from tests.service.cli.command_line import write_checkpoint
+
+CALIBRATION = Calibration.of("pictures", 50, 1.5, np.linspace(0, 1, 39), np.linspace(-1, 3, 39))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = write_checkpoint(tmp_path / "m", ("cat", "dog"))
+    native.write_calibration(folder, CALIBRATION)
+    return folder
+
+
+def test_a_calibration_gives_temperature_and_sets(folder: Path) -> None:
+    assert not list(folder.glob("*.part"))
+    checkpoint = load_checkpoint(str(folder))
+    assert checkpoint.temperature == 1.5
+    assert label_sets_of(checkpoint.calibration, 0.95, "m").least_energy == -1
+    with pytest.raises(CheckpointError, match=r"on 39 pictures are too few for .* 0\.99: 199 are enough"):
+        label_sets_of(checkpoint.calibration, 0.99, "m")
+    (folder / CALIBRATION_FILE).unlink()
+    with pytest.raises(CheckpointError, match=r"^m: is not calibrated, .*VIT_COVERAGE.*: vitserve calibrate"):
+        label_sets_of(load_checkpoint(str(folder)).calibration, 0.95, "m")
+
+
+@pytest.mark.parametrize("change", ["number", "digest", "preprocess", "weights"])
+def test_a_calibration_of_something_else_is_refused(folder: Path, tmp_path: Path, change: str) -> None:
+    path = folder / (CALIBRATION_FILE if change in ("number", "digest") else "config.json")
+    document = json.loads(path.read_text())
+    if change == "number":
+        document["temperature"] = 1.6
+    elif change == "digest":
+        document["digest"] = "0" * 64
+    elif change == "preprocess":
+        document["preprocess"]["interpolation"] = "bilinear"
+    else:
+        other = write_checkpoint(tmp_path / "other", ("cat", "dog"))
+        tensors = load_checkpoint(str(other)).tensors
+        native.write(other, replace(load_checkpoint(str(other)), tensors={n: t / 2 for n, t in tensors.items()}))
+        (other / "model.safetensors").replace(folder / "model.safetensors")
+    path.write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=r"calibration\.json: is not what .* wrote .*: remove") as refused:
+        load_checkpoint(str(folder))
+    assert "\n" not in str(refused.value)
+
+
+def test_labels_and_temperature_of_the_config_may_be_written_anew(folder: Path) -> None:
+    document = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(document | {"labels": ["Katze", "Hund"], "temperature": 3}))
+    checkpoint = load_checkpoint(str(folder))
+    assert (checkpoint.labels, checkpoint.temperature) == (("Katze", "Hund"), 1.5)
+
+
+def test_it_is_left_aside_for_another_image_size_and_says_so(folder: Path) -> None:
+    assert load_checkpoint(str(folder), image_size=(16, 16)).calibration is not None
+    checkpoint = load_checkpoint(str(folder), image_size=(24, 24))
+    assert (checkpoint.temperature, checkpoint.calibration) == (1.0, None)
+    assert checkpoint.notes == (
+        "calibration.json is not used: it is for the folder's own preprocessing and image size",
+    )
+
+
+@pytest.mark.parametrize(("dtype", "goes_along"), [(torch.float32, True), (torch.float16, False)])
+def test_it_goes_with_its_weights_unless_they_are_rounded(
+    folder: Path, tmp_path: Path, dtype: torch.dtype, goes_along: bool
+) -> None:
+    native.write(tmp_path / "copy", load_checkpoint(str(folder)), dtype=dtype)
+    copy = load_checkpoint(str(tmp_path / "copy"))
+    assert (copy.calibration is not None, copy.temperature) == (goes_along, 1.5)
+    native.write(folder, replace(copy, calibration=None))
+    assert load_checkpoint(str(folder)).calibration is None

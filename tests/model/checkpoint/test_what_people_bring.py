@@ -1,0 +1,379 @@
+"""What people bring, each made anew as they make it: served exactly, or refused in one line that says what to do.
+
+`pytest -s` prints the parity of each and each refusal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from model.checkpoint import load_checkpoint
+from model.errors import CheckpointError
+from tests.model.checkpoint import test_lora, test_timm
+from tests.model.checkpoint.folders import FOLDERS
+from tests.model.checkpoint.home_made import PLAIN, made
+from tests.model.checkpoint.parity import assert_same_logits, preprocess_file, randomise
+from tests.model.checkpoint.test_home_made_names import SMALL, STYLES, vit_pytorch
+from tests.timm_reference import timm, transformers
+
+State = dict[str, Tensor]
+Network = Callable[[Tensor], Tensor]
+
+
+class Brought(NamedTuple):
+    """What someone has, and what is said of it.
+
+    Attributes:
+        source: the file or folder that is named.
+        network: what made it.
+        options: of `load_checkpoint`.
+    """
+
+    source: Path
+    network: Any
+    options: dict[str, Any]
+
+
+Maker = Callable[[Path], Brought]
+
+
+def saved(
+    pack: Callable[[nn.Module], Any] = nn.Module.state_dict,
+    name: str = "weights.pth",
+    architecture: str = PLAIN,
+    weights: str | None = None,
+    **network: Any,
+) -> Maker:
+    """Return a maker that saves what `pack` makes of a network of 16 px, as `torch.save` does."""
+
+    def make(folder: Path) -> Brought:
+        model = made(**network)
+        torch.save(pack(model), folder / name)
+        size, channels = network.get("size", 16), network.get("channels", 3)
+        preprocess = preprocess_file(folder, size, size, channels)
+        options = {"architecture": architecture, "preprocess": preprocess, "labels": "numbers", "weights": weights}
+        return Brought(folder / name, model, options)
+
+    return make
+
+
+def _lightning(model: nn.Module) -> dict[str, Any]:
+    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    return {
+        "state_dict": state | {"criterion.weight": torch.ones(5)},
+        "optimizer_states": [{"state": {0: {"exp_avg": torch.ones(3, 3)}}}],
+        "callbacks": {"ModelCheckpoint": {"best_model_score": torch.tensor(0.5)}},
+        "hyper_parameters": {"lr": np.float64(0.1)},
+        "epoch": 3,
+    }
+
+
+def _training(model: nn.Module) -> dict[str, Any]:
+    optimiser = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimiser.step()
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, 9)
+    return {"net": model.state_dict(), "optimizer": optimiser.state_dict(), "scheduler": schedule.state_dict()}
+
+
+def _pair(*names: str) -> Callable[[nn.Module], dict[str, Any]]:
+    """Return a packer of two copies, of which the first is the network's."""
+
+    def pack(model: nn.Module) -> dict[str, Any]:
+        copies: dict[str, Any] = {names[0]: model.state_dict(), names[1]: made(heads=1).state_dict()}
+        if not names[0].endswith("."):
+            return copies
+        return {prefix + name: tensor for prefix, state in copies.items() for name, tensor in state.items()}
+
+    return pack
+
+
+def _twin(model: nn.Module) -> dict[str, Any]:
+    """Return what a LightningModule saves that keeps an AveragedModel of its network; the averaged one is served."""
+    averaged = torch.optim.swa_utils.AveragedModel(model).state_dict()
+    twin = {f"ema_model.{name}": tensor for name, tensor in averaged.items()}
+    return {"state_dict": _lightning(made(heads=1))["state_dict"] | twin, "epoch": 3}
+
+
+def _backbone_and_head(model: nn.Module) -> dict[str, Any]:
+    state = model.state_dict()
+    return {
+        "backbone": {name: tensor for name, tensor in state.items() if not name.startswith("head.")},
+        "fc": {name[5:]: tensor for name, tensor in state.items() if name.startswith("head.")},
+    }
+
+
+def _two_files(folder: Path) -> Brought:
+    made_ = saved(lambda model: _backbone_and_head(model)["backbone"], "backbone.pth")(folder)
+    torch.save(_backbone_and_head(made_.network)["fc"], folder / "head.pth")
+    torch.save({"state": {}}, folder / "optimizer.pt")
+    return made_._replace(source=folder)
+
+
+def _archive(folder: Path) -> Brought:
+    made_ = saved()(folder)
+    names = {str(i): [f"n{i}", f"label {i}"] for i in range(5)}
+    with zipfile.ZipFile(folder / "model.mar", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(made_.source, "weights.pth")
+        archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"model": {"serializedFile": "weights.pth"}}))
+        archive.writestr("index_to_name.json", json.dumps(names))
+        archive.writestr("handler.py", "raise SystemExit('run!')")
+    return made_._replace(source=folder / "model.mar", options={**made_.options, "labels": None})
+
+
+def _safetensors(folder: Path) -> Brought:
+    made_ = saved()(folder)
+    both = {f"model.{name}": tensor for name, tensor in made_.network.state_dict().items()}
+    save_file(
+        both | {f"ema.{name}": t + 0.01 for name, t in made(heads=1).state_dict().items()}, folder / "b.safetensors"
+    )
+    return made_._replace(source=folder / "b.safetensors", options=made_.options | {"weights": "raw"})
+
+
+def _timm_folder(folder: Path) -> Brought:
+    return Brought(folder, test_timm.make("vit-7-classes", folder), {})
+
+
+def _timm_wrapper(folder: Path) -> Brought:
+    timm_, hub = timm(), transformers()
+    pretrained = timm_.create_model("vit_tiny_patch16_224", depth=1).pretrained_cfg | {"input_size": (3, 48, 48)}
+    config = hub.TimmWrapperConfig(
+        architecture="vit_tiny_patch16_224",
+        model_args={"img_size": 48, "depth": 1},
+        pretrained_cfg=pretrained,
+        id2label={0: "a", 1: "b", 2: "c"},
+    )
+    model = hub.TimmWrapperForImageClassification(config).eval()
+    randomise(model)
+    model.save_pretrained(folder)
+    return Brought(folder, lambda pixels: model(pixels).logits, {})
+
+
+def _lora(folder: Path) -> Brought:
+    library = test_lora.peft()
+    base = test_lora.base_folder(folder / "base")
+    config = library.LoraConfig(r=4, lora_alpha=7, target_modules=["q_proj"], modules_to_save=["classifier"])
+    adapted = library.get_peft_model(base, config).eval()
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    test_lora.saved(adapted, folder / "adapter", str(folder / "base"))
+    merged = adapted.merge_and_unload().eval()
+    return Brought(folder / "adapter", lambda pixels: merged(pixels).logits, {})
+
+
+def _lucidrains(folder: Path) -> Brought:
+    model = vit_pytorch().ViT(**SMALL, heads=3, dim_head=16).eval()
+    randomise(model)
+    return saved(lambda _: model.state_dict(), architecture="vit,num_heads=3")(folder)._replace(network=model)
+
+
+def _stem(folder: Path) -> Brought:
+    model = made()
+    layers = nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 12, 3, 2, 1), nn.ReLU(), nn.Conv2d(12, 48, 1)
+    model.patch_embed["proj"] = nn.Sequential(*layers)
+    randomise(model)
+    given = f"{PLAIN},conv_stem=2-relu-2-relu-1"
+    return saved(lambda _: model.state_dict(), architecture=given)(folder)._replace(network=model)
+
+
+def _style(style: str) -> Maker:
+    architecture, change = STYLES[style]
+    return saved(lambda model: change(dict(model.state_dict())), architecture=architecture)
+
+
+SERVED: Final[dict[str, tuple[Maker, str]]] = {
+    "DistributedDataParallel": (saved(lambda model: nn.DataParallel(model).state_dict()), ""),
+    "compile": (saved(lambda model: {f"_orig_mod.{n}": t for n, t in model.state_dict().items()}), ""),
+    "DDP of compile": (saved(lambda model: {f"module._orig_mod.{n}": t for n, t in model.state_dict().items()}), ""),
+    "Lightning": (saved(_lightning, "epoch=3.ckpt"), "criterion.weight"),
+    "Lightning with a metric": (
+        saved(
+            lambda m: {"state_dict": {f"net.{n}": t for n, t in m.state_dict().items()} | {"loss_fn.w": torch.ones(2)}}
+        ),
+        "loss_fn.w",
+    ),
+    "Namespace and NumPy": (
+        saved(
+            lambda m: {
+                "net": m.state_dict(),
+                "args": argparse.Namespace(lr=0.1),
+                "acc": np.float32(1),
+                "n": np.int64(3),
+            }
+        ),
+        "args, acc, n",
+    ),
+    "SWA": (saved(lambda model: torch.optim.swa_utils.AveragedModel(model).state_dict()), "n_averaged"),
+    "optimiser and scheduler beside": (saved(_training), "optimizer, scheduler"),
+    "a chain of prefixes": (
+        saved(lambda m: {"state_dict": {f"student_net.model.vit.{n}": t for n, t in m.state_dict().items()}}),
+        "",
+    ),
+    "any key": (saved(lambda model: {"model_state": model.state_dict()}), ""),
+    ".pth.tar": (
+        saved(lambda m: {"epoch": 9, "state_dict": m.state_dict(), "best_acc1": torch.tensor(81.0)}, "best.pth.tar"),
+        "best_acc1",
+    ),
+    ".pkl": (saved(name="weights.pkl"), ""),
+    "EMA pair": (saved(_pair("model_ema", "model"), weights="ema"), ""),
+    "EMA pair, the raw one": (saved(_pair("state_dict", "state_dict_ema"), weights="raw"), ""),
+    "EMA pair by prefixes": (saved(_pair("ema_model.", "model."), weights="ema"), ""),
+    "Lightning with an averaged twin": (saved(_twin, "epoch=3.ckpt", weights="ema"), "ema_model.n_averaged"),
+    "EMA pair in safetensors": (_safetensors, ""),
+    "student and teacher": (saved(_pair("teacher", "student"), weights="teacher"), ""),
+    "backbone and head in one file": (saved(_backbone_and_head), ""),
+    "backbone under a prefix": (
+        saved(lambda m: {n if n.startswith("head.") else f"backbone.{n}": t for n, t in m.state_dict().items()}),
+        "",
+    ),
+    "a folder of backbone and head": (_two_files, ""),
+    ".mar": (_archive, ""),
+    "timm folder": (_timm_folder, ""),
+    "timm_wrapper": (_timm_wrapper, ""),
+    "LoRA folder": (_lora, "is merged into"),
+    "two-layer head": (
+        saved(
+            architecture=f"{PLAIN},head_act=relu", head=nn.Sequential(nn.Linear(48, 20), nn.ReLU(), nn.Linear(20, 5))
+        ),
+        "",
+    ),
+    "grey, 28 px in patches of 4": (saved(size=28, channels=1), ""),
+    "post-norm": (saved(architecture=PLAIN.replace("pre", "post"), norm_first=False), ""),
+    "lucidrains' vit-pytorch": (
+        _lucidrains,
+        "as vit-pytorch has them: to_patch_embedding.2.weight is patch_embed.proj.weight",
+    ),
+    "queries, keys and values apart": (_style("queries, keys and values apart"), "names inferred"),
+    "a layer for each head": (_style("a layer for each head"), "names inferred"),
+    "a stem of convolutions": (_stem, ""),
+}
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_it_is_served_exactly_and_what_is_left_aside_is_said(kind: str, tmp_path: Path) -> None:
+    make, note = SERVED[kind]
+    source, network, options = make(tmp_path)
+    checkpoint = load_checkpoint(str(source), **options)
+    assert_same_logits(checkpoint, network, kind)
+    assert note in " ".join(checkpoint.notes)
+    if kind == ".mar":
+        assert checkpoint.labels == tuple(f"label {i}" for i in range(5))
+
+
+def _text(name: str, content: str = "") -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        (folder / name).write_text(content)
+        return folder / name
+
+    return make
+
+
+def _held(pack: Callable[[nn.Module], Any], name: str = "weights.pth") -> Callable[[Path], Path]:
+    return lambda folder: saved(pack, name)(folder).source
+
+
+def _script(folder: Path) -> Path:
+    # Of many layers: TorchScript packs its code, which torch.save never does.
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.GELU()) for _ in range(30)))
+    torch.jit.trace(layers, torch.zeros(1, 2)).save(str(folder / "net.pt"))
+    return folder / "net.pt"
+
+
+def _pointer_in_a_folder(folder: Path) -> Path:
+    (FOLDERS["huggingface"](folder) / "model.safetensors").write_text(POINTER)
+    return folder
+
+
+def _second_head(folder: Path) -> Path:
+    _held(nn.Module.state_dict, "backbone.pth")(folder)
+    torch.save(nn.Linear(48, 5).state_dict(), folder / "head.pth")
+    return folder
+
+
+POINTER: Final = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 343223\n"
+REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
+    "LFS pointer": (
+        _text("weights.pth", POINTER),
+        "a pointer of Git LFS and not the file itself: run git lfs pull beside",
+    ),
+    "LFS pointer in a folder": (_pointer_in_a_folder, "a pointer of Git LFS"),
+    "LFS pointer of safetensors": (_text("model.safetensors", POINTER), "a pointer of Git LFS"),
+    "TorchScript": (_script, r"torch\.save\(torch\.jit\.load\('net\.pt'\)\.state_dict\(\), FILE\)"),
+    ".pt2": (_text("net.pt2"), r"torch\.save\(torch\.export\.load\('net\.pt2'\)\.state_dict, FILE\)"),
+    "ONNX": (_text("net.onnx"), r"a graph made from a network, .* torch\.save\(model\.state_dict\(\), FILE\)"),
+    "OpenVINO IR": (_text("net.xml", "<net/>"), "a graph made from a network"),
+    "a pickled module": (_held(lambda model: model), r"torch\.save\(model\.state_dict\(\), "),
+    "EMA pair": (_held(_pair("model_ema", "model")), "--weights ema or --weights raw"),
+    "EMA pair by prefixes": (_held(_pair("ema_model.", "model.")), "--weights ema or --weights raw"),
+    "Lightning with an averaged twin": (_held(_twin, "epoch=3.ckpt"), "model and ema_model: .* --weights ema"),
+    "student and teacher": (_held(_pair("student", "teacher")), "--weights student or --weights teacher"),
+    "a backbone without a head": (
+        _held(lambda model: _backbone_and_head(model)["backbone"]),
+        "it has no classification head: num_classes=0 serves its embeddings alone",
+    ),
+    "a head beside a model that has one": (_second_head, r"'head\.weight', and head\.pth beside it holds another"),
+    "an optimiser's state": (
+        _held(lambda model: _training(model)["optimizer"]),
+        r"keys 'state', 'param_groups', .*torch\.save\(model",
+    ),
+    "the numbers of an IR": (_text("net.bin", "no pickle"), "damaged, or of a program other than torch"),
+    "nothing": (_held(lambda _: {}), "expected a state dict of tensors"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", REFUSED)
+def test_it_is_refused_in_one_line_that_says_what_to_do(kind: str, tmp_path: Path) -> None:
+    make, line = REFUSED[kind]
+    source = make(tmp_path)
+    preprocess = preprocess_file(tmp_path, 16, 16)
+    with pytest.raises(CheckpointError, match=line) as refusal:
+        load_checkpoint(str(source), architecture=None if source.is_dir() else PLAIN, preprocess=preprocess)
+    print(f"{kind}: {refusal.value}".replace(str(tmp_path), "…"))  # noqa: T201 - read with pytest -s
+    assert "\n" not in str(refusal.value)
+    assert str(source) in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("pack", "fitting", "others"),
+    [
+        (lambda s: s, ["raw"], ["ema", "student", "teacher", "state_dict"]),
+        (lambda s: {"state_dict": s}, ["raw"], ["ema", "teacher"]),
+        (lambda s: {"model_ema": s}, ["ema", "model_ema"], ["raw", "model"]),
+        (lambda s: {"state_dict": {f"teacher.backbone.{n}": t for n, t in s.items()}}, ["teacher"], ["student", "ema"]),
+        (lambda s: {f"ema_model.{n}": t for n, t in s.items()} | {"loss.w": torch.ones(2)}, ["ema"], ["raw"]),
+    ],
+)
+def test_the_only_copy_is_read_only_as_what_it_is(
+    pack: Callable[[State], Any], fitting: list[str], others: list[str], tmp_path: Path
+) -> None:
+    source, model, options = saved(lambda model: pack(dict(model.state_dict())))(tmp_path)
+    for weights in fitting:
+        assert_same_logits(load_checkpoint(str(source), **options | {"weights": weights}), model, weights)
+    for weights in others:
+        with pytest.raises(
+            CheckpointError, match=f"holds one copy of a network.*, and none that is called '{weights}'"
+        ):
+            load_checkpoint(str(source), **options | {"weights": weights})
+
+
+@pytest.mark.parametrize(("option", "message"), [("weights", "one copy of a network is read"), ("keys", "VIT_KEYS is")])
+def test_options_of_state_dicts_are_refused_beside_a_config(option: str, message: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {option: "ema"}
+    for kind, folder in FOLDERS.items():
+        with pytest.raises(CheckpointError, match=message):
+            load_checkpoint(str(folder(tmp_path / kind)), **options)

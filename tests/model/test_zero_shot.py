@@ -1,0 +1,117 @@
+"""Labels as callers write them, and the scores of an embedding against features of labels."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from model.config import ViTConfig
+from model.errors import InputError
+from model.outputs import EmbeddingRequest, MapRequest, Outputs, RequestedOutputs
+from model.zero_shot import MAX_CHARACTERS, MAX_TEXTS, ZeroShot, labels_of_request, of_image, parse_labels
+
+CONFIG = ViTConfig(image_size=(8, 8), patch_size=4, width=8, depth=1, heads=2, mlp_width=16, num_classes=2)
+PLAIN = ZeroShot(10.0, -2.0, False, ("a photo of {}.",))
+
+
+@pytest.mark.parametrize(
+    ("text", "labels"),
+    [
+        ("cat", ("cat",)),
+        (' cat, dog,"a red car, parked" ', ("cat", "dog", "a red car, parked")),
+        ('"say ""hi""",x', ('say "hi"', "x")),
+        ('["a, b", "c"]', ("a, b", "c")),
+        ("кот, 猫, \U0001f468\u200d\U0001f469", ("кот", "猫", "\U0001f468\u200d\U0001f469")),
+        ("x" * MAX_CHARACTERS, ("x" * MAX_CHARACTERS,)),
+    ],
+)
+def test_labels_are_read_as_csv_or_json(text: str, labels: tuple[str, ...]) -> None:
+    assert parse_labels(text) == labels
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "labels: there are 0, expected 1 to 1000"),
+        ("cat,,dog", "labels: '', number 2: expected 1 to 256 characters"),
+        ("x" * (MAX_CHARACTERS + 1), "number 1: expected 1 to 256 characters"),
+        ("a\nb", "expected names like cat,dog"),
+        ("a,b\x07", "number 2"),
+        ('["\\ud800"]', "number 1"),
+        ('["a", 1]', "number 2"),
+        ('["a"', "expected names like cat,dog"),
+        ("[" * 100_000, "expected names like cat,dog"),
+        ('"a', "expected names like cat,dog"),
+        (",".join(map(str, range(MAX_TEXTS + 1))), "labels: there are 1001, expected 1 to 1000"),
+        ("ab," * 2_000_000, "labels: 6000000 characters, more than 1000 names of 256 take"),
+    ],
+)
+def test_other_texts_are_refused(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        parse_labels(text)
+
+
+def test_templates_count_as_texts_and_what_does_not_apply_is_refused() -> None:
+    many = ZeroShot(1.0, 0.0, False, tuple(f"{number} {{}}" for number in range(200)))
+    assert len(labels_of_request("a,b,c,d,e", many, CONFIG)) == 5
+    with pytest.raises(InputError, match="there are 6, expected 1 to 5"):
+        labels_of_request("a,b,c,d,e,f", many, CONFIG)
+    with pytest.raises(InputError, match="no text tower"):
+        labels_of_request("a", None, CONFIG)
+    assert labels_of_request("a", PLAIN, CONFIG) == ("a",)
+
+
+def test_without_labels_the_models_own_classes_are_meant_if_it_has_any() -> None:
+    headless = CONFIG.model_copy(update={"num_classes": 0})
+    assert labels_of_request(None, PLAIN, CONFIG) == labels_of_request(None, None, CONFIG) == ()
+    with pytest.raises(InputError, match="send labels=cat,dog, or start it with VIT_LABELS"):
+        labels_of_request(None, PLAIN, headless)
+    with pytest.raises(InputError, match="no classification head"):
+        labels_of_request(None, None, headless)
+    assert labels_of_request("a", PLAIN, headless) == ("a",)
+
+
+def test_a_label_stands_in_each_template_and_braces_of_a_label_mean_nothing() -> None:
+    two = ZeroShot(1.0, 0.0, False, ("a {}", "{} b"))
+    assert two.prompts(["{}", "x"]) == ["a {}", "{} b", "a x", "x b"]
+
+
+@pytest.mark.parametrize("independent", [False, True])
+@pytest.mark.parametrize("count", [1, 7])
+def test_scores_are_those_of_torch(independent: bool, count: int) -> None:
+    rng = np.random.default_rng(0)
+    texts, embedding = rng.normal(size=(count, 12)).astype("f4"), rng.normal(size=12).astype("f4")
+    zero_shot = ZeroShot(10.0, -2.0, independent, ("{}",))
+    outputs = Outputs(np.ones(1, np.float32), np.zeros(1, np.int64), embedding=embedding)
+    requested = RequestedOutputs(min(3, count), logits=True, labels=("x",) * count)
+    found = zero_shot.compare(outputs, zero_shot.label_features(texts), requested)
+    logits = 10 * torch.nn.functional.cosine_similarity(torch.from_numpy(texts), torch.from_numpy(embedding)) - 2
+    scores = logits.sigmoid() if independent else logits.softmax(dim=0)
+    best = scores.topk(min(3, count))
+    assert found.logits is not None
+    np.testing.assert_allclose(found.logits, logits, atol=1e-5)
+    np.testing.assert_allclose(found.scores, best.values, atol=1e-6)
+    assert found.indices.tolist() == best.indices.tolist()
+    assert str(found.scores.dtype) == "float32"
+    assert str(found.indices.dtype) == "int64"
+    assert found.embedding is None
+
+
+def test_scores_stay_finite_where_exponentials_do_not() -> None:
+    zero_shot = ZeroShot(1e4, 0.0, True, ("{}",))
+    embedding = np.array([1, 0], np.float32)
+    outputs = Outputs(np.ones(1, np.float32), np.zeros(1, np.int64), embedding=embedding)
+    features = np.array([[1, 0], [-1, 0]], np.float32)
+    assert zero_shot.compare(outputs, features, RequestedOutputs(2, labels=("a", "b"))).scores.tolist() == [1, 0]
+
+
+def test_the_engine_computes_an_embedding_and_no_labels() -> None:
+    requested = RequestedOutputs(5, MapRequest.row(1), True, None, ("a", "b"))
+    assert of_image(requested) == RequestedOutputs(1, MapRequest.row(1), False, EmbeddingRequest(), ())
+    assert json.dumps(of_image(requested).labels) == "[]"
+    # What the best label's map goes back from is known only when the labels are compared.
+    assert of_image(replace(requested, map=MapRequest("relevance"))).map is None

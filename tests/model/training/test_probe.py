@@ -1,0 +1,203 @@
+"""A new head on features that stay: what is fitted, what is chosen, and whether what is served answers as measured."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.checkpoint import Checkpoint, load_checkpoint
+from model.config import LibraryConfig
+from model.errors import CheckpointError, DatasetError, TrainingError
+from model.evaluation.calibration import MIN_CALIBRATION_IMAGES
+from model.evaluation.evaluate import predict_embeddings, predict_scores
+from model.images.preprocess import preprocess
+from model.network.library import LibraryNetwork, library_config, linear_head
+from model.outputs import MapRequest, RequestedOutputs
+from model.runtime.predictor import Predictor
+from model.training.probe import PENALTIES, Head, choose_penalty, head_names, head_path, run, with_head
+from model.training.recipe import RECIPES, Recipe, read_recipe
+from tests.model.checkpoint import whole_models
+from tests.model.data.picture_folders import COLOURS, write_class, write_folder
+from tests.service.cli.command_line import write_checkpoint
+from tests.timm_reference import timm
+
+LABELS = tuple(COLOURS)
+
+
+def probe_of(checkpoint: Path) -> Recipe:
+    return read_recipe(RECIPES / "finetune.toml").override(
+        {"checkpoint": str(checkpoint), "name": "colours", "precision": "float32"}
+    )
+
+
+def predictor_of(checkpoint: Checkpoint) -> Predictor:
+    return Predictor(checkpoint, device="cpu", backend="torch", dtype="float32", threads=1)
+
+
+def noise(count: int, width: int = 12) -> Tensor:
+    """Features of any mean and scale."""
+    return 40 + 7 * torch.randn(count, width, dtype=torch.float64, generator=torch.Generator().manual_seed(count))
+
+
+def test_each_head_is_the_minimum_of_its_loss() -> None:
+    features, labels = noise(60), torch.arange(60) % 3
+    features[:, 0] += 5.0 * labels
+    heads = list(head_path(features, labels, 3))
+    assert len(heads) == len(PENALTIES)
+    scaled = features - features.mean(dim=0)
+    scale = scaled.square().mean().sqrt()
+    for head, penalty in zip(heads, PENALTIES, strict=True):
+        weight = (head.weight * scale).requires_grad_()
+        bias = (head.bias + head.weight @ features.mean(dim=0)).requires_grad_()
+        loss = F.cross_entropy((scaled / scale) @ weight.T + bias, labels) + penalty / 2 * weight.square().sum()
+        slopes = torch.autograd.grad(loss, (weight, bias))
+        assert max(float(slope.abs().max()) for slope in slopes) < 2e-6
+    norms = [float(head.weight.norm()) for head in heads]
+    assert norms == sorted(norms)
+
+
+def test_held_out_pictures_are_not_fitted_to() -> None:
+    """Thirty features tell forty pictures of noise apart, if they are seen."""
+    features, labels, folds = noise(40, 30), torch.arange(40) % 2, np.arange(40) // 2 % 5
+    [*_, seen] = head_path(features, labels, 2)
+    choice = choose_penalty(features, labels, folds, 2)
+    assert (seen.logits(features).argmax(dim=1) == labels).all()
+    assert (choice.logits.argmax(dim=1) == labels[choice.rows]).double().mean() < 0.8
+    assert choice.rows.sort().values.tolist() == list(range(40))
+    assert choice.loss > 0.6
+    some = choose_penalty(features, labels, np.where(folds == 0, 0, -1), 2)
+    assert some.rows.tolist() == np.flatnonzero(folds == 0).tolist()
+
+
+def test_the_penalty_falls_as_pictures_say_more() -> None:
+    few, many = (
+        choose_penalty(noise(count, 20) + 6 * F.one_hot(torch.arange(count) % 4, 20), torch.arange(count) % 4, folds, 4)
+        for count, folds in ((40, np.arange(40) // 4 % 5), (2000, np.arange(2000) // 4 % 5))
+    )
+    assert many.penalty < few.penalty
+    assert many.loss < few.loss
+    assert len(few.rows) >= MIN_CALIBRATION_IMAGES
+    assert few.temperature != 1.0
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "two heads": {"distillation_token": True, "distillation_head": True},
+    "no head": {"labels": ()},
+    "two layers": {"head_width": 24},
+    "cosines": {"normalized_head": True, "projection_width": 20},
+    "CLS and mean": {"pool": "cls_mean"},
+    "attention pool": {"class_token": False, "pool": "attention"},
+    "mean, fc_norm": {"class_token": False, "pool": "mean", "norm_after_pool": True},
+}
+
+
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
+def test_a_head_reads_the_embedding_of_every_kind_of_model(tmp_path: Path, fields: dict[str, Any]) -> None:
+    start = load_checkpoint(str(write_checkpoint(tmp_path, **{"labels": "abcde", **fields})))
+    pixels = np.random.default_rng(0).integers(0, 256, (3, start.config.in_channels, 16, 16), np.uint8)
+    features = torch.from_numpy(predict_embeddings(predictor_of(start), pixels)).double()
+    head = Head(noise(3, features.shape[1]) / 20, noise(3, 1)[:, 0])
+    changed = with_head(start, head_names(start.config), head, LABELS)
+    assert (changed.labels, changed.config.num_classes) == (LABELS, 3)
+    logits = predictor_of(changed).logits(np.ascontiguousarray(pixels.transpose(0, 2, 3, 1)))
+    np.testing.assert_allclose(logits, head.logits(features).numpy(), rtol=1e-4, atol=1e-4)
+    relevance = RequestedOutputs(1, map=MapRequest("relevance"))
+    [outputs] = predictor_of(changed).predict(pixels[:1].transpose(0, 2, 3, 1).copy(), relevance)
+    assert outputs.map is not None
+    assert np.isfinite(outputs.map.values).all()
+
+
+def test_of_clip_the_images_tower_is_read(tmp_path: Path) -> None:
+    whole_models.clip(tmp_path)
+    start = load_checkpoint(str(tmp_path), labels="numbers")
+    assert start.config.num_classes == 0
+    head = Head(noise(3, 24), noise(3, 1)[:, 0])
+    changed = with_head(start, head_names(start.config), head, LABELS)
+    assert changed.zero_shot is None
+    changed.build()
+
+
+def test_a_librarys_network_gets_a_head_if_it_ends_in_a_linear_layer() -> None:
+    timm()
+    config = library_config("test_resnet", {}, 5, 3, (64, 64))
+    assert linear_head(config) == "fc"
+    changed = library_config("test_resnet", {}, 3, 3, (64, 64))
+    module: Any = LibraryNetwork(changed).module
+    assert module.get_classifier().weight.shape == (3, config.width)
+    with pytest.raises(CheckpointError, match=r"^timm's levit_128s: does not end in one linear layer"):
+        linear_head(LibraryConfig.model_validate(config.model_dump() | {"architecture": "levit_128s", "width": 384}))
+
+
+def test_a_folder_becomes_a_model_that_answers_as_it_was_measured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = write_checkpoint(tmp_path / "start", "abcde")
+    data = tmp_path / "data"
+    for seed, (split, count) in enumerate({"train": 9, "test": 6}.items()):
+        write_folder(data / split, count, seed=seed)
+    (data / "train" / "red" / "notes.txt").write_text("not a picture")
+    caplog.set_level(logging.INFO)
+    measured = run(data, tmp_path / "out", probe_of(start), device="cpu", progress=False)
+    assert f"  {data / 'train' / 'red' / 'notes.txt'}: not a picture of an allowed format" in caplog.text
+    assert "of 18 test pictures right (for pictures like these" in caplog.text
+    served = load_checkpoint(str(tmp_path / "out"))
+    before = load_checkpoint(str(start))
+    assert (served.name, served.labels, served.preprocess) == ("colours", LABELS, before.preprocess)
+    for name, tensor in served.tensors.items():
+        assert name.startswith("head.") or torch.equal(tensor, before.tensors[name].half().float()), name
+    files = sorted((data / "test").rglob("*.png"))
+    pixels = np.stack([preprocess(file.read_bytes(), served.preprocess) for file in files]).transpose(0, 3, 1, 2)
+    scores = predict_scores(predictor_of(served), pixels)
+    truth = np.array([LABELS.index(file.parent.name) for file in files])
+    assert float((scores.argmax(axis=1) == truth).mean()) == measured.accuracy > 0.9
+    right = scores[np.arange(len(truth)), truth].astype(np.float64)
+    assert float(-np.log(right).mean()) == pytest.approx(measured.loss, abs=1e-3)
+
+
+@pytest.mark.parametrize(("split", "count"), [("validation", 6), (None, 12)], ids=["given", "folds"])
+def test_accuracy_is_of_the_validation_pictures_or_of_all_in_turn(
+    tmp_path: Path, split: str | None, count: int
+) -> None:
+    data = tmp_path / "data"
+    write_folder(data / "train" if split else data, 4)
+    if split:
+        write_folder(data / split, 2, seed=1)
+    recipe = probe_of(write_checkpoint(tmp_path / "start", "abcde"))
+    assert run(data, tmp_path / "out", recipe, device="cpu", progress=False).count == count
+
+
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+def test_a_set_without_a_picture_that_can_be_read_is_as_good_as_none(tmp_path: Path, split: str) -> None:
+    data, other = tmp_path / "data", "val" if split == "train" else "train"
+    write_folder(data / other, 3)
+    for name in LABELS:
+        (data / split / name).mkdir(parents=True)
+        for number in range(2):
+            (data / split / name / f"{number}.png").write_bytes(b"not a picture")
+    recipe = probe_of(write_checkpoint(tmp_path / "start", "abcde"))
+    measured = run(data, tmp_path / "out", recipe, device="cpu", progress=False)
+    assert measured.count == 9
+    assert np.isfinite(measured.loss)
+    load_checkpoint(str(tmp_path / "out"))
+
+
+def test_what_cannot_be_fitted_is_refused_in_one_line(tmp_path: Path) -> None:
+    start = probe_of(write_checkpoint(tmp_path / "start", "abcde"))
+    data = write_folder(tmp_path / "data", 2)
+    with pytest.raises(TrainingError, match="checkpoint: a probe needs one"):
+        run(data, tmp_path / "out", read_recipe(RECIPES / "cifar10.toml"), device="cpu", progress=False)
+    write_class(data / "violet", "red", 1)
+    with pytest.raises(DatasetError, match="class 'violet' has 1 picture: it needs one to train on"):
+        run(data, tmp_path / "out", start, device="cpu", progress=False)
+    (data / "violet" / "notes.txt").write_text("not a picture")
+    with pytest.raises(DatasetError, match="class 'violet' has 1 picture: it needs one to train on"):
+        run(data, tmp_path / "out", start, device="cpu", progress=False)
+    assert not (tmp_path / "out" / "config.json").exists()

@@ -1,0 +1,160 @@
+"""`vitserve calibrate`, and what its folder then answers, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.service.cli.command_line import run, write_checkpoint, write_pictures
+
+pytestmark = pytest.mark.timeout(90)  # checkpoints are loaded, and answer
+
+HERE = ("--device", "cpu", "--dtype", "float32")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no start compile graphs, or try all sizes of batches."""
+    monkeypatch.setenv("VIT_BACKEND", "torch")
+    monkeypatch.setattr("model.runtime.predictor._FILL_SECONDS", 0)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "m", ("cat", "dog", "fox"))
+
+
+@pytest.fixture
+def labelled(tmp_path: Path) -> Path:
+    generator = np.random.default_rng(0)
+    for number in range(60):
+        path = tmp_path / "labelled" / ("cat", "dog", "fox")[number % 3] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(path)
+    return tmp_path / "labelled"
+
+
+def test_a_calibrated_folder_answers_with_sets_of_any_coverage_that_its_pictures_are_enough_for(
+    checkpoint: Path, labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = (checkpoint / "model.safetensors").read_bytes()
+    code, out, err = run(capsys, "calibrate", checkpoint, "--data", labelled, *HERE)
+    assert code == 0, err
+    assert "tiny: 60 pictures; temperature 1 (not fitted: too few, or all are answered right)" in out
+    assert re.findall(r"^ +(0\.\d+) +[\d.]+% +[\d.]+ +[\d.]+%$", out, re.MULTILINE) == ["0.8", "0.9"]
+    assert "serve --checkpoint" in out
+    assert (checkpoint / "model.safetensors").read_bytes() == weights
+    assert json.loads((checkpoint / "calibration.json").read_text())["data"] == "labelled"
+
+    model = ("--checkpoint", checkpoint, *HERE)
+    code, out, _ = run(capsys, "evaluate", "--data", labelled, "--coverage", "0.9", *model)
+    sets = re.search(
+        r"sets for a coverage of 0.9: ([\d.]+)% hold the right label, ([\d.]+) labels .*, [\d.]+% abs", out
+    )
+    assert code == 0
+    assert sets is not None
+    assert float(sets[1]) >= 90  # on the very pictures that the sets are made by
+    assert 1 <= float(sets[2]) <= 3
+
+    picture = write_pictures(tmp_path / "p", "a.png") / "a.png"
+    answers = {}
+    for coverage in ("0.5", "0.95"):
+        _, out, _ = run(capsys, "classify", picture, "--json", "--coverage", coverage, *model)
+        answers[coverage] = json.loads(out)
+    assert answers["0.5"]["set_size"] <= answers["0.95"]["set_size"]
+    ranked = [each["label"] for each in answers["0.95"]["predictions"]]
+    assert answers["0.95"]["set"] == ranked[: answers["0.95"]["set_size"]]
+    _, out, _ = run(capsys, "classify", picture, "--coverage", "0.95", *model)
+    assert out.splitlines()[-1] == f"  one of: {'; '.join(answers['0.95']['set'])}"
+    _, out, _ = run(capsys, "classify", picture, "--json", *model)
+    assert list(json.loads(out)) == ["file", "predictions"]
+
+    code, _, err = run(capsys, "classify", picture, "--coverage", "0.99", *model)
+    assert (code, err.count("\n")) == (1, 1)
+    assert "calibrated on 60 pictures are too few for a coverage of 0.99: 199 are enough" in err
+
+
+def test_a_picture_that_is_like_none_is_abstained_from(
+    checkpoint: Path,
+    labelled: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run(capsys, "calibrate", checkpoint, "--data", labelled, "--out", tmp_path / "new", *HERE)
+    assert not (checkpoint / "calibration.json").exists()
+    picture = write_pictures(tmp_path / "p", "a.png") / "a.png"
+    monkeypatch.setattr("model.conformal.LabelSets.members", lambda self, scores, _: np.zeros_like(scores, np.bool_))
+    model = ("--coverage", "0.9", "--checkpoint", tmp_path / "new", *HERE)
+    _, out, _ = run(capsys, "classify", picture, *model)
+    assert out.splitlines()[-1] == "  abstained: unlike the pictures of its classes"
+    _, out, _ = run(capsys, "classify", picture, "--json", *model)
+    assert json.loads(out) | {"abstained": True, "set": [], "set_size": 0} == json.loads(out)
+    code, out, _ = run(capsys, "evaluate", "--unknown", tmp_path / "p", picture, *model)
+    assert code == 0
+    assert re.fullmatch(r"2 pictures of none of its .* is [\d.]+% .* above 90% for [\d.]+%; 100.0% abstained\n", out)
+
+
+def test_how_sure_it_is_of_unknown_pictures_is_measured_and_a_bad_one_left_out(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pictures = write_pictures(tmp_path / "p", "a.png", "b.jpg")
+    (pictures / "bad.png").write_bytes(b"\x89PNG\r\n\x1a\nno more")
+    code, out, err = run(capsys, "evaluate", "--unknown", pictures, "--checkpoint", checkpoint, *HERE)
+    assert code == 1
+    assert "bad.png: left out" in err
+    _, told, _ = run(capsys, "classify", pictures, "--json", "--top-k", "1", "--checkpoint", checkpoint, *HERE)
+    best = [each["predictions"][0]["score"] for each in map(json.loads, told.splitlines()) if "error" not in each]
+    share = np.mean(np.array(best) > 0.9)
+    assert out == (
+        f"2 pictures of none of its classes: the best score is {np.mean(best):.1%} on average, "
+        f"and above 90% for {share:.1%}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["bundled", "--data", "{labelled}"], "bundled: is not vitserve's own folder: give --out DIR"),
+        (
+            ["{m}", "--data", "{labelled}", "--coverage", "0.99"],
+            "60 pictures .* 0.99: 199 are enough, and these for 0.96",
+        ),
+        (
+            ["{m}", "--data", "{labelled}", "--image-size", "24"],
+            "--image-size makes another model .*: give --out DIR",
+        ),
+        (["{hub}", "--data", "{labelled}"], "abc: is not vitserve's own folder: give --out DIR"),
+        (["{m}", "--data", "{labelled}", "--out", "{m}"], "exists and is not an empty folder"),
+        (["{none}", "--data", "{labelled}"], "the model has no classification head"),
+        (["{m}", "--data", "{m}"], "m: no pictures: expected one folder"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_one_line(
+    flags: list[str], message: str, checkpoint: Path, labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub = tmp_path / "models--a--b" / "snapshots" / "abc"
+    names = {"m": checkpoint, "labelled": labelled, "none": tmp_path / "none", "hub": hub}
+    if "{hub}" in flags:
+        shutil.copytree(checkpoint, hub)
+    if "{none}" in flags:
+        write_checkpoint(tmp_path / "none", ())
+    code, out, err = run(capsys, "calibrate", *(flag.format(**names) for flag in flags), *HERE)
+    lines = [line for line in err.splitlines() if line.startswith("vitserve: ")]
+    assert (code, out, len(lines)) == (1, "", 1)
+    assert re.search(message, lines[0])
+
+
+def test_a_coverage_of_an_uncalibrated_checkpoint_is_refused_in_one_line(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = write_pictures(tmp_path / "p", "a.png")
+    code, _, err = run(capsys, "classify", picture, "--coverage", "0.95", "--checkpoint", checkpoint, *HERE)
+    assert (code, err.count("\n")) == (1, 1)
+    assert "is not calibrated, which a coverage of 0.95 (VIT_COVERAGE) needs: vitserve calibrate" in err

@@ -1,0 +1,306 @@
+"""Labels and texts of a request, by every way in: /classify, /embed, /v2, gRPC and other servers' routes."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlencode
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from model.checkpoint import load_checkpoint
+from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
+from model.runtime.predictor import Predictor
+from model.zero_shot import ZeroShot
+from service.engine.loading import load_predictor
+from service.errors import DeadlineExceeded, QueueFull
+from service.settings import load_settings
+from tests.model.checkpoint import whole_models
+from tests.service.fakes import expected_embedding, model_info, on_a_loop, png, running, text_feature
+from tests.service.web.apps import App, app, form
+from tests.service.web.fake_engine import FakeEngine
+from tests.service.web.grpc.caller import arrays, calling, image
+from tests.service.web.http_communicator import HttpCommunicator
+from tests.service.web.routes.test_inference_protocol import encoded, infer, outputs
+
+ZERO_SHOT = ZeroShot(5.0, -1.0, False, ("a photo of {}.", "{} at night"))
+LABELS = ("cab", "a bee, high", "egg")
+CSV = 'cab, "a bee, high", egg'
+NOUNS = (
+    "cat",
+    "dog's tail",
+    "red car",
+    "café",
+    "lait",
+    "bad photo",
+    "thing",
+    "12",
+    "34",
+    "au",
+    "this",
+    "car",
+    "a",
+    "!?",
+)
+
+
+def png_of(picture: NDArray[np.uint8]) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(picture).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def service(**changes: Any) -> App:
+    return App(load_settings({"decode_threads": 1, **changes}), FakeEngine(model_info(zero_shot=ZERO_SHOT)))
+
+
+def expected_scores(red: int, independent: bool = False) -> dict[str, float]:
+    embedding = expected_embedding(red, EmbeddingRequest())
+    features = ZERO_SHOT.label_features(np.stack([text_feature(text) for text in ZERO_SHOT.prompts(LABELS)]))
+    logits = 5 * features @ (embedding / np.linalg.norm(embedding)) - 1
+    scores = 1 / (1 + np.exp(-logits)) if independent else np.exp(logits) / np.exp(logits).sum()
+    return dict(zip(LABELS, scores.tolist(), strict=True))
+
+
+async def classify(served: App, red: int = 9, **query: object) -> HttpCommunicator:
+    return await served.classify(png(red), urlencode(query))
+
+
+def require_scores(predictions: list[dict[str, Any]], red: int) -> None:
+    expected = expected_scores(red)
+    assert [each["label"] for each in predictions] == sorted(expected, key=lambda label: -expected[label])
+    for each in predictions:
+        assert each["score"] == pytest.approx(expected[each["label"]], abs=1e-6)
+        assert LABELS[each["index"]] == each["label"]
+
+
+@on_a_loop
+@pytest.mark.parametrize("labels", [CSV, json.dumps(LABELS)], ids=["csv", "json"])
+async def test_labels_of_a_request_take_the_place_of_the_models_classes(labels: str) -> None:
+    served = service()
+    document = (await classify(served, labels=labels)).json
+    require_scores(document["predictions"], 9)
+    assert "embedding" not in document
+    assert len((await classify(served, labels=labels, top_k=1)).json["predictions"]) == 1
+    with_more = (await classify(served, labels=labels, embedding=True, attention=True)).json
+    np.testing.assert_allclose(with_more["embedding"], expected_embedding(9, EmbeddingRequest()))
+    assert with_more["attention"]["method"] == "cls"
+    # Without labels the classes of the start are there as ever.
+    assert (await classify(served)).json["predictions"][0]["label"].startswith("label ")
+
+
+@pytest.fixture(scope="module", params=["clip", "siglip"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("whole")
+    getattr(whole_models, request.param)(folder)
+    return folder
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["one process", "several"])
+@pytest.mark.parametrize("count", [1, 2, 14])
+def test_the_map_of_a_label_is_that_of_a_model_with_these_labels_from_the_start(
+    count: int, remote: bool, folder: Path
+) -> None:
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "backend": "torch", "threads": 1, "max_batch": 2}
+    settings = load_settings({"checkpoint": str(folder), "decode_threads": 1, "compile": "off", **options})
+    labels = json.dumps(NOUNS[:count])
+    pictures = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), np.uint8)
+    requested = RequestedOutputs(1, MapRequest("relevance"))
+    expected = Predictor(load_checkpoint(str(folder), labels=labels), **options).predict(pictures, requested)
+
+    @on_a_loop
+    async def compare() -> None:
+        async with running(load=lambda: cast(Any, load_predictor(settings)), remote=remote) as rig:
+            served, files = App(settings, cast(Any, rig.engine)), [png_of(picture) for picture in pictures]
+            query = urlencode({"labels": labels, "attention": "relevance", "top_k": 1})
+            answer = await served.request("POST", "/classify/batch", query=query, **form(*files))
+            for outputs, found in zip(expected, answer.json["results"], strict=True):
+                assert outputs.map is not None
+                assert outputs.map.values.std() > 1e-3, "the reference says nothing"
+                np.testing.assert_allclose(found["attention"]["values"], outputs.map.values, atol=1e-5)
+                for name in ("score", "evidence", "kept_mass"):
+                    assert found["attention"][name] == pytest.approx(getattr(outputs.map, name), abs=1e-5)
+                best = found["predictions"][0]
+                assert best["index"] == found["attention"]["class"] == outputs.indices[0]
+                assert best["label"] == found["attention"]["label"] == json.loads(labels)[outputs.indices[0]]
+                assert "url" not in found["attention"], "by its id the picture has no map of this label"
+
+    compare()
+
+
+@on_a_loop
+async def test_a_batch_is_compared_with_the_same_labels() -> None:
+    served = service()
+    query = urlencode({"labels": CSV})
+    response = await served.request("POST", "/classify/batch", query=query, **form(png(9), b"no picture", png(60)))
+    first, failed, last = response.json["results"]
+    require_scores(first["predictions"], 9)
+    require_scores(last["predictions"], 60)
+    assert failed["error"]["status"] == 415
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("query", "detail"),
+    [
+        ({"labels": ""}, "labels: there are 0, expected 1 to 500"),
+        ({"labels": "a" * 257}, "expected 1 to 256 characters"),
+        ({"labels": ",".join("a" * 501)}, "labels: there are 501, expected 1 to 500"),
+        ({"labels": "a,b", "top_k": 3}, "top_k 3: there are 2 labels"),
+    ],
+)
+async def test_labels_that_cannot_be_compared_are_refused(query: dict[str, Any], detail: str) -> None:
+    response = await classify(service(), **query)
+    assert response.status == 422
+    assert response.json["code"] == "invalid_parameter"
+    assert detail in response.json["detail"]
+
+
+@on_a_loop
+async def test_a_plain_classifier_has_no_labels_of_a_request_and_no_texts() -> None:
+    for path, query in (("/classify", "labels=cat"), ("/embed", "text=cat")):
+        response = await app().request("POST", path, query=query, body=png(1))
+        assert (response.status, response.json["code"]) == (422, "invalid_parameter")
+        assert "no text tower" in response.json["detail"]
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [(DeadlineExceeded("late"), 504, "deadline_exceeded"), (QueueFull("full"), 503, "queue_full")],
+)
+async def test_a_text_tower_that_is_late_or_full_is_said_and_pictures_alone_are_answered(
+    error: Exception, status: int, code: str
+) -> None:
+    served = service()
+
+    async def fail(*_: object, **__: object) -> None:
+        raise error
+
+    served.engine.embed_texts = fail  # type: ignore[method-assign, assignment]
+    response = await classify(served, labels=CSV)
+    assert (response.status, response.json["code"]) == (status, code)
+    assert (await classify(served)).status == 200
+
+
+@on_a_loop
+async def test_a_text_that_waits_past_its_deadline_is_a_504_by_the_service_itself() -> None:
+    served = service(request_timeout=0.01)
+
+    async def never(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    served.engine.embed_texts = never  # type: ignore[method-assign, assignment]
+    response = await served.request("POST", "/embed", query="text=cat")
+    assert (response.status, response.json["code"]) == (504, "deadline_exceeded")
+
+
+@on_a_loop
+async def test_texts_are_embedded_in_every_format() -> None:
+    served = service()
+    query = urlencode([("text", "a cab, red"), ("text", "egg"), ("text", "egg")])
+    expected = np.stack([text_feature(text) for text in ("a cab, red", "egg", "egg")])
+    document = (await served.request("POST", "/embed", query=query)).json
+    assert (document["model"], document["texts"]) == ("fake", ["a cab, red", "egg", "egg"])
+    np.testing.assert_array_equal(document["embeddings"], expected)
+    response = await served.request("POST", "/embed", query=f"{query}&format=npy&normalize=true")
+    expected = expected / np.linalg.norm(expected, axis=1, keepdims=True)
+    np.testing.assert_allclose(np.load(io.BytesIO(response.content)), expected, rtol=1e-6)
+    text = (await served.request("POST", "/embed", query="text=egg&format=base64")).json["embeddings"]
+    assert [type(each) for each in text] == [str]
+    assert served.metric("vit_inflight_requests") == 0
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("query", "body", "detail"),
+    [
+        ("text=a", png(1), "text: there is a body, too"),
+        ("text=a&pool=mean", b"", "pool: does not apply to texts"),
+        ("text=", b"", "text: '', number 1"),
+        ("text=" + "a" * 257, b"", "expected 1 to 256 characters"),
+    ],
+)
+async def test_texts_that_cannot_be_embedded_are_refused(query: str, body: bytes, detail: str) -> None:
+    response = await service().request("POST", "/embed", query=query, body=body)
+    assert (response.status, response.json["code"]) == (422, "invalid_parameter")
+    assert detail in response.json["detail"]
+
+
+@on_a_loop
+async def test_texts_take_a_place_in_the_service() -> None:
+    served = service()
+    served.engine.gate.clear()
+    waiting = asyncio.create_task(served.request("POST", "/embed", query="text=a"))
+    while served.engine.timeouts == []:
+        await asyncio.sleep(0)
+    assert served.metric("vit_inflight_requests") == 1
+    served.engine.gate.set()
+    assert (await waiting).status == 200
+
+
+@on_a_loop
+async def test_labels_of_v2_are_a_parameter() -> None:
+    names = [{"name": name} for name in ("label", "index", "score", "logits", "embedding")]
+    response = await infer(service(), encoded(9, 60), outputs=names, parameters={"labels": CSV})
+    found = outputs(response.json)
+    for place, red in enumerate((9, 60)):
+        rows = zip(found["label"][place], found["index"][place], found["score"][place], strict=True)
+        require_scores([{"label": name, "index": int(i), "score": float(s)} for name, i, s in rows], red)
+    assert found["logits"].shape == (2, 3)
+    assert found["embedding"].shape == (2, 8)
+    for parameters, detail in (
+        ({"labels": 7}, "labels: expected a text"),
+        ({"labels": "a,b", "pool": "mean"}, "pool: does not apply beside labels"),
+        ({"labels": "a,b", "top_k": 3}, "top_k 3: expected 1 to 2"),
+    ):
+        refusal = await infer(service(), encoded(9), parameters=parameters)
+        assert refusal.status == 422
+        assert detail in refusal.json["error"]
+
+
+@on_a_loop
+@pytest.mark.parametrize("classes", [0, 10])
+async def test_maps_of_v2_are_of_the_best_label(classes: int) -> None:
+    config = model_info().config.model_copy(update={"num_classes": classes})
+    labels = model_info().labels[:classes]
+    served = App(
+        load_settings({"decode_threads": 1}), FakeEngine(model_info(zero_shot=ZERO_SHOT, config=config, labels=labels))
+    )
+    names = [{"name": name} for name in ("attention", "evidence")]
+    found = outputs((await infer(served, encoded(9), outputs=names, parameters={"labels": CSV})).json)
+    np.testing.assert_allclose(found["attention"], [[[0.1, 0.2], [0.3, 0.4]]])
+    assert found["evidence"].tolist() == [[1]]
+    without = await infer(served, encoded(9), outputs=names)
+    assert without.status == (200 if classes else 422)
+
+
+@on_a_loop
+async def test_labels_of_grpc_are_the_same_parameter() -> None:
+    request = image(png(9))
+    request.parameters["labels"].string_param = CSV
+    async with calling(FakeEngine(model_info(zero_shot=ZERO_SHOT))) as caller:
+        found = arrays(await caller.infer(request))
+    rows = zip(found["label"][0], found["index"][0], found["score"][0], strict=True)
+    require_scores([{"label": name, "index": int(i), "score": float(s)} for name, i, s in rows], 9)
+
+
+@on_a_loop
+async def test_other_servers_routes_take_labels() -> None:
+    query = urlencode({"labels": CSV})
+    scores = (await service().request("POST", "/predictions/fake", query=query, body=png(9))).json
+    assert scores == pytest.approx(expected_scores(9), abs=1e-6)
+    document = (await service().request("POST", "/invocations", query=query, body=png(9))).json
+    require_scores(document["predictions"], 9)
+
+
+@on_a_loop
+async def test_the_model_says_what_labels_stand_in() -> None:
+    assert (await service().get("/model")).json["templates"] == list(ZERO_SHOT.templates)
+    assert (await app().get("/model")).json["templates"] is None

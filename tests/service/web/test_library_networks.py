@@ -1,0 +1,112 @@
+"""Networks of a library over HTTP: served as any, without maps, and swapped for a Vision Transformer and back."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from model.checkpoint import load_checkpoint
+from service.engine.loading import load_predictor
+from service.engine.swapping import LocalSwap
+from service.settings import load_settings
+from service.web.inference_protocol.descriptions import model_metadata
+from service.web.single_process import engine_of
+from tests.e2e.checkpoints import write_checkpoint
+from tests.model.checkpoint.test_timm_library import make
+from tests.service.fakes import CLASSES, LIBRARY, model_info, on_a_loop, png
+from tests.service.web.apps import App, until
+from tests.service.web.fake_engine import FakeEngine
+from tests.timm_reference import timm
+
+NONE = "timm's convnext_atto has no attention maps: they are for Vision Transformers"
+
+
+def library_app() -> App:
+    return App(load_settings({"decode_threads": 1}), engine=FakeEngine(model_info(config=LIBRARY)))
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("method", "path", "query"),
+    [
+        ("POST", "/classify", "attention=true"),
+        ("POST", "/classify", "attention=relevance"),
+        ("POST", "/classify/batch", "attention=relevance"),
+        ("POST", "/attention", ""),
+        ("POST", "/attention", "method=relevance&format=json"),
+        ("GET", "/attention", "id=unknown"),
+    ],
+)
+async def test_a_map_is_refused_with_the_kind_of_network(method: str, path: str, query: str) -> None:
+    response = await library_app().request(method, path, query=query, body=png(7) if method == "POST" else b"")
+    assert (response.status, response.code, response.json["detail"]) == (422, "invalid_parameter", NONE)
+
+
+@on_a_loop
+async def test_all_else_is_answered() -> None:
+    service = library_app()
+    answer = await service.classify(png(3), query="embedding=true")
+    assert answer.json["predictions"][0]["index"] == 3
+    assert "attention" not in answer.json
+    assert len(answer.json["embedding"]) == LIBRARY.width
+    kept = await service.get("/attention", f"id={answer.json['id']}")
+    assert (kept.status, kept.json["detail"]) == (422, NONE)
+    refused = await service.request("POST", "/embed", query="pool=mean", body=png(3))
+    assert (refused.status, refused.code) == (422, "invalid_parameter")
+    assert (await service.request("POST", "/embed", body=png(3))).status == 200
+
+
+@on_a_loop
+async def test_the_model_says_whose_code_it_is() -> None:
+    timm()
+    model = (await library_app().get("/model")).json
+    assert (model["runtime"], model["runtime_version"]) == ("timm", version("timm"))
+    assert model["attention_methods"] == []
+    unknown = ("patch_size", "grid", "layers", "heads", "pool", "attention_source")
+    assert {name: model[name] for name in unknown} == dict.fromkeys(unknown)
+    assert (model["width"], model["classes"], model["input_size"]) == (LIBRARY.width, CLASSES, list(LIBRARY.image_size))
+
+
+@on_a_loop
+async def test_the_open_inference_protocol_has_no_output_attention() -> None:
+    names = [output["name"] for output in model_metadata(model_info(config=LIBRARY))["outputs"]]
+    assert names == ["label", "index", "score", "logits", "embedding"]
+    pixels = {"name": "pixels", "datatype": "UINT8", "shape": [1, 8, 8, 3], "data": np.zeros(192, int).tolist()}
+    body = json.dumps({"inputs": [pixels], "outputs": [{"name": "attention"}]}).encode()
+    response = await library_app().request("POST", "/v2/models/fake/infer", body=body)
+    assert (response.status, response.json) == (422, {"error": NONE})
+
+
+@on_a_loop
+async def test_a_vision_transformer_gives_way_to_a_convnext_and_back(tmp_path: Path) -> None:
+    make("convnext", tmp_path / "convnext")
+    vit = write_checkpoint(tmp_path / "vit", "tiny", (16, 16), ("a", "b", "c"), 0)
+    expected = load_checkpoint(str(tmp_path / "convnext"))
+    settings = load_settings({"checkpoint": str(vit), "decode_threads": 1, "device": "cpu", "backend": "torch"})
+
+    def make_engine(checkpoint: str | None) -> Any:
+        own = settings if checkpoint is None else settings.model_copy(update={"checkpoint": checkpoint})
+        return engine_of(own, load_predictor, lambda report: None, lambda report: None)
+
+    swap = LocalSwap(make_engine)
+    service = App(settings, engine=cast(Any, swap))
+    swap.start(lambda: None)
+    try:
+        await until(lambda: swap.current.engine.ready)
+        for folder, runtime, labels in (
+            (str(tmp_path / "convnext"), "timm", expected.labels),
+            (str(vit), "vitserve", ("a", "b", "c")),
+        ):
+            await swap.load(folder)
+            answer = await service.classify(png(7))
+            assert {each["label"] for each in answer.json["predictions"]} == set(labels)
+            assert (await service.get("/model")).json["runtime"] == runtime
+            with_map = await service.classify(png(7), query="attention=relevance")
+            assert with_map.status == (422 if runtime == "timm" else 200)
+    finally:
+        await swap.close()
