@@ -55,12 +55,14 @@ class ConvStem(nn.ModuleList):
                 inputs, config.widths, config.kernels, config.strides, strict=False
             )
         )
+        self.pools = config.pools or (1,) * len(config.widths)
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, C, H, W] to [B, widths[-1], H / stride, W / stride]."""
-        for convolution in self:
-            x = self.activation(convolution(x))
+        for convolution, pool in zip(self, self.pools, strict=True):
+            x = convolution(x)
+            x = self.activation(F.max_pool2d(x, pool) if pool > 1 else x)
         return x
 
 
