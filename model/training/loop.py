@@ -299,7 +299,9 @@ class Trainer:
                 self.model.patch_dropout = dropout.rate if progress < dropout.until else 0.0
                 distillation = self.recipe.distillation
                 if distillation is not None and distillation.frozen_stem:
-                    self.model.patch_embed.get_submodule("backbone").requires_grad_(progress >= distillation.frozen_stem)
+                    self.model.patch_embed.get_submodule("backbone").requires_grad_(
+                        progress >= distillation.frozen_stem
+                    )
                 loss, correct = self._step(pixels, labels, targets)
                 self._optimiser.update_ema(self.epoch * self.steps_per_epoch + done)
                 loss_sum += loss * len(labels)
