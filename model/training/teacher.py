@@ -237,7 +237,7 @@ class TeacherTrainer:
             raise TrainingError(
                 f"recipe: distillation.inherit_stem: architecture.conv_stem is {stem}; the teacher has {usable}"
             )
-        parameters = {}
+        parameters: dict[str, Tensor] = {}
         for i, (weight, bias) in enumerate(layers[:count]):
             parameters |= {f"{i}.weight": weight, f"{i}.bias": bias}
         return parameters
