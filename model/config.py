@@ -84,17 +84,19 @@ class ConvolutionalStem(Frozen):
     widths: Annotated[tuple[Annotated[int, Field(ge=1, le=4096)], ...], Field(min_length=1, max_length=8)]
     kernels: tuple[Annotated[int, Field(ge=1, le=15)], ...]
     strides: tuple[Annotated[int, Field(ge=1, le=8)], ...]
+    pools: tuple[Annotated[int, Field(ge=1, le=8)], ...] = ()
+    """Edge of the squares whose maximum each convolution hands to its activation; none at all is 1 for each."""
     activation: Activation = "relu"
 
     @property
     def stride(self) -> int:
         """Return the number of input pixels along each axis for one output pixel."""
-        return math.prod(self.strides)
+        return math.prod(self.strides) * math.prod(self.pools)
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Self:
-        if not len(self.widths) == len(self.kernels) == len(self.strides):
-            raise ValueError("widths, kernels and strides need one number for each convolution")
+        if not len(self.widths) == len(self.kernels) == len(self.strides) == len(self.pools or self.widths):
+            raise ValueError("widths, kernels, strides and pools need one number for each convolution")
         return self
 
 

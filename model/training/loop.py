@@ -120,6 +120,7 @@ class Trainer:
         self._teacher: TeacherTrainer | None = None
         if recipe.teacher is not None:
             self._teacher = TeacherTrainer(recipe, data, config.num_classes, folder, device, self.dtype)
+            self._inherited_stem(self._teacher)  # another stem is refused before the teacher is trained
         self._best: BestWeights | None = None
         self._best_is_saved = True
         self.steps_per_epoch = len(data.labels) // recipe.batch_size
@@ -175,6 +176,8 @@ class Trainer:
             (self.folder / BEST_FILE).unlink(missing_ok=True)  # of a run that did not live to its first state
         if self._teacher is not None:
             self.teacher = self._teacher.run()
+            if self.epoch == 0:
+                self._optimiser.start_stem(self._inherited_stem(self._teacher))
         while not self.finished:
             metrics = self._run_epoch(progress)
             self.history.append(metrics)
@@ -294,6 +297,11 @@ class Trainer:
                 rate = self._optimiser.set_rate(min(progress, 1.0))
                 dropout = self.recipe.patch_dropout
                 self.model.patch_dropout = dropout.rate if progress < dropout.until else 0.0
+                distillation = self.recipe.distillation
+                if distillation is not None and distillation.frozen_stem:
+                    self.model.patch_embed.get_submodule("backbone").requires_grad_(
+                        progress >= distillation.frozen_stem
+                    )
                 loss, correct = self._step(pixels, labels, targets)
                 self._optimiser.update_ema(self.epoch * self.steps_per_epoch + done)
                 loss_sum += loss * len(labels)
@@ -303,6 +311,11 @@ class Trainer:
                     bar.set_postfix_str(f"run: {self._time_left(done + 1, began)} left", refresh=False)
                 bar.update(len(labels))
         return _EpochSums(loss_sum, correct_sum, images, done + 1, rate)
+
+    def _inherited_stem(self, teacher: TeacherTrainer) -> Mapping[str, Tensor]:
+        """Return what the stem starts with by its parameters' names: nothing unless the recipe asks for it."""
+        distillation, stem = self.recipe.distillation, self.config.conv_stem
+        return teacher.stem_weights(stem) if distillation and distillation.inherit_stem and stem else {}
 
     def _step(self, pixels: Tensor, labels: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Do one update; return the mean loss and the number of correct top-1 answers, both on the device."""

@@ -156,6 +156,15 @@ class MixedPrecisionOptimiser:
         """Return the float32 weights by name: their moving average if the recipe keeps it, else the masters."""
         return dict(self._average or self._masters)
 
+    @torch.no_grad()
+    def start_stem(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace the stem's weights, float32 by their names within it, before the first step."""
+        for name, weight in weights.items():
+            for kept in (self._masters, self._average):
+                if kept:
+                    kept[_STEM + name].copy_(weight)
+        self._publish(self._masters)
+
     def set_rate(self, progress: float) -> float:
         """Set all learning rates for this share of the schedule, 0...1, and return AdamW's."""
         factor = rate_factor(progress, self._settings.warmup)

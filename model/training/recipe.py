@@ -160,6 +160,10 @@ class Distillation(Frozen):
     """Share of the loss that is the divergence from the teacher's scores; the rest is that of the labels."""
     temperature: Positive = 1.0
     """Both logits are divided by it before the softmax; the divergence is multiplied by its square."""
+    inherit_stem: bool = False
+    """The model's convolutional stem starts as the teacher's first layers, which have the same shapes."""
+    frozen_stem: Probability = 0.0
+    """Share of the schedule over which the stem stays as it started, which makes a step cheaper."""
 
 
 class Recipe(Frozen):
@@ -218,6 +222,9 @@ class Recipe(Frozen):
     def _teacher_is_heard(self) -> Self:
         if (self.teacher is None) != (self.distillation is None):
             raise ValueError("teacher and distillation need each other")
+        stem = self.distillation is not None and (self.distillation.inherit_stem or self.distillation.frozen_stem)
+        if stem and (self.architecture is None or self.architecture.conv_stem is None):
+            raise ValueError("distillation: inherit_stem and frozen_stem need an architecture.conv_stem")
         return self
 
     def override(self, values: Mapping[str, Any] | None = None, /, **fields: Any) -> Recipe:

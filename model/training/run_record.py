@@ -79,7 +79,8 @@ def describe_device(device: torch.device) -> str:
     if cpuinfo.exists():
         lines = cpuinfo.read_text(errors="replace").splitlines()
         name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
-    return f"{name} ({torch.get_num_threads()} threads)"
+    threads = torch.get_num_threads()
+    return f"{name} ({threads} thread{'s' if threads > 1 else ''})"
 
 
 def installed_versions() -> dict[str, str]:

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.config import ConvolutionalStem
 from model.errors import TrainingError
 from model.network.vit import count_parameters
 from model.training.augment.augment import random_crop, random_resample
@@ -124,13 +125,23 @@ class _Convolution(nn.Module):
         """Let the first filters pass their input on; the others are random."""
         bound = 1 / math.sqrt(self.weight.shape[1])
         nn.init.uniform_(self.weight, -bound, bound, generator=generator)
-        nn.init.dirac_(self._filters()[: self.inputs])
+        nn.init.dirac_(self.filters()[: self.inputs])
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.conv2d(x, self._filters(), padding=1)
+        return F.conv2d(x, self.filters(), padding=1)
 
-    def _filters(self) -> Tensor:
+    def filters(self) -> Tensor:
         return self.weight.view(-1, self.inputs, 3, 3)
+
+
+def _folded(convolution: _Convolution, norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
+    """Return a convolution's filters and biases with the batch norm that follows it in evaluation.
+
+    A maximum between the two does not matter: the norm's factors are positive.
+    """
+    assert norm.running_mean is not None and norm.running_var is not None
+    scale = norm.weight / (norm.running_var + norm.eps).sqrt()
+    return convolution.filters() * scale[:, None, None, None], norm.bias - norm.running_mean * scale
 
 
 def _even(pixels: Tensor) -> Tensor:
@@ -195,6 +206,41 @@ class TeacherTrainer:
         with self._arithmetic():
             logits: Tensor = self.net(pixels.float().contiguous(memory_format=torch.channels_last))
         return logits.float()
+
+    @torch.no_grad()
+    def stem_weights(self, stem: ConvolutionalStem) -> dict[str, Tensor]:
+        """Return the whitening filters and the first groups as a model's stem, batch norms folded into the filters.
+
+        The whitening's 2 x 2 filters become the lower right of 3 x 3 ones, so that pictures lose no row or column.
+
+        Returns:
+            float32 by the names of the stem's parameters.
+
+        Raises:
+            TrainingError: the stem's convolutions are not the teacher's first ones.
+        """
+        whitening = self.net.whitening
+        assert whitening.bias is not None
+        layers = [(F.pad(whitening.weight, (1, 0, 1, 0)), whitening.bias)]
+        for group in self.net.groups:
+            assert isinstance(group, _Group)
+            layers += [_folded(group.conv1, group.norm1), _folded(group.conv2, group.norm2)]
+        count = len(stem.widths)
+        usable = ConvolutionalStem(
+            widths=tuple(len(weight) for weight, _ in layers)[:count],
+            kernels=((3,) * len(layers))[:count],
+            strides=((1,) * len(layers))[:count],
+            pools=((1,) + (2, 1) * len(self.net.groups))[:count],
+            activation="gelu",
+        )
+        if stem != usable:
+            raise TrainingError(
+                f"recipe: distillation.inherit_stem: architecture.conv_stem is {stem}; the teacher has {usable}"
+            )
+        parameters: dict[str, Tensor] = {}
+        for i, (weight, bias) in enumerate(layers[:count]):
+            parameters |= {f"{i}.weight": weight, f"{i}.bias": bias}
+        return parameters
 
     def _arithmetic(self) -> torch.autocast:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._dtype == torch.bfloat16)

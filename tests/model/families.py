@@ -64,7 +64,7 @@ NATIVE: Final[dict[str, dict[str, Any]]] = {
     "inner width": {"attention_width": 16, "pool": "mean"},
     "two-layer head": {"head_width": 24, "activation": "tanh"},
     "norms of patches": {"patch_embedding": "linear", "patch_norms": True},
-    "convolutions": {"conv_stem": {"widths": (6, 8), "kernels": (3, 3), "strides": (2, 2)}},
+    "convolutions": {"conv_stem": {"widths": (6, 8), "kernels": (3, 3), "strides": (2, 1), "pools": (1, 2)}},
     "root alone": {"image_size": (16, 16), "stem": {"layers": []}},
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -55,12 +57,21 @@ class ConvStem(nn.ModuleList):
                 inputs, config.widths, config.kernels, config.strides, strict=False
             )
         )
+        self.pools = config.pools or (1,) * len(config.widths)
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, C, H, W] to [B, widths[-1], H / stride, W / stride]."""
-        for convolution in self:
-            x = self.activation(convolution(x))
+        for convolution, pool in zip(self, self.pools, strict=True):
+            assert isinstance(convolution, nn.Conv2d)
+            if pool > 1:
+                # Biases come last: OpenVINO 2026.4 would move an activation that follows a maximum to before it, as if
+                # all were monotonic.
+                x = F.conv2d(x, convolution.weight, None, convolution.stride, convolution.padding)
+                x = F.max_pool2d(x, pool) + cast(Tensor, convolution.bias)[:, None, None]
+            else:
+                x = convolution(x)
+            x = self.activation(x)
         return x
 
 

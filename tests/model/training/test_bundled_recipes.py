@@ -15,7 +15,7 @@ from model.config import ViTConfig
 from model.data.cifar10 import CLASSES, IMAGE_SIZE
 from model.network.vit import VisionTransformer, count_parameters
 from model.training.recipe import RECIPES, Recipe, read_recipe
-from model.training.run_folder import EpochMetrics
+from model.training.run_folder import CARD_FILE, EpochMetrics
 from model.training.run_record import RunRecord
 from model.training.train import default_recipe, run
 from tests.model.data.picture_folders import write_folder
@@ -64,7 +64,7 @@ def test_an_epoch_of_the_recipe_for_a_gpu_runs_on_the_cpu(cifar: Path, tmp_path:
 
 def test_an_epoch_of_the_recipe_with_a_teacher_runs(cifar: Path, tmp_path: Path) -> None:
     teacher = {"teacher.epochs": 1, "teacher.batch_size": 80, "teacher.widths": (24, 8, 8)}
-    stem = {"architecture.conv_stem.widths": (8, 8, 8, 8, 8)}
+    stem = {"architecture.conv_stem.widths": (24, 24, 24, 8, 8)}
     recipe = read_recipe(RECIPES / "cifar10-distilled.toml").override(SMALL | teacher | stem)
     result = run(cifar, tmp_path / "out", recipe, device="cpu", progress=False)
     assert result.teacher is not None
@@ -72,6 +72,7 @@ def test_an_epoch_of_the_recipe_with_a_teacher_runs(cifar: Path, tmp_path: Path)
     config = load_checkpoint(str(tmp_path / "out")).config
     assert isinstance(config, ViTConfig)
     assert config.conv_stem == recipe.architecture.conv_stem
+    assert "The stem starts as the first layers of the teacher" in (tmp_path / "out" / CARD_FILE).read_text()
 
 
 def test_an_epoch_of_the_recipe_for_a_folder_runs(tmp_path: Path) -> None:

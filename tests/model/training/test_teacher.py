@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from model.data.cifar10 import CLASSES
 from model.errors import TrainingError
+from model.network.layers.patch_embed import ConvStem
 from model.training import loop
 from model.training.recipe import Recipe
 from model.training.run_folder import CARD_FILE, TEACHER_FILE
@@ -114,11 +115,75 @@ def test_a_teacher_alone_can_teach_whatever_the_labels_say(
         ({"distillation.weight": 0.0}, r"distillation\.weight"),
         ({"distillation.temperature": 0.0}, r"distillation\.temperature"),
         ({"teacher.resample": 1.5}, r"teacher\.resample"),
+        ({"distillation.inherit_stem": True}, "need an architecture.conv_stem"),
+        ({"distillation.frozen_stem": 0.5}, "need an architecture.conv_stem"),
     ],
 )
 def test_a_recipe_with_half_a_teacher_is_refused(taught: Recipe, fields: dict[str, object], message: str) -> None:
     with pytest.raises(TrainingError, match=message):
         taught.override(fields)
+
+
+STEM = {
+    "widths": (24, 24, 24, 16, 16),
+    "kernels": (3, 3, 3, 3, 3),
+    "strides": (1, 1, 1, 1, 1),
+    "pools": (1, 2, 1, 2, 1),
+    "activation": "gelu",
+}
+
+
+@pytest.fixture
+def inheriting(taught: Recipe) -> Recipe:
+    """The model's stem is the teacher's first layers; it is frozen in the first of two epochs."""
+    return taught.override(
+        {"architecture.conv_stem": STEM, "distillation.inherit_stem": True, "distillation.frozen_stem": 0.5}
+    )
+
+
+def test_a_stem_that_starts_as_the_teachers_first_layers_gives_their_features(
+    inheriting: Recipe, data: TrainingData, tmp_path: Path
+) -> None:
+    teacher = teacher_of(inheriting, data, tmp_path)
+    teacher.run()
+    config = inheriting.architecture.config((32, 32), CLASSES).conv_stem if inheriting.architecture else None
+    assert config is not None
+    stem = ConvStem(config, 3)
+    stem.load_state_dict(teacher.stem_weights(config))
+    pixels = data.normalise(data.validation_pixels[:8])
+    with torch.no_grad():
+        net = teacher.net
+        expected = net.groups[:2](F.gelu(net.whitening(pixels)))
+        features = stem(pixels)
+    assert expected.shape == (8, 16, 7, 7)
+    assert features.shape == (8, 16, 8, 8)  # the stem sees the row and the column that the teacher leaves out
+    torch.testing.assert_close(features[:, :, :5, :5], expected[:, :, :5, :5], atol=1e-4, rtol=1e-4)
+
+
+def test_a_frozen_stem_stays_the_teachers_until_its_share_of_the_schedule_is_over_bit_for_bit_after_a_resumption(
+    inheriting: Recipe, data: TrainingData, tmp_path: Path
+) -> None:
+    inheriting = inheriting.override(epochs=4)
+    whole = trained(inheriting, data, tmp_path / "whole")
+    interrupted_after(inheriting, data, tmp_path / "broken", 1)
+    broken = make_trainer(inheriting, data, tmp_path / "broken")
+    broken.load()
+    teacher = teacher_of(inheriting, data, tmp_path / "broken")
+    teacher.run()
+    assert broken.config.conv_stem is not None
+    for name, weight in teacher.stem_weights(broken.config.conv_stem).items():
+        assert torch.equal(broken.weights[f"patch_embed.backbone.{name}"], weight)
+        assert not torch.equal(whole.weights[f"patch_embed.backbone.{name}"], weight)
+    broken.run(progress=False)
+    assert same(whole, broken)
+
+
+def test_a_stem_of_other_layers_than_the_teachers_is_refused_before_training(
+    inheriting: Recipe, data: TrainingData, tmp_path: Path
+) -> None:
+    for field, value in {"widths": (24, 24, 24, 16, 8), "pools": (1, 1, 2, 2, 1), "activation": "relu"}.items():
+        with pytest.raises(TrainingError, match=r"inherit_stem: architecture\.conv_stem is .*; the teacher has "):
+            make_trainer(inheriting.override({f"architecture.conv_stem.{field}": value}), data, tmp_path)
 
 
 def test_data_that_the_teacher_cannot_learn_from_are_refused_before_training(
