@@ -105,9 +105,9 @@ def _entry(field: Field, directory: Directory, data: bytes | bytearray) -> bytes
         return field.entry
     value, inline = directory.value(field, data)[: field.value_size], directory.inline(field)
     # A value that is too long for the entry stays where it is.
-    return struct.pack(
-        directory.entry_format, field.tag, field.field_type, 1, value if len(value) <= len(inline) else inline
-    )
+    short = value if len(value) <= len(inline) else inline
+    form = directory.byte_order + ("HHQ8s" if directory.bigtiff else "HHL4s")
+    return struct.pack(form, field.tag, field.field_type, 1, short)
 
 
 def _integers(field: Field | None, directory: Directory, data: bytes | bytearray) -> list[int]:
