@@ -1,10 +1,9 @@
-"""How a predictor's parts are made of a checkpoint with torch: device, dtype, network, and the chosen backend."""
+"""How a predictor's parts are made of a checkpoint with torch: device, dtype, network and backend."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final, TypedDict
 
 import torch
@@ -14,21 +13,15 @@ from model.config import ViTConfig
 from model.errors import DeviceError, NewProcessNeeded, first_line
 from model.network.vit import VisionTransformer, count_parameters
 from model.runtime.backend import Backend, BackendName, Built, CompileMode, batch_too_large
-from model.runtime.batches import BatchRequest, captured_sizes, powers_of_two
+from model.runtime.batches import captured_sizes, powers_of_two
+from model.runtime.choice import choose_backend
 from model.runtime.cpu import ThreadPolicy
-from model.runtime.cuda.backend import Cuda
 from model.runtime.cuda.batch_launcher import DeviceOps
-from model.runtime.cuda.ops import CudaOps
 from model.runtime.device import choose_device, choose_dtype, gpu_identifier
 from model.runtime.float8 import CALIBRATION_SET, LEAST_AGREEMENT, agreement, calibration_images
 from model.runtime.int8 import TorchReference, chosen_graph, require_same_model
-from model.runtime.openvino.backend import LazyTorch, OpenVino, unsupported_reason
-from model.runtime.openvino.network import NetworkGraph, OpenVinoNetwork
-from model.runtime.openvino.store import Keep, MadeOf
-from model.runtime.openvino.tracing import traced_network
-from model.runtime.scores import Scores
+from model.runtime.openvino.store import Keep
 from model.runtime.torch_backend import TorchOptions
-from model.runtime.torch_cpu import TorchCpu
 
 logger = logging.getLogger(__name__)
 
@@ -46,30 +39,7 @@ _DEFAULT_THREADS: Final = {"cpu": None, "cuda": 1}
 
 
 class PredictorOptions(TypedDict, total=False):
-    """How a predictor runs its model; what is left out is chosen for the device.
-
-    Attributes:
-        device: see `model.runtime.device.choose_device`.
-        device_name: what the device is called, where it has another number in this process.
-        dtype: see `model.runtime.device.choose_dtype`. Where `auto` gives float16, and the model overflows in it, the
-            model runs in float32. With `float8` the best class is compared with bfloat16's on a calibration set. A
-            checkpoint that has a graph in int8 beside it is served with it in `auto`, too, where it agrees.
-        least_agreement: share of that set on which they must agree, 0...1; with int8, of the pictures on which
-            `vitserve convert` measured it.
-        compile_mode: `auto` compiles on CUDA; `on` also on the CPU; `max` times several kernels for every
-            matrix product first, which takes minutes. If the compiler is missing or fails, that is logged and shown by
-            `compiled`, and the model runs uncompiled. Unless `off`, on CUDA each launch size becomes a CUDA graph.
-        backend: what runs the network: `torch`; `openvino`, on a CPU; or `auto`, which is OpenVINO where it is
-            installed, has the dtype and agrees with torch, unless torch is to compile.
-        max_batch: largest batch ever launched; None for the device's default.
-        threads: threads that compute on the CPU; None leaves torch's choice.
-        streams: batches under way at the same time; None for the device's default.
-        graphs: whether launch sizes become CUDA graphs, where they do.
-        launch_sizes: the batch sizes to compile for, instead of powers of two, or finer ones on CUDA; the largest is
-            `max_batch`.
-        ops: a device that batches are launched on in CUDA's place; for tests.
-        keep: keeps the graphs of OpenVINO for a later start; None keeps none.
-    """
+    """See `model.runtime.predictor.Predictor`."""
 
     device: str
     device_name: str | None
@@ -100,8 +70,11 @@ class Builder:
     """
 
     def __init__(self, checkpoint: Checkpoint, options: PredictorOptions) -> None:
-        dtype, ops = options.get("dtype", "auto"), options.get("ops")
-        compile_mode, backend = options.get("compile_mode", "auto"), options.get("backend", "auto")
+        dtype, backend = options.get("dtype", "auto"), options.get("backend", "auto")
+        compile_mode, graphs = options.get("compile_mode", "auto"), options.get("graphs", True)
+        least_agreement, ops, keep = options.get("least_agreement"), options.get("ops"), options.get("keep")
+        max_batch, threads, streams = options.get("max_batch"), options.get("threads"), options.get("streams")
+        launch_sizes = options.get("launch_sizes")
         is_vit = isinstance(checkpoint.config, ViTConfig)
         if dtype == "float8" and not is_vit:
             raise DeviceError(f"dtype 'float8': {checkpoint.config.kind} has no blocks for it: choose bfloat16")
@@ -112,21 +85,16 @@ class Builder:
         on_cpu = self._device.type == "cpu"
         self._name = options.get("device_name") or str(self._device)
         sizes_up_to = powers_of_two if on_cpu and ops is None else captured_sizes
-        max_batch = options.get("max_batch") or DEFAULT_MAX_BATCH[self._device.type]
-        self._sizes = tuple(sorted(options.get("launch_sizes") or sizes_up_to(max_batch)))
-        if threads := options.get("threads") or _DEFAULT_THREADS[self._device.type]:
+        self._sizes = tuple(sorted(launch_sizes or sizes_up_to(max_batch or DEFAULT_MAX_BATCH[self._device.type])))
+        if threads := threads or _DEFAULT_THREADS[self._device.type]:
             torch.set_num_threads(threads)
         self._threads = ThreadPolicy(torch.get_num_threads())
-        self._streams = options.get("streams") or (
-            min(_DEFAULT_STREAMS, self._threads.count) if on_cpu else _DEFAULT_STREAMS
-        )
-        least = options.get("least_agreement")
-        self._least = LEAST_AGREEMENT if least is None else least
-        self._compile_mode, self._backend, self._ops = compile_mode, backend, ops
-        self._graphs = options.get("graphs", True)
+        self._streams = streams or (min(_DEFAULT_STREAMS, self._threads.count) if on_cpu else _DEFAULT_STREAMS)
+        self._least = LEAST_AGREEMENT if least_agreement is None else least_agreement
+        self._compile_mode, self._backend, self._graphs, self._ops = compile_mode, backend, graphs, ops
         self._int8 = chosen_graph(checkpoint, self._device, dtype, backend, compile_mode, self._least)
         self._may_do_without = dtype == "auto"
-        self._keep = options.get("keep") if self._int8 is None else None
+        self._keep = keep if self._int8 is None else None
         # A library's network may do without a dtype, a Vision Transformer overflow in float16.
         risks = (torch.float16,) if is_vit else (torch.float16, torch.bfloat16)
         self.may_overflow = dtype == "auto" and self._dtype in risks
@@ -221,76 +189,3 @@ class Builder:
             raise DeviceError(f"dtype 'float8': it gives {text}, and {self._least:.1%} are required: choose bfloat16")
         logger.info("float8 gives %s", text)
         return text
-
-
-def choose_backend(
-    options: TorchOptions,
-    requested: BackendName,
-    *,
-    threads: ThreadPolicy,
-    streams: int,
-    ops: DeviceOps | None = None,
-    keep: Keep | None = None,
-    int8: NetworkGraph | None = None,
-) -> tuple[Backend, str]:
-    """Return the backend and the reason: OpenVINO where it is requested, or is possible and torch is not to compile.
-
-    Args:
-        options: the network and how torch would run it.
-        requested, threads, streams: see `model.runtime.predictor.Predictor`.
-        keep: keeps graphs of OpenVINO that were made and compared.
-        int8: the network's logits as a graph in int8, which needs OpenVINO.
-        ops: a device that batches are launched on; None launches on CUDA if that is the options' device.
-
-    Raises:
-        DeviceError: OpenVINO is requested and does not run this model, or the device's memory is too small.
-    """
-    if requested == "torch":
-        reason = "torch is requested"
-    elif requested == "auto" and options.compile_mode in ("on", "max"):
-        reason = "torch is to compile the network"
-    elif unsupported := unsupported_reason(str(options.device), options.dtype_name):
-        if requested == "openvino":
-            raise DeviceError(f"backend openvino: {unsupported}")
-        reason = f"OpenVINO is not possible: {unsupported}"
-    else:
-        parameters = count_parameters(options.model)
-        stage = None if keep is None else keep.stage
-        try:
-            network = traced_network(options, threads=threads.count, streams=streams, stage=stage)
-            classifier = None
-            if int8 is not None:
-                classifier = OpenVinoNetwork(int8, options.dtype_name, threads=threads.count, streams=streams)
-        except DeviceError as error:
-            if requested == "openvino" or int8 is not None:
-                raise
-            logger.warning("torch runs the network: %s", error)
-            reason = str(error)
-        else:
-            agrees = "OpenVINO is installed, has the dtype and agrees with torch"
-            why = "OpenVINO is requested" if requested == "openvino" else agrees
-            torchs = TorchCpu(replace(options, compile_mode="off"), threads)
-            made_of = MadeOf(parameters, options.dtype_name, threads.count, streams, options.sizes[-1], why)
-
-            def save(extras: BatchRequest = BatchRequest()) -> None:  # noqa: B008  frozen
-                if keep is not None:
-                    keep.save(extras, options.checkpoint, made_of)
-
-            def with_extras(extras: BatchRequest) -> OpenVinoNetwork:
-                # Of the checkpoint's own tensors, which are the constants of the first network's graphs already.
-                built = replace(options, model=options.checkpoint.build())
-                extended = traced_network(
-                    built, threads=threads.count, streams=streams, extras=extras, workers=1, stage=stage
-                )
-                save(extras)
-                return extended
-
-            fallback = LazyTorch(lambda: torchs)
-            fallback.load()
-            scores = Scores(options.checkpoint)
-            return OpenVino(network, scores, threads, fallback, with_extras, save, classifier), why
-    if ops is None and options.device.type == "cuda":
-        ops = CudaOps(options.device)
-    if ops is None:
-        return TorchCpu(options, threads), reason
-    return Cuda(options, ops, streams=streams), reason

@@ -55,7 +55,26 @@ class Predictor:
 
     Args:
         checkpoint: what to serve.
-        options: see `model.runtime.building.PredictorOptions`.
+        device: see `model.runtime.device.choose_device`.
+        device_name: what the device is called, where it has another number in this process.
+        dtype: see `model.runtime.device.choose_dtype`. Where `auto` gives float16, and the model overflows in it, the
+            model runs in float32. With `float8` the best class is compared with bfloat16's on a calibration set. A
+            checkpoint that has a graph in int8 beside it is served with it in `auto`, too, where it agrees.
+        least_agreement: share of that set on which they must agree, 0...1; with int8, of the pictures on which
+            `vitserve convert` measured it.
+        compile_mode: `auto` compiles on CUDA; `on` also on the CPU; `max` times several kernels for every
+            matrix product first, which takes minutes. If the compiler is missing or fails, that is logged and shown by
+            `compiled`, and the model runs uncompiled. Unless `off`, on CUDA each launch size becomes a CUDA graph.
+        backend: what runs the network: `torch`; `openvino`, on a CPU; or `auto`, which is OpenVINO where it is
+            installed, has the dtype and agrees with torch, unless torch is to compile.
+        max_batch: largest batch ever launched; None for the device's default.
+        threads: threads that compute on the CPU; None leaves torch's choice.
+        streams: batches under way at the same time; None for the device's default.
+        graphs: whether launch sizes become CUDA graphs, where they do.
+        launch_sizes: the batch sizes to compile for, instead of powers of two, or finer ones on CUDA; the largest is
+            `max_batch`.
+        ops: a device that batches are launched on in CUDA's place; for tests.
+        keep: keeps the graphs of OpenVINO for a later start; None keeps none.
 
     Attributes:
         checkpoint: what is served; without tensors where its graphs were kept: see `KeptCheckpoint`.

@@ -7,7 +7,6 @@ import importlib.util
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -37,7 +36,7 @@ def checkpoint_from(settings: Settings) -> Checkpoint:
 
     folder = None if settings.checkpoint_folder is None else Path(settings.checkpoint_folder).resolve()
     is_below = folder is not None and Path(settings.checkpoint).resolve().is_relative_to(folder)
-    options = {field.name: getattr(settings, field.name) for field in fields(CheckpointOptions)}
+    options = {name: getattr(settings, name) for name in CheckpointOptions.__dataclass_fields__}
     below = folder if is_below else None
     return load_checkpoint(settings.checkpoint, base=settings.base, bases_below=below, **options)
 

@@ -8,14 +8,7 @@ from typing import Self
 
 import numpy as np
 from PIL import ImageFile
-from PIL.TiffImagePlugin import (
-    COMPRESSION,
-    STRIPBYTECOUNTS,
-    STRIPOFFSETS,
-    TILEBYTECOUNTS,
-    TILEOFFSETS,
-    TiffImageFile,
-)
+from PIL.TiffImagePlugin import COMPRESSION, STRIPBYTECOUNTS, STRIPOFFSETS, TILEBYTECOUNTS, TILEOFFSETS, TiffImageFile
 
 from model.errors import InvalidImage, UnsupportedImageFormat
 from model.images.exif import Directory, Field, directory_orientation, read_directory, read_orientation

@@ -16,12 +16,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.errors import (
-    Forbidden,
-    InvalidParameter,
-    MalformedRequest,
-    Unauthorized,
-)
+from service.errors import Forbidden, InvalidParameter, MalformedRequest, Unauthorized
 from service.http.exchange import exchange_of
 from service.settings import Settings
 from service.web.api_keys import bearer_token

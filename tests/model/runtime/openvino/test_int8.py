@@ -21,7 +21,7 @@ from model.config import PreprocessConfig, ViTConfig
 from model.errors import CheckpointError, DeviceError
 from model.network.vit import VisionTransformer
 from model.outputs import MapRequest
-from model.runtime import building
+from model.runtime import choice
 from model.runtime.backend import INT8_RECORD
 from model.runtime.batches import BatchRequest
 from model.runtime.device import choose_dtype
@@ -254,7 +254,7 @@ def test_a_graph_that_this_cpu_does_not_run_is_left_out_by_auto_and_refused_by_i
     def refuse(*_: object, **__: object) -> None:
         raise DeviceError("OpenVINO does not run this model: no kernel")
 
-    monkeypatch.setattr(building, "OpenVinoNetwork", refuse)
+    monkeypatch.setattr(choice, "OpenVinoNetwork", refuse)
     assert serve(folder, "auto").dtype != "int8"
     assert "the graph in int8 is not used: OpenVINO does not run this model: no kernel" in caplog.messages
     with pytest.raises(DeviceError, match="no kernel"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from model.errors import DeviceError
-from model.runtime import building
+from model.runtime import choice
 from model.runtime.cuda.backend import Cuda
 from model.runtime.openvino.backend import OpenVino
 from model.runtime.predictor import Predictor
@@ -47,7 +47,7 @@ def test_openvino_runs_the_network_unless_another_backend_is_requested() -> None
 
 
 def test_without_the_package_auto_is_torch_and_openvino_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(building, "unsupported_reason", lambda device, dtype: "the package is not installed")
+    monkeypatch.setattr(choice, "unsupported_reason", lambda device, dtype: "the package is not installed")
     assert made().backend_reason == "OpenVINO is not possible: the package is not installed"
     with pytest.raises(DeviceError, match=r"^backend openvino: the package is not installed$"):
         made(backend="openvino")

@@ -1,0 +1,97 @@
+"""The choice of the backend that runs the network."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from model.errors import DeviceError
+from model.network.vit import count_parameters
+from model.runtime.backend import Backend, BackendName
+from model.runtime.batches import BatchRequest
+from model.runtime.cpu import ThreadPolicy
+from model.runtime.cuda.backend import Cuda
+from model.runtime.cuda.batch_launcher import DeviceOps
+from model.runtime.cuda.ops import CudaOps
+from model.runtime.openvino.backend import LazyTorch, OpenVino, unsupported_reason
+from model.runtime.openvino.network import NetworkGraph, OpenVinoNetwork
+from model.runtime.openvino.store import Keep, MadeOf
+from model.runtime.openvino.tracing import traced_network
+from model.runtime.scores import Scores
+from model.runtime.torch_backend import TorchOptions
+from model.runtime.torch_cpu import TorchCpu
+
+logger = logging.getLogger(__name__)
+
+
+def choose_backend(
+    options: TorchOptions,
+    requested: BackendName,
+    *,
+    threads: ThreadPolicy,
+    streams: int,
+    ops: DeviceOps | None = None,
+    keep: Keep | None = None,
+    int8: NetworkGraph | None = None,
+) -> tuple[Backend, str]:
+    """Return the backend and the reason: OpenVINO where it is requested, or is possible and torch is not to compile.
+
+    Args:
+        options: the network and how torch would run it.
+        requested, threads, streams: see `model.runtime.predictor.Predictor`.
+        keep: keeps graphs of OpenVINO that were made and compared.
+        int8: the network's logits as a graph in int8, which needs OpenVINO.
+        ops: a device that batches are launched on; None launches on CUDA if that is the options' device.
+
+    Raises:
+        DeviceError: OpenVINO is requested and does not run this model, or the device's memory is too small.
+    """
+    if requested == "torch":
+        reason = "torch is requested"
+    elif requested == "auto" and options.compile_mode in ("on", "max"):
+        reason = "torch is to compile the network"
+    elif unsupported := unsupported_reason(str(options.device), options.dtype_name):
+        if requested == "openvino":
+            raise DeviceError(f"backend openvino: {unsupported}")
+        reason = f"OpenVINO is not possible: {unsupported}"
+    else:
+        parameters = count_parameters(options.model)
+        stage = None if keep is None else keep.stage
+        try:
+            network = traced_network(options, threads=threads.count, streams=streams, stage=stage)
+            classifier = None
+            if int8 is not None:
+                classifier = OpenVinoNetwork(int8, options.dtype_name, threads=threads.count, streams=streams)
+        except DeviceError as error:
+            if requested == "openvino" or int8 is not None:
+                raise
+            logger.warning("torch runs the network: %s", error)
+            reason = str(error)
+        else:
+            agrees = "OpenVINO is installed, has the dtype and agrees with torch"
+            why = "OpenVINO is requested" if requested == "openvino" else agrees
+            torchs = TorchCpu(replace(options, compile_mode="off"), threads)
+            made_of = MadeOf(parameters, options.dtype_name, threads.count, streams, options.sizes[-1], why)
+
+            def save(extras: BatchRequest = BatchRequest()) -> None:  # noqa: B008  frozen
+                if keep is not None:
+                    keep.save(extras, options.checkpoint, made_of)
+
+            def with_extras(extras: BatchRequest) -> OpenVinoNetwork:
+                # Of the checkpoint's own tensors, which are the constants of the first network's graphs already.
+                built = replace(options, model=options.checkpoint.build())
+                extended = traced_network(
+                    built, threads=threads.count, streams=streams, extras=extras, workers=1, stage=stage
+                )
+                save(extras)
+                return extended
+
+            fallback = LazyTorch(lambda: torchs)
+            fallback.load()
+            scores = Scores(options.checkpoint)
+            return OpenVino(network, scores, threads, fallback, with_extras, save, classifier), why
+    if ops is None and options.device.type == "cuda":
+        ops = CudaOps(options.device)
+    if ops is None:
+        return TorchCpu(options, threads), reason
+    return Cuda(options, ops, streams=streams), reason
