@@ -50,9 +50,7 @@ class CheckpointError(VitError):
     def __init__(self, message: str) -> None:
         if len(message) > _MAX_MESSAGE:
             message = f"{message[: _MAX_MESSAGE - _MESSAGE_END]}…{message[-_MESSAGE_END:]}"
-        if not message.isprintable():
-            message = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
-        super().__init__(message)
+        super().__init__(printable(message))
 
 
 class DeviceError(VitError):
@@ -99,6 +97,13 @@ class TrainingError(VitError):
 
 class DatasetError(TrainingError):
     """The training or evaluation data are missing, unreadable or degenerate."""
+
+
+def printable(text: str) -> str:
+    """Return a text in one line, with escapes for line breaks and other characters that do not print."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def first_problem(error: ValidationError) -> str:

@@ -44,6 +44,9 @@ EVIDENCE_WORDS: Final[tuple[tuple[float, EvidenceWord], ...]] = (
 RIVALS: Final = 10
 """How many other classes relevance compares a class with; a model of fewer classes has fewer."""
 
+DEFAULT_TOP_K: Final = 5
+"""Classes to answer with where the caller does not say how many."""
+
 MAX_CLASSES: Final = 8
 """Most classes of which one request may have maps."""
 

@@ -168,7 +168,10 @@ def parse_labels(text: str, name: str = "labels", *, most: int = MAX_TEXTS) -> t
     if len(text) > most * (_WRITTEN * MAX_CHARACTERS + len('"",')):  # before it is cut into millions of pieces
         raise InputError(name, f"{name}: {len(text)} characters, more than {most} names of {MAX_CHARACTERS} take")
     try:
-        values = json.loads(text) if text.lstrip().startswith("[") else _separated(text)
+        if text.lstrip().startswith("["):
+            values = json.loads(text)
+        else:
+            values = next(csv.reader([text.strip()], skipinitialspace=True, strict=True), [])
     except (ValueError, RecursionError, csv.Error):
         raise InputError(name, f'{name}: expected names like cat,dog,"a red car", or a JSON array of them') from None
     return checked_texts(values, name, most)
@@ -185,8 +188,3 @@ def checked_texts(values: Sequence[object], name: str, most: int) -> tuple[str, 
                 name, f"{name}: {each!r:.50}, number {number}: expected 1 to {MAX_CHARACTERS} characters that print"
             )
     return tuple(texts)
-
-
-def _separated(text: str) -> list[str]:
-    rows = list(csv.reader([text.strip()], skipinitialspace=True, strict=True))
-    return rows[0] if rows else []

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from torch import Tensor
 
@@ -25,7 +25,6 @@ from model.checkpoint.local_files import read_text_file, resolved_part, resolved
 from model.checkpoint.options import LABEL_PRESETS, PREPROCESS_PRESETS, CheckpointOptions
 from model.checkpoint.state_dicts import state_dict
 from model.checkpoint.state_dicts.lora import ADAPTER_CONFIG, adapt, adapter_base
-from model.config import Size
 from model.errors import CheckpointError
 
 __all__ = ["BUNDLED", "LABEL_PRESETS", "PREPROCESS_PRESETS", "READERS", "Checkpoint", "Reader", "load_checkpoint"]
@@ -62,15 +61,9 @@ READERS: Final[tuple[Reader, ...]] = (native, timm, huggingface, jax_npz, state_
 def load_checkpoint(
     source: str,
     *,
-    image_size: Size | None = None,
-    preprocess: str | None = None,
-    labels: str | None = None,
-    architecture: str | None = None,
-    weights: str | None = None,
-    keys: str | None = None,
     base: str | None = None,
     bases_below: Path | None = None,
-    templates: str | None = None,
+    **fields: Any,
 ) -> Checkpoint:
     """Read a checkpoint, whatever its format.
 
@@ -81,12 +74,13 @@ def load_checkpoint(
             never looked for on the hub.
         base: what a LoRA folder adapts, instead of what it names; as `source`.
         bases_below: folder below which what it names has to lie; None where it may lie anywhere.
-        image_size, preprocess, labels, architecture, weights, keys, templates: see `CheckpointOptions`.
+        fields: of `CheckpointOptions`.
 
     Raises:
         CheckpointError: nothing there, no format recognised, or not exactly what the format demands.
     """
-    files = _open(source, weights)
+    options = CheckpointOptions(**fields)
+    files = _open(source, options.weights)
     has_config = files.config is not None
     if files.path(ADAPTER_CONFIG) is not None:
         if has_config and base is None:
@@ -95,20 +89,19 @@ def load_checkpoint(
                 f"whether they are merged: --base {adapter_base(files, None)} (VIT_BASE) reads the adapter; without "
                 f"{ADAPTER_CONFIG} the model is read"
             )
-        adapter, files = files, _base(files, base, bases_below, weights)
+        adapter, files = files, _base(files, base, bases_below, options.weights)
         adapt(files, adapter)
-    options = CheckpointOptions(image_size, preprocess, labels, architecture, weights, keys, templates)
     for reader in READERS:
         if reader.recognises(files):
             checkpoint = reader.read(files, options)
-            if templates is not None and checkpoint.zero_shot is None:
+            if options.templates is not None and checkpoint.zero_shot is None:
                 raise CheckpointError(f"{files.place}: has no text tower: VIT_TEMPLATES does not apply")
             if files.overlay is not None:
                 note = f"the LoRA adapter {files.overlay.place} is merged into {files.place}"
                 checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))
             if isinstance(files, Repository) and files.from_cache:
                 checkpoint = replace(checkpoint, notes=(*checkpoint.notes, files.place))
-            return checkpoint if image_size is None else checkpoint.resized(image_size)
+            return checkpoint if options.image_size is None else checkpoint.resized(options.image_size)
     known = ", ".join(reader.FORMAT for reader in READERS)
     if files.config is None:
         raise CheckpointError(f"{files.place}: has no {CONFIG_FILE}: {_instead(files)}")

@@ -43,7 +43,7 @@ def chosen_state_dict(value: Any, weights: str | None, where: str) -> tuple[dict
     """
     candidates: dict[str, Mapping[str, Any]] = {}
     for path, found in _state_dicts(value, set()):
-        if _has_weights(found):
+        if any(isinstance(tensor, Tensor) and tensor.ndim > 1 for tensor in found.values()):
             check_names(found, where)
             candidates[path] = found
         if len(candidates) > _MAX_CANDIDATES:
@@ -108,10 +108,6 @@ def _state_dicts(value: Any, seen: set[int], path: str = "", depth: int = 0) -> 
     for key, inner in value.items():
         if not _TRAINING.search(key):
             yield from _state_dicts(inner, seen, f"{path}.{key}" if path else key, depth + 1)
-
-
-def _has_weights(found: Mapping[str, Any]) -> bool:
-    return any(isinstance(tensor, Tensor) and tensor.ndim > 1 for tensor in found.values())
 
 
 def _one_of(parts: Mapping[str, Mapping[str, Any]], weights: str | None, where: str) -> Mapping[str, Mapping[str, Any]]:

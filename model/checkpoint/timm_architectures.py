@@ -83,31 +83,18 @@ class TimmArguments(CommonArguments):
         """
         pool = POOL[self.global_pool]
         fc_norm = pool in ("mean", "max", "mean_max") if self.fc_norm is None else self.fc_norm
-        patch = self.patch_edge
-        rows, columns = self.img_size
         hidden = int(self.embed_dim * self.mlp_ratio)
         return ViTConfig(
-            image_size=self.img_size,
-            patch_size=patch,
-            width=self.embed_dim,
-            depth=self.depth,
-            heads=self.num_heads,
+            **self.common_fields(),
             mlp_width=hidden // 2 if self.mlp_layer == "SwiGLUPacked" else hidden,
-            num_classes=self.num_classes,
-            in_channels=self.in_chans,
-            drop_remainder=bool(rows % patch or columns % patch),
             stem=self.stem,
             patch_bias=not self.pre_norm if self.patch_bias is None else self.patch_bias,
             position_embedding=_POSITIONS.get(self.pos_embed, "none"),
-            position_prefix=not self.no_embed_class,
             relative_position_bias=self.rel_pos,
-            class_token=self.class_token,
             distillation_token=self.distilled,
             registers=self.reg_tokens,
             norm_before_blocks=self.pre_norm,
             norm_order=self.norm_order,
-            norm_eps=self.norm_eps,
-            qkv_bias=self.qkv_bias,
             projection_bias=self.proj_bias,
             qk_norm=self.qk_norm,
             attention_norm=self.scale_attn_norm,
@@ -115,7 +102,6 @@ class TimmArguments(CommonArguments):
             mlp="plain" if self.mlp_layer is None else "swiglu",
             activation=self.act_layer or ("gelu" if self.mlp_layer is None else "silu"),
             layer_scale=bool(self.init_values),
-            pool=pool,
             pool_prefix=self.pool_include_prefix,
             final_norm=self.final_norm,
             norm_after_pool=self.final_norm and fc_norm,

@@ -55,6 +55,30 @@ class CommonArguments(BaseModel):
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
     """Not timm's own name: what its entry points pass as a Python object."""
 
+    @property
+    def patch_edge(self) -> int:
+        """Input pixels along a patch's edge."""
+        return self.patch_size
+
+    def common_fields(self) -> dict[str, Any]:
+        """Return the fields of `ViTConfig` that both classes' arguments decide alike."""
+        patch, (rows, columns) = self.patch_edge, self.img_size
+        return {
+            "image_size": self.img_size,
+            "patch_size": patch,
+            "drop_remainder": bool(rows % patch or columns % patch),
+            "width": self.embed_dim,
+            "depth": self.depth,
+            "heads": self.num_heads,
+            "num_classes": self.num_classes,
+            "in_channels": self.in_chans,
+            "position_prefix": not self.no_embed_class,
+            "class_token": self.class_token,
+            "norm_eps": self.norm_eps,
+            "qkv_bias": self.qkv_bias,
+            "pool": POOL[self.global_pool],
+        }
+
 
 class EvaArguments(CommonArguments):
     """Arguments of timm's `Eva`, with that class's own defaults."""
@@ -104,48 +128,30 @@ class EvaArguments(CommonArguments):
     def _norm_before(self) -> bool:
         return not self._norm_after if self.use_post_transformer_norm is None else self.use_post_transformer_norm
 
-    @property
-    def patch_edge(self) -> int:
-        """Input pixels along a patch's edge."""
-        return self.patch_size
-
     def vit_config(self) -> ViTConfig:
         """Return the same architecture in this project's terms.
 
         Raises:
             pydantic.ValidationError: arguments that timm would refuse too, or beyond this project's limits.
         """
-        rows, columns = self.img_size
         hidden = int(self.embed_dim * self.mlp_ratio)
         if self.swiglu_mlp and self.swiglu_align_to:
             hidden += -hidden % self.swiglu_align_to
         is_pooling = self.global_pool == "map"
         return ViTConfig(
-            image_size=self.img_size,
-            patch_size=self.patch_size,
-            width=self.embed_dim,
-            depth=self.depth,
-            heads=self.num_heads,
+            **self.common_fields(),
             mlp_width=hidden,
-            num_classes=self.num_classes,
-            in_channels=self.in_chans,
-            drop_remainder=bool(rows % self.patch_size or columns % self.patch_size),
             patch_bias=not self.use_pre_transformer_norm,
             position_embedding="learned" if self.use_abs_pos_emb else "none",
-            position_prefix=not self.no_embed_class,
             rotary=self._rotary() if self.use_rot_pos_emb else None,
-            class_token=self.class_token,
             registers=self.num_reg_tokens,
             norm_before_blocks=self.use_pre_transformer_norm,
             norm_order="res_post" if self.use_post_norm else "pre",
-            norm_eps=self.norm_eps,
-            qkv_bias=self.qkv_bias,
             attention_norm=self.scale_attn_inner,
             mlp="swiglu" if self.swiglu_mlp else "plain",
             mlp_norm=self.scale_mlp,
             activation="silu" if self.swiglu_mlp else "gelu",
             layer_scale=self.init_values is not None and not self.use_post_norm,
-            pool=POOL[self.global_pool],
             pool_prefix=is_pooling,
             pool_heads=self.attn_pool_num_heads if is_pooling else None,
             pool_mlp_width=int(self.embed_dim * (self.attn_pool_mlp_ratio or self.mlp_ratio)) if is_pooling else None,

@@ -64,11 +64,6 @@ class Directory(NamedTuple):
     offset: int
     fields: tuple[Field, ...]
 
-    @property
-    def entry_format(self) -> str:
-        """Return the `struct` format of an entry: tag, field type, count, and the value or its offset."""
-        return self.byte_order + ("HHQ8s" if self.bigtiff else "HHL4s")
-
     def find(self, tag: int) -> Field | None:
         """Return the first field with this tag."""
         return next((field for field in self.fields if field.tag == tag), None)

@@ -42,11 +42,8 @@ def caption_of(attention: AttentionMap, labels: Sequence[str]) -> tuple[str, str
     assert attention.evidence is not None
     label, word = drawable(labels[request.class_index]), evidence_in_words(attention.evidence)
     named = label if label.strip("? ,") else f"class {request.class_index}"
-    return f"{named}: {_percent(attention.score)}", f"{request.method}, evidence: {word} ({attention.evidence:.2f})"
-
-
-def _percent(score: float) -> str:
-    return f"{score:.1%}" if score >= 0.0005 else "< 0.1%"
+    score = f"{attention.score:.1%}" if attention.score >= 0.0005 else "< 0.1%"
+    return f"{named}: {score}", f"{request.method}, evidence: {word} ({attention.evidence:.2f})"
 
 
 def drawable(text: str) -> str:

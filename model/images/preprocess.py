@@ -22,7 +22,7 @@ from model.errors import InvalidImage
 from model.images.colour import Converter, converter
 from model.images.decode import DECODE_ERRORS, DEFAULT_MAX_PIXELS, DecodedImage, OnSize, decode
 from model.images.formats import MinSize
-from model.images.region import Region, first_pixel, seen_region
+from model.images.region import Region
 from model.images.resample import Axis, resample_part
 from model.images.resize import passes_rows_first, resize
 
@@ -204,6 +204,37 @@ def resized_size(width: int, height: int, config: PreprocessConfig) -> tuple[int
     return round(width / ratio), round(height / ratio)
 
 
+def _first_pixel(resized: int, target: int, rounding: str) -> int:
+    """Return where along one axis of the resized picture the model's input begins; below zero, in a border.
+
+    Args:
+        resized: pixels of the resized picture.
+        target: pixels of the model's input.
+        rounding: `crop_rounding` of the preprocessing.
+    """
+    if target > resized:  # an odd pixel of border goes after the picture
+        return -((target - resized) // 2)
+    # A half goes to the even neighbour, as in torchvision's center_crop, or down, as in transformers'.
+    return (resized - target) // 2 if rounding == "down" else round((resized - target) / 2.0)
+
+
+def _seen_region(size: tuple[int, int], resized: tuple[int, int], config: PreprocessConfig) -> Region:
+    """Return the region of an upright picture that the model sees.
+
+    Args:
+        size: (width, height) of the upright picture in pixels.
+        resized: (width, height) after the resize and before the centre crop or the border.
+    """
+    rows, columns = config.size
+    (width, height), (new_width, new_height) = size, resized
+    return Region(
+        _first_pixel(new_width, columns, config.crop_rounding) * width / new_width,
+        _first_pixel(new_height, rows, config.crop_rounding) * height / new_height,
+        columns * width / new_width,
+        rows * height / new_height,
+    )
+
+
 class _Span(NamedTuple):
     """One axis of the upright picture: pixels `low` to `high` become `size`, of which the first `skip` are cut."""
 
@@ -215,7 +246,7 @@ class _Span(NamedTuple):
 
 def _span(source: int, resized: int, target: int, resample: Image.Resampling, rounding: str, *, exact: bool) -> _Span:
     """Return the part of `source` pixels that, resized, holds the middle `target` pixels; more where `exact`."""
-    first = first_pixel(resized, target, rounding)
+    first = _first_pixel(resized, target, rounding)
     last = first + target
     if not exact:
         return _Span(first * source / resized, last * source / resized, target, 0)
@@ -268,7 +299,7 @@ def _resize_and_crop(decoded: DecodedImage, config: PreprocessConfig) -> tuple[N
         upright, count = (1 - axis, (rows, columns)[axis]) if swapped else (axis, (columns, rows)[axis])
         length = decoded.size[axis] / decoded.scale
         low = image.size[axis] - length if mirrored else 0.0
-        first = first_pixel(resized[upright], count, config.crop_rounding)
+        first = _first_pixel(resized[upright], count, config.crop_rounding)
         return Axis(low, low + length, resized[upright], first, count, mirrored)
 
     small = resample_part(
@@ -284,14 +315,14 @@ def _resize_and_crop(decoded: DecodedImage, config: PreprocessConfig) -> tuple[N
     elif swapped:
         small = small.transpose(1, 0, 2)
 
-    region = seen_region((width, height), resized, config)
+    region = _seen_region((width, height), resized, config)
     shape = (*config.size, len(config.mean))
     if small.shape == shape:
         return np.require(small, requirements=["C", "W"]), region
     # A grey picture gets the model's channels, a small one a border of the mean colour; its odd pixel goes after it.
     whole = np.empty(shape, np.uint8)
     whole[:] = [round(255 * mean) for mean in config.mean]
-    top, left = (-first_pixel(small.shape[axis], config.size[axis], config.crop_rounding) for axis in (0, 1))
+    top, left = (-_first_pixel(small.shape[axis], config.size[axis], config.crop_rounding) for axis in (0, 1))
     whole[top : top + rows, left : left + columns] = small
     return whole, region
 

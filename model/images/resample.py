@@ -194,14 +194,6 @@ def _resample_rows(source: _Pixels, width: int, made: _Pass, result: NDArray[np.
 # --- weights --------------------------------------------------------------------------------------------------------
 
 
-def _box(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    return ((x > -0.5) & (x <= 0.5)).astype(np.float64)
-
-
-def _bilinear(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.maximum(1.0 - np.abs(x), 0.0)
-
-
 def _hamming(x: NDArray[np.float64]) -> NDArray[np.float64]:
     # Pillow's factors are 32-bit floats.
     window = float(np.float32(0.54)) + float(np.float32(0.46)) * _by_libm(math.cos, np.pi * np.abs(x))
@@ -212,10 +204,6 @@ def _bicubic(x: NDArray[np.float64]) -> NDArray[np.float64]:
     x = np.abs(x)
     inner = (1.5 * x - 2.5) * x * x + 1
     return np.where(x < 1.0, inner, np.where(x < 2.0, (((x - 5) * x + 8) * x - 4) * -0.5, 0.0))
-
-
-def _lanczos(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.where((x >= -3.0) & (x < 3.0), _sinc(x) * _sinc(x / 3), 0.0)
 
 
 def _sinc(x: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -229,11 +217,11 @@ def _by_libm(function: Callable[[float], float], x: NDArray[np.float64]) -> NDAr
 
 
 _FILTERS: dict[Image.Resampling, Callable[[NDArray[np.float64]], NDArray[np.float64]]] = {
-    Image.Resampling.BOX: _box,
-    Image.Resampling.BILINEAR: _bilinear,
+    Image.Resampling.BOX: lambda x: ((x > -0.5) & (x <= 0.5)).astype(np.float64),
+    Image.Resampling.BILINEAR: lambda x: np.maximum(1.0 - np.abs(x), 0.0),
     Image.Resampling.HAMMING: _hamming,
     Image.Resampling.BICUBIC: _bicubic,
-    Image.Resampling.LANCZOS: _lanczos,
+    Image.Resampling.LANCZOS: lambda x: np.where((x >= -3.0) & (x < 3.0), _sinc(x) * _sinc(x / 3), 0.0),
 }
 
 

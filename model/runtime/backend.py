@@ -13,14 +13,11 @@ from numpy.typing import NDArray
 from model.config import NetworkConfig
 from model.errors import DeviceError, NewProcessNeeded, NotFinite
 from model.outputs import MapRequest
-from model.runtime.batches import BatchRequest, HostOutputs
+from model.runtime.batches import BatchRequest, HostOutputs, Images
 
 BackendName = Literal["auto", "torch", "openvino"]
 
 CompileMode = Literal["auto", "on", "max", "off"]
-
-Images = NDArray[np.uint8] | Sequence[NDArray[np.uint8]]
-"""A batch: uint8 [B, H, W, C], or B of uint8 [H, W, C] that lie anywhere."""
 
 INT8_RECORD: Final = "int8.json"
 """The file beside a checkpoint that has a graph in int8: see `model.runtime.openvino.int8_files`."""
@@ -142,11 +139,6 @@ class Built(NamedTuple):
     reference: Reference | None = None
 
 
-def stacked(images: Images) -> NDArray[np.uint8]:
-    """Return a batch as one array, uint8 [B, H, W, C]."""
-    return images if isinstance(images, np.ndarray) else np.stack(images)
-
-
 def require_close(outputs: HostOutputs, expected: HostOutputs, *, exact: bool, source: str) -> None:
     """Check the network's outputs for a batch against torch's own.
 
@@ -191,9 +183,3 @@ def batch_too_large(device: str, batch: int) -> DeviceError:
     if batch == 1:
         return DeviceError(message)
     return NewProcessNeeded(f"{message}: a smaller largest batch needs less", "max_batch", batch // 2)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type's name."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -21,6 +21,9 @@ from model.outputs import Pooling, RequestedOutputs, embedding_name
 
 T = TypeVar("T")
 
+Images = NDArray[np.uint8] | Sequence[NDArray[np.uint8]]
+"""A batch: uint8 [B, H, W, C], or B of uint8 [H, W, C] that lie anywhere."""
+
 UNCUT: Final = 8
 """Images in the largest batch that is always computed in one piece."""
 
@@ -128,6 +131,11 @@ class BatchOutputs(NamedTuple, Generic[T]):
 
 HostOutputs = BatchOutputs[NDArray[Any]]
 """What a batch gives, in host memory; floats are float32."""
+
+
+def stacked(images: Images) -> NDArray[np.uint8]:
+    """Return a batch as one array, uint8 [B, H, W, C]."""
+    return images if isinstance(images, np.ndarray) else np.stack(images)
 
 
 def piece_sizes(count: int, sizes: Sequence[int] | None = None) -> list[int]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypedDict
 
 import torch
 
 from model.checkpoint import Checkpoint
 from model.config import ViTConfig
-from model.errors import DeviceError, NewProcessNeeded
+from model.errors import DeviceError, NewProcessNeeded, first_line
 from model.network.vit import VisionTransformer, count_parameters
-from model.runtime.backend import Backend, BackendName, Built, CompileMode, batch_too_large, first_line
+from model.runtime.backend import Backend, BackendName, Built, CompileMode, batch_too_large
 from model.runtime.batches import captured_sizes, powers_of_two
 from model.runtime.choice import choose_backend
 from model.runtime.cpu import ThreadPolicy
@@ -38,11 +38,29 @@ _DEFAULT_THREADS: Final = {"cpu": None, "cuda": 1}
 """Torch's threads on the CPU; beside a GPU there is little for them to do, and they would take cores from decoders."""
 
 
+class PredictorOptions(TypedDict, total=False):
+    """See `model.runtime.predictor.Predictor`."""
+
+    device: str
+    device_name: str | None
+    dtype: str
+    least_agreement: float | None
+    compile_mode: CompileMode
+    backend: BackendName
+    max_batch: int | None
+    threads: int | None
+    streams: int | None
+    launch_sizes: Sequence[int] | None
+    graphs: bool
+    ops: DeviceOps | None
+    keep: Keep | None
+
+
 class Builder:
     """Chooses the device and the dtype, and builds the network and its backend for them.
 
     Args:
-        checkpoint, device, ...: see `Predictor`.
+        checkpoint, options: see `model.runtime.predictor.Predictor`.
 
     Attributes:
         may_overflow: whether the dtype was chosen here, and the network may have scores in it that are not finite.
@@ -51,33 +69,21 @@ class Builder:
         DeviceError: the device or dtype is not available here.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        *,
-        device: str,
-        device_name: str | None,
-        dtype: str,
-        least_agreement: float | None,
-        compile_mode: CompileMode,
-        backend: BackendName,
-        max_batch: int | None,
-        threads: int | None,
-        streams: int | None,
-        launch_sizes: Sequence[int] | None,
-        graphs: bool,
-        ops: DeviceOps | None,
-        keep: Keep | None,
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, options: PredictorOptions) -> None:
+        dtype, backend = options.get("dtype", "auto"), options.get("backend", "auto")
+        compile_mode, graphs = options.get("compile_mode", "auto"), options.get("graphs", True)
+        least_agreement, ops, keep = options.get("least_agreement"), options.get("ops"), options.get("keep")
+        max_batch, threads, streams = options.get("max_batch"), options.get("threads"), options.get("streams")
+        launch_sizes = options.get("launch_sizes")
         is_vit = isinstance(checkpoint.config, ViTConfig)
         if dtype == "float8" and not is_vit:
             raise DeviceError(f"dtype 'float8': {checkpoint.config.kind} has no blocks for it: choose bfloat16")
         self._checkpoint = checkpoint
-        self._device = choose_device(device)
+        self._device = choose_device(options.get("device", "auto"))
         self._dtype = choose_dtype(dtype, self._device)
         self._float8 = dtype == "float8"
         on_cpu = self._device.type == "cpu"
-        self._name = device_name or str(self._device)
+        self._name = options.get("device_name") or str(self._device)
         sizes_up_to = powers_of_two if on_cpu and ops is None else captured_sizes
         self._sizes = tuple(sorted(launch_sizes or sizes_up_to(max_batch or DEFAULT_MAX_BATCH[self._device.type])))
         if threads := threads or _DEFAULT_THREADS[self._device.type]:

@@ -6,8 +6,7 @@ import os
 
 import torch
 
-from model.errors import DeviceError
-from model.runtime.backend import first_line
+from model.errors import DeviceError, first_line
 from model.runtime.cpu import cpu_has_bfloat16
 from model.runtime.float8 import unsupported_reason as float8_unsupported
 

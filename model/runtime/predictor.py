@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Final, Self, cast
+from typing import TYPE_CHECKING, Any, Final, Self, Unpack, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from model.config import ViTConfig
 from model.conformal import LabelSets, label_sets_of
-from model.errors import DeviceError, NotFinite
+from model.errors import DeviceError, NotFinite, first_line
 from model.explanation.maps import Floats, attention_maps, sharpened_maps
 from model.outputs import (
     CLASS_SPECIFIC,
@@ -32,14 +32,14 @@ from model.outputs import (
     embedding_name,
     faded,
 )
-from model.runtime.backend import BackendName, Built, Compilation, CompileMode, Images, batch_too_large, first_line
-from model.runtime.batches import BatchRequest, launch_size, sizes_in_use
+from model.runtime.backend import Built, Compilation, batch_too_large
+from model.runtime.batches import BatchRequest, Images, launch_size, sizes_in_use
 from model.runtime.scores import Scores
 
 if TYPE_CHECKING:
     from model.checkpoint import Checkpoint
-    from model.runtime.cuda.batch_launcher import DeviceOps
-    from model.runtime.openvino.store import Keep, KeptCheckpoint
+    from model.runtime.building import PredictorOptions
+    from model.runtime.openvino.store import KeptCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -90,42 +90,10 @@ class Predictor:
         CheckpointError: the weights are not what the config says, or the files of the graph in int8 are not its.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        *,
-        device: str = "auto",
-        device_name: str | None = None,
-        dtype: str = "auto",
-        least_agreement: float | None = None,
-        compile_mode: CompileMode = "auto",
-        backend: BackendName = "auto",
-        max_batch: int | None = None,
-        threads: int | None = None,
-        streams: int | None = None,
-        launch_sizes: Sequence[int] | None = None,
-        graphs: bool = True,
-        ops: DeviceOps | None = None,
-        keep: Keep | None = None,
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, **options: Unpack[PredictorOptions]) -> None:
         from model.runtime.building import Builder  # noqa: PLC0415  torch takes a second to import
 
-        builder = Builder(
-            checkpoint,
-            device=device,
-            device_name=device_name,
-            dtype=dtype,
-            least_agreement=least_agreement,
-            compile_mode=compile_mode,
-            backend=backend,
-            max_batch=max_batch,
-            threads=threads,
-            streams=streams,
-            launch_sizes=launch_sizes,
-            graphs=graphs,
-            ops=ops,
-            keep=keep,
-        )
+        builder = Builder(checkpoint, options)
         self._take(checkpoint, builder.build())
         if builder.may_overflow:
             try:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from model.checkpoint import Checkpoint
 from model.config import NetworkConfig, PreprocessConfig, ViTConfig
-from model.errors import DeviceError
+from model.errors import DeviceError, first_line
 from model.explanation.folded_weights import fold
 from model.explanation.methods import explain
 from model.network.layers.attention import Attention
@@ -24,7 +24,7 @@ from model.network.layers.rotary import Rotary
 from model.network.library import Classifier
 from model.network.vit import VisionTransformer, count_parameters
 from model.outputs import MapRequest
-from model.runtime.backend import Compilation, CompilationState, CompileMode, first_line, require_finite, trial_images
+from model.runtime.backend import Compilation, CompilationState, CompileMode, require_finite, trial_images
 from model.runtime.batches import BatchOutputs, BatchRequest
 from model.runtime.compilation import choose_kernels, plan_compilation, strict_compiler
 from model.runtime.float8 import use_float8

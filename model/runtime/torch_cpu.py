@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.outputs import MapRequest
-from model.runtime.backend import CompilationState, Images, stacked
-from model.runtime.batches import BatchRequest, HostOutputs, compute_in_pieces, launch_size
+from model.runtime.backend import CompilationState
+from model.runtime.batches import BatchRequest, HostOutputs, Images, compute_in_pieces, launch_size, stacked
 from model.runtime.compilation import compiled_twin
 from model.runtime.cpu import ThreadPolicy, keep_freed_memory
 from model.runtime.postprocess import on_host, run_network

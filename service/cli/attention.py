@@ -20,17 +20,9 @@ from model.errors import InputError
 from model.images.heatmap import COLORMAPS, MAX_SIZE, default_view
 from model.images.preprocess import ModelInput, upright_photo
 from model.images.sheet import ContactSheet, draw_maps, in_a_row
-from model.outputs import (
-    FUSIONS,
-    METHODS,
-    AttentionMap,
-    Outputs,
-    RequestedOutputs,
-    evidence_in_words,
-    parse_maps,
-)
+from model.outputs import FUSIONS, METHODS, AttentionMap, Outputs, RequestedOutputs, evidence_in_words, parse_maps
 from service.cli.image_files import find_images, handle_answers, predict_files, writing
-from service.cli.server_flags import add_api_key_flag, client_of, stream_answers
+from service.cli.server_flags import add_server_flags, client_of, stream_answers
 from service.cli.setting_flags import add_setting_flags, predictor_from
 
 _OPTIONS = ("method", "layer", "head", "fusion", "discard")
@@ -111,8 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--alpha", type=float, help="weight of the map over the picture, 0 ... 1")
     parser.add_argument("--colormap", choices=COLORMAPS)
     parser.add_argument("--size", type=int, help=f"longer side in pixels, at most {MAX_SIZE}")
-    parser.add_argument("--url", help="ask this server instead of loading the model here")
-    add_api_key_flag(parser)
+    add_server_flags(parser)
     add_setting_flags(parser)
 
 

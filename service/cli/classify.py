@@ -15,14 +15,12 @@ from tqdm import tqdm
 
 from model.errors import InputError
 from model.images.preprocess import ModelInput
-from model.outputs import Outputs, RequestedOutputs
+from model.outputs import DEFAULT_TOP_K, Outputs, RequestedOutputs
 from model.zero_shot import is_list, labels_of_request, parse_labels
 from service.cli.image_files import find_images, handle_answers, predict_files
-from service.cli.server_flags import add_api_key_flag, client_of, stream_answers
+from service.cli.server_flags import add_server_flags, client_of, stream_answers
 from service.cli.setting_flags import MODEL_FLAGS, add_setting_flags, predictor_from
 from vitserve.documents import Prediction, SetFields, set_fields
-
-_DEFAULT_TOP_K = 5
 
 
 @dataclass(frozen=True)
@@ -40,12 +38,11 @@ Answer = Classes | str
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `vitserve classify`."""
     parser.add_argument("paths", nargs="+", type=Path, metavar="FILE|FOLDER")
-    parser.add_argument("--top-k", type=int, metavar="N", help=f"classes of each picture (default: {_DEFAULT_TOP_K})")
+    parser.add_argument("--top-k", type=int, metavar="N", help=f"classes of each picture (default: {DEFAULT_TOP_K})")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--csv", action="store_true", help="print CSV: file, rank, label, index, score, error")
     form.add_argument("--json", action="store_true", help="print one JSON object a line")
-    parser.add_argument("--url", help="ask this server instead of loading the model here")
-    add_api_key_flag(parser)
+    add_server_flags(parser)
     add_setting_flags(parser, (*MODEL_FLAGS, "coverage"))
 
 
@@ -91,7 +88,7 @@ def _top_k(requested: int | None, classes: int) -> int:
     """Return how many classes an answer has, and say so where the model has fewer than requested."""
     if requested is not None and requested > classes:
         print(f"vitserve: --top-k {requested}: the model has {classes} classes", file=sys.stderr)  # noqa: T201
-    return min(requested or _DEFAULT_TOP_K, classes)
+    return min(requested or DEFAULT_TOP_K, classes)
 
 
 def _writer(arguments: argparse.Namespace) -> Callable[[Path, Answer], object]:

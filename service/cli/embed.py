@@ -16,7 +16,7 @@ from model.errors import InputError
 from model.images.preprocess import ModelInput
 from model.outputs import POOLINGS, Outputs, RequestedOutputs, parse_embedding
 from service.cli.image_files import find_images, handle_answers, predict_files, writing
-from service.cli.server_flags import add_api_key_flag, client_of, stream_answers
+from service.cli.server_flags import add_server_flags, client_of, stream_answers
 from service.cli.setting_flags import add_setting_flags, predictor_from
 
 Answer = NDArray[np.float32] | str
@@ -41,8 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what the head reads (default), the CLS token, or the mean of the patches",
     )
     parser.add_argument("--normalize", action="store_true", help="divide each embedding by its L2 norm")
-    parser.add_argument("--url", help="ask this server instead of loading the model here")
-    add_api_key_flag(parser)
+    add_server_flags(parser)
     add_setting_flags(parser)
 
 

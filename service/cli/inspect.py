@@ -85,10 +85,8 @@ def _write_draft(settings: Settings, path: Path) -> int:
     from model.checkpoint.state_dicts import key_map  # noqa: PLC0415
 
     text = key_map.draft(stored_tensors(settings.checkpoint, settings.weights))
-    try:
+    with writing(path):
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError("keys", f"{path}: cannot be written: {error.strerror}") from error
     count, unknown = text.count("[[tensor]]"), text.count('to = "?"')
     print(f"{path}: a first draft of {count} entries; in {unknown} of them say what it is in place of ?")  # noqa: T201
     return 0

@@ -21,6 +21,12 @@ _LOST_IN_A_ROW: Final = 8
 """Consecutive files without an answer after which the server is taken for gone."""
 
 
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """Add `--url`, which a command without it does without, and `--api-key`; `client_of` reads both."""
+    parser.add_argument("--url", help="ask this server instead of loading the model here")
+    add_api_key_flag(parser)
+
+
 def add_api_key_flag(parser: argparse.ArgumentParser) -> None:
     """Add `--api-key`; `api_key_for` reads it."""
     parser.add_argument(

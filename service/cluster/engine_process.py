@@ -10,6 +10,7 @@ import importlib
 import logging
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from model.errors import NewProcessNeeded
@@ -67,13 +68,9 @@ async def _serve(
     counters, index = channel.counters, channel.index
     over = asyncio.Event()
 
-    def queue_changed(depth: int) -> None:
-        counters.queue_depth[index] = depth
-
     on_batch = batch_observer(metrics.observe_batch, telemetry)
-    engine = engine_of(
-        settings, load, on_batch, metrics.observe_audit, load_timeout=load_timeout, on_queue=queue_changed
-    )
+    on_queue = partial(counters.queue_depth.__setitem__, index)
+    engine = engine_of(settings, load, on_batch, metrics.observe_audit, load_timeout=load_timeout, on_queue=on_queue)
 
     def engine_changed() -> None:
         if engine.status.state == "ready":

@@ -43,12 +43,6 @@ def run_cluster(settings: Settings, load: Loader) -> int:
         shared.stop_listening()
         swap.abandon()
 
-    def hung_up() -> bool:
-        if terminal.was_closed():
-            return False
-        swap.reload()
-        return True
-
     supervisor = Supervisor(
         workers,
         [child for group in engines for child in group],
@@ -56,7 +50,7 @@ def run_cluster(settings: Settings, load: Loader) -> int:
         drain_timeout=settings.drain_timeout,
         on_tick=tick,
         on_drain=drain,
-        on_hang_up=hung_up,
+        on_hang_up=partial(terminal.hang_up, swap.reload),
     )
     gc.freeze()  # else the collector would write to pages that the children share, and copy them
     try:

@@ -177,6 +177,18 @@ class SharedCounters:
         self.engine_ready, self.engine_beats, self.queue_depth, self.restarts = shared_zeros(4, engines)
         self.seconds = shared_zeros(1)
 
+    def limiter(self, worker: int) -> Limiter:
+        """Return what limits the images of all workers together, and counts those of this one."""
+        return Limiter(self.capacity, self.permits_taken, worker, self.lock.locked)
+
+    def byte_budget(self, worker: int, capacity: int) -> ByteBudget:
+        """Return what limits the bytes of bodies of all workers together, and counts those of this one."""
+        return ByteBudget(capacity, self.received_bytes, worker)
+
+    def key_limiter(self, worker: int, limit: int) -> KeyLimiter:
+        """Return what limits each key's requests over all workers together, and counts those of this one."""
+        return KeyLimiter(self.key_requests.shape[1], limit, self.key_requests, worker, self.lock.locked)
+
     def all_ready(self) -> bool:
         """Return whether all engines are loaded and all workers know of it."""
         return bool(self.engine_ready.all() and (self.worker_state == self.SERVING).all())
@@ -206,79 +218,3 @@ class SharedCounters:
 def shared_zeros(*shape: int) -> NDArray[np.uint64]:
     """Return zeros that this process shares with those that it forks."""
     return np.frombuffer(mmap.mmap(-1, 8 * math.prod(shape)), np.uint64).reshape(shape)
-
-
-class SharedLimiter(Limiter):
-    """Limits the images of all web workers together; counts those of this worker."""
-
-    def __init__(self, counters: SharedCounters, worker: int) -> None:
-        super().__init__(counters.capacity)
-        self._counters = counters
-        self._worker = worker
-
-    @property
-    def taken(self) -> int:
-        """Return the number of places that are taken, over all workers."""
-        return int(self._counters.permits_taken.sum())
-
-    def acquire(self) -> None:
-        """Take one place; raises `QueueFull` when all are taken, over all workers."""
-        taken = self._counters.permits_taken
-        with self._counters.lock.locked():  # others can only release meanwhile
-            self.check()
-            taken[self._worker] += 1
-        self.in_use += 1
-
-    def release(self, count: int = 1) -> None:
-        """Give `count` places back."""
-        super().release(count)
-        self._counters.permits_taken[self._worker] = self.in_use
-
-
-class SharedByteBudget(ByteBudget):
-    """Limits the bytes of bodies of all web workers together; counts those of this worker.
-
-    Workers that take bytes at the same moment may go beyond the capacity by one read of a socket each.
-    """
-
-    def __init__(self, counters: SharedCounters, worker: int, capacity: int) -> None:
-        super().__init__(capacity)
-        self._cells = counters.received_bytes
-        self._worker = worker
-
-    def take(self, count: int) -> bool:
-        """Take `count` bytes; return whether there was room for them, over all workers."""
-        if int(self._cells.sum()) + count > self.capacity:
-            return False
-        self.in_use += count
-        self._cells[self._worker] = self.in_use
-        return True
-
-    def give_back(self, count: int) -> None:
-        """Give back `count` bytes."""
-        super().give_back(count)
-        self._cells[self._worker] = self.in_use
-
-
-class SharedKeyLimiter(KeyLimiter):
-    """Limits each key's requests over all web workers together; counts those of this worker."""
-
-    def __init__(self, counters: SharedCounters, worker: int, keys: int, limit: int) -> None:
-        super().__init__(keys, limit)
-        self._counters = counters
-        self._worker = worker
-
-    def taken(self, key: int) -> int:
-        """Return the requests in flight of a key, over all workers."""
-        return int(self._counters.key_requests[:, key].sum())
-
-    def acquire(self, key: int) -> None:
-        """Count one request more; raises `TooManyRequests`, see `KeyLimiter.acquire`."""
-        with self._counters.lock.locked():  # others can only release meanwhile
-            super().acquire(key)
-            self._counters.key_requests[self._worker, key] = self.in_use[key]
-
-    def release(self, key: int) -> None:
-        """Count one request less."""
-        super().release(key)
-        self._counters.key_requests[self._worker, key] = self.in_use[key]

@@ -14,7 +14,7 @@ from service.cluster.channel import EngineChannel
 from service.cluster.remote_engine import Balancer, RemoteEngine
 from service.cluster.remote_swap import RemoteSwap
 from service.cluster.shared_image_store import SharedImageStore
-from service.cluster.shared_memory import SharedByteBudget, SharedCounters, SharedKeyLimiter, SharedLimiter
+from service.cluster.shared_memory import SharedCounters
 from service.cluster.shared_resources import SharedResources
 from service.cluster.swap_board import CHANGED
 from service.engine.base import Engine
@@ -66,15 +66,15 @@ def run_web(settings: Settings, shared: SharedResources, worker: int, metrics: M
         metrics,
         lifecycle,
         engine_changed,
-        SharedLimiter(counters, worker),
+        counters.limiter(worker),
         SharedImageStore(
             shared.image_file,
             ttl=settings.recent_ttl,
             max_bytes=settings.recent_bytes,
             clock=lambda: int(counters.seconds[0]),
         ),
-        SharedByteBudget(counters, worker, settings.max_receiving_bytes),
-        SharedKeyLimiter(counters, worker, len(settings.api_keys), settings.key_max_requests),
+        counters.byte_budget(worker, settings.max_receiving_bytes),
+        counters.key_limiter(worker, settings.key_max_requests),
         None if telemetry is None else telemetry.request_tracer(),
     )
     server = WorkerServer(app, settings, lifecycle, beside)

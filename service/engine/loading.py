@@ -34,21 +34,13 @@ _MATTER: Final = (
 def checkpoint_from(settings: Settings) -> Checkpoint:
     """Read the checkpoint that the settings name; raises `CheckpointError` if it cannot be read exactly."""
     from model.checkpoint import load_checkpoint  # noqa: PLC0415  torch takes seconds to import
+    from model.checkpoint.options import CheckpointOptions  # noqa: PLC0415
 
     folder = None if settings.checkpoint_folder is None else Path(settings.checkpoint_folder).resolve()
     is_below = folder is not None and Path(settings.checkpoint).resolve().is_relative_to(folder)
-    return load_checkpoint(
-        settings.checkpoint,
-        image_size=settings.image_size,
-        preprocess=settings.preprocess,
-        labels=settings.labels,
-        architecture=settings.architecture,
-        weights=settings.weights,
-        keys=settings.keys,
-        base=settings.base,
-        bases_below=folder if is_below else None,
-        templates=settings.templates,
-    )
+    options = {name: getattr(settings, name) for name in CheckpointOptions.__dataclass_fields__}
+    below = folder if is_below else None
+    return load_checkpoint(settings.checkpoint, base=settings.base, bases_below=below, **options)
 
 
 def load_predictor(settings: Settings, *, lazy: bool = False) -> tuple[Predictor, ModelInfo]:

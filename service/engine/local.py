@@ -26,14 +26,7 @@ from model.errors import VitError
 from service.engine.audit import Audit, AuditReport
 from service.engine.base import ModelRunner
 from service.engine.batching import State
-from service.engine.messages import (
-    BatchReport,
-    EngineState,
-    EngineStatus,
-    InferenceRequest,
-    InferenceResult,
-    ModelInfo,
-)
+from service.engine.messages import BatchReport, EngineState, EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 from service.engine.streams import Outcome, Streams, Waiting, reason_of
 from service.engine.texts import Floats, TextFeatures
 from service.errors import DeadlineExceeded, EngineUnavailable

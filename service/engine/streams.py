@@ -96,7 +96,8 @@ class Streams:
     def put(self, request: InferenceRequest, timeout: float) -> Waiting:
         """Add an image that must be launched within `timeout` seconds from now; raises as `BatchQueue.put`."""
         with self._wake:
-            queue = self._queue_of(request)
+            is_slow = request.requested.needs_pass or self._defers(request.requested)
+            queue = self._explanations if is_slow else self._queue
             entry = queue.put(request, deadline=self._clock() + timeout)
             self._on_queue(len(self))
             self._condition_of(queue).notify()
@@ -112,10 +113,6 @@ class Streams:
     def _wake_if_explanations_alone_wait(self) -> None:
         if len(self._explanations) and not len(self._queue):
             self._wake_explanations.notify()
-
-    def _queue_of(self, request: InferenceRequest) -> BatchQueue[InferenceRequest]:
-        is_slow = request.requested.needs_pass or self._defers(request.requested)
-        return self._explanations if is_slow else self._queue
 
     def _condition_of(self, queue: BatchQueue[InferenceRequest]) -> threading.Condition:
         return self._wake_explanations if queue is self._explanations else self._wake
@@ -275,7 +272,8 @@ def launch(
         except VitError as error:
             raise EngineUnavailable(f"the device failed: {error}") from error
     links = tuple({entry.item.traceparent: None for entry in batch if entry.item.traceparent is not None})
-    traceparent = _new_traceparent() if links else None
+    # The context of a new span in a trace of its own, sampled.
+    traceparent = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01" if links else None
     if traceparent is not None:
         outcomes = [
             replace(outcome, batch_traceparent=traceparent) if isinstance(outcome, InferenceResult) else outcome
@@ -290,11 +288,6 @@ def launch(
         traceparent=traceparent,
         links=links,
     )
-
-
-def _new_traceparent() -> str:
-    """Return the context of a new span in a trace of its own, sampled."""
-    return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
 
 
 def _predict(

@@ -90,6 +90,13 @@ class Terminal:
     def __init__(self, descriptors: Sequence[int] = (0, 1, 2)) -> None:
         self._descriptors = [descriptor for descriptor in descriptors if os.isatty(descriptor)]
 
+    def hang_up(self, reload: Callable[[], None]) -> bool:
+        """Reload on SIGHUP, and return whether that was done: not where a terminal sent it that was closed."""
+        if self.was_closed():
+            return False
+        reload()
+        return True
+
     def was_closed(self) -> bool:
         """Return whether the process had a terminal that is closed now."""
         return bool(self._descriptors) and not any(map(os.isatty, self._descriptors))

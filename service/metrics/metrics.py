@@ -147,6 +147,7 @@ class Metrics(Collector):
             GCCollector(registry=registry)
             self._state.counts_tasks = True
         counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
+        gauge = partial(Gauge, registry=registry, multiprocess_mode="livesum")
         self.requests = counter("vit_requests_total", "Requests answered", ["endpoint", "code"])
         self.request_duration = histogram(
             "vit_request_duration_seconds",
@@ -175,24 +176,11 @@ class Metrics(Collector):
         self.audited = counter(
             "vit_audit_images_total", "Images computed again in float32, by whether that agrees", ["device", "outcome"]
         )
-        self.audit_agreement = Gauge(
-            "vit_audit_agreement",
-            "Share of the last audited images with float32's best class",
-            ["device"],
-            registry=registry,
-            multiprocess_mode="mostrecent",
-        )
-        self.inflight = Gauge(
-            "vit_inflight_requests", "Requests being handled", registry=registry, multiprocess_mode="livesum"
-        )
+        text = "Share of the last audited images with float32's best class"
+        self.audit_agreement = gauge("vit_audit_agreement", text, ["device"], multiprocess_mode="mostrecent")
+        self.inflight = gauge("vit_inflight_requests", "Requests being handled")
         self.key_requests = counter("vit_key_requests_total", "Requests answered, by API key", ["key", "code"])
-        self.key_inflight = Gauge(
-            "vit_key_inflight_requests",
-            "Requests being handled, by API key",
-            ["key"],
-            registry=registry,
-            multiprocess_mode="livesum",
-        )
+        self.key_inflight = gauge("vit_key_inflight_requests", "Requests being handled, by API key", ["key"])
         self.rejected = counter("vit_rejected_total", "Images and requests refused, by problem code", ["reason"])
         self.cancelled = counter("vit_cancelled_total", "Requests whose caller went away before the answer")
         self.recent_errors = counter(

@@ -18,7 +18,7 @@ from http import HTTPStatus
 from typing import Any
 
 from opentelemetry.context import Context, attach, detach
-from opentelemetry.propagators.textmap import Getter, TextMapPropagator
+from opentelemetry.propagators.textmap import TextMapPropagator
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.id_generator import IdGenerator
@@ -121,7 +121,7 @@ class RequestTrace:
         self._metrics = tracer.metrics
         self._method = method_of(scope)
         self._attributes = request_attributes(scope)
-        parent = propagator.extract(scope["headers"], Context(), _HEADERS)
+        parent = propagator.extract(_by_name(scope["headers"]), Context())
         self._span = tracer.tracer.start_span(
             span_name(self._method, None), parent, SpanKind.SERVER, attributes=self._attributes
         )
@@ -170,20 +170,12 @@ class RequestTrace:
         detach(self._token)
 
 
-class _Headers(Getter[Headers]):
-    """Reads the headers of an ASGI scope."""
-
-    def get(self, carrier: Headers, key: str) -> list[str] | None:
-        """Return all headers of a name."""
-        name = key.encode()
-        return [value.decode("latin-1") for each, value in carrier if each == name] or None
-
-    def keys(self, carrier: Headers) -> list[str]:
-        """Return the names of all headers."""
-        return [name.decode("latin-1") for name, _ in carrier]
-
-
-_HEADERS = _Headers()
+def _by_name(headers: Headers) -> dict[str, list[str]]:
+    """Return the values of an ASGI scope's headers, by their names."""
+    values: dict[str, list[str]] = {}
+    for name, value in headers:
+        values.setdefault(name.decode("latin-1"), []).append(value.decode("latin-1"))
+    return values
 
 
 class BatchTracer:

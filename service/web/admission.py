@@ -15,9 +15,13 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableSequence
+from contextlib import AbstractContextManager
 from itertools import islice, takewhile
 from typing import Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from service.errors import QueueFull, ReceivingFull
 from service.http.exchange import Exchange
@@ -41,37 +45,78 @@ LONGEST_WAIT: Final = 1.0
 """Seconds that a refusal waits at most: the least that `Retry-After` says."""
 
 
-class Limiter:
-    """Counts how many of the service's `capacity` places for images are taken. Belongs to one event loop."""
+class _Usage:
+    """How much of `capacity` is taken, by this worker (`in_use`) and over all; belongs to one event loop.
 
-    def __init__(self, capacity: int) -> None:
+    Args:
+        cells: what each worker has taken; several workers share them.
+        locked: guards what is read and written in one step.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        cells: MutableSequence[int] | NDArray[np.uint64] | None = None,
+        worker: int = 0,
+        locked: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
         self.capacity = capacity
         self.in_use = 0
+        self._cells = [0] if cells is None else cells
+        self._worker = worker
+        self._locked = locked
+
+    @property
+    def taken(self) -> int:
+        """Return how much is taken over all workers."""
+        return int(sum(self._cells))
+
+    def _add(self, count: int) -> None:
+        self.in_use += count
+        self._cells[self._worker] = self.in_use
+
+
+class Limiter(_Usage):
+    """Counts how many of the service's places for images are taken."""
 
     def check(self, count: int = 1) -> None:
         """Raise `QueueFull` unless `count` places are free."""
         if self.taken + count > self.capacity:
             raise QueueFull(f"all {self.capacity} places in the service are taken")
 
-    @property
-    def taken(self) -> int:
-        """Return the number of places that are taken."""
-        return self.in_use
-
     def acquire(self) -> None:
         """Take one place; raises `QueueFull` if none is free."""
-        self.check()
-        self.in_use += 1
+        with self._locked():  # others can only release meanwhile
+            self.check()
+            self._add(1)
 
     def release(self, count: int = 1) -> None:
         """Give back `count` places."""
-        self.in_use -= count
+        self._add(-count)
 
     def permit(self) -> Permit:
         """Take one place, and return the permit that holds it; raises `QueueFull` if none is free."""
         permit = Permit(self)
         permit.extend()
         return permit
+
+
+class ByteBudget(_Usage):
+    """Counts how many bytes of memory for bodies are taken.
+
+    Workers that take bytes at the same moment may go beyond the capacity by one read of a socket each.
+    """
+
+    def take(self, count: int) -> bool:
+        """Take `count` bytes; return whether there was room for them."""
+        if self.taken + count > self.capacity:
+            return False
+        self._add(count)
+        return True
+
+    def give_back(self, count: int) -> None:
+        """Give back `count` bytes."""
+        self._add(-count)
 
 
 class Permit:
@@ -96,25 +141,6 @@ class Permit:
     def __exit__(self, *_: object) -> None:
         self._limiter.release(self._held)
         self._held = 0
-
-
-class ByteBudget:
-    """Counts how many of `capacity` bytes of memory for bodies are taken. Belongs to one event loop."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.in_use = 0
-
-    def take(self, count: int) -> bool:
-        """Take `count` bytes; return whether there was room for them."""
-        if self.in_use + count > self.capacity:
-            return False
-        self.in_use += count
-        return True
-
-    def give_back(self, count: int) -> None:
-        """Give back `count` bytes."""
-        self.in_use -= count
 
 
 class Body:

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vitserve")
 
-VERSION: str = __version__
-
 _ROUTERS = (
     classify.router,
     embed.router,
@@ -110,7 +108,7 @@ def create_app(
     def engine_changed() -> None:
         for replica in engine.current.engine.engines:
             if replica.info is not None:
-                metrics.set_model(replica.info, VERSION)
+                metrics.set_model(replica.info, __version__)
         on_engine_change()
 
     @asynccontextmanager
@@ -129,7 +127,7 @@ def create_app(
 
     app = Application(
         title="vitserve",
-        version=VERSION,
+        version=__version__,
         description="Image classification with a Vision Transformer.",
         lifespan=lifespan,
         redirect_slashes=False,
@@ -176,5 +174,5 @@ def create_app(
 
 def log_model(status: EngineStatus, info: ModelInfo) -> None:
     """Log the description of the served model."""
-    served = (VERSION, info.name, info.source, info.device, info.dtype, info.backend, status.compiled)
+    served = (__version__, info.name, info.source, info.device, info.dtype, info.backend, status.compiled)
     logger.info("vitserve %s: %s from %s on %s in %s, %s, compile: %s", *served)

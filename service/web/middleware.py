@@ -10,6 +10,7 @@ RequestContextMiddleware      request id, start time, metrics, log line, unread 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
 import re
@@ -284,7 +285,7 @@ class ProblemMiddleware:
                 if isinstance(error, QueueFull):
                     await self._pace.turn(exchange_of(scope))
             if scope["path"].startswith(problems.INFERENCE_PROTOCOL):
-                content, kind = problems.protocol_body(problem), "application/json"
+                content, kind = json.dumps({"error": problem.detail}).encode(), "application/json"
             else:
                 content, kind = problems.body(problem, context.request_id), problems.MEDIA_TYPE
             await Response(content, problem.status, problem.headers, kind)(scope, receive, send)

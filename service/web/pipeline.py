@@ -1,13 +1,6 @@
 """The path of an image through the service: admission, body, decoding, queue, answer.
 
-Each step is one method, so that routes read as the list of steps that they are. `Pipeline.compute` joins two of them:
-
-    VIT_DECODE=cpu      decode -> infer(pixels)
-    VIT_DECODE=device   plain baseline JPEG? -> infer(JPEG) -> answer, and the pixels that the model saw
-                          | no, or the device could not decode it
-                          +-> decode -> infer(pixels)
-
-The first way reports every error of a picture, so that the words are the same for both.
+Each step is one method, so that routes read as the list of steps that they are.
 """
 
 from __future__ import annotations
@@ -17,7 +10,7 @@ import itertools
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -65,8 +58,6 @@ T = TypeVar("T")
 
 _LATE_SECONDS = 0.5
 """Nobody waits longer than a second more than the request's time; what is left is for the answer's way."""
-
-_UNTRACED = nullcontext()
 
 MAX_DRAWINGS = 64
 """Attention maps that wait to be drawn, or are being drawn, in each process; more are refused with 503."""
@@ -226,9 +217,12 @@ class Pipeline:
         upload.permit.extend(len(uploaded))
         return uploaded
 
-    async def read_body(self, request: Request, upload: Upload) -> bytearray:
-        """Return the whole body, which is of another form than pictures; raises as `receive`, and takes no place."""
-        read = partial(read_whole, request.headers, limit=self.settings.max_request_bytes)
+    async def read_body(self, request: Request, upload: Upload, limit: int | None = None) -> bytearray:
+        """Return the whole body, which is of another form than pictures; raises as `receive`, and takes no place.
+
+        `limit` is how many bytes it may have, if not those of the settings.
+        """
+        read = partial(read_whole, request.headers, limit=limit or self.settings.max_request_bytes)
         return await self.receive(request.receive, upload, self.deadline(request), read)
 
     async def receive(
@@ -287,11 +281,13 @@ class Pipeline:
 
     def _decode_bounded(self, data: bytearray, config: PreprocessConfig) -> Decoded | None:
         """Return the picture in a file whose structure bounds the work; None for all others."""
-        work = partial(model_input, data, config, max_pixels=self.settings.max_image_pixels, bounded=True)
+        pixels, scaled = self.settings.max_image_pixels, self.settings.scaled_decode
+        started = time.perf_counter()
         try:
-            return Decoded(*_timed(partial(work, scaled_decode=self.settings.scaled_decode)))
+            picture = model_input(data, config, max_pixels=pixels, scaled_decode=scaled, bounded=True)
         except UnboundedWork:
             return None
+        return Decoded(picture, time.perf_counter() - started)
 
     async def infer(
         self, pixels: NDArray[np.uint8], deadline: Deadline, requested: RequestedOutputs
@@ -358,26 +354,17 @@ class Pipeline:
         if self.tracer is not None:
             self.tracer.stage(stage, seconds)
 
-    def _traced(self, stage: str) -> AbstractContextManager[None]:
-        """Return a context that reports an error of a stage to the tracer, if there is one."""
-        return _UNTRACED if self.tracer is None else self._reported(stage, self.tracer)
-
     @contextmanager
-    def _reported(self, stage: str, tracer: RequestTracer) -> Iterator[None]:
+    def _traced(self, stage: str) -> Iterator[None]:
+        """Report an error of a stage in this context to the tracer, if there is one."""
         started = self.clock()
         try:
             yield
         except (ImageError, ServiceError) as error:
-            is_launched = isinstance(error, InferenceFailed)
-            tracer.failed("inference" if is_launched else stage, self.clock() - started, error)
+            if self.tracer is not None:
+                is_launched = isinstance(error, InferenceFailed)
+                self.tracer.failed("inference" if is_launched else stage, self.clock() - started, error)
             raise
-
-
-def _timed(work: Callable[[], T]) -> tuple[T, float]:
-    """Return a result, and the seconds that it took."""
-    started = time.perf_counter()
-    result = work()
-    return result, time.perf_counter() - started
 
 
 class Pipelines:

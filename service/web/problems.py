@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import lru_cache
 from http import HTTPStatus
@@ -90,7 +89,7 @@ def problem_of(error: Exception) -> Problem:
         if kind in TABLE:
             # Its frames hold the picture, and the tasks in them hold the error: a circle until the next collection.
             error.__traceback__ = error.__context__ = None
-            return Problem(*TABLE[kind], _printable(shortened(str(error), _MAX_DETAIL)), _headers(error))
+            return Problem(*TABLE[kind], model_errors.printable(shortened(str(error), _MAX_DETAIL)), _headers(error))
     return Problem(500, INTERNAL_ERROR, "the service failed on this request", {})
 
 
@@ -118,13 +117,6 @@ def shortened(text: str, limit: int) -> str:
     return f"{text[:half]}...{text[-half:]}"
 
 
-def _printable(text: str) -> str:
-    """Return the text in one line, with escapes for line breaks and other characters that do not print."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
 def body(problem: Problem, request_id: str) -> bytes:
     """Return the problem document, encoded; the request's id needs no escapes."""
     before, after = _around_the_id(problem.status, problem.code, problem.detail)
@@ -135,8 +127,3 @@ def body(problem: Problem, request_id: str) -> bytes:
 def _around_the_id(status: int, code: str, detail: str) -> tuple[bytes, bytes]:
     before, _, after = Problem(status, code, detail, {}).document(_AN_ID).model_dump_json().rpartition(_AN_ID)
     return before.encode(), after.encode()
-
-
-def protocol_body(problem: Problem) -> bytes:
-    """Return the error document of the Open Inference Protocol, encoded."""
-    return json.dumps({"error": problem.detail}).encode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from service.engine.audit import Audit, AuditReport
@@ -58,15 +59,9 @@ def run_single_process(settings: Settings, load: Loader) -> int:
                 _announce(engine, settings, server)
             served[:] = [engine.info]
 
-    def hung_up() -> bool:
-        if terminal.was_closed():
-            return False
-        swap.reload()
-        return True
-
     tracer = None if telemetry is None else telemetry.request_tracer()
     app = create_app(settings, swap, metrics, lifecycle, engine_changed, tracer=tracer)
-    server = Server(app, settings, lifecycle, Watchdog().watch, hung_up)
+    server = Server(app, settings, lifecycle, Watchdog().watch, partial(terminal.hang_up, swap.reload))
     trim_regularly()
     server.run()
     if telemetry is not None:

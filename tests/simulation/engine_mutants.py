@@ -41,7 +41,7 @@ def permit_released_but_one(patch: pytest.MonkeyPatch) -> None:
 def permits_counted_by_one_worker(patch: pytest.MonkeyPatch) -> None:
     """Each worker's limiter looks only at the permits that it has given itself."""
 
-    patch.setattr(shared_memory.SharedLimiter, "taken", property(lambda self: self.in_use))
+    patch.setattr(admission.Limiter, "taken", property(lambda self: self.in_use))
 
 
 def dead_workers_permits_kept(patch: pytest.MonkeyPatch) -> None:

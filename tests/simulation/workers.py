@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from service.cluster.remote_engine import RemoteEngine
-from service.cluster.shared_memory import SharedLimiter
 from service.engine.base import Engine
 from service.engine.swapping import Generation
 from service.http.lifecycle import Lifecycle
@@ -44,7 +43,7 @@ class Worker:
         world.scheduler.note("start", self.process.name)
         self.engine: Engine
         if world.channels:
-            self.limiter: Limiter = SharedLimiter(world.counters, self.number)
+            self.limiter: Limiter = world.counters.limiter(self.number)
             self.remotes = [RemoteEngine(channel, self.number, retry_seconds=0.01) for channel in world.channels]
             self.process.spawn(keep_beating(world.counters.worker_beats, self.number))
             self.engine = WatchedBalancer(self.remotes, world.scheduler) if len(self.remotes) > 1 else self.remotes[0]

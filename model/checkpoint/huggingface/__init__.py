@@ -15,7 +15,7 @@ from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import CONFIG_FILE, Files, Folder
-from model.checkpoint.huggingface import beit, clip, deit, dinov2, siglip, vit, zero_shot
+from model.checkpoint.huggingface import beit, clip, dinov2, siglip, vit, zero_shot
 from model.checkpoint.huggingface.family import Family
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE, PROCESSOR_FILE, carried_preprocess
 from model.checkpoint.options import CheckpointOptions, indexed_labels
@@ -30,8 +30,8 @@ FAMILIES: Final[tuple[Family, ...]] = (
     vit.FAMILY,
     vit.MSN,
     vit.IJEPA,
-    deit.FAMILY,
-    deit.WITH_TEACHER,
+    vit.DEIT,
+    vit.DEIT_WITH_TEACHER,
     dinov2.FAMILY,
     dinov2.WITH_REGISTERS,
     beit.FAMILY,

@@ -1,7 +1,8 @@
 """ViTForImageClassification (transformers/models/vit/modeling_vit.py) and the classes that differ in little.
 
 ViT-MSN (Assran et al. 2022) is the same network. I-JEPA (Assran et al. 2023) has no CLS token, and its head reads the
-mean of the patches.
+mean of the patches. Both DeiTForImageClassification and …WithTeacher (transformers/models/deit/modeling_deit.py) carry
+the distillation token; only the second has the head that reads it.
 """
 
 from __future__ import annotations
@@ -37,4 +38,22 @@ IJEPA: Final = replace(
     unused=r"ijepa\.(embeddings\.mask_token|pooler\.dense\.(weight|bias))",
     architecture={"class_token": False, "pool": "mean"},
     renames=encoder_renames("ijepa"),
+)
+
+DEIT: Final = Family(
+    class_name="DeiTForImageClassification",
+    model_type="deit",
+    image_processor="DeiTImageProcessor",
+    names=encoder_names("deit") | {"dist_token": "deit.embeddings.distillation_token"},
+    # For masked image modelling, and the pooler of the bare model, which older files kept.
+    unused=r"deit\.(embeddings\.mask_token|pooler\.dense\.(weight|bias))",
+    architecture={"distillation_token": True},
+    renames=encoder_renames("deit"),
+)
+
+DEIT_WITH_TEACHER: Final = replace(
+    DEIT,
+    class_name="DeiTForImageClassificationWithTeacher",
+    names={**DEIT.names, "head": "cls_classifier", "head_dist": "distillation_classifier"},
+    architecture={"distillation_token": True, "distillation_head": True},
 )

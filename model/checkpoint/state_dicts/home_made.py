@@ -265,10 +265,11 @@ def _products(linear: list[_Module], qkv: _Module, width: int, inner: int) -> tu
     """Return the attention's output projection, or None, and the two layers of the MLP."""
     if len(linear) > 3:
         raise _Unclear(f"its blocks have {len(linear)} layers beside queries, keys and values, expected three")
+    nothing: list[_Module | None] = [None]
     found = [
         (out, first, second)
         for first, second in itertools.permutations(linear, 2)
-        for out in _rest(linear, first, second)
+        for out in [module for module in linear if module not in (first, second)] or nothing
         if first.weight[1] == width
         and second.weight == (width, first.weight[0])
         and (inner == width if out is None else out.weight == (width, inner))
@@ -285,10 +286,6 @@ def _products(linear: list[_Module], qkv: _Module, width: int, inner: int) -> tu
         named = ", ".join(f"{module.path} {list(module.weight)}" for module in linear)
         raise _Unclear(f"which of a block's layers are its attention's projection and its MLP is not clear: {named}")
     return found[0]
-
-
-def _rest(linear: list[_Module], *taken: _Module) -> list[_Module | None]:
-    return [module for module in linear if module not in taken] or [None]
 
 
 def _by_branch(paths: list[str], attention: str, mlp: str) -> tuple[str, str]:

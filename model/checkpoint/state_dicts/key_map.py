@@ -48,11 +48,11 @@ _HELP: Final = (
 )
 
 
-def _several(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
-_Names = Annotated[tuple[Annotated[str, Field(max_length=1000)], ...], BeforeValidator(_several), Field(min_length=1)]
+_Names = Annotated[
+    tuple[Annotated[str, Field(max_length=1000)], ...],
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    Field(min_length=1),
+]
 
 
 class _Entry(BaseModel):

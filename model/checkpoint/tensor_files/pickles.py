@@ -233,16 +233,10 @@ class _Unpickler(pickle._Unpickler):
         del self.stack[-2:]
         self._set(items)
 
-    def _set_many(self) -> None:
-        self._set(self.pop_mark())
-
     def _dictionary(self) -> None:
         items = self.pop_mark()
         self.stack.append({})
         self._set(items)
-
-    def _frame(self) -> None:
-        self._steps.read(8)  # its length: what is in it is read from the file all the same, and counted
 
     dispatch: ClassVar[dict[int, Any]] = {
         code: step for code, step in pickle._Unpickler.dispatch.items() if bytes((code,)) not in _FORBIDDEN
@@ -251,9 +245,10 @@ class _Unpickler(pickle._Unpickler):
         pickle.NEWOBJ[0]: _reduce,
         pickle.BUILD[0]: _build,
         pickle.SETITEM[0]: _set_one,
-        pickle.SETITEMS[0]: _set_many,
+        pickle.SETITEMS[0]: lambda self: self._set(self.pop_mark()),
         pickle.DICT[0]: _dictionary,
-        pickle.FRAME[0]: _frame,
+        # A frame's length: what is in it is read from the file all the same, and counted.
+        pickle.FRAME[0]: lambda self: self._steps.read(8),
         # The library's own step makes room for as many bytes as it claims, and then reads them.
         pickle.BYTEARRAY8[0]: pickle._Unpickler.dispatch[pickle.BINBYTES8[0]],
     }

@@ -57,7 +57,8 @@ class Png(EncodedImage):
             if kind == b"IHDR" and position > 8:
                 # Pillow takes the last header, whatever the first declares.
                 raise InvalidImage("the PNG picture does not decode: its header is not its first chunk")
-            if kind == b"IDAT" and end <= len(data) and zlib.crc32(view[body - 4 : end - 4]) != _checksum(view, end):
+            is_whole = kind == b"IDAT" and end <= len(data)
+            if is_whole and zlib.crc32(view[body - 4 : end - 4]) != int.from_bytes(view[end - 4 : end], "big"):
                 raise InvalidImage("the PNG picture does not decode: the checksum of its pixels is wrong")
             if (kind not in _PICTURE_CHUNKS and len(kind) == 4) or (kind == b"IDAT" and pixels_ended):
                 kept.append(view[first:position])
@@ -87,10 +88,6 @@ class Png(EncodedImage):
 def _pixel_bytes(picture: bytes) -> float:
     """Return the bytes of a pixel of a PNG, of which its header stands in the first chunk."""
     return int.from_bytes(picture[24:25], "big") * _CHANNELS.get(int.from_bytes(picture[25:26], "big"), 4) / 8
-
-
-def _checksum(view: memoryview, end: int) -> int:
-    return int.from_bytes(view[end - 4 : end], "big")
 
 
 def _raw_profile(text: bytes, *, compressed: bool) -> bytes:

@@ -8,14 +8,7 @@ from typing import Self
 
 import numpy as np
 from PIL import ImageFile
-from PIL.TiffImagePlugin import (
-    COMPRESSION,
-    STRIPBYTECOUNTS,
-    STRIPOFFSETS,
-    TILEBYTECOUNTS,
-    TILEOFFSETS,
-    TiffImageFile,
-)
+from PIL.TiffImagePlugin import COMPRESSION, STRIPBYTECOUNTS, STRIPOFFSETS, TILEBYTECOUNTS, TILEOFFSETS, TiffImageFile
 
 from model.errors import InvalidImage, UnsupportedImageFormat
 from model.images.exif import Directory, Field, directory_orientation, read_directory, read_orientation
@@ -105,9 +98,9 @@ def _entry(field: Field, directory: Directory, data: bytes | bytearray) -> bytes
         return field.entry
     value, inline = directory.value(field, data)[: field.value_size], directory.inline(field)
     # A value that is too long for the entry stays where it is.
-    return struct.pack(
-        directory.entry_format, field.tag, field.field_type, 1, value if len(value) <= len(inline) else inline
-    )
+    short = value if len(value) <= len(inline) else inline
+    form = directory.byte_order + ("HHQ8s" if directory.bigtiff else "HHL4s")
+    return struct.pack(form, field.tag, field.field_type, 1, short)
 
 
 def _integers(field: Field | None, directory: Directory, data: bytes | bytearray) -> list[int]:

@@ -13,17 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.errors import DeviceError, NewProcessNeeded
-from model.runtime.backend import (
-    Compilation,
-    CompilationState,
-    Images,
-    batch_too_large,
-    first_line,
-    require_close,
-    trial_images,
-)
-from model.runtime.batches import BatchOutputs, BatchRequest, HostOutputs, launch_size
+from model.errors import DeviceError, NewProcessNeeded, first_line
+from model.runtime.backend import Compilation, CompilationState, batch_too_large, require_close, trial_images
+from model.runtime.batches import BatchOutputs, BatchRequest, HostOutputs, Images, launch_size
 from model.runtime.compilation import Network, compiled_for_any_batch, compiled_network
 from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed, Compute, DeviceOps, DeviceOutputs
 from model.runtime.postprocess import TopK, beside, on_host, pack, unpack

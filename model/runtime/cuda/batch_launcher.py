@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.runtime.backend import Images, first_line
-from model.runtime.batches import BatchRequest
+from model.errors import first_line
+from model.runtime.batches import BatchRequest, Images
 
 DeviceOutputs = tuple[Tensor, dict[str, Tensor]]
 """Packed outputs, int32 [B, width] as `postprocess.pack` returns them, and further ones by name."""

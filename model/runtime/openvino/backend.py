@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from model.errors import DeviceError, VitError
 from model.outputs import MapRequest
-from model.runtime.backend import Compilation, CompilationState, Images, require_finite, stacked, trial_images
-from model.runtime.batches import UNCUT, BatchRequest, HostOutputs
+from model.runtime.backend import Compilation, CompilationState, require_finite, trial_images
+from model.runtime.batches import UNCUT, BatchRequest, HostOutputs, Images, stacked
 from model.runtime.cpu import ThreadPolicy, give_back_memory, keep_freed_memory
 from model.runtime.openvino.graph import PRECISIONS, core
 from model.runtime.openvino.network import OpenVinoNetwork

@@ -13,12 +13,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from google.protobuf.message import DecodeError
 
 from service.errors import MalformedRequest, UploadTooLarge
-from service.web.grpc.open_inference_pb2 import (
-    InferParameter,
-    ModelInferRequest,
-    ModelInferResponse,
-    ModelRequest,
-)
+from service.web.grpc.open_inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse, ModelRequest
 from service.web.inference_protocol.tensors import InferenceHeader, InputTensor, OutputTensor, RequestedOutput
 
 _RAW: Final = ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER

@@ -9,6 +9,7 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from starlette.types import Receive
 
+from service.engine.messages import ModelInfo
 from service.errors import NotFound, Unavailable
 from service.web.grpc.calls import Call, Method
 from service.web.grpc.messages import encode_response, parse, read_inference
@@ -73,15 +74,13 @@ async def server_description(pipelines: Pipelines, call: Call) -> bytes:
 
 async def model_description(pipelines: Pipelines, call: Call) -> bytes:
     """Describe the model: its inputs and outputs."""
-    question = parse(ModelRequest, await call.question())
-    info = find_model(pipelines.current(), question.name, question.version)
+    info = await _named(pipelines, call)
     return _encode(model_metadata(info), ModelMetadataResponse())
 
 
 async def model_config(pipelines: Pipelines, call: Call) -> bytes:
     """Return the model's configuration."""
-    question = parse(ModelRequest, await call.question())
-    info = find_model(pipelines.current(), question.name, question.version)
+    info = await _named(pipelines, call)
     return _encode({"config": model_configuration(info)}, ModelConfigResponse())
 
 
@@ -106,6 +105,11 @@ async def model_infer(pipelines: Pipelines, call: Call) -> bytes:
         del message  # its bytes are copied, or held by the pixels
         encode = partial(encode_response, info.name, VERSION, header.id)
         return await infer(pipeline, upload, header, inputs, info, deadline, encode)
+
+
+async def _named(pipelines: Pipelines, call: Call) -> ModelInfo:
+    question = parse(ModelRequest, await call.question())
+    return find_model(pipelines.current(), question.name, question.version)
 
 
 async def _whole(receive: Receive) -> bytes:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from model.config import NetworkConfig, ViTConfig
 from model.errors import ImageError
 from model.outputs import (
+    DEFAULT_TOP_K,
     Outputs,
     RequestedOutputs,
     embedding_width,
@@ -86,7 +87,6 @@ OUTPUTS: Final[Mapping[str, Output]] = {
 _BY_DEFAULT: Final = ("label", "index", "score")
 _OF_CLASSES: Final = frozenset({*_BY_DEFAULT, "logits"})
 _OF_MAPS: Final = frozenset({"attention", "evidence"})
-_DEFAULT_TOP_K: Final = 5
 _MAX_ID: Final = 1024
 """Characters of a request's id, which its answer repeats, and the bytes of waiting answers are not counted."""
 _MAPS: Final = ("cls", "relevance")
@@ -196,7 +196,7 @@ class Selection:
         classes = config.num_classes
         counts = [_count(header.parameters, "top_k", classes)]
         counts += [_count(output.parameters, "classification", classes) for output in outputs]
-        top_k = max((count for count in counts if count is not None), default=min(_DEFAULT_TOP_K, max(classes, 1)))
+        top_k = max((count for count in counts if count is not None), default=min(DEFAULT_TOP_K, max(classes, 1)))
         embedding = parse_embedding(
             info.config, header.parameters.get("pool", "head"), header.parameters.get("normalize", False)
         )

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from model.errors import ImageError
-from model.outputs import EmbeddingRequest, Method, RequestedOutputs, parse_maps
+from model.outputs import DEFAULT_TOP_K, EmbeddingRequest, Method, RequestedOutputs, parse_maps
 from model.zero_shot import labels_of_request, with_labels
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, ServiceError, UploadTooLarge
@@ -34,9 +34,6 @@ from vitserve.documents import (
 )
 
 router = APIRouter(tags=["classify"], route_class=Endpoint)
-
-DEFAULT_TOP_K = 5
-"""Classes to answer with where the caller does not say how many."""
 
 
 class ClassifyQuery(BaseModel, frozen=True):

@@ -20,14 +20,7 @@ from service.errors import InvalidParameter, ServiceError, UploadTooLarge
 from service.web.inference_protocol.inference import at_position
 from service.web.pipeline import Pipeline, pipeline_of
 from service.web.routes.classify import answer_batch, to_json
-from service.web.routes.endpoint import (
-    BINARY,
-    ONE_PICTURE,
-    SEVERAL_PICTURES,
-    Endpoint,
-    npy_response,
-    problems,
-)
+from service.web.routes.endpoint import BINARY, ONE_PICTURE, SEVERAL_PICTURES, Endpoint, npy_response, problems
 from service.web.upload import UploadedFile
 from service.web.work import unless_disconnected
 from vitserve.documents import BatchEmbedding, Embedding, TextEmbeddings

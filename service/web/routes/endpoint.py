@@ -10,12 +10,13 @@ from __future__ import annotations
 import difflib
 import io
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, get_origin, get_type_hints
 from urllib.parse import parse_qsl
 
+import msgspec
 import numpy as np
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
@@ -121,6 +122,11 @@ class Endpoint(APIRoute):
         await answer(scope, receive, send)
 
 
+def json_response(document: Any) -> Response:
+    """Return what msgspec encodes as JSON, as the documents of the Open Inference Protocol are."""
+    return Response(msgspec.json.encode(document), media_type="application/json")
+
+
 def npy_response(values: NDArray[np.float32], headers: Mapping[str, str] | None = None) -> Response:
     """Return an array as a NumPy file."""
     buffer = io.BytesIO()
@@ -144,12 +150,12 @@ def parse_query(model: type[BaseModel], query_string: bytes) -> BaseModel:
         raise InvalidParameter(f"more than {_MAX_PARAMETERS} parameters")
     pairs = parse_qsl(query_string.decode("latin-1"), keep_blank_values=True)
     query: dict[str, Any] = dict(pairs)
-    known = {field.alias or name for name, field in model.model_fields.items()}
+    known = [field.alias or name for name, field in model.model_fields.items()]
     unknown = next((name for name in query if name not in known), None)
     if unknown is not None:
-        raise InvalidParameter(
-            f"{unknown:.50}: no such parameter; there are {', '.join(_closest_first(unknown, known))}"
-        )
+        given = unknown[:50].lower()
+        known.sort(key=lambda name: (-difflib.SequenceMatcher(None, name, given).ratio(), name))
+        raise InvalidParameter(f"{unknown:.50}: no such parameter; there are {', '.join(known)}")
     for name, field in model.model_fields.items():
         if name in query and get_origin(field.annotation) is tuple:
             query[name] = tuple(value for key, value in pairs if key == name)
@@ -159,15 +165,6 @@ def parse_query(model: type[BaseModel], query_string: bytes) -> BaseModel:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         message = str(first["msg"])
         raise InvalidParameter(f"{first['loc'][0]}: {message[:1].lower()}{message[1:]}") from None
-
-
-def _closest_first(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known names, the most similar to `name` first."""
-
-    def likeness(other: str) -> float:
-        return difflib.SequenceMatcher(None, other, name[:50].lower()).ratio()
-
-    return sorted(sorted(known), key=likeness, reverse=True)
 
 
 def _drop_null_parameters(document: dict[str, Any]) -> None:

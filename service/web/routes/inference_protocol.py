@@ -6,9 +6,8 @@ A model's name may hold slashes, so longer paths come first. Of a function's dec
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,7 +24,7 @@ from service.web.inference_protocol.descriptions import (
 from service.web.inference_protocol.inference import Inputs, find_model, infer, read_inputs
 from service.web.inference_protocol.tensors import InferenceHeader, encode_answer, split_body, take_binary
 from service.web.pipeline import Pipeline, Upload, pipeline_of
-from service.web.routes.endpoint import Endpoint
+from service.web.routes.endpoint import Endpoint, json_response
 from service.web.work import Deadline, unless_disconnected
 from vitserve import __version__
 
@@ -44,10 +43,6 @@ _MODEL: Final = "/models/{name:path}"
 _VERSIONED: Final = "/models/{name:path}/versions/{version}"
 
 
-def _json(document: Any) -> Response:
-    return Response(msgspec.json.encode(document), media_type="application/json")
-
-
 def _model(request: Request) -> ModelInfo:
     """Return the model of the path's name, if it has any; raises as `find_model`."""
     parameters = request.path_params
@@ -58,7 +53,7 @@ def _model(request: Request) -> ModelInfo:
 async def v2_server(request: Request) -> Response:
     """Describe the server."""
     swaps = pipeline_of(request).settings.admin_key is not None
-    return _json(server_metadata(__version__, swaps=swaps))
+    return json_response(server_metadata(__version__, swaps=swaps))
 
 
 @router.get("/health/live")
@@ -87,7 +82,7 @@ async def v2_model_ready(request: Request) -> Response:
 @router.get(f"{_VERSIONED}/config")
 async def v2_configuration(request: Request) -> Response:
     """Return the model's configuration."""
-    return _json(model_configuration(_model(request)))
+    return json_response(model_configuration(_model(request)))
 
 
 @router.get("/models/stats")
@@ -95,7 +90,7 @@ async def v2_configuration(request: Request) -> Response:
 @router.get(f"{_VERSIONED}/stats")
 async def v2_statistics(request: Request) -> Response:
     """Return the statistics of the model since the start; its name may be left out."""
-    return _json(model_statistics(_model(request), pipeline_of(request).metrics))
+    return json_response(model_statistics(_model(request), pipeline_of(request).metrics))
 
 
 @router.post(f"{_MODEL}/infer")
@@ -155,4 +150,4 @@ def _header_length(request: Request) -> int | None:
 @router.get(_VERSIONED)
 async def v2_model(request: Request) -> Response:
     """Describe the model: its inputs and outputs."""
-    return _json(model_metadata(_model(request)))
+    return json_response(model_metadata(_model(request)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hmac
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,20 +16,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.errors import (
-    Forbidden,
-    InvalidParameter,
-    MalformedRequest,
-    Unauthorized,
-)
+from service.errors import Forbidden, InvalidParameter, MalformedRequest, Unauthorized
 from service.http.exchange import exchange_of
 from service.settings import Settings
 from service.web.api_keys import bearer_token
 from service.web.inference_protocol.descriptions import repository_index
 from service.web.inference_protocol.inference import find_model
 from service.web.pipeline import Pipelines, pipeline_of
-from service.web.routes.endpoint import Endpoint
-from service.web.upload import read_whole
+from service.web.routes.endpoint import Endpoint, json_response
 
 # The protocol has an OpenAPI document of its own, so these routes are not in ours.
 router = APIRouter(prefix="/v2/repository", include_in_schema=False, route_class=Endpoint)
@@ -50,7 +43,7 @@ class _Body(msgspec.Struct):
 async def v2_repository_index(request: Request) -> Response:
     """List the only model, which is ready."""
     await _read(request)
-    return _json(repository_index(pipeline_of(request).model()))
+    return json_response(repository_index(pipeline_of(request).model()))
 
 
 @router.post("/models/{name:path}/load")
@@ -63,7 +56,7 @@ async def v2_load(request: Request) -> Response:
     pipeline_of(request).check_open()
     pipelines: Pipelines = request.app.state.pipelines
     await pipelines.engine.load(checkpoint)
-    return _json(repository_index(pipeline_of(request).model())[0])
+    return json_response(repository_index(pipeline_of(request).model())[0])
 
 
 @router.post("/models/{name:path}/unload")
@@ -73,10 +66,6 @@ async def v2_unload(request: Request) -> Response:
     _require_admin(request, pipeline.settings)
     find_model(pipeline, request.path_params["name"])
     raise Forbidden("the service has this one model, which is never unloaded: load another checkpoint, or stop it")
-
-
-def _json(document: Any) -> Response:
-    return Response(msgspec.json.encode(document), media_type="application/json")
 
 
 def _require_admin(request: Request, settings: Settings) -> None:
@@ -93,10 +82,9 @@ def _require_admin(request: Request, settings: Settings) -> None:
 async def _read(request: Request) -> _Body:
     """Return the body, which may be empty; raises `MalformedRequest`, `RequestTimeout` and what `read_whole` raises."""
     pipeline = pipeline_of(request)
-    read = partial(read_whole, request.headers, limit=_MAX_BODY)
     with pipeline.upload() as upload:
         exchange_of(request.scope).arriving = upload.body  # one that crawls gives way, as a picture does
-        body = await pipeline.receive(request.receive, upload, pipeline.deadline(request), read)
+        body = await pipeline.read_body(request, upload, _MAX_BODY)
     try:
         return msgspec.json.decode(body or b"{}", type=_Body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -13,11 +13,11 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from model.outputs import RequestedOutputs
+from model.outputs import DEFAULT_TOP_K, RequestedOutputs
 from model.zero_shot import labels_of_request
 from service.web.inference_protocol.inference import find_model
 from service.web.pipeline import pipeline_of
-from service.web.routes.classify import DEFAULT_TOP_K, ClassifyQuery, classify
+from service.web.routes.classify import ClassifyQuery, classify
 from service.web.routes.endpoint import ONE_PICTURE, Endpoint, problems
 from vitserve.documents import FIELD, Classification, significant
 

@@ -15,7 +15,7 @@ from model.evaluation.evaluate import Evaluation, measure, predict_scores, predi
 from model.evaluation.evaluation_set import open_evaluation_set
 from model.network.vit import VisionTransformer
 from model.outputs import Outputs, RequestedOutputs
-from model.runtime.backend import Images
+from model.runtime.batches import Images
 from model.runtime.predictor import Predictor
 from tests.model.training.synthetic import LABELS
 

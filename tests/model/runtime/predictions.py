@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.outputs import AttentionMap, MapRequest, RequestedOutputs
-from model.runtime.backend import Images
+from model.runtime.batches import Images
 from model.runtime.predictor import Predictor
 
 

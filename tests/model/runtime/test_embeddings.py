@@ -21,8 +21,7 @@ from model.outputs import (
     embedding_name,
     parse_embedding,
 )
-from model.runtime.backend import Images
-from model.runtime.batches import BatchRequest, HostOutputs
+from model.runtime.batches import BatchRequest, HostOutputs, Images
 from model.runtime.openvino.backend import OpenVino, unsupported_reason
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import Normalise

@@ -8,7 +8,6 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from service.cluster.shared_resources import SharedResources
 from service.cluster.supervisor import Supervisor
 from service.cluster.swap import Swap
 from service.engine.messages import ModelInfo
+from service.http.lifecycle import Terminal
 from service.settings import Settings, load_settings
 from tests.service.cluster.fake_system import FakeSystem
 from tests.service.fakes import FakePredictor, model_info
@@ -243,7 +243,7 @@ def test_a_hang_up_loads_the_checkpoint_again_but_for_that_of_a_closed_terminal(
 
     monkeypatch.setattr(run, "Supervisor", Watched)
     monkeypatch.setattr(run, "OperatingSystem", FakeSystem)
-    monkeypatch.setattr(run, "Terminal", lambda: SimpleNamespace(was_closed=lambda: closed))
+    monkeypatch.setattr(Terminal, "was_closed", lambda _: closed)
     monkeypatch.setattr(Swap, "reload", lambda _: reloads.append("again"))
     monkeypatch.setattr(gc, "freeze", lambda: None)
     run.run_cluster(settings, lambda _: (FakePredictor(), model_info()))

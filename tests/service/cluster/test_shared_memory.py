@@ -10,11 +10,8 @@ import pytest
 
 from service.cluster.shared_memory import (
     ImageSlots,
-    SharedByteBudget,
     SharedCounters,
     SharedFile,
-    SharedKeyLimiter,
-    SharedLimiter,
     SharedText,
     whole_pages,
 )
@@ -24,7 +21,7 @@ from tests.service.cluster.scripts import run
 
 def test_places_are_counted_over_all_workers() -> None:
     with closing(SharedCounters(workers=2, engines=1, capacity=3)) as counters:
-        one, two = SharedLimiter(counters, 0), SharedLimiter(counters, 1)
+        one, two = counters.limiter(0), counters.limiter(1)
         with one.permit() as both, two.permit():
             both.extend()
             for places in (one, two):
@@ -37,7 +34,7 @@ def test_places_are_counted_over_all_workers() -> None:
 
 def test_a_request_that_gets_too_few_places_gives_all_of_them_back() -> None:
     with closing(SharedCounters(workers=2, engines=1, capacity=3)) as counters:
-        other, places = SharedLimiter(counters, 0), SharedLimiter(counters, 1)
+        other, places = counters.limiter(0), counters.limiter(1)
         with other.permit():
             with pytest.raises(QueueFull), places.permit() as permit:
                 permit.extend()
@@ -47,16 +44,16 @@ def test_a_request_that_gets_too_few_places_gives_all_of_them_back() -> None:
 
 def test_looking_for_places_looks_at_all_workers() -> None:
     with closing(SharedCounters(workers=2, engines=1, capacity=3)) as counters:
-        with SharedLimiter(counters, 0).permit():
-            SharedLimiter(counters, 1).check(2)
+        with counters.limiter(0).permit():
+            counters.limiter(1).check(2)
             with pytest.raises(QueueFull):
-                SharedLimiter(counters, 1).check(3)
+                counters.limiter(1).check(3)
         assert counters.permits_taken.tolist() == [0, 0]
 
 
 def test_bytes_of_bodies_are_counted_over_all_workers_and_those_of_a_dead_one_are_free_again() -> None:
     with closing(SharedCounters(workers=2, engines=1, capacity=3)) as counters:
-        one, two = (SharedByteBudget(counters, worker, capacity=100) for worker in range(2))
+        one, two = (counters.byte_budget(worker, capacity=100) for worker in range(2))
         assert one.take(60)
         assert not two.take(41)
         assert two.take(40)
@@ -70,7 +67,7 @@ def test_bytes_of_bodies_are_counted_over_all_workers_and_those_of_a_dead_one_ar
 
 def test_a_dead_workers_places_are_free_again() -> None:
     with closing(SharedCounters(workers=2, engines=2, capacity=2)) as counters:
-        dead = SharedLimiter(counters, 0)
+        dead = counters.limiter(0)
         dead.acquire()
         dead.acquire()
         counters.outstanding[0] = (1, 1)
@@ -78,7 +75,7 @@ def test_a_dead_workers_places_are_free_again() -> None:
         counters.forget_worker(0)
         assert not counters.outstanding.any()
         assert not counters.worker_state.any()
-        with SharedLimiter(counters, 1).permit() as permit:
+        with counters.limiter(1).permit() as permit:
             permit.extend()
 
 
@@ -86,13 +83,13 @@ def test_processes_never_take_more_places_than_there_are() -> None:
     """Each takes and gives back as fast as it can, and looks whether too many were ever taken."""
     script = """
 import os
-from service.cluster.shared_memory import SharedCounters, SharedLimiter
+from service.cluster.shared_memory import SharedCounters
 from service.errors import QueueFull, TooManyRequests
 
 counters = SharedCounters(workers=3, engines=1, capacity=2)
 for worker in range(3):
     if os.fork() == 0:
-        places, refused, taken = SharedLimiter(counters, worker), 0, 0
+        places, refused, taken = counters.limiter(worker), 0, 0
         while taken < 3000:
             try:
                 places.acquire()
@@ -190,7 +187,7 @@ def test_a_file_in_memory_never_shrinks_under_those_who_map_it() -> None:
 
 def test_a_keys_requests_are_counted_over_all_workers() -> None:
     with closing(SharedCounters(workers=2, engines=1, capacity=9, keys=2)) as counters:
-        one, two = (SharedKeyLimiter(counters, worker, keys=2, limit=2) for worker in range(2))
+        one, two = (counters.key_limiter(worker, limit=2) for worker in range(2))
         one.acquire(0)
         two.acquire(0)
         for limiter in (one, two):
@@ -207,7 +204,7 @@ def test_a_keys_requests_are_counted_over_all_workers() -> None:
 
 def test_zero_limits_no_key() -> None:
     with closing(SharedCounters(workers=1, engines=1, capacity=9, keys=1)) as counters:
-        limiter = SharedKeyLimiter(counters, 0, keys=1, limit=0)
+        limiter = counters.key_limiter(0, limit=0)
         for _ in range(100):
             limiter.acquire(0)
         assert counters.key_requests.tolist() == [[100]]

@@ -15,11 +15,12 @@ from service.metrics.metrics import Metrics
 from service.settings import load_settings
 from service.web import app as app_module
 from service.web import middleware
-from service.web.app import VERSION, create_app, log_model
+from service.web.app import create_app, log_model
 from tests.service.fakes import SIZE, model_info, on_a_loop, png
 from tests.service.web.apps import Clock, app, form, kept, pipeline_of, settle, until
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
+from vitserve import __version__
 
 
 @on_a_loop
@@ -214,4 +215,4 @@ async def test_the_engine_is_started_and_closed_with_the_application() -> None:
 def test_one_line_of_the_log_says_what_is_served(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     log_model(FakeEngine().status, model_info())
-    assert caplog.messages == [f"vitserve {VERSION}: fake from nowhere on cpu in float32, fake 1.0, compile: off"]
+    assert caplog.messages == [f"vitserve {__version__}: fake from nowhere on cpu in float32, fake 1.0, compile: off"]

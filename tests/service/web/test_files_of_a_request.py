@@ -25,7 +25,7 @@ from tests.e2e.checkpoints import write_checkpoint
 from tests.launcher import until
 
 REPOSITORY = Path(__file__).parents[3]
-MOST = 36
+MOST = 34
 
 
 class Recorder:

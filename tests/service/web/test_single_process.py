@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from model.zero_shot import ZeroShot
+from service.http.lifecycle import Terminal
 from service.http.watchdog import Watchdog
 from service.settings import load_settings
 from service.web import single_process
@@ -109,7 +110,7 @@ def test_a_model_is_announced_once_each_next_one_is_logged_and_a_failed_engine_e
     telemetry = SimpleNamespace(
         batch_tracer=SimpleNamespace, request_tracer=lambda: "tracer", close=lambda: done.append("telemetry closed")
     )
-    terminal = SimpleNamespace(was_closed=lambda: False)
+    terminal: Any = Terminal(())
 
     def make_app(
         settings: object, served: object, metrics: object, lifecycle: object, changed: Any, **more: Any
