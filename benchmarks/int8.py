@@ -68,10 +68,10 @@ def _make_graphs(arguments: argparse.Namespace, record: Record) -> None:
         graphs["bfloat16"] = (whole, "bfloat16", {})
     quantiser = Quantiser(whole, arguments.dtype, calibrated, threads=_STREAMS, progress=print)
     for least in _LEAST:
-        products = quantiser.quantise(least)
-        counts = Counter(each.way.name.lower() for each in products.values())
+        quantised = quantiser.quantise(least)
+        counts = Counter(each.way.name.lower() for each in quantised.values())
         name = f"int8, made for {least:.1%}" if least else "int8, all static"
-        graphs[name] = int8_graph(whole, products), arguments.dtype, dict(counts)
+        graphs[name] = int8_graph(whole, quantised), arguments.dtype, dict(counts)
     arguments.work.mkdir(parents=True, exist_ok=True)
     section = record.section(arguments.checkpoint, "graphs")
     expected = graph_logits(whole, "float32", tested, _STREAMS)
