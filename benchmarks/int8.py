@@ -63,35 +63,31 @@ def _make_graphs(arguments: argparse.Namespace, record: Record) -> None:
     calibrated, tested, labels = _pictures(arguments, checkpoint.preprocess)
     options = TorchOptions(checkpoint.network(), checkpoint, torch.device("cpu"), torch.float32, "off", (1,))
     whole = trace(options, BatchRequest())[0].model
-    graphs: dict[str, tuple[openvino.Model, str, dict[str, int]]] = {"float32": (whole, "float32", {})}
+    expected = graph_logits(whole, "float32", tested, _STREAMS)
+    arguments.work.mkdir(parents=True, exist_ok=True)
+
+    def keep(name: str, model: openvino.Model, dtype: str, products: dict[str, int]) -> None:
+        file = f"{name.replace(' ', '-')}.xml"
+        openvino_package().save_model(model, arguments.work / file, compress_to_fp16=False)
+        logits = graph_logits(model, dtype, tested, _STREAMS)
+        found = compare(logits, expected)
+        row: dict[str, object] = {"file": file, "dtype": dtype, "products": products}
+        row |= {"agreement": round(found.agreement, 4), "kl": round(max(found.kl, 0), 6)}
+        row |= {"pictures": len(tested), "calibrated_on": len(calibrated)}
+        if labels is not None:
+            row["top-1"] = round(float((logits.argmax(1) == labels).mean()), 4)
+        record.section(arguments.checkpoint, "graphs")[name] = row
+        record.save()
+
+    keep("float32", whole, "float32", {})
     if arguments.dtype == "bfloat16":
-        graphs["bfloat16"] = (whole, "bfloat16", {})
+        keep("bfloat16", whole, "bfloat16", {})
     quantiser = Quantiser(whole, arguments.dtype, calibrated, threads=_STREAMS, progress=print)
     for least in _LEAST:
         quantised = quantiser.quantise(least)
         counts = Counter(each.way.name.lower() for each in quantised.values())
         name = f"int8, made for {least:.1%}" if least else "int8, all static"
-        graphs[name] = int8_graph(whole, quantised), arguments.dtype, dict(counts)
-    arguments.work.mkdir(parents=True, exist_ok=True)
-    section = record.section(arguments.checkpoint, "graphs")
-    expected = graph_logits(whole, "float32", tested, _STREAMS)
-    for name, (model, dtype, products) in graphs.items():
-        file = f"{name.replace(' ', '-')}.xml"
-        openvino_package().save_model(model, arguments.work / file, compress_to_fp16=False)
-        logits = graph_logits(model, dtype, tested, _STREAMS)
-        found = compare(logits, expected)
-        section[name] = {
-            "file": file,
-            "dtype": dtype,
-            "products": products,
-            "agreement": round(found.agreement, 4),
-            "kl": round(max(found.kl, 0), 6),
-            "pictures": len(tested),
-            "calibrated_on": len(calibrated),
-        }
-        if labels is not None:
-            section[name]["top-1"] = round(float((logits.argmax(1) == labels).mean()), 4)
-        record.save()
+        keep(name, int8_graph(whole, quantised), arguments.dtype, dict(counts))
 
 
 def _pictures(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float32]
 
 _BATCH: Final = 8
-_SOLE: Final = 48
+_SOLE: Final = 24
 """Pictures on which the error of each product is measured: its outliers are in all of them."""
 
 _CLIPPED: Final = 1e-3
