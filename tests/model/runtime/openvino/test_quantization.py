@@ -95,7 +95,7 @@ def test_a_finer_agreement_takes_more_products_out_of_int8(tmp_path: Path) -> No
     graph = traced_graph(make(tmp_path / "checkpoint"))
     images = np.random.default_rng(0).integers(0, 256, (10, 16, 16, 3), np.uint8)
     quantiser = Quantiser(graph, "float32", images, threads=1)
-    counts = [sum(each.way for each in quantiser.quantise(least).values()) for least in (0.5, 0.998)]
+    counts = [sum(each.way for each in quantiser.quantise(least).values()) for least in (0.5, 0.9985)]
     assert counts == sorted(set(counts))
     with pytest.raises(DeviceError, match=r"no product of this network may be in int8 for 100\.00%"):
         quantiser.quantise(1)
