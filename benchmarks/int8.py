@@ -96,8 +96,11 @@ def _pictures(
     """Return pictures to calibrate on, others to measure with, and their classes where these are known."""
     if is_cifar10(arguments.data):
         train, test = cifar10.read_train(arguments.data), cifar10.read_test(arguments.data)
-        first, second = (np.asarray(each).transpose(0, 2, 3, 1) for each in (train.pixels[:CALIBRATED], test.pixels))
-        return np.ascontiguousarray(first), np.ascontiguousarray(second), np.asarray(test.labels)
+        pixels = [
+            np.ascontiguousarray(np.asarray(each).transpose(0, 2, 3, 1))
+            for each in (train.pixels[:CALIBRATED], test.pixels)
+        ]
+        return pixels[0], pixels[1], np.asarray(test.labels)
     first, second = split_pictures(arguments.data)
     labels = None
     if arguments.labels is not None:
