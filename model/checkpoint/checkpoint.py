@@ -48,7 +48,7 @@ class Checkpoint:
         notes: what else was done with the files (tensors left aside, names inferred).
         zero_shot: how labels of a request are compared, where the checkpoint has a text tower.
         embed_texts: that tower: texts to features, float32 [N, D].
-        folder: the local native folder it was read from, where a graph in int8 may lie beside it.
+        folder: the local native folder it was read from, where a record of int8 may lie beside it.
         antialias: whether position embeddings are low-passed before they shrink, as the source library does.
         calibration: what the sets of labels are made by, where the checkpoint was calibrated.
     """

@@ -20,7 +20,7 @@ BackendName = Literal["auto", "torch", "openvino"]
 CompileMode = Literal["auto", "on", "max", "off"]
 
 INT8_RECORD: Final = "int8.json"
-"""The file beside a checkpoint that has a graph in int8: see `model.runtime.openvino.int8_files`."""
+"""The file beside a checkpoint that can be served in int8: see `model.runtime.openvino.int8_record`."""
 
 _TOLERANCES: Final = {"logits": (1e-3, 0.1), "attention": (0.01, 0.3), "relevance": (0.05, 0.5)}
 """Largest norm of the difference between two ways of computing an output, relative to the output's own norm: in

@@ -19,7 +19,7 @@ from model.runtime.cpu import ThreadPolicy
 from model.runtime.cuda.batch_launcher import DeviceOps
 from model.runtime.device import choose_device, choose_dtype, gpu_identifier
 from model.runtime.float8 import CALIBRATION_SET, LEAST_AGREEMENT, agreement, calibration_images
-from model.runtime.int8 import TorchReference, chosen_graph, require_same_model
+from model.runtime.int8 import TorchReference, chosen_int8, require_same_model
 from model.runtime.openvino.store import Keep
 from model.runtime.torch_backend import TorchOptions
 
@@ -92,7 +92,7 @@ class Builder:
         self._streams = streams or (min(_DEFAULT_STREAMS, self._threads.count) if on_cpu else _DEFAULT_STREAMS)
         self._least = LEAST_AGREEMENT if least_agreement is None else least_agreement
         self._compile_mode, self._backend, self._graphs, self._ops = compile_mode, backend, graphs, ops
-        self._int8 = chosen_graph(checkpoint, self._device, dtype, backend, compile_mode, self._least)
+        self._int8 = chosen_int8(checkpoint, self._device, dtype, backend, compile_mode, self._least)
         self._may_do_without = dtype == "auto"
         self._keep = keep if self._int8 is None else None
         # A library's network may do without a dtype, a Vision Transformer overflow in float16.
@@ -105,7 +105,7 @@ class Builder:
         return self.build()
 
     def build(self) -> Built:
-        """Return the parts of a predictor; where the graph in int8 was not asked for and does not run, without it.
+        """Return the parts of a predictor; where int8 was not asked for and does not run, without it.
 
         Raises: see `_build`.
         """
@@ -114,7 +114,7 @@ class Builder:
         except DeviceError as error:
             if self._int8 is None or not self._may_do_without or isinstance(error, NewProcessNeeded):
                 raise
-            logger.warning("the graph in int8 is not used: %s", error)
+            logger.warning("int8 is not used: %s", error)
             self._int8 = None
             return self._build()
 
@@ -122,9 +122,8 @@ class Builder:
         """Return the parts of a predictor.
 
         Raises:
-            DeviceError: the backend is not available here, or float8 agrees too seldom with bfloat16, or the graph in
-                int8 is another model's.
-            CheckpointError: the weights are not what the config says.
+            DeviceError: the backend is not available here, or float8 agrees too seldom with bfloat16.
+            CheckpointError: the weights are not what the config says, or int8 gives other logits altogether.
         """
         model = self._checkpoint.network()
         options = TorchOptions(
@@ -145,7 +144,7 @@ class Builder:
             streams=self._streams,
             ops=self._ops,
             keep=self._keep,
-            int8=None if self._int8 is None else self._int8.graph,
+            int8=None if self._int8 is None else self._int8.products,
         )
         agrees, reference = None, None
         if self._int8 is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 
 from model.errors import DeviceError
@@ -15,6 +16,7 @@ from model.runtime.cuda.batch_launcher import DeviceOps
 from model.runtime.cuda.ops import CudaOps
 from model.runtime.openvino.backend import LazyTorch, OpenVino, unsupported_reason
 from model.runtime.openvino.network import NetworkGraph, OpenVinoNetwork
+from model.runtime.openvino.quantization import Quantised, int8_graph
 from model.runtime.openvino.store import Keep, MadeOf
 from model.runtime.openvino.tracing import traced_network
 from model.runtime.scores import Scores
@@ -32,7 +34,7 @@ def choose_backend(
     streams: int,
     ops: DeviceOps | None = None,
     keep: Keep | None = None,
-    int8: NetworkGraph | None = None,
+    int8: Mapping[str, Quantised] | None = None,
 ) -> tuple[Backend, str]:
     """Return the backend and the reason: OpenVINO where it is requested, or is possible and torch is not to compile.
 
@@ -40,7 +42,7 @@ def choose_backend(
         options: the network and how torch would run it.
         requested, threads, streams: see `model.runtime.predictor.Predictor`.
         keep: keeps graphs of OpenVINO that were made and compared.
-        int8: the network's logits as a graph in int8, which needs OpenVINO.
+        int8: how products are computed where logits alone are asked for, which needs OpenVINO; None: as all others.
         ops: a device that batches are launched on; None launches on CUDA if that is the options' device.
 
     Raises:
@@ -58,10 +60,11 @@ def choose_backend(
         parameters = count_parameters(options.model)
         stage = None if keep is None else keep.stage
         try:
-            network = traced_network(options, threads=threads.count, streams=streams, stage=stage)
+            network, graph = traced_network(options, threads=threads.count, streams=streams, stage=stage)
             classifier = None
             if int8 is not None:
-                classifier = OpenVinoNetwork(int8, options.dtype_name, threads=threads.count, streams=streams)
+                logits = NetworkGraph(int8_graph(graph.model, int8), ("logits",), BatchRequest())
+                classifier = OpenVinoNetwork(logits, options.dtype_name, threads=threads.count, streams=streams)
         except DeviceError as error:
             if requested == "openvino" or int8 is not None:
                 raise
@@ -80,7 +83,7 @@ def choose_backend(
             def with_extras(extras: BatchRequest) -> OpenVinoNetwork:
                 # Of the checkpoint's own tensors, which are the constants of the first network's graphs already.
                 built = replace(options, model=options.checkpoint.build())
-                extended = traced_network(
+                extended, _ = traced_network(
                     built, threads=threads.count, streams=streams, extras=extras, workers=1, stage=stage
                 )
                 save(extras)

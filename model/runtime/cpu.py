@@ -20,6 +20,8 @@ _LARGEST_IN_HEAP: Final = 32 << 20
 """Bytes of a block that is not mapped by itself: the most that glibc takes, and what it comes to without this, too,
 once a block of that size was freed."""
 
+_CPUINFO: Final = Path("/proc/cpuinfo")
+
 _KEPT: Final = 2 * _LARGEST_IN_HEAP
 """Bytes at the end of a heap that stay with the process; twice the largest block is glibc's own rule."""
 
@@ -70,11 +72,20 @@ def give_back_memory() -> None:
         trim(0)
 
 
-def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+def cpu_has_bfloat16(cpuinfo: Path = _CPUINFO) -> bool:
     """Return whether the CPU multiplies bfloat16 natively (x86: AVX512-BF16 or AMX; Arm: BF16)."""
+    return _has_one_of({"avx512_bf16", "amx_bf16", "bf16"}, cpuinfo)
+
+
+def cpu_has_int8(cpuinfo: Path = _CPUINFO) -> bool:
+    """Return whether the CPU adds up products of int8 in one instruction (x86: VNNI or AMX; Arm: DOT or I8MM)."""
+    return _has_one_of({"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"}, cpuinfo)
+
+
+def _has_one_of(features: set[str], cpuinfo: Path) -> bool:
     try:
         text = cpuinfo.read_text()
     except OSError:
         return False
     flags = re.search(r"^(?:flags|Features)\s*:(.*)", text, re.MULTILINE)
-    return flags is not None and not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags[1].split())
+    return flags is not None and not features.isdisjoint(flags[1].split())

@@ -88,7 +88,9 @@ class _Torch:
         dtype, cpu = DTYPES[manifest.dtype], torch.device("cpu")
         options = TorchOptions(checkpoint.build(), checkpoint, cpu, dtype, "off", (manifest.max_batch,))
         keep = Keep(self._entry, files)
-        network = traced_network(options, threads=threads, streams=streams, extras=extras, workers=1, stage=keep.stage)
+        network, _ = traced_network(
+            options, threads=threads, streams=streams, extras=extras, workers=1, stage=keep.stage
+        )
         made_of = MadeOf(manifest.parameters, manifest.dtype, threads, streams, manifest.max_batch, manifest.reason)
         keep.save(extras, checkpoint, made_of)
         return network

@@ -59,7 +59,7 @@ class Predictor:
         device_name: what the device is called, where it has another number in this process.
         dtype: see `model.runtime.device.choose_dtype`. Where `auto` gives float16, and the model overflows in it, the
             model runs in float32. With `float8` the best class is compared with bfloat16's on a calibration set. A
-            checkpoint that has a graph in int8 beside it is served with it in `auto`, too, where it agrees.
+            checkpoint that was converted for int8 is served in it with `auto`, too, where it agrees.
         least_agreement: share of that set on which they must agree, 0...1; with int8, of the pictures on which
             `vitserve convert` measured it.
         compile_mode: `auto` compiles on CUDA; `on` also on the CPU; `max` times several kernels for every
@@ -87,7 +87,7 @@ class Predictor:
 
     Raises:
         DeviceError: the device, dtype or backend is not available here, or float8 or int8 agrees too seldom.
-        CheckpointError: the weights are not what the config says, or the files of the graph in int8 are not its.
+        CheckpointError: the weights are not what the config says, or the record of int8 is not of them.
     """
 
     def __init__(self, checkpoint: Checkpoint, **options: Unpack[PredictorOptions]) -> None:

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("int8",),
         default=argparse.SUPPRESS,
-        help="write a graph in int8 for OpenVINO, too, which agrees with float32 as often as VIT_AGREEMENT says",
+        help="find out, too, how OpenVINO computes it in int8 and agrees with float32 as often as VIT_AGREEMENT says",
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="pictures to calibrate int8 on and to measure it with")
     add_setting_flags(parser, (*CHECKPOINT_FLAGS, "agreement"))
@@ -62,10 +62,10 @@ def _pictures(arguments: argparse.Namespace) -> tuple[list[Path], list[Path]] | 
         if arguments.data is not None:
             raise InputError("data", "--data is for --dtype int8")
         return None
-    from model.runtime.openvino.quantization import unsupported_reason  # noqa: PLC0415  torch takes seconds to import
+    from model.runtime.openvino.backend import unsupported_reason  # noqa: PLC0415  torch takes seconds to import
     from service.cli.quantised import split_pictures  # noqa: PLC0415
 
-    if reason := unsupported_reason():
+    if reason := unsupported_reason("cpu", "float32"):
         raise InputError("dtype", f"int8: {reason}")
     if arguments.data is None:
         raise InputError("data", "--dtype int8 is calibrated on pictures: --data DIR")

@@ -96,8 +96,7 @@ class Streams:
     def put(self, request: InferenceRequest, timeout: float) -> Waiting:
         """Add an image that must be launched within `timeout` seconds from now; raises as `BatchQueue.put`."""
         with self._wake:
-            is_slow = request.requested.needs_pass or self._defers(request.requested)
-            queue = self._explanations if is_slow else self._queue
+            queue = self._queue_of(request)
             entry = queue.put(request, deadline=self._clock() + timeout)
             self._on_queue(len(self))
             self._condition_of(queue).notify()
@@ -113,6 +112,10 @@ class Streams:
     def _wake_if_explanations_alone_wait(self) -> None:
         if len(self._explanations) and not len(self._queue):
             self._wake_explanations.notify()
+
+    def _queue_of(self, request: InferenceRequest) -> BatchQueue[InferenceRequest]:
+        is_slow = request.requested.needs_pass or self._defers(request.requested)
+        return self._explanations if is_slow else self._queue
 
     def _condition_of(self, queue: BatchQueue[InferenceRequest]) -> threading.Condition:
         return self._wake_explanations if queue is self._explanations else self._wake

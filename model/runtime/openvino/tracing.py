@@ -36,8 +36,8 @@ def traced_network(
     extras: BatchRequest = BatchRequest(),  # noqa: B008  frozen
     workers: int | None = None,
     stage: Callable[[NetworkGraph], NetworkGraph] | None = None,
-) -> OpenVinoNetwork:
-    """Return a torch network as one of OpenVINO, once its outputs were compared with torch's.
+) -> tuple[OpenVinoNetwork, NetworkGraph]:
+    """Return a torch network as one of OpenVINO, once its outputs were compared with torch's, and its graph.
 
     Args:
         options: the model, which is read and not kept, and a dtype of `PRECISIONS`.
@@ -55,7 +55,7 @@ def traced_network(
         graph = stage(graph)
     network = OpenVinoNetwork(graph, options.dtype_name, threads=threads, streams=streams, workers=workers)
     network.require_close(reference)
-    return network
+    return network, graph
 
 
 def trace(options: TorchOptions, extras: BatchRequest) -> tuple[NetworkGraph, Reference]:

@@ -1,8 +1,7 @@
-"""A graph in int8 beside a checkpoint: served where it agrees, refused where its files are not the checkpoint's."""
+"""A record of int8 beside a checkpoint: served where it agrees, refused where it is not the checkpoint's."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import logging
@@ -21,11 +20,12 @@ from model.config import PreprocessConfig, ViTConfig
 from model.errors import CheckpointError, DeviceError
 from model.network.vit import VisionTransformer
 from model.outputs import MapRequest
-from model.runtime import choice
+from model.runtime import choice, int8
 from model.runtime.backend import INT8_RECORD
 from model.runtime.batches import BatchRequest
 from model.runtime.device import choose_dtype
-from model.runtime.openvino.int8_files import write_int8
+from model.runtime.openvino.int8_record import write_record
+from model.runtime.openvino.quantization import Comparison, Quantiser
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import TorchOptions
 from tests.model.runtime.predictions import predict
@@ -51,33 +51,26 @@ def make(folder: Path, seed: int = 0, config: ViTConfig = CONFIG) -> Checkpoint:
     return load_checkpoint(str(folder))
 
 
-def logits_graph(checkpoint: Checkpoint) -> Any:
-    """The checkpoint's logits as a graph in float32, which stands in for one in int8: no package but OpenVINO's."""
-    from openvino import Model
-
+def traced_graph(checkpoint: Checkpoint) -> Any:
+    """The checkpoint's network as a graph in float32."""
     from model.runtime.openvino.tracing import trace
 
     options = TorchOptions(checkpoint.network(), checkpoint, torch.device("cpu"), torch.float32, "off", (1,))
-    graph, _ = trace(options, BatchRequest())
-    return Model([graph.model.outputs[0].get_node()], graph.model.get_parameters(), "int8")
+    return trace(options, BatchRequest())[0].model
+
+
+@pytest.fixture(autouse=True)
+def a_cpu_with_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8, "cpu_has_int8", lambda: True)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("int8") / "folder"
     checkpoint = make(folder)
-    write_int8(
-        folder,
-        checkpoint,
-        logits_graph(checkpoint),
-        agreement=0.995,
-        kl=0.001,
-        pictures=500,
-        calibrated_on=300,
-        dtype="float32",
-        floating=("fc2",),
-        made_by=("openvino",),
-    )
+    images = np.random.default_rng(0).integers(0, 256, (16, 16, 16, 3), np.uint8)
+    products = Quantiser(traced_graph(checkpoint), "float32", images, threads=1).quantise(0)
+    write_record(checkpoint, products, Comparison(0.995, 0.001), pictures=500, calibrated_on=300, dtype="float32")
     return folder
 
 
@@ -137,7 +130,7 @@ def test_auto_serves_it_where_it_agrees_often_enough_and_else_says_why_not(
     else:
         assert found.dtype == str(choose_dtype("auto", torch.device("cpu"))).removeprefix("torch.")
         assert found.agreement is None
-        [why] = [each for each in caplog.messages if each.startswith("the graph in int8 is not used")]
+        [why] = [each for each in caplog.messages if each.startswith("int8 is not used")]
         assert "on 99.50% of 500 views" in why
         assert "99.60% are required (VIT_AGREEMENT)" in why
         with pytest.raises(DeviceError, match=r"dtype 'int8': it gives .* 99.60% are required .*: choose auto"):
@@ -153,7 +146,7 @@ def test_a_plain_checkpoint_never_becomes_int8(tmp_path: Path) -> None:
 
 def test_torch_does_not_run_it(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert serve(folder, "auto", backend="torch").dtype != "int8"
-    assert "the graph in int8 is not used: it is OpenVINO's: torch is to run the network" in caplog.messages
+    assert "int8 is not used: it is OpenVINO's: torch is to run the network" in caplog.messages
     with pytest.raises(DeviceError, match="torch is to run the network"):
         serve(folder, backend="torch")
 
@@ -165,76 +158,46 @@ def test_another_preprocessing_than_the_graphs_is_refused(folder: Path) -> None:
         Predictor(other, device="cpu", dtype="int8", max_batch=1)
 
 
-def cut(name: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-5])
-
-
-def turned_bit(folder: Path) -> None:
-    path = folder / "int8.bin"
-    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
-
-
-def put_graph(folder: Path, other: Checkpoint) -> None:
-    """Put another model's graph there, with a record that says it is this one's."""
-    import openvino
-
-    openvino.save_model(logits_graph(other), folder / "int8.xml", compress_to_fp16=False)
-    digests = {
-        key: hashlib.sha256((folder / name).read_bytes()).hexdigest()
-        for key, name in (("graph", "int8.xml"), ("weights", "int8.bin"))
-    }
-    change(folder, **digests)
-
-
-def foreign_graph(folder: Path) -> None:
-    put_graph(folder, make(folder.parent / "other", seed=1))
-
-
-def other_classes(folder: Path) -> None:
-    put_graph(folder, make(folder.parent / "other", config=CONFIG.model_copy(update={"num_classes": 6})))
-
-
-def no_xml(folder: Path) -> None:
-    (folder / "int8.xml").write_text("<html>" + "<a>" * 1000)
-    change(folder, graph=hashlib.sha256((folder / "int8.xml").read_bytes()).hexdigest())
+def put(folder: Path, text: str) -> None:
+    (folder / INT8_RECORD).write_text(text)
 
 
 def link(folder: Path) -> None:
-    shutil.move(folder / "int8.bin", folder.parent / "outside.bin")
-    (folder / "int8.bin").symlink_to(folder.parent / "outside.bin")
+    shutil.move(folder / INT8_RECORD, folder.parent / "outside.json")
+    (folder / INT8_RECORD).symlink_to(folder.parent / "outside.json")
 
 
-def huge(folder: Path) -> None:
-    with (folder / "int8.bin").open("r+b") as file:
-        file.truncate(1 << 30)
+def change_product(folder: Path, **fields: Any) -> None:
+    products = json.loads((folder / INT8_RECORD).read_text())["products"]
+    change(folder, products={name: product | fields for name, product in products.items()})
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut(INT8_RECORD), r"int8\.json: not JSON"),
-        (lambda folder: (folder / INT8_RECORD).write_text("[" * 5000), r"int8\.json: not JSON"),
-        (lambda folder: (folder / INT8_RECORD).write_text("[]"), r"int8\.json: .*valid dictionary"),
-        (lambda folder: (folder / INT8_RECORD).write_text(" " * (2 << 20)), r"int8\.json: larger than"),
+        (lambda folder: put(folder, "{"), r"int8\.json: not JSON"),
+        (lambda folder: put(folder, "[" * 5000), r"int8\.json: not JSON"),
+        (lambda folder: put(folder, "[]"), r"int8\.json: .*valid dictionary"),
+        (lambda folder: put(folder, " " * (2 << 20)), r"int8\.json: larger than"),
+        (link, r"int8\.json: a symbolic link out of its folder"),
         (lambda folder: change(folder, agreement=1.5), r"int8\.json: agreement: .*less than or equal to 1"),
         (lambda folder: change(folder, agreement=float("nan")), r"int8\.json: agreement"),
-        (lambda folder: change(folder, graph="../../etc/passwd"), r"int8\.json: graph: .*pattern"),
         (lambda folder: change(folder, hidden=1), r"int8\.json: hidden: "),
         (lambda folder: change(folder, checkpoint="0" * 64), r"int8\.json: made of another checkpoint"),
         (lambda folder: make(folder, seed=2), r"int8\.json: made of another checkpoint"),
-        (cut("int8.xml"), r"int8\.xml: damaged"),
-        (cut("int8.bin"), r"int8\.bin: damaged"),
-        (turned_bit, r"int8\.bin: damaged"),
-        (lambda folder: (folder / "int8.bin").unlink(), r"int8\.bin: no such file"),
-        (huge, r"int8\.bin: larger than"),
-        (link, r"int8\.bin: a symbolic link out of its folder"),
-        (no_xml, r"int8\.xml: not a graph of OpenVINO"),
-        (other_classes, r"int8\.xml: gives f32\[\?,6\], expected f32\[\?,5\]"),
-        (foreign_graph, r"the logits of its graph in int8 correlate with the checkpoint's by"),
+        (lambda folder: change(folder, products={"x" * 1001: {}}), r"int8\.json: products\."),
+        (
+            lambda folder: change_product(folder, way="quick"),
+            r"int8\.json: products\..*'static', 'dynamic' or 'floating'",
+        ),
+        (lambda folder: change_product(folder, low=float("-inf")), r"int8\.json: products\..*low"),
+        (lambda folder: change_product(folder, high=-1), r"int8\.json: products\..*high"),
+        (lambda folder: change_product(folder, low=0, high=0), r"its logits in int8 correlate with float32's by"),
+        (lambda folder: change_product(folder, high=1e30), r"its logits in int8 correlate with float32's by"),
     ],
 )
 @pytest.mark.parametrize("dtype", ["int8", "auto"])
-def test_files_that_are_not_the_checkpoints_are_refused_in_one_line(
+def test_a_record_that_is_not_the_checkpoints_is_refused_in_one_line(
     folder: Path, damage: Callable[[Path], object], message: str, dtype: str
 ) -> None:
     damage(folder)
@@ -243,9 +206,29 @@ def test_files_that_are_not_the_checkpoints_are_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
-def test_damaged_files_are_not_looked_at_in_another_dtype(folder: Path) -> None:
-    cut(INT8_RECORD)(folder)
+def test_a_damaged_record_is_not_looked_at_in_another_dtype(folder: Path) -> None:
+    put(folder, "{")
     assert serve(folder, "float32").dtype == "float32"
+
+
+def test_a_record_for_another_graph_is_left_out_by_auto_and_refused_by_int8(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    products = json.loads((folder / INT8_RECORD).read_text())["products"]
+    change(folder, products={f"{name}_1": product for name, product in products.items()})
+    assert serve(folder, "auto").dtype != "int8"
+    assert [each for each in caplog.messages if each.startswith("int8 is not used: ") and "convert again" in each]
+    with pytest.raises(DeviceError, match="it is for another graph, as of another OpenVINO: convert again"):
+        serve(folder)
+
+
+def test_without_instructions_for_int8_auto_leaves_it_out_and_int8_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(int8, "cpu_has_int8", lambda: False)
+    assert serve(folder, "auto").dtype != "int8"
+    with pytest.raises(DeviceError, match="this CPU has no instructions for it, and is faster in float32: choose auto"):
+        serve(folder)
 
 
 def test_a_graph_that_this_cpu_does_not_run_is_left_out_by_auto_and_refused_by_int8(
@@ -256,6 +239,6 @@ def test_a_graph_that_this_cpu_does_not_run_is_left_out_by_auto_and_refused_by_i
 
     monkeypatch.setattr(choice, "OpenVinoNetwork", refuse)
     assert serve(folder, "auto").dtype != "int8"
-    assert "the graph in int8 is not used: OpenVINO does not run this model: no kernel" in caplog.messages
+    assert "int8 is not used: OpenVINO does not run this model: no kernel" in caplog.messages
     with pytest.raises(DeviceError, match="no kernel"):
         serve(folder)
