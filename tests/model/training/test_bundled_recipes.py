@@ -36,7 +36,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", ["cifar10-gpu", "cifar10-distilled"])
+@pytest.mark.parametrize("name", ["cifar10-gpu", "cifar10"])
 def test_the_recipes_for_cifar_are_of_models_below_six_million_parameters(name: str) -> None:
     architecture = read_recipe(RECIPES / f"{name}.toml").architecture
     assert architecture is not None
@@ -65,7 +65,7 @@ def test_an_epoch_of_the_recipe_for_a_gpu_runs_on_the_cpu(cifar: Path, tmp_path:
 def test_an_epoch_of_the_recipe_with_a_teacher_runs(cifar: Path, tmp_path: Path) -> None:
     teacher = {"teacher.epochs": 1, "teacher.batch_size": 80, "teacher.widths": (24, 8, 8)}
     stem = {"architecture.conv_stem.widths": (24, 24, 24, 8, 8)}
-    recipe = read_recipe(RECIPES / "cifar10-distilled.toml").override(SMALL | teacher | stem)
+    recipe = read_recipe(RECIPES / "cifar10.toml").override(SMALL | teacher | stem)
     result = run(cifar, tmp_path / "out", recipe, device="cpu", progress=False)
     assert result.teacher is not None
     assert recipe.architecture is not None

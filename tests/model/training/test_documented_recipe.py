@@ -49,14 +49,12 @@ def test_every_bundled_recipe_is_in_the_table() -> None:
         "finetune",
         "folder",
         "cifar10",
-        "cifar10-distilled",
         "cifar10-gpu",
     ]
     assert {path.stem for path in RECIPES.glob("*.toml")} == {
         "finetune",
         "folder",
         "cifar10",
-        "cifar10-distilled",
         "cifar10-gpu",
     }
 
