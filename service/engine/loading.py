@@ -98,12 +98,15 @@ def _load(settings: Settings) -> tuple[Predictor, ModelInfo]:
         os.environ[VISIBLE], device = visible_devices(device), "cuda:0"
     entry = _entry(settings)
     from model.checkpoint.local_files import recording  # noqa: PLC0415  torch takes seconds to import
+    from model.conformal import label_sets_of  # noqa: PLC0415
     from model.runtime.device import unusable_reason  # noqa: PLC0415
     from model.runtime.openvino.store import Keep  # noqa: PLC0415
     from model.runtime.predictor import Predictor  # noqa: PLC0415
 
     with recording() as files:
         checkpoint = checkpoint_from(settings)
+    if settings.coverage is not None:  # refused before anything is compiled
+        label_sets_of(checkpoint.calibration, settings.coverage, checkpoint.source)
     predictor = Predictor(
         checkpoint,
         device=device,

@@ -15,10 +15,12 @@ loads longer than `load_timeout`.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
@@ -270,6 +272,8 @@ class LocalEngine:
             state, reason = "closed", "the engine is closed"
         except (VitError, EngineUnavailable) as error:
             self.failure, reason = error, reason_of(error)
+            _release(error)
+            gc.collect()  # parts of a model refer to each other, and here the collector runs seldom
         except BaseException as error:
             # Nobody may wait for a thread that is no more: say so below, and let the traceback be seen.
             reason = reason_of(error)
@@ -293,3 +297,10 @@ class LocalEngine:
         except RuntimeError:
             # The loop is closed: the process is ending and nobody waits any more.
             logger.debug("the event loop is closed")
+
+
+def _release(error: BaseException | None) -> None:
+    """Clear the frames of an error and of those that led to it: they may hold a whole model, and the error lives on."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -165,8 +165,10 @@ class LocalSwap:
         self._start(following, changed.set)
         await changed.wait()
         if not following.engine.ready:
+            reason = following.engine.status.reason
+            await following.engine.close()
             self._engines.remove(following.engine)
-            raise CheckpointRefused(following.engine.status.reason)
+            raise CheckpointRefused(reason)
         previous, self.current = self.current, following
         self._on_change()
         self._retirement = asyncio.create_task(self._retire(previous))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -67,6 +69,33 @@ async def test_a_failed_load_is_a_state_with_its_reason(running: Running, caplog
     assert [(r.levelname, r.message) for r in caplog.records] == [
         ("CRITICAL", "cannot start: weights.bin: no such file")
     ]
+
+
+@on_a_loop
+async def test_a_failed_load_keeps_nothing_of_the_model_though_the_collector_does_not_run(running: Running) -> None:
+    models: list[weakref.ref[FakePredictor]] = []
+
+    def read() -> None:
+        model = FakePredictor()
+        models.append(weakref.ref(model))
+        raise CheckpointError("no")
+
+    def load() -> tuple[FakePredictor, ModelInfo]:
+        model = FakePredictor()
+        models.append(weakref.ref(model))
+        try:
+            read()
+        except CheckpointError as error:
+            raise DeviceError("neither") from error
+        return model, model_info()
+
+    gc.disable()
+    try:
+        async with running(load=load, ready=False) as rig:
+            await rig.until_state("failed")
+            assert [model() for model in models] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

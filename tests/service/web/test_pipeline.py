@@ -95,7 +95,7 @@ async def test_time_that_is_up_before_decoding_begins_costs_no_decoding(monkeypa
 @pytest.mark.parametrize("path", ["/classify", "/attention"])
 async def test_nobody_waits_for_an_engine_that_never_answers(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "_LATE_SECONDS", 0.0)
-    service = app(request_timeout=0.05)
+    service = app(request_timeout=0.4)
     service.engine.gate.clear()
     answer = await service.classify(path=path)
     assert (answer.status, answer.code) == (504, "deadline_exceeded")
