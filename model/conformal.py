@@ -159,7 +159,7 @@ def label_sets_of(calibration: Calibration | None, coverage: float, source: str)
     if calibration is None:
         raise CheckpointError(
             f"{source}: is not calibrated, which a coverage of {coverage:g} (VIT_COVERAGE) needs: "
-            "vitserve calibrate writes what is missing"
+            "`vitserve calibrate CHECKPOINT --data labelled --out folder` writes a folder that has it"
         )
     try:
         return LabelSets.of(calibration.temperature, calibration.scores, calibration.energies, coverage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from model.errors import InputError
@@ -51,7 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
             record = add_int8(arguments.output, pictures, settings.agreement)
         print(f"int8: {record.text}")  # noqa: T201
         if record.agreement < settings.agreement:
-            print(f"it is not served while VIT_AGREEMENT is {settings.agreement:g}")  # noqa: T201
+            lower = math.floor(record.agreement * 1000) / 1000
+            print(f"int8 is not served while VIT_AGREEMENT is {settings.agreement:g}")  # noqa: T201
+            print(f"more pictures may help; --agreement {lower:g} serves it as it is")  # noqa: T201
     print(f"{arguments.output}: {checkpoint.name}, {arguments.stored_dtype}; serve it with: {command}")  # noqa: T201
     return 0
 

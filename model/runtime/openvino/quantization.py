@@ -151,7 +151,7 @@ class Quantiser:
     ) -> None:
         self._graph = graph
         self._dtype, self._images, self._threads, self._progress = dtype, images, threads, progress
-        progress(f"calibrating on {len(images)} pictures")
+        progress(f"calibrating on {len(images)} views of the pictures")
         self.products = measured_products(graph, images, threads)
         if not self.products:
             raise DeviceError("dtype 'int8': the network has no product with constant weights")

@@ -49,7 +49,9 @@ def write_figures(
         writer.writerow(["truth", *labels])
         writer.writerows([label, *row] for label, row in zip(labels, measured.confusion, strict=True))
     if not available():
-        logger.warning("the card has no pictures, as they need matplotlib: pip install -e '.[figures]' in the clone")
+        logger.warning(
+            "no figures are drawn: they need matplotlib (.venv/bin/pip install -c constraints.txt -e '.[figures]')"
+        )
         return ()
     confusion_matrix(measured.confusion, labels, folder / CONFUSION_MATRIX)
     reliability_diagram(measured.confidence_bins, folder / CALIBRATION)

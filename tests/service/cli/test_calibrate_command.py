@@ -157,4 +157,6 @@ def test_a_coverage_of_an_uncalibrated_checkpoint_is_refused_in_one_line(
     picture = write_pictures(tmp_path / "p", "a.png")
     code, _, err = run(capsys, "classify", picture, "--coverage", "0.95", "--checkpoint", checkpoint, *HERE)
     assert (code, err.count("\n")) == (1, 1)
-    assert "is not calibrated, which a coverage of 0.95 (VIT_COVERAGE) needs: vitserve calibrate" in err
+    assert (
+        "is not calibrated, which a coverage of 0.95 (VIT_COVERAGE) needs: `vitserve calibrate CHECKPOINT --data" in err
+    )

@@ -175,7 +175,7 @@ def test_without_matplotlib_there_is_a_card_without_pictures(
     assert finished.test is not None
     monkeypatch.setattr("model.training.report.figures.available", lambda: False)
     assert write_figures(tmp_path, finished.test, LABELS, list(history())) == ()
-    assert "pip install -e '.[figures]'" in caplog.text
+    assert "pip install -c constraints.txt -e '.[figures]'" in caplog.text
     assert [file.name for file in (tmp_path / "figures").iterdir()] == ["confusion_matrix.csv"]
 
 
