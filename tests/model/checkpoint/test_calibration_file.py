@@ -33,7 +33,7 @@ def test_a_calibration_gives_temperature_and_sets(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"on 39 pictures are too few for .* 0\.99: 199 are enough"):
         label_sets_of(checkpoint.calibration, 0.99, "m")
     (folder / CALIBRATION_FILE).unlink()
-    with pytest.raises(CheckpointError, match=r"^m: is not calibrated, .*VIT_COVERAGE.*: vitserve calibrate"):
+    with pytest.raises(CheckpointError, match=r"^m: is not calibrated, .*VIT_COVERAGE.*: `vitserve calibrate"):
         label_sets_of(load_checkpoint(str(folder)).calibration, 0.95, "m")
 
 
