@@ -69,7 +69,7 @@ def chosen_int8(
             return Int8(record.quantised, record.text)
         problem = f"it gives {record.text}, and {least:.2%} are required (VIT_AGREEMENT)"
     if dtype == "int8":
-        raise DeviceError(f"dtype 'int8': {problem}: choose auto, which serves bfloat16")
+        raise DeviceError(f"dtype 'int8': {problem}: choose auto, which serves without int8")
     logger.warning("int8 is not used: %s", problem)
     return None
 

@@ -60,7 +60,7 @@ def begin_to_load(settings: Settings) -> Callable[[Settings], tuple[Predictor, M
     """Begin to read and compile graphs that were kept, on a thread; return `load_predictor` for a service.
 
     Its first call, with the same settings, waits for that thread, and raises what was raised there. This returns once
-    they are compiled, which takes longest and leaves the interpreter to the caller: to import the web application, say.
+    compiling begins, which takes longest and leaves the interpreter to the caller: to import the web application, say.
     Beside imports, reading would wait for the interpreter at each block. What needs torch is loaded by who calls.
     """
     compiling = threading.Event()
