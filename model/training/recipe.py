@@ -121,6 +121,9 @@ class Mixing(Frozen):
     2019); 0: off."""
     probability: Probability = 1.0
     """Share of the batches that are mixed."""
+    until: Probability = 1.0
+    """Share of the schedule after which nothing is mixed, from the next epoch on, so that the model ends on pictures
+    as they are: mixed ones make it say less than it knows."""
 
 
 class PatchDropout(Frozen):

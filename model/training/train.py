@@ -21,7 +21,7 @@ from model.config import PreprocessConfig
 from model.data.datasets import Dataset, is_cifar10, open_dataset
 from model.data.labelled_images import MEMORY, Images, PixelStorage, channel_statistics
 from model.errors import TrainingError
-from model.evaluation.calibration import MIN_CALIBRATION_IMAGES, fit_temperature
+from model.evaluation.calibration import MIN_CALIBRATION_IMAGES, calibration_of, fit_temperature
 from model.evaluation.evaluate import Evaluation, measure, predict_scores
 from model.runtime.device import choose_device
 from model.runtime.predictor import Predictor
@@ -184,7 +184,7 @@ def _calibrated(
 def round_and_calibrate(
     checkpoint: Checkpoint, validation: Images, *, device: str, progress: bool
 ) -> CalibratedCheckpoint:
-    """Measure the very numbers that will be served, and fit the temperature to them.
+    """Measure the very numbers that will be served, fit the temperature to them, and keep what makes sets of labels.
 
     Args:
         checkpoint: float32; its temperature is not used.
@@ -197,7 +197,11 @@ def round_and_calibrate(
     stored = rounded(checkpoint)
     predictor = Predictor(stored, device=device, backend="torch", dtype="float32", compile_mode="off")
     logits = _log_scores(predictor, validation, progress=progress)
-    stored = replace(stored, temperature=calibrating_temperature(logits, torch.from_numpy(validation.labels)))
+    temperature = calibrating_temperature(logits, torch.from_numpy(validation.labels))
+    calibration = None
+    if len(logits) >= MIN_CALIBRATION_IMAGES:
+        calibration = calibration_of(logits.numpy(), validation.labels, temperature, "the validation images")
+    stored = replace(stored, temperature=temperature, calibration=calibration)
     return CalibratedCheckpoint(stored, predictor, *_measure_calibrated(logits, validation, stored))
 
 
@@ -270,6 +274,8 @@ def _write_results(out: Path, record: RunRecord, trainer: Trainer, last: Checkpo
     pictures = write_figures(out, record.measured, kept.labels, trainer.history)
     run_folder.write_text(out / run_folder.CARD_FILE, model_card(record, kept, pictures))
     native.write(out, kept, dtype=STORED_DTYPE, training=record.record())
+    if kept.calibration is not None:  # of the rounded weights, so it holds for them in any dtype
+        native.write_calibration(out, kept.calibration)
 
 
 def _log_epoch(metrics: run_folder.EpochMetrics) -> None:

@@ -67,7 +67,7 @@ def augmented_batches(
         pixels = data.normalise(augment(stored, config.image_size, augmentation, generator, progress))
         pixels = random_erasing(pixels, augmentation.erasing, augmentation.erasing_fill, generator)
         targets = labels
-        if mixing.mixup or mixing.cutmix:
+        if (mixing.mixup or mixing.cutmix) and progress < mixing.until:
             targets = F.one_hot(labels, config.num_classes).float()
             pixels, targets = mix(pixels, targets, mixing, generator)
         yield pixels, labels, targets

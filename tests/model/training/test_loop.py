@@ -57,7 +57,7 @@ def test_a_resumed_run_ends_bit_for_bit_as_the_uninterrupted_one(
 
 def test_each_part_of_a_recipe_has_an_effect(recipe: Recipe, data: TrainingData, tmp_path: Path) -> None:
     plain = recipe.override({"epochs": 1, "drop_path": 0.0, "mixing.mixup": 1.0})
-    changes = {**EVERYTHING, "optimiser.clip_norm": 0.01, "mixing.probability": 0.3}
+    changes = {**EVERYTHING, "optimiser.clip_norm": 0.01, "mixing.probability": 0.3, "mixing.until": 0.0}
     first = trained(plain, data, tmp_path / "plain")
     for name, value in changes.items():
         if name != "patch_dropout.until":  # none without a rate; the next test is about it

@@ -75,6 +75,15 @@ def test_the_temperature_lowers_the_loss_on_the_validation_images(finished: tupl
     assert result.validation.accuracy == result.validation_uncalibrated.accuracy
 
 
+def test_the_folder_is_calibrated_on_the_validation_images(finished: tuple[Path, RunRecord]) -> None:
+    out, result = finished
+    calibration = load_checkpoint(str(out)).calibration
+    assert calibration is not None
+    assert calibration.temperature == result.temperature
+    assert calibration.pictures == len(calibration.scores) == result.validation.count
+    assert np.mean(np.greater(calibration.scores, 0.5)) == pytest.approx(result.validation.accuracy, abs=0.1)
+
+
 def test_preprocessing_is_measured_on_the_training_images_alone(
     finished: tuple[Path, RunRecord], cifar: Path, recipe: Recipe
 ) -> None:
