@@ -189,7 +189,7 @@ class Pipeline:
             [file] = await self._read(request, upload, files=1, fields=fields)
             if isinstance(file, UploadTooLarge):
                 raise file
-            return await unless_disconnected(request.receive, answer(file))
+            return await unless_disconnected(request.receive, answer(file), exchange_of(request.scope).caller_left)
 
     async def answer_pictures(
         self, request: Request, answer: Callable[[int, UploadedFile], Coroutine[Any, Any, T]]

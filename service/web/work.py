@@ -55,25 +55,39 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
+async def unless_disconnected(
+    receive: Receive, work: Awaitable[T], caller_left: asyncio.Future[None] | None = None
+) -> T:
     """Await `work`; if the caller leaves meanwhile, cancel it and raise `ClientDisconnected`.
 
-    The body that came through `receive` must have been read to its end.
+    The body that came through `receive` must have been read to its end. `caller_left` is that of the request's
+    exchange; it saves a task that asks `receive`, and is not to be used again.
     """
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnect(receive))
-    watcher.add_done_callback(lambda _: task.cancel())
+    this, watching, left = asyncio.current_task(), True, False
+    assert this is not None, "a request is a task"
+
+    def leave(_: object) -> None:
+        nonlocal left
+        if watching:
+            left = True
+            this.cancel()
+
+    watcher = asyncio.ensure_future(_disconnect(receive)) if caller_left is None else caller_left
+    watcher.add_done_callback(leave)
     try:
-        # The request's permit is released after the work has let go of its memory, as a cancelled task is awaited, too.
-        return await task
+        # The request's permit is released after the work has let go of its memory.
+        return await work
     except BaseException:
-        this = asyncio.current_task()
-        if not watcher.done() or (this is not None and this.cancelling()):
+        if not left or this.cancelling() > 1:
             raise
         watcher.result()  # raises any error of the connection
         raise ClientDisconnected("the caller went away") from None
     finally:
+        watching = False
+        watcher.remove_done_callback(leave)
         watcher.cancel()
+        if left:
+            this.uncancel()
 
 
 async def _disconnect(receive: Receive) -> None:
