@@ -5,7 +5,6 @@ Each step is one method, so that routes read as the list of steps that they are.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import time
@@ -43,6 +42,7 @@ from service.http.exchange import exchange_of
 from service.http.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics
 from service.settings import Settings
+from service.timers import TimeLimit, Timers
 from service.web.admission import Body, Limiter, Permit, Receiving
 from service.web.decoders import Decoded, Decoders
 from service.web.image_stores import KeptPictures
@@ -64,10 +64,11 @@ MAX_DRAWINGS = 64
 
 
 class Pools:
-    """The threads and the decoder processes that work beside the event loop of a process."""
+    """The threads and the decoder processes that work beside the event loop of a process, and its timers."""
 
     def __init__(self, settings: Settings, on_restart: Callable[[], object] = lambda: None) -> None:
         threads = settings.decode_threads or -(-min(os.cpu_count() or 1, 16) // settings.workers)
+        self.timers = Timers()
         self.pictures = ThreadPool("decode", threads)
         self.documents = ThreadPool("documents", 1, background=True)
         self.drawing = ThreadPool("drawing", 1, capacity=MAX_DRAWINGS, background=True)
@@ -235,10 +236,6 @@ class Pipeline:
             ReceivingFull: there is no memory for the body.
         """
 
-        def give_way() -> None:
-            if not time_limit.expired():
-                time_limit.reschedule(0.0)
-
         async def receive() -> Message:
             message = await source()
             self.receiving.add(upload.body, len(message.get("body", b"")))
@@ -247,9 +244,9 @@ class Pipeline:
         started = self.clock()
         with self._traced("read"):
             try:
-                async with asyncio.timeout(deadline.remaining()) as time_limit:
-                    with self.receiving.arriving(upload.body, give_way):
-                        content = await read(receive)
+                limit = TimeLimit(self.pools.timers, deadline.remaining())
+                with limit, self.receiving.arriving(upload.body, limit.expire):
+                    content = await read(receive)
             except TimeoutError:
                 if upload.body.gave_way:
                     raise RequestTimeout("the body came too slowly while others waited for its room") from None
@@ -321,7 +318,7 @@ class Pipeline:
         """Return the features of texts, [N, D]; raises as `Engine.embed_texts`."""
         remaining = deadline.remaining()
         try:
-            async with asyncio.timeout(remaining + _LATE_SECONDS):
+            with TimeLimit(self.pools.timers, remaining + _LATE_SECONDS):
                 return await self.engine.embed_texts(texts, timeout=remaining)
         except TimeoutError:
             raise DeadlineExceeded("the text tower did not answer in time") from None
@@ -338,7 +335,7 @@ class Pipeline:
         remaining = deadline.remaining()
         with self._traced("queue"):
             try:
-                async with asyncio.timeout(remaining + _LATE_SECONDS):
+                with TimeLimit(self.pools.timers, remaining + _LATE_SECONDS):
                     result = await self.engine.infer(request, timeout=remaining)
             except TimeoutError:
                 raise DeadlineExceeded("the model did not answer in time") from None

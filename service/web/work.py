@@ -13,12 +13,14 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from starlette.types import Receive
 
 from service.errors import ClientDisconnected, DeadlineExceeded, EngineUnavailable, QueueFull
 from service.priority import lower_priority, seconds_without_core
+from service.timers import Timers
 
 T = TypeVar("T")
 
@@ -173,6 +175,7 @@ class ThreadPool:
         self._lock = threading.Lock()  # of the two above
         self._ended: deque[_Job[Any]] = deque()
         self._wakes = False
+        self._timers = Timers()
         self._name = name
         self._capacity = capacity
 
@@ -193,7 +196,7 @@ class ThreadPool:
             raise QueueFull(f"all {self._capacity} places of the {self._name} threads are taken")
         loop = asyncio.get_running_loop()
         job: _Job[T] = _Job(deadline, loop.create_future())
-        timer = loop.call_later(deadline.remaining(), self._expire, job)
+        self._timers.set(job, deadline.remaining(), partial(self._expire, job))
         self._jobs.add(job)
         with self._lock:
             self._waiting[job] = work
@@ -215,7 +218,7 @@ class ThreadPool:
                 job.abandon()
             raise
         finally:
-            timer.cancel()
+            self._timers.clear(job)
         return job.result()
 
     def _expire(self, job: _Job[Any]) -> None:

@@ -106,14 +106,10 @@ async def test_nobody_waits_for_an_engine_that_never_answers(path: str, monkeypa
 @on_a_loop
 async def test_an_engine_has_half_a_second_more_than_the_requests_time(monkeypatch: pytest.MonkeyPatch) -> None:
     bounds: list[float] = []
-    service, clock, timeout = app(), Clock(), asyncio.timeout
-
-    def remember(seconds: float) -> asyncio.Timeout:
-        bounds.append(seconds)
-        return timeout(PATIENCE)
-
-    monkeypatch.setattr(asyncio, "timeout", remember)
-    await pipeline_of(service).infer(pixels(1), Deadline(clock.now + 7, clock), RequestedOutputs(1))
+    service, clock = app(), Clock()
+    inner = pipeline_of(service)
+    monkeypatch.setattr(inner.pools.timers, "set", lambda _, seconds, ring: bounds.append(seconds))
+    await inner.infer(pixels(1), Deadline(clock.now + 7, clock), RequestedOutputs(1))
     assert (bounds, service.engine.timeouts) == ([7.5], [7])
 
 
