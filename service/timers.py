@@ -19,10 +19,11 @@ class Timers:
         self._set: dict[object, tuple[float, Callable[[], object]]] = {}
         self._timer: asyncio.Handle | None = None
         self._rings_at = math.inf
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def set(self, key: object, seconds: float, ring: Callable[[], object]) -> None:
         """Call `ring` once in so many seconds, unless the key is cleared before."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop = self._loop or asyncio.get_running_loop()  # which asks the kernel for the process
         due = loop.time() + seconds
         self._set[key] = due, ring
         if due < self._rings_at:

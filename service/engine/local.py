@@ -37,6 +37,7 @@ from service.timers import Timers
 
 logger = logging.getLogger(__name__)
 
+
 class LocalEngine:
     """Runs a model on a thread of this process, which loads it, warms it up and launches batches.
 

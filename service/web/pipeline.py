@@ -9,7 +9,7 @@ import itertools
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -58,6 +58,8 @@ T = TypeVar("T")
 
 _LATE_SECONDS = 0.5
 """Nobody waits longer than a second more than the request's time; what is left is for the answer's way."""
+
+_UNTRACED = nullcontext()
 
 MAX_DRAWINGS = 64
 """Attention maps that wait to be drawn, or are being drawn, in each process; more are refused with 503."""
@@ -351,16 +353,18 @@ class Pipeline:
         if self.tracer is not None:
             self.tracer.stage(stage, seconds)
 
-    @contextmanager
-    def _traced(self, stage: str) -> Iterator[None]:
+    def _traced(self, stage: str) -> AbstractContextManager[None]:
         """Report an error of a stage in this context to the tracer, if there is one."""
+        return _UNTRACED if self.tracer is None else self._reported(stage, self.tracer)
+
+    @contextmanager
+    def _reported(self, stage: str, tracer: RequestTracer) -> Iterator[None]:
         started = self.clock()
         try:
             yield
         except (ImageError, ServiceError) as error:
-            if self.tracer is not None:
-                is_launched = isinstance(error, InferenceFailed)
-                self.tracer.failed("inference" if is_launched else stage, self.clock() - started, error)
+            is_launched = isinstance(error, InferenceFailed)
+            tracer.failed("inference" if is_launched else stage, self.clock() - started, error)
             raise
 
 
