@@ -59,7 +59,7 @@ T = TypeVar("T")
 _LATE_SECONDS = 0.5
 """Nobody waits longer than a second more than the request's time; what is left is for the answer's way."""
 
-_UNTRACED = nullcontext()
+_NO_CONTEXT = nullcontext()
 
 MAX_DRAWINGS = 64
 """Attention maps that wait to be drawn, or are being drawn, in each process; more are refused with 503."""
@@ -259,7 +259,26 @@ class Pipeline:
     async def compute(
         self, data: bytearray, deadline: Deadline, requested: RequestedOutputs
     ) -> tuple[Decoded, InferenceResult]:
-        """Return the picture in a file as the model saw it, and the model's answer; raises as `decode` and `infer`."""
+        """Return the picture in a file as the model saw it, and the model's answer; raises as `decode` and `infer`.
+
+        Pictures have their turns in the order of arrival, but for those that wait behind classification anyway.
+        """
+        if requested.needs_pass:
+            return await self._compute(data, deadline, requested)
+        turns = self.generation.turns
+        try:
+            with TimeLimit(self.pools.timers, deadline.remaining()) if turns.locked() else _NO_CONTEXT:
+                await turns.acquire()
+        except TimeoutError:
+            raise DeadlineExceeded("the time was up before it was the picture's turn to be decoded") from None
+        try:
+            return await self._compute(data, deadline, requested)
+        finally:
+            turns.release()
+
+    async def _compute(
+        self, data: bytearray, deadline: Deadline, requested: RequestedOutputs
+    ) -> tuple[Decoded, InferenceResult]:
         decoded = await self.decode(data, deadline)
         return decoded, await self.infer(decoded.picture.pixels, deadline, requested)
 
@@ -355,7 +374,7 @@ class Pipeline:
 
     def _traced(self, stage: str) -> AbstractContextManager[None]:
         """Report an error of a stage in this context to the tracer, if there is one."""
-        return _UNTRACED if self.tracer is None else self._reported(stage, self.tracer)
+        return _NO_CONTEXT if self.tracer is None else self._reported(stage, self.tracer)
 
     @contextmanager
     def _reported(self, stage: str, tracer: RequestTracer) -> Iterator[None]:
