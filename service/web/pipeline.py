@@ -261,9 +261,10 @@ class Pipeline:
     ) -> tuple[Decoded, InferenceResult]:
         """Return the picture in a file as the model saw it, and the model's answer; raises as `decode` and `infer`.
 
-        Pictures have their turns in the order of arrival, but for those that wait behind classification anyway.
+        Pictures have their turns in the order of arrival. Those of which a map is asked may wait in a queue of their
+        own; they need none, so that they hold up no others.
         """
-        if requested.needs_pass:
+        if requested.map is not None:
             return await self._compute(data, deadline, requested)
         turns = self.generation.turns
         try:

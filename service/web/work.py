@@ -271,6 +271,7 @@ class ThreadPool:
             dropped = list(self._waiting)
             self._waiting.clear()
         for job in dropped:
+            job.ended = True
             if job.waiter is not None:
                 job.waiter.cancel()
         self.executor.shutdown(wait=False, cancel_futures=True)

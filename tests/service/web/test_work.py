@@ -178,6 +178,35 @@ async def test_a_pool_has_a_bound(pool: ThreadPool) -> None:
 
 
 @on_a_loop
+async def test_jobs_that_end_while_the_loop_is_busy_wake_it_once() -> None:
+    made, ended, wakes = ThreadPool("test", 1), threading.Event(), list[int]()
+    wake = made._wake_callers
+    made._wake_callers = lambda: (wakes.append(1), wake())  # type: ignore[method-assign, assignment]
+    deadline = Deadline(1e9, Clock())
+    jobs = [asyncio.create_task(made.run(work, deadline)) for work in (*[int] * 5, ended.set)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert ended.wait(PATIENCE)  # the loop stands still meanwhile
+    assert await asyncio.gather(*jobs) == [*[0] * 5, None]
+    assert len(wakes) <= 2, "the last job may end after the loop has looked"
+    made.close()
+
+
+@on_a_loop
+async def test_work_that_waits_in_a_pool_that_is_closed_is_cancelled() -> None:
+    made, blocker = ThreadPool("test", 1), Blocker()
+    running = asyncio.create_task(made.run(blocker, Deadline(1e9, Clock())))
+    await blocker.wait_until_begun()
+    waiting = asyncio.create_task(made.run(int, Deadline(1e9, Clock())))
+    await settle()
+    made.close()
+    await asyncio.wait((waiting,))
+    assert waiting.cancelled()
+    blocker.go_on.set()
+    assert await running == "done"
+
+
+@on_a_loop
 async def test_a_pool_that_is_closed_drops_what_waits_and_waits_for_nobody(pool: ThreadPool) -> None:
     blocker = Blocker()
     running, waiting = pool.executor.submit(blocker), pool.executor.submit(blocker)
