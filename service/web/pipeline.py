@@ -261,26 +261,26 @@ class Pipeline:
     ) -> tuple[Decoded, InferenceResult]:
         """Return the picture in a file as the model saw it, and the model's answer; raises as `decode` and `infer`.
 
-        Pictures have their turns in the order of arrival. Those of which a map is asked may wait in a queue of their
-        own; they need none, so that they hold up no others.
+        Pictures have their turns in the order of arrival. Those of which a map is asked need none, and those that a
+        process decodes keep none: they may wait for long, and are to hold up no others.
         """
-        if requested.map is not None:
-            return await self._compute(data, deadline, requested)
-        turns = self.generation.turns
-        try:
-            with TimeLimit(self.pools.timers, deadline.remaining()) if turns.locked() else _NO_CONTEXT:
-                await turns.acquire()
-        except TimeoutError:
-            raise DeadlineExceeded("the time was up before it was the picture's turn to be decoded") from None
-        try:
-            return await self._compute(data, deadline, requested)
-        finally:
-            turns.release()
-
-    async def _compute(
-        self, data: bytearray, deadline: Deadline, requested: RequestedOutputs
-    ) -> tuple[Decoded, InferenceResult]:
-        decoded = await self.decode(data, deadline)
+        self.model()  # else there is no engine to wait for
+        if requested.map is None:
+            turns = self.generation.turns
+            try:
+                with TimeLimit(self.pools.timers, deadline.remaining()) if turns.locked() else _NO_CONTEXT:
+                    await turns.acquire()
+            except TimeoutError:
+                raise DeadlineExceeded("the time was up before it was the picture's turn to be decoded") from None
+            try:
+                decoded = await self._decode_on_thread(data, deadline)
+                if decoded is not None:
+                    return decoded, await self.infer(decoded.picture.pixels, deadline, requested)
+            finally:
+                turns.release()
+            decoded = await self._decode_in_process(data, deadline)
+        else:
+            decoded = await self.decode(data, deadline)
         return decoded, await self.infer(decoded.picture.pixels, deadline, requested)
 
     async def decode(self, data: bytearray, deadline: Deadline) -> Decoded:
@@ -288,13 +288,22 @@ class Pipeline:
 
         Raises `MissingImage` if there are no bytes, and what `Decoders.model_input` raises.
         """
+        return await self._decode_on_thread(data, deadline) or await self._decode_in_process(data, deadline)
+
+    async def _decode_on_thread(self, data: bytearray, deadline: Deadline) -> Decoded | None:
+        """Return the picture in a file, or None if a process must decode it; raises as `decode`."""
         if not data:
             raise MissingImage("the picture is empty")
-        config = self.model().preprocess
         with self._traced("decode"):
-            decoded = await self.pools.pictures.run(partial(self._decode_bounded, data, config), deadline)
-            if decoded is None:
-                decoded = await self.pools.decoders.model_input(data, config, deadline)
+            work = partial(self._decode_bounded, data, self.model().preprocess)
+            decoded = await self.pools.pictures.run(work, deadline)
+        if decoded is not None:
+            self._stage_ended("decode", decoded.seconds)
+        return decoded
+
+    async def _decode_in_process(self, data: bytearray, deadline: Deadline) -> Decoded:
+        with self._traced("decode"):
+            decoded = await self.pools.decoders.model_input(data, self.model().preprocess, deadline)
         self._stage_ended("decode", decoded.seconds)
         return decoded
 

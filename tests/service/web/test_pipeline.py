@@ -14,11 +14,13 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
+from model.images.formats import UnboundedWork
 from model.images.preprocess import ModelInput
 from model.images.region import Region
 from model.outputs import RequestedOutputs
 from service.errors import EngineUnavailable, MalformedRequest
 from service.web import pipeline
+from service.web.decoders import Decoded
 from service.web.work import Deadline, unless_disconnected
 from tests.service.fakes import PATIENCE, SIZE, model_info, on_a_loop, pixels, png
 from tests.service.web.apps import App, Clock, app, budget_of, form, pipeline_of, settle, until
@@ -219,6 +221,30 @@ async def test_decoding_runs_four_batches_ahead_of_the_model_and_no_further() ->
     answers = await asyncio.gather(*callers[1:], explained)
     assert [each.status for each in answers] == [200] * 6
     assert decoded_by(service) == 7
+
+
+@on_a_loop
+async def test_pictures_that_processes_decode_keep_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    service, go_on, original = app(), asyncio.Event(), pipeline.model_input
+    service.engine.info = model_info(max_batch=1)
+
+    def on_thread(data: bytearray, *rest: Any, **options: Any) -> ModelInput:
+        if data == png(9):
+            raise UnboundedWork
+        return original(data, *rest, **options)
+
+    async def in_process(*_: Any) -> Decoded:
+        await go_on.wait()
+        return Decoded(BLACK, 1.0)
+
+    monkeypatch.setattr(pipeline, "model_input", on_thread)
+    monkeypatch.setattr(pipeline_of(service).pools.decoders, "model_input", in_process)
+    costly = [asyncio.create_task(service.classify(png(9))) for _ in range(6)]
+    await settle()
+    assert (await service.classify(png(1))).status == 200
+    assert not any(each.done() for each in costly)
+    go_on.set()
+    assert [(await each).status for each in costly] == [200] * 6
 
 
 @on_a_loop
