@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Self
 
 from model.errors import VitError
@@ -32,11 +33,9 @@ from service.engine.messages import BatchReport, EngineState, EngineStatus, Infe
 from service.engine.streams import Outcome, Streams, Waiting, reason_of
 from service.engine.texts import Floats, TextFeatures
 from service.errors import DeadlineExceeded, EngineUnavailable
+from service.timers import Timers
 
 logger = logging.getLogger(__name__)
-
-_SHORTEST_SLEEP = 0.005
-"""Seconds between two looks at which images have expired."""
 
 
 class LocalEngine:
@@ -86,9 +85,8 @@ class LocalEngine:
         self._state: EngineState = "loading"
         self._reason = "the model is loading"
         self._runner: ModelRunner | None = None
-        self._callers: dict[Waiting, tuple[float, Callable[[Outcome], None]]] = {}
-        self._timer: asyncio.Handle | None = None
-        self._wakes_at = math.inf
+        self._callers: dict[Waiting, Callable[[Outcome], None]] = {}
+        self._timers = Timers()
         self._streams = Streams(
             queue_size=queue_size,
             max_delay=max_delay,
@@ -164,15 +162,14 @@ class LocalEngine:
         if not self.ready:
             raise EngineUnavailable(self._reason)
         entry = self._streams.put(request, timeout)
-        due = self._loop.time() + timeout
-        self._callers[entry] = due, done
-        if due < self._wakes_at:
-            self._wake_at(due)
+        self._callers[entry] = done
+        self._timers.set(entry, timeout, partial(self._expire, entry))
         return entry
 
     def cancel(self, entry: Waiting) -> None:
         """Forget an image that nobody waits for; it is not launched if it was not yet."""
         self._callers.pop(entry, None)
+        self._timers.clear(entry)
         self._streams.cancel(entry)
 
     async def embed_texts(self, texts: Sequence[str], *, timeout: float) -> Floats:
@@ -195,31 +192,17 @@ class LocalEngine:
 
     # The event loop's side.
 
-    def _wake_at(self, due: float) -> None:
-        """Let the only timer of all images ring at a moment of the loop's clock."""
-        if self._timer is not None:
-            self._timer.cancel()
-        # Its own `when` is not asked: uvloop gives a plain handle for a moment that is already past.
-        self._timer, self._wakes_at = self._loop.call_at(due, self._expire), due
-
-    def _expire(self) -> None:
-        """Answer callers whose time is up, unless their images were launched; from now on these never will be."""
-        now = max(self._loop.time(), self._wakes_at)
-        self._timer, self._wakes_at = None, math.inf
-        waiting = [(due, entry) for entry, (due, _) in self._callers.items() if entry.state is not State.LAUNCHED]
-        for due, entry in waiting:
-            if due <= now:
-                self._streams.cancel(entry)
-                if entry.state is not State.LAUNCHED:
-                    self._deliver([(entry, DeadlineExceeded("the image was not launched in time"))])
-        if later := [due for due, _ in waiting if due > now]:
-            # Each look costs as much as all that wait: deadlines that lie close together share one.
-            self._wake_at(max(min(later), now + _SHORTEST_SLEEP))
+    def _expire(self, entry: Waiting) -> None:
+        """Answer a caller whose time is up, unless the image was launched; from now on it never will be."""
+        self._streams.cancel(entry)
+        if entry.state is not State.LAUNCHED:
+            self._deliver([(entry, DeadlineExceeded("the image was not launched in time"))])
 
     def _deliver(self, outcomes: Iterable[tuple[Waiting, Outcome]], report: BatchReport | None = None) -> None:
         for entry, outcome in outcomes:
-            if entry in self._callers:  # else its caller went away, or was answered already
-                _, done = self._callers.pop(entry)
+            self._timers.clear(entry)
+            done = self._callers.pop(entry, None)
+            if done is not None:  # else its caller went away, or was answered already
                 try:
                     done(outcome)
                 except Exception:  # a defect costs its own image alone
@@ -288,7 +271,8 @@ class LocalEngine:
             # An image that is just being put is either refused or handed back here.
             left = [(entry, EngineUnavailable(reason)) for entry in self._streams.close()]
             self._call_loop(self._deliver, left)
-            self._call_loop(self._expire)  # what the queue found out of time waits for its timer, and nothing else does
+            # What the queue found out of time waits for its timer, and nothing else does.
+            self._call_loop(self._timers.ring)
             self._call_loop(self._change, state, reason)
 
     def _call_loop(self, function: Callable[..., None], *arguments: object) -> None:

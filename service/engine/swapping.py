@@ -14,12 +14,16 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Final, NamedTuple, Protocol
 
 from service.engine.base import Engine
 from service.errors import CheckpointRefused, EngineUnavailable, Forbidden, ServiceError, SwapUnderWay
 
 logger = logging.getLogger("vitserve")
+
+_BATCHES_AHEAD: Final = 4
+"""Batches of each engine whose pictures are decoded, or being decoded, at once: two under way, and two that wait."""
 
 UNDER_WAY: Final = "another checkpoint is being loaded: try again when that is done"
 
@@ -36,6 +40,15 @@ class Generation:
         self.engine = engine
         self.requests = 0
         self._on_count = on_count
+
+    @cached_property
+    def turns(self) -> asyncio.Semaphore:
+        """Return the turns of pictures to be decoded and classified: enough that no batch lacks a picture.
+
+        Decoding that runs further ahead would take the processors from the batches that are to be answered first.
+        """
+        assert self.engine.info is not None, "requests come to an engine that is ready"
+        return asyncio.Semaphore(_BATCHES_AHEAD * self.engine.info.max_batch * len(self.engine.engines))
 
     @contextmanager
     def request(self) -> Iterator[None]:

@@ -49,6 +49,7 @@ class Exchange:
         discards_body: the protocol reads and discards what the answer leaves unread of the body.
         broken_framing: how the body broke its framing; None while it has not.
         arriving: the body while the application reads it, else None.
+        caller_left: done when the caller is gone; None under a server that says so in `receive` alone.
         status: of the answer; None until it starts.
         refused_at: seconds of the application's clock at which it was refused for want of room; None if it was not.
         refused_before: the same of the connection's last request.
@@ -60,6 +61,7 @@ class Exchange:
         self.discards_body = False
         self.broken_framing: str | None = None
         self.arriving: ArrivingBody | None = None
+        self.caller_left: asyncio.Future[None] | None = None
         self.status: int | None = None
 
 
@@ -107,6 +109,7 @@ class HttpExchange(Exchange):
         self, connection: Connection, method: str, version: str, *, keep_alive: bool, expects_continue: bool
     ) -> None:
         super().__init__()
+        self.caller_left = asyncio.get_running_loop().create_future()
         self.version = version
         self.keep_alive = keep_alive
         self._method = method
@@ -143,6 +146,8 @@ class HttpExchange(Exchange):
         """End the application's wait for the body, as the caller is gone."""
         self.disconnected = True
         self._changed.set()
+        if self.caller_left is not None and not self.caller_left.done():
+            self.caller_left.set_result(None)
 
     async def run(self, app: ASGIApp, scope: Scope) -> None:
         """Let the application answer; the connection closes if it does not do so to the end."""

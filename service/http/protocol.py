@@ -125,6 +125,7 @@ class HttpProtocol(asyncio.Protocol):
         """Start the timer of the first request; if there are too many connections, close others or refuse this."""
         self.transport = cast(asyncio.Transport, transport)
         self._made = self._loop.time()
+        self._server, self._client = (_address(transport.get_extra_info(name)) for name in ("sockname", "peername"))
         self._connections.add(self)
         self._on_connection()
         if len(self._connections) <= self._max_connections or self._has_room():
@@ -267,13 +268,13 @@ class HttpProtocol(asyncio.Protocol):
         if target.path is None:
             raise httptools.HttpParserError("the target names no path")
         path = target.path.decode("ascii")
-        transport, headers = self.transport, self._headers
+        headers = self._headers
         scope: Scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": version,
-            "server": _address(transport.get_extra_info("sockname")),
-            "client": _address(transport.get_extra_info("peername")),
+            "server": self._server,
+            "client": self._client,
             "scheme": "http",
             "method": method,
             "root_path": self._config.root_path,

@@ -66,7 +66,7 @@ LINGER_SECONDS, LINGER_IDLE_SECONDS, LINGER_BYTES = 10.0, 2.0, 256 << 20
 def request_id_from(given: str) -> str:
     """Return the caller's id for its request if it is fit for headers and logs, else a random id, no secret."""
     # The system's generator lets other threads run Python, and under load this thread waits milliseconds for its turn.
-    return given if _REQUEST_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
+    return given if given and _REQUEST_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
 
 
 def request_context(scope: Scope) -> RequestContext:

@@ -5,12 +5,11 @@ Each step is one method, so that routes read as the list of steps that they are.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -43,6 +42,7 @@ from service.http.exchange import exchange_of
 from service.http.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics
 from service.settings import Settings
+from service.timers import TimeLimit, Timers
 from service.web.admission import Body, Limiter, Permit, Receiving
 from service.web.decoders import Decoded, Decoders
 from service.web.image_stores import KeptPictures
@@ -59,15 +59,18 @@ T = TypeVar("T")
 _LATE_SECONDS = 0.5
 """Nobody waits longer than a second more than the request's time; what is left is for the answer's way."""
 
+_NO_CONTEXT = nullcontext()
+
 MAX_DRAWINGS = 64
 """Attention maps that wait to be drawn, or are being drawn, in each process; more are refused with 503."""
 
 
 class Pools:
-    """The threads and the decoder processes that work beside the event loop of a process."""
+    """The threads and the decoder processes that work beside the event loop of a process, and its timers."""
 
     def __init__(self, settings: Settings, on_restart: Callable[[], object] = lambda: None) -> None:
         threads = settings.decode_threads or -(-min(os.cpu_count() or 1, 16) // settings.workers)
+        self.timers = Timers()
         self.pictures = ThreadPool("decode", threads)
         self.documents = ThreadPool("documents", 1, background=True)
         self.drawing = ThreadPool("drawing", 1, capacity=MAX_DRAWINGS, background=True)
@@ -189,7 +192,7 @@ class Pipeline:
             [file] = await self._read(request, upload, files=1, fields=fields)
             if isinstance(file, UploadTooLarge):
                 raise file
-            return await unless_disconnected(request.receive, answer(file))
+            return await unless_disconnected(request.receive, answer(file), exchange_of(request.scope).caller_left)
 
     async def answer_pictures(
         self, request: Request, answer: Callable[[int, UploadedFile], Coroutine[Any, Any, T]]
@@ -235,10 +238,6 @@ class Pipeline:
             ReceivingFull: there is no memory for the body.
         """
 
-        def give_way() -> None:
-            if not time_limit.expired():
-                time_limit.reschedule(0.0)
-
         async def receive() -> Message:
             message = await source()
             self.receiving.add(upload.body, len(message.get("body", b"")))
@@ -247,9 +246,9 @@ class Pipeline:
         started = self.clock()
         with self._traced("read"):
             try:
-                async with asyncio.timeout(deadline.remaining()) as time_limit:
-                    with self.receiving.arriving(upload.body, give_way):
-                        content = await read(receive)
+                limit = TimeLimit(self.pools.timers, deadline.remaining())
+                with limit, self.receiving.arriving(upload.body, limit.expire):
+                    content = await read(receive)
             except TimeoutError:
                 if upload.body.gave_way:
                     raise RequestTimeout("the body came too slowly while others waited for its room") from None
@@ -260,8 +259,28 @@ class Pipeline:
     async def compute(
         self, data: bytearray, deadline: Deadline, requested: RequestedOutputs
     ) -> tuple[Decoded, InferenceResult]:
-        """Return the picture in a file as the model saw it, and the model's answer; raises as `decode` and `infer`."""
-        decoded = await self.decode(data, deadline)
+        """Return the picture in a file as the model saw it, and the model's answer; raises as `decode` and `infer`.
+
+        Pictures have their turns in the order of arrival. Those of which a map is asked need none, and those that a
+        process decodes keep none: they may wait for long, and are to hold up no others.
+        """
+        self.model()  # else there is no engine to wait for
+        if requested.map is None:
+            turns = self.generation.turns
+            try:
+                with TimeLimit(self.pools.timers, deadline.remaining()) if turns.locked() else _NO_CONTEXT:
+                    await turns.acquire()
+            except TimeoutError:
+                raise DeadlineExceeded("the time was up before it was the picture's turn to be decoded") from None
+            try:
+                decoded = await self._decode_on_thread(data, deadline)
+                if decoded is not None:
+                    return decoded, await self.infer(decoded.picture.pixels, deadline, requested)
+            finally:
+                turns.release()
+            decoded = await self._decode_in_process(data, deadline)
+        else:
+            decoded = await self.decode(data, deadline)
         return decoded, await self.infer(decoded.picture.pixels, deadline, requested)
 
     async def decode(self, data: bytearray, deadline: Deadline) -> Decoded:
@@ -269,13 +288,22 @@ class Pipeline:
 
         Raises `MissingImage` if there are no bytes, and what `Decoders.model_input` raises.
         """
+        return await self._decode_on_thread(data, deadline) or await self._decode_in_process(data, deadline)
+
+    async def _decode_on_thread(self, data: bytearray, deadline: Deadline) -> Decoded | None:
+        """Return the picture in a file, or None if a process must decode it; raises as `decode`."""
         if not data:
             raise MissingImage("the picture is empty")
-        config = self.model().preprocess
         with self._traced("decode"):
-            decoded = await self.pools.pictures.run(partial(self._decode_bounded, data, config), deadline)
-            if decoded is None:
-                decoded = await self.pools.decoders.model_input(data, config, deadline)
+            work = partial(self._decode_bounded, data, self.model().preprocess)
+            decoded = await self.pools.pictures.run(work, deadline)
+        if decoded is not None:
+            self._stage_ended("decode", decoded.seconds)
+        return decoded
+
+    async def _decode_in_process(self, data: bytearray, deadline: Deadline) -> Decoded:
+        with self._traced("decode"):
+            decoded = await self.pools.decoders.model_input(data, self.model().preprocess, deadline)
         self._stage_ended("decode", decoded.seconds)
         return decoded
 
@@ -321,7 +349,7 @@ class Pipeline:
         """Return the features of texts, [N, D]; raises as `Engine.embed_texts`."""
         remaining = deadline.remaining()
         try:
-            async with asyncio.timeout(remaining + _LATE_SECONDS):
+            with TimeLimit(self.pools.timers, remaining + _LATE_SECONDS):
                 return await self.engine.embed_texts(texts, timeout=remaining)
         except TimeoutError:
             raise DeadlineExceeded("the text tower did not answer in time") from None
@@ -338,7 +366,7 @@ class Pipeline:
         remaining = deadline.remaining()
         with self._traced("queue"):
             try:
-                async with asyncio.timeout(remaining + _LATE_SECONDS):
+                with TimeLimit(self.pools.timers, remaining + _LATE_SECONDS):
                     result = await self.engine.infer(request, timeout=remaining)
             except TimeoutError:
                 raise DeadlineExceeded("the model did not answer in time") from None
@@ -354,16 +382,18 @@ class Pipeline:
         if self.tracer is not None:
             self.tracer.stage(stage, seconds)
 
-    @contextmanager
-    def _traced(self, stage: str) -> Iterator[None]:
+    def _traced(self, stage: str) -> AbstractContextManager[None]:
         """Report an error of a stage in this context to the tracer, if there is one."""
+        return _NO_CONTEXT if self.tracer is None else self._reported(stage, self.tracer)
+
+    @contextmanager
+    def _reported(self, stage: str, tracer: RequestTracer) -> Iterator[None]:
         started = self.clock()
         try:
             yield
         except (ImageError, ServiceError) as error:
-            if self.tracer is not None:
-                is_launched = isinstance(error, InferenceFailed)
-                self.tracer.failed("inference" if is_launched else stage, self.clock() - started, error)
+            is_launched = isinstance(error, InferenceFailed)
+            tracer.failed("inference" if is_launched else stage, self.clock() - started, error)
             raise
 
 

@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from starlette.types import Receive
 
 from service.errors import ClientDisconnected, DeadlineExceeded, EngineUnavailable, QueueFull
 from service.priority import lower_priority, seconds_without_core
+from service.timers import Timers
 
 T = TypeVar("T")
 
@@ -55,25 +58,39 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
+async def unless_disconnected(
+    receive: Receive, work: Awaitable[T], caller_left: asyncio.Future[None] | None = None
+) -> T:
     """Await `work`; if the caller leaves meanwhile, cancel it and raise `ClientDisconnected`.
 
-    The body that came through `receive` must have been read to its end.
+    The body that came through `receive` must have been read to its end. `caller_left` is that of the request's
+    exchange; it saves a task that asks `receive`, and is not to be used again.
     """
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnect(receive))
-    watcher.add_done_callback(lambda _: task.cancel())
+    this, watching, left = asyncio.current_task(), True, False
+    assert this is not None, "a request is a task"
+
+    def leave(_: object) -> None:
+        nonlocal left
+        if watching:
+            left = True
+            this.cancel()
+
+    watcher = asyncio.ensure_future(_disconnect(receive)) if caller_left is None else caller_left
+    watcher.add_done_callback(leave)
     try:
-        # The request's permit is released after the work has let go of its memory, as a cancelled task is awaited, too.
-        return await task
+        # The request's permit is released after the work has let go of its memory.
+        return await work
     except BaseException:
-        this = asyncio.current_task()
-        if not watcher.done() or (this is not None and this.cancelling()):
+        if not left or this.cancelling() > 1:
             raise
         watcher.result()  # raises any error of the connection
         raise ClientDisconnected("the caller went away") from None
     finally:
+        watching = False
+        watcher.remove_done_callback(leave)
         watcher.cancel()
+        if left:
+            this.uncancel()
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -82,36 +99,65 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class _Job(Generic[T]):
-    """Work in a pool's queue. The queue keeps a cancelled job until a thread comes to it, but not the job's picture.
+    """What becomes of work in a pool. `waiter` is done, without a result, when it has ended or its time is up."""
 
-    `waiter` is what its caller waits for, until it has ended or its time is up; it has no result.
-    `began` is a reading of the clock, less the time for which the `thread` (its native id) had waited for a core.
-    """
+    def __init__(self, deadline: Deadline, waiter: asyncio.Future[None]) -> None:
+        self.waiter: asyncio.Future[None] | None = waiter
+        self.ended = False
+        self._deadline = deadline
+        self._result: list[T] = []
+        self._error: BaseException | None = None
+        self._thread: int | None = None
+        self._began = 0.0
+        self._waited: float | None = None
 
-    def __init__(self, work: Callable[[], T], deadline: Deadline) -> None:
-        self.work: Callable[[], T] | None = work
-        self.deadline = deadline
-        self.waiter: asyncio.Future[None] | None = None
-        self.thread: int | None = None
-        self.began = 0.0
+    def run(self, work: Callable[[], T]) -> None:
+        """Do the work on this thread, unless its time is up."""
+        try:
+            if self._deadline.remaining() == 0.0:
+                raise DeadlineExceeded("the time was up before a thread was free")
+            self._began, self._thread = time.monotonic(), threading.get_native_id()
+            self._result.append(work())
+        except BaseException as error:  # noqa: BLE001  raised where the result is asked for
+            self._error = error
 
-    def __call__(self) -> T:
-        work, self.work = self.work, None
-        if self.deadline.remaining() == 0.0:
-            raise DeadlineExceeded("the time was up before a thread was free")
-        assert work is not None, "a job runs once, and is not dropped before"
-        thread = threading.get_native_id()
-        self.began = time.monotonic() - seconds_without_core(thread)
-        self.thread = thread
-        return work()
+    def end(self) -> None:
+        """Wake the caller, or let go of the outcome."""
+        self.ended = True
+        if self.waiter is None:
+            self.abandon()
+        elif not self.waiter.done():
+            self.waiter.set_result(None)
+
+    def result(self) -> T:
+        """Return the result of work that has ended, once, or raise its error."""
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+            return self._result.pop()
+        finally:
+            del error  # it would be in a circle with this frame
+
+    def abandon(self) -> None:
+        """Let go of the outcome, whose error is in a circle with this job: nobody asks for it any more."""
+        self.waiter = self._error = None
+        self._result.clear()
 
     def seconds(self) -> float:
-        """Return for how long a thread has run it."""
-        return 0.0 if self.thread is None else time.monotonic() - seconds_without_core(self.thread) - self.began
+        """Return for how long a thread has run it, without waits for a core after the first look."""
+        if self._thread is None:
+            return 0.0
+        waited = seconds_without_core(self._thread)
+        self._waited = waited if self._waited is None else self._waited
+        return time.monotonic() - self._began - (waited - self._waited)
 
 
 class ThreadPool:
     """Threads that do one kind of work, in the order of arrival.
+
+    A thread does one job after the other while any wait. What has ended until the event loop comes to it wakes the loop
+    once. Threads start at the loop's next turn, as they compete with the rest of this one for the interpreter's lock.
 
     Args:
         capacity: jobs that wait or run at once; None: as many as the service has places.
@@ -123,7 +169,13 @@ class ThreadPool:
             threads, thread_name_prefix=name, initializer=lower_priority if background else None
         )
         self._background = background
-        self._jobs: set[_Job[object]] = set()
+        self._jobs: set[_Job[Any]] = set()
+        self._waiting: OrderedDict[_Job[Any], Callable[[], Any]] = OrderedDict()
+        self._free = threads
+        self._lock = threading.Lock()  # of the two above
+        self._ended: deque[_Job[Any]] = deque()
+        self._wakes = False
+        self._timers = Timers()
         self._name = name
         self._capacity = capacity
 
@@ -142,38 +194,65 @@ class ThreadPool:
         """
         if self._capacity is not None and self.outstanding >= self._capacity:
             raise QueueFull(f"all {self._capacity} places of the {self._name} threads are taken")
-        job: _Job[T] = _Job(work, deadline)
         loop = asyncio.get_running_loop()
-        job.waiter = loop.create_future()
-        submitted = self.executor.submit(job)
-        timer = loop.call_later(deadline.remaining(), self._expire, job)
-        self._jobs.add(job)  # type: ignore[arg-type]
-        submitted.add_done_callback(lambda _: loop.is_closed() or loop.call_soon_threadsafe(self._ended, job))
+        job: _Job[T] = _Job(deadline, loop.create_future())
+        self._timers.set(job, deadline.remaining(), partial(self._expire, job))
+        self._jobs.add(job)
+        with self._lock:
+            self._waiting[job] = work
+            if self._free:
+                loop.call_soon(self._start, loop)
+        del work
         try:
-            await job.waiter
+            await job.waiter  # type: ignore[misc]
+        except BaseException:
+            try:
+                with self._lock:
+                    dropped = self._waiting.pop(job, None) is not None
+                if dropped:
+                    self._jobs.discard(job)
+                elif not (self._background or job.ended):
+                    job.waiter = loop.create_future()
+                    await job.waiter
+            finally:
+                job.abandon()
+            raise
         finally:
-            timer.cancel()
-            if submitted.cancel():  # no thread has begun it
-                job.work = None
-                self._ended(job)
-            elif not (self._background or submitted.done()):
-                job.waiter = loop.create_future()
-                await job.waiter
-            job.waiter = None  # its error would be in a circle with this frame, which holds the picture
-        try:
-            return submitted.result()
-        finally:
-            del submitted
+            self._timers.clear(job)
+        return job.result()
 
-    def _expire(self, job: _Job[T]) -> None:
+    def _expire(self, job: _Job[Any]) -> None:
         if job.waiter is not None and not job.waiter.done():
             error = DeadlineExceeded(f"the time was up before one of the {self._name} threads was done")
             job.waiter.set_exception(error)
 
-    def _ended(self, job: _Job[T]) -> None:
-        self._jobs.discard(job)
-        if job.waiter is not None and not job.waiter.done():
-            job.waiter.set_result(None)
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock:
+            if not (self._free and self._waiting):
+                return
+            self._free -= 1
+        self.executor.submit(self._work_off, loop)
+
+    def _work_off(self, loop: asyncio.AbstractEventLoop) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._free += 1
+                    return
+                job, work = self._waiting.popitem(last=False)
+            job.run(work)
+            del work
+            self._ended.append(job)
+            if not (self._wakes or loop.is_closed()):
+                self._wakes = True
+                loop.call_soon_threadsafe(self._wake_callers)
+
+    def _wake_callers(self) -> None:
+        self._wakes = False  # before the look: what ends after it wakes the loop again
+        while self._ended:
+            job = self._ended.popleft()
+            self._jobs.discard(job)
+            job.end()
 
     def check(self) -> None:
         """Raise `EngineUnavailable` if a thread has been at a job for so long that it will hardly end."""
@@ -188,4 +267,11 @@ class ThreadPool:
 
     def close(self) -> None:
         """Drop what waits and take nothing more, without waiting for the threads."""
+        with self._lock:
+            dropped = list(self._waiting)
+            self._waiting.clear()
+        for job in dropped:
+            job.ended = True
+            if job.waiter is not None:
+                job.waiter.cancel()
         self.executor.shutdown(wait=False, cancel_futures=True)

@@ -89,7 +89,7 @@ def launched_after_its_deadline(patch: pytest.MonkeyPatch) -> None:
 
 def no_timer_for_the_deadline(patch: pytest.MonkeyPatch) -> None:
     """An image that expires in the queue is answered by nobody."""
-    patch.setattr(local.LocalEngine, "_expire", lambda self: None)
+    patch.setattr(local.LocalEngine, "_expire", lambda self, entry: None)
 
 
 def launched_though_cancelled(patch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field, WithJsonSchema
 from starlette.requests import Request
@@ -28,9 +29,8 @@ from vitserve.documents import (
     BatchClassification,
     Classification,
     FailedItem,
-    Prediction,
-    Timings,
     set_fields,
+    significant,
 )
 
 router = APIRouter(tags=["classify"], route_class=Endpoint)
@@ -125,31 +125,32 @@ class _Classifier:
         return await pipeline.pools.documents.run_large(render, self._deadline, size=self._requested.top_k)
 
     def _render(self, decoded: Decoded, result: InferenceResult, image_id: str | None) -> bytes:
-        outputs, attention = result.outputs, None
-        label_set = None if outputs.label_set is None else outputs.label_set.tolist()
+        """Return a `Classification` as JSON; to make the model itself would take four times as long."""
+        outputs = result.outputs
+        pairs = zip(outputs.indices.tolist(), outputs.scores.tolist(), strict=True)
+        document: dict[str, Any] = {} if image_id is None else {"id": image_id}
+        document["model"] = self._info.name
+        document["predictions"] = [
+            {"label": self._labels[index], "index": index, "score": significant(score)} for index, score in pairs
+        ]
+        document |= set_fields(self._labels, None if outputs.label_set is None else outputs.label_set.tolist())
         if outputs.map is not None:
             of_labels = bool(self._requested.labels) and outputs.map.request.class_index is not None
             # A map of a label of the request cannot be asked for again by the picture's id.
             url = None if of_labels else _url(image_id, outputs.map.request.method)
             region = region_document(decoded.picture.region)
             attention = Attention(url=url, region=region, **map_fields(outputs.map, self._labels))
-        return to_json(
-            Classification(
-                id=image_id,
-                model=self._info.name,
-                predictions=Prediction.ranked(self._labels, outputs.indices.tolist(), outputs.scores.tolist()),
-                **set_fields(self._labels, label_set),
-                attention=attention,
-                embedding=None if outputs.embedding is None else outputs.embedding.tolist(),
-                timings_ms=Timings(
-                    decode=_milliseconds(decoded.seconds),
-                    queue=_milliseconds(result.queue_seconds),
-                    inference=_milliseconds(result.inference_seconds),
-                    total=_milliseconds(self._pipeline.clock() - self._context.started),
-                ),
-                batch_size=result.batch_size,
-            )
-        )
+            document["attention"] = attention.model_dump(exclude_none=True, by_alias=True)
+        if outputs.embedding is not None:
+            document["embedding"] = outputs.embedding.tolist()
+        document["timings_ms"] = {
+            "decode": _milliseconds(decoded.seconds),
+            "queue": _milliseconds(result.queue_seconds),
+            "inference": _milliseconds(result.inference_seconds),
+            "total": _milliseconds(self._pipeline.clock() - self._context.started),
+        }
+        document["batch_size"] = result.batch_size
+        return msgspec.json.encode(document)
 
 
 async def answer_batch(

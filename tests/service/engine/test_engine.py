@@ -166,7 +166,7 @@ async def test_deadlines_that_lie_close_together_share_one_look_at_all_that_wait
         looks = 0
         while engine.status.queue_depth:
             looks += 1
-            engine._expire()  # as the loop would call it, at the moment that was set
+            engine._timers.ring()  # as the loop would call it, at the moment that was set
         assert looks <= 4
         for task in tasks:
             with pytest.raises(DeadlineExceeded):

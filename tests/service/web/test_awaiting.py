@@ -97,3 +97,24 @@ async def test_whoever_cancels_the_wait_cancels_the_work() -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert ended == ["hangs"]
+
+
+@on_a_loop
+async def test_a_connection_that_ends_ends_the_work_of_its_caller() -> None:
+    left, ended = asyncio.get_running_loop().create_future(), list[str]()
+    asyncio.get_running_loop().call_soon(left.set_result, None)
+    with pytest.raises(ClientDisconnected, match="the caller went away"):
+        await unless_disconnected(silence, hangs(ended), left)
+    assert (ended, await others()) == (["hangs"], 0)
+
+
+@on_a_loop
+async def test_a_connection_that_ends_with_the_work_ends_nothing_else() -> None:
+    left = asyncio.get_running_loop().create_future()
+
+    async def leaves() -> int:
+        left.set_result(None)
+        return 5
+
+    assert await unless_disconnected(silence, leaves(), left) == 5
+    assert await others() == 0

@@ -14,14 +14,16 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
+from model.images.formats import UnboundedWork
 from model.images.preprocess import ModelInput
 from model.images.region import Region
 from model.outputs import RequestedOutputs
 from service.errors import EngineUnavailable, MalformedRequest
 from service.web import pipeline
+from service.web.decoders import Decoded
 from service.web.work import Deadline, unless_disconnected
-from tests.service.fakes import PATIENCE, SIZE, on_a_loop, pixels, png
-from tests.service.web.apps import Clock, app, budget_of, form, pipeline_of, settle, until
+from tests.service.fakes import PATIENCE, SIZE, model_info, on_a_loop, pixels, png
+from tests.service.web.apps import App, Clock, app, budget_of, form, pipeline_of, settle, until
 
 BLACK = ModelInput(np.zeros((SIZE, SIZE, 3), np.uint8), Region(0, 0, SIZE, SIZE))
 
@@ -106,14 +108,10 @@ async def test_nobody_waits_for_an_engine_that_never_answers(path: str, monkeypa
 @on_a_loop
 async def test_an_engine_has_half_a_second_more_than_the_requests_time(monkeypatch: pytest.MonkeyPatch) -> None:
     bounds: list[float] = []
-    service, clock, timeout = app(), Clock(), asyncio.timeout
-
-    def remember(seconds: float) -> asyncio.Timeout:
-        bounds.append(seconds)
-        return timeout(PATIENCE)
-
-    monkeypatch.setattr(asyncio, "timeout", remember)
-    await pipeline_of(service).infer(pixels(1), Deadline(clock.now + 7, clock), RequestedOutputs(1))
+    service, clock = app(), Clock()
+    inner = pipeline_of(service)
+    monkeypatch.setattr(inner.pools.timers, "set", lambda _, seconds, ring: bounds.append(seconds))
+    await inner.infer(pixels(1), Deadline(clock.now + 7, clock), RequestedOutputs(1))
     assert (bounds, service.engine.timeouts) == ([7.5], [7])
 
 
@@ -200,6 +198,69 @@ async def test_a_place_is_free_only_when_its_decode_thread_has_let_go(monkeypatc
     await running
     assert pipeline_of(service).limiter.in_use == 0
     assert service.engine.timeouts == []
+
+
+def decoded_by(service: App) -> float:
+    return service.metric("vit_stage_duration_seconds_count", stage="decode")
+
+
+@on_a_loop
+async def test_decoding_runs_four_batches_ahead_of_the_model_and_no_further() -> None:
+    service = app()
+    service.engine.info = model_info(max_batch=1)
+    service.engine.gate.clear()
+    callers = [asyncio.create_task(service.classify(png(red))) for red in range(6)]
+    await until(lambda: service.engine.waiting == 4)
+    explained = asyncio.create_task(service.classify(query="attention=relevance"))
+    await until(lambda: service.engine.waiting == 5)
+    await settle()
+    assert decoded_by(service) == 5, "a map waits for no turn"
+    callers[0].cancel()
+    await until(lambda: decoded_by(service) == 6)
+    service.engine.gate.set()
+    answers = await asyncio.gather(*callers[1:], explained)
+    assert [each.status for each in answers] == [200] * 6
+    assert decoded_by(service) == 7
+
+
+@on_a_loop
+async def test_pictures_that_processes_decode_keep_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    service, go_on, original = app(), asyncio.Event(), pipeline.model_input
+    service.engine.info = model_info(max_batch=1)
+
+    def on_thread(data: bytearray, *rest: Any, **options: Any) -> ModelInput:
+        if data == png(9):
+            raise UnboundedWork
+        return original(data, *rest, **options)
+
+    async def in_process(*_: Any) -> Decoded:
+        await go_on.wait()
+        return Decoded(BLACK, 1.0)
+
+    monkeypatch.setattr(pipeline, "model_input", on_thread)
+    monkeypatch.setattr(pipeline_of(service).pools.decoders, "model_input", in_process)
+    costly = [asyncio.create_task(service.classify(png(9))) for _ in range(6)]
+    await settle()
+    assert (await service.classify(png(1))).status == 200
+    assert not any(each.done() for each in costly)
+    go_on.set()
+    assert [(await each).status for each in costly] == [200] * 6
+
+
+@on_a_loop
+async def test_time_that_is_up_before_a_pictures_turn_costs_no_decoding() -> None:
+    service = app(request_timeout=0.1)
+    service.engine.info = model_info(max_batch=1)
+    service.engine.gate.clear()
+    callers = [asyncio.create_task(service.classify(png(red))) for red in range(4)]
+    await until(lambda: service.engine.waiting == 4)
+    late = await service.classify()
+    assert (late.status, late.code) == (504, "deadline_exceeded")
+    assert "turn" in late.json["detail"]
+    assert decoded_by(service) == 4
+    service.engine.gate.set()
+    await asyncio.gather(*callers)
+    assert (await service.classify()).status == 200
 
 
 @on_a_loop

@@ -151,7 +151,8 @@ async def test_a_pool_that_has_been_at_one_job_for_too_long_is_not_ready(monkeyp
     pool = pipeline_of(service).pools.pictures
     running = asyncio.create_task(pool.run(blocker, Deadline(1e9, clock)))
     await blocker.wait_until_begun()
-    waited.now = 8.0  # of which the pool is not to blame
+    pool.check()  # from the first look on it is not to blame for waits
+    waited.now = 8.0
     clock.now += 22.9
     assert (await service.get("/readyz")).status == 200
     clock.now += 0.1
@@ -174,6 +175,35 @@ async def test_a_pool_has_a_bound(pool: ThreadPool) -> None:
     blocker.go_on.set()
     assert [await first, await second] == ["done", "done"]
     assert await pool.run(lambda: 3, deadline) == 3
+
+
+@on_a_loop
+async def test_jobs_that_end_while_the_loop_is_busy_wake_it_once() -> None:
+    made, ended, wakes = ThreadPool("test", 1), threading.Event(), list[int]()
+    wake = made._wake_callers
+    made._wake_callers = lambda: (wakes.append(1), wake())  # type: ignore[method-assign, assignment]
+    deadline = Deadline(1e9, Clock())
+    jobs = [asyncio.create_task(made.run(work, deadline)) for work in (*[int] * 5, ended.set)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert ended.wait(PATIENCE)  # the loop stands still meanwhile
+    assert await asyncio.gather(*jobs) == [*[0] * 5, None]
+    assert len(wakes) <= 2, "the last job may end after the loop has looked"
+    made.close()
+
+
+@on_a_loop
+async def test_work_that_waits_in_a_pool_that_is_closed_is_cancelled() -> None:
+    made, blocker = ThreadPool("test", 1), Blocker()
+    running = asyncio.create_task(made.run(blocker, Deadline(1e9, Clock())))
+    await blocker.wait_until_begun()
+    waiting = asyncio.create_task(made.run(int, Deadline(1e9, Clock())))
+    await settle()
+    made.close()
+    await asyncio.wait((waiting,))
+    assert waiting.cancelled()
+    blocker.go_on.set()
+    assert await running == "done"
 
 
 @on_a_loop

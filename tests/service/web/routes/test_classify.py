@@ -11,6 +11,7 @@ from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed,
 from service.web.routes.classify import _milliseconds
 from tests.service.fakes import CLASSES, SIZE, expected_indices, model_info, on_a_loop, png
 from tests.service.web.apps import app, form, pipeline_of
+from vitserve.documents import Classification
 
 
 @on_a_loop
@@ -28,6 +29,14 @@ async def test_a_picture_gets_its_labels_in_both_forms() -> None:
         assert document["predictions"][0] == {"label": "label 7", "index": 7, "score": 0.5}
         assert set(document["timings_ms"]) == {"decode", "queue", "inference", "total"}
         assert document["batch_size"] == 1
+
+
+@on_a_loop
+@pytest.mark.parametrize("query", ["", "top_k=3&embedding=true", "attention=true", "attention=relevance"])
+async def test_an_answer_is_what_its_documentation_says_and_nothing_beside(query: str) -> None:
+    document = (await app().classify(query=query)).json
+    described = Classification.model_validate(document)
+    assert described.model_dump(mode="json", exclude_none=True, by_alias=True) == document
 
 
 def test_times_are_told_in_hundredths_of_a_millisecond() -> None:
