@@ -5,6 +5,7 @@ timm is an optional package, and is imported when the first of its networks is m
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
@@ -13,8 +14,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.config import LibraryConfig, NetworkConfig, Size, ViTConfig
+from model.config import LARGEST_LAYER, LibraryConfig, NetworkConfig, Size, ViTConfig
 from model.errors import CheckpointError, first_line
 from model.network.vit import VisionTransformer, ViTOutput, meta_model
 
@@ -110,6 +112,37 @@ def meta_network(config: NetworkConfig) -> Classifier:
         return LibraryNetwork(config)
 
 
+class Sizes(TorchDispatchMode):
+    """Measures the largest tensor that operations within it give."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.largest = max(self.largest, result.numel())
+        return result
+
+
+def largest_layer(config: NetworkConfig) -> int:
+    """Return the most numbers that a layer gives for one image; nothing of that size is allocated.
+
+    Raises:
+        CheckpointError: a library does not make this network, or it does not take pictures of its size.
+    """
+    return config.largest_layer if isinstance(config, ViTConfig) else _measured(config.model_dump_json())
+
+
+@functools.lru_cache(maxsize=8)
+def _measured(described: str) -> int:
+    """Return `largest_layer` of a library's network, whose configuration is written as JSON."""
+    config = LibraryConfig.model_validate_json(described)
+    network = meta_network(config).eval()
+    with torch.no_grad(), Sizes() as sizes, _timms_errors(f"{config.kind}: does not take its own image size"):
+        network(torch.empty(1, config.in_channels, *config.image_size, device="meta"))
+    return sizes.largest
+
+
 def linear_head(config: LibraryConfig) -> str:
     """Return the name of the linear layer that a network ends in, with a bias.
 
@@ -130,7 +163,7 @@ def meta_tensors(config: NetworkConfig) -> dict[str, Tensor]:
     Integers are not among them: a library's network makes its tables of indices itself.
 
     Raises:
-        CheckpointError: a library does not make this network, or its buffers are too large.
+        CheckpointError: a library does not make this network, or its buffers or layers are too large.
     """
     network = meta_network(config)
     if isinstance(network, VisionTransformer):
@@ -139,6 +172,8 @@ def meta_tensors(config: NetworkConfig) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{config.kind}: its buffers hold more than the {_MAX_BUFFERS:,} numbers that are allowed"
         )
+    if (largest := largest_layer(config)) > LARGEST_LAYER:
+        raise CheckpointError(f"{config.kind}: {largest:,} numbers in a layer: at most {LARGEST_LAYER:,} are allowed")
     return _floats(network.module.state_dict())
 
 

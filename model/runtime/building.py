@@ -9,8 +9,9 @@ from typing import Final, TypedDict
 import torch
 
 from model.checkpoint import Checkpoint
-from model.config import ViTConfig
+from model.config import LARGEST_LAYER, ViTConfig
 from model.errors import DeviceError, NewProcessNeeded, first_line
+from model.network.library import largest_layer
 from model.network.vit import VisionTransformer, count_parameters
 from model.runtime.backend import Backend, BackendName, Built, CompileMode, batch_too_large
 from model.runtime.batches import captured_sizes, powers_of_two
@@ -32,7 +33,10 @@ _DEFAULT_STREAMS: Final = 2
 """On a GPU, one batch is uploaded, or its answer read, while the other computes."""
 
 DEFAULT_MAX_BATCH: Final = {"cpu": 32, "cuda": 64}
-"""Largest batch where none is chosen; on a GPU, `benchmarks.gpu` measures which one is best."""
+"""Largest batch where none is chosen; on a GPU, `benchmarks.gpu` measures which one is best.
+
+On a CPU it is halved until none of its layers gives more than `LARGEST_LAYER` numbers.
+"""
 
 _DEFAULT_THREADS: Final = {"cpu": None, "cuda": 1}
 """Torch's threads on the CPU; beside a GPU there is little for them to do, and they would take cores from decoders."""
@@ -85,7 +89,10 @@ class Builder:
         on_cpu = self._device.type == "cpu"
         self._name = options.get("device_name") or str(self._device)
         sizes_up_to = powers_of_two if on_cpu and ops is None else captured_sizes
-        self._sizes = tuple(sorted(launch_sizes or sizes_up_to(max_batch or DEFAULT_MAX_BATCH[self._device.type])))
+        default = DEFAULT_MAX_BATCH[self._device.type]
+        while on_cpu and default > 1 and default * largest_layer(checkpoint.config) > LARGEST_LAYER:
+            default //= 2
+        self._sizes = tuple(sorted(launch_sizes or sizes_up_to(max_batch or default)))
         if threads := threads or _DEFAULT_THREADS[self._device.type]:
             torch.set_num_threads(threads)
         self._threads = ThreadPolicy(torch.get_num_threads())
