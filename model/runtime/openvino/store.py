@@ -35,6 +35,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from model.config import LibraryConfig, PreprocessConfig, ViTConfig
 from model.conformal import CALIBRATION_FILE, Calibration
+from model.errors import first_line, first_problem
 from model.runtime.batches import BatchOutputs, BatchRequest
 from model.runtime.openvino.graph import core, openvino_package
 from model.runtime.openvino.network import NetworkGraph
@@ -167,8 +168,8 @@ class Entry:
                 os.utime(place)
         except FileNotFoundError:
             return None
-        except (_Damaged, ValidationError, OSError, RuntimeError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        except (OSError, RuntimeError, ValueError) as error:
+            reason = first_problem(error) if isinstance(error, ValidationError) else first_line(error)
             logger.warning("%s: a graph that is not used and is made again: %s", place, reason)
             return None
         return manifest, graph
