@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +15,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.config import LARGEST_LAYER, LibraryConfig, NetworkConfig, Size, ViTConfig
 from model.errors import CheckpointError, first_line
@@ -112,35 +112,31 @@ def meta_network(config: NetworkConfig) -> Classifier:
         return LibraryNetwork(config)
 
 
-class Sizes(TorchDispatchMode):
-    """Measures the largest tensor that operations within it give."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.largest = max(self.largest, result.numel())
-        return result
-
-
 def largest_layer(config: NetworkConfig) -> int:
-    """Return the most numbers that a layer gives for one image; nothing of that size is allocated.
+    """Return the most numbers that a layer gives for one image.
 
     Raises:
         CheckpointError: a library does not make this network, or it does not take pictures of its size.
     """
-    return config.largest_layer if isinstance(config, ViTConfig) else _measured(config.model_dump_json())
+    return config.largest_layer if isinstance(config, ViTConfig) else measured_layer(config.model_dump_json())
 
 
 @functools.lru_cache(maxsize=8)
-def _measured(described: str) -> int:
-    """Return `largest_layer` of a library's network, whose configuration is written as JSON."""
-    config = LibraryConfig.model_validate_json(described)
-    network = meta_network(config).eval()
-    with torch.no_grad(), Sizes() as sizes, _timms_errors(f"{config.kind}: does not take its own image size"):
+def measured_layer(described: str) -> int:
+    """Return `largest_layer` of a configuration in JSON, as a pass measures it that allocates nothing."""
+    kind = LibraryConfig if "library" in json.loads(described) else ViTConfig
+    config: NetworkConfig = kind.model_validate_json(described)
+    network, largest = meta_network(config).eval(), [0]
+
+    def record(_: nn.Module, __: object, output: object) -> None:
+        if isinstance(output, Tensor):
+            largest.append(output.numel())
+
+    for module in network.modules():
+        module.register_forward_hook(record)
+    with torch.no_grad(), _timms_errors(f"{config.kind}: does not take its own image size"):
         network(torch.empty(1, config.in_channels, *config.image_size, device="meta"))
-    return sizes.largest
+    return max(largest)
 
 
 def linear_head(config: LibraryConfig) -> str:

@@ -270,7 +270,7 @@ def test_buffers_that_no_file_holds_are_bounded_before_they_are_made(
 
 def test_layers_are_bounded_before_they_are_computed(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     largest = library.largest_layer(load_checkpoint(str(small)).config)
-    assert largest >= 3 * 64 * 96
+    assert largest > 1000
     monkeypatch.setattr(library, "LARGEST_LAYER", largest - 1)
     with pytest.raises(CheckpointError, match=f"{largest:,} numbers in a layer: at most {largest - 1:,} are allowed"):
         load_checkpoint(str(small))
