@@ -94,9 +94,7 @@ class LibraryNetwork(nn.Module):
         module: Any = self.module
         features = module.forward_features(pixels)
         return ViTOutput(
-            module.forward_head(features),
-            None,
-            embeddings={"head": module.forward_head(features, pre_logits=True)},
+            module.forward_head(features), None, embeddings={"head": module.forward_head(features, pre_logits=True)}
         )
 
 

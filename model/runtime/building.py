@@ -20,7 +20,7 @@ from model.runtime.cpu import ThreadPolicy, default_batch, default_streams
 from model.runtime.cuda.batch_launcher import DeviceOps
 from model.runtime.device import choose_device, choose_dtype, gpu_identifier
 from model.runtime.float8 import CALIBRATION_SET, LEAST_AGREEMENT, agreement, calibration_images
-from model.runtime.int8 import TorchReference, chosen_int8, require_same_model
+from model.runtime.int8 import chosen_int8, require_same_model, torch_reference
 from model.runtime.openvino.store import Keep
 from model.runtime.torch_backend import TorchOptions
 
@@ -152,7 +152,7 @@ class Builder:
         )
         agrees, reference = None, None
         if self._int8 is not None:
-            agrees, reference = self._int8.agreement, TorchReference(self._checkpoint)
+            agrees, reference = self._int8.agreement, torch_reference(self._checkpoint)
             require_same_model(self._checkpoint, backend.logits, reference)
         if self._float8 and isinstance(model, VisionTransformer):
             agrees = self._require_agreement(model, backend)

@@ -19,6 +19,7 @@ from model.runtime.scores import Floats, Scores
 
 if TYPE_CHECKING:
     from model.checkpoint import Checkpoint
+    from model.runtime.torch_backend import TorchOptions
     from model.runtime.torch_cpu import TorchCpu
 
 
@@ -58,18 +59,25 @@ class _Torch:
             assert self.tower is not None, "the manifest says that it has one"
         return self.tower(texts)
 
-    def backend(self) -> TorchCpu:
-        """Return torch's backend; raises as `checkpoint`."""
+    def options(self) -> TorchOptions:
+        """Return the network and how torch runs it; raises as `checkpoint`."""
         checkpoint = self.checkpoint()
         import torch  # noqa: PLC0415  what this is for
 
         from model.runtime.device import DTYPES  # noqa: PLC0415
         from model.runtime.torch_backend import TorchOptions  # noqa: PLC0415
+
+        dtype, cpu = DTYPES[self.manifest.dtype], torch.device("cpu")
+        return TorchOptions(checkpoint.network(), checkpoint, cpu, dtype, "off", (self.max_batch,))
+
+    def backend(self) -> TorchCpu:
+        """Return torch's backend; raises as `checkpoint`."""
+        options = self.options()
+        import torch  # noqa: PLC0415
+
         from model.runtime.torch_cpu import TorchCpu  # noqa: PLC0415
 
         torch.set_num_threads(self.threads.count)
-        dtype, cpu = DTYPES[self.manifest.dtype], torch.device("cpu")
-        options = TorchOptions(checkpoint.network(), checkpoint, cpu, dtype, "off", (self.max_batch,))
         return TorchCpu(options, self.threads)
 
     def network(self, extras: BatchRequest) -> OpenVinoNetwork:
@@ -77,22 +85,16 @@ class _Torch:
         manifest, threads, streams = self.manifest, self.threads.count, self.streams
         if kept := self.entry.load(extras):
             return OpenVinoNetwork(kept[1], manifest.dtype, threads=threads, streams=streams, lazy=self.lazy)
-        import torch  # noqa: PLC0415
-
         from model.checkpoint.local_files import recording  # noqa: PLC0415
-        from model.runtime.device import DTYPES  # noqa: PLC0415
         from model.runtime.openvino.tracing import traced_network  # noqa: PLC0415
-        from model.runtime.torch_backend import TorchOptions  # noqa: PLC0415
 
         with recording() as files:
-            checkpoint = self.checkpoint()
-        dtype, cpu = DTYPES[manifest.dtype], torch.device("cpu")
-        options = TorchOptions(checkpoint.build(), checkpoint, cpu, dtype, "off", (self.max_batch,))
+            options = self.options()
         keep = Keep(self.entry, files, manifest.threads)
         network, _ = traced_network(
             options, threads=threads, streams=streams, extras=extras, workers=1, stage=keep.stage
         )
-        keep.save(extras, checkpoint, manifest.parameters, manifest.dtype)
+        keep.save(extras, options.checkpoint, manifest.parameters, manifest.dtype)
         return network
 
 
