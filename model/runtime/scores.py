@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from model.config import ViTConfig
+from model.config import NetworkConfig, ViTConfig
 from model.runtime.batches import HostOutputs
-
-if TYPE_CHECKING:
-    from model.checkpoint import Checkpoint
-    from model.runtime.openvino.store import KeptCheckpoint
 
 Floats = NDArray[np.float32]
 
@@ -20,7 +16,23 @@ _TINY: Final = 1e-30
 """What is divided by at least: all logits, or all scores, may be equal."""
 
 
-def has_independent_scores(checkpoint: Checkpoint | KeptCheckpoint) -> bool:
+class Scored(Protocol):
+    """The part of a checkpoint, or of what is kept of one, that scores depend on."""
+
+    @property
+    def config(self) -> NetworkConfig:
+        """Return the architecture."""
+
+    @property
+    def temperature(self) -> float:
+        """Return what logits are divided by."""
+
+    @property
+    def multi_label(self) -> bool:
+        """Return whether scores are independent sigmoids."""
+
+
+def has_independent_scores(checkpoint: Scored) -> bool:
     """Return whether each class has a sigmoid of its own instead of a share of one softmax."""
     config = checkpoint.config
     is_compared = isinstance(config, ViTConfig) and config.normalized_head
@@ -34,7 +46,7 @@ class Scores:
         config: the checkpoint's.
     """
 
-    def __init__(self, checkpoint: Checkpoint | KeptCheckpoint) -> None:
+    def __init__(self, checkpoint: Scored) -> None:
         self.config = checkpoint.config
         self._temperature = np.float32(checkpoint.temperature)
         self._independent = has_independent_scores(checkpoint)
