@@ -109,7 +109,7 @@ class Repository(Files):
             # The bases are those of the HTTP client's errors, whichever client this version is built on.
             raise self._not_here(f"on the hub: {name} could not be fetched: {first_line(error)}") from None
         if self.revision is None:  # all files are of the same commit
-            self.revision = next(filter(_COMMIT.fullmatch, path.parts), None)
+            self.revision = next(filter(_COMMIT.fullmatch, reversed(path.parts)), None)
         return resolved_part(path.parent, path.name, self.where(name))
 
     def _not_cached(self, name: str, error: BaseException) -> Path | None:
