@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import repeat
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -26,6 +27,10 @@ Deviation = Annotated[float, Field(ge=1e-3, le=1e3)]
 _MAX_TOKENS = 65536
 _MAX_RELATIVE_TOKENS = 4096
 _MAX_PARAMETERS = 50_000_000_000
+LARGEST_LAYER = 1 << 27
+"""Numbers that one layer may give for one image: 512 MiB. ViT-H/16 gives 84 million at 2048 px."""
+_LARGEST_STEM = 1 << 23
+"""Of each of a stem's convolutions, whose widths are free: ten times what a ResNet's stem gives at 224 px."""
 _MAX_LAYERS = 256
 """Of a library's network, which is made in Python, layer by layer: twice what the deepest of timm's have."""
 _MAX_SIDE = 2048
@@ -92,6 +97,18 @@ class ConvolutionalStem(Frozen):
     def stride(self) -> int:
         """Return the number of input pixels along each axis for one output pixel."""
         return math.prod(self.strides) * math.prod(self.pools)
+
+    def largest_layer(self, size: Size) -> int:
+        """Return the numbers of the largest feature map, before its maxima, for one image of a size."""
+        rows, columns = size
+        largest = 0
+        for width, kernel, stride, pool in zip(
+            self.widths, self.kernels, self.strides, self.pools or repeat(1), strict=False
+        ):
+            rows, columns = ((side + 2 * (kernel // 2) - kernel) // stride + 1 for side in (rows, columns))
+            largest = max(largest, rows * columns * width)
+            rows, columns = rows // pool, columns // pool
+        return largest
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Self:
@@ -311,6 +328,10 @@ class ViTConfig(NetworkConfig):
             raise ValueError(f"more than the {_MAX_PARAMETERS:,} parameters that are allowed")
         if self.relative_position_bias and self.tokens > _MAX_RELATIVE_TOKENS:
             raise ValueError(f"relative_position_bias with {self.tokens} tokens, at most {_MAX_RELATIVE_TOKENS}")
+        if self.conv_stem is not None and (stem := self.conv_stem.largest_layer(self.image_size)) > _LARGEST_STEM:
+            raise ValueError(f"conv_stem: {stem:,} numbers in a feature map: at most {_LARGEST_STEM:,} are allowed")
+        if self.largest_layer > LARGEST_LAYER:
+            raise ValueError(f"{self.largest_layer:,} numbers in a layer: at most {LARGEST_LAYER:,} are allowed")
         return self
 
     @model_validator(mode="after")
@@ -353,6 +374,20 @@ class ViTConfig(NetworkConfig):
     def tokens(self) -> int:
         """Return the sequence length N: the prefix tokens and the patches."""
         return self.prefix_tokens + math.prod(self.grid)
+
+    @property
+    def largest_layer(self) -> int:
+        """Return the most numbers that a layer gives for one image, which memory for a batch grows with."""
+        pixels = math.prod(self.image_size)
+        hidden = self.mlp_width * (2 if self.mlp == "swiglu" else 1)
+        layers = [pixels * self.in_channels, self.tokens * max(hidden, 3 * self.inner_width, self.width)]
+        if self.relative_position_bias:  # added to all scores of the attention
+            layers.append(self.heads * self.tokens**2)
+        if self.stem is not None:  # 64 channels at half of the resolution, and 256 at a quarter
+            layers.append(16 * pixels)
+        if self.conv_stem is not None:
+            layers.append(self.conv_stem.largest_layer(self.image_size))
+        return max(layers)
 
     @property
     def position_tokens(self) -> int:

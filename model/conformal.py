@@ -108,7 +108,10 @@ class LabelSets:
         return (scores >= self.least_score) & (energies >= self.least_energy)[:, np.newaxis]
 
 
-_Digits = Annotated[float, Field(allow_inf_nan=False)]
+_Digits = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+_Pictures: Final = Field(min_length=1, max_length=MAX_PICTURES, strict=False)
+"""A list of JSON is as good as a tuple."""
 
 
 class Calibration(BaseModel):
@@ -122,15 +125,15 @@ class Calibration(BaseModel):
         digest: of everything else here, of the weights, and of how pictures become pixels; see `native`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     format: Literal["vitserve-calibration"] = "vitserve-calibration"
-    version: Literal[1] = 1
+    version: Annotated[int, Field(ge=1, le=1)] = 1
     data: Annotated[str, Field(max_length=1000)]
     pictures: Annotated[int, Field(ge=1)]
     temperature: Annotated[float, Field(ge=1e-3, le=1e3)]
-    scores: Annotated[tuple[Annotated[_Digits, Field(ge=0, le=1)], ...], Field(min_length=1, max_length=MAX_PICTURES)]
-    energies: Annotated[tuple[_Digits, ...], Field(min_length=1, max_length=MAX_PICTURES)]
+    scores: Annotated[tuple[Annotated[_Digits, Field(ge=0, le=1)], ...], _Pictures]
+    energies: Annotated[tuple[_Digits, ...], _Pictures]
     digest: str = ""
 
     @model_validator(mode="after")

@@ -20,7 +20,7 @@ def ensure(folder: Path) -> Path:
         import torch  # noqa: PLC0415  it takes seconds
 
         from model.checkpoint import load_checkpoint  # noqa: PLC0415
-        from model.runtime.openvino.tracing import _convert  # noqa: PLC0415
+        from model.runtime.openvino.tracing import convert  # noqa: PLC0415
         from model.runtime.torch_backend import Normalise  # noqa: PLC0415
 
         checkpoint = load_checkpoint(str(folder))
@@ -39,7 +39,7 @@ def ensure(folder: Path) -> Path:
                 return logits
 
         rows, columns = checkpoint.config.image_size
-        graph = _convert(Logits(), torch.zeros((2, rows, columns, 3), dtype=torch.uint8))
+        graph = convert(Logits(), torch.zeros((2, rows, columns, 3), dtype=torch.uint8))
         openvino.save_model(graph, file, compress_to_fp16=False)
     return file
 

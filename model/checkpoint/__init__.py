@@ -59,11 +59,7 @@ READERS: Final[tuple[Reader, ...]] = (native, timm, huggingface, jax_npz, state_
 
 
 def load_checkpoint(
-    source: str,
-    *,
-    base: str | None = None,
-    bases_below: Path | None = None,
-    **fields: Any,
+    source: str, *, base: str | None = None, bases_below: Path | None = None, **fields: Any
 ) -> Checkpoint:
     """Read a checkpoint, whatever its format.
 

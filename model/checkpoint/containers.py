@@ -64,7 +64,10 @@ def chosen_state_dict(value: Any, weights: str | None, where: str) -> tuple[dict
             else:
                 tensors[f"{path}.{name}" if path else name] = tensor
     check_names(tensors, where)
-    _refuse_repeated(tensors, where)
+    stored = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors.values()}
+    # Each would take memory of its own.
+    if sum(tensor.nbytes for tensor in tensors.values()) > 2 * sum(stored.values()):
+        raise CheckpointError(f"{where}: its tensors are parts of each other, and more than twice what the file holds")
     if weights is not None and len(parts) == len(candidates):
         _check_role(tensors, weights, where)
     shown = ", ".join(map(str, aside[:5])) + (f" and {len(aside) - 5} more" if len(aside) > 5 else "")
@@ -178,10 +181,3 @@ def _headed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     if not is_head or not has_patches or len(largest) < _FEW or inner.keys() & others:
         return tensors
     return inner | {name: tensors[name] for name in others}
-
-
-def _refuse_repeated(tensors: Mapping[str, Tensor], where: str) -> None:
-    """Refuse tensors that are one stored tensor many times over, each of which would take memory of its own."""
-    stored = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors.values()}
-    if sum(tensor.nbytes for tensor in tensors.values()) > 2 * sum(stored.values()):
-        raise CheckpointError(f"{where}: its tensors are parts of each other, and more than twice what the file holds")

@@ -108,8 +108,8 @@ class Repository(Files):
         except (OSError, ValueError, RuntimeError, *errors.HfHubHTTPError.__bases__) as error:
             # The bases are those of the HTTP client's errors, whichever client this version is built on.
             raise self._not_here(f"on the hub: {name} could not be fetched: {first_line(error)}") from None
-        if self.revision is None:
-            self._pin(path)
+        if self.revision is None:  # all files are of the same commit
+            self.revision = next(filter(_COMMIT.fullmatch, reversed(path.parts)), None)
         return resolved_part(path.parent, path.name, self.where(name))
 
     def _not_cached(self, name: str, error: BaseException) -> Path | None:
@@ -132,12 +132,6 @@ class Repository(Files):
         """Return the error for a failure of the hub, which leads with the folder where nothing of the id was found."""
         place = f"{self._id}: " if self.revision else _no_folder(self._id)
         return CheckpointError(f"{place}{failure}")
-
-    def _pin(self, path: Path) -> None:
-        """Remember the commit, so that all files are of the same commit."""
-        for part in path.parts:
-            if _COMMIT.fullmatch(part):
-                self.revision = part
 
 
 def _no_folder(source: str) -> str:

@@ -120,7 +120,12 @@ def _config(stored: TensorSource) -> ViTConfig:
     depth = sum(name.endswith("/LayerNorm_0/scale") and "encoderblock_" in name for name in stored.names)
     class_token = "cls" in stored
     patch, _, channels, width = kernel
-    edge = _edge(stored, prefix=int(class_token and vit_jax))
+    position = "Transformer/posembed_input/pos_embedding" if vit_jax else "pos_embedding"
+    positions = stored.shape(position)
+    count = positions[1] - int(class_token and vit_jax) if len(positions) == 3 else 0
+    edge = math.isqrt(max(count, 0))
+    if edge < 1 or edge * edge != count:
+        raise CheckpointError(f"{where}: {position} has shape {list(positions)}: no square grid")
     with validating(where):
         return ViTConfig(
             image_size=(edge * patch, edge * patch),
@@ -136,17 +141,6 @@ def _config(stored: TensorSource) -> ViTConfig:
             activation="gelu_tanh",
             pool="attention" if "MAPHead_0/probe" in stored else "cls" if class_token else "mean",
         )
-
-
-def _edge(stored: TensorSource, *, prefix: int) -> int:
-    name = "Transformer/posembed_input/pos_embedding"
-    name = name if name in stored else "pos_embedding"
-    shape = stored.shape(name)
-    count = shape[1] - prefix if len(shape) == 3 else 0
-    edge = math.isqrt(max(count, 0))
-    if edge < 1 or edge * edge != count:
-        raise CheckpointError(f"{stored.where}: {name} has shape {list(shape)}: no square grid")
-    return edge
 
 
 def _convert(stored: TensorSource, config: ViTConfig) -> dict[str, Tensor]:

@@ -95,10 +95,7 @@ def take_model(
 
 
 def take_all(
-    stored: TensorSource,
-    shapes: Mapping[str, tuple[int, ...]],
-    names: Names,
-    taken: Mapping[str, Tensor] | None = None,
+    stored: TensorSource, shapes: Mapping[str, tuple[int, ...]], names: Names, taken: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Take every tensor of a network that has these names and shapes; see `take_model`."""
     tensors = dict(taken or {})

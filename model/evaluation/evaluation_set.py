@@ -28,11 +28,7 @@ JPEG_QUALITY: Final = 85
 """Quality of the JPEGs."""
 
 _ORIENTATION_TAG: Final = 274
-_STORED_AS: Final = {
-    3: Image.Transpose.ROTATE_180,
-    6: Image.Transpose.ROTATE_90,
-    8: Image.Transpose.ROTATE_270,
-}
+_STORED_AS: Final = {3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
 """How a camera stores an upright picture, by Exif orientation (6: to be turned clockwise by 90 degrees)."""
 
 Upload = Callable[[NDArray[np.uint8], int], bytes]

@@ -202,13 +202,7 @@ def measure_explanations(
 
 
 def _measure_picture(
-    score: Score,
-    evidence: Evidence,
-    methods: Mapping[str, Maps],
-    picture: Tensor,
-    number: int,
-    steps: int,
-    seed: int,
+    score: Score, evidence: Evidence, methods: Mapping[str, Maps], picture: Tensor, number: int, steps: int, seed: int
 ) -> tuple[list[PictureResult], list[float]]:
     """Return the result of each method, and the class's scores of the whole, mean-coloured and blurred picture."""
     blurred = blur(picture)

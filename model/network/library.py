@@ -5,7 +5,9 @@ timm is an optional package, and is imported when the first of its networks is m
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from model.config import LibraryConfig, NetworkConfig, Size, ViTConfig
+from model.config import LARGEST_LAYER, LibraryConfig, NetworkConfig, Size, ViTConfig
 from model.errors import CheckpointError, first_line
 from model.network.vit import VisionTransformer, ViTOutput, meta_model
 
@@ -92,9 +94,7 @@ class LibraryNetwork(nn.Module):
         module: Any = self.module
         features = module.forward_features(pixels)
         return ViTOutput(
-            module.forward_head(features),
-            None,
-            embeddings={"head": module.forward_head(features, pre_logits=True)},
+            module.forward_head(features), None, embeddings={"head": module.forward_head(features, pre_logits=True)}
         )
 
 
@@ -108,6 +108,33 @@ def meta_network(config: NetworkConfig) -> Classifier:
     assert isinstance(config, LibraryConfig)
     with torch.device("meta"):
         return LibraryNetwork(config)
+
+
+def largest_layer(config: NetworkConfig) -> int:
+    """Return the most numbers that a layer gives for one image.
+
+    Raises:
+        CheckpointError: a library does not make this network, or it does not take pictures of its size.
+    """
+    return config.largest_layer if isinstance(config, ViTConfig) else measured_layer(config.model_dump_json())
+
+
+@functools.lru_cache(maxsize=8)
+def measured_layer(described: str) -> int:
+    """Return `largest_layer` of a configuration in JSON, as a pass measures it that allocates nothing."""
+    kind = LibraryConfig if "library" in json.loads(described) else ViTConfig
+    config: NetworkConfig = kind.model_validate_json(described)
+    network, largest = meta_network(config).eval(), [0]
+
+    def record(_: nn.Module, __: object, output: object) -> None:
+        if isinstance(output, Tensor):
+            largest.append(output.numel())
+
+    for module in network.modules():
+        module.register_forward_hook(record)
+    with torch.no_grad(), _timms_errors(f"{config.kind}: does not take its own image size"):
+        network(torch.empty(1, config.in_channels, *config.image_size, device="meta"))
+    return max(largest)
 
 
 def linear_head(config: LibraryConfig) -> str:
@@ -130,7 +157,7 @@ def meta_tensors(config: NetworkConfig) -> dict[str, Tensor]:
     Integers are not among them: a library's network makes its tables of indices itself.
 
     Raises:
-        CheckpointError: a library does not make this network, or its buffers are too large.
+        CheckpointError: a library does not make this network, or its buffers or layers are too large.
     """
     network = meta_network(config)
     if isinstance(network, VisionTransformer):
@@ -139,6 +166,8 @@ def meta_tensors(config: NetworkConfig) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{config.kind}: its buffers hold more than the {_MAX_BUFFERS:,} numbers that are allowed"
         )
+    if (largest := largest_layer(config)) > LARGEST_LAYER:
+        raise CheckpointError(f"{config.kind}: {largest:,} numbers in a layer: at most {LARGEST_LAYER:,} are allowed")
     return _floats(network.module.state_dict())
 
 

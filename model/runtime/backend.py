@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
@@ -18,6 +18,9 @@ from model.runtime.batches import BatchRequest, HostOutputs, Images
 BackendName = Literal["auto", "torch", "openvino"]
 
 CompileMode = Literal["auto", "on", "max", "off"]
+
+Logits = Callable[[NDArray[np.uint8]], NDArray[np.float32]]
+"""Returns the logits of images uint8 [B, H, W, C]: float32 [B, classes]."""
 
 INT8_RECORD: Final = "int8.json"
 """The file beside a checkpoint that can be served in int8: see `model.runtime.openvino.int8_record`."""
@@ -117,13 +120,6 @@ class Backend(Protocol):
         """Compile as the settings ask for, at once or in the background; `compilation` tells a failure."""
 
 
-class Reference(Protocol):
-    """Computes logits in float32, to compare those of a dtype of fewer bits with."""
-
-    def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return the logits of images uint8 [B, H, W, C], float32 [B, classes]; the calling thread alone computes."""
-
-
 class Built(NamedTuple):
     """What a predictor is made of; see the attributes of `Predictor`."""
 
@@ -136,7 +132,7 @@ class Built(NamedTuple):
     streams: int
     backend: Backend
     reason: str
-    reference: Reference | None = None
+    reference: Logits | None = None
 
 
 def require_close(outputs: HostOutputs, expected: HostOutputs, *, exact: bool, source: str) -> None:

@@ -166,9 +166,7 @@ def sizes_in_use(max_batch: int) -> list[int]:
 
 
 def compute_in_pieces(
-    images: NDArray[np.uint8],
-    compute: Callable[[NDArray[np.uint8]], HostOutputs],
-    sizes: Sequence[int] | None = None,
+    images: NDArray[np.uint8], compute: Callable[[NDArray[np.uint8]], HostOutputs], sizes: Sequence[int] | None = None
 ) -> HostOutputs:
     """Compute each piece (see `piece_sizes`) of a batch [B, H, W, C], and return their outputs as one."""
     return joined([compute(piece) for piece in pieces(images, sizes)])

@@ -11,15 +11,16 @@ import torch
 from model.checkpoint import Checkpoint
 from model.config import ViTConfig
 from model.errors import DeviceError, NewProcessNeeded, first_line
+from model.network.library import largest_layer
 from model.network.vit import VisionTransformer, count_parameters
 from model.runtime.backend import Backend, BackendName, Built, CompileMode, batch_too_large
 from model.runtime.batches import captured_sizes, powers_of_two
 from model.runtime.choice import choose_backend
-from model.runtime.cpu import ThreadPolicy
+from model.runtime.cpu import ThreadPolicy, default_batch, default_streams
 from model.runtime.cuda.batch_launcher import DeviceOps
 from model.runtime.device import choose_device, choose_dtype, gpu_identifier
 from model.runtime.float8 import CALIBRATION_SET, LEAST_AGREEMENT, agreement, calibration_images
-from model.runtime.int8 import TorchReference, chosen_int8, require_same_model
+from model.runtime.int8 import chosen_int8, require_same_model, torch_reference
 from model.runtime.openvino.store import Keep
 from model.runtime.torch_backend import TorchOptions
 
@@ -28,11 +29,11 @@ logger = logging.getLogger(__name__)
 _CALIBRATION_BATCH: Final = 16
 """Small: its memory is taken before that of the largest batch."""
 
-_DEFAULT_STREAMS: Final = 2
-"""On a GPU, one batch is uploaded, or its answer read, while the other computes."""
+_GPU_STREAMS: Final = 2
+"""Where none are chosen: one batch is uploaded, or its answer read, while the other computes."""
 
-DEFAULT_MAX_BATCH: Final = {"cpu": 32, "cuda": 64}
-"""Largest batch where none is chosen; on a GPU, `benchmarks.gpu` measures which one is best."""
+_GPU_BATCH: Final = 64
+"""Largest batch where none is chosen; `benchmarks.gpu` measures which one is best."""
 
 _DEFAULT_THREADS: Final = {"cpu": None, "cuda": 1}
 """Torch's threads on the CPU; beside a GPU there is little for them to do, and they would take cores from decoders."""
@@ -85,11 +86,14 @@ class Builder:
         on_cpu = self._device.type == "cpu"
         self._name = options.get("device_name") or str(self._device)
         sizes_up_to = powers_of_two if on_cpu and ops is None else captured_sizes
-        self._sizes = tuple(sorted(launch_sizes or sizes_up_to(max_batch or DEFAULT_MAX_BATCH[self._device.type])))
+        if not launch_sizes:
+            default = default_batch(largest_layer(checkpoint.config)) if on_cpu else _GPU_BATCH
+            launch_sizes = sizes_up_to(max_batch or default)
+        self._sizes = tuple(sorted(launch_sizes))
         if threads := threads or _DEFAULT_THREADS[self._device.type]:
             torch.set_num_threads(threads)
         self._threads = ThreadPolicy(torch.get_num_threads())
-        self._streams = streams or (min(_DEFAULT_STREAMS, self._threads.count) if on_cpu else _DEFAULT_STREAMS)
+        self._streams = streams or (default_streams(self._threads.count) if on_cpu else _GPU_STREAMS)
         self._least = LEAST_AGREEMENT if least_agreement is None else least_agreement
         self._compile_mode, self._backend, self._graphs, self._ops = compile_mode, backend, graphs, ops
         self._int8 = chosen_int8(checkpoint, self._device, dtype, backend, compile_mode, self._least)
@@ -148,7 +152,7 @@ class Builder:
         )
         agrees, reference = None, None
         if self._int8 is not None:
-            agrees, reference = self._int8.agreement, TorchReference(self._checkpoint)
+            agrees, reference = self._int8.agreement, torch_reference(self._checkpoint)
             require_same_model(self._checkpoint, backend.logits, reference)
         if self._float8 and isinstance(model, VisionTransformer):
             agrees = self._require_agreement(model, backend)

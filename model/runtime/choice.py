@@ -14,10 +14,10 @@ from model.runtime.cpu import ThreadPolicy
 from model.runtime.cuda.backend import Cuda
 from model.runtime.cuda.batch_launcher import DeviceOps
 from model.runtime.cuda.ops import CudaOps
-from model.runtime.openvino.backend import LazyTorch, OpenVino, unsupported_reason
+from model.runtime.openvino.backend import LazyTorch, OpenVino, reason_for, unsupported_reason
 from model.runtime.openvino.network import NetworkGraph, OpenVinoNetwork
 from model.runtime.openvino.quantization import Quantised, int8_graph
-from model.runtime.openvino.store import Keep, MadeOf
+from model.runtime.openvino.store import Keep
 from model.runtime.openvino.tracing import traced_network
 from model.runtime.scores import Scores
 from model.runtime.torch_backend import TorchOptions
@@ -71,14 +71,11 @@ def choose_backend(
             logger.warning("torch runs the network: %s", error)
             reason = str(error)
         else:
-            agrees = "OpenVINO is installed, has the dtype and agrees with torch"
-            why = "OpenVINO is requested" if requested == "openvino" else agrees
             torchs = TorchCpu(replace(options, compile_mode="off"), threads)
-            made_of = MadeOf(parameters, options.dtype_name, threads.count, streams, options.sizes[-1], why)
 
             def save(extras: BatchRequest = BatchRequest()) -> None:  # noqa: B008  frozen
                 if keep is not None:
-                    keep.save(extras, options.checkpoint, made_of)
+                    keep.save(extras, options.checkpoint, parameters, options.dtype_name)
 
             def with_extras(extras: BatchRequest) -> OpenVinoNetwork:
                 # Of the checkpoint's own tensors, which are the constants of the first network's graphs already.
@@ -92,7 +89,7 @@ def choose_backend(
             fallback = LazyTorch(lambda: torchs)
             fallback.load()
             scores = Scores(options.checkpoint)
-            return OpenVino(network, scores, threads, fallback, with_extras, save, classifier), why
+            return OpenVino(network, scores, threads, fallback, with_extras, save, classifier), reason_for(requested)
     if ops is None and options.device.type == "cuda":
         ops = CudaOps(options.device)
     if ops is None:

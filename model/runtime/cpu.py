@@ -1,4 +1,4 @@
-"""What backends on a CPU have in common: threads, memory of the heap, and whether bfloat16 is native."""
+"""What backends on a CPU have in common: threads, sizes of batches, memory of the heap, native dtypes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import re
 import threading
 from pathlib import Path
 from typing import Final
+
+from model.config import LARGEST_LAYER
 
 _TRIM_THRESHOLD: Final = -1
 _MMAP_THRESHOLD: Final = -3
@@ -24,6 +26,27 @@ _CPUINFO: Final = Path("/proc/cpuinfo")
 
 _KEPT: Final = 2 * _LARGEST_IN_HEAP
 """Bytes at the end of a heap that stay with the process; twice the largest block is glibc's own rule."""
+
+
+_MAX_BATCH: Final = 32
+_STREAMS: Final = 2
+
+
+def default_batch(largest_layer: int) -> int:
+    """Return the largest batch where none is chosen: halved until no layer gives more than `LARGEST_LAYER` numbers.
+
+    Args:
+        largest_layer: numbers that a layer gives for one image, see `model.network.library.largest_layer`.
+    """
+    batch = _MAX_BATCH
+    while batch > 1 and batch * largest_layer > LARGEST_LAYER:
+        batch //= 2
+    return batch
+
+
+def default_streams(threads: int) -> int:
+    """Return how many batches compute at the same time where no number is chosen."""
+    return min(_STREAMS, threads)
 
 
 class ThreadPolicy:

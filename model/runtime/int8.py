@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from model.checkpoint import Checkpoint
 from model.errors import CheckpointError, DeviceError
-from model.runtime.backend import CompileMode, Reference
+from model.runtime.backend import CompileMode, Logits
 from model.runtime.cpu import cpu_has_int8
 from model.runtime.float8 import calibration_images
 from model.runtime.openvino.backend import unsupported_reason
@@ -41,12 +40,7 @@ class Int8(NamedTuple):
 
 
 def chosen_int8(
-    checkpoint: Checkpoint,
-    device: torch.device,
-    dtype: str,
-    backend: str,
-    compile_mode: CompileMode,
-    least: float,
+    checkpoint: Checkpoint, device: torch.device, dtype: str, backend: str, compile_mode: CompileMode, least: float
 ) -> Int8 | None:
     """Return what is recorded beside a checkpoint, where int8 is asked for, or possible with `auto`; else None.
 
@@ -74,27 +68,22 @@ def chosen_int8(
     return None
 
 
-class TorchReference:
-    """Computes logits in float32, with torch and the checkpoint's own tensors, on the calling thread alone."""
+def torch_reference(checkpoint: Checkpoint) -> Logits:
+    """Return what computes logits in float32, with torch and the checkpoint's tensors, on the calling thread alone."""
+    model, normalise = checkpoint.network(), Normalise(checkpoint.preprocess)
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._model = checkpoint.network()
-        self._normalise = Normalise(checkpoint.preprocess)
+    def logits(images: NDArray[np.uint8]) -> NDArray[np.float32]:
+        with torch.inference_mode(), one_thread(torch.device("cpu")):
+            found: NDArray[np.float32] = model(normalise(torch.from_numpy(images))).logits.numpy()
+        return found
 
-    @torch.inference_mode()
-    def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return the logits of images uint8 [B, H, W, C]: float32 [B, classes]."""
-        with one_thread(torch.device("cpu")):
-            logits: NDArray[np.float32] = self._model(self._normalise(torch.from_numpy(images))).logits.numpy()
-        return logits
+    return logits
 
 
-def require_same_model(
-    checkpoint: Checkpoint, logits: Callable[[NDArray[np.uint8]], NDArray[np.float32]], reference: Reference
-) -> None:
+def require_same_model(checkpoint: Checkpoint, logits: Logits, reference: Logits) -> None:
     """Raise CheckpointError if logits are not those of the checkpoint, rounding apart: its record has wrong ranges."""
     images = calibration_images(checkpoint.preprocess, _TRIED)
-    ours, theirs = (each - each.mean(axis=1, keepdims=True) for each in (logits(images), reference.logits(images)))
+    ours, theirs = (each - each.mean(axis=1, keepdims=True) for each in (logits(images), reference(images)))
     norms = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
     correlation = float(np.mean((ours * theirs).sum(axis=1) / np.maximum(norms, 1e-12)))
     if not correlation >= _LEAST_CORRELATION:

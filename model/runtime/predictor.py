@@ -356,7 +356,7 @@ class Predictor:
     def reference_class(self, image: NDArray[np.uint8]) -> int:
         """Return the best class of one image in float32, uint8 [H, W, C], computed by the calling thread alone."""
         assert self._reference is not None, "see `audits`"
-        return int(self._reference.logits(image[np.newaxis]).argmax())
+        return int(self._reference(image[np.newaxis]).argmax())
 
     def embed_texts(self, texts: Sequence[str]) -> Floats:
         """Return the features of texts, float32 [N, D], computed by the calling thread alone.

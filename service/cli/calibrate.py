@@ -17,9 +17,7 @@ from service.engine.loading import checkpoint_from, load_predictor
 from service.settings import Settings
 
 if TYPE_CHECKING:
-    from model.checkpoint import Checkpoint
     from model.evaluation.calibration import MeasuredSets
-    from model.runtime.openvino.store import KeptCheckpoint
 
 _COVERAGE: Final = 0.95
 _MEASURED: Final = (0.8, 0.9, 0.95, 0.99)
@@ -54,7 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Calibrate a checkpoint, and print how well its sets of labels do."""
     settings = settings_from(arguments)
     coverage = settings.coverage or _COVERAGE
-    if arguments.out is not None:
+    if arguments.out is None:
+        _require_own_folder(settings)
+    else:
         require_empty(arguments.out)
     from model.checkpoint import native  # noqa: PLC0415  torch takes seconds to import
     from model.evaluation.calibration import MOST_PICTURES, calibrate, require_pictures  # noqa: PLC0415
@@ -65,7 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
     require_pictures(len(pictures), coverage, pictures.source)
     predictor, info = load_predictor(settings.model_copy(update={"coverage": None}))
     checkpoint = predictor.checkpoint
-    _require_calibrable(checkpoint, settings, is_new=arguments.out is not None)
+    require_classes(checkpoint.config)
+    if checkpoint.multi_label or checkpoint.config.num_classes == 1:
+        raise InputError("checkpoint", f"{checkpoint.name}: its scores are independent: no set holds one right label")
     truth = pictures.truth(info.labels, info.name)
     predictor.warm_up()
 
@@ -108,19 +110,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _require_calibrable(checkpoint: Checkpoint | KeptCheckpoint, settings: Settings, *, is_new: bool) -> None:
-    """Raise `InputError` for a checkpoint without one right label a picture, or whose folder takes no calibration."""
-    require_classes(checkpoint.config)
-    if checkpoint.multi_label or checkpoint.config.num_classes == 1:
-        raise InputError("checkpoint", f"{checkpoint.name}: its scores are independent: no set holds one right label")
+def _require_own_folder(settings: Settings) -> None:
+    """Raise `InputError` where a calibration cannot be put beside the checkpoint."""
+    from model.checkpoint.files import Folder  # noqa: PLC0415  torch takes seconds to import
+    from model.checkpoint.native import recognises  # noqa: PLC0415
+
     changed = [name for name in ("image_size", "preprocess") if getattr(settings, name) is not None]
     folder = Path(settings.checkpoint).expanduser()
     of_hub = any(part.startswith("models--") for part in folder.absolute().parts)  # the cache, which is not ours
-    is_own = checkpoint.format == "vitserve" and folder.is_dir() and not of_hub
-    if not is_new and (changed or not is_own):
-        flag = f"--{changed[0].replace('_', '-')}" if changed else ""
-        why = f"{flag} makes another model of it" if changed else "is not vitserve's own folder"
-        raise InputError("out", f"{settings.checkpoint}: {why}: give --out DIR")
+    if changed:
+        why = f"--{changed[0].replace('_', '-')} makes another model of it"
+    elif settings.checkpoint == "bundled" or of_hub or not recognises(Folder(folder, str(folder))):
+        why = "is no folder of your own"
+    else:
+        return
+    raise InputError("out", f"{settings.checkpoint}: {why}: give --out DIR, which gets a calibrated copy")
 
 
 def _print(measured: dict[float, MeasuredSets], count: int) -> None:

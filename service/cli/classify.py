@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", nargs="+", type=Path, metavar="FILE|FOLDER")
     parser.add_argument("--top-k", type=int, metavar="N", help=f"classes of each picture (default: {DEFAULT_TOP_K})")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--csv", action="store_true", help="print CSV: file, rank, label, index, score, error")
+    form.add_argument(
+        "--csv", action="store_true", help="print CSV: file, rank, label, index, score, error, set, set_size, abstained"
+    )
     form.add_argument("--json", action="store_true", help="print one JSON object a line")
     add_server_flags(parser)
     add_setting_flags(parser, (*MODEL_FLAGS, "coverage"))
@@ -97,15 +99,17 @@ def _writer(arguments: argparse.Namespace) -> Callable[[Path, Answer], object]:
         form = _json if arguments.json else _text
         return lambda file, answer: tqdm.write(form(file, answer), file=sys.stdout)
     table = csv.writer(sys.stdout)
-    table.writerow(["file", "rank", "label", "index", "score", "error"])
+    table.writerow(["file", "rank", "label", "index", "score", "error", *SetFields.__annotations__])
     return lambda file, answer: table.writerows(_rows(file, answer))
 
 
 def _rows(file: Path, answer: Answer) -> list[list[Any]]:
     if isinstance(answer, str):
-        return [[file, "", "", "", "", answer]]
+        return [[file, "", "", "", "", answer, "", "", ""]]
+    fields = answer.set
+    label_set = ["; ".join(fields.get("set", [])), fields.get("set_size", ""), fields.get("abstained", "")]
     ranked = enumerate(answer.predictions, start=1)
-    return [[file, rank, each.label, each.index, each.score, ""] for rank, each in ranked]
+    return [[file, rank, each.label, each.index, each.score, "", *label_set] for rank, each in ranked]
 
 
 def _json(file: Path, answer: Answer) -> str:

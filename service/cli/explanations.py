@@ -79,7 +79,9 @@ def measure_maps(arguments: argparse.Namespace) -> int:
     settings = settings_from(arguments)
     if settings.dtype not in ("auto", "float32"):
         raise InputError("dtype", "--explanations computes in float32")
-    pictures = _evenly_spaced(_pictures(arguments.data), arguments.limit)
+    pictures = _pictures(arguments.data)
+    count = min(arguments.limit or len(pictures), len(pictures))
+    pictures = [pictures[number * len(pictures) // count] for number in range(count)]  # evenly spaced
     import torch  # noqa: PLC0415  torch takes seconds to import
 
     from model.evaluation import explanations  # noqa: PLC0415
@@ -133,11 +135,6 @@ def _pictures(data: Path) -> list[Picture]:
         images = open_evaluation_set(data)
         return [(images.name(number), partial(images.upload, number)) for number in range(len(images))]
     return [(str(file.relative_to(data)), file.read_bytes) for file in find_images([data])]
-
-
-def _evenly_spaced(pictures: list[Picture], limit: int | None) -> list[Picture]:
-    count = min(limit or len(pictures), len(pictures))
-    return [pictures[number * len(pictures) // count] for number in range(count)]
 
 
 def _chosen(methods: dict[str, Maps], names: Sequence[str]) -> dict[str, Maps]:

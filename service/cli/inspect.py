@@ -54,7 +54,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError("images", "--images needs --figures DIR, where the figures go")
     files = [] if arguments.images is None else find_images([arguments.images])
     if out is not None:
-        _prepare(out)
+        figures.require()
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FigureError(f"{out}: cannot be made: {error.strerror}") from error
     settings = settings_from(arguments)
     if settings.keys is not None and not Path(settings.keys).expanduser().exists():
         return _write_draft(settings, Path(settings.keys).expanduser())
@@ -90,15 +94,6 @@ def _write_draft(settings: Settings, path: Path) -> int:
     count, unknown = text.count("[[tensor]]"), text.count('to = "?"')
     print(f"{path}: a first draft of {count} entries; in {unknown} of them say what it is in place of ?")  # noqa: T201
     return 0
-
-
-def _prepare(out: Path) -> None:
-    """Check that figures can be drawn, and make their folder."""
-    figures.require()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FigureError(f"{out}: cannot be made: {error.strerror}") from error
 
 
 def _print_summary(checkpoint: Checkpoint) -> None:
@@ -137,7 +132,11 @@ def _draw_attention(
     )
 
     distance = mean_attention_distance(model, _normalised_batches(images, checkpoint.preprocess)).numpy()
-    _write_distances(distance, out / DISTANCE_NUMBERS)
+    path = out / DISTANCE_NUMBERS
+    with writing(path), path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["layer", "head", "distance_px"])
+        writer.writerows([layer, head, f"{value:.3f}"] for (layer, head), value in np.ndenumerate(distance))
     even = even_attention_distance(checkpoint.vit)
     figures.attention_distance(distance, out / DISTANCE, even=even)
     means = distance.mean(axis=1)
@@ -168,10 +167,3 @@ def _normalised_batches(images: Iterator[NDArray[np.uint8]], config: PreprocessC
     normalise = Normalise(config)
     while batch := list(islice(images, _BATCH)):
         yield normalise(torch.from_numpy(np.stack(batch)))
-
-
-def _write_distances(distance: NDArray[np.float64], path: Path) -> None:
-    with writing(path), path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["layer", "head", "distance_px"])
-        writer.writerows([layer, head, f"{value:.3f}"] for (layer, head), value in np.ndenumerate(distance))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -108,11 +109,8 @@ def add_int8(folder: Path, pictures: tuple[list[Path], list[Path]], least: float
     options = TorchOptions(checkpoint.network(), checkpoint, torch.device("cpu"), torch.float32, "off", (1,))
     graph, _ = trace(options, BatchRequest())
     dtype: Literal["bfloat16", "float32"] = "bfloat16" if cpu_has_bfloat16() else "float32"
-    products = Quantiser(graph.model, dtype, calibrated, threads=threads, progress=_report).quantise(least)
+    progress = partial(print, flush=True)
+    products = Quantiser(graph.model, dtype, calibrated, threads=threads, progress=progress).quantise(least)
     reference = graph_logits(graph.model, "float32", tested, threads)
     found = compare(graph_logits(int8_graph(graph.model, products), dtype, tested, threads), reference)
     return write_record(checkpoint, products, found, pictures=len(tested), calibrated_on=len(calibrated), dtype=dtype)
-
-
-def _report(line: str) -> None:
-    print(line, flush=True)  # noqa: T201

@@ -105,11 +105,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.probe:
         _check_probe(arguments)
     from model.training import probe, train  # noqa: PLC0415  torch takes seconds to import
-    from model.training.recipe import read_recipe  # noqa: PLC0415
+    from model.training.recipe import RECIPES, read_recipe  # noqa: PLC0415
 
     logs.configure("text", "info")
     path = _recipe_path(arguments)
-    recipe = read_recipe(path).override(_default_name(path, arguments.out) | _overrides(arguments))
+    # Those of these recipes, which are for any pictures, would name all results alike.
+    named = (
+        {"name": arguments.out.resolve().name} if path in (RECIPES / "finetune.toml", RECIPES / "folder.toml") else {}
+    )
+    recipe = read_recipe(path).override(named | _overrides(arguments))
     device = getattr(arguments, "device", None) or os.environ.get(f"{ENV_PREFIX}DEVICE", "auto")
     memory = int(arguments.memory * 2**30)
     if arguments.probe:
@@ -143,15 +147,6 @@ def _recipe_path(arguments: argparse.Namespace) -> Path:
             raise TrainingError(f"{arguments.out}: nothing to resume: no {RECIPE_FILE}")
         return begun
     return default_recipe(arguments.data, arguments.checkpoint)
-
-
-def _default_name(recipe: Path, out: Path) -> dict[str, Any]:
-    """Return the name of the result's folder for the recipes that are for any pictures: theirs would name all alike."""
-    from model.training.recipe import RECIPES  # noqa: PLC0415  torch takes seconds to import
-
-    if recipe.parent != RECIPES or recipe.stem not in ("finetune", "folder"):
-        return {}
-    return {"name": out.resolve().name}
 
 
 def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:

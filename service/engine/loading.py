@@ -19,16 +19,16 @@ from service.settings import Settings
 
 if TYPE_CHECKING:
     from model.checkpoint import Checkpoint
-    from model.runtime.openvino.store import Entry
+    from model.runtime.openvino.store import Entry, KeptCheckpoint
     from model.runtime.predictor import Predictor
 
 logger = logging.getLogger(__name__)
 
 _MATTER: Final = (
     *("checkpoint", "image_size", "preprocess", "labels", "architecture", "weights", "keys", "base", "templates"),
-    *("checkpoint_folder", "device", "dtype", "agreement", "backend", "compile", "max_batch", "threads", "streams"),
+    *("checkpoint_folder", "dtype"),
 )
-"""The settings that change a graph, or what it is run with."""
+"""The settings that change a graph, or what it is compared with, or whether the checkpoint is read at all."""
 
 
 def checkpoint_from(settings: Settings) -> Checkpoint:
@@ -87,7 +87,20 @@ def _load_kept(
         return None
     from model.runtime.kept import kept_predictor  # noqa: PLC0415
 
-    kept = kept_predictor(entry, lambda: checkpoint_from(settings), on_compile, lazy=lazy)
+    def on_read(checkpoint: KeptCheckpoint) -> None:
+        _require_coverage(settings, checkpoint)
+        on_compile()
+
+    kept = kept_predictor(
+        entry,
+        lambda: checkpoint_from(settings),
+        on_read,
+        lazy=lazy,
+        backend=settings.backend,
+        max_batch=settings.max_batch,
+        threads=settings.threads,
+        streams=settings.streams,
+    )
     return None if kept is None else (kept, _described(settings, kept.checkpoint, kept))
 
 
@@ -98,15 +111,14 @@ def _load(settings: Settings) -> tuple[Predictor, ModelInfo]:
         os.environ[VISIBLE], device = visible_devices(device), "cuda:0"
     entry = _entry(settings)
     from model.checkpoint.local_files import recording  # noqa: PLC0415  torch takes seconds to import
-    from model.conformal import label_sets_of  # noqa: PLC0415
     from model.runtime.device import unusable_reason  # noqa: PLC0415
     from model.runtime.openvino.store import Keep  # noqa: PLC0415
     from model.runtime.predictor import Predictor  # noqa: PLC0415
 
     with recording() as files:
         checkpoint = checkpoint_from(settings)
-    if settings.coverage is not None:  # refused before anything is compiled
-        label_sets_of(checkpoint.calibration, settings.coverage, checkpoint.source)
+    _require_coverage(settings, checkpoint)
+    torchs_threads = _torchs_threads(device)
     predictor = Predictor(
         checkpoint,
         device=device,
@@ -116,14 +128,22 @@ def _load(settings: Settings) -> tuple[Predictor, ModelInfo]:
         compile_mode="auto" if settings.compile == "no-graphs" else settings.compile,
         backend=settings.backend,
         max_batch=settings.max_batch,
-        threads=settings.threads or _torchs_threads(device),
+        threads=settings.threads or torchs_threads,
         streams=settings.streams,
         graphs=settings.compile != "no-graphs",
-        keep=None if entry is None else Keep(entry, files),
+        keep=None if entry is None or torchs_threads is None else Keep(entry, files, torchs_threads),
     )
     if predictor.device == "cpu" and settings.device == "auto" and gpus_are_here():
         logger.error("THE GPU IS NOT USED: %s", unusable_reason())
     return predictor, _described(settings, checkpoint, predictor)
+
+
+def _require_coverage(settings: Settings, checkpoint: Checkpoint | KeptCheckpoint) -> None:
+    """Refuse a coverage that the checkpoint is not calibrated for, before anything is compiled."""
+    from model.conformal import label_sets_of  # noqa: PLC0415
+
+    if settings.coverage is not None:
+        label_sets_of(checkpoint.calibration, settings.coverage, checkpoint.source)
 
 
 def _described(settings: Settings, checkpoint: Checkpoint, predictor: Predictor) -> ModelInfo:

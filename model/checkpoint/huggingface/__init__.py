@@ -68,12 +68,17 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     assert config is not None
     options.refuse_architecture(where)
     family, is_backbone = _family(config, where)
-    multi_label = _multi_label(config, where)
+    problem = config.get("problem_type")
+    if problem not in (None, "single_label_classification", "multi_label_classification"):
+        raise CheckpointError(f"{where}: problem_type {problem!r:.100} is not classification")
+    multi_label = problem == "multi_label_classification"
     with validating(where):
         # Everything that needs no weights is checked before they are fetched.
         size = family.vit_config(config, 1).image_size
     carried = None if options.preprocess or family.each_its_size else carried_preprocess(files, family)
-    missing = _EACH_ITS_SIZE if family.each_its_size else _missing(files)
+    missing = _EACH_ITS_SIZE if family.each_its_size else f"neither {PREPROCESSOR_FILE} nor {PROCESSOR_FILE}:"
+    if isinstance(files, Folder) and not family.each_its_size:
+        missing += " save the processor into this folder: processor.save_pretrained(FOLDER), or"
     preprocess = options.preprocess_or(carried, files.place, missing, None if family.resizes else size)
 
     texts = zero_shot.read_texts(family, files, options) if isinstance(family, zero_shot.Whole) else None
@@ -140,13 +145,6 @@ def with_body(tensors: Mapping[str, Tensor], family: Family) -> dict[str, Tensor
     return {f"{body}{name}" if headless else name: tensor for name, tensor in tensors.items()}
 
 
-def _missing(files: Files) -> str:
-    missing = f"neither {PREPROCESSOR_FILE} nor {PROCESSOR_FILE}:"
-    if isinstance(files, Folder):
-        return f"{missing} save the processor into this folder: processor.save_pretrained(FOLDER), or"
-    return missing
-
-
 def _family(config: dict[str, Any], where: str) -> tuple[Family, bool]:
     """Return the family of a class, and whether the class is the family's without a head: `ViTModel`."""
     classes = config.get("architectures")
@@ -175,13 +173,6 @@ def _family(config: dict[str, Any], where: str) -> tuple[Family, bool]:
     if config.get("model_type") != family.model_type:
         raise CheckpointError(f"{where}: model_type {config.get('model_type')!r:.100}: expected {family.model_type!r}")
     return family, name not in _BY_CLASS
-
-
-def _multi_label(config: dict[str, Any], where: str) -> bool:
-    problem = config.get("problem_type")
-    if problem not in (None, "single_label_classification", "multi_label_classification"):
-        raise CheckpointError(f"{where}: problem_type {problem!r:.100} is not classification")
-    return problem == "multi_label_classification"
 
 
 def _labels(config: dict[str, Any], classes: int, where: str, options: CheckpointOptions) -> tuple[str, ...]:

@@ -123,7 +123,10 @@ def recognise(tensors: Mapping[str, Tensor], where: str) -> Recognised:
     library, habits = _library(shapes)
     if block.keys() >= _TIMMS_BLOCK:
         habits["qkv_order"] = "3hd"
-    native = {name: _joined([tensors[part] for part in parts]) for name, parts in names.items()}
+    native = {
+        name: torch.cat([tensors[part] for part in parts]) if len(parts) > 1 else tensors[parts[0]]
+        for name, parts in names.items()
+    }
     token = native.get("cls_token")
     if token is not None and not token.numel():
         del native["cls_token"]
@@ -162,10 +165,6 @@ def _library(names: Collection[str]) -> tuple[str, dict[str, Any]]:
         if all(any(re.search(pattern, name) for name in names) for pattern in patterns):
             return library, dict(told)
     return "", {}
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _stacks(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, dict[int, dict[str, tuple[int, ...]]]]]:

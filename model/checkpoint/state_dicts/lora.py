@@ -111,11 +111,7 @@ def _adapter_tensors(adapter: Files) -> dict[str, Tensor]:
 
 
 def _merged(
-    base: dict[str, Tensor],
-    adapter: Mapping[str, Tensor],
-    config: Mapping[str, Any],
-    renaming: Renaming,
-    where: str,
+    base: dict[str, Tensor], adapter: Mapping[str, Tensor], config: Mapping[str, Any], renaming: Renaming, where: str
 ) -> dict[str, Tensor]:
     pairs: dict[str, dict[str, Tensor]] = {}
     for name, tensor in adapter.items():

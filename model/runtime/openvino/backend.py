@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from model.errors import DeviceError, VitError
 from model.outputs import MapRequest
-from model.runtime.backend import Compilation, CompilationState, require_finite, trial_images
+from model.runtime.backend import BackendName, Compilation, CompilationState, require_finite, trial_images
 from model.runtime.batches import UNCUT, BatchRequest, HostOutputs, Images, stacked
 from model.runtime.cpu import ThreadPolicy, give_back_memory, keep_freed_memory
 from model.runtime.openvino.graph import PRECISIONS, core
@@ -41,6 +41,15 @@ def unsupported_reason(device: str, dtype: str) -> str | None:
     capability, _ = PRECISIONS[dtype]
     offered = core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     return None if capability in offered else f"this CPU has no {capability} instructions that it uses"
+
+
+def reason_for(requested: BackendName) -> str:
+    """Return why OpenVINO runs the network, which it can."""
+    return (
+        "OpenVINO is requested"
+        if requested == "openvino"
+        else "OpenVINO is installed, has the dtype and agrees with torch"
+    )
 
 
 class LazyTorch:

@@ -9,26 +9,22 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from model.checkpoint import Checkpoint
-from model.checkpoint.local_files import open_file, parse_json, resolved_part
-from model.checkpoint.refusals import reading, validating
+from model.checkpoint.files import Folder
+from model.checkpoint.refusals import validating
 from model.errors import CheckpointError
 from model.runtime.backend import INT8_RECORD
 from model.runtime.openvino.quantization import Comparison, Quantised, Way
-
-_MAX_BYTES: Final = 1 << 20
-"""ViT-L/16's takes 20 kB."""
 
 
 class ProductRecord(BaseModel):
     """How a product is computed: the range of its input is for `static` alone."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     way: Literal["static", "dynamic", "floating"]
     low: Annotated[float, Field(ge=-1e30, le=0)]
@@ -48,10 +44,10 @@ class Int8Record(BaseModel):
         versions: of what made the graph.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     format: Literal["vitserve-int8"] = "vitserve-int8"
-    version: Literal[1] = 1
+    version: Annotated[int, Field(ge=1, le=1)] = 1
     checkpoint: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     agreement: Annotated[float, Field(ge=0, le=1)]
     kl: Annotated[float, Field(ge=0)]
@@ -124,10 +120,10 @@ def read_record(checkpoint: Checkpoint) -> Int8Record:
     """
     if checkpoint.folder is None:
         raise CheckpointError(f"{checkpoint.source}: no folder with {INT8_RECORD}: `vitserve convert` makes one")
-    where = f"{checkpoint.source}/{INT8_RECORD}"
-    value = parse_json(_bytes_of(checkpoint.folder), where)
+    files = Folder(checkpoint.folder, checkpoint.source)
+    where = files.where(INT8_RECORD)
     with validating(where):
-        record = Int8Record.model_validate(value)
+        record = Int8Record.model_validate(files.json(INT8_RECORD))
     if record.checkpoint != checkpoint_digest(checkpoint):
         raise CheckpointError(
             f"{where}: made of another checkpoint, or for another preprocessing or image size: convert this one, or "
@@ -145,15 +141,3 @@ def checkpoint_digest(checkpoint: Checkpoint) -> str:
         digest.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         digest.update(tensor.contiguous().numpy().data)
     return digest.hexdigest()
-
-
-def _bytes_of(folder: Path) -> bytes:
-    where = str(folder / INT8_RECORD)
-    path = resolved_part(folder, INT8_RECORD, where)
-    if path is None:
-        raise CheckpointError(f"{where}: no such file")
-    with open_file(path, where) as file, reading(where):
-        data = file.read(_MAX_BYTES + 1)
-    if len(data) > _MAX_BYTES:
-        raise CheckpointError(f"{where}: larger than {_MAX_BYTES} bytes")
-    return data

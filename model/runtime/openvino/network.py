@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from model.errors import DeviceError
 from model.runtime.backend import require_close
 from model.runtime.batches import BatchOutputs, BatchRequest, HostOutputs, compute_in_pieces, joined, pieces
-from model.runtime.openvino.graph import Graphs, Requests, compile_all
+from model.runtime.openvino.graph import Graphs, compile_all
 
 if TYPE_CHECKING:
     import openvino
@@ -153,7 +153,8 @@ class OpenVinoNetwork:
         """
         images = np.ascontiguousarray(images)
         if not alone or self._streams == 1:
-            return compute_in_pieces(images, lambda piece: self._named(self._for(len(piece)).infer(piece)), self._sizes)
+            of = self._graphs.of
+            return compute_in_pieces(images, lambda piece: self._named(of(len(piece)).infer(piece)), self._sizes)
         if len(images) == 1:
             return self._named(self._lone.of(1).infer(images))
         parts = np.array_split(images, min(self._streams, len(images)))
@@ -170,7 +171,7 @@ class OpenVinoNetwork:
                     if len(running) == self._streams:
                         done.append(self._named(running.popleft()()))
                     # Who holds a stream waits for no other: two batches might wait for each other.
-                    started = self._for(len(part)).start(part, wait=not running)
+                    started = self._graphs.of(len(part)).start(part, wait=not running)
                     if started is None:
                         done.append(self._named(running.popleft()()))
                 running.append(started)
@@ -182,16 +183,13 @@ class OpenVinoNetwork:
                     left()
         return joined(done)
 
-    def _for(self, count: int) -> Requests:
-        return self._graphs.of(count)
-
     def _named(self, outputs: Sequence[NDArray[np.float32]]) -> HostOutputs:
         return BatchOutputs.of(dict(zip(self._names, outputs, strict=True)))
 
     def fill_caches(self, images: NDArray[np.uint8]) -> None:
         """Run a batch on every stream: each keeps kernels and buffers of its own for a batch size."""
         if self._sizes is None or len(images) in self._sizes:
-            self._for(len(images)).run_all(images)
+            self._graphs.of(len(images)).run_all(images)
         if len(images) == 1 and self._lone is not self._graphs:
             self._lone.of(1).run_all(images)
 

@@ -3,7 +3,8 @@
     FOLDER/KEY/manifest.json    the checksum of what follows, then what the graph was made of, and what it gives
               /graph.xml, .bin  the graph, in float32
 
-The key is a hash of every setting, version and fact of the machine that an answer depends on. The manifest names every
+The key is a hash of every setting, version and fact of the machine that the graph depends on; what it is run with,
+such as the number of threads, is no part of it. The manifest names every
 file that was read for the checkpoint, with its hash: where one differs now, the graph is made again. An entry is
 written beside its place and renamed, and never changed then, so that whoever reads it, or has it mapped into memory,
 reads all of it; of several processes that write the same entry the last one stays.
@@ -27,7 +28,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from model.config import LibraryConfig, PreprocessConfig, ViTConfig
 from model.conformal import CALIBRATION_FILE, Calibration
+from model.errors import first_line, first_problem
 from model.runtime.batches import BatchOutputs, BatchRequest
 from model.runtime.openvino.graph import core, openvino_package
 from model.runtime.openvino.network import NetworkGraph
@@ -90,7 +92,9 @@ class Manifest(BaseModel):
         files: the hash of each file that was read, of the names in each folder; None where there was nothing.
         graph: hashes of the two files of the graph.
         outputs, layers, relevance, all_tokens: see `NetworkGraph`.
+        dtype: that it was found to agree with torch in.
         threads: how many torch takes by itself here.
+        largest_layer: see `model.network.library.largest_layer`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -106,25 +110,12 @@ class Manifest(BaseModel):
     parameters: int
     dtype: str
     threads: int
-    streams: int
-    max_batch: int
-    reason: str
+    largest_layer: int
 
     @property
     def request(self) -> BatchRequest:
         """Return what the graph gives."""
         return BatchRequest(layers=self.layers, relevance=self.relevance, all_tokens=self.all_tokens)
-
-
-class MadeOf(NamedTuple):
-    """Facts of a predictor whose graph is kept; see the fields of `Manifest`."""
-
-    parameters: int
-    dtype: str
-    threads: int
-    streams: int
-    max_batch: int
-    reason: str
 
 
 class _Damaged(ValueError):
@@ -167,8 +158,8 @@ class Entry:
                 os.utime(place)
         except FileNotFoundError:
             return None
-        except (_Damaged, ValidationError, OSError, RuntimeError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        except (OSError, RuntimeError, ValueError) as error:
+            reason = first_problem(error) if isinstance(error, ValidationError) else first_line(error)
             logger.warning("%s: a graph that is not used and is made again: %s", place, reason)
             return None
         return manifest, graph
@@ -286,10 +277,11 @@ class Keep:
     Args:
         entry: where.
         files: what was looked at when it was read, see `model.checkpoint.local_files.recording`.
+        threads: see `Manifest`.
     """
 
-    def __init__(self, entry: Entry, files: Mapping[Path, Signature]) -> None:
-        self._entry, self._files = entry, files
+    def __init__(self, entry: Entry, files: Mapping[Path, Signature], threads: int) -> None:
+        self._entry, self._files, self._threads = entry, files, threads
         self._staged: dict[BatchRequest, tuple[Path, NetworkGraph]] = {}
 
     def stage(self, graph: NetworkGraph) -> NetworkGraph:
@@ -304,9 +296,10 @@ class Keep:
             return graph
         return self._staged[graph.request.extras][1]
 
-    def save(self, extras: BatchRequest, checkpoint: Checkpoint, made_of: MadeOf) -> None:
+    def save(self, extras: BatchRequest, checkpoint: Checkpoint, parameters: int, dtype: str) -> None:
         """Keep a graph that was staged and found to agree with torch, unless a file was changed since it was read."""
         from model.checkpoint.local_files import signature  # noqa: PLC0415  torch made the graph, and is loaded
+        from model.network.library import largest_layer  # noqa: PLC0415
 
         if extras not in self._staged:
             return
@@ -321,7 +314,8 @@ class Keep:
                     raise OSError(f"{path} changed since it was read")
             fields = KeptCheckpoint.model_fields.keys() - {"embed_texts"}
             kept = KeptCheckpoint.model_validate({name: getattr(checkpoint, name) for name in fields})
-            facts = {"files": files, "checkpoint": kept, "outputs": graph.outputs, **made_of._asdict()}
+            facts = {"files": files, "checkpoint": kept, "outputs": graph.outputs, "parameters": parameters}
+            facts |= {"dtype": dtype, "threads": self._threads, "largest_layer": largest_layer(checkpoint.config)}
             self._entry.save(written, graph.request, facts)
         except (OSError, ValueError) as error:
             logger.warning("the graph is not kept, and is made again at each start: %s", error)

@@ -78,13 +78,13 @@ def trace(options: TorchOptions, extras: BatchRequest) -> tuple[NetworkGraph, Re
     if not expected.tensors()["logits"].isfinite().all():
         raise DeviceError("the model gives scores that are not finite")
     try:
-        model = _convert(module, torch.from_numpy(images[:2]))
+        model = convert(module, torch.from_numpy(images[:2]))
     except RuntimeError as error:
         raise DeviceError(f"OpenVINO does not run this model: {str(error).strip().splitlines()[-1]}") from error
     return NetworkGraph(model, tuple(expected.tensors()), request), Reference(images, on_host(expected, _CHECKED))
 
 
-def _convert(module: nn.Module, example: Tensor) -> openvino.Model:
+def convert(module: nn.Module, example: Tensor) -> openvino.Model:
     """Trace a module and translate it; the first axis of its input is then of any length."""
     openvino_package()
     from openvino import PartialShape  # noqa: PLC0415  an optional package

@@ -180,9 +180,17 @@ function showAnswer() {
   byId("bars").hidden = hasNothing(shown);
   byId("top-k-row").hidden = hasNothing(shown);
   byId("timing").hidden = state === "failed" && !answer;
+  byId("fits").hidden = answer?.set_size === undefined;
+  byId("fits").textContent = byId("fits").title = answer ? fitting(answer) : "";
   byId("bars").replaceChildren(...(answer?.predictions ?? []).map(bar));
-  byId("timing").textContent = answer ? `${answer.abstained ? "Not sure: no label fits. " : ""}${Math.round(answer.timings_ms.total)} ms in the service, ${Math.round(answer.timings_ms.inference)} ms of it in the model, batch of ${answer.batch_size}` : `${shown.name}: ${STATES[state]}`;
+  byId("timing").textContent = answer ? `${Math.round(answer.timings_ms.total)} ms in the service, ${Math.round(answer.timings_ms.inference)} ms of it in the model, batch of ${answer.batch_size}` : `${shown.name}: ${STATES[state]}`;
   if (state === "failed") tell(byId("error"), error, shown.file);
+}
+
+/** Which labels hold the right one, of a calibrated model. */
+function fitting({ set, set_size: size }) {
+  if (!size) return "None of its labels fits.";
+  return `${size === 1 ? "One of its labels fits" : `${size} of its labels fit`}${set ? `: ${set.join("; ")}` : ""}.`;
 }
 
 function bar({ label, index, score }) {

@@ -346,20 +346,28 @@ def test_everything_is_reached_with_the_keyboard(open_page: Open) -> None:
         }
 
 
-def test_long_labels_stay_inside(open_page: Open, server: Served) -> None:
+def test_long_labels_stay_inside_and_the_set_is_told_in_plain_words(open_page: Open, server: Served) -> None:
+    sets = [{"set": ["<i>", "Aufgabe" * 50], "set_size": 2}, {"set": [], "set_size": 0, "abstained": True}]
+    sets += [{"set": ["dog"], "set_size": 1}, {"set_size": 140}, {}]
+
     def lengthen(route):
         document = server.classify(DOG.read_bytes()).json()
         document["predictions"][0]["label"] = "Rindfleischetikettierungsüberwachungsaufgabenübertragungsgesetz, " * 5
         document["predictions"][1]["label"] = "<b>x</b>"
-        route.fulfill(json=document)
+        route.fulfill(json=document | sets[0])
 
     with open_page(**PHONE) as found:
         page = found.page
         page.route("**/classify?*", lengthen)
         choose(page, DOG)
         assert answers(page)[1] == "<b>x</b>"  # labels are text, never markup
+        expect(page.locator("#fits")).to_have_text(re.compile("^2 of its labels fit: <i>; (Aufgabe){50}\\.$"))
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
         expect(page.locator(".answer .score").first).to_be_in_viewport()
+        for text in ("None of its labels fits.", "One of its labels fits: dog.", "140 of its labels fit.", None):
+            sets.pop(0)
+            choose(page, DOG)
+            expect(page.locator("#fits")).to_have_text(text) if text else expect(page.locator("#fits")).to_be_hidden()
 
 
 def test_it_works_behind_a_prefix(browser: Browser, server: Served) -> None:

@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 
 from model.checkpoint import PREPROCESS_PRESETS, load_checkpoint
 from model.checkpoint.timm_architectures import architectures
+from model.config import ViTConfig
 from model.network import library
 from tests.model.checkpoint.folders import (
+    CONFIG,
     FOLDERS,
     edit,
     edit_tensors,
@@ -239,6 +241,50 @@ def test_what_is_wrong_is_named(
     edit(folder / file, put)
     found = refusal(folder)
     assert re.search(message, found), found
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {
+                "conv_stem": {
+                    **{"widths": [8, 8, 64, 8, 8], "kernels": [3] * 5, "strides": [1] * 5, "pools": [1, 1, 1, 8, 8]}
+                },
+                **{"image_size": [512, 512], "patch_size": 64},
+            },
+            "conv_stem: 16,777,216 numbers in a feature map: at most 8,388,608 are allowed",
+        ),
+        (
+            {"conv_stem": {"widths": [33], "kernels": [2], "strides": [1]}, "image_size": [512, 512]},
+            "conv_stem: 8,684,577 numbers",
+        ),
+        ({"mlp_width": 131072, "image_size": [512, 512]}, "537,001,984 numbers in a layer: at most 134,217,728"),
+        ({"mlp_width": 16384, "mlp": "swiglu", "image_size": [512, 512]}, "134,250,496 numbers in a layer"),
+        ({"image_size": [8192, 8192], "patch_size": 1024}, "201,326,592 numbers in a layer"),
+        ({"stem": {"layers": []}, "image_size": [3072, 3072], "patch_size": 64}, "150,994,944 numbers in a layer"),
+        (
+            *({"relative_position_bias": True, "heads": 16, "image_size": [480, 480]},),
+            "207,475,216 numbers in a layer",
+        ),
+    ],
+)
+def test_an_architecture_of_too_large_layers_is_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = native_folder(tmp_path)
+    edit(folder / "config.json", lambda config: config["architecture"].update(fields))
+    assert message in refusal(folder)
+
+
+def test_the_largest_layer_is_what_a_network_gives() -> None:
+    stem = {"widths": (8, 6), "kernels": (4, 3), "strides": (1, 2), "pools": (1, 2)}
+    for fields in (
+        {"conv_stem": stem},
+        {"stem": {"layers": (1,), "same_padding": False}},
+        {"mlp_width": 999},
+        {"mlp_width": 499, "mlp": "swiglu"},
+    ):
+        config = ViTConfig.model_validate(CONFIG.model_dump() | {"image_size": (64, 96)} | fields)
+        assert library.measured_layer(config.model_dump_json()) == config.largest_layer
 
 
 @pytest.mark.parametrize("kind", FOLDERS)

@@ -268,6 +268,14 @@ def test_buffers_that_no_file_holds_are_bounded_before_they_are_made(
         load_checkpoint(str(tmp_path))
 
 
+def test_layers_are_bounded_before_they_are_computed(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = library.largest_layer(load_checkpoint(str(small)).config)
+    assert largest > 1000
+    monkeypatch.setattr(library, "LARGEST_LAYER", largest - 1)
+    with pytest.raises(CheckpointError, match=f"{largest:,} numbers in a layer: at most {largest - 1:,} are allowed"):
+        load_checkpoint(str(small))
+
+
 def test_without_the_extra_the_refusal_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make("convnext", tmp_path)
     monkeypatch.setattr(library, "is_installed", lambda: False)

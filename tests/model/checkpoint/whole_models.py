@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from tests.model.checkpoint.parity import randomise
 from tests.timm_reference import transformers
@@ -37,26 +38,23 @@ def write_processor(folder: Path, kind: str = "CLIP") -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
 
+def _merges(word: str) -> list[tuple[str, str]]:
+    """Return what is merged into a word, letter by letter."""
+    return [(word[:end], word[end] + ("</w>" if end == len(word) - 1 else "")) for end in range(1, len(word))]
+
+
 def clip(folder: Path, *, legacy_eos: bool = False, projection: int = 24) -> Any:
     """Save a CLIP with a byte-level BPE; with `legacy_eos` its config has the wrong token, as OpenAI's first files."""
     library = transformers()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        end_of_word_suffix="</w>",
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    learned = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
-    learned.normalizer = normalizers.Lowercase()
-    learned.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Whitespace(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    learned.train_from_iterator(_CORPUS, trainer)
-    bpe = json.loads(learned.to_str())["model"]
-    vocabulary = bpe["vocab"]
-    for token in ("<|startoftext|>", "<|endoftext|>"):  # last, as in CLIP: the highest number ends a text
-        vocabulary[token] = len(vocabulary)
-    tokenizer = library.CLIPTokenizer(vocab=vocabulary, merges=[tuple(pair) for pair in bpe["merges"]])
+    # Merges that are written down, from the left of each word: a trained vocabulary differs from run to run.
+    words = sorted({word for text in _CORPUS for word in re.findall("[a-z]+", text.lower())})
+    merges = list(dict.fromkeys(pair for word in words for pair in _merges(word)))
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = [*letters, *(f"{letter}</w>" for letter in letters), *("".join(pair) for pair in merges)]
+    # Last, as in CLIP: the highest number ends a text.
+    names = dict.fromkeys([*pieces, "<|startoftext|>", "<|endoftext|>"])
+    vocabulary = {piece: number for number, piece in enumerate(names)}
+    tokenizer = library.CLIPTokenizer(vocab=vocabulary, merges=merges)
     eos = 2 if legacy_eos else vocabulary["<|endoftext|>"]
     text = _TOWER | {"vocab_size": len(vocabulary), "eos_token_id": eos, "max_position_embeddings": 77}
     config = library.CLIPConfig(text_config=text, vision_config=_VISION, projection_dim=projection)

@@ -17,7 +17,9 @@ from model.errors import CheckpointError, DeviceError, NotFinite
 from model.explanation.methods import explain
 from model.network.vit import VisionTransformer, ViTOutput
 from model.outputs import MapRequest, RequestedOutputs
+from model.runtime import building
 from model.runtime.backend import BackendName, CompilationState, trial_images
+from model.runtime.building import Builder
 from model.runtime.cpu import cpu_has_bfloat16, cpu_has_int8
 from model.runtime.device import choose_device, choose_dtype
 from model.runtime.openvino.backend import unsupported_reason
@@ -52,6 +54,15 @@ def make_checkpoint(depth: int = 2, **changes: object) -> Checkpoint:
 
 def make_images(count: int) -> np.ndarray:
     return np.random.default_rng(3).integers(0, 256, (count, 16, 24, 3), dtype=np.uint8)
+
+
+def test_the_largest_batch_on_a_cpu_is_bounded_by_what_its_largest_layer_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = make_checkpoint()
+    assert Builder(checkpoint, {"device": "cpu", "backend": "torch"}).build().max_batch == 32
+    assert isinstance(checkpoint.config, ViTConfig)
+    monkeypatch.setattr(building, "LARGEST_LAYER", 5 * checkpoint.config.largest_layer)
+    assert Builder(checkpoint, {"device": "cpu", "backend": "torch"}).build().max_batch == 4
+    assert Builder(checkpoint, {"device": "cpu", "backend": "torch", "max_batch": 8}).build().max_batch == 8
 
 
 def spoil_second_image(monkeypatch: pytest.MonkeyPatch) -> None:

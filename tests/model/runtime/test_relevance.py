@@ -211,7 +211,7 @@ class TestOpenVino:
             traced.extend(module.get_submodule("model").parameters())
             raise RuntimeError("seen")
 
-        monkeypatch.setattr(tracing, "_convert", spy)
+        monkeypatch.setattr(tracing, "convert", spy)
         backend = predictor._backend
         assert isinstance(backend, OpenVino)
         backend.prepare(BatchRequest(relevance=True))

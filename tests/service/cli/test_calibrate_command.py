@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
 import shutil
@@ -72,8 +74,14 @@ def test_a_calibrated_folder_answers_with_sets_of_any_coverage_that_its_pictures
     assert answers["0.95"]["set"] == ranked[: answers["0.95"]["set_size"]]
     _, out, _ = run(capsys, "classify", picture, "--coverage", "0.95", *model)
     assert out.splitlines()[-1] == f"  one of: {'; '.join(answers['0.95']['set'])}"
+    _, out, _ = run(capsys, "classify", picture, "--csv", "--coverage", "0.95", *model)
+    told = [{name: row[name] for name in ("set", "set_size", "abstained")} for row in csv.DictReader(io.StringIO(out))]
+    size = str(answers["0.95"]["set_size"])
+    assert told == [{"set": "; ".join(answers["0.95"]["set"]), "set_size": size, "abstained": ""}] * 3
     _, out, _ = run(capsys, "classify", picture, "--json", *model)
     assert list(json.loads(out)) == ["file", "predictions"]
+    _, out, _ = run(capsys, "classify", picture, "--csv", *model)
+    assert {row["set"] + row["set_size"] + row["abstained"] for row in csv.DictReader(io.StringIO(out))} == {""}
 
     code, _, err = run(capsys, "classify", picture, "--coverage", "0.99", *model)
     assert (code, err.count("\n")) == (1, 1)
@@ -96,6 +104,8 @@ def test_a_picture_that_is_like_none_is_abstained_from(
     assert out.splitlines()[-1] == "  abstained: unlike the pictures of its classes"
     _, out, _ = run(capsys, "classify", picture, "--json", *model)
     assert json.loads(out) | {"abstained": True, "set": [], "set_size": 0} == json.loads(out)
+    _, out, _ = run(capsys, "classify", picture, "--csv", "--top-k", "1", *model)
+    assert out.splitlines()[1].endswith(",,,0,True")
     code, out, _ = run(capsys, "evaluate", "--unknown", tmp_path / "p", picture, *model)
     assert code == 0
     assert re.fullmatch(r"2 pictures of none of its .* is [\d.]+% .* above 90% for [\d.]+%; 100.0% abstained\n", out)
@@ -121,16 +131,19 @@ def test_how_sure_it_is_of_unknown_pictures_is_measured_and_a_bad_one_left_out(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["bundled", "--data", "{labelled}"], "bundled: is not vitserve's own folder: give --out DIR"),
+        (
+            ["bundled", "--data", "{labelled}"],
+            "bundled: is no folder of your own: give --out DIR, which gets a calibrated copy$",
+        ),
         (
             ["{m}", "--data", "{labelled}", "--coverage", "0.99"],
             "60 pictures .* 0.99: 199 are enough, and these for 0.96",
         ),
         (
             ["{m}", "--data", "{labelled}", "--image-size", "24"],
-            "--image-size makes another model .*: give --out DIR",
+            "--image-size makes another model .*: give --out DIR, ",
         ),
-        (["{hub}", "--data", "{labelled}"], "abc: is not vitserve's own folder: give --out DIR"),
+        (["{hub}", "--data", "{labelled}"], "abc: is no folder of your own: give --out DIR, "),
         (["{m}", "--data", "{labelled}", "--out", "{m}"], "exists and is not an empty folder"),
         (["{none}", "--data", "{labelled}"], "the model has no classification head"),
         (["{m}", "--data", "{m}"], "m: no pictures: expected one folder"),
@@ -149,6 +162,19 @@ def test_what_cannot_be_calibrated_is_one_line(
     lines = [line for line in err.splitlines() if line.startswith("vitserve: ")]
     assert (code, out, len(lines)) == (1, "", 1)
     assert re.search(message, lines[0])
+
+
+def test_a_checkpoint_that_takes_no_calibration_is_refused_before_it_is_loaded(
+    labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path / "bundled", ("cat", "dog", "fox"))
+    monkeypatch.chdir(tmp_path)  # a folder that happens to have the name
+    monkeypatch.setattr("service.cli.calibrate.load_predictor", lambda _: pytest.fail("loaded for nothing"))
+    code, _, err = run(capsys, "calibrate", "bundled", "--data", labelled, *HERE)
+    assert (code, err) == (
+        1,
+        "vitserve: bundled: is no folder of your own: give --out DIR, which gets a calibrated copy\n",
+    )
 
 
 def test_a_coverage_of_an_uncalibrated_checkpoint_is_refused_in_one_line(

@@ -206,7 +206,9 @@ def keep_graph(predictor: Predictor) -> None:
             thread.join()
 
 
-def test_a_folder_that_is_served_is_calibrated_for_the_next_start(tmp_path: Path) -> None:
+def test_a_folder_that_is_served_is_calibrated_for_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("openvino")
     folder = write_checkpoint(tmp_path / "m", ("cat", "dog"))
     given = {"checkpoint": str(folder), "device": "cpu", "dtype": "float32", "cache_dir": str(tmp_path / "cache")}
@@ -236,11 +238,35 @@ def test_a_folder_that_is_served_is_calibrated_for_the_next_start(tmp_path: Path
         [answer] = predictor.predict(images, RequestedOutputs(1, label_set=True))
         assert answer.label_set is not None
         assert len(answer.label_set) in (1, 2)
+    monkeypatch.setattr("model.runtime.kept.OpenVinoNetwork", lambda *_, **__: pytest.fail("compiled for nothing"))
     with pytest.raises(
         CheckpointError, match=r"39 pictures are too few for a coverage of 0\.96: 49 are enough"
     ) as refused:
         load_predictor(load_settings(given | {"coverage": 0.96}))
     assert "\n" not in str(refused.value)
+
+
+def test_a_kept_graph_is_made_again_for_settings_that_change_it_and_run_as_the_others_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("openvino")
+    folder = write_checkpoint(tmp_path / "m", ("cat", "dog"))
+    given = {"checkpoint": str(folder), "dtype": "float32", "cache_dir": str(tmp_path / "cache"), "threads": 2}
+    keep_graph(load_predictor(load_settings(given))[0])
+    monkeypatch.setattr(loading, "_load", lambda settings: None)
+
+    run = {"threads": 1, "streams": 3, "max_batch": 5, "backend": "openvino", "device": "cpu", "compile": "off"}
+    for changes in (run, {"agreement": 0.5, "audit": 0.5, "model_name": "other", "port": 1, "compile": "no-graphs"}):
+        kept, info = load_predictor(load_settings(given | changes))
+        assert isinstance(kept.checkpoint, KeptCheckpoint)
+        assert (kept.streams, kept.max_batch) == (changes.get("streams", 2), changes.get("max_batch", 32))
+        assert kept.backend_reason.startswith("OpenVINO is requested") == ("backend" in changes)
+        assert info.max_batch == kept.max_batch
+    kept, _ = load_predictor(load_settings({name: given[name] for name in given if name != "threads"}))
+    backend: Any = kept._backend
+    assert backend._threads.count == loading._torchs_threads("auto"), "not the 2 of the start that kept the graph"
+    for name, value in (("dtype", "bfloat16"), ("image_size", (24, 24)), ("checkpoint_folder", str(tmp_path))):
+        assert load_predictor(load_settings(given | {name: value})) is None, name
 
 
 def test_kept_graphs_are_compiled_beside_the_caller_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def wait_for_keeping() -> None:
 def first_start(checkpoint: Path, folder: Path, **settings: object) -> Predictor:
     with recording() as files:
         loaded = load_checkpoint(str(checkpoint))
-    keep = Keep(Entry(folder, settings), files)
+    keep = Keep(Entry(folder, settings), files, 1)
     predictor = Predictor(loaded, device="cpu", dtype="float32", backend="openvino", threads=1, max_batch=2, keep=keep)
     predictor.warm_up()
     wait_for_keeping()
@@ -57,7 +57,9 @@ def first_start(checkpoint: Path, folder: Path, **settings: object) -> Predictor
 
 
 def later_start(checkpoint: Path, folder: Path, **settings: object) -> Predictor | None:
-    return kept_predictor(Entry(folder, settings), lambda: load_checkpoint(str(checkpoint)))
+    return kept_predictor(
+        Entry(folder, settings), lambda: load_checkpoint(str(checkpoint)), backend="openvino", max_batch=2
+    )
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +274,7 @@ def test_each_setting_version_and_fact_of_the_machine_has_a_graph_of_its_own(
     def key(**settings: object) -> str:
         return Entry(tmp_path, settings).key(BatchRequest())
 
-    keys = [key(), key(dtype="float32"), key(dtype="bfloat16"), key(image_size=(32, 32)), key(threads=1)]
+    keys = [key(), key(dtype="float32"), key(dtype="bfloat16"), key(image_size=(32, 32))]
     keys.append(Entry(tmp_path, {}).key(BatchRequest(relevance=True)))
     keys.append(Entry(tmp_path, {}).key(BatchRequest(all_tokens=True)))
     for name, value in (("OMP_NUM_THREADS", "7"), ("ONEDNN_MAX_CPU_ISA", "AVX2")):
@@ -367,7 +369,7 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_not_kept(
     with recording() as files:
         loaded = load_checkpoint(str(checkpoint_folder))
     changed = {path: (0, 0, 0) if path.name == "model.safetensors" else each for path, each in files.items()}
-    keep = Keep(Entry(tmp_path / "graphs", {}), changed)
+    keep = Keep(Entry(tmp_path / "graphs", {}), changed, 1)
     Predictor(loaded, device="cpu", dtype="float32", backend="openvino", threads=1, keep=keep).warm_up()
     wait_for_keeping()
     assert "model.safetensors changed since it was read" in caplog.text
