@@ -361,12 +361,8 @@ SERVERS = [
         ("-m", "benchmarks.peers.fastapi_app"),
         Protocol("/classify", JPEG, _same, _json("index")),
         "fastapi",
-        candidates=[_peer(2, 2, 5), _peer(1, 2, 0, BATCH=1)],
-        openvino=[
-            _openvino(2, 2, 0, BATCH=1, STREAMS=2),
-            _openvino(2, 3, 0, BATCH=1, STREAMS=2),
-            _openvino(2, 2, 5),
-        ],
+        candidates=[_peer(2, 2, 5), _peer(2, 2, 0), _peer(1, 2, 0, BATCH=1)],
+        openvino=[_openvino(2, 2, 5), _openvino(2, 2, 0, BATCH=8), _openvino(2, 2, 0, BATCH=1, STREAMS=2)],
     ),
     Server(
         "LitServe",
@@ -374,8 +370,8 @@ SERVERS = [
         Protocol("/predict", FORM, _multipart, _json("index")),
         "litserve",
         "litserve",
-        candidates=[_peer(2, 2, 5), _peer(1, 1, 5, WORKERS=2)],
-        openvino=[_openvino(2, 2, 5), _openvino(1, 1, 5, WORKERS=2)],
+        candidates=[_peer(2, 2, 5), _peer(1, 1, 5, WORKERS=2), _peer(1, 1, 5, WORKERS=2, BATCH=8)],
+        openvino=[_openvino(2, 2, 5), _openvino(1, 1, 5, WORKERS=2), _openvino(1, 1, 5, WORKERS=2, BATCH=8)],
     ),
     Server(
         "mosec",
@@ -383,11 +379,11 @@ SERVERS = [
         Protocol("/inference", JPEG, _same, _json("index")),
         "mosec",
         "mosec",
-        candidates=[_peer(2, 2, 5, BATCH=16), _peer(1, 2, 5, BATCH=16)],
+        candidates=[_peer(2, 2, 5, BATCH=16), _peer(1, 2, 5, BATCH=8, WORKERS=2), _peer(1, 0, 5, BATCH=8, WORKERS=2)],
         openvino=[
             _openvino(2, 2, 5, BATCH=16),
-            _openvino(1, 2, 5, BATCH=16),
             _openvino(1, 2, 5, BATCH=8, WORKERS=2),
+            _openvino(1, 0, 5, BATCH=8, WORKERS=2),
         ],
     ),
     Server(
@@ -396,8 +392,8 @@ SERVERS = [
         Protocol("/", JPEG, _same, _json("index")),
         "ray",
         "ray",
-        candidates=[_peer(2, 2, 20), _peer(2, 2, 5)],
-        openvino=[_openvino(2, 2, 20)],
+        candidates=[_peer(2, 2, 20), _peer(2, 2, 5), _peer(1, 1, 5, WORKERS=2)],
+        openvino=[_openvino(2, 2, 20), _openvino(2, 2, 5), _openvino(1, 1, 5, WORKERS=2)],
         extra={"RAY_USAGE_STATS_ENABLED": "0"},
     ),
     Server(
@@ -421,8 +417,8 @@ SERVERS = [
         ),
         "nvidia-pytriton",
         "pytriton",
-        candidates=[_peer(2, 2, 0), _peer(2, 2, 5)],
-        openvino=[_openvino(2, 2, 0), _openvino(2, 2, 0, BATCH=8)],
+        candidates=[_peer(2, 2, 0), _peer(2, 2, 5), _peer(1, 2, 0, BATCH=8, WORKERS=2)],
+        openvino=[_openvino(2, 2, 0), _openvino(2, 2, 0, BATCH=8), _openvino(2, 2, 0, BATCH=8, WORKERS=2, STREAMS=2)],
         # Triton's Python stub takes whatever libpython it finds first: it has to be this interpreter's.
         extra={"LD_LIBRARY_PATH": str(sysconfig.get_config_var("LIBDIR"))},
     ),
@@ -432,8 +428,12 @@ SERVERS = [
         Protocol("/v2/models/vit/infer", {"Content-Type": "application/json"}, _base64, _triton_top1),
         "mlserver",
         "mlserver",
-        candidates=[_peer(2, 2, 5), _peer(1, 2, 0, BATCH=1)],
-        openvino=[_openvino(2, 2, 5), _openvino(2, 2, 0, BATCH=1, STREAMS=2)],
+        candidates=[_peer(2, 2, 5), _peer(1, 2, 0, BATCH=1), _peer(1, 1, 5, WORKERS=2)],
+        openvino=[
+            _openvino(2, 2, 5),
+            _openvino(2, 2, 0, BATCH=1, STREAMS=2),
+            _openvino(1, 1, 5, WORKERS=2),
+        ],
     ),
     Server(
         "KServe",
@@ -442,7 +442,7 @@ SERVERS = [
         "kserve",
         "kserve",
         candidates=[_peer(2, 2, 0, BATCH=1), _peer(1, 2, 0, BATCH=1)],
-        openvino=[_openvino(2, 2, 0, BATCH=1, STREAMS=2)],
+        openvino=[_openvino(2, 2, 0, BATCH=1, STREAMS=2), _openvino(2, 3, 0, BATCH=1, STREAMS=2)],
     ),
 ]
 """The table of who is measured: ours first."""
