@@ -361,7 +361,7 @@ SERVERS = [
         ("-m", "benchmarks.peers.fastapi_app"),
         Protocol("/classify", JPEG, _same, _json("index")),
         "fastapi",
-        candidates=[_peer(2, 2, 5), _peer(2, 2, 0), _peer(1, 2, 0, BATCH=1)],
+        candidates=[_peer(2, 2, 5), _peer(2, 2, 0)],
         openvino=[_openvino(2, 2, 5), _openvino(2, 2, 0, BATCH=8), _openvino(2, 2, 0, BATCH=1, STREAMS=2)],
     ),
     Server(
