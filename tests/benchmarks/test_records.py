@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cpu, larger, memory
+from benchmarks import checkpoints, cpu, larger, memory
 from benchmarks.load import Load
 from benchmarks.peers import __main__ as peers_main
+from benchmarks.peers import graph
 from benchmarks.peers.__main__ import best_config
 from benchmarks.peers.report import ratios, report, share_of_ours
 from benchmarks.record import Record, medians, table
@@ -104,7 +105,7 @@ class _Pretended(peers_main.Comparison):
 
     def _closed(self, started, load, seconds):
         type(self).now += seconds + 1.5
-        return Load(**_load(100.0)), 0.1
+        return Load(100.0, p50=5.0, p90=8.0, p99=10.0, max=20.0, refused=0, broken=0), 0.1
 
     def _check(self, name, server, started):
         pass
@@ -114,9 +115,9 @@ class _Pretended(peers_main.Comparison):
 
 
 def test_every_turn_of_peers_begins_with_vitserve_and_waits_where_its_slice_is_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(peers_main.checkpoints, "ensure", lambda name: (tmp_path, "random"))
-    monkeypatch.setattr(peers_main.graph, "ensure", lambda folder: folder)
-    monkeypatch.setattr(peers_main.time, "monotonic", lambda: _Pretended.now)
+    monkeypatch.setattr(checkpoints, "ensure", lambda name: (tmp_path, "random"))
+    monkeypatch.setattr(graph, "ensure", lambda folder: folder)
+    monkeypatch.setattr("time.monotonic", lambda: _Pretended.now)
     waits: list[float] = []
     monkeypatch.setattr("builtins.input", lambda prompt: waits.append(_Pretended.now))
     (tmp_path / "picture").touch()
