@@ -39,7 +39,7 @@ _PHASES = ("tune", "rounds", "pace")
 _ENGINES = {"torch": "", "compile": COMPILED, "openvino": OPENVINO}
 _STABLE = 0.05
 _MARGIN = 0.02
-_BETWEEN = 1.5
+_BETWEEN = 1.9
 """Seconds that a measurement takes beside its own: one to warm up, the rest to begin and end."""
 
 _STARTS = {"compile": 400}
@@ -115,10 +115,14 @@ class Comparison:
                 for number, reason in failed.items():
                     name, _, config = rows[number]
                     self._of("tune", name, []).append({"config": dict(config), "failed": reason.splitlines()[-1][:300]})
-                self._await_slice(len(started), self._arguments.tune_seconds)
+                self._await_slice(started, self._arguments.tune_seconds)
                 for number, running_and_load in started.items():
                     name, _, config = rows[number]
-                    found, _ = self._closed(*running_and_load, self._arguments.tune_seconds)
+                    try:
+                        found, _ = self._closed(*running_and_load, self._arguments.tune_seconds)
+                    except subprocess.CalledProcessError as error:
+                        print(f"{name}: {error}", file=sys.stderr)
+                        continue
                     self._of("tune", name, []).append({"config": dict(config), **found.as_json()})
                     self._tell("tune", name, found, config)
                 self._end_slice()
@@ -140,18 +144,25 @@ class Comparison:
                     self._check(name, server, running_)
                 self._of("configs", name, dict(config))
             while any(len(self._of("rounds", rows[number][0], [])) < self._arguments.rounds for number in started):
-                self._await_slice(len(started), self._arguments.seconds)
+                self._await_slice(started, self._arguments.seconds)
                 self._turn(rows, started)
             self._end_slice()
 
     def _turn(self, rows: Sequence[Row], started: Started) -> None:
         """One round of all that lack one, after ours; the limit in C++ is measured once, after the first."""
         self._section["slices"] = slice_ = self._section.get("slices", 0) + 1
-        for number, (running_, load) in started.items():
+        for number, (running_, load) in list(started.items()):
             name = rows[number][0]
             done = self._of("rounds", name, [])
             if len(done) < self._arguments.rounds or name == VITSERVE.name:
-                found, spent = self._closed(running_, load, self._arguments.seconds)
+                try:
+                    found, spent = self._closed(running_, load, self._arguments.seconds)
+                except subprocess.CalledProcessError as error:
+                    if name == VITSERVE.name:
+                        raise
+                    del started[number]
+                    self._of("failed", name, str(error))
+                    continue
                 # wrk counts answers for a whole number of seconds.
                 answered = found.rate * max(1, round(self._arguments.seconds))
                 more = {"start_seconds": round(running_.start_seconds, 2), "cpu_ms": round(1000 * spent / answered, 3)}
@@ -181,7 +192,7 @@ class Comparison:
         rows = [row for row in self._rows() if peak.get(row[0], 0) > rate]
         rows = [row for row in rows if not self._of("pace", row[0], [])]
         with self._started(rows) as (started, _):
-            self._await_slice(len(started), 2 * self._arguments.seconds)
+            self._await_slice(started, 2 * self._arguments.seconds)
             for number, (running_, load) in started.items():
                 name = rows[number][0]
                 with running_.thawed():
@@ -227,10 +238,10 @@ class Comparison:
             failed: dict[int, str] = {}
             for number, (name, server, config) in enumerate(rows):
                 settings = {**config, **self._record.data.get("settings", {})}
-                # Ours is not held: it polls nothing, and its watchdog ends a process that has stood still.
-                held = server is not VITSERVE
                 timeout = _STARTS.get(config.get("PEER_ENGINE", "torch"), 120)
-                server_of = running(server, self._model, settings, picture=self._first, timeout=timeout, held=held)
+                server_of = running(
+                    server, self._model, settings, picture=self._first, timeout=timeout, held=server.held
+                )
                 try:
                     running_ = stack.enter_context(server_of)
                 except ServerFailed as error:
@@ -265,12 +276,14 @@ class Comparison:
                 return
             before = rate
 
-    def _await_slice(self, servers: int, seconds: float) -> None:
-        """Wait for Enter, with `--slice`, unless so many measurements still fit into the slice that has begun."""
-        needed = servers * (seconds + _BETWEEN)
+    def _await_slice(self, started: Started, seconds: float) -> None:
+        """Wait for Enter, with `--slice`, unless a measurement of each still fits into the slice that has begun."""
+        needed = len(started) * (seconds + _BETWEEN)
         if self._arguments.slice and time.monotonic() + needed > self._slice_end:
             input(f"slice: ready; {needed:.0f} s of measurements are next: Enter begins\n")
             self._slice_end = time.monotonic() + self._arguments.slice
+            for running_, _ in started.values():
+                running_.hold()
 
     def _end_slice(self) -> None:
         """Say that the machine need not be quiet any longer."""
@@ -333,7 +346,8 @@ def _chosen(arguments: argparse.Namespace, record: Record) -> list[Server]:
     """Servers that are asked for and installed."""
     chosen = []
     for server in SERVERS:
-        if arguments.servers and not any(part.lower() in server.name.lower() for part in arguments.servers):
+        asked = any(part.lower() in server.name.lower() for part in arguments.servers or [server.name])
+        if server is not VITSERVE and not asked:
             continue
         try:
             record.section("servers")[server.name] = server.version()
@@ -352,7 +366,7 @@ def _arguments() -> argparse.Namespace:
         "phases", nargs="*", metavar="PHASE", type=one_of(*_PHASES, "report"), help=f"default: {' '.join(_PHASES)}"
     )
     parser.add_argument("--models", nargs="+", default=list(checkpoints.SHAPES), choices=list(checkpoints.SHAPES))
-    parser.add_argument("--servers", nargs="+", help="parts of names (default: all that are installed)")
+    parser.add_argument("--servers", nargs="+", help="parts of names of peers (default: all that are installed)")
     parser.add_argument("--rows", nargs="+", help="names of rows, as in the table (default: all of the servers)")
     parser.add_argument("--engines", nargs="+", default=["torch", "openvino"], choices=list(_ENGINES), help="of peers")
     parser.add_argument("--avx2", action="store_true", help="float32, and all libraries held to AVX2")
