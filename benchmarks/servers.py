@@ -46,7 +46,8 @@ class Server:
         command: python's arguments; `{port}` is filled in.
         environment: folder of the environment under `.peers`; None is the one that runs the benchmark.
         distribution: package whose version the record names.
-        candidates: configurations that are tried, the default first; a peer's are with the module of transformers.
+        candidates: configurations that are tried, the fastest with model (a) first, taken where none was tried;
+            a peer's are with the module of transformers.
         openvino: a peer's with vitserve's graph in OpenVINO.
         extra: environment that every candidate has.
         held: whether it may be held (SIGSTOP) while another is measured.
@@ -372,13 +373,8 @@ SERVERS = [
         ("-m", "benchmarks.peers.fastapi_app"),
         Protocol("/classify", JPEG, _same, _json("index")),
         "fastapi",
-        candidates=[_peer(2, 2, 5), _peer(2, 2, 0), _peer(1, 1, 5, WORKERS=2, BATCH=8)],
-        openvino=[
-            _openvino(2, 2, 5),
-            _openvino(2, 2, 0, BATCH=8),
-            _openvino(2, 2, 0, BATCH=1, STREAMS=2),
-            _openvino(1, 1, 5, WORKERS=2, BATCH=8),
-        ],
+        candidates=[_peer(2, 2, 5), _peer(1, 1, 5, WORKERS=2, BATCH=8)],
+        openvino=[_openvino(2, 2, 0, BATCH=8), _openvino(2, 2, 5), _openvino(2, 2, 0, BATCH=1, STREAMS=2)],
     ),
     Server(
         "LitServe",
@@ -386,8 +382,8 @@ SERVERS = [
         Protocol("/predict", FORM, _multipart, _json("index")),
         "litserve",
         "litserve",
-        candidates=[_peer(2, 2, 5), _peer(1, 1, 5, WORKERS=2), _peer(1, 1, 5, WORKERS=2, BATCH=8)],
-        openvino=[_openvino(2, 2, 5), _openvino(1, 1, 5, WORKERS=2), _openvino(1, 1, 5, WORKERS=2, BATCH=8)],
+        candidates=[_peer(1, 1, 5, WORKERS=2, BATCH=8), _peer(2, 2, 5)],
+        openvino=[_openvino(1, 1, 5, WORKERS=2, BATCH=8), _openvino(2, 2, 5)],
     ),
     Server(
         "mosec",
@@ -395,11 +391,11 @@ SERVERS = [
         Protocol("/inference", JPEG, _same, _json("index")),
         "mosec",
         "mosec",
-        candidates=[_peer(2, 2, 5, BATCH=16), _peer(1, 2, 5, BATCH=8, WORKERS=2), _peer(1, 0, 5, BATCH=8, WORKERS=2)],
+        candidates=[_peer(1, 0, 5, BATCH=8, WORKERS=2), _peer(1, 2, 5, BATCH=8, WORKERS=2), _peer(2, 2, 5, BATCH=16)],
         openvino=[
-            _openvino(2, 2, 5, BATCH=16),
-            _openvino(1, 2, 5, BATCH=8, WORKERS=2),
             _openvino(1, 0, 5, BATCH=8, WORKERS=2),
+            _openvino(1, 2, 5, BATCH=8, WORKERS=2),
+            _openvino(2, 2, 5, BATCH=16),
         ],
     ),
     Server(
@@ -408,8 +404,8 @@ SERVERS = [
         Protocol("/", JPEG, _same, _json("index")),
         "ray",
         "ray",
-        candidates=[_peer(2, 2, 20), _peer(2, 2, 5), _peer(1, 1, 5, WORKERS=2)],
-        openvino=[_openvino(2, 2, 20), _openvino(2, 2, 5), _openvino(1, 1, 5, WORKERS=2)],
+        candidates=[_peer(2, 2, 20), _peer(1, 1, 5, WORKERS=2)],
+        openvino=[_openvino(2, 2, 20), _openvino(1, 1, 5, WORKERS=2)],
         extra={"RAY_USAGE_STATS_ENABLED": "0"},
     ),
     Server(
@@ -433,8 +429,8 @@ SERVERS = [
         ),
         "nvidia-pytriton",
         "pytriton",
-        candidates=[_peer(2, 2, 0), _peer(2, 2, 5), _peer(1, 2, 0, BATCH=8, WORKERS=2)],
-        openvino=[_openvino(2, 2, 0), _openvino(2, 2, 0, BATCH=8), _openvino(2, 2, 0, BATCH=8, WORKERS=2, STREAMS=2)],
+        candidates=[_peer(2, 2, 5), _peer(2, 2, 0)],
+        openvino=[_openvino(2, 2, 0, BATCH=8), _openvino(2, 2, 0)],
         # Triton's Python stub takes whatever libpython it finds first: it has to be this interpreter's.
         extra={"LD_LIBRARY_PATH": str(sysconfig.get_config_var("LIBDIR"))},
         held=False,  # it ends where its Python stub does not answer at once
@@ -445,12 +441,8 @@ SERVERS = [
         Protocol("/v2/models/vit/infer", {"Content-Type": "application/json"}, _base64, _triton_top1),
         "mlserver",
         "mlserver",
-        candidates=[_peer(2, 2, 5), _peer(1, 2, 0, BATCH=1), _peer(1, 1, 5, WORKERS=2)],
-        openvino=[
-            _openvino(2, 2, 5),
-            _openvino(2, 2, 0, BATCH=1, STREAMS=2),
-            _openvino(1, 1, 5, WORKERS=2),
-        ],
+        candidates=[_peer(1, 1, 5, WORKERS=2), _peer(2, 2, 5)],
+        openvino=[_openvino(2, 2, 5), _openvino(1, 1, 5, WORKERS=2), _openvino(2, 2, 0, BATCH=1, STREAMS=2)],
     ),
     Server(
         "KServe",
@@ -458,8 +450,8 @@ SERVERS = [
         Protocol("/v2/models/vit/infer", {"Content-Type": "application/json"}, _base64, _triton_top1),
         "kserve",
         "kserve",
-        candidates=[_peer(2, 2, 0, BATCH=1), _peer(1, 2, 0, BATCH=1)],
-        openvino=[_openvino(2, 2, 0, BATCH=1, STREAMS=2), _openvino(2, 3, 0, BATCH=1, STREAMS=2)],
+        candidates=[_peer(1, 2, 0, BATCH=1), _peer(2, 2, 0, BATCH=1)],
+        openvino=[_openvino(2, 3, 0, BATCH=1, STREAMS=2), _openvino(2, 2, 0, BATCH=1, STREAMS=2)],
     ),
 ]
 """The table of who is measured: ours first."""

@@ -42,7 +42,7 @@ def main() -> None:
     with Triton(config=config) as triton:
         triton.bind(
             model_name="vit",
-            infer_func=[infer] * options.workers,
+            infer_func=infer,
             inputs=[Tensor(name="image", dtype=bytes, shape=(1,))],
             outputs=[
                 Tensor(name="index", dtype=np.int32, shape=(1,)),
