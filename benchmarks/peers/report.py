@@ -107,7 +107,7 @@ def _tails(model: Mapping[str, Any]) -> dict[str, float]:
 def _notes(model: Mapping[str, Any]) -> list[str]:
     lines = [f"- {name}: {ratio:.2f}" for name, ratio in ratios(model).items()]
     if tails := _tails(model):
-        listed = ", ".join(f"{name} {tail:.3g}" for name, tail in sorted(tails.items(), key=lambda pair: pair[1]))
+        listed = ", ".join(f"{name} {tail:.0f}" for name, tail in sorted(tails.items(), key=lambda pair: pair[1]))
         lines.append(f"- p99 at {model['pace_rate']}/s, ms: {listed}")
     for name, done in model["rounds"].items():
         if lost := sum(round_["refused"] + round_["broken"] for round_ in done):
