@@ -135,7 +135,7 @@ bench: $(VENV)/.test
 	mkdir -p $(RESULTS)
 	$(BIN)/python -m benchmarks.decode --out $(RESULTS)
 	$(BIN)/python -m benchmarks.cpu --record $(RESULTS)/cpu.json
-	@if [ -d benchmarks/.peers ]; then $(BIN)/python -m benchmarks.peers --record $(RESULTS)/peers-cpu.json; \
+	@if [ -d benchmarks/.peers ]; then $(BIN)/python -m benchmarks.peers --record $(RESULTS)/peers.json; \
 	else echo "Peers are not installed: make bench-peers"; fi
 	$(BIN)/python -m benchmarks.figures --results $(RESULTS) --output $(RESULTS)
 	@echo "Records and pictures: $(RESULTS). The next run continues them; remove them to measure anew."

@@ -1,7 +1,7 @@
 """Pictures of the records: `python -m benchmarks.figures` (needs the extra `figures`).
 
 throughput.svg   answered per second and p99 by connections, and by web workers
-peers.svg        answered per second, ours and the peers'
+peers.svg        answered per second, ours, the peers', and darker, the peers' with our graph
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.peers.report import TITLES
+from benchmarks.peers.report import OPENVINO, TITLES, is_peer
 from benchmarks.record import RESULTS, medians
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_OURS, _THEIRS = "#1f6f8b", "#b8b8b8"
+_OURS, _THEIRS, _THEIRS_WITH_OUR_GRAPH = "#1f6f8b", "#b8b8b8", "#707070"
 
 
 def main() -> int:
@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("-o", "--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    for name, draw in (("cpu.json", throughput), ("peers-cpu.json", peers)):
+    for name, draw in (("cpu.json", throughput), ("peers.json", peers)):
         record = arguments.results / name
         if record.exists():
             print(draw(json.loads(record.read_text()), arguments.output))
@@ -72,7 +72,8 @@ def peers(data: dict[str, Any], folder: Path) -> Path:
     for axis, (name, model) in zip(axes[0], models.items(), strict=True):
         rates = {server: medians(done)["rate"] for server, done in model.get("rounds", {}).items() if done}
         ordered = sorted(rates, key=lambda server: rates[server])
-        colours = [_OURS if server.startswith("vitserve") else _THEIRS for server in ordered]
+        theirs = [_THEIRS_WITH_OUR_GRAPH if server.endswith(OPENVINO) else _THEIRS for server in ordered]
+        colours = [colour if is_peer(server) else _OURS for server, colour in zip(ordered, theirs, strict=True)]
         bars = axis.barh(ordered, [rates[server] for server in ordered], color=colours)
         axis.bar_label(bars, fmt="%.0f", padding=3)
         axis.set(title=TITLES.get(name, name), xlabel="answered per second")

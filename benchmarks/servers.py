@@ -27,6 +27,8 @@ from benchmarks.load import Protocol
 
 PEERS = REPOSITORY / "benchmarks" / ".peers"
 _MARK = "VITSERVE_BENCHMARK"
+_DRAIN_SECONDS = 0.6
+"""Until a server has computed what its callers no longer wait for."""
 
 Config = Mapping[str, str]
 """Environment variables that configure a server."""
@@ -44,9 +46,11 @@ class Server:
         command: python's arguments; `{port}` is filled in.
         environment: folder of the environment under `.peers`; None is the one that runs the benchmark.
         distribution: package whose version the record names.
-        candidates: configurations that are tried, the default first; a peer's are with the module of transformers.
+        candidates: configurations that are tried, the fastest with model (a) first, taken where none was tried;
+            a peer's are with the module of transformers.
         openvino: a peer's with vitserve's graph in OpenVINO.
         extra: environment that every candidate has.
+        held: whether it may be held (SIGSTOP) while another is measured.
     """
 
     name: str
@@ -57,6 +61,7 @@ class Server:
     candidates: Sequence[Config] = field(default_factory=lambda: [{}])
     openvino: Sequence[Config] = ()
     extra: Config = field(default_factory=dict)
+    held: bool = True
 
     @property
     def python(self) -> Path:
@@ -116,7 +121,14 @@ class Running:
             yield
         finally:
             if self.held:
-                self._signal(signal.SIGSTOP)
+                # A batch that was held half-way would count as a slow one: BentoML then refuses for fear of the next.
+                time.sleep(_DRAIN_SECONDS)
+            self.hold()
+
+    def hold(self) -> None:
+        """Stop all of its processes, where it is held at all: whoever shares the machine may have woken them."""
+        if self.held:
+            self._signal(signal.SIGSTOP)
 
     def processor_seconds(self) -> float:
         """Processor time of the processes that live now: it says more than a rate where others share the machine."""
@@ -200,8 +212,7 @@ def running(
             found.answer_seconds = _wait(server, found, picture, timeout) - started
             found.start_seconds = time.monotonic() - started
             found.held = held
-            if held:
-                found._signal(signal.SIGSTOP)
+            found.hold()
             yield found
         finally:
             found.stop()
@@ -352,6 +363,7 @@ VITSERVE = Server(
     OURS,
     "vitserve",
     candidates=[{}, {"VIT_STREAMS": "1"}, {"VIT_BACKEND": "torch"}],
+    held=False,  # it polls nothing, and its watchdog ends a process that has stood still
 )
 
 SERVERS = [
@@ -361,12 +373,8 @@ SERVERS = [
         ("-m", "benchmarks.peers.fastapi_app"),
         Protocol("/classify", JPEG, _same, _json("index")),
         "fastapi",
-        candidates=[_peer(2, 2, 5), _peer(1, 2, 0, BATCH=1)],
-        openvino=[
-            _openvino(2, 2, 0, BATCH=1, STREAMS=2),
-            _openvino(2, 3, 0, BATCH=1, STREAMS=2),
-            _openvino(2, 2, 5),
-        ],
+        candidates=[_peer(2, 2, 5), _peer(1, 1, 5, WORKERS=2, BATCH=8)],
+        openvino=[_openvino(2, 2, 0, BATCH=8), _openvino(2, 2, 5), _openvino(2, 2, 0, BATCH=1, STREAMS=2)],
     ),
     Server(
         "LitServe",
@@ -374,8 +382,8 @@ SERVERS = [
         Protocol("/predict", FORM, _multipart, _json("index")),
         "litserve",
         "litserve",
-        candidates=[_peer(2, 2, 5), _peer(1, 1, 5, WORKERS=2)],
-        openvino=[_openvino(2, 2, 5), _openvino(1, 1, 5, WORKERS=2)],
+        candidates=[_peer(1, 1, 5, WORKERS=2, BATCH=8), _peer(2, 2, 5)],
+        openvino=[_openvino(1, 1, 5, WORKERS=2, BATCH=8), _openvino(2, 2, 5)],
     ),
     Server(
         "mosec",
@@ -383,11 +391,11 @@ SERVERS = [
         Protocol("/inference", JPEG, _same, _json("index")),
         "mosec",
         "mosec",
-        candidates=[_peer(2, 2, 5, BATCH=16), _peer(1, 2, 5, BATCH=16)],
+        candidates=[_peer(1, 0, 5, BATCH=8, WORKERS=2), _peer(1, 2, 5, BATCH=8, WORKERS=2), _peer(2, 2, 5, BATCH=16)],
         openvino=[
-            _openvino(2, 2, 5, BATCH=16),
-            _openvino(1, 2, 5, BATCH=16),
+            _openvino(1, 0, 5, BATCH=8, WORKERS=2),
             _openvino(1, 2, 5, BATCH=8, WORKERS=2),
+            _openvino(2, 2, 5, BATCH=16),
         ],
     ),
     Server(
@@ -396,8 +404,8 @@ SERVERS = [
         Protocol("/", JPEG, _same, _json("index")),
         "ray",
         "ray",
-        candidates=[_peer(2, 2, 20), _peer(2, 2, 5)],
-        openvino=[_openvino(2, 2, 20)],
+        candidates=[_peer(2, 2, 20), _peer(1, 1, 5, WORKERS=2)],
+        openvino=[_openvino(2, 2, 20), _openvino(1, 1, 5, WORKERS=2)],
         extra={"RAY_USAGE_STATS_ENABLED": "0"},
     ),
     Server(
@@ -421,10 +429,11 @@ SERVERS = [
         ),
         "nvidia-pytriton",
         "pytriton",
-        candidates=[_peer(2, 2, 0), _peer(2, 2, 5)],
-        openvino=[_openvino(2, 2, 0), _openvino(2, 2, 0, BATCH=8)],
+        candidates=[_peer(2, 2, 5), _peer(2, 2, 0)],
+        openvino=[_openvino(2, 2, 0, BATCH=8), _openvino(2, 2, 0)],
         # Triton's Python stub takes whatever libpython it finds first: it has to be this interpreter's.
         extra={"LD_LIBRARY_PATH": str(sysconfig.get_config_var("LIBDIR"))},
+        held=False,  # it ends where its Python stub does not answer at once
     ),
     Server(
         "MLServer",
@@ -432,8 +441,8 @@ SERVERS = [
         Protocol("/v2/models/vit/infer", {"Content-Type": "application/json"}, _base64, _triton_top1),
         "mlserver",
         "mlserver",
-        candidates=[_peer(2, 2, 5), _peer(1, 2, 0, BATCH=1)],
-        openvino=[_openvino(2, 2, 5), _openvino(2, 2, 0, BATCH=1, STREAMS=2)],
+        candidates=[_peer(1, 1, 5, WORKERS=2), _peer(2, 2, 5)],
+        openvino=[_openvino(2, 2, 5), _openvino(1, 1, 5, WORKERS=2), _openvino(2, 2, 0, BATCH=1, STREAMS=2)],
     ),
     Server(
         "KServe",
@@ -441,8 +450,8 @@ SERVERS = [
         Protocol("/v2/models/vit/infer", {"Content-Type": "application/json"}, _base64, _triton_top1),
         "kserve",
         "kserve",
-        candidates=[_peer(2, 2, 0, BATCH=1), _peer(1, 2, 0, BATCH=1)],
-        openvino=[_openvino(2, 2, 0, BATCH=1, STREAMS=2)],
+        candidates=[_peer(1, 2, 0, BATCH=1), _peer(2, 2, 0, BATCH=1)],
+        openvino=[_openvino(2, 3, 0, BATCH=1, STREAMS=2), _openvino(2, 2, 0, BATCH=1, STREAMS=2)],
     ),
 ]
 """The table of who is measured: ours first."""

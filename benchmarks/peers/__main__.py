@@ -1,13 +1,14 @@
-"""vitserve beside its peers: `python -m benchmarks.peers`. Ratios of one run, medians over interleaved rounds.
+"""vitserve beside its peers: `python -m benchmarks.peers`. Ratios within slices, medians over interleaved rounds.
 
     tune    every server with each of its candidate configurations, once; the fastest is kept
     rounds  every server in turn, several times over: closed loop by wrk
     pace    half of the best peer's rate as an open loop: the tail that a caller sees
     report  no measurement: print the tables of a record
 
-Servers are started before the first of them is measured, and all but the one that is loaded are held (SIGSTOP): some
-poll while they are idle. Every measurement is saved as soon as it is made; the same command goes on where the record
-stops.
+Servers are started and warmed before the first of them is measured, and all but the one that is loaded are held
+(SIGSTOP): some poll while they are idle. Every measurement is saved as soon as it is made; the same command goes on
+where the record stops. Each turn of `rounds` is a slice of the record and begins with vitserve, so that servers
+measured at different times are compared by what vitserve did beside them. `--slice` waits for Enter before it measures.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -34,8 +36,14 @@ from benchmarks.record import RESULTS, Record, medians, one_of
 from benchmarks.servers import PEERS, SERVERS, VITSERVE, Config, Running, Server, ServerFailed, ask, running
 
 _PHASES = ("tune", "rounds", "pace")
+_ENGINES = {"torch": "", "compile": COMPILED, "openvino": OPENVINO}
 _STABLE = 0.05
 _MARGIN = 0.02
+_BETWEEN = 1.9
+"""Seconds that a measurement takes beside its own: one to warm up, the rest to begin and end."""
+
+_STARTS = {"compile": 400}
+"""Seconds until a server must be ready, where 120 are too few: for torch.compile while others use the machine."""
 
 Row = tuple[str, Server, Config]
 """What has a line in the table: its name, the server and its configuration."""
@@ -45,17 +53,22 @@ Started = dict[int, tuple[Running, Loader]]
 
 
 _AVX2: dict[str, str] = {"PEER_DTYPE": "float32", "VIT_DTYPE": "float32"}
-"""What all servers get where oneDNN, and what of OpenVINO is made of it, may use no instructions beyond AVX2."""
+"""What all servers get where no library may use instructions beyond AVX2."""
+
+_AVX2_LIBRARIES = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+"""For oneDNN (and what of OpenVINO is made of it), torch's own kernels, and its products in float32."""
 
 
 def main() -> int:
     """Measure what the record lacks, then print its tables."""
     arguments = _arguments()
+    # A run that is ended stops its servers.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
     files, origin = pictures.ensure()
     about: dict[str, Any] = {"pictures": origin, "connections": arguments.connections}
     if arguments.avx2:
         about["settings"] = _AVX2
-        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
+        os.environ |= _AVX2_LIBRARIES
     record = Record(arguments.record, dtype="float32" if arguments.avx2 else "bfloat16", about=about)
     if arguments.phases != ["report"]:
         chosen = _chosen(arguments, record)
@@ -87,72 +100,74 @@ class Comparison:
         self._model, origin = checkpoints.ensure(model)
         self._section = record.section("models", model)
         self._section["weights"] = origin
+        self._slice_end = 0.0
         graph.ensure(self._model)
 
     def tune(self) -> None:
         """Try each candidate; keep the fastest that refused and lost nothing."""
-        untried = []
-        for server in self._servers:
-            if server is VITSERVE:
-                continue
-            for name, candidates in ((server.name, server.candidates), (server.name + OPENVINO, server.openvino)):
-                tried = self._of("tune", name, [])
-                configs = [trial["config"] for trial in tried]
-                untried += [(name, server, config) for config in candidates if config not in configs]
-        size = self._arguments.together
-        for start in range(0, len(untried), size):
-            self._try(untried[start : start + size])
-
-    def _try(self, rows: Sequence[Row]) -> None:
-        with self.started(rows) as (started, failed):
-            for number, reason in failed.items():
-                name, _, config = rows[number]
-                self._of("tune", name, []).append({"config": dict(config), "failed": reason.splitlines()[-1][:300]})
-            self.trials(rows, started)
-
-    def trials(self, rows: Sequence[Row], started: Started) -> None:
-        """One short measurement of each."""
-        for number, (running_, load) in started.items():
-            name, _, config = rows[number]
-            found = self._load(running_, load, self._arguments.tune_seconds)
-            self._of("tune", name, []).append({"config": dict(config), **found.as_json()})
-            _tell("tune", name, found, config)
-            self._record.save()
+        untried: list[Row] = []
+        for name, server, candidates in self._candidates():
+            tried = [trial["config"] for trial in self._of("tune", name, [])]
+            untried += [(name, server, config) for config in candidates if config not in tried]
+        for start in range(0, len(untried), self._arguments.together):
+            rows = untried[start : start + self._arguments.together]
+            with self._started(rows) as (started, failed):
+                for number, reason in failed.items():
+                    name, _, config = rows[number]
+                    self._of("tune", name, []).append({"config": dict(config), "failed": reason.splitlines()[-1][:300]})
+                self._await_slice(started, self._arguments.tune_seconds)
+                for number, running_and_load in started.items():
+                    name, _, config = rows[number]
+                    try:
+                        found, _ = self._closed(*running_and_load, self._arguments.tune_seconds)
+                    except subprocess.CalledProcessError as error:
+                        print(f"{name}: {error}", file=sys.stderr)
+                        continue
+                    self._of("tune", name, []).append({"config": dict(config), **found.as_json()})
+                    self._tell("tune", name, found, config)
+                self._end_slice()
 
     def rounds(self) -> None:
-        """Peak rate and its latencies, each server in turn."""
+        """Peak rate and its latencies, each server in turn and ours in every turn."""
         rows = [row for row in self._rows() if len(self._of("rounds", row[0], [])) < self._arguments.rounds]
-        rows = [row for row in rows if row[0] not in self._failed()]
-        with self.started(rows) as (started, failed):
-            for number, reason in failed.items():
-                self._failed()[rows[number][0]] = reason[-500:]
+        if not rows:
+            return
+        if rows[0][0] != VITSERVE.name:
+            rows.insert(0, (VITSERVE.name, VITSERVE, VITSERVE.candidates[0]))
+        with self._started(rows) as (started, failed):
+            failures = self._section["failed"] = {rows[number][0]: reason[-500:] for number, reason in failed.items()}
+            if VITSERVE.name in failures:
+                raise ServerFailed(failures[VITSERVE.name])
             for number, (running_, _) in started.items():
                 name, server, config = rows[number]
                 with running_.thawed():
                     self._check(name, server, running_)
                 self._of("configs", name, dict(config))
-            for turn in range(self._arguments.rounds):
-                self.turn(turn, rows, started)
+            while any(len(self._of("rounds", rows[number][0], [])) < self._arguments.rounds for number in started):
+                self._await_slice(started, self._arguments.seconds)
+                self._turn(rows, started)
+            self._end_slice()
 
-    def turn(self, turn: int, rows: Sequence[Row], started: Started) -> None:
-        """One round; the limit in C++ is measured once, after the first."""
-        for number, (running_, load) in started.items():
+    def _turn(self, rows: Sequence[Row], started: Started) -> None:
+        """One round of all that lack one, after ours; the limit in C++ is measured once, after the first."""
+        self._section["slices"] = slice_ = self._section.get("slices", 0) + 1
+        for number, (running_, load) in list(started.items()):
             name = rows[number][0]
             done = self._of("rounds", name, [])
-            if len(done) <= turn:
-                with running_.thawed():
-                    self._warm(running_, load)
-                    before = running_.processor_seconds()
-                    found = load.closed(
-                        running_.url, connections=self._arguments.connections, seconds=self._arguments.seconds
-                    )
-                    spent = running_.processor_seconds() - before
+            if len(done) < self._arguments.rounds or name == VITSERVE.name:
+                try:
+                    found, spent = self._closed(running_, load, self._arguments.seconds)
+                except subprocess.CalledProcessError as error:
+                    if name == VITSERVE.name:
+                        raise
+                    del started[number]
+                    self._of("failed", name, str(error))
+                    continue
                 # wrk counts answers for a whole number of seconds.
                 answered = found.rate * max(1, round(self._arguments.seconds))
                 more = {"start_seconds": round(running_.start_seconds, 2), "cpu_ms": round(1000 * spent / answered, 3)}
-                done.append(found.as_json() | more)
-                _tell(f"round {turn + 1}", name, found, {})
-                self._record.save()
+                done.append(found.as_json() | more | {"slice": slice_})
+                self._tell(f"slice {slice_}", name, found, {})
         if "limit" not in self._section and (PEERS / "opencv").exists():
             limit = self._section["limit"] = self._limit()
             print(f"in-process: {limit['rate']}/s", flush=True)
@@ -169,29 +184,34 @@ class Comparison:
     def pace(self) -> None:
         """Latencies at half of the best peer's rate, the same requests at the same moments for all."""
         peak = {name: medians(done)["rate"] for name, done in self._section.get("rounds", {}).items() if done}
-        best = max((rate for name, rate in peak.items() if is_peer(name)), default=0.0)
-        rate = self._section.setdefault("pace_rate", round(best / 2, 1))
+        rates = [rate for name, rate in peak.items() if is_peer(name)]
+        if not rates:
+            return
+        rate = self._section.setdefault("pace_rate", round(max(rates) / 2, 1))
         # A server that is slower than the pace only shows how long its queue grew.
-        rows = [row for row in self._rows() if best and peak.get(row[0], 0) > rate]
+        rows = [row for row in self._rows() if peak.get(row[0], 0) > rate]
         rows = [row for row in rows if not self._of("pace", row[0], [])]
-        with self.started(rows) as (started, failed):
-            for reason in failed.values():
-                print(reason, file=sys.stderr)
-            self.paces(rate, rows, started)
+        with self._started(rows) as (started, _):
+            self._await_slice(started, 2 * self._arguments.seconds)
+            for number, (running_, load) in started.items():
+                name = rows[number][0]
+                with running_.thawed():
+                    self._second(running_, load)
+                    found = load.open(running_.url, rate=rate, seconds=2 * self._arguments.seconds)
+                self._of("pace", name, []).append(found.as_json())
+                self._tell("pace", name, found, {})
+            self._end_slice()
 
-    def paces(self, rate: float, rows: Sequence[Row], started: Started) -> None:
-        """The open loop, once for each server."""
-        for number, (running_, load) in started.items():
-            name = rows[number][0]
-            with running_.thawed():
-                self._warm(running_, load)
-                found = load.open(running_.url, rate=rate, seconds=2 * self._arguments.seconds)
-            self._of("pace", name, []).append(found.as_json())
-            _tell("pace", name, found, {})
-            self._record.save()
+    def _candidates(self) -> Iterator[tuple[str, Server, Sequence[Config]]]:
+        """The peers with each engine that is asked for but torch.compile, which has the configuration of torch."""
+        for server in self._servers:
+            if server is not VITSERVE:
+                for engine, candidates in (("torch", server.candidates), ("openvino", server.openvino)):
+                    if engine in self._arguments.engines:
+                        yield server.name + _ENGINES[engine], server, candidates
 
     def _rows(self) -> list[Row]:
-        """Who is measured: each peer at its best with each engine, ours in each candidate."""
+        """Who is measured: ours in each candidate, each peer at its best with each engine."""
         rows: list[Row] = []
         for server in self._servers:
             if server is VITSERVE:
@@ -199,12 +219,10 @@ class Comparison:
                     name = ", ".join([server.name, *(f"`{key}={value}`" for key, value in config.items())])
                     rows.append((name, server, config))
                 continue
-            best = self._best(server.name, server.candidates)
-            rows.append((server.name, server, best))
-            if self._arguments.compiled:
-                rows.append((server.name + COMPILED, server, {**best, "PEER_ENGINE": "compile"}))
-            if server.openvino:
-                rows.append((server.name + OPENVINO, server, self._best(server.name + OPENVINO, server.openvino)))
+            best = {"torch": self._best(server.name, server.candidates)}
+            best["compile"] = {**best["torch"], "PEER_ENGINE": "compile"}
+            best["openvino"] = self._best(server.name + OPENVINO, server.openvino)
+            rows += [(server.name + _ENGINES[engine], server, best[engine]) for engine in self._arguments.engines]
         if self._arguments.rows:
             rows = [row for row in rows if row[0] in self._arguments.rows]
         return rows
@@ -213,47 +231,76 @@ class Comparison:
         return best_config(self._of("tune", name, [])) or candidates[0]
 
     @contextmanager
-    def started(self, rows: Sequence[Row]) -> Iterator[tuple[Started, dict[int, str]]]:
-        """Start the servers; give those that run, by their number among the rows, and why others do not."""
+    def _started(self, rows: Sequence[Row]) -> Iterator[tuple[Started, dict[int, str]]]:
+        """Start and warm the servers; give those that run, by their number among the rows, and why others do not."""
         with ExitStack() as stack:
             started: Started = {}
             failed: dict[int, str] = {}
             for number, (name, server, config) in enumerate(rows):
                 settings = {**config, **self._record.data.get("settings", {})}
-                # Ours is not held: it polls nothing, and its watchdog ends a process that has stood still.
-                held = server is not VITSERVE
+                timeout = _STARTS.get(config.get("PEER_ENGINE", "torch"), 120)
+                server_of = running(
+                    server, self._model, settings, picture=self._first, timeout=timeout, held=server.held
+                )
                 try:
-                    running_ = stack.enter_context(
-                        running(server, self._model, settings, picture=self._first, held=held)
-                    )
+                    running_ = stack.enter_context(server_of)
                 except ServerFailed as error:
                     failed[number] = str(error)
                     print(f"{name}: {error}", file=sys.stderr)
                 else:
-                    started[number] = (running_, stack.enter_context(loader(self._files, server.protocol)))
+                    load = stack.enter_context(loader(self._files, server.protocol))
+                    with running_.thawed():
+                        self._warm(running_, load)
+                    started[number] = (running_, load)
             yield started, failed
 
-    def _load(self, started: Running, load: Loader, seconds: float) -> Load:
-        """Warm a server and load it as much as it bears."""
+    def _closed(self, started: Running, load: Loader, seconds: float) -> tuple[Load, float]:
+        """Load a server as much as it bears; also give the processor time it took."""
         with started.thawed():
-            self._warm(started, load)
-            return load.closed(started.url, connections=self._arguments.connections, seconds=seconds)
+            self._second(started, load)
+            before = started.processor_seconds()
+            found = load.closed(started.url, connections=self._arguments.connections, seconds=seconds)
+            return found, started.processor_seconds() - before
+
+    def _second(self, started: Running, load: Loader) -> float:
+        """A second of load that is not counted; its rate."""
+        return load.closed(started.url, connections=self._arguments.connections, seconds=1).rate
 
     def _warm(self, started: Running, load: Loader) -> None:
-        """Load it until two runs in a row agree, or the time for that is up."""
+        """Load it until two seconds in a row agree, or the time for that is up."""
         deadline = time.monotonic() + self._arguments.warm_seconds
         before = 0.0
         while time.monotonic() < deadline:
-            rate = load.closed(started.url, connections=self._arguments.connections, seconds=1).rate
+            rate = self._second(started, load)
             if before and abs(rate - before) <= _STABLE * before:
                 return
             before = rate
 
+    def _await_slice(self, started: Started, seconds: float) -> None:
+        """Wait for Enter, with `--slice`, unless a measurement of each still fits into the slice that has begun."""
+        needed = len(started) * (seconds + _BETWEEN)
+        if self._arguments.slice and time.monotonic() + needed > self._slice_end:
+            input(f"slice: ready; {needed:.0f} s of measurements are next: Enter begins\n")
+            self._slice_end = time.monotonic() + self._arguments.slice
+            for running_, _ in started.values():
+                running_.hold()
+
+    def _end_slice(self) -> None:
+        """Say that the machine need not be quiet any longer."""
+        if self._arguments.slice:
+            print("slice: over", flush=True)
+            self._slice_end = 0.0
+
+    def _tell(self, phase: str, name: str, load: Load, config: Config) -> None:
+        """Save the record and print a line."""
+        self._record.save()
+        lost = f"  {load.refused} refused, {load.broken} broken" if load.refused or load.broken else ""
+        settings = " ".join(f"{key.removeprefix('PEER_')}={value}" for key, value in config.items())
+        numbers = f"{load.rate:7.1f}/s  p50 {load.p50:7.1f} ms  p99 {load.p99:7.1f} ms"
+        print(f"{phase:8} {name:28} {numbers}{lost}  {settings}", flush=True)
+
     def _of(self, phase: str, name: str, default: Any) -> Any:
         return self._section.setdefault(phase, {}).setdefault(name, default)
-
-    def _failed(self) -> dict[str, str]:
-        return self._section.setdefault("failed", {})  # type: ignore[no-any-return]
 
     def _check(self, name: str, server: Server, started: Running) -> None:
         """Top-1 over HTTP against float32 in this process, where that is decided by more than the margin."""
@@ -299,7 +346,8 @@ def _chosen(arguments: argparse.Namespace, record: Record) -> list[Server]:
     """Servers that are asked for and installed."""
     chosen = []
     for server in SERVERS:
-        if arguments.servers and not any(part.lower() in server.name.lower() for part in arguments.servers):
+        asked = any(part.lower() in server.name.lower() for part in arguments.servers or [server.name])
+        if server is not VITSERVE and not asked:
             continue
         try:
             record.section("servers")[server.name] = server.version()
@@ -312,32 +360,24 @@ def _chosen(arguments: argparse.Namespace, record: Record) -> list[Server]:
     return chosen
 
 
-def _tell(phase: str, name: str, load: Load, config: Mapping[str, str]) -> None:
-    lost = f"  {load.refused} refused, {load.broken} broken" if load.refused or load.broken else ""
-    settings = " ".join(f"{key.removeprefix('PEER_').removeprefix('VIT_')}={value}" for key, value in config.items())
-    print(
-        f"{phase:8} {name:28} {load.rate:7.1f}/s  p50 {load.p50:7.1f} ms  p99 {load.p99:7.1f} ms{lost}  {settings}",
-        flush=True,
-    )
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.splitlines()[0])
     parser.add_argument(
         "phases", nargs="*", metavar="PHASE", type=one_of(*_PHASES, "report"), help=f"default: {' '.join(_PHASES)}"
     )
     parser.add_argument("--models", nargs="+", default=list(checkpoints.SHAPES), choices=list(checkpoints.SHAPES))
-    parser.add_argument("--servers", nargs="+", help="parts of names (default: all that are installed)")
+    parser.add_argument("--servers", nargs="+", help="parts of names of peers (default: all that are installed)")
     parser.add_argument("--rows", nargs="+", help="names of rows, as in the table (default: all of the servers)")
-    parser.add_argument("--compiled", action="store_true", help="peers with torch.compile, too, in rows of their own")
-    parser.add_argument("--avx2", action="store_true", help="float32, and oneDNN held to AVX2")
+    parser.add_argument("--engines", nargs="+", default=["torch", "openvino"], choices=list(_ENGINES), help="of peers")
+    parser.add_argument("--avx2", action="store_true", help="float32, and all libraries held to AVX2")
     parser.add_argument("--together", type=int, default=16, help="servers that are up at once while they are tuned")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=4, help="of each measurement")
     parser.add_argument("--tune-seconds", type=float, default=2, help="of each trial of a configuration")
-    parser.add_argument("--warm-seconds", type=float, default=2, help="at most, before each measurement")
+    parser.add_argument("--warm-seconds", type=float, default=2, help="at most, once a server has started")
+    parser.add_argument("--slice", type=float, help="seconds to measure at a time: wait for Enter before each slice")
     parser.add_argument("--connections", type=int, default=32)
-    parser.add_argument("--record", type=Path, default=RESULTS / "peers-cpu.json")
+    parser.add_argument("--record", type=Path, default=RESULTS / "peers.json")
     arguments = parser.parse_args()
     arguments.phases = arguments.phases or list(_PHASES)
     return arguments

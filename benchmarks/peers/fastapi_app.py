@@ -76,4 +76,12 @@ async def classify(request: Request) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    uvicorn.run(app, host="127.0.0.1", port=options.port, log_level="warning", access_log=False)
+    uvicorn.run(
+        "benchmarks.peers.fastapi_app:app",
+        host="127.0.0.1",
+        port=options.port,
+        workers=options.workers,
+        timeout_worker_healthcheck=600,  # the benchmark holds servers that are not under load
+        log_level="warning",
+        access_log=False,
+    )

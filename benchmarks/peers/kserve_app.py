@@ -33,7 +33,8 @@ class Vit(Model):
             InferOutput("index", [1, 1], "INT32", [int(answer["index"])]),
             InferOutput("score", [1, 1], "FP32", [answer["score"]]),
         ]
-        return InferResponse(payload.id, self.name, outputs)
+        # Its own REST endpoint takes no answer without an identifier.
+        return InferResponse(payload.id or "", self.name, outputs)
 
     def classify(self, text: str) -> dict[str, float]:
         """What is done off the event loop."""

@@ -45,13 +45,13 @@ class Vit(MLModel):
 
 
 async def main() -> None:
-    """Serve one model in this process."""
+    """Serve one model in this process, or in several workers behind it."""
     settings = Settings(
         host="127.0.0.1",
         http_port=options.port,
         grpc_port=0,
         metrics_endpoint=None,
-        parallel_workers=0,
+        parallel_workers=0 if options.workers == 1 else options.workers,
         debug=False,
     )
     batching = {} if options.batch == 1 else {"max_batch_size": options.batch, "max_batch_time": options.wait_ms / 1000}

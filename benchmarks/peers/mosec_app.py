@@ -37,14 +37,11 @@ class Classify(Worker):
 
 
 class Whole(Worker):
-    """One stage that does both, for machines where processes cost more than they win."""
+    """One stage that does both in each of its processes: nothing goes from process to process but files."""
 
     def __init__(self) -> None:
-        from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415
-
         options = Options.from_environment()
         self.decode = Decoder(options.model)
-        self.pool = ThreadPoolExecutor(options.decoders)
         self.classifier = classifier_of(options)
 
     def deserialize(self, data: bytes) -> bytes:
@@ -53,7 +50,7 @@ class Whole(Worker):
 
     def forward(self, data: list[bytes]) -> list[dict[str, Any]]:
         """One batch."""
-        return self.classifier(self.decode.many(data, self.pool))
+        return self.classifier([self.decode(file) for file in data])
 
 
 if __name__ == "__main__":

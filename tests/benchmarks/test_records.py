@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks import cpu, larger, memory
+from benchmarks import checkpoints, cpu, larger, memory
+from benchmarks.load import Load
 from benchmarks.peers import __main__ as peers_main
+from benchmarks.peers import graph
 from benchmarks.peers.__main__ import best_config
-from benchmarks.peers.report import ratios, report
+from benchmarks.peers.report import ratios, report, share_of_ours
 from benchmarks.record import Record, medians, table
 from benchmarks.servers import SERVERS
 
@@ -66,11 +71,78 @@ def test_medians_are_of_each_value():
 def test_ratios_are_to_the_best_peer_with_each_engine():
     assert ratios(_MODEL) == pytest.approx(
         {
-            "vitserve: rate, of the best peer's": 200 / 90,
-            "vitserve: rate, of the best peer's with OpenVINO": 200 / 160,
-            "vitserve: p99 at the pace, of the least of a peer": 0.5,
+            "rate, of the best peer's": 200 / 90,
+            "rate, of the best peer's with OpenVINO": 200 / 160,
+            "p99 at the pace, of the least of a peer": 0.5,
         }
     )
+
+
+def test_servers_measured_at_different_times_are_compared_by_ours_in_the_same_slices():
+    rates = {"vitserve": (400, 200, 210), "mosec": (None, 100, 105), "FastAPI": (160,), "KServe, OpenVINO": ()}
+    rounds = {
+        name: [_load(rate) | {"slice": slice_} for slice_, rate in enumerate(done) if rate]
+        for name, done in rates.items()
+    }
+
+    found = ratios({"rounds": rounds})
+
+    # FastAPI's 160 beside 400 are less than mosec's 102.5 beside 205.
+    assert found == pytest.approx({"rate, of the best peer's": 2})
+    assert share_of_ours({"rounds": rounds}, "FastAPI") == pytest.approx(0.4)
+    assert share_of_ours({"rounds": rounds}, "KServe, OpenVINO") is None
+
+
+class _Pretended(peers_main.Comparison):
+    """Servers that are never started; measuring moves the clock."""
+
+    now = 0.0
+
+    @contextmanager
+    def _started(self, rows):
+        started = SimpleNamespace(start_seconds=1.0, thawed=nullcontext, hold=lambda: None)
+        yield dict.fromkeys(range(len(rows)), (started, None)), {}
+
+    def _closed(self, started, load, seconds):
+        type(self).now += seconds + 1.9
+        return Load(100.0, p50=5.0, p90=8.0, p99=10.0, max=20.0, refused=0, broken=0), 0.1
+
+    def _check(self, name, server, started):
+        pass
+
+    def _limit(self):
+        return {"rate": 500.0}
+
+
+def test_every_turn_of_peers_begins_with_vitserve_and_waits_where_its_slice_is_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "ensure", lambda name: (tmp_path, "random"))
+    monkeypatch.setattr(graph, "ensure", lambda folder: folder)
+    monkeypatch.setattr("time.monotonic", lambda: _Pretended.now)
+    waits: list[float] = []
+    monkeypatch.setattr("builtins.input", lambda prompt: waits.append(_Pretended.now))
+    (tmp_path / "picture").touch()
+    record = Record(tmp_path / "record.json", dtype="bfloat16", about={})
+    servers = [server for server in SERVERS if server.name in ("mosec", "KServe")]
+
+    def measure(**more: object) -> None:
+        arguments = Namespace(
+            **{"rounds": 3, "seconds": 4, "slice": 40, "engines": ["torch"], "rows": None, "connections": 32} | more
+        )
+        _Pretended(record, "vit32", [tmp_path / "picture"], arguments, servers).rounds()
+
+    measure()
+    measure(rounds=1, engines=["openvino"], slice=None)
+
+    rounds = record.section("models", "vit32", "rounds")
+    assert {name: [round_["slice"] for round_ in done] for name, done in rounds.items()} == {
+        "vitserve": [1, 2, 3, 4],
+        "mosec": [1, 2, 3],
+        "KServe": [1, 2, 3],
+        "mosec, OpenVINO": [4],
+        "KServe, OpenVINO": [4],
+    }
+    # Two turns of 17.7 s fit into the first slice, the third does not.
+    assert waits == pytest.approx([0, 35.4])
 
 
 def test_the_fastest_configuration_that_lost_nothing_is_kept():
@@ -95,14 +167,16 @@ def test_the_report_of_peers_names_versions_settings_and_the_fastest_first(tmp_p
     rows = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
     assert [row.split("|")[1].strip() for row in rows[1:]] == [
         "vitserve 0.1.0",
-        "mosec, OpenVINO 0.9.8",
-        "mosec 0.9.8",
+        "mosec 0.9.8, OpenVINO",
+        "mosec 0.9.8, torch",
         "Ray Serve, torch.compile",
-        "Ray Serve",
+        "Ray Serve, torch",
     ]
-    assert "14/14" in text
+    assert rows[1] == "| vitserve 0.1.0 | 200 (100 to 300) | 1.00 | 5, 10 |"
+    assert "- the same top-1 wherever its margin exceeds 2 %: all 1" in text
     assert "- mosec: PEER_THREADS=1" in text
-    assert "- vitserve: rate, of the best peer's: 2.22" in text
+    assert "- rate, of the best peer's: 2.22" in text
+    assert "- p99 at 45.0/s, ms: vitserve 30, mosec 60" in text
 
 
 def test_the_report_of_larger_models_compares_with_the_best_of_both_streams():
