@@ -13,7 +13,7 @@ _SHORTEST_SLEEP: Final = 0.005
 
 
 class Timers:
-    """Calls functions at moments of the running event loop's clock; belongs to that loop."""
+    """Calls functions at moments of the running event loop's clock."""
 
     def __init__(self) -> None:
         self._set: dict[object, tuple[float, Callable[[], object]]] = {}
@@ -23,7 +23,9 @@ class Timers:
 
     def set(self, key: object, seconds: float, ring: Callable[[], object]) -> None:
         """Call `ring` once in so many seconds, unless the key is cleared before."""
-        loop = self._loop = self._loop or asyncio.get_running_loop()  # which asks the kernel for the process
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # the timer of a loop that has ended never rings
+            self._loop, self._timer, self._rings_at = loop, None, math.inf
         due = loop.time() + seconds
         self._set[key] = due, ring
         if due < self._rings_at:

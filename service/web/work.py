@@ -174,7 +174,7 @@ class ThreadPool:
         self._free = threads
         self._lock = threading.Lock()  # of the two above
         self._ended: deque[_Job[Any]] = deque()
-        self._wakes = False
+        self._woken: asyncio.AbstractEventLoop | None = None  # the loop that will look at what has ended
         self._timers = Timers()
         self._name = name
         self._capacity = capacity
@@ -243,12 +243,12 @@ class ThreadPool:
             job.run(work)
             del work
             self._ended.append(job)
-            if not (self._wakes or loop.is_closed()):
-                self._wakes = True
+            if not (self._woken is loop or loop.is_closed()):
+                self._woken = loop
                 loop.call_soon_threadsafe(self._wake_callers)
 
     def _wake_callers(self) -> None:
-        self._wakes = False  # before the look: what ends after it wakes the loop again
+        self._woken = None  # before the look: what ends after it wakes the loop again
         while self._ended:
             job = self._ended.popleft()
             self._jobs.discard(job)

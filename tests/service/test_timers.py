@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,12 @@ async def test_each_moment_comes_in_its_turn_unless_it_is_cleared() -> None:
 async def test_moments_that_never_come_take_one_timer_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, timers, taken = asyncio.get_running_loop(), Timers(), list[float]()
     call_at = loop.call_at
-    monkeypatch.setattr(loop, "call_at", lambda when, *rest: (taken.append(when), call_at(when, *rest))[1])
+
+    def counted(when: float, *rest: Any) -> asyncio.TimerHandle:
+        taken.append(when)
+        return call_at(when, *rest)
+
+    monkeypatch.setattr(loop, "call_at", counted)
     for number in range(100):
         timers.set(number, 60 + number, pytest.fail)
         timers.clear(number)

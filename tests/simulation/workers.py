@@ -12,6 +12,7 @@ from service.engine.base import Engine
 from service.engine.swapping import Generation
 from service.http.lifecycle import Lifecycle
 from service.http.watchdog import keep_beating
+from service.timers import Timers
 from service.web.admission import Limiter
 from service.web.pipeline import Pipeline
 from tests.simulation.scheduler import Process
@@ -72,6 +73,7 @@ class Worker:
             "limiter": self.limiter,
             "lifecycle": Lifecycle(),
             "clock": self.process.time,
+            "pools": SimpleNamespace(timers=Timers()),
         }
         # What is left out is not on the simulated part of a request's way.
         names = [field.name for field in dataclasses.fields(Pipeline)]

@@ -17,7 +17,7 @@ from model.errors import CheckpointError, DeviceError, NotFinite
 from model.explanation.methods import explain
 from model.network.vit import VisionTransformer, ViTOutput
 from model.outputs import MapRequest, RequestedOutputs
-from model.runtime import building
+from model.runtime import cpu
 from model.runtime.backend import BackendName, CompilationState, trial_images
 from model.runtime.building import Builder
 from model.runtime.cpu import cpu_has_bfloat16, cpu_has_int8
@@ -60,7 +60,7 @@ def test_the_largest_batch_on_a_cpu_is_bounded_by_what_its_largest_layer_takes(m
     checkpoint = make_checkpoint()
     assert Builder(checkpoint, {"device": "cpu", "backend": "torch"}).build().max_batch == 32
     assert isinstance(checkpoint.config, ViTConfig)
-    monkeypatch.setattr(building, "LARGEST_LAYER", 5 * checkpoint.config.largest_layer)
+    monkeypatch.setattr(cpu, "LARGEST_LAYER", 5 * checkpoint.config.largest_layer)
     assert Builder(checkpoint, {"device": "cpu", "backend": "torch"}).build().max_batch == 4
     assert Builder(checkpoint, {"device": "cpu", "backend": "torch", "max_batch": 8}).build().max_batch == 8
 

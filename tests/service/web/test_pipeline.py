@@ -14,6 +14,7 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
+from model.images import preprocess
 from model.images.formats import UnboundedWork
 from model.images.preprocess import ModelInput
 from model.images.region import Region
@@ -225,7 +226,7 @@ async def test_decoding_runs_four_batches_ahead_of_the_model_and_no_further() ->
 
 @on_a_loop
 async def test_pictures_that_processes_decode_keep_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    service, go_on, original = app(), asyncio.Event(), pipeline.model_input
+    service, go_on, original = app(), asyncio.Event(), preprocess.model_input
     service.engine.info = model_info(max_batch=1)
 
     def on_thread(data: bytearray, *rest: Any, **options: Any) -> ModelInput:

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -178,12 +178,17 @@ async def test_a_pool_has_a_bound(pool: ThreadPool) -> None:
 
 
 @on_a_loop
-async def test_jobs_that_end_while_the_loop_is_busy_wake_it_once() -> None:
+async def test_jobs_that_end_while_the_loop_is_busy_wake_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made, ended, wakes = ThreadPool("test", 1), threading.Event(), list[int]()
     wake = made._wake_callers
-    made._wake_callers = lambda: (wakes.append(1), wake())  # type: ignore[method-assign, assignment]
-    deadline = Deadline(1e9, Clock())
-    jobs = [asyncio.create_task(made.run(work, deadline)) for work in (*[int] * 5, ended.set)]
+
+    def counted() -> None:
+        wakes.append(1)
+        wake()
+
+    monkeypatch.setattr(made, "_wake_callers", counted)
+    deadline, work = Deadline(1e9, Clock()), list[Callable[[], int | None]]([*[int] * 5, ended.set])
+    jobs = [asyncio.create_task(made.run(each, deadline)) for each in work]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert ended.wait(PATIENCE)  # the loop stands still meanwhile
