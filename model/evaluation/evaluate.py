@@ -102,6 +102,12 @@ def predict_scores(predictor: Predictor, pixels: NDArray[np.uint8], *, progress:
     return scores_and_members(outputs, len(pixels), requested.top_k)[0]
 
 
+def predict_logits(predictor: Predictor, pixels: NDArray[np.uint8], *, progress: bool = False) -> NDArray[np.float32]:
+    """Return the logits, float32 [N, K] in class order, of images that are uint8 [N, C, H, W]; NaN for what has none."""
+    outputs = _outputs(predictor, len(pixels), _reader(pixels), RequestedOutputs(1, logits=True), "evaluate", progress)
+    return np.stack([each.logits for each in outputs if each.logits is not None])
+
+
 def predict_embeddings(
     predictor: Predictor, pixels: NDArray[np.uint8], *, progress: bool = False
 ) -> NDArray[np.float32]:

@@ -22,7 +22,7 @@ from model.data.datasets import Dataset, is_cifar10, open_dataset
 from model.data.labelled_images import MEMORY, Images, PixelStorage, channel_statistics
 from model.errors import TrainingError
 from model.evaluation.calibration import MIN_CALIBRATION_IMAGES, calibration_of, fit_temperature
-from model.evaluation.evaluate import Evaluation, measure, predict_scores
+from model.evaluation.evaluate import Evaluation, measure, predict_logits
 from model.runtime.device import choose_device
 from model.runtime.predictor import Predictor
 from model.training import run_folder
@@ -120,7 +120,7 @@ def run(
         test = None
         if dataset.has_test:
             images = dataset.load_test(kept.checkpoint.preprocess, storage, progress=progress)
-            logits = _log_scores(kept.predictor, images, progress=progress)
+            logits = torch.from_numpy(predict_logits(kept.predictor, images.pixels, progress=progress))
             test = _measure_calibrated(logits, images, kept.checkpoint)
         record = _record(trainer, start, dataset, kept, kept_epoch, test)
         _write_results(out, record, trainer, last.checkpoint, kept.checkpoint)
@@ -196,7 +196,7 @@ def round_and_calibrate(
     """
     stored = rounded(checkpoint)
     predictor = Predictor(stored, device=device, backend="torch", dtype="float32", compile_mode="off")
-    logits = _log_scores(predictor, validation, progress=progress)
+    logits = torch.from_numpy(predict_logits(predictor, validation.pixels, progress=progress))
     temperature = calibrating_temperature(logits, torch.from_numpy(validation.labels))
     calibration = None
     if len(logits) >= MIN_CALIBRATION_IMAGES:
@@ -219,12 +219,6 @@ def rounded(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint with the very numbers that are stored and served, float32, and without its temperature."""
     tensors = {name: tensor.detach().cpu().to(STORED_DTYPE).float() for name, tensor in checkpoint.tensors.items()}
     return replace(checkpoint, tensors=tensors, temperature=1.0)
-
-
-def _log_scores(predictor: Predictor, images: Images, *, progress: bool) -> Tensor:
-    """Return the log of an uncalibrated predictor's scores, float32 [N, K]: its logits but for a constant a row."""
-    scores = torch.from_numpy(predict_scores(predictor, images.pixels, progress=progress))
-    return scores.clamp_min(torch.finfo(scores.dtype).tiny).log()
 
 
 def _measure_calibrated(logits: Tensor, images: Images, checkpoint: Checkpoint) -> tuple[Evaluation, Evaluation]:

@@ -14,7 +14,7 @@ from model.checkpoint import load_checkpoint
 from model.data.cifar10 import read_test, read_train, split_validation
 from model.data.labelled_images import channel_statistics
 from model.errors import DatasetError, TrainingError
-from model.evaluation.evaluate import measure, predict_scores
+from model.evaluation.evaluate import measure, predict_logits, predict_scores
 from model.runtime.predictor import Predictor
 from model.training.recipe import Recipe, read_recipe
 from model.training.run_folder import CARD_FILE, folder_lock
@@ -75,13 +75,20 @@ def test_the_temperature_lowers_the_loss_on_the_validation_images(finished: tupl
     assert result.validation.accuracy == result.validation_uncalibrated.accuracy
 
 
-def test_the_folder_is_calibrated_on_the_validation_images(finished: tuple[Path, RunRecord]) -> None:
+def test_the_folder_is_calibrated_on_the_validation_images(finished: tuple[Path, RunRecord], cifar: Path) -> None:
     out, result = finished
     calibration = load_checkpoint(str(out)).calibration
     assert calibration is not None
     assert calibration.temperature == result.temperature
     assert calibration.pictures == len(calibration.scores) == result.validation.count
     assert np.mean(np.greater(calibration.scores, 0.5)) == pytest.approx(result.validation.accuracy, abs=0.1)
+    # Energies are of the network's own logits: log-probabilities would have energies near 0, which tell nothing.
+    images = read_test(cifar)
+    predictor = Predictor(load_checkpoint(str(out)), device="cpu", backend="torch", dtype="float32")
+    logits = predict_logits(predictor, images.pixels)
+    energies = np.log(np.exp(logits / calibration.temperature).sum(axis=1))
+    assert np.median(calibration.energies) == pytest.approx(np.median(energies), rel=0.2)
+    assert np.std(energies) > 0.01
 
 
 def test_preprocessing_is_measured_on_the_training_images_alone(
