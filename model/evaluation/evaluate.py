@@ -103,7 +103,7 @@ def predict_scores(predictor: Predictor, pixels: NDArray[np.uint8], *, progress:
 
 
 def predict_logits(predictor: Predictor, pixels: NDArray[np.uint8], *, progress: bool = False) -> NDArray[np.float32]:
-    """Return the logits, float32 [N, K] in class order, of images that are uint8 [N, C, H, W]; NaN for what has none."""
+    """Return the logits, float32 [N, K] in class order, of images that are uint8 [N, C, H, W]."""
     outputs = _outputs(predictor, len(pixels), _reader(pixels), RequestedOutputs(1, logits=True), "evaluate", progress)
     return np.stack([each.logits for each in outputs if each.logits is not None])
 
