@@ -25,9 +25,11 @@ class ProcessTree:
         """Return the processes that live now, the root first."""
         found = [self._root]
         for pid in found:
-            for children in Path(f"/proc/{pid}/task").glob("*/children"):
-                with suppress(OSError):  # a thread or a process may end while it is looked at
-                    found += [int(child) for child in children.read_text().split()]
+            # A process or a thread may end while it is looked at.
+            with suppress(OSError):
+                for thread in Path(f"/proc/{pid}/task").iterdir():
+                    with suppress(OSError):
+                        found += map(int, (thread / "children").read_text().split())
         return found
 
     def processor_seconds(self) -> float:

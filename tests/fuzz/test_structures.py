@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
 import subprocess
 import sys
 import warnings
@@ -154,6 +155,15 @@ def test_a_file_that_costs_too_much_is_a_fault_and_kept_and_the_others_are_none(
     assert tally.seconds > 0.12
     assert tally.peak > 12 << 20
     assert [server.process.poll() is not None for server in started] == [True]
+
+
+def test_a_process_that_ends_while_it_is_looked_at_has_no_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(path: object) -> list[str]:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr("os.scandir", ends)
+    monkeypatch.setattr("os.listdir", ends)
+    assert ProcessTree(os.getpid()).pids() == [os.getpid()]
 
 
 def test_the_processor_time_of_children_that_nobody_waited_for_counts() -> None:
