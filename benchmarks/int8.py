@@ -62,7 +62,7 @@ def _make_graphs(arguments: argparse.Namespace, record: Record) -> None:
     checkpoint = load_checkpoint(arguments.checkpoint)
     calibrated, tested, labels = _pictures(arguments, checkpoint.preprocess)
     options = TorchOptions(checkpoint.network(), checkpoint, torch.device("cpu"), torch.float32, "off", (1,))
-    whole = trace(options, BatchRequest())[0].model
+    whole = trace(options, BatchRequest()).model
     expected = graph_logits(whole, "float32", tested, _STREAMS)
     arguments.work.mkdir(parents=True, exist_ok=True)
 

@@ -24,7 +24,7 @@ from model.config import ViTConfig
 from model.errors import TrainingError
 from model.network.layers.attention import Attention, plain_attention
 from model.runtime.device import choose_dtype
-from model.training.optimisers import MixedPrecisionOptimiser, Schedule
+from model.training.optimisers import MixedPrecisionOptimiser, Position, Schedule
 from model.training.recipe import Recipe
 from model.training.run_folder import (
     BEST_FILE,
@@ -125,7 +125,9 @@ class Trainer:
         self._best_is_saved = True
         self.steps_per_epoch = len(data.labels) // recipe.batch_size
         self._schedule = Schedule(
-            recipe.epochs * self.steps_per_epoch, None if recipe.minutes is None else 60 * recipe.minutes
+            recipe.epochs * self.steps_per_epoch,
+            None if recipe.minutes is None else 60 * recipe.minutes,
+            recipe.optimiser.restart,
         )
         if recipe.compile and shutil.which("g++") is not None:
             for block in self.model.blocks:
@@ -149,7 +151,7 @@ class Trainer:
     @property
     def finished(self) -> bool:
         """Return whether the schedule is at its end, by epochs or by time."""
-        return self.epoch > 0 and self._progress(0, 0.0) >= 1
+        return self.epoch > 0 and self._position(0, 0.0).progress >= 1
 
     @property
     def epochs_trained(self) -> float:
@@ -244,9 +246,9 @@ class Trainer:
         if candidate.beats(self._best):
             self._best, self._best_is_saved = candidate, False
 
-    def _progress(self, steps: int, elapsed: float) -> float:
-        """Return the share of the schedule done after `steps` and `elapsed` seconds of the epoch under way."""
-        return self._schedule.progress(self.epoch * self.steps_per_epoch + steps, self.seconds + elapsed)
+    def _position(self, steps: int, elapsed: float) -> Position:
+        """Return where the schedule is after `steps` and `elapsed` seconds of the epoch under way."""
+        return self._schedule.at(self.epoch * self.steps_per_epoch + steps, self.seconds + elapsed)
 
     def _run_epoch(self, show_progress: bool) -> EpochMetrics:
         began, cpu_began = self._clock(), time.process_time()
@@ -258,7 +260,7 @@ class Trainer:
             raise TrainingError(f"epoch {self.epoch + 1}: the loss is not finite; lower the learning rate")
         trained = ended = self._clock()
         validation_loss = validation_accuracy = None
-        last = self._progress(sums.steps, trained - began) >= 1
+        last = self._position(sums.steps, trained - began).progress >= 1
         if last or (self.epoch + 1) % self.recipe.evaluate_every == 0:
             validation_loss, validation_accuracy = self._validate()
             ended = self._clock()
@@ -288,19 +290,19 @@ class Trainer:
         loss_sum = torch.zeros((), device=self.device)
         correct_sum = torch.zeros((), dtype=torch.int64, device=self.device)
         images, done, rate = 0, 0, 0.0
-        batches = augmented_batches(self.data, self.recipe, self.config, generator, self._progress(0, 0.0))
+        batches = augmented_batches(self.data, self.recipe, self.config, generator, self._position(0, 0.0).progress)
         with self._progress_bar(show_progress) as bar:
             for done, (pixels, labels, targets) in enumerate(batches):
-                progress = self._progress(done, self._clock() - began)
+                progress, restarted = position = self._position(done, self._clock() - began)
                 if progress >= 1 and done > 0:  # out of time
                     break
-                rate = self._optimiser.set_rate(min(progress, 1.0))
+                rate = self._optimiser.set_rate(position)
                 dropout = self.recipe.patch_dropout
                 self.model.patch_dropout = dropout.rate if progress < dropout.until else 0.0
                 distillation = self.recipe.distillation
                 if distillation is not None and distillation.frozen_stem:
                     self.model.patch_embed.get_submodule("backbone").requires_grad_(
-                        progress >= distillation.frozen_stem
+                        restarted or progress >= distillation.frozen_stem
                     )
                 loss, correct = self._step(pixels, labels, targets)
                 self._optimiser.update_ema(self.epoch * self.steps_per_epoch + done)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,6 +80,18 @@ def layer_of(name: str, depth: int) -> int:
     return 0 if part in embeddings else depth + 1
 
 
+class Position(NamedTuple):
+    """A point of a schedule.
+
+    Attributes:
+        progress: the share of the cycle that is done, from 0; 1 or more: the schedule is over.
+        restarted: whether the cycle is the second one.
+    """
+
+    progress: float
+    restarted: bool
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The length of a run, in steps and in time; it ends with whichever comes first.
@@ -87,15 +99,24 @@ class Schedule:
     Attributes:
         steps: updates in all.
         seconds: wall time of training; None where it is not limited.
+        restart: the share of both after which the second cycle begins; 0: there is one cycle.
     """
 
     steps: int
     seconds: float | None
+    restart: float = 0.0
 
-    def progress(self, steps: int, seconds: float) -> float:
-        """Return the share of the schedule that is done after `steps` and `seconds`; 1 or more: it is over."""
-        by_steps = steps / self.steps
-        return by_steps if self.seconds is None else max(by_steps, seconds / self.seconds)
+    def at(self, steps: int, seconds: float) -> Position:
+        """Return where the schedule is after `steps` and `seconds`."""
+        first, began = round(self.restart * self.steps), self.restart * (self.seconds or 0.0)
+        if first:
+            progress = max(steps / first, seconds / began if began else 0.0)
+            if progress < 1:
+                return Position(progress, restarted=False)
+        progress = (steps - first) / (self.steps - first)
+        if self.seconds is not None:
+            progress = max(progress, (seconds - began) / (self.seconds - began))
+        return Position(progress, restarted=first > 0)
 
     def seconds_left(self, steps: int, seconds: float, seconds_per_step: float) -> float:
         """Return the seconds until the schedule ends at this pace, after `steps` and `seconds`."""
@@ -165,9 +186,11 @@ class MixedPrecisionOptimiser:
                     kept[_STEM + name].copy_(weight)
         self._publish(self._masters)
 
-    def set_rate(self, progress: float) -> float:
-        """Set all learning rates for this share of the schedule, 0...1, and return AdamW's."""
-        factor = rate_factor(progress, self._settings.warmup)
+    def set_rate(self, position: Position) -> float:
+        """Set all learning rates for this point of the schedule, and return AdamW's."""
+        factor = rate_factor(min(position.progress, 1.0), self._settings.warmup)
+        if position.restarted:
+            factor *= self._settings.restart_rate
         for optimiser, peaks in zip(self._optimisers, self._peaks, strict=True):
             for group, peak in zip(optimiser.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor

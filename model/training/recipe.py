@@ -67,6 +67,10 @@ class Optimiser(Frozen):
     """The decay is decoupled; biases and LayerNorm weights are spared."""
     warmup: Share = 0.1
     """Share of all steps over which the rate rises linearly; then it falls to zero along a cosine."""
+    restart: Share = 0.0
+    """Share of the schedule after which a second cycle begins, whose rates are `restart_rate` of the first's (warm
+    restarts, Loshchilov & Hutter 2016). 0: there is one cycle. Shares of the schedule are then shares of each cycle."""
+    restart_rate: Positive = 0.3
     layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Both learning rates are multiplied by this once for each layer between a parameter and the head
     (Clark et al. 2020; for fine-tuning, 0.65...0.9). 1: all layers learn at the same rate."""
@@ -166,7 +170,7 @@ class Distillation(Frozen):
     inherit_stem: bool = False
     """The model's convolutional stem starts as the teacher's first layers, which have the same shapes."""
     frozen_stem: Probability = 0.0
-    """Share of the schedule over which the stem stays as it started, which makes a step cheaper."""
+    """Share of the schedule, or of its first cycle, over which the stem stays as it started: steps are cheaper."""
 
 
 class Recipe(Frozen):

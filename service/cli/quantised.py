@@ -107,7 +107,7 @@ def add_int8(folder: Path, pictures: tuple[list[Path], list[Path]], least: float
     )
     threads = torch.get_num_threads()
     options = TorchOptions(checkpoint.network(), checkpoint, torch.device("cpu"), torch.float32, "off", (1,))
-    graph, _ = trace(options, BatchRequest())
+    graph = trace(options, BatchRequest())
     dtype: Literal["bfloat16", "float32"] = "bfloat16" if cpu_has_bfloat16() else "float32"
     progress = partial(print, flush=True)
     products = Quantiser(graph.model, dtype, calibrated, threads=threads, progress=progress).quantise(least)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from model.errors import DeviceError
 from model.runtime.backend import require_close
 from model.runtime.batches import BatchOutputs, BatchRequest, HostOutputs, compute_in_pieces, joined, pieces
-from model.runtime.openvino.graph import Graphs, compile_all
+from model.runtime.openvino.graph import Graphs, Requests, compile_all
 
 if TYPE_CHECKING:
     import openvino
@@ -46,18 +46,27 @@ class NetworkGraph(NamedTuple):
             float32.
         outputs: their names, in the model's order: of `BatchOutputs`.
         request: what they are: the last layer's attention row where it is given, and extras.
+        reference: torch's own outputs for all `reference_images`; None: the graph is not compared with anything.
     """
 
     model: openvino.Model
     outputs: tuple[str, ...]
     request: BatchRequest
+    reference: HostOutputs | None = None
 
 
-class Reference(NamedTuple):
-    """Torch's own outputs for images, uint8 [B, H, W, C]: for as many as the largest graph of one size takes."""
+REFERENCE_COUNT: Final = _SIZES[-1]
+"""Images that graphs are compared with torch on: as many as the largest graph of one size takes."""
 
-    images: NDArray[np.uint8]
-    outputs: HostOutputs
+
+def reference_images(count: int, shape: Sequence[int]) -> NDArray[np.uint8]:
+    """Return the first of these images, uint8 [count, H, W, C]: noise, which is the same at each start.
+
+    Args:
+        count: at most `REFERENCE_COUNT`.
+        shape: (H, W, C).
+    """
+    return np.random.default_rng(0).integers(0, 256, (count, *shape), dtype=np.uint8)
 
 
 class OpenVinoNetwork:
@@ -65,7 +74,8 @@ class OpenVinoNetwork:
 
     A small network has a graph for each of a few numbers of images. These are faster than a graph for any number, and
     most where numbers change from batch to batch, but take more memory. An image that is alone has a graph that
-    computes it on all threads; a batch that is alone is divided among the streams.
+    computes it on all threads; a batch that is alone is divided among the streams. Each graph is run once it is
+    compiled, on every stream, and its outputs are compared with torch's.
 
     Args:
         graph: the network, in float32: OpenVINO rounds to the dtype itself.
@@ -80,7 +90,7 @@ class OpenVinoNetwork:
         request: what the graphs give: extras, and the last layer's attention row where it can be traced.
 
     Raises:
-        DeviceError: OpenVINO does not compile this graph.
+        DeviceError: OpenVINO does not compile this graph, or gives other outputs than torch.
     """
 
     def __init__(
@@ -100,7 +110,8 @@ class OpenVinoNetwork:
         self._sizes: tuple[int, ...] | None = _SIZES if _is_small(weights_bytes(graph.model, dtype), streams) else None
         self._all_sizes = self._sizes
         self._shape = [side.get_length() for side in list(graph.model.inputs[0].partial_shape)[1:]]
-        of = partial(Graphs, graph.model, dtype, threads=threads)
+        self._reference = graph.reference
+        of = partial(Graphs, graph.model, dtype, self._check, threads=threads)
         self._graphs = of(self._sizes or (None,), streams=streams)
         # One stream is on all threads already.
         self._lone = self._graphs if streams == 1 else of((1,), streams=1)
@@ -124,23 +135,20 @@ class OpenVinoNetwork:
         """Compile the graphs of the other sizes, beside batches; once all have run, batches are computed in them."""
         try:
             for size in set(self._all_sizes or ()) - set(self._sizes or ()):
-                images = np.zeros((size, *self._shape), np.uint8)
-                self._graphs.of(size).run_all(images)  # so that no request pays for allocations
-        except RuntimeError as error:
+                self._graphs.of(size)
+        except (DeviceError, RuntimeError) as error:
             logger.warning("batches are computed in pieces of %s images: %s", self._sizes, _does_not_run(error))
         else:
             self._sizes = self._all_sizes
 
-    def require_close(self, reference: Reference) -> None:
-        """Raise DeviceError if a graph does not run, or its outputs are not torch's."""
-        try:
-            # With one image, and with other numbers than traced, a constant that the trace made of a size shows.
-            for alone, counts in ((True, (1, 3)), (False, self._sizes or (1, 3))):
-                for count in counts:
-                    outputs = self(reference.images[:count], alone=alone)
-                    require_close(outputs, reference.outputs, exact=self.dtype == "float32", source="OpenVINO")
-        except RuntimeError as error:
-            raise _does_not_run(error) from error
+    def _check(self, requests: Requests, size: int | None) -> None:
+        """Raise DeviceError if a graph's outputs are not torch's; what it allocates for a batch, it has afterwards."""
+        # In a graph for any size a constant that the trace made of a size shows with other sizes than were traced.
+        for count in (size,) if size else (1, 3):
+            for outputs in requests.run_all(reference_images(count, self._shape)):
+                if self._reference is not None:
+                    exact = self.dtype == "float32"
+                    require_close(self._named(outputs), self._reference, exact=exact, source="OpenVINO")
 
     def __call__(self, images: NDArray[np.uint8], *, alone: bool) -> HostOutputs:
         """Compute a batch uint8 [B, H, W, C], on all threads if no other computes; block while all streams are busy.
@@ -187,11 +195,9 @@ class OpenVinoNetwork:
         return BatchOutputs.of(dict(zip(self._names, outputs, strict=True)))
 
     def fill_caches(self, images: NDArray[np.uint8]) -> None:
-        """Run a batch on every stream: each keeps kernels and buffers of its own for a batch size."""
-        if self._sizes is None or len(images) in self._sizes:
-            self._graphs.of(len(images)).run_all(images)
-        if len(images) == 1 and self._lone is not self._graphs:
-            self._lone.of(1).run_all(images)
+        """Run a batch on every stream, unless its graph was run as it was compiled: each keeps kernels and buffers."""
+        if self._sizes is None:
+            self._graphs.of(None).run_all(images)
 
 
 def weights_bytes(model: openvino.Model, dtype: str) -> int:
@@ -207,5 +213,7 @@ def _is_small(weights: int, streams: int) -> bool:
     return len(_SIZES) * (weights + _GRAPH_BYTES + streams * _STREAM_BYTES) <= _FIXED_BYTES
 
 
-def _does_not_run(error: RuntimeError) -> DeviceError:
+def _does_not_run(error: DeviceError | RuntimeError) -> DeviceError:
+    if isinstance(error, DeviceError):
+        return error
     return DeviceError(f"OpenVINO does not run this model: {str(error).strip().splitlines()[-1]}")

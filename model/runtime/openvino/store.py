@@ -2,6 +2,7 @@
 
     FOLDER/KEY/manifest.json    the checksum of what follows, then what the graph was made of, and what it gives
               /graph.xml, .bin  the graph, in float32
+              /reference.safetensors  torch's outputs, which each later start compares its own with
 
 The key is a hash of every setting, version and fact of the machine that the graph depends on; what it is run with,
 such as the number of threads, is no part of it. The manifest names every
@@ -33,6 +34,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors.numpy import load_file, save_file
 
 from model.config import LibraryConfig, PreprocessConfig, ViTConfig
 from model.conformal import CALIBRATION_FILE, Calibration
@@ -55,6 +57,8 @@ _MAX_MANIFEST: Final = 10 << 20
 _MANIFEST: Final = "manifest.json"
 _GRAPH: Final = "graph.xml"
 _WEIGHTS: Final = "graph.bin"
+_REFERENCE: Final = "reference.safetensors"
+_FILES: Final = (_GRAPH, _WEIGHTS, _REFERENCE)
 _ABANDONED: Final = 3600.0
 """Seconds after which an entry that is still being written was given up by a process that ended."""
 
@@ -90,7 +94,7 @@ class Manifest(BaseModel):
     Attributes:
         key: what `Entry.key` hashes.
         files: the hash of each file that was read, of the names in each folder; None where there was nothing.
-        graph: hashes of the two files of the graph.
+        graph: hashes of the graph's files.
         outputs, layers, relevance, all_tokens: see `NetworkGraph`.
         dtype: that it was found to agree with torch in.
         threads: how many torch takes by itself here.
@@ -148,12 +152,13 @@ class Entry:
             self._require_own(place)
             manifest = self._manifest(place, extras)
             for name, digest in manifest.graph.items():
-                if name not in (_GRAPH, _WEIGHTS) or _digest(place / name) != digest:
+                if _digest(place / name) != digest:
                     raise _Damaged(f"{name} is not the file that was written")
             if changed := changed_file(manifest):
                 logger.info("%s is not as it was: the graph is made again", changed)
                 return None
-            graph = NetworkGraph(_read(place, manifest), manifest.outputs, manifest.request)
+            reference = BatchOutputs.of(load_file(place / _REFERENCE))
+            graph = NetworkGraph(_read(place, manifest), manifest.outputs, manifest.request, reference)
             with suppress(OSError):  # a folder that may only be read
                 os.utime(place)
         except FileNotFoundError:
@@ -180,7 +185,7 @@ class Entry:
         manifest = Manifest.model_validate_json(body)
         if manifest.key != self._facts:
             raise _Damaged("it is of other versions or settings")
-        known = set(manifest.graph) == {_GRAPH, _WEIGHTS} and set(manifest.outputs) <= set(BatchOutputs._fields)
+        known = set(manifest.graph) == set(_FILES) and set(manifest.outputs) <= set(BatchOutputs._fields)
         if not known or manifest.request.extras != extras:
             raise _Damaged(f"{_MANIFEST} is of another graph")
         return manifest
@@ -197,6 +202,7 @@ class Entry:
         written = Path(tempfile.mkdtemp(prefix=".", dir=self._folder))
         try:
             openvino_package().save_model(graph.model, written / _GRAPH, compress_to_fp16=False)
+            save_file(graph.reference.tensors() if graph.reference else {}, written / _REFERENCE)
             return written, graph._replace(model=core().read_model(written / _GRAPH))
         except BaseException:
             shutil.rmtree(written, ignore_errors=True)
@@ -213,7 +219,7 @@ class Entry:
         Raises:
             OSError, ValueError: it cannot be written.
         """
-        graph = {name: _digest(written / name) for name in (_GRAPH, _WEIGHTS)}
+        graph = {name: _digest(written / name) for name in _FILES}
         given: dict[str, Any] = {
             **{"layers": request.layers, "relevance": request.relevance, "all_tokens": request.all_tokens},
             **facts,

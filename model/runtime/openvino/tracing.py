@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,15 +16,12 @@ from model.network.library import Classifier
 from model.network.vit import VisionTransformer
 from model.runtime.batches import BatchOutputs, BatchRequest
 from model.runtime.openvino.graph import openvino_package
-from model.runtime.openvino.network import NetworkGraph, OpenVinoNetwork, Reference
+from model.runtime.openvino.network import REFERENCE_COUNT, NetworkGraph, OpenVinoNetwork, reference_images
 from model.runtime.postprocess import on_host, run_network
 from model.runtime.torch_backend import Normalise, TorchOptions
 
 if TYPE_CHECKING:
     import openvino
-
-_CHECKED: Final = 8
-"""Images that torch computes once, to compare the graphs with."""
 
 
 def traced_network(
@@ -50,16 +46,15 @@ def traced_network(
     """
     if workers == 1:
         torch.set_num_threads(1)  # of the calling thread
-    graph, reference = trace(options, extras)
+    graph = trace(options, extras)
     if stage is not None:
         graph = stage(graph)
     network = OpenVinoNetwork(graph, options.dtype_name, threads=threads, streams=streams, workers=workers)
-    network.require_close(reference)
     return network, graph
 
 
-def trace(options: TorchOptions, extras: BatchRequest) -> tuple[NetworkGraph, Reference]:
-    """Return a network as a graph, in float32, and torch's own outputs for some images.
+def trace(options: TorchOptions, extras: BatchRequest) -> NetworkGraph:
+    """Return a network as a graph, in float32, with torch's own outputs for some images.
 
     Raises:
         DeviceError: OpenVINO does not read this model, or torch's scores are not finite.
@@ -71,8 +66,7 @@ def trace(options: TorchOptions, extras: BatchRequest) -> tuple[NetworkGraph, Re
         layers = (config.depth - 1,)
     request = BatchRequest(layers=layers, relevance=extras.relevance, all_tokens=extras.all_tokens)
     module = _Traced(options.model, Normalise(options.checkpoint.preprocess), request)
-    shape = (_CHECKED, *config.image_size, config.in_channels)
-    images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    images = reference_images(REFERENCE_COUNT, (*config.image_size, config.in_channels))
     with torch.inference_mode():
         expected = module.outputs(torch.from_numpy(images))
     if not expected.tensors()["logits"].isfinite().all():
@@ -81,7 +75,7 @@ def trace(options: TorchOptions, extras: BatchRequest) -> tuple[NetworkGraph, Re
         model = convert(module, torch.from_numpy(images[:2]))
     except RuntimeError as error:
         raise DeviceError(f"OpenVINO does not run this model: {str(error).strip().splitlines()[-1]}") from error
-    return NetworkGraph(model, tuple(expected.tensors()), request), Reference(images, on_host(expected, _CHECKED))
+    return NetworkGraph(model, tuple(expected.tensors()), request, on_host(expected, REFERENCE_COUNT))
 
 
 def convert(module: nn.Module, example: Tensor) -> openvino.Model:

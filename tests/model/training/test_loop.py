@@ -81,6 +81,22 @@ def test_patches_are_dropped_until_the_told_share_of_the_schedule(
     assert rates == [0.5] * 12 + [0.0] * 4
 
 
+def test_after_a_restart_the_schedule_begins_anew_at_lower_rates(
+    recipe: Recipe, data: TrainingData, tmp_path: Path
+) -> None:
+    changes = {"epochs": 4, "optimiser.restart": 0.5, "optimiser.restart_rate": 0.25, "mixing.cutmix": 1.0}
+    recipe = recipe.override(changes | {"mixing.until": 0.5})  # the second epoch of each cycle
+    trainer = trained(recipe, data, tmp_path / "whole")
+    rates = [row.learning_rate for row in trainer.history]
+    assert [rates[2] / rates[0], rates[3] / rates[1]] == pytest.approx([0.25, 0.25])
+    assert trainer.finished
+    interrupted_after(recipe, data, tmp_path / "broken", 3)
+    broken = make_trainer(recipe, data, tmp_path / "broken")
+    broken.load()
+    broken.run(progress=False)
+    assert same(trainer, broken)
+
+
 def test_patches_cannot_be_dropped_where_positions_are_relative(
     recipe: Recipe, data: TrainingData, tmp_path: Path
 ) -> None:

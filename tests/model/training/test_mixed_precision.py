@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from model.network.vit import VisionTransformer
-from model.training.optimisers import MixedPrecisionOptimiser, update_average, warmed_up_decay
+from model.training.optimisers import MixedPrecisionOptimiser, Position, update_average, warmed_up_decay
 from model.training.recipe import Recipe
 from tests.model.training.runs import EVERYTHING
 
@@ -36,7 +36,7 @@ def test_muon_turns_the_filters_of_a_stem_as_the_rows_of_a_matrix(recipe: Recipe
     name = "patch_embed.backbone.1.weight"
     before = model.state_dict()[name].clone()
     optimiser = MixedPrecisionOptimiser(model, torch.float32, recipe)
-    optimiser.set_rate(recipe.optimiser.warmup)
+    optimiser.set_rate(Position(recipe.optimiser.warmup, restarted=False))
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         parameter.grad = 5 + torch.randn(parameter.shape, generator=generator)  # one direction outweighs all

@@ -20,11 +20,20 @@ def test_a_schedule_without_warm_up_starts_at_its_peak() -> None:
 
 
 def test_progress_is_that_of_the_steps_or_of_the_time_whichever_is_further() -> None:
-    assert Schedule(steps=100, seconds=None).progress(25, 1e9) == 0.25
+    assert Schedule(steps=100, seconds=None).at(25, 1e9) == (0.25, False)
     limited = Schedule(steps=100, seconds=60.0)
-    assert limited.progress(25, 6.0) == 0.25
-    assert limited.progress(25, 30.0) == 0.5
-    assert limited.progress(25, 60.0) == 1.0
+    assert limited.at(25, 6.0) == (0.25, False)
+    assert limited.at(25, 30.0) == (0.5, False)
+    assert limited.at(25, 60.0) == (1.0, False)
+
+
+def test_a_second_cycle_is_a_schedule_of_what_is_left() -> None:
+    restarted = Schedule(steps=40, seconds=None, restart=0.7)
+    whole = Schedule(steps=28, seconds=None)
+    assert [restarted.at(step, 0.0) for step in range(28)] == [whole.at(step, 0.0) for step in range(28)]
+    assert [restarted.at(step, 0.0) for step in (28, 34, 40)] == [(0.0, True), (0.5, True), (1.0, True)]
+    limited = Schedule(steps=100, seconds=60.0, restart=0.5)
+    assert [limited.at(0, seconds) for seconds in (15.0, 30.0, 45.0)] == [(0.5, False), (0.0, True), (0.5, True)]
 
 
 def test_what_is_left_is_the_steps_at_their_pace_within_the_time_limit_and_never_negative() -> None:

@@ -56,7 +56,7 @@ def traced_graph(checkpoint: Checkpoint) -> Any:
     from model.runtime.openvino.tracing import trace
 
     options = TorchOptions(checkpoint.network(), checkpoint, torch.device("cpu"), torch.float32, "off", (1,))
-    return trace(options, BatchRequest())[0].model
+    return trace(options, BatchRequest()).model
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -72,22 +73,38 @@ def test_warm_up_runs_torch_for_one_image_only(
     assert sizes == [(1,)]
 
 
-def test_warm_up_tries_every_size_on_every_stream(
-    both: tuple[Predictor, Predictor], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("wrong", "refused"), [((), False), ((3,), False), ((3, 4), True)])
+def test_every_graph_is_run_on_every_stream_and_made_again_where_its_outputs_are_not_torchs(
+    wrong: tuple[int, ...], refused: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each stream keeps kernels for the sizes that it meets: a size met late would be memory taken late."""
-    tried: list[tuple[int, int]] = []
+    run: list[tuple[int, int]] = []
     run_all = Requests.run_all
 
-    def spy(self: Requests, images: np.ndarray) -> None:
-        tried.append((self.streams, len(images)))
-        run_all(self, images)
+    def spoilt(self: Requests, images: np.ndarray) -> list[list[np.ndarray]]:
+        run.append((self.streams, len(images)))
+        outputs = run_all(self, images)
+        if len(run) in wrong:
+            outputs[-1][0] += 1  # of the last stream alone
+        return outputs
 
-    monkeypatch.setattr(Requests, "run_all", spy)
-    monkeypatch.setattr("model.runtime.predictor._FILL_SECONDS", float("inf"))
-    both[1].warm_up()
-    wanted = {(1, 1)} | {(2, size) for size in (1, 2, 4, 8)}
-    assert (set(tried), len(tried)) == (wanted, len(wanted))
+    monkeypatch.setattr(Requests, "run_all", spoilt)
+    monkeypatch.setattr(
+        "model.runtime.openvino.graph.ThreadPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1)
+    )  # in turn
+    make = functools.partial(
+        Predictor, load_checkpoint("bundled"), device="cpu", dtype="float32", backend="openvino", threads=2, streams=2
+    )
+    if refused:
+        with pytest.raises(DeviceError, match=r"OpenVINO's logits are .* of their norm away from torch's"):
+            make()
+    else:
+        make().warm_up()
+    sizes = [(2, size) for size in (1, 2, 4, 8)]
+    again = [sizes[2]] * len(wrong[:1])
+    assert run == [*sizes[:3], *again, *sizes[3:], (1, 1)]
+    lines = [record.getMessage() for record in caplog.records if "is compiled again" in record.getMessage()]
+    assert [line.split(":")[0] for line in lines] == ["the graph for 4 images is compiled again"] * len(again)
 
 
 @pytest.fixture
@@ -158,7 +175,7 @@ def test_a_large_network_has_one_graph_for_any_size(
     tried: list[int] = []
     monkeypatch.setattr(Requests, "run_all", lambda _, images: tried.append(len(images)))
     made.warm_up()
-    assert tried == [32, 24, 16, *range(8, 0, -1), 1]
+    assert tried == [32, 24, 16, *range(8, 0, -1)]
     images = np.random.default_rng(4).integers(0, 256, (19, 32, 32, 3), dtype=np.uint8)
     for alone in (True, False):
         found = network(made)(images, alone=alone).tensors()["logits"]
@@ -284,13 +301,13 @@ def test_bfloat16_is_float32s_but_for_its_rounding(both: tuple[Predictor, Predic
 def test_a_graph_that_gives_other_logits_than_torch_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = OpenVinoNetwork.__call__
+    named = OpenVinoNetwork._named
 
-    def wrong(self: OpenVinoNetwork, images: np.ndarray, *, alone: bool) -> HostOutputs:
-        output = whole(self, images, alone=alone)
+    def wrong(self: OpenVinoNetwork, outputs: list[np.ndarray]) -> HostOutputs:
+        output = named(self, outputs)
         return output._replace(logits=np.flip(output.tensors()["logits"], -1))
 
-    monkeypatch.setattr(OpenVinoNetwork, "__call__", wrong)
+    monkeypatch.setattr(OpenVinoNetwork, "_named", wrong)
     checkpoint = load_checkpoint("bundled")
     assert Predictor(checkpoint, device="cpu", backend="auto").backend.startswith("torch ")
     assert "of their norm away from torch's" in caplog.text

@@ -195,9 +195,29 @@ def flipped(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.parametrize("wrong", [1, 2])
+def test_a_later_start_compares_its_graphs_with_what_torch_gave(
+    wrong: int, kept: tuple[Path, Predictor], checkpoint_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, run_all = [wrong], Requests.run_all
+
+    def spoilt(self: Requests, images: np.ndarray) -> list[list[np.ndarray]]:
+        left[0] -= 1
+        return [[each + (left[0] >= 0) for each in outputs] for outputs in run_all(self, images)]
+
+    monkeypatch.setattr(Requests, "run_all", spoilt)
+    later = later_start(checkpoint_folder, kept[0])
+    if wrong == 2:
+        assert later is None, "it is made again"
+    else:
+        assert later is not None
+        assert answers(later, REQUESTS) == answers(kept[1], REQUESTS)
+
+
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "weights cut short": lambda place: truncated(place / "graph.bin"),
     "a bit of the weights": lambda place: flipped(place / "graph.bin"),
+    "a bit of torch's outputs": lambda place: flipped(place / "reference.safetensors"),
     "a bit of the graph": lambda place: flipped(place / "graph.xml"),
     "a bit of the manifest": lambda place: flipped(place / "manifest.json"),
     "an empty manifest": lambda place: (place / "manifest.json").write_bytes(b""),
