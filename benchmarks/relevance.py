@@ -1,4 +1,4 @@
-"""What relevance, or an embedding, adds in the predictor alone: `python -m benchmarks.relevance --output relevance`.
+"""What relevance, an embedding or a set adds in the predictor alone: `python -m benchmarks.relevance --output sets`.
 
 Batches with and without it take turns on one CPU thread, in processor time. The ratio is the median over the rounds of
 (time without) / (time with), and 1 would be free. `python -m benchmarks.cpu relevance` has the same over HTTP.
@@ -28,8 +28,10 @@ _OUTPUTS: Final = {
     "relevance": RequestedOutputs(5, MapRequest("relevance")),
     "embedding": RequestedOutputs(5, embedding=EmbeddingRequest()),
     "embedding-mean": RequestedOutputs(5, embedding=EmbeddingRequest("mean")),
+    "sets": RequestedOutputs(5, label_set=True),
 }
 _BACKENDS: Final[tuple[BackendName, ...]] = ("openvino", "torch")
+_COVERAGE = 0.9
 _SECONDS = 0.06
 """Of passes in a round, at least one."""
 
@@ -44,10 +46,12 @@ def main() -> None:
         about={"threads": 1},
     )
     rows = []
-    for name in arguments.models:
-        checkpoint = load_checkpoint(str(checkpoints.ensure(name)[0]))
+    for name in ("bundled",) if requested.label_set else arguments.models:  # the bundled model is calibrated
+        checkpoint = load_checkpoint(name if requested.label_set else str(checkpoints.ensure(name)[0]))
         for backend in _BACKENDS:
             predictor = Predictor(checkpoint, device="cpu", backend=backend, threads=1, streams=1)
+            if requested.label_set:
+                predictor.set_coverage(_COVERAGE)
             extras = BatchRequest.of([requested], checkpoint.config).extras
             if isinstance(predictor._backend, OpenVino):
                 predictor._backend.prepare(extras)
