@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any
 
 from prometheus_client import Metric
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from model.errors import first_problem
 from service import logs
 from service.engine.devices import fit_to_machine
 from service.engine.loading import load_predictor
@@ -65,10 +66,12 @@ def app(arguments: dict[str, Any]) -> serve.Application:
         arguments: see `Arguments`.
 
     Raises:
-        SettingsError: a setting has a value that is not allowed, or not in a replica.
-        ValidationError: an argument is unknown or has a value that is not allowed.
+        SettingsError: a setting or an argument is unknown, or has a value that is not allowed, or not in a replica.
     """
-    share = Arguments.model_validate(arguments)
+    try:
+        share = Arguments.model_validate(arguments)
+    except ValidationError as error:
+        raise SettingsError(f"an argument of the application: {first_problem(error)}") from None
     settings = replica_settings(load_settings(), share)
     for name in unknown_variables():
         logger.warning("%s is not a setting and is ignored", name)
