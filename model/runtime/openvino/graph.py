@@ -182,15 +182,29 @@ def _of_size(graph: openvino.Model, size: int) -> openvino.Model:
     return fixed
 
 
-@functools.cache
+_STARTING: Final = threading.Lock()
+
+
 def core() -> openvino.Core:
-    """Return the one core of this process, which is never freed.
+    """Return the one core of this process, once OpenVINO may be called from several threads."""
+    with _STARTING:
+        return _start()
+
+
+@functools.cache
+def _start() -> openvino.Core:
+    """Return a core, which is never freed.
 
     The CPU plugin gives the thread that first uses a core another stack for signal handlers, and unmaps that stack
     when the core is freed. Freed on another thread, as the garbage collector may, it stays in use: the next signal that
     Python handles on the first thread ends the process.
     """
-    made: openvino.Core = openvino_package().Core()
+    package = openvino_package()
+    # These fill tables of the bindings when they are first called, under a lock of C++ and with Python code in between:
+    # two threads that came first at the same time would wait for each other for ever.
+    package.Type.u8.to_dtype()
+    package.Tensor(np.zeros(1, np.uint8))
+    made: openvino.Core = package.Core()
     return made
 
 

@@ -73,6 +73,29 @@ def test_warm_up_runs_torch_for_one_image_only(
     assert sizes == [(1,)]
 
 
+def test_threads_that_come_to_openvino_first_at_the_same_time_do_not_wait_for_each_other() -> None:
+    code = """
+import os, sys, threading, time
+import numpy as np
+from model.runtime.openvino.graph import core, openvino_package
+core()
+package, barrier = openvino_package(), threading.Barrier(6)
+def first():
+    barrier.wait()
+    package.Type.u8.to_dtype()
+    package.Tensor(np.zeros(3, np.uint8)).data
+threads = [threading.Thread(target=first) for _ in range(6)]
+sys.setswitchinterval(1e-6)
+for each in threads:
+    each.start()
+end = time.monotonic() + 20
+for each in threads:
+    each.join(max(0, end - time.monotonic()))
+os._exit(any(each.is_alive() for each in threads))
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 @pytest.mark.parametrize(("wrong", "refused"), [((), False), ((3,), False), ((3, 4), True)])
 def test_every_graph_is_run_on_every_stream_and_made_again_where_its_outputs_are_not_torchs(
     wrong: tuple[int, ...], refused: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
