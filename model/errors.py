@@ -53,6 +53,10 @@ class CheckpointError(VitError):
         super().__init__(printable(message))
 
 
+class CheckpointChanged(RuntimeError):
+    """What is to be computed needs the checkpoint's files again, and they are no longer those that were loaded."""
+
+
 class DeviceError(VitError):
     """The requested device or dtype is not available here."""
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from model.conformal import CALIBRATION_FILE
-from model.errors import DeviceError, VitError
+from model.errors import CheckpointChanged, DeviceError, VitError
 from model.runtime.backend import BackendName, Built
 from model.runtime.batches import BatchRequest
 from model.runtime.cpu import ThreadPolicy, default_batch, default_streams
 from model.runtime.openvino.backend import LazyTorch, OpenVino, reason_for
 from model.runtime.openvino.network import OpenVinoNetwork
-from model.runtime.openvino.store import Entry, Keep, KeptCheckpoint, Manifest, changed_file
+from model.runtime.openvino.store import Entry, Keep, KeptCheckpoint, Manifest, changed_file, same_files
 from model.runtime.predictor import Predictor
 from model.runtime.scores import Floats, Scores
 
@@ -40,14 +40,15 @@ class _Torch:
         """Return the checkpoint, read again.
 
         Raises:
-            RuntimeError: its files are not those that the graph was made of, or cannot be read.
+            CheckpointChanged: its files are not those that the graph was made of.
+            RuntimeError: they cannot be read.
         """
         try:
             checkpoint = self.read()
         except (VitError, ImportError) as error:
             raise RuntimeError(f"what torch is to compute cannot be loaded: {error}") from error
         if changed := changed_file(self.manifest, but=CALIBRATION_FILE):
-            raise RuntimeError(f"{changed} changed since the start: what torch is to compute needs a reload")
+            raise CheckpointChanged(f"{changed} changed since the start: what torch is to compute needs a reload")
         # A calibration that was written since does not change the weights: it is for the next start.
         kept = self.manifest.checkpoint
         return replace(checkpoint, temperature=kept.temperature, calibration=kept.calibration)
@@ -83,7 +84,9 @@ class _Torch:
     def network(self, extras: BatchRequest) -> OpenVinoNetwork:
         """Return a network that gives these extras: of a graph that was kept, or made now and kept then."""
         manifest, threads, streams = self.manifest, self.threads.count, self.streams
-        if kept := self.entry.load(extras):
+        kept = self.entry.load(extras)
+        # Another process may have kept a graph of other weights, which took the place of these on disk.
+        if kept is not None and same_files(kept[0], manifest):
             return OpenVinoNetwork(kept[1], manifest.dtype, threads=threads, streams=streams, lazy=self.lazy)
         from model.checkpoint.local_files import recording  # noqa: PLC0415
         from model.runtime.openvino.tracing import traced_network  # noqa: PLC0415

@@ -108,7 +108,7 @@ class Schedule:
 
     def at(self, steps: int, seconds: float) -> Position:
         """Return where the schedule is after `steps` and `seconds`."""
-        first, began = round(self.restart * self.steps), self.restart * (self.seconds or 0.0)
+        first, began = min(round(self.restart * self.steps), self.steps - 1), self.restart * (self.seconds or 0.0)
         if first:
             progress = max(steps / first, seconds / began if began else 0.0)
             if progress < 1:

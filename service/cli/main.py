@@ -52,6 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
     try:
         code: int = _command(arguments[0]).run(parsed)
+        sys.stdout.flush()
+    except BrokenPipeError:  # such as `vitserve classify pictures/ | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python writes what is left
+        return 1
     except (VitError, ServiceError) as error:
         print(f"vitserve: {error}", file=sys.stderr)  # noqa: T201
         return 1

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from model.errors import VitError
+from model.errors import CheckpointChanged, VitError
 from model.outputs import RequestedOutputs
 from service.engine.audit import Audit, AuditReport
 from service.engine.base import ModelRunner
@@ -313,4 +313,6 @@ def _predict_alone(runner: ModelRunner, entry: Waiting, launched: float, clock: 
         return _predict(runner, [entry], launched, clock)[0]
     except (RuntimeError, ValueError, MemoryError) as error:
         logger.error("an image failed alone: %s", error)
+        if isinstance(error, CheckpointChanged):
+            return InferenceFailed("this output needs the checkpoint's files, which changed since they were loaded")
         return InferenceFailed("the model failed on this image")

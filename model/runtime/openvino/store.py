@@ -161,9 +161,9 @@ class Entry:
             graph = NetworkGraph(_read(place, manifest), manifest.outputs, manifest.request, reference)
             with suppress(OSError):  # a folder that may only be read
                 os.utime(place)
-        except FileNotFoundError:
-            return None
         except (OSError, RuntimeError, ValueError) as error:
+            if isinstance(error, FileNotFoundError) and not place.exists():
+                return None
             reason = first_problem(error) if isinstance(error, ValidationError) else first_line(error)
             logger.warning("%s: a graph that is not used and is made again: %s", place, reason)
             return None
@@ -338,6 +338,15 @@ def digest_of(path: Path) -> str | None:
         return _digest(path) if path.is_file() else None
     except OSError:
         return None
+
+
+def same_files(one: Manifest, other: Manifest) -> bool:
+    """Return whether two graphs were made of the same files, whatever calibration is beside them."""
+
+    def files(manifest: Manifest) -> dict[str, str | None]:
+        return {path: digest for path, digest in manifest.files.items() if Path(path).name != CALIBRATION_FILE}
+
+    return files(one) == files(other)
 
 
 def changed_file(manifest: Manifest, *, but: str = "") -> str | None:

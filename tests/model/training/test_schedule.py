@@ -32,6 +32,8 @@ def test_a_second_cycle_is_a_schedule_of_what_is_left() -> None:
     whole = Schedule(steps=28, seconds=None)
     assert [restarted.at(step, 0.0) for step in range(28)] == [whole.at(step, 0.0) for step in range(28)]
     assert [restarted.at(step, 0.0) for step in (28, 34, 40)] == [(0.0, True), (0.5, True), (1.0, True)]
+    assert Schedule(steps=10, seconds=None, restart=0.99).at(9, 0.0) == (0.0, True), "a step is left for it"
+    assert Schedule(steps=1, seconds=None, restart=0.6).at(1, 0.0) == (1.0, False), "one step is one cycle"
     limited = Schedule(steps=100, seconds=60.0, restart=0.5)
     assert [limited.at(0, seconds) for seconds in (15.0, 30.0, 45.0)] == [(0.5, False), (0.0, True), (0.5, True)]
 

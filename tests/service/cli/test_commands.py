@@ -6,9 +6,12 @@ import csv
 import io
 import json
 import logging
+import os
 import re
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +54,15 @@ def test_classify_walks_a_folder_in_order_and_leaves_other_files_alone(
         scores = [found["score"] for found in answer["predictions"]]
         assert scores == sorted(scores, reverse=True)
         assert sum(scores) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_reader_that_has_enough_ends_a_command_without_a_traceback(checkpoint: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "service.cli.main", "inspect", str(checkpoint)]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, "Error" in done.stderr) == (1, False)
 
 
 def test_classify_reports_a_bad_file_and_answers_the_others(

@@ -11,6 +11,7 @@ from itertools import count
 import numpy as np
 import pytest
 
+from model.errors import CheckpointChanged
 from model.outputs import EmbeddingRequest
 from service.engine.batching import Entry
 from service.engine.messages import InferenceRequest, InferenceResult
@@ -50,6 +51,13 @@ def test_a_batch_that_fails_and_each_image_that_fails_alone_are_logged(
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
         (logging.WARNING, "a batch of 3 failed, trying its images one by one: it does not compute"),
         (logging.ERROR, "an image failed alone: it does not compute"),
+    ]
+
+
+def test_files_that_changed_under_the_service_are_told_to_who_needs_them() -> None:
+    outcomes, _ = launch(FakePredictor(error=CheckpointChanged), entries(1, BAD), "idle", ticking())
+    assert [str(outcome) for outcome in outcomes[1:]] == [
+        "this output needs the checkpoint's files, which changed since they were loaded"
     ]
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from model.checkpoint import load_checkpoint
 from model.checkpoint.local_files import recording
+from model.errors import CheckpointChanged
 from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.batches import BatchRequest
 from model.runtime.kept import kept_predictor
@@ -166,9 +167,25 @@ def test_torch_does_not_compute_with_other_weights_than_the_graph(
     later = later_start(checkpoint_folder, copied.parent)
     assert later is not None
     monkeypatch.setattr("model.runtime.kept.changed_file", lambda _, **__: "model.safetensors")
-    with pytest.raises(RuntimeError, match=r"model\.safetensors changed since the start"):
+    with pytest.raises(CheckpointChanged, match=r"model\.safetensors changed since the start"):
         answers(later, [RequestedOutputs(1, MapRequest("gae"))])
     assert answers(later, REQUESTS[:1]), "what the graph gives goes on"
+
+
+def test_a_graph_that_was_kept_of_other_weights_since_is_not_taken(checkpoint_folder: Path, tmp_path: Path) -> None:
+    own, graphs = tmp_path / "own", tmp_path / "graphs"
+    subprocess.run(["cp", "-r", checkpoint_folder, own], check=True)
+    expected = answers(first_start(own, graphs), REQUESTS)
+    service = later_start(own, graphs)
+    assert service is not None
+    flipped(own / "model.safetensors")
+    relevance = [RequestedOutputs(1, MapRequest("relevance"))]
+    answers(first_start(own, graphs), relevance)
+    wait_for_keeping()
+    assert len(list(graphs.iterdir())) == 2, "of the other weights"
+    with pytest.raises(CheckpointChanged):
+        answers(service, relevance)
+    assert answers(service, REQUESTS) == expected
 
 
 def rewritten(place: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -217,6 +234,7 @@ def test_a_later_start_compares_its_graphs_with_what_torch_gave(
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "weights cut short": lambda place: truncated(place / "graph.bin"),
     "a bit of the weights": lambda place: flipped(place / "graph.bin"),
+    "a file less": lambda place: (place / "reference.safetensors").unlink(),
     "a bit of torch's outputs": lambda place: flipped(place / "reference.safetensors"),
     "a bit of the graph": lambda place: flipped(place / "graph.xml"),
     "a bit of the manifest": lambda place: flipped(place / "manifest.json"),
