@@ -171,6 +171,10 @@ def test_caches_are_in_the_volume():
 
     for name in ("VIT_CACHE_DIR", "HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         assert environment[name].startswith(f"{target}/")
+    passed = BASE["services"]["vitserve"]["environment"]
+    unset = [name for name, value in passed.items() if value is None and name in environment]
+    assert unset == [], "compose unsets what the image sets if a name is passed through without a value"
+    assert default(passed["VIT_CACHE_DIR"]) == environment["VIT_CACHE_DIR"]
 
 
 def test_prometheus_scrapes_the_service_where_it_listens():
