@@ -59,7 +59,7 @@ _GRAPH: Final = "graph.xml"
 _WEIGHTS: Final = "graph.bin"
 _REFERENCE: Final = "reference.safetensors"
 _FILES: Final = (_GRAPH, _WEIGHTS, _REFERENCE)
-_ABANDONED: Final = 3600.0
+_ABANDONED: Final = 900.0
 """Seconds after which an entry that is still being written was given up by a process that ended."""
 
 _VERSIONS: Final = ("vitserve", "openvino", "torch", "timm", "transformers", "numpy", "safetensors")
@@ -204,8 +204,11 @@ class Entry:
             openvino_package().save_model(graph.model, written / _GRAPH, compress_to_fp16=False)
             save_file(graph.reference.tensors() if graph.reference else {}, written / _REFERENCE)
             return written, graph._replace(model=core().read_model(written / _GRAPH))
-        except BaseException:
+        except BaseException as error:
+            free = shutil.disk_usage(self._folder).free >> 20
             shutil.rmtree(written, ignore_errors=True)
+            if isinstance(error, RuntimeError):  # of OpenVINO, whose message names neither the file nor the reason
+                raise OSError(f"{self._folder} has {free} MiB left: {first_line(error)}") from error
             raise
 
     def save(self, written: Path, request: BatchRequest, facts: Mapping[str, Any]) -> None:
@@ -245,7 +248,7 @@ class Entry:
             except OSError:  # there is one already
                 with suppress(OSError):
                     place.rename(written.with_name(f"{written.name}.old"))
-                shutil.rmtree(written.with_name(f"{written.name}.old"), ignore_errors=True)
+                _remove(written.with_name(f"{written.name}.old"))
             else:
                 return
         raise OSError(f"{place} cannot be replaced")
@@ -260,21 +263,22 @@ class Entry:
         for _, each, place in entries:
             if total + size <= self._limit:
                 break
-            shutil.rmtree(place, ignore_errors=True)
+            _remove(place)
             total -= each
         return True
 
     def _remove_abandoned(self) -> None:
         for used, _, place in self._entries(r"\..*"):
             if used < time.time() - _ABANDONED:
-                shutil.rmtree(place, ignore_errors=True)
+                _remove(place)
 
     def _entries(self, names: str) -> Iterable[tuple[float, int, Path]]:
         """Return the time of the last use, the bytes and the folder of each entry whose name is like that."""
         for place in self._folder.iterdir():
             if re.fullmatch(names, place.name):
                 with suppress(OSError):
-                    yield place.lstat().st_mtime, _size(place), place
+                    size = _size(place) if place.is_dir() and not place.is_symlink() else 0
+                    yield place.lstat().st_mtime, size, place
 
 
 class Keep:
@@ -367,6 +371,15 @@ def _opened(path: Path) -> io.BufferedReader:
         file.close()
         raise _Damaged(f"{path.name} is no regular file")
     return file
+
+
+def _remove(place: Path) -> None:
+    """Remove a folder, or a link or file in the place of one."""
+    if place.is_dir() and not place.is_symlink():
+        shutil.rmtree(place, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            place.unlink()
 
 
 def _size(folder: Path) -> int:

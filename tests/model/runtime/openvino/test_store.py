@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import threading
 import time
@@ -28,7 +29,7 @@ from model.runtime.openvino.store import Entry, Keep
 from model.runtime.predictor import Predictor
 from tests.model.runtime.test_predictor import make_checkpoint, make_images
 
-pytest.importorskip("openvino")
+openvino = pytest.importorskip("openvino")
 pytestmark = pytest.mark.timeout(120)  # graphs are compiled
 
 
@@ -373,13 +374,28 @@ def entry_name() -> str:
     return Entry(Path(), {}).key(BatchRequest())
 
 
-def test_what_a_process_left_half_written_is_removed_after_an_hour(tmp_path: Path) -> None:
+def test_what_a_process_left_half_written_is_removed_in_time(tmp_path: Path) -> None:
     for name, age in ((".old", 4000), (".new", 10)):
         (tmp_path / name).mkdir()
         then = time.time() - age
         os.utime(tmp_path / name, (then, then))
+    (tmp_path / ".link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / ".file").write_text("")
+    os.utime(tmp_path / ".link", (0, 0), follow_symlinks=False)
+    os.utime(tmp_path / ".file", (0, 0))
     Entry(tmp_path, {})._remove_abandoned()
     assert [each.name for each in tmp_path.iterdir()] == [".new"]
+
+
+def test_a_full_disk_is_named(
+    checkpoint_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("basic_ios::clear: iostream error")
+
+    monkeypatch.setattr(openvino, "save_model", full)
+    first_start(checkpoint_folder, tmp_path / "graphs")
+    assert re.search(rf"{tmp_path / 'graphs'} has \d+ MiB left: basic_ios::clear: iostream error", caplog.text)
 
 
 def test_a_folder_that_cannot_be_written_costs_one_line(
