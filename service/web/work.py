@@ -103,6 +103,7 @@ class _Job(Generic[T]):
 
     def __init__(self, deadline: Deadline, waiter: asyncio.Future[None]) -> None:
         self.waiter: asyncio.Future[None] | None = waiter
+        self.loop = waiter.get_loop()
         self.ended = False
         self._deadline = deadline
         self._result: list[T] = []
@@ -201,7 +202,7 @@ class ThreadPool:
         with self._lock:
             self._waiting[job] = work
             if self._free:
-                loop.call_soon(self._start, loop)
+                loop.call_soon(self._start)
         del work
         try:
             await job.waiter  # type: ignore[misc]
@@ -226,14 +227,14 @@ class ThreadPool:
             error = DeadlineExceeded(f"the time was up before one of the {self._name} threads was done")
             job.waiter.set_exception(error)
 
-    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _start(self) -> None:
         with self._lock:
             if not (self._free and self._waiting):
                 return
             self._free -= 1
-        self.executor.submit(self._work_off, loop)
+        self.executor.submit(self._work_off)
 
-    def _work_off(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _work_off(self) -> None:
         while True:
             with self._lock:
                 if not self._waiting:
@@ -243,6 +244,7 @@ class ThreadPool:
             job.run(work)
             del work
             self._ended.append(job)
+            loop = job.loop
             if not (self._woken is loop or loop.is_closed()):
                 self._woken = loop
                 loop.call_soon_threadsafe(self._wake_callers)

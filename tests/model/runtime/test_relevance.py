@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -186,14 +187,14 @@ class TestOpenVino:
     ) -> None:
         monkeypatch.setattr(network, "_FIXED_BYTES", 1)
         predictor = made("plain", "openvino")
-        backend, whole = predictor._backend, OpenVinoNetwork.__call__
+        backend, named = predictor._backend, OpenVinoNetwork._named
         assert isinstance(backend, OpenVino)
 
-        def wrong(self: OpenVinoNetwork, images: np.ndarray, *, alone: bool) -> HostOutputs:
-            output = whole(self, images, alone=alone)
+        def wrong(self: OpenVinoNetwork, outputs: Sequence[np.ndarray]) -> HostOutputs:
+            output = named(self, outputs)
             return output if output.relevance is None else output._replace(relevance=np.flip(output.relevance, -1))
 
-        monkeypatch.setattr(OpenVinoNetwork, "__call__", wrong)
+        monkeypatch.setattr(OpenVinoNetwork, "_named", wrong)
         with caplog.at_level(logging.WARNING):
             backend.prepare(BatchRequest(relevance=True))
         assert "torch computes relevance: OpenVINO's relevance are" in caplog.text

@@ -297,3 +297,33 @@ async def test_a_map_whose_caller_leaves_is_not_drawn_and_frees_its_place_at_onc
     blocker.go_on.set()
     blocked.result()
     assert drawn == []
+
+
+def test_a_thread_that_still_ends_work_of_one_event_loop_wakes_the_next_one(pool: ThreadPool) -> None:
+    class Gate:
+        """The pool's lock, at which its thread waits after its first job."""
+
+        def __init__(self, lock: threading.Lock) -> None:
+            self.lock, self.entered, self.open = lock, 0, threading.Event()
+
+        def __enter__(self) -> None:
+            if threading.current_thread().name.startswith("test"):
+                self.entered += 1
+                assert self.entered != 2 or self.open.wait(PATIENCE)
+            self.lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.lock.release()
+
+    pool._lock = gate = Gate(pool._lock)  # type: ignore[assignment]
+    deadline = Deadline(PATIENCE, lambda: 0.0)
+    assert asyncio.run(pool.run(lambda: 1, deadline)) == 1
+
+    async def of_the_next_loop() -> int:
+        waiting = asyncio.ensure_future(pool.run(lambda: 2, deadline))
+        await asyncio.sleep(0)
+        gate.open.set()
+        async with asyncio.timeout(PATIENCE):
+            return await waiting
+
+    assert asyncio.run(of_the_next_loop()) == 2

@@ -342,10 +342,10 @@ def test_a_graph_that_gives_other_logits_than_torch_is_not_used(
 def test_a_graph_that_fails_at_its_first_run_leaves_torch_serving(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(self: Requests, images: np.ndarray) -> list[np.ndarray]:
+    def fail(self: Requests, images: np.ndarray) -> list[list[np.ndarray]]:
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr(Requests, "infer", fail)
+    monkeypatch.setattr(Requests, "run_all", fail)
     checkpoint = load_checkpoint("bundled")
     assert Predictor(checkpoint, device="cpu", backend="auto").backend.startswith("torch ")
     assert "OpenVINO does not run this model: shapes do not match" in caplog.text
