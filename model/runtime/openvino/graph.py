@@ -155,7 +155,7 @@ class Graphs:
         try:
             self._check(made, size)
         except DeviceError as error:
-            # Seen once in some thousand compilations, in a process that compiled much: the next one was right.
+            # Seen once, in a process that had compiled much, and never again. Why is not known.
             logger.warning("the graph for %s images is compiled again: %s", size or "any number of", error)
             made = self._make(size=size)
             self._check(made, size)

@@ -299,7 +299,9 @@ async def test_a_map_whose_caller_leaves_is_not_drawn_and_frees_its_place_at_onc
     assert drawn == []
 
 
-def test_a_thread_that_still_ends_work_of_one_event_loop_wakes_the_next_one(pool: ThreadPool) -> None:
+def test_a_thread_that_still_ends_work_of_one_event_loop_wakes_the_next_one(
+    pool: ThreadPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Gate:
         """The pool's lock, at which its thread waits after its first job."""
 
@@ -315,7 +317,8 @@ def test_a_thread_that_still_ends_work_of_one_event_loop_wakes_the_next_one(pool
         def __exit__(self, *_: object) -> None:
             self.lock.release()
 
-    pool._lock = gate = Gate(pool._lock)  # type: ignore[assignment]
+    gate = Gate(pool._lock)
+    monkeypatch.setattr(pool, "_lock", gate)
     deadline = Deadline(PATIENCE, lambda: 0.0)
     assert asyncio.run(pool.run(lambda: 1, deadline)) == 1
 
