@@ -129,11 +129,6 @@ class Device:
     def launch_size(self, count: int) -> int:
         return count
 
-    audits = False
-
-    def reference_class(self, image: NDArray[np.uint8]) -> int:
-        raise NotImplementedError("no scenario is audited")
-
     def embed_texts(self, texts: Sequence[str]) -> NDArray[np.float32]:
         raise NotImplementedError("no scenario has a text tower")
 

@@ -200,7 +200,7 @@ class World:
         process = self.engines[index] = self.process(f"engine {index}")
         process.index = index
         self.scheduler.note("start", process.name)
-        metrics = cast(Any, SimpleNamespace(observe_batch=lambda report: None, observe_audit=lambda report: None))
+        metrics = cast(Any, SimpleNamespace(observe_batch=lambda report: None))
 
         async def main() -> None:
             code = await engine_process._serve(self.settings, self.channels[index], lambda _: None, metrics)  # type: ignore[arg-type,return-value]
