@@ -9,7 +9,7 @@ TORCH_INDEX_URL ?=
 # Empty where there is none.
 NVIDIA_DRIVER = $(shell command -v nvidia-smi 2>/dev/null)$(wildcard /proc/driver/nvidia/version)
 
-.PHONY: help run test test-ray check format chaos soak swaps fuzz simulate mutants bench bench-peers gpu-kit screenshots
+.PHONY: help run test test-ray check format chaos soak swaps fuzz mutants bench bench-peers gpu-kit screenshots
 .PHONY: dashboard dashboard-picture rules protocol image sbom bundle bundle-check clean
 
 help:
@@ -29,7 +29,6 @@ help:
 	@echo "make soak    mixed load for long, and whether anything grows; MINUTES=30,"
 	@echo "             or REQUESTS=50000, with no picture kept: is memory flat?"
 	@echo "make swaps   swap the checkpoint under load: REQUESTS=10000 SWAPS=20"
-	@echo "make simulate  run the seeded simulation of the service: SEEDS=0:100000, or one seed with its trace: SEED=17"
 	@echo "make bench   measure the service on this CPU, and beside its peers where bench-peers was made; needs wrk"
 	@echo "make bench-peers  install the peers, each in an environment of its own"
 	@echo "make gpu-kit  write what a machine with a GPU and without a network lacks to $(GPU_KIT); PYTHON_THERE=3.12"
@@ -110,12 +109,6 @@ check: $(VENV)/.check
 format: $(VENV)/.check
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-
-# Seeds A:B, A to B-1, one process a core; a seed that fails is printed with the command that replays it.
-SEEDS ?= 0:100000
-
-simulate: $(VENV)/.test
-	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
 # Records of this machine, apart from those that the project ships: a record that exists is continued, not made again.
 RESULTS ?= runs/benchmarks

@@ -116,7 +116,7 @@ class Replica:
         logs.configure(settings.log_format, settings.log_level)
         self._settings = settings
         self._metrics = _MetricsOfAll()
-        self._engine = engine_of(settings, load, self._metrics.observe_batch, self._metrics.observe_audit)
+        self._engine = engine_of(settings, load, self._metrics.observe_batch)
         self._loaded = asyncio.Event()
         trim_regularly()
 

@@ -59,9 +59,7 @@ async def _serve(
     over = asyncio.Event()
 
     on_queue = partial(counters.queue_depth.__setitem__, index)
-    engine = engine_of(
-        settings, load, metrics.observe_batch, metrics.observe_audit, load_timeout=load_timeout, on_queue=on_queue
-    )
+    engine = engine_of(settings, load, metrics.observe_batch, load_timeout=load_timeout, on_queue=on_queue)
 
     def engine_changed() -> None:
         if engine.status.state == "ready":

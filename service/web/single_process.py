@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from service.engine.audit import Audit, AuditReport
 from service.engine.base import Engine, ModelRunner
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, ModelInfo
@@ -41,7 +40,7 @@ def run_single_process(settings: Settings, load: Loader) -> int:
     def make(checkpoint: str | None) -> LocalEngine:
         own = settings if checkpoint is None else settings.model_copy(update={"checkpoint": checkpoint})
         load_timeout = settings.load_timeout if served else None
-        return engine_of(own, load, metrics.observe_batch, metrics.observe_audit, load_timeout=load_timeout)
+        return engine_of(own, load, metrics.observe_batch, load_timeout=load_timeout)
 
     swap = LocalSwap(make, on_retired=freeze_objects)
 
@@ -67,12 +66,11 @@ def engine_of(
     settings: Settings,
     load: Loader,
     on_batch: Callable[[BatchReport], None],
-    on_audit: Callable[[AuditReport], None],
     *,
     load_timeout: float | None = None,
     on_queue: Callable[[int], None] | None = None,
 ) -> LocalEngine:
-    """Return an engine of this process; it calls `load` on its thread, and the others with each batch and audit."""
+    """Return an engine of this process; it calls `load` on its thread, and `on_batch` with each batch."""
     return LocalEngine(
         lambda: load(settings),
         device=settings.device,
@@ -81,8 +79,6 @@ def engine_of(
         batch_timeout=settings.batch_timeout,
         load_timeout=load_timeout,
         on_batch=on_batch,
-        audit=Audit(settings.audit),
-        on_audit=on_audit,
         on_queue=on_queue,
     )
 
