@@ -85,8 +85,8 @@ ENV PATH=/opt/venv/bin:$PATH \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001
 # A file that slim.py should have left alone is missed here, and not by a user.
-RUN for backend in torch auto; do \
-        VIT_CACHE_DIR=off VIT_BACKEND=$backend vitserve classify /opt/venv/lib/python3*/site-packages/service/cli/example.jpg || exit; done
+RUN for how in off auto; do \
+        VIT_CACHE_DIR=off VIT_COMPILE=$how vitserve classify /opt/venv/lib/python3*/site-packages/service/cli/example.jpg || exit; done
 # A build has no GPU to compile for: `docker compose run --rm vitserve compile` fills the volume before the first start.
 VOLUME /cache
 EXPOSE 8000

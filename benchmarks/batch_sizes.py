@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _predictor(checkpoint: Checkpoint) -> Predictor:
-    predictor = Predictor(checkpoint, device="cpu", backend="openvino", threads=1, streams=1)
+    predictor = Predictor(checkpoint, device="cpu", threads=1, streams=1)
     assert isinstance(predictor._backend, OpenVino)
     predictor._backend.prepare(BatchRequest(relevance=True))
     assert predictor._backend._networks[BatchRequest(relevance=True)] is not None

@@ -75,8 +75,8 @@ class Benchmark:
 
     def relevance(self) -> None:
         """With and without relevance, in turn on one server of each backend."""
-        for backend in ("openvino", "torch"):
-            self._maps(f"relevance-{backend}", OURS_RELEVANCE, VIT_BACKEND=backend)
+        for backend, how in (("openvino", "auto"), ("torch", "off")):
+            self._maps(f"relevance-{backend}", OURS_RELEVANCE, VIT_COMPILE=how)
 
     def _maps(self, section: str, asking: Protocol, **settings: str) -> None:
         rounds: list[dict[str, Any]] = self._section.setdefault(section, [])

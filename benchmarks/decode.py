@@ -284,7 +284,7 @@ def checkpoints() -> dict[str, str]:
 def compare_answers(name: str, source: str) -> dict[str, Any]:
     """Scores of all shared photographs (else of the speed classes' files), scaled against full, in float32."""
     checkpoint = load_checkpoint(source)
-    predictor = Predictor(checkpoint, device="cpu", backend="torch", dtype="float32", compile_mode="off", threads=1)
+    predictor = Predictor(checkpoint, device="cpu", dtype="float32", compile_mode="off", threads=1)
     files = shared_photographs() or [file for files in file_classes()[0].values() for file in files]
     pairs = [
         [preprocess(file.data, checkpoint.preprocess, scaled_decode=scaled) for file in files]

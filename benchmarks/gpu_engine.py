@@ -81,7 +81,6 @@ class Ours:
                 device=device,
                 dtype=dtype,
                 compile_mode=compile_mode,
-                backend="torch",
                 launch_sizes=sorted({1, *batches}) if batches else None,
                 ops=ops,
             )
@@ -201,7 +200,7 @@ class Ours:
         """
         checkpoint = self.checkpoint
         cores = len(os.sched_getaffinity(0))  # beside a GPU ours has left torch with one thread
-        exact = Predictor(checkpoint, device="cpu", dtype="float32", compile_mode="off", backend="torch", threads=cores)
+        exact = Predictor(checkpoint, device="cpu", dtype="float32", compile_mode="off", threads=cores)
         wanted = _in_steps(exact.logits, pictures, exact.max_batch)
         found = self._in_steps(self.predictor.logits, pictures)
         equal = self.top1(pictures) == wanted.argmax(axis=1)

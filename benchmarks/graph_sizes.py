@@ -43,7 +43,7 @@ def measure(checkpoint: str, folder: str, sizes: tuple[int, ...] | None, seconds
     else:
         network._SIZES = sizes  # type: ignore[assignment,misc]
     started = time.monotonic()
-    settings = load_settings({"checkpoint": checkpoint, "cache_dir": folder, "device": "cpu", "backend": "openvino"})
+    settings = load_settings({"checkpoint": checkpoint, "cache_dir": folder, "device": "cpu"})
     predictor, _ = load_predictor(settings)
     predictor.warm_up()
     for thread in threading.enumerate():

@@ -62,7 +62,7 @@ def main() -> None:
 def _serve(name: str, keep: bool) -> None:
     checkpoint = load_checkpoint(str(checkpoints.ensure(name)[0]))
     with nullcontext() if keep else mock.patch.object(torch_cpu, "keep_freed_memory"):
-        predictor = Predictor(checkpoint, device="cpu", backend="torch", threads=1, streams=1)
+        predictor = Predictor(checkpoint, device="cpu", compile_mode="off", threads=1, streams=1)
     generator = np.random.default_rng(0)
     for line in sys.stdin:
         batch = int(line)

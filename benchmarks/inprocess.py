@@ -168,7 +168,7 @@ def main() -> int:
     predictor.warm_up()
     while predictor.compilation.state is CompilationState.COMPILING:
         time.sleep(0.1)
-    decoders = settings.decode_threads or min(16, len(os.sched_getaffinity(0)))
+    decoders = min(16, len(os.sched_getaffinity(0)))
     limit = Limit(predictor, info, [path.read_bytes() for path in arguments.pictures], decoders)
     seconds = arguments.seconds
     side_by_side, in_turn = limit.side_by_side(seconds), limit.in_turn(seconds)

@@ -56,7 +56,7 @@ def main() -> None:
                     found["benchmark_app"] = _alone(folder, streams, arguments.seconds)
                     record.save()
                 if "vitserve" not in found:
-                    config = {"VIT_STREAMS": str(streams), "VIT_CACHE_DIR": cache}
+                    config = {"VIT_CACHE_DIR": cache}
                     # So long that the batches under way at the end count for little.
                     seconds = max(arguments.seconds, _PICTURES / found["benchmark_app"])
                     found["vitserve"] = _served(folder, files, config, seconds)

@@ -54,7 +54,7 @@ def memory() -> dict[str, int]:
 
 def measure(width: int, depth: int, threads: int) -> dict[str, Any]:
     """Return the memory after classification, after the graphs are made, and after they were used."""
-    predictor = Predictor(random_checkpoint(width, depth), device="cpu", backend="openvino", threads=threads)
+    predictor = Predictor(random_checkpoint(width, depth), device="cpu", threads=threads)
     predictor.warm_up()
     images = np.random.default_rng(0).integers(0, 256, (max(_BATCHES), 224, 224, 3), dtype=np.uint8)
     found: dict[str, Any] = {"dtype": predictor.dtype, "threads": threads, "streams": predictor.streams}

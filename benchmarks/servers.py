@@ -362,7 +362,7 @@ VITSERVE = Server(
     ("-m", "service", "serve"),
     OURS,
     "vitserve",
-    candidates=[{}, {"VIT_STREAMS": "1"}, {"VIT_BACKEND": "torch"}],
+    candidates=[{}, {"VIT_COMPILE": "off"}],
     held=False,  # it polls nothing, and its watchdog ends a process that has stood still
 )
 

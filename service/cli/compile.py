@@ -12,7 +12,7 @@ from service.engine.loading import load_predictor
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the settings that kernels depend on."""
-    add_setting_flags(parser, (*MODEL_FLAGS, "backend", "compile", "max_batch"))
+    add_setting_flags(parser, (*MODEL_FLAGS, "compile", "max_batch"))
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -48,7 +48,7 @@ _CROWDED, _OTHER_PICTURES, _KILLED = 3, 5, 6
 """The phase after which more comes than is admitted, that with the first other pictures, that with a killed engine."""
 _CROWD: Final = (400, 5)
 """Requests a second that are more than are admitted, and for how many seconds."""
-_SETTINGS: Final = {"VIT_DRAIN_DELAY": "0", "VIT_THREADS": "1", "VIT_QUEUE_SIZE": "64"}
+_SETTINGS: Final = {"VIT_DRAIN_DELAY": "0", "OMP_NUM_THREADS": "1", "VIT_QUEUE_SIZE": "64"}
 
 
 @contextmanager

@@ -128,7 +128,7 @@ def test_compile_ends_when_the_model_is_compiled(
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(nn.Module, "compile", lambda module, **_: None)
     monkeypatch.setattr(TorchBackend, "_exercise", lambda _, compute, sizes: exercised.append(tuple(sizes)))
-    arguments = ["compile", "--checkpoint", checkpoint, "--device", "cpu", "--dtype", "float32", "--backend", "torch"]
+    arguments = ["compile", "--checkpoint", checkpoint, "--device", "cpu", "--dtype", "float32", "--compile", "off"]
     code, out, err = run(capsys, *arguments, "--compile", "on", "--max-batch", "4")
     assert (code, err) == (0, "")
     assert re.fullmatch(r"tiny on cpu in float32: compiled, \d+ s\n", out)
@@ -136,9 +136,9 @@ def test_compile_ends_when_the_model_is_compiled(
 
 
 def test_compile_says_that_nothing_is_compiled(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "compile", "--checkpoint", checkpoint, "--device", "cpu", "--backend", "torch")
+    code, out, _ = run(capsys, "compile", "--checkpoint", checkpoint, "--device", "cpu", "--compile", "off")
     assert code == 1
-    assert "off on the CPU unless asked for" in out
+    assert "in bfloat16: off" in out or "in float32: off" in out
 
 
 @pytest.mark.parametrize(
