@@ -9,7 +9,7 @@ TORCH_INDEX_URL ?=
 # Empty where there is none.
 NVIDIA_DRIVER = $(shell command -v nvidia-smi 2>/dev/null)$(wildcard /proc/driver/nvidia/version)
 
-.PHONY: help run test test-ray check format chaos soak fuzz simulate bench-peers gpu-kit screenshots rules protocol image clean
+.PHONY: help run test test-ray check format chaos soak fuzz bench-peers gpu-kit screenshots rules protocol image clean
 
 help:
 	@echo "make run     install what is missing and serve the bundled checkpoint on http://127.0.0.1:8000"
@@ -24,7 +24,6 @@ help:
 	@echo "make format  format the code"
 	@echo "make chaos   hurt a running service in every way under load; WORKERS=2, ONLY='heic swaps'"
 	@echo "make soak    mixed load for MINUTES=30: does anything grow?"
-	@echo "make simulate  run the seeded simulation of the service: SEEDS=0:100000, or one seed with its trace: SEED=17"
 	@echo "make bench-peers  install the peers, each in an environment of its own"
 	@echo "make gpu-kit  write what a machine with a GPU and without a network lacks to $(GPU_KIT); PYTHON_THERE=3.12"
 	@echo "make rules   write the rules of Prometheus anew as the manifest of its operator"
@@ -91,12 +90,6 @@ check: $(VENV)/.check
 format: $(VENV)/.check
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-
-# Seeds A:B, A to B-1, one process a core; a seed that fails is printed with the command that replays it.
-SEEDS ?= 0:100000
-
-simulate: $(VENV)/.test
-	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
 # Records of this machine, apart from those that the project ships: a record that exists is continued, not made again.
 RESULTS ?= runs/benchmarks
