@@ -76,7 +76,7 @@ USER 10001:10001
 # A file that slim.py should have left alone is missed here, and not by a user.
 RUN for compile in off auto; do \
         VIT_CACHE_DIR=off VIT_COMPILE=$compile vitserve classify /opt/venv/lib/python3*/site-packages/service/cli/example.jpg || exit; done
-# A build has no GPU to compile for: `docker compose run --rm vitserve compile` fills the volume before the first start.
+# A build has no GPU to compile for: the first start compiles, and fills the volume.
 VOLUME /cache
 EXPOSE 8000
 STOPSIGNAL SIGTERM
