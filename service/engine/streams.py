@@ -10,10 +10,8 @@ What the runner has still to load something for, as torch, goes there too, until
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Final
 
 from model.errors import CheckpointChanged, VitError
@@ -233,22 +231,12 @@ def launch(
             runner.check()
         except VitError as error:
             raise EngineUnavailable(f"the device failed: {error}") from error
-    links = tuple({entry.item.traceparent: None for entry in batch if entry.item.traceparent is not None})
-    # The context of a new span in a trace of its own, sampled.
-    traceparent = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01" if links else None
-    if traceparent is not None:
-        outcomes = [
-            replace(outcome, batch_traceparent=traceparent) if isinstance(outcome, InferenceResult) else outcome
-            for outcome in outcomes
-        ]
     return outcomes, BatchReport(
         device=runner.device,
         size=len(batch),
         padding=runner.launch_size(len(batch)) - len(batch),
         release=release,
         inference_seconds=clock() - launched,
-        traceparent=traceparent,
-        links=links,
     )
 
 

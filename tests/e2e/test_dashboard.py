@@ -19,7 +19,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
-from service.metrics.nvml import GpuCollector
+from service.observe.gpus import GpuCollector
 from tests.conftest import REPOSITORY
 from tests.e2e.serving import SIZE, Serve, Served
 from tests.launcher import free_port, until

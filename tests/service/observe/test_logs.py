@@ -10,7 +10,7 @@ import pytest
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser
 
-from service import logs
+from service.observe import logs
 from tests import logging_state
 
 
@@ -44,7 +44,7 @@ def test_a_broken_form_writes_no_line_of_the_parsers_own(configured: None, capsy
 TIFF = """
 import io
 from PIL import Image
-from service import logs
+from service.observe import logs
 
 encoded = io.BytesIO()
 Image.effect_noise((64, 64), 50).save(encoded, "TIFF", compression="tiff_lzw")

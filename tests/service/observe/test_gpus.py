@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from service.metrics.nvml import GpuCollector
+from service.observe.gpus import GpuCollector
 from tests.service.fakes import PATIENCE
 
 

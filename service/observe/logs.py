@@ -8,8 +8,14 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Mapping
+from contextvars import ContextVar
+from types import MappingProxyType
 
 from PIL import _imaging
+
+trace_ids: ContextVar[Mapping[str, str]] = ContextVar("trace_ids", default=MappingProxyType({}))
+"""The ids of the span of the current request, by OpenTelemetry's names; empty without a span."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -23,6 +29,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
             **getattr(record, "fields", {}),
+            **trace_ids.get(),
         }
         if record.exc_info:
             document["exception"] = self.formatException(record.exc_info)

@@ -10,11 +10,9 @@ them up (`prometheus_client.multiprocess`) and adds what is read instead of coun
 from __future__ import annotations
 
 import asyncio
-import math
 import os
-import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,19 +30,18 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Exemplar
 
 from model.outputs import Outputs
 from service.engine.messages import BatchReport, EngineStatus, ModelInfo
-from service.metrics.nvml import GpuCollector
+from service.observe.gpus import GpuCollector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-OPENMETRICS = "application/openmetrics-text"
-OPENMETRICS_CONTENT_TYPE = f"{OPENMETRICS}; version=1.0.0; charset=utf-8"
+
+stage_recorder: ContextVar[Callable[[str, float, int | None], None] | None] = ContextVar("stage_recorder", default=None)
+"""Adds a stage, its seconds and the size of its batch to the span of the current request; None without a span."""
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -73,50 +70,6 @@ def count_in_files(folder: Path, process: str) -> None:
             file.write(bytes(_HEAD_BYTES))
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
     values.ValueClass = values.MultiProcessValue(lambda: process)  # type: ignore[no-untyped-call]
-
-
-class _Histogram(Histogram):
-    """A histogram that finds the bucket of a value without going through all of them: each image has six values."""
-
-    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
-        """Count a value; its exemplar is kept in `Exemplars`."""
-        self._sum.inc(amount)
-        self._buckets[bisect_left(self._upper_bounds, amount)].inc(1)
-
-
-class Exemplars:
-    """Exemplars of a histogram: the newest request of each bucket and endpoint whose trace can be looked at.
-
-    They are kept beside the histogram: the files in which several processes count have no place for them. So a scrape
-    shows those of the worker that answers it.
-
-    Args:
-        name: of the histogram; `endpoint` is its only label.
-        buckets: its finite upper bounds, in seconds.
-        wall_clock: seconds since 1970.
-    """
-
-    def __init__(self, name: str, buckets: Sequence[float], wall_clock: Callable[[], float] = time.time) -> None:
-        self._name = name
-        self._bounds = (*buckets, math.inf)
-        self._wall_clock = wall_clock
-        self._newest: dict[tuple[str, float], Exemplar] = {}
-
-    def remember(self, endpoint: str, seconds: float, labels: dict[str, str]) -> None:
-        """Let a request that was observed a moment ago stand for its bucket."""
-        bound = self._bounds[bisect_left(self._bounds, seconds)]
-        self._newest[endpoint, bound] = Exemplar(labels, seconds, self._wall_clock())
-
-    def add_to(self, metric: Metric) -> Metric:
-        """Return the metric, with exemplars if it is this histogram."""
-        if metric.name == self._name:
-            metric.samples = [
-                sample._replace(exemplar=self._newest.get((sample.labels["endpoint"], float(sample.labels["le"]))))
-                if "le" in sample.labels
-                else sample
-                for sample in metric.samples
-            ]
-        return metric
 
 
 @dataclass(frozen=True)
@@ -154,7 +107,7 @@ class Metrics(Collector):
             PlatformCollector(registry=registry)
             GCCollector(registry=registry)
             self._state.counts_tasks = True
-        counter, histogram = partial(Counter, registry=registry), partial(_Histogram, registry=registry)
+        counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
         gauge = partial(Gauge, registry=registry, multiprocess_mode="livesum")
         self.requests = counter("vit_requests_total", "Requests answered", ["endpoint", "code"])
         self.request_duration = histogram(
@@ -163,7 +116,6 @@ class Metrics(Collector):
             ["endpoint"],
             buckets=_SECONDS,
         )
-        self.exemplars = Exemplars("vit_request_duration_seconds", _SECONDS)
         self.stage_duration = histogram(
             "vit_stage_duration_seconds",
             "Time of one image in each stage: read, decode, queue, inference",
@@ -194,6 +146,13 @@ class Metrics(Collector):
             "vit_abstained_total", "Pictures for which no label fits, of a model with a VIT_COVERAGE"
         )
 
+    def observe_stage(self, stage: str, seconds: float, batch_size: int | None = None) -> None:
+        """Measure a stage of one image, or of one body, that has just ended, and add it to the request's span."""
+        self.stages[stage].observe(seconds)
+        record = stage_recorder.get()
+        if record is not None:
+            record(stage, seconds, batch_size)
+
     def observe_classes(self, outputs: Outputs) -> None:
         """Count what the answer of a picture says of its classes."""
         self.top1_score.observe(float(outputs.scores[0]))
@@ -219,32 +178,21 @@ class Metrics(Collector):
         self.batch_size.labels(report.device).observe(report.size)
         self.batch_padding.labels(report.device).inc(report.padding)
 
-    async def gather(self, accept: str) -> tuple[bytes, str]:
-        """Return what `GET /metrics` answers and its media type; a subclass may ask other replicas for theirs.
-
-        Args:
-            accept: media types that the scraper reads; OpenMetrics is the answer if it is among them.
-        """
-        if OPENMETRICS in accept:
-            return self.render_openmetrics(), OPENMETRICS_CONTENT_TYPE
-        return self.render(), CONTENT_TYPE
+    async def gather(self) -> bytes:
+        """Return the answer of `GET /metrics`; a subclass may ask other replicas for theirs."""
+        return self.render()
 
     def render(self) -> bytes:
         """Return all metrics of the service in Prometheus' text format."""
         return generate_latest(self)
 
-    def render_openmetrics(self) -> bytes:
-        """Return all metrics of the service in OpenMetrics' format, which has exemplars."""
-        text: bytes = openmetrics.generate_latest(self)  # type: ignore[no-untyped-call]
-        return text
-
     def collect(self) -> Iterator[Metric]:
-        """Return the metrics of all processes, with their exemplars."""
+        """Return the metrics of all processes."""
         if self._folder is not None:
             counted = CollectorRegistry()
             MultiProcessCollector(counted, str(self._folder))  # type: ignore[no-untyped-call]
-            yield from map(self.exemplars.add_to, counted.collect())
-        yield from map(self.exemplars.add_to, self.registry.collect())
+            yield from counted.collect()
+        yield from self.registry.collect()
 
 
 class _StateCollector(Collector):

@@ -4,7 +4,7 @@ import pickle
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.metrics.metrics import Metrics, render_replicas
+from service.observe.metrics import Metrics, render_replicas
 
 
 def replica(endpoint: str, seconds: float) -> Metrics:

@@ -9,7 +9,7 @@ from prometheus_client import values
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.engine.messages import BatchReport, EngineStatus
-from service.metrics.metrics import CONTENT_TYPE, Metrics, Sources, count_in_files
+from service.observe.metrics import CONTENT_TYPE, Metrics, Sources, count_in_files
 from tests.service.fakes import model_info
 
 COUNTERS = {
