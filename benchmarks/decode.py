@@ -37,8 +37,7 @@ from model.config import PreprocessConfig
 from model.images import resample
 from model.images.decode import decode
 from model.images.preprocess import min_decoded_size, preprocess
-from model.images.resample import Axis
-from model.images.resize import passes_rows_first
+from model.images.resample import Axis, passes_rows_first
 from model.runtime.predictor import Predictor
 
 CONFIGS = {

@@ -23,6 +23,7 @@ import socket
 import struct
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any, Final
 
@@ -74,6 +75,7 @@ def main() -> None:
     bounds: dict[str, Any] = json.loads(sys.argv[1])
     service = socket.socket(fileno=0)
     os.dup2(1, 2)  # what codecs print goes where standard output goes: nowhere
+    warnings.simplefilter("ignore")
     Image.MAX_IMAGE_PIXELS = None  # ours is checked
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1
     if "pillow_heif" in sys.modules:

@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import io
 import re
+import struct
 from dataclasses import dataclass
 
 from PIL import ImageFile, features
@@ -64,7 +65,7 @@ class EncodedImage:
     Attributes:
         name: the format's name in Pillow.
         orientation: Exif orientation 1...8; None where only the reader can tell, once the file is open.
-        size: (width, height) in pixels, where opening the file allocates them.
+        size: (width, height) in pixels, where they are known before the file is opened.
     """
 
     name: str
@@ -118,6 +119,8 @@ def unpack(data: bytes | bytearray) -> EncodedImage:
             return EncodedImage(name, *png.strip(data))
         case "WEBP":
             return EncodedImage(name, bytes(data), size=_webp_size(data))
+        case "GIF":
+            return EncodedImage(name, bytes(data), UPRIGHT, _gif_size(data))
         case "AVIF":
             return EncodedImage(name, bytes(data))
     # Pillow and libheif turn TIFF and HEIC upright; the others have no orientation.
@@ -151,6 +154,31 @@ def _webp_size(data: bytes | bytearray) -> tuple[int, int]:
     if kind == b"VP8 " and head[3:6] == b"\x9d\x01\x2a" and len(head) == 10:
         return int.from_bytes(head[6:8], "little") & 0x3FFF, int.from_bytes(head[8:10], "little") & 0x3FFF
     raise InvalidImage("the WebP header is cut off or corrupt")
+
+
+def _gif_size(data: bytes | bytearray) -> tuple[int, int]:
+    """Return the size of the canvas that all frames of a GIF need, which a player would allocate (GIF89a)."""
+    width = height = 0
+    try:
+        canvas_width, canvas_height, flags = struct.unpack_from("<HHB", data, 6)
+        position = 13 + _palette_bytes(flags)
+        while (kind := data[position]) in b"!,":
+            position += 2
+            if kind == ord(","):
+                left, top, columns, rows, flags = struct.unpack_from("<HHHHB", data, position - 1)
+                width = max(width, canvas_width, left + columns)
+                height = max(height, canvas_height, top + rows)
+                position += 9 + _palette_bytes(flags)
+            while block := data[position]:
+                position += 1 + block
+            position += 1
+    except (struct.error, IndexError):  # cut off, as the decoder will say if it is within the first frame
+        pass
+    return width, height
+
+
+def _palette_bytes(flags: int) -> int:
+    return 3 << (flags & 7) + 1 if flags & 0x80 else 0
 
 
 def _has_whole_boxes(data: bytes) -> bool:

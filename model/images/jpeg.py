@@ -21,7 +21,8 @@ _STANDALONE = {0x01, *range(0xD0, 0xDA), 0xC8, *range(0xF0, 0xFE)}
 """Markers that no length follows, as libjpeg and Pillow take them: TEM, RST, SOI, EOI and the reserved JPGn."""
 
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
-_SEQUENTIAL, _PROGRESSIVE = {0xC0, 0xC1}, 0xC2
+_ARITHMETIC = {marker for marker in _FRAMES if marker > 0xC8}
+_SEQUENTIAL, _PROGRESSIVE = {0xC0, 0xC1}, {0xC2}
 _SCAN, _APP1 = 0xDA, 0xE1
 _METADATA = {*range(0xE0, 0xF0), 0xFE}
 _COLOUR_SEGMENTS = (b"JFIF\0", b"Adobe")
@@ -65,9 +66,9 @@ def strip(data: bytes | bytearray) -> tuple[bytes, int]:
     """Return the file without application segments and comments, and the orientation that stands in them.
 
     Raises:
-        InvalidImage: it is made of absurdly many segments.
-        UnsupportedImageFormat: arithmetic coding, whose decoder reads zeros past the end of the data for ever, or a
-            lossless frame, which cannot be scaled.
+        InvalidImage: it is made of absurdly many segments, or its frame is none of cosine transforms, which could not
+            be scaled.
+        UnsupportedImageFormat: arithmetic coding, whose decoder reads zeros past the end of the data for ever.
     """
     view = memoryview(data)
     kept = [view[:2]]
@@ -76,8 +77,10 @@ def strip(data: bytes | bytearray) -> tuple[bytes, int]:
         if marker == _SCAN:
             kept.append(view[begin:])
             break
-        if marker in _FRAMES - _SEQUENTIAL - {_PROGRESSIVE}:
-            raise UnsupportedImageFormat("JPEG pictures with arithmetic coding or without loss are not read")
+        if marker in _ARITHMETIC:
+            raise UnsupportedImageFormat("JPEG pictures with arithmetic coding are not read: no browser shows them")
+        if marker in _FRAMES - _SEQUENTIAL - _PROGRESSIVE:
+            raise InvalidImage("the JPEG picture does not decode: it is lossless or hierarchical")
         if marker not in _METADATA or data.startswith(_COLOUR_SEGMENTS, start + 2):
             kept.append(view[begin:end])
         elif marker == _APP1:

@@ -39,8 +39,7 @@ SECONDS: Final = 2.0
 
 _SLOW_SECONDS: Final = 0.5
 """Time after which a job leaves the processor to others."""
-_NICENESS: Final = 10
-_START_SECONDS: Final = 10.0
+_MORE_NICENESS: Final = 10
 _MAX_TEXT: Final = 4096
 
 _PIXEL_BYTES: Final = 6.5
@@ -73,12 +72,13 @@ class Decoded:
 class _Decoder:
     process: subprocess.Popen[bytes]
     socket: socket.socket
+    is_ready: bool = False
     is_slow: bool = False
 
     def lower_priority(self) -> None:
         self.is_slow = True
         if self.process.poll() is None:
-            os.setpriority(os.PRIO_PROCESS, self.process.pid, _NICENESS)
+            os.setpriority(os.PRIO_PROCESS, self.process.pid, os.getpriority(os.PRIO_PROCESS, 0) + _MORE_NICENESS)
 
     def end(self) -> None:
         self.socket.close()
@@ -138,10 +138,13 @@ class Decoders:
 
     async def _ask(self, header: bytes, data: bytearray, is_shape: _IsShape) -> Decoded:
         """Return a decoder's answer to a job; the decoder ends where its answer is invalid or the caller leaves."""
-        decoder = self._idle.pop() if self._idle else await self._start()
-        loop = asyncio.get_running_loop()
-        slow = loop.call_later(_SLOW_SECONDS, decoder.lower_priority)
+        decoder = self._idle.pop() if self._idle else self._start()
+        loop, slow = asyncio.get_running_loop(), None
         try:
+            if not decoder.is_ready:
+                self._say_once(await _receive(decoder.socket, len(CONFINED)))
+                decoder.is_ready = True
+            slow = loop.call_later(_SLOW_SECONDS, decoder.lower_priority)
             await loop.sock_sendall(decoder.socket, JOB.pack(len(header), len(data)) + header)
             await loop.sock_sendall(decoder.socket, data)
             status, text_bytes, pixel_bytes = ANSWER.unpack(await _receive(decoder.socket, ANSWER.size))
@@ -155,13 +158,16 @@ class Decoders:
             self._on_restart()
             if code == -signal.SIGKILL:
                 raise _Killed from None
+            if code is not None and not decoder.is_ready:
+                raise EngineUnavailable("no process that decodes pictures can be started") from error
             if code == -signal.SIGPROF:
                 raise ImageTooCostly(f"decoding the picture takes more than {SECONDS:g} s of a processor") from None
             if isinstance(error, ConnectionError | ValueError | LookupError | TypeError):
                 raise InvalidImage("the picture does not decode: its decoder crashed") from error
             raise
         finally:
-            slow.cancel()
+            if slow is not None:
+                slow.cancel()
         if decoder.is_slow:  # a process cannot take its priority back, and may hold much memory
             decoder.end()
         else:
@@ -170,8 +176,7 @@ class Decoders:
             raise answer
         return answer
 
-    async def _start(self) -> _Decoder:
-        """Return a new decoder process; raises `EngineUnavailable` if there can be none."""
+    def _start(self) -> _Decoder:
         path = os.pathsep.join(str(Path(each).absolute()) for each in sys.path)
         kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
         ours, theirs = socket.socketpair()
@@ -185,20 +190,13 @@ class Decoders:
                 env={"PYTHONPATH": path, **kept, **_ONE_THREAD},
                 start_new_session=True,  # signals to the service's group are not for those that it still needs
             )
-        decoder = _Decoder(process, ours)
-        try:
-            async with asyncio.timeout(_START_SECONDS):
-                hello = await _receive(ours, len(CONFINED))
-        except BaseException as error:
-            decoder.end()
-            if isinstance(error, ConnectionError | TimeoutError):
-                raise EngineUnavailable("no process that decodes pictures can be started") from error
-            raise
+        return _Decoder(process, ours)
+
+    def _say_once(self, hello: bytearray) -> None:
         if not self._is_known:
             self._is_known = True
             more = " and a filter of system calls" if hello == CONFINED else ": without libseccomp, no filter of calls"
             logger.info("decoder processes are held by resource limits%s", more)
-        return decoder
 
     def close(self) -> None:
         """End all processes that have no job; the others end with their jobs."""
