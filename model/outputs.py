@@ -355,7 +355,7 @@ class RequestedOutputs:
         map: which map, if any.
         logits: whether to return the logits of all classes.
         embedding: which embedding, if any.
-        labels: texts that the image is compared with instead of the model's classes; `model.zero_shot` computes their
+        labels: texts that the image is compared with instead of the model's classes; `model.heads` computes their
             scores from the embedding, so that none of them reaches an engine.
         label_set: whether to return the set of labels, of a model that has a coverage.
     """

@@ -20,7 +20,7 @@ from model.conformal import Calibration
 from model.errors import CheckpointError
 from model.network.library import LibraryNetwork, library_config, meta_tensors
 from model.network.vit import VisionTransformer, checkpoint_shapes, meta_model, placeholder_heads
-from model.zero_shot import ZeroShot
+from model.heads import ZeroShot
 
 MAX_TEXT: Final = 1000
 """Characters of a label and of a name: every answer repeats them."""

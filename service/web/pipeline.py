@@ -23,7 +23,7 @@ from model.cores import usable_cores
 from model.images.formats import is_bounded
 from model.images.preprocess import model_input
 from model.outputs import RequestedOutputs
-from model.zero_shot import of_image
+from model.heads import of_image
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from service.engine.swapping import Generation, Swappable

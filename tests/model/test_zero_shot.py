@@ -12,7 +12,7 @@ import torch
 from model.config import ViTConfig
 from model.errors import InputError
 from model.outputs import EmbeddingRequest, MapRequest, Outputs, RequestedOutputs
-from model.zero_shot import MAX_CHARACTERS, MAX_TEXTS, ZeroShot, labels_of_request, of_image, parse_labels
+from model.heads import MAX_CHARACTERS, MAX_TEXTS, ZeroShot, labels_of_request, of_image, parse_labels
 
 CONFIG = ViTConfig(image_size=(8, 8), patch_size=4, width=8, depth=1, heads=2, mlp_width=16, num_classes=2)
 PLAIN = ZeroShot(10.0, -2.0, False, ("a photo of {}.",))

@@ -22,7 +22,7 @@ from model.checkpoint.options import CheckpointOptions, read_labels
 from model.checkpoint.tensors import as_float32
 from model.config import ViTConfig
 from model.errors import CheckpointError, InputError
-from model.zero_shot import DEFAULT_TEMPLATE, MAX_TEMPLATES, ZeroShot, checked_texts, is_list, parse_labels
+from model.heads import DEFAULT_TEMPLATE, MAX_TEMPLATES, ZeroShot, checked_texts, is_list, parse_labels
 
 _MAX_LABELS: Final = 100_000
 _POOL: Final = "vision_model.head"

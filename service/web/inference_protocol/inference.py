@@ -23,7 +23,7 @@ from model.outputs import (
     parse_maps,
     require_classes,
 )
-from model.zero_shot import labels_of_request, with_labels
+from model.heads import labels_of_request, with_labels
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, NotFound, ServiceError, TooManyImages, UploadTooLarge
 from service.web.inference_protocol import VERSION

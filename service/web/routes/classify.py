@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from model.errors import ImageError
 from model.outputs import DEFAULT_TOP_K, EmbeddingRequest, Method, RequestedOutputs, parse_maps
-from model.zero_shot import labels_of_request, with_labels
+from model.heads import labels_of_request, with_labels
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, ServiceError, UploadTooLarge
 from service.web.decoders import Decoded

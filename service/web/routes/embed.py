@@ -15,7 +15,7 @@ from starlette.responses import Response
 from model.errors import ImageError
 from model.images.preprocess import ModelInput
 from model.outputs import Pooling, RequestedOutputs, parse_embedding
-from model.zero_shot import MAX_TEXTS, checked_texts, normalized
+from model.heads import MAX_TEXTS, checked_texts, normalized
 from service.errors import InvalidParameter, ServiceError, UploadTooLarge
 from service.web.inference_protocol.inference import at_position
 from service.web.pipeline import Pipeline, pipeline_of

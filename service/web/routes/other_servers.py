@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from model.outputs import DEFAULT_TOP_K, RequestedOutputs
-from model.zero_shot import labels_of_request
+from model.heads import labels_of_request
 from service.web.inference_protocol.inference import find_model
 from service.web.pipeline import pipeline_of
 from service.web.routes.classify import ClassifyQuery, classify

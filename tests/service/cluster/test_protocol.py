@@ -24,7 +24,7 @@ from model.outputs import (
     Outputs,
     RequestedOutputs,
 )
-from model.zero_shot import MAX_CHARACTERS, MAX_TEXTS
+from model.heads import MAX_CHARACTERS, MAX_TEXTS
 from service.cluster.protocol import (
     FAILURES,
     REPLY_LIMIT,

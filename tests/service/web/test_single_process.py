@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from model.zero_shot import ZeroShot
+from model.heads import ZeroShot
 from service.http.lifecycle import Terminal
 from service.http.watchdog import Watchdog
 from service.settings import load_settings

@@ -17,7 +17,7 @@ from PIL import Image
 from model.checkpoint import load_checkpoint
 from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
-from model.zero_shot import ZeroShot
+from model.heads import ZeroShot
 from service.engine.loading import load_predictor
 from service.errors import DeadlineExceeded, QueueFull
 from service.settings import load_settings
