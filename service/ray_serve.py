@@ -21,7 +21,7 @@ from service.engine.devices import fit_to_machine
 from service.engine.loading import load_predictor
 from service.engine.swapping import Unswapped
 from service.errors import EngineUnavailable, SettingsError
-from service.http.lifecycle import freeze_objects, trim_regularly
+from service.lifecycle import freeze_objects, trim_regularly
 from service.observe import logs
 from service.observe.metrics import Metrics, render_replicas
 from service.settings import MEMORY, Settings, load_settings, unknown_variables

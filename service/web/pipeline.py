@@ -35,8 +35,8 @@ from service.errors import (
     RequestTimeout,
     UploadTooLarge,
 )
-from service.http.exchange import exchange_of
-from service.http.lifecycle import Lifecycle
+from service.http import connection_of
+from service.lifecycle import Lifecycle
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.timers import TimeLimit, Timers
@@ -155,7 +155,6 @@ class Pipeline:
         """
         self.check_room()
         with self.upload() as upload:
-            exchange_of(request.scope).arriving = upload.body
             yield upload
 
     @contextmanager
@@ -185,7 +184,9 @@ class Pipeline:
             [file] = await self._read(request, upload, files=1, fields=fields)
             if isinstance(file, UploadTooLarge):
                 raise file
-            return await unless_disconnected(request.receive, answer(file), exchange_of(request.scope).caller_left)
+            connection = connection_of(request.scope)
+            left = None if connection is None else connection.left
+            return await unless_disconnected(request.receive, answer(file), left)
 
     async def answer_pictures(
         self, request: Request, answer: Callable[[int, UploadedFile], Coroutine[Any, Any, T]]

@@ -73,7 +73,7 @@ async def shielded(name: str, folder: Path) -> AsyncIterator[tuple[Listening, Li
                 while not await is_open(port):
                     assert process.poll() is None, (folder / "log").read_text()
                     await asyncio.sleep(0.02)
-            yield server, Listening(server.app, port, server.state)
+            yield server, Listening(server.app, port, server.connections)
         finally:
             process.terminate()
             await asyncio.to_thread(process.wait)
@@ -118,7 +118,7 @@ async def test_callers_whose_bodies_crawl_hold_no_connection_of_the_service(prox
             await last.send(post(bytes(100)))
             # nginx lets one address have so many at once; Envoy has no such limit.
             assert (await last.answer()).status == {"nginx": 429, "envoy": 415}[proxy]
-        assert len(server.state.connections) == {"nginx": 0, "envoy": 1}[proxy]
+        assert len(server.connections.open) == {"nginx": 0, "envoy": 1}[proxy]
 
 
 @on_a_loop
@@ -141,4 +141,4 @@ async def test_a_caller_that_hardly_reads_leaves_nothing_in_the_service(proxy: s
         slow.writer.transport.pause_reading()  # type: ignore[attr-defined]
         await slow.send(GET.replace(b"/healthz", bundle.encode()))
         await until(lambda: server.app.metric("vit_requests_total", endpoint=bundle, code="200") == 1)
-        await until(lambda: all(one.transport.get_write_buffer_size() == 0 for one in server.protocols))
+        await until(lambda: all(one.transport.get_write_buffer_size() == 0 for one in server.connections.open))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from service.engine.swapping import Unswapped
-from service.http.lifecycle import Lifecycle
+from service.lifecycle import Lifecycle
 from service.observe.metrics import Metrics
 from service.settings import Settings, load_settings
 from service.web.admission import ByteBudget
