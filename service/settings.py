@@ -321,9 +321,6 @@ class Settings(BaseSettings):
         "first",
     )
     max_image_pixels: int = Field(64_000_000, ge=1, description="pixels of one picture")
-    decode_seconds: Annotated[float, Field(gt=0, le=60, allow_inf_nan=False)] = Field(
-        2, description="processor time for a picture that is decoded in a process of its own; more is refused (422)"
-    )
     max_images_per_request: int = Field(64, ge=1, description="files of one POST /classify/batch")
     scaled_decode: bool = Field(
         True, description="decode large JPEGs at 1/2, 1/4 or 1/8, never below twice the target size"
