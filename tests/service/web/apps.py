@@ -70,7 +70,7 @@ class App:
 
 
 def app(clock: Callable[[], float] = time.monotonic, **settings: Any) -> App:
-    return App(load_settings({"decode_threads": 1, **settings}), clock=clock)
+    return App(load_settings({**settings}), clock=clock)
 
 
 def pipeline_of(running: App) -> Pipeline:

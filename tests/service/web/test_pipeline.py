@@ -293,7 +293,7 @@ async def test_a_batch_that_meets_a_defect_keeps_its_places_until_every_decode_t
         return BLACK
 
     monkeypatch.setattr(pipeline, "model_input", decode)
-    service = app(queue_size=2, decode_threads=2)
+    service = app(queue_size=2)
     service.engine.error = KeyError("a defect")
     communicator = service.communicator("POST", "/classify/batch", **form(png(1), png(2)))
     running = communicator.start()
