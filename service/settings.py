@@ -242,28 +242,13 @@ class Settings(BaseSettings):
     )
     compile: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="torch.compile: `auto` compiles on CUDA and replays one CUDA graph a batch size, `on` compiles "
-        "also on the CPU, `off` does neither",
-    )
-    backend: Literal["auto", "torch", "openvino"] = Field(
-        "auto",
-        description="what runs the network: `openvino` only on a CPU, from the extra of that name; `auto` takes it "
-        "where it is installed and torch is not to compile",
+        description="`auto`: on a CPU OpenVINO where it is installed, else torch; on a GPU torch.compile, and one CUDA "
+        "graph a batch size. `on`: torch.compile, on a CPU too. `off`: plain torch",
     )
     cache_dir: Annotated[Name | None, AfterValidator(_of_known_home)] = Field(
         None,
         description="folder that keeps OpenVINO's graphs for the next start, or `off`. Default: `vitserve` in the "
         "user's cache folder (XDG_CACHE_HOME, or ~/.cache)",
-    )
-    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of a forward pass. Default: all cores")
-    streams: int | None = Field(
-        None, ge=1, le=64, description="batches under way at the same time. Default: 2, or 1 on a single core"
-    )
-    decode_threads: int | None = Field(
-        None,
-        ge=1,
-        le=256,
-        description="threads that decode images, of each worker. Default: all cores, at most 16, over all workers",
     )
 
     # Where it listens.

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from service.engine.messages import EngineStatus, ModelInfo
 from service.engine.swapping import Generation, Swappable
-from service.http.lifecycle import Lifecycle
+from service.lifecycle import Lifecycle
 from service.observe.metrics import Metrics, Sources
 from service.settings import MEMORY, Settings, exports_spans, parse_keys
 from service.web.admission import ByteBudget, Limiter, Receiving, RefusalPace
@@ -151,9 +151,8 @@ def create_app(
     keys = parse_keys(key.get_secret_value() for key in settings.api_keys)
     app.state.keys_required = bool(keys)
     guard = KeyGuard(keys, key_limiter or KeyLimiter(len(keys), settings.key_max_requests), metrics)
-    pace = RefusalPace(clock)
     layers: ASGIApp = ApiKeyMiddleware(app, guard, public) if keys else app
-    layers = ProblemMiddleware(layers, metrics, pace)
+    layers = ProblemMiddleware(layers, metrics, RefusalPace(clock))
     if settings.cors_origins:
         layers = CORSMiddleware(
             layers,
@@ -169,7 +168,7 @@ def create_app(
         tracing = Tracing()
         layers = tracing.around(layers, PROBES)
     endpoints = {route.path for route in app.router.routes if isinstance(route, Endpoint)}
-    outermost = RequestContextMiddleware(layers, metrics, endpoints, lifecycle, pace=pace, clock=clock)
+    outermost = RequestContextMiddleware(layers, metrics, endpoints, lifecycle, clock=clock)
     return outermost
 
 
