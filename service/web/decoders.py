@@ -34,7 +34,7 @@ from model.images.preprocess import ModelInput
 from model.images.region import Region
 from service.errors import DeadlineExceeded, EngineUnavailable
 from service.settings import Settings
-from service.web.work import Deadline
+from service.web.lanes import Deadline
 
 logger = logging.getLogger("vitserve")
 

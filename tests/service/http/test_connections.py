@@ -16,7 +16,7 @@ from service.http.connections import Rank, connection_limit, make_room, rank_of
 from tests.service.fakes import on_a_loop, png
 from tests.service.http.listening import GET, Answer, Listening, listening, post
 from tests.service.http.wire import Clock
-from tests.service.web.apps import pipeline_of, until
+from tests.service.web.apps import service_in, until
 
 CRAWLER, IDLE, NEWCOMER = range(3)
 HALF_A_HEAD = b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: "
@@ -155,10 +155,10 @@ async def test_while_idle_callers_can_go_every_newcomer_is_answered_though_all_c
 async def test_a_caller_whose_body_crawls_makes_room_and_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     async with listening(max_connections=1) as server, server.connect() as crawler:
         await crawler.send(post(bytes(100))[:-50])
-        await until(lambda: bool(pipeline_of(server.app).receiving._arriving))
+        await until(lambda: bool(service_in(server.app).receiving._arriving))
         assert await refused_for_room(server)
         with monkeypatch.context() as later:
-            later.setattr(pipeline_of(server.app).receiving, "_clock", lambda: time.monotonic() + 2)
+            later.setattr(service_in(server.app).receiving, "_clock", lambda: time.monotonic() + 2)
             assert (await server.ask(GET)).status == 200
         answer = await crawler.answer()
         assert (answer.status, answer.code, answer.headers["connection"]) == (408, "request_timeout", "close")
@@ -170,10 +170,10 @@ async def test_a_caller_whose_body_crawls_makes_room_and_is_told_so(monkeypatch:
 @on_a_loop
 async def test_one_that_crawls_on_after_it_was_told_so_is_closed_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     async with listening(max_connections=1) as server, server.connect() as crawler:
-        monkeypatch.setattr(pipeline_of(server.app).receiving, "_clock", lambda: 0.0)
+        monkeypatch.setattr(service_in(server.app).receiving, "_clock", lambda: 0.0)
         await crawler.send(post(bytes(100))[:-50])
-        await until(lambda: bool(pipeline_of(server.app).receiving._arriving))
-        monkeypatch.setattr(pipeline_of(server.app).receiving, "_clock", lambda: 2.0)
+        await until(lambda: bool(service_in(server.app).receiving._arriving))
+        monkeypatch.setattr(service_in(server.app).receiving, "_clock", lambda: 2.0)
         async with server.connect() as second:
             assert (await crawler.answer()).status == 408
             assert len(server.state.connections) == 2

@@ -9,7 +9,7 @@ from service.http.protocol import HEAD_SECONDS
 from tests.service.fakes import on_a_loop, png
 from tests.service.http.listening import GET, listening, post
 from tests.service.http.wire import Clock
-from tests.service.web.apps import pipeline_of, until
+from tests.service.web.apps import service_in, until
 
 BODY = bytes(5000)
 
@@ -18,7 +18,7 @@ BODY = bytes(5000)
 @pytest.mark.parametrize("sent_at_first", [-5000, -1, 10_000], ids=["head only", "almost all", "all"])
 async def test_the_next_request_on_the_connection_of_a_refused_one_is_answered(sent_at_first: int) -> None:
     async with listening(queue_size=1) as server, server.connect() as connection:
-        limiter = pipeline_of(server.app).limiter
+        limiter = service_in(server.app).limiter
         with limiter.permit():
             for _ in range(3):
                 await connection.send(post(BODY)[:sent_at_first])
@@ -44,7 +44,7 @@ async def test_the_next_request_on_the_connection_of_a_refused_one_is_answered(s
 )
 async def test_a_refusal_of_a_body_that_may_not_come_or_not_end_closes(request_bytes: bytes) -> None:
     async with listening(queue_size=1) as server:
-        with pipeline_of(server.app).limiter.permit():
+        with service_in(server.app).limiter.permit():
             for _ in range(2):
                 answer = await server.ask(request_bytes.partition(b"\r\n\r\n")[0] + b"\r\n\r\n")
                 assert (answer.status, answer.code) == (503, "queue_full")

@@ -15,7 +15,7 @@ from service.web.admission import RefusalPace
 from tests.service.fakes import PATIENCE, on_a_loop, png
 from tests.service.http.listening import GET, listening, post
 from tests.service.http.wire import Clock, Wire
-from tests.service.web.apps import pipeline_of, until
+from tests.service.web.apps import service_in, until
 
 
 @on_a_loop
@@ -106,7 +106,7 @@ async def test_a_broken_chunk_is_the_requests_own_400_and_frees_its_place(body: 
         assert answer.headers["x-request-id"] == "mine"
         assert answer.headers["connection"] == "close"
         assert await connection.is_closed()
-        assert pipeline_of(server.app).limiter.in_use == 0
+        assert service_in(server.app).limiter.in_use == 0
         assert server.app.metric("vit_requests_total", endpoint="/classify", code="400") == 1
         assert server.app.metric("vit_cancelled_total") == 0
         assert (await server.ask(post(png(1)))).status == 200
@@ -148,7 +148,7 @@ async def test_a_connection_remembers_that_its_last_request_was_refused(monkeypa
     original = RefusalPace.turn
     monkeypatch.setattr(RefusalPace, "turn", turn)
     async with listening(queue_size=1) as server, server.connect() as connection:
-        with pipeline_of(server.app).limiter.permit():
+        with service_in(server.app).limiter.permit():
             for _ in range(2):
                 await connection.send(post(png(7)))
                 assert (await connection.answer()).status == 503
@@ -197,7 +197,7 @@ async def test_leaving_with_another_request_in_line_cancels_the_one_that_is_bein
         assert server.app.engine.cancelled == 1
         assert server.app.metric("vit_requests_total", endpoint="/classify", code="499") == 1
         assert server.app.metric("vit_rejected_total", reason="internal_error") == 0
-        assert pipeline_of(server.app).limiter.in_use == 0
+        assert service_in(server.app).limiter.in_use == 0
 
 
 @on_a_loop
@@ -210,7 +210,7 @@ async def test_a_caller_that_pipelines_and_leaves_gives_its_place_back() -> None
                 await asyncio.sleep(0.001)
         server.app.engine.gate.set()
         async with asyncio.timeout(PATIENCE):
-            while pipeline_of(server.app).limiter.in_use or server.state.tasks:
+            while service_in(server.app).limiter.in_use or server.state.tasks:
                 await asyncio.sleep(0.001)
         assert server.app.metric("vit_inflight_requests") == 0
 
@@ -267,7 +267,7 @@ async def test_framing_without_end_is_refused(start: bytes, endless: bytes) -> N
         assert sent < 1 << 20
         answer = await connection.answer()
         assert (answer.status, answer.code) == (400, "malformed_request")
-        assert pipeline_of(server.app).limiter.in_use == 0
+        assert service_in(server.app).limiter.in_use == 0
 
 
 @on_a_loop
@@ -277,7 +277,7 @@ async def test_a_slow_body_is_408_and_closes() -> None:
         answer = await connection.answer()
         assert (answer.status, answer.code) == (408, "request_timeout")
         assert answer.headers["connection"] == "close"
-        assert pipeline_of(server.app).limiter.in_use == 0
+        assert service_in(server.app).limiter.in_use == 0
         await connection.send(png(1)[-20:])
         assert await connection.is_closed()
 

@@ -12,7 +12,7 @@ from tests.service.http.listening import Connection, Listening, listening
 from tests.service.http.raw_bodies import CHUNKS, CONNECTIONS, LENGTHS
 from tests.service.http.raw_forms import RED, Form, get
 from tests.service.http.raw_heads import HEADERS, REQUEST_LINES, TARGETS
-from tests.service.web.apps import pipeline_of
+from tests.service.web.apps import service_in
 
 FORMS = {
     "request lines": REQUEST_LINES,
@@ -62,7 +62,7 @@ async def test_a_form_is_answered_as_its_row_says(forms: dict[str, Form]) -> Non
         # All at once: the server hears what a refused caller still sends before it closes.
         found = await asyncio.gather(*(seen(server, form) for form in forms.values()))
         assert dict(zip(forms, found, strict=True)) == forms
-        assert pipeline_of(server.app).limiter.in_use == 0
+        assert service_in(server.app).limiter.in_use == 0
 
 
 def test_the_forms_differ() -> None:

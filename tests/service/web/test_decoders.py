@@ -28,7 +28,7 @@ from service.errors import DeadlineExceeded, EngineUnavailable
 from service.settings import load_settings
 from service.web import decoders as module
 from service.web.decoders import Decoders, _answer
-from service.web.work import Deadline
+from service.web.lanes import Deadline
 from tests.model.images.pictures import FORMATS, black_png, config, encode, noise, png_chunk, scene
 from tests.service.fakes import PATIENCE, on_a_loop
 from tests.service.web.apps import app, form, until

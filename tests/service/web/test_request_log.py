@@ -13,7 +13,7 @@ from service.web.request_log import LINES_A_SECOND, RequestLog
 from tests.service.fakes import on_a_loop, png
 from tests.service.http.listening import GET, listening, post
 from tests.service.http.wire import Clock
-from tests.service.web.apps import pipeline_of, until
+from tests.service.web.apps import service_in, until
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ async def test_refusals_of_a_flood_are_all_counted_and_few_are_logged(caplog: py
     caplog.set_level(logging.INFO)
     refused = LINES_A_SECOND + 5
     async with listening(queue_size=1) as server, server.connect() as connection:
-        with pipeline_of(server.app).limiter.permit():
+        with service_in(server.app).limiter.permit():
             for _ in range(refused):
                 await connection.send(post(png(1)))
                 assert (await connection.answer()).status == 503
