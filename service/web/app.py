@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -17,16 +16,16 @@ from starlette.types import ASGIApp
 
 from service.engine.messages import EngineStatus, ModelInfo
 from service.engine.swapping import Swappable
-from service.http.lifecycle import Lifecycle
-from service.metrics.metrics import Metrics, Sources
-from service.settings import MEMORY, Settings, parse_keys
+from service.lifecycle import Lifecycle
+from service.observe.metrics import Metrics, Sources
+from service.settings import MEMORY, Settings, exports_spans, parse_keys
 from service.web.admission import ByteBudget, Limiter, Receiving, RefusalPace
 from service.web.api_keys import ApiKeyMiddleware, KeyGuard, KeyLimiter
 from service.web.decoders import Decoders
 from service.web.image_stores import ImageStore
 from service.web.image_stores.memory import MemoryImageStore
 from service.web.image_stores.redis import RedisImageStore
-from service.web.middleware import ProblemMiddleware, RequestContextMiddleware
+from service.web.middleware import PROBES, ProblemMiddleware, RequestContextMiddleware
 from service.web.request import Lanes, Service
 from service.web.routes import (
     attention,
@@ -41,12 +40,10 @@ from service.web.routes import (
 from service.web.routes.endpoint import Application, Endpoint, no_such_path
 from vitserve import __version__
 
-if TYPE_CHECKING:
-    from service.tracing.spans import RequestTracer
-
 logger = logging.getLogger("vitserve")
 
 _ROUTERS = (
+    pages.page,
     classify.router,
     embed.router,
     attention.router,
@@ -84,7 +81,6 @@ def create_app(
     image_store: ImageStore | None = None,
     byte_budget: ByteBudget | None = None,
     key_limiter: KeyLimiter | None = None,
-    tracer: RequestTracer | None = None,
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> RequestContextMiddleware:
@@ -96,7 +92,6 @@ def create_app(
         lifecycle: shared with the server that decides when to stop.
         on_engine_change: called on the event loop after each change of the engine's state.
         limiter, image_store, byte_budget, key_limiter: shared with other processes; by default this application's own.
-        tracer: makes the spans of requests; None without tracing.
     """
     lifecycle = lifecycle or Lifecycle()
     limiter = limiter or Limiter(settings.queue_size)
@@ -107,8 +102,8 @@ def create_app(
         turnover=settings.request_timeout / 2,
         clock=clock,
     )
-    lanes = Lanes(settings, engine, clock)
-    decoders = Decoders(settings, quick=2 if settings.workers == 1 else 1, on_restart=metrics.decoder_restarts.inc)
+    decoders = Decoders(settings, on_restart=metrics.decoder_restarts.inc)
+    lanes = Lanes(settings, engine, decoders, clock)
     service = Service(engine, settings, metrics, limiter, receiving, images, lifecycle, lanes, decoders, clock)
 
     def engine_changed() -> None:
@@ -129,6 +124,8 @@ def create_app(
         await engine.close()
         lanes.close()
         decoders.close()
+        if tracing is not None:
+            await tracing.close()
         await images.close()
         outermost.log.end_second()
 
@@ -142,9 +139,7 @@ def create_app(
     )
 
     app.state.service = service
-    # The first route of a path answers: with the page, `operations` keeps its plain index to itself.
-    routers = (pages.page, *_ROUTERS) if settings.page else _ROUTERS
-    app.set_routes([route for router in routers for route in router.routes])
+    app.set_routes([route for router in _ROUTERS for route in router.routes])
     app.router.default = no_such_path
 
     metrics.watch(
@@ -160,9 +155,8 @@ def create_app(
     keys = parse_keys(key.get_secret_value() for key in settings.api_keys)
     app.state.keys_required = bool(keys)
     guard = KeyGuard(keys, key_limiter or KeyLimiter(len(keys), settings.key_max_requests), metrics)
-    pace = RefusalPace(clock)
     layers: ASGIApp = ApiKeyMiddleware(app, guard, public) if keys else app
-    layers = ProblemMiddleware(layers, metrics, pace)
+    layers = ProblemMiddleware(layers, metrics, RefusalPace(clock))
     if settings.cors_origins:
         layers = CORSMiddleware(
             layers,
@@ -171,8 +165,14 @@ def create_app(
             allow_headers=["Authorization", "Content-Type", "X-Request-ID", "traceparent", "tracestate"],
             expose_headers=["X-Request-ID", "Retry-After", "Content-Location", "traceresponse"],
         )
+    tracing = None
+    if exports_spans():
+        from service.observe.spans import Tracing  # noqa: PLC0415  it needs the extra `otel`
+
+        tracing = Tracing()
+        layers = tracing.around(layers, PROBES)
     endpoints = {route.path for route in app.router.routes if isinstance(route, Endpoint)}
-    outermost = RequestContextMiddleware(layers, metrics, endpoints, lifecycle, tracer, pace=pace, clock=clock)
+    outermost = RequestContextMiddleware(layers, metrics, endpoints, lifecycle, clock=clock)
     return outermost
 
 

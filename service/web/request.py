@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -27,8 +26,10 @@ from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from model.config import PreprocessConfig
-from model.images.formats import UnboundedWork
+from model.cores import usable_cores
+from model.images.formats import is_bounded
 from model.images.preprocess import ModelInput, model_input
+from model.images.region import Region
 from model.outputs import RequestedOutputs
 from model.zero_shot import of_image
 from service.engine.base import Engine
@@ -44,9 +45,9 @@ from service.errors import (
     RequestTimeout,
     UploadTooLarge,
 )
-from service.http.exchange import Exchange, exchange_of
-from service.http.lifecycle import Lifecycle
-from service.metrics.metrics import Metrics
+from service.http import connection_of
+from service.lifecycle import Lifecycle
+from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.web.admission import Body, Limiter, Permit, Receiving
 from service.web.decoders import Decoded, Decoders
@@ -77,14 +78,15 @@ _TEXTS_AT_ONCE: Final = 8
 class Lanes:
     """The queues of a web process before everything that is scarce."""
 
-    def __init__(self, settings: Settings, models: Swappable, clock: Callable[[], float]) -> None:
-        threads = settings.decode_threads or -(-min(os.cpu_count() or 1, 16) // settings.workers)
+    def __init__(self, settings: Settings, models: Swappable, decoders: Decoders, clock: Callable[[], float]) -> None:
+        threads = -(-min(usable_cores(), 16) // settings.workers)
 
         def batches(number: int) -> int:
             engine = models.current.engine
             return number * len(engine.engines) * (1 if engine.info is None else engine.info.max_batch)
 
         self.pictures = ThreadLane("decode", threads, servers=lambda: batches(_BATCHES_AHEAD), clock=clock)
+        self.decoders = TurnLane("decoders", lambda: decoders.processes, clock=clock)
         self.documents = ThreadLane("documents", 1, background=True, clock=clock)
         self.drawings = ThreadLane("drawing", 1, background=True, clock=clock)
         self.texts = TurnLane("texts", lambda: _TEXTS_AT_ONCE, clock=clock)
@@ -177,20 +179,19 @@ class Service:
             self.check_room()
         context = request_context(request.scope)
         caller = context.key_name or (request.client.host if request.client else "")
-        exchange = exchange_of(request.scope)
-        async with self.admit_from(caller, context.started, model, exchange=exchange) as admitted:
+        async with self.admit_from(caller, context.started, model) as admitted:
+            connection = connection_of(request.scope)
+            admitted.left = None if connection is None else connection.left
             admitted.source, admitted.headers = request.receive, request.headers
             admitted.request_id = context.request_id
             yield admitted
 
     @asynccontextmanager
-    async def admit_from(
-        self, caller: Hashable, started: float, model: Model, *, exchange: Exchange | None = None
-    ) -> AsyncIterator[AdmittedRequest]:
+    async def admit_from(self, caller: Hashable, started: float, model: Model) -> AsyncIterator[AdmittedRequest]:
         """Admit a request from a caller, whose head came at this reading of the clock; see `admit`."""
         deadline = Deadline(started + self.settings.request_timeout, self.clock)
         with self.receiving.body() as body, Permit(self.limiter) as permit, model.generation.request():
-            admitted = AdmittedRequest(self, model, caller, deadline, body, permit, exchange)
+            admitted = AdmittedRequest(self, model, caller, deadline, body, permit)
             try:
                 async with admitted.limit:
                     yield admitted
@@ -231,6 +232,8 @@ class AdmittedRequest:
     source: Receive
     headers: Headers
     request_id: str
+    left: asyncio.Future[None] | None = None
+    watches = True
 
     def __init__(
         self,
@@ -240,7 +243,6 @@ class AdmittedRequest:
         deadline: Deadline,
         body: Body,
         permit: Permit,
-        exchange: Exchange | None,
     ) -> None:
         task = asyncio.current_task()
         assert task is not None, "a request is a task"
@@ -254,7 +256,6 @@ class AdmittedRequest:
         self._caller = caller
         self._body = body
         self._permit = permit
-        self._exchange = exchange
         self._reading = False
         self._watcher: asyncio.Future[None] | None = None
 
@@ -297,14 +298,12 @@ class AdmittedRequest:
             What the reader raises; and the context of the request `RequestTimeout`, where the body did not arrive in
             time, or crawled while others needed its room.
         """
-        if self._exchange is not None:
-            self._exchange.arriving = self._body
         started, self._reading = self.service.clock(), True
         self._end_in(self.deadline.remaining())
         with self.service.receiving.arriving(self._body, partial(self._end_in, 0.0)):
             content = await reader(self._receive)
         self._reading = False
-        self.service.metrics.stages["read"].observe(self.service.clock() - started)
+        self.service.metrics.observe_stage("read", self.service.clock() - started)
         return content
 
     async def _receive(self) -> Message:
@@ -319,64 +318,59 @@ class AdmittedRequest:
         """
         self._permit.extend(places)
         self._end_in(self.deadline.remaining() + LATE_SECONDS)
-        if self._exchange is not None:
-            watcher = self._exchange.caller_left or asyncio.ensure_future(_disconnected(self.source))
-            watcher.add_done_callback(self._leave)
-            self._watcher = watcher
+        if self.watches:
+            self._watcher = self.left or asyncio.ensure_future(_disconnected(self.source))
+            self._watcher.add_done_callback(self._leave)
 
     # It is decoded
 
     async def decode(self, data: bytearray) -> Decoded:
         """Return the picture in a file, of the model's size.
 
+        A thread decodes a file whose header bounds the work, a process of its own any other.
+
         Raises `MissingImage` if there are no bytes, `QueueFull`, and what `Decoders.model_input` raises.
         """
-        try:
-            with self._decoding(data) as job:
-                return self._decoded(await job)
-        except UnboundedWork:
-            return await self._decode_in_process(data)
-
-    def _decoding(self, data: bytearray) -> Job[Decoded]:
-        """Return the job of a thread that decodes a file, if its structure bounds the work; raises `UnboundedWork`."""
         if not data:
             raise MissingImage("the picture is empty")
+        if is_bounded(data):
+            with self._decoding(data) as job:
+                decoded = await job
+        else:
+            with self._permit.lent(), self._decoder() as turn:
+                await turn
+                decoded = await self.service.decoders.model_input(data, self.model.info.preprocess, self.deadline)
+        self.service.metrics.observe_stage("decode", decoded.seconds)
+        return decoded
+
+    def _decoding(self, data: bytearray) -> Job[Decoded]:
         work = partial(_decode, data, self.model.info.preprocess, self.service.settings)
         return self.service.lanes.pictures.work(work, self._caller, len(data), self.deadline)
 
-    async def _decode_in_process(self, data: bytearray) -> Decoded:
-        decoders = self.service.decoders
-        with self._permit.lent():
-            return self._decoded(await decoders.model_input(data, self.model.info.preprocess, self.deadline))
+    def _decoder(self) -> Job[None]:
+        return self.service.lanes.decoders.turn(self._caller, 1, self.deadline)
 
-    def _decoded(self, decoded: Decoded) -> Decoded:
-        self.service.metrics.stages["decode"].observe(decoded.seconds)
-        return decoded
-
-    async def photo(self, data: bytearray, of: Decoded, size: int | None) -> ModelInput:
-        """Return the photo of a picture that was decoded, at most so large, with the region that the model saw."""
-        region, spent = of.picture.region, of.seconds
-        with self._permit.lent():
-            return (await self.service.decoders.photo(data, region, size, self.deadline, spent=spent)).picture
+    async def photo(self, data: bytearray, region: Region, size: int | None) -> ModelInput:
+        """Return the photo in a file, at most so large, with the region of it that the model saw."""
+        with self._permit.lent(), self._decoder() as turn:
+            await turn
+            return (await self.service.decoders.photo(data, region, size, self.deadline)).picture
 
     # The model answers
 
     async def classify(self, data: bytearray, requested: RequestedOutputs) -> tuple[Decoded, InferenceResult]:
         """Return the picture in a file as the model saw it, and the answer; raises as `decode` and `infer`.
 
-        Its turn lasts until it is answered, so that decoding does not run far ahead of the model. Pictures that a
-        process decodes, and those of which a map is asked, keep none: they may wait for long.
+        The turn of a picture that a thread decodes lasts until it is answered, so that decoding does not run far ahead
+        of the model. Pictures of which a map is asked keep none: they may wait for long.
         """
-        if requested.map is not None:
+        if requested.map is not None or not data or not is_bounded(data):
             decoded = await self.decode(data)
             return decoded, await self.infer(decoded.picture.pixels, requested)
-        try:
-            with self._decoding(data) as job:
-                decoded = self._decoded(await job)
-                return decoded, await self.infer(decoded.picture.pixels, requested)
-        except UnboundedWork:
-            decoded = await self._decode_in_process(data)
-        return decoded, await self.infer(decoded.picture.pixels, requested)
+        with self._decoding(data) as job:
+            decoded = await job
+            self.service.metrics.observe_stage("decode", decoded.seconds)
+            return decoded, await self.infer(decoded.picture.pixels, requested)
 
     async def infer(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
         """Return the model's answer to one picture, uint8 [H, W, C]; raises as `Engine.infer`.
@@ -415,9 +409,8 @@ class AdmittedRequest:
                 result = await self._ask(pixels, requested)
         else:
             result = await self._ask(pixels, requested)
-        stages = self.service.metrics.stages
-        stages["queue"].observe(result.queue_seconds)
-        stages["inference"].observe(result.inference_seconds)
+        self.service.metrics.observe_stage("queue", result.queue_seconds)
+        self.service.metrics.observe_stage("inference", result.inference_seconds, result.batch_size)
         return result
 
     async def _ask(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
@@ -464,15 +457,13 @@ class AdmittedRequest:
         """Watch the caller no more."""
         if self._watcher is not None:
             self._watcher.remove_done_callback(self._leave)
-            self._watcher.cancel()
+            if self._watcher is not self.left:
+                self._watcher.cancel()
 
 
 def _decode(data: bytearray, config: PreprocessConfig, settings: Settings) -> Decoded:
-    """Return the picture in a file whose structure bounds the work; raises `UnboundedWork` for all others."""
     started = time.perf_counter()
-    picture = model_input(
-        data, config, max_pixels=settings.max_image_pixels, scaled_decode=settings.scaled_decode, bounded=True
-    )
+    picture = model_input(data, config, max_pixels=settings.max_image_pixels, scaled_decode=settings.scaled_decode)
     return Decoded(picture, time.perf_counter() - started)
 
 

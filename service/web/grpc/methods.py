@@ -94,7 +94,7 @@ async def model_infer(service: Service, call: Call) -> bytes:
     """Classify the pictures of the tensor `image` or `pixels`."""
     service.check_room()
     async with service.admit_from(call.caller, call.started, service.model()) as admitted:
-        admitted.source = call.receive
+        admitted.source, admitted.watches = call.receive, False  # grpcio cancels the call itself
         async with call.arrival():  # before its turn a message cannot crawl
             message = read_inference(await admitted.read(_whole))
         info = find_model(service, message.name, message.version).info

@@ -175,7 +175,7 @@ async def _photo(
     if query.format != "png" or view != "photo" or query.overlay is False:
         return None
     # Decoded a second time, so that no photo is in memory while its map is computed.
-    return await admitted.photo(file, decoded, query.size)
+    return await admitted.photo(file, decoded.picture.region, query.size)
 
 
 async def _answer(

@@ -8,6 +8,7 @@ import pytest
 
 from service.errors import InferenceFailed
 from service.web import request as request_module
+from service.web.lanes import Deadline
 from service.web.request import all_of
 from tests.service.fakes import PATIENCE, model_info, on_a_loop, png
 from tests.service.web.apps import App, Clock, app, budget_of, form, service_in, settle, until
@@ -35,7 +36,6 @@ async def test_a_body_that_does_not_arrive_in_time_is_408_and_leaves_nothing_beh
     running = communicator.start()
     await until(lambda: communicator.answered)
     assert (communicator.status, communicator.code) == (408, "request_timeout")
-    assert communicator.headers["connection"] == "close"
     assert service_in(service).limiter.in_use == 0
     assert budget_of(service).in_use == 0
     communicator.disconnect()
@@ -138,7 +138,7 @@ async def test_what_waits_in_a_side_lane_holds_no_place() -> None:
     service = app(queue_size=2)
     inside = service_in(service)
     lane = inside.lanes.explanations
-    turns = [lane.turn("other", 1, request_module.Deadline(inside.clock() + PATIENCE)) for _ in range(8)]
+    turns = [lane.turn("other", 1, Deadline(inside.clock() + PATIENCE)) for _ in range(8)]
     answer = asyncio.create_task(service.classify(query="method=rollout&format=json", path="/attention"))
     await until(lambda: lane.waiting == 1)
     assert inside.limiter.in_use == 0
