@@ -72,8 +72,8 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     except ValidationError as error:
         raise SettingsError(f"an argument of the application: {first_problem(error)}") from None
     settings = replica_settings(load_settings(), share)
-    for name in unknown_variables():
-        logger.warning("%s is not a setting and is ignored", name)
+    for line in unknown_variables():
+        logger.warning("%s", line)
     if share.replicas > 1 and settings.recent_url.get_secret_value() == MEMORY:
         logger.warning("each replica keeps its own pictures: GET /attention?id=... needs VIT_RECENT_URL=redis://...")
     deployment = serve.deployment(

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -326,7 +327,6 @@ class Settings(BaseSettings):
     checkpoint_folder: Name | None = Field(
         None, description="folder below which that request may name a checkpoint; without it `checkpoint` is reloaded"
     )
-    page: bool = Field(True, description="whether / is the page to try the model on; else it is a list of links")
     metrics_public: bool = Field(True, description="whether /metrics is open when keys are set")
 
     # Pictures that are kept.
@@ -404,6 +404,12 @@ def exports_spans(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the variables that start like a setting but are none, most often because of a typing error."""
-    known = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields}
-    return sorted(name for name in environment if name.startswith(ENV_PREFIX) and name not in known)
+    """Return a line for each variable that starts like a setting but is none, with the setting of the nearest name."""
+    known = [name.upper() for name in Settings.model_fields]
+    given = sorted(name.removeprefix(ENV_PREFIX) for name in environment if name.startswith(ENV_PREFIX))
+    lines = []
+    for name in given:
+        if name not in known:
+            nearest = "".join(f": did you mean {ENV_PREFIX}{each}?" for each in get_close_matches(name, known, 1, 0.75))
+            lines.append(f"{ENV_PREFIX}{name} is not a setting and is ignored{nearest}")
+    return lines

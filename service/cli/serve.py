@@ -32,8 +32,8 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     gc.set_threshold(NEW_OBJECTS)  # what is imported stays
     settings = fit_to_machine(settings_from(arguments))
     logs.configure(settings.log_format, settings.log_level)
-    for name in unknown_variables():
-        logger.warning("%s is not a setting and is ignored", name)
+    for line in unknown_variables():
+        logger.warning("%s", line)
     exports_spans()  # a wrong variable ends the start
     _check_address(settings)
     logger.info("loading %s", settings.checkpoint)

@@ -42,6 +42,7 @@ from vitserve import __version__
 logger = logging.getLogger("vitserve")
 
 _ROUTERS = (
+    pages.page,
     classify.router,
     embed.router,
     attention.router,
@@ -134,9 +135,7 @@ def create_app(
         return Pipeline(generation, settings, metrics, limiter, receiving, pictures, lifecycle, pools, clock)
 
     app.state.pipelines = pipelines = Pipelines(engine, make_pipeline)
-    # The first route of a path answers: with the page, `operations` keeps its plain index to itself.
-    routers = (pages.page, *_ROUTERS) if settings.page else _ROUTERS
-    app.set_routes([route for router in routers for route in router.routes])
+    app.set_routes([route for router in _ROUTERS for route in router.routes])
     app.router.default = no_such_path
 
     metrics.watch(

@@ -52,7 +52,6 @@ DEFAULTS: dict[str, Any] = {
     "key_max_requests": 0,
     "admin_key": None,
     "checkpoint_folder": None,
-    "page": True,
     "metrics_public": True,
     "recent_ttl": 600,
     "recent_bytes": 256 * 1024**2,
@@ -110,7 +109,6 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("key_max_requests", "7", 7),
     ("admin_key", " admin\n", "admin"),
     ("checkpoint_folder", "/checkpoints", "/checkpoints"),
-    ("page", "false", False),
     ("metrics_public", "false", False),
     ("recent_ttl", "0", 0),
     ("recent_bytes", "0", 0),
@@ -286,5 +284,6 @@ def test_settings_cannot_be_changed_afterwards() -> None:
 
 
 def test_a_slip_of_the_pen_is_noticed() -> None:
-    assert unknown_variables({"VIT_PROT": "1", "VIT_PORT": "1", "HOME": "/"}) == ["VIT_PROT"]
-    assert unknown_variables({"VIT_TRIM_SECONDS": "1"}) == ["VIT_TRIM_SECONDS"], "what is a setting no more"
+    told = "VIT_PROT is not a setting and is ignored: did you mean VIT_PORT?"
+    assert unknown_variables({"VIT_PROT": "1", "VIT_PORT": "1", "HOME": "/"}) == [told]
+    assert unknown_variables({"VIT_TRIM_SECONDS": "1"}) == ["VIT_TRIM_SECONDS is not a setting and is ignored"]
