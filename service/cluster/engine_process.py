@@ -15,9 +15,9 @@ from functools import partial
 from model.errors import NewProcessNeeded
 from service.cluster.channel import EngineChannel
 from service.cluster.engine_server import EngineServer
+from service.cluster.heartbeat import keep_beating
 from service.cluster.supervisor import TRY_AGAIN
-from service.http.lifecycle import trim_regularly
-from service.http.watchdog import keep_beating
+from service.lifecycle import trim_regularly
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.web.single_process import Loader, engine_of

@@ -6,7 +6,6 @@ Each step is one method, so that routes read as the list of steps that they are.
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,6 +19,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from model.config import PreprocessConfig
+from model.cores import usable_cores
 from model.images.formats import is_bounded
 from model.images.preprocess import model_input
 from model.outputs import RequestedOutputs
@@ -35,8 +35,8 @@ from service.errors import (
     RequestTimeout,
     UploadTooLarge,
 )
-from service.http.exchange import exchange_of
-from service.http.lifecycle import Lifecycle
+from service.http import connection_of
+from service.lifecycle import Lifecycle
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.timers import TimeLimit, Timers
@@ -63,7 +63,7 @@ class Pools:
     """The threads and the decoder processes that work beside the event loop of a process, and its timers."""
 
     def __init__(self, settings: Settings, on_restart: Callable[[], object] = lambda: None) -> None:
-        threads = settings.decode_threads or -(-min(os.cpu_count() or 1, 16) // settings.workers)
+        threads = -(-min(usable_cores(), 16) // settings.workers)
         self.timers = Timers()
         self.pictures = ThreadPool("decode", threads)
         self.documents = ThreadPool("documents", 1, background=True)
@@ -155,7 +155,6 @@ class Pipeline:
         """
         self.check_room()
         with self.upload() as upload:
-            exchange_of(request.scope).arriving = upload.body
             yield upload
 
     @contextmanager
@@ -185,7 +184,9 @@ class Pipeline:
             [file] = await self._read(request, upload, files=1, fields=fields)
             if isinstance(file, UploadTooLarge):
                 raise file
-            return await unless_disconnected(request.receive, answer(file), exchange_of(request.scope).caller_left)
+            connection = connection_of(request.scope)
+            left = None if connection is None else connection.left
+            return await unless_disconnected(request.receive, answer(file), left)
 
     async def answer_pictures(
         self, request: Request, answer: Callable[[int, UploadedFile], Coroutine[Any, Any, T]]

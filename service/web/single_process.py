@@ -12,9 +12,8 @@ from service.engine.base import Engine, ModelRunner
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, ModelInfo
 from service.engine.swapping import LocalSwap
-from service.http.lifecycle import Lifecycle, Terminal, freeze_objects, trim_regularly
-from service.http.server import Server
-from service.http.watchdog import Watchdog
+from service.http import Server
+from service.lifecycle import Lifecycle, Terminal, freeze_objects, trim_regularly
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.web.app import create_app, log_model
@@ -56,7 +55,7 @@ def run_single_process(settings: Settings, load: Loader) -> int:
             served[:] = [engine.info]
 
     app = create_app(settings, swap, metrics, lifecycle, engine_changed)
-    server = Server(app, settings, lifecycle, Watchdog().watch, partial(terminal.hang_up, swap.reload))
+    server = Server(app, settings, lifecycle, on_hang_up=partial(terminal.hang_up, swap.reload))
     trim_regularly()
     server.run()
     return lifecycle.exit_code
@@ -105,9 +104,9 @@ def log_address(
 def _announce(engine: Engine, settings: Settings, server: Server) -> None:
     """Log what is served and where, once the server listens."""
     info = engine.info
-    if info is None or server.should_exit:  # stopped while it was loading
+    if info is None:
         return
-    if not server.started:  # a model that loads before the listener is up
+    if not server.is_listening:  # a model that loads before the listener is up
         asyncio.get_running_loop().call_later(0.05, _announce, engine, settings, server)
         return
     freeze_objects()

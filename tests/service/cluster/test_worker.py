@@ -24,6 +24,7 @@ from service.cluster.shared_memory import SharedCounters
 from service.cluster.shared_resources import SharedResources
 from service.cluster.swap_board import CHANGED
 from service.errors import QueueFull, TooManyRequests
+from service.http import Server
 from service.observe.metrics import Metrics
 from service.settings import Settings, load_settings
 from tests.service.fakes import model_info, on_a_loop
@@ -74,7 +75,7 @@ class Worker:
         def create_app(*arguments: Any) -> None:
             self.arguments = arguments
 
-        def run(server: worker.WorkerServer, sockets: Any) -> None:
+        def run(server: Server, sockets: Any) -> None:
             self.server, self.served = server, sockets
             self.state_before_serving = int(shared.counters.worker_state[index])
             server._lifecycle.exit_code = 7
@@ -84,7 +85,7 @@ class Worker:
 
         monkeypatch.setattr(worker, "create_app", create_app)
         monkeypatch.setattr(worker, "freeze_objects", freeze)
-        monkeypatch.setattr(worker.WorkerServer, "run", run)
+        monkeypatch.setattr(Server, "run", run)
         monkeypatch.setattr(os, "kill", lambda pid, number: self.woken.append((pid, number)))
         with monkeypatch.context() as running:
             running.setattr(signal, "signal", ignore)
@@ -176,27 +177,10 @@ async def test_its_event_loop_beats_in_a_cell_of_its_own_and_heeds_news_of_a_swa
     one = made(1)
     heeded: list[tuple[object, ...]] = []
     monkeypatch.setattr(asyncio.get_running_loop(), "add_signal_handler", lambda *what: heeded.append(what))
-    beating = asyncio.create_task(one.server._beside())  # type: ignore[misc]
+    beating = asyncio.create_task(one.server._beside())
     await asyncio.sleep(0)
     assert one.counters.worker_beats.tolist() == [0, 1]
     assert heeded == [(CHANGED, one.engine.adopt)]
     beating.cancel()
     with suppress(asyncio.CancelledError):
         await beating
-
-
-@on_a_loop
-async def test_a_second_signal_leaves_a_worker_draining(
-    made: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The supervisor repeats what it is sent; it kills by itself who drains for too long."""
-    server = made(drain_delay=0).server
-    monkeypatch.setattr("service.http.server.exit_now", pytest.fail)
-    server._on_signal(signal.SIGHUP)  # a terminal sends it to all, and the supervisor knows what it means
-    assert not server._lifecycle.draining
-    for _ in range(2):
-        server._on_signal(signal.SIGTERM)
-    assert server._lifecycle.draining
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert server.should_exit

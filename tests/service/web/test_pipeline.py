@@ -67,7 +67,6 @@ async def test_a_body_that_does_not_arrive_in_time_is_408_and_leaves_nothing_beh
     running = communicator.start()
     await until(lambda: communicator.answered)
     assert (communicator.status, communicator.code) == (408, "request_timeout")
-    assert communicator.headers["connection"] == "close"
     assert pipeline_of(service).limiter.in_use == 0
     assert budget_of(service).in_use == 0
     communicator.disconnect()
@@ -294,7 +293,7 @@ async def test_a_batch_that_meets_a_defect_keeps_its_places_until_every_decode_t
         return BLACK
 
     monkeypatch.setattr(pipeline, "model_input", decode)
-    service = app(queue_size=2, decode_threads=2)
+    service = app(queue_size=2)
     service.engine.error = KeyError("a defect")
     communicator = service.communicator("POST", "/classify/batch", **form(png(1), png(2)))
     running = communicator.start()
