@@ -17,15 +17,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from model.errors import first_problem
-from service import logs
 from service.engine.devices import fit_to_machine
 from service.engine.loading import load_predictor
 from service.engine.swapping import Unswapped
 from service.errors import EngineUnavailable, SettingsError
-from service.http.lifecycle import freeze_objects, trim_regularly
-from service.metrics.metrics import CONTENT_TYPE, Metrics, render_replicas
+from service.lifecycle import freeze_objects, trim_regularly
+from service.observe import logs
+from service.observe.metrics import Metrics, render_replicas
 from service.settings import MEMORY, Settings, load_settings, unknown_variables
-from service.tracing.start import batch_observer, start_telemetry
 from service.web.app import create_app, log_model
 from service.web.single_process import Loader, engine_of
 
@@ -73,8 +72,8 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     except ValidationError as error:
         raise SettingsError(f"an argument of the application: {first_problem(error)}") from None
     settings = replica_settings(load_settings(), share)
-    for name in unknown_variables():
-        logger.warning("%s is not a setting and is ignored", name)
+    for line in unknown_variables():
+        logger.warning("%s", line)
     if share.replicas > 1 and settings.recent_url.get_secret_value() == MEMORY:
         logger.warning("each replica keeps its own pictures: GET /attention?id=... needs VIT_RECENT_URL=redis://...")
     deployment = serve.deployment(
@@ -93,17 +92,14 @@ def app(arguments: dict[str, Any]) -> serve.Application:
 
 
 def replica_settings(settings: Settings, share: Arguments) -> Settings:
-    """Return the settings of a replica, whose threads fit its share of the machine where they are not set.
+    """Return the settings of a replica.
 
     Raises:
         SettingsError: they ask for several processes or devices; a replica has one.
     """
     if settings.device == "all" or not settings.one_process:
         raise SettingsError("VIT_WORKERS and VIT_DEVICE: a replica has one process and one device; set `replicas`")
-    cores = max(1, round(share.cpus))
-    threads = {"threads": cores, "decode_threads": cores}
-    unset = {name: count for name, count in threads.items() if name not in settings.model_fields_set}
-    return fit_to_machine(settings).model_copy(update={**unset, "workers": 1})
+    return fit_to_machine(settings).model_copy(update={"workers": 1})
 
 
 class Replica:
@@ -117,19 +113,14 @@ class Replica:
         logs.configure(settings.log_format, settings.log_level)
         self._settings = settings
         self._metrics = _MetricsOfAll()
-        self._telemetry = start_telemetry(settings)
-        on_batch = batch_observer(self._metrics.observe_batch, self._telemetry)
-        self._engine = engine_of(settings, load, on_batch, self._metrics.observe_audit)
+        self._engine = engine_of(settings, load, self._metrics.observe_batch)
         self._loaded = asyncio.Event()
         trim_regularly()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application to which Ray passes all requests, and the beginning and end of the replica."""
-        tracer = None if self._telemetry is None else self._telemetry.request_tracer()
         changed = self._on_engine_change
-        service = create_app(
-            self._settings, Unswapped(self._engine), self._metrics, on_engine_change=changed, tracer=tracer
-        )
+        service = create_app(self._settings, Unswapped(self._engine), self._metrics, on_engine_change=changed)
 
         async def application(scope: Scope, receive: Receive, send: Send) -> None:
             await service(scope, receive, partial(_send_without_request_id, send))
@@ -175,7 +166,7 @@ class _MetricsOfAll(Metrics):
         """Return the name and the metrics of this replica."""
         return serve.get_replica_context().replica_id.unique_id, list(self.collect())
 
-    async def gather(self, accept: str) -> tuple[bytes, str]:
+    async def gather(self) -> bytes:
         """Return the metrics of all replicas that answer in time, with the label `replica`, as text."""
         if self._replicas is None:
             self._replicas = serve.get_deployment_handle(NAME, serve.get_replica_context().app_name)
@@ -187,4 +178,4 @@ class _MetricsOfAll(Metrics):
             logger.warning("the other replicas do not send their metrics: %s", error)
         own = dict([self.own()])
         others = dict(answer for answer in answers if not isinstance(answer, BaseException))
-        return await asyncio.to_thread(render_replicas, others | own), CONTENT_TYPE
+        return await asyncio.to_thread(render_replicas, others | own)

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -133,12 +134,6 @@ def _recent_url(value: SecretStr) -> SecretStr:
     return value
 
 
-def _otel(value: bool) -> bool:
-    if value and not all(map(_is_installed, ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"))):
-        raise ValueError("it needs OpenTelemetry's packages: pip install -e '.[otel]' in the clone")
-    return value
-
-
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
@@ -235,51 +230,19 @@ class Settings(BaseSettings):
         description="`auto`, `cpu`, `cuda`, `cuda:0` or `cuda:0,cuda:1` (one engine a device), `all` GPUs and "
         "instances of MIG, or a device by its identifier: `cuda:MIG-...`",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float8", "int8"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="`auto` is the fastest dtype native to the device but `float8`, which is for the linear layers of "
-        "the blocks, on GPUs of compute capability 8.9 and later; `int8`, on a CPU, is for folders that `vitserve "
-        "convert --dtype int8` wrote, where `auto` takes it as well",
+        description="`auto` is the fastest dtype native to the device",
     )
-    agreement: float = Field(
-        0.99,
-        ge=0,
-        le=1,
-        description="share of pictures on which `float8` must have the best class of bfloat16, or `int8` that of "
-        "float32, or it is not served",
-    )
-    audit: float = Field(
-        0.001,
-        ge=0,
-        le=1,
-        description="share of the pictures that are computed again in float32 when the device is idle, where `int8` is "
-        "served; 0: none",
-    )
-    compile: Literal["auto", "on", "max", "no-graphs", "off"] = Field(
+    compile: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="torch.compile: `auto` compiles on CUDA and replays one CUDA graph a batch size, `on` compiles "
-        "also on the CPU, `max` tries several kernels first (minutes at the first start), `no-graphs` is `auto` "
-        "without CUDA graphs, `off` does neither",
-    )
-    backend: Literal["auto", "torch", "openvino"] = Field(
-        "auto",
-        description="what runs the network: `openvino` only on a CPU, from the extra of that name; `auto` takes it "
-        "where it is installed and torch is not to compile",
+        description="`auto`: on a CPU OpenVINO where it is installed, else torch; on a GPU torch.compile, and one CUDA "
+        "graph a batch size. `on`: torch.compile, on a CPU too. `off`: plain torch",
     )
     cache_dir: Annotated[Name | None, AfterValidator(_of_known_home)] = Field(
         None,
         description="folder that keeps OpenVINO's graphs for the next start, or `off`. Default: `vitserve` in the "
         "user's cache folder (XDG_CACHE_HOME, or ~/.cache)",
-    )
-    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of a forward pass. Default: all cores")
-    streams: int | None = Field(
-        None, ge=1, le=64, description="batches under way at the same time. Default: 2, or 1 on a single core"
-    )
-    decode_threads: int | None = Field(
-        None,
-        ge=1,
-        le=256,
-        description="threads that decode images, of each worker. Default: all cores, at most 16, over all workers",
     )
 
     # Where it listens.
@@ -338,9 +301,6 @@ class Settings(BaseSettings):
         "first",
     )
     max_image_pixels: int = Field(64_000_000, ge=1, description="pixels of one picture")
-    decode_seconds: Annotated[float, Field(gt=0, le=60, allow_inf_nan=False)] = Field(
-        2, description="processor time for a picture that is decoded in a process of its own; more is refused (422)"
-    )
     max_images_per_request: int = Field(64, ge=1, description="files of one POST /classify/batch")
     scaled_decode: bool = Field(
         True, description="decode large JPEGs at 1/2, 1/4 or 1/8, never below twice the target size"
@@ -361,7 +321,6 @@ class Settings(BaseSettings):
     checkpoint_folder: Name | None = Field(
         None, description="folder below which that request may name a checkpoint; without it `checkpoint` is reloaded"
     )
-    page: bool = Field(True, description="whether / is the page to try the model on; else it is a list of links")
     metrics_public: bool = Field(True, description="whether /metrics is open when keys are set")
 
     # Pictures that are kept.
@@ -379,9 +338,6 @@ class Settings(BaseSettings):
     drain_timeout: Seconds = Field(30, description="seconds after SIGTERM at which the process ends at the latest")
     cors_origins: Annotated[tuple[str, ...], CommaSeparated, NoDecode] = Field(
         (), description="comma-separated origins that browsers may call from; `*` for any"
-    )
-    otel: Annotated[bool, AfterValidator(_otel)] = Field(
-        False, description="whether spans are exported by OpenTelemetry, as its own variables (`OTEL_...`) say"
     )
     log_format: Literal["text", "json"] = Field("text", description="`json`: one object a line")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe message logged")
@@ -415,7 +371,39 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
         raise SettingsError(f"{variable}={value}: {message[:1].lower()}{message[1:]}") from None
 
 
+_EXPORTERS = {
+    "OTEL_TRACES_EXPORTER": "otlp",
+    "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+}
+"""OpenTelemetry's variables that choose an exporter, and the value for which one is installed."""
+
+
+def exports_spans(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether spans are exported: OpenTelemetry's variables ask for it, and the extra `otel` is installed.
+
+    Raises:
+        SettingsError: they ask for an exporter that is not there.
+    """
+    exporter = environment.get("OTEL_TRACES_EXPORTER")
+    endpoints = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    wanted = exporter or any(environment.get(name) for name in endpoints)
+    disabled = exporter == "none" or environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    if not wanted or disabled or not _is_installed("opentelemetry.instrumentation.asgi"):
+        return False
+    for name, allowed in _EXPORTERS.items():
+        if environment.get(name, "") not in ("", allowed):
+            raise SettingsError(f"{name}={environment[name]!r}: expected {allowed}")
+    return True
+
+
 def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the variables that start like a setting but are none, most often because of a typing error."""
-    known = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields}
-    return sorted(name for name in environment if name.startswith(ENV_PREFIX) and name not in known)
+    """Return a line for each variable that starts like a setting but is none, with the setting of the nearest name."""
+    known = [name.upper() for name in Settings.model_fields]
+    given = sorted(name.removeprefix(ENV_PREFIX) for name in environment if name.startswith(ENV_PREFIX))
+    lines = []
+    for name in given:
+        if name not in known:
+            nearest = "".join(f": did you mean {ENV_PREFIX}{each}?" for each in get_close_matches(name, known, 1, 0.75))
+            lines.append(f"{ENV_PREFIX}{name} is not a setting and is ignored{nearest}")
+    return lines

@@ -17,20 +17,23 @@ if TYPE_CHECKING:
     from model.runtime.predictor import Predictor
 
 CHECKPOINT_FLAGS = ("image_size", "preprocess", "labels", "architecture", "base", "keys")
-MODEL_FLAGS = ("checkpoint", *CHECKPOINT_FLAGS, "device", "dtype", "threads")
+MODEL_FLAGS = ("checkpoint", *CHECKPOINT_FLAGS, "device", "dtype")
 
 
 def add_setting_flags(parser: argparse.ArgumentParser, names: Iterable[str] = MODEL_FLAGS) -> None:
     """Add a flag for each of these settings; each is an environment variable too."""
     for name in names:
         field = Settings.model_fields[name]
-        default = "" if field.default in (None, ()) else f" Default: {field.default}."
+        # Defaults that depend on the machine or the checkpoint stand in the description.
+        default = "" if "Default:" in str(field.description) or field.default in (None, ()) else field.default
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             dest=name,
             metavar="VALUE",
             default=argparse.SUPPRESS,
-            help=f"{field.description}.{default} [{ENV_PREFIX}{name.upper()}]".replace("%", "%%"),
+            help=f"{field.description}.{default and f' Default: {default}.'} [{ENV_PREFIX}{name.upper()}]".replace(
+                "%", "%%"
+            ),
         )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from service.http.lifecycle import exit_now, stop_signals
+from service.lifecycle import exit_now, stop_signals
 
 logger = logging.getLogger("vitserve")
 

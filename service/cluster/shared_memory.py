@@ -157,7 +157,7 @@ class SharedCounters:
         key_requests: [workers, keys], in flight; written by the worker.
         outstanding: [workers, engines], images without an outcome yet; written by the worker.
         worker_state: [workers], see `LISTENING` and `SERVING`; written by the worker.
-        worker_beats: [workers], see `service.http.watchdog`; written by the worker.
+        worker_beats: [workers], see `service.cluster.heartbeat`; written by the worker.
         engine_ready: [engines], 1 from when it is warm; written by the engine.
         engine_beats: [engines], as `worker_beats`; written by the engine.
         queue_depth: [engines]; written by the engine.

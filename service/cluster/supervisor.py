@@ -5,7 +5,7 @@
 * A child that dies is started again, at once the first time, then after a delay that doubles up to
   `_MAX_DELAY`; a child that lived for `_LONG_LIFE` begins anew. Meanwhile the others go on: workers answer 503
   when no engine is left, and connections of a worker wait for its successor.
-* A child that is frozen (`service.http.watchdog`) is killed.
+* A child that is frozen (`service.cluster.heartbeat`) is killed.
 * A child that ends before it ever ran ends the service with 1: what cannot start will not start by itself. So does one
   that was started again `_MOST_FAILED_RESTARTS` times in a row and failed each time: a GPU that is lost inside of a
   container comes back in a new container only.
@@ -27,8 +27,8 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from service.cluster.heartbeat import Pulse
 from service.cluster.processes import OperatingSystem
-from service.http.watchdog import Pulse
 
 logger = logging.getLogger("vitserve")
 
@@ -50,7 +50,7 @@ class Child:
         main: the work of the process; its result is the exit code.
         stop: the signal that ends it in order.
         is_running: whether the process does its work, as its shared cells say.
-        beats: the count of its event loop, see `service.http.watchdog`.
+        beats: the count of its event loop, see `service.cluster.heartbeat`.
         on_death: clears what the process left behind.
         failures: how often in a row it ended with an exit code soon after its start; what a signal ends did not fail.
         start_at: when it is to be started; None while it runs or is not to be started any more.
@@ -191,7 +191,7 @@ class Supervisor:
             logger.warning("%s again: ending at once", number.name)
             self._exit_code, self._kill_at = 128 + number, self._system.now()
             self._signal(self._children, signal.SIGKILL)
-        # SIGHUP comes together with SIGTERM, or twice: see `service.http.server`.
+        # SIGHUP comes together with SIGTERM, or twice: see `service.http`.
         self._hung_up = number == signal.SIGHUP
 
     def _drain(self, exit_code: int) -> None:

@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from service.cluster.channel import EngineChannel
+from service.cluster.heartbeat import Pulse
 from service.cluster.processes import OperatingSystem
 from service.cluster.shared_resources import SharedResources
 from service.cluster.supervisor import Child
 from service.cluster.swap_board import CHANGED, Request, Verdict
 from service.engine.swapping import UNDER_WAY
-from service.http.watchdog import Pulse
 
 logger = logging.getLogger("vitserve")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import logging
 import os
@@ -12,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from model.runtime.backend import INT8_RECORD
+from model.runtime.backend import WITHOUT_GRAPHS
 from service.engine.devices import VISIBLE, gpus_are_here, visible_devices
 from service.engine.messages import ModelInfo, attributes
 from service.settings import Settings
@@ -96,10 +95,7 @@ def _load_kept(
         lambda: checkpoint_from(settings),
         on_read,
         lazy=lazy,
-        backend=settings.backend,
         max_batch=settings.max_batch,
-        threads=settings.threads,
-        streams=settings.streams,
     )
     return None if kept is None else (kept, _described(settings, kept.checkpoint, kept))
 
@@ -118,20 +114,16 @@ def _load(settings: Settings) -> tuple[Predictor, ModelInfo]:
     with recording() as files:
         checkpoint = checkpoint_from(settings)
     _require_coverage(settings, checkpoint)
-    torchs_threads = _torchs_threads(device)
+    compile_mode: str = settings.compile  # a process whose capture broke off starts its successor without graphs
     predictor = Predictor(
         checkpoint,
         device=device,
         device_name=settings.device if settings.device.startswith("cuda:") else None,
         dtype=settings.dtype,
-        least_agreement=settings.agreement,
-        compile_mode="auto" if settings.compile == "no-graphs" else settings.compile,
-        backend=settings.backend,
+        compile_mode="auto" if compile_mode == WITHOUT_GRAPHS else settings.compile,
         max_batch=settings.max_batch,
-        threads=settings.threads or torchs_threads,
-        streams=settings.streams,
-        graphs=settings.compile != "no-graphs",
-        keep=None if entry is None or torchs_threads is None else Keep(entry, files, torchs_threads),
+        graphs=compile_mode != WITHOUT_GRAPHS,
+        keep=None if entry is None else Keep(entry, files),
     )
     if predictor.device == "cpu" and settings.device == "auto" and gpus_are_here():
         logger.error("THE GPU IS NOT USED: %s", unusable_reason())
@@ -159,13 +151,10 @@ def _described(settings: Settings, checkpoint: Checkpoint, predictor: Predictor)
 
 def _entry(settings: Settings) -> Entry | None:
     """Return where graphs of these settings are kept, or None where none are."""
-    may_compile = settings.compile in ("on", "max") and settings.backend == "auto"
     on_gpu = settings.device != "cpu" and (settings.device != "auto" or gpus_are_here())
     folder = cache_folder(settings)
-    if folder is None or on_gpu or may_compile or settings.backend == "torch":
+    if folder is None or on_gpu or settings.compile != "auto":
         return None
-    if settings.dtype == "int8" or (settings.dtype == "auto" and Path(settings.checkpoint, INT8_RECORD).exists()):
-        return None  # the float graph, and torch, are needed beside it
     if importlib.util.find_spec("openvino") is None:
         return None
     from model.runtime.openvino.store import Entry  # noqa: PLC0415  an optional package
@@ -196,12 +185,3 @@ def _resolved(value: object) -> object:
         return str(path) if path.exists() else value
     except (OSError, ValueError, RuntimeError):
         return value
-
-
-@functools.cache
-def _torchs_threads(device: str) -> int | None:
-    """Return how many threads torch takes by itself on a CPU; when a batch has run, it tells what that was given."""
-    import torch  # noqa: PLC0415  it takes seconds
-
-    on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
-    return torch.get_num_threads() if on_cpu else None

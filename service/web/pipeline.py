@@ -6,13 +6,12 @@ Each step is one method, so that routes read as the list of steps that they are.
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +19,8 @@ from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from model.config import PreprocessConfig
-from model.errors import ImageError
-from model.images.formats import UnboundedWork
+from model.cores import usable_cores
+from model.images.formats import is_bounded
 from model.images.preprocess import model_input
 from model.outputs import RequestedOutputs
 from model.zero_shot import of_image
@@ -32,15 +31,13 @@ from service.errors import (
     DeadlineExceeded,
     Draining,
     EngineUnavailable,
-    InferenceFailed,
     MissingImage,
     RequestTimeout,
-    ServiceError,
     UploadTooLarge,
 )
-from service.http.exchange import exchange_of
-from service.http.lifecycle import Lifecycle
-from service.metrics.metrics import Metrics
+from service.http import connection_of
+from service.lifecycle import Lifecycle
+from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.timers import TimeLimit, Timers
 from service.web.admission import Body, Limiter, Permit, Receiving
@@ -50,9 +47,6 @@ from service.web.middleware import request_context
 from service.web.upload import UploadedFile, UploadLimits, read_files, read_whole
 from service.web.work import Deadline, ThreadPool, all_of, unless_disconnected
 from vitserve.documents import FIELD
-
-if TYPE_CHECKING:
-    from service.tracing.spans import RequestTracer
 
 T = TypeVar("T")
 
@@ -69,12 +63,12 @@ class Pools:
     """The threads and the decoder processes that work beside the event loop of a process, and its timers."""
 
     def __init__(self, settings: Settings, on_restart: Callable[[], object] = lambda: None) -> None:
-        threads = settings.decode_threads or -(-min(os.cpu_count() or 1, 16) // settings.workers)
+        threads = -(-min(usable_cores(), 16) // settings.workers)
         self.timers = Timers()
         self.pictures = ThreadPool("decode", threads)
         self.documents = ThreadPool("documents", 1, background=True)
         self.drawing = ThreadPool("drawing", 1, capacity=MAX_DRAWINGS, background=True)
-        self.decoders = Decoders(settings, quick=2 if settings.workers == 1 else 1, on_restart=on_restart)
+        self.decoders = Decoders(settings, on_restart=on_restart)
 
     def check(self) -> None:
         """Raise `EngineUnavailable` if a thread does not come back from its work."""
@@ -109,7 +103,6 @@ class Pipeline:
     lifecycle: Lifecycle
     pools: Pools
     clock: Callable[[], float] = time.monotonic
-    tracer: RequestTracer | None = None
 
     @property
     def engine(self) -> Engine:
@@ -162,7 +155,6 @@ class Pipeline:
         """
         self.check_room()
         with self.upload() as upload:
-            exchange_of(request.scope).arriving = upload.body
             yield upload
 
     @contextmanager
@@ -192,7 +184,9 @@ class Pipeline:
             [file] = await self._read(request, upload, files=1, fields=fields)
             if isinstance(file, UploadTooLarge):
                 raise file
-            return await unless_disconnected(request.receive, answer(file), exchange_of(request.scope).caller_left)
+            connection = connection_of(request.scope)
+            left = None if connection is None else connection.left
+            return await unless_disconnected(request.receive, answer(file), left)
 
     async def answer_pictures(
         self, request: Request, answer: Callable[[int, UploadedFile], Coroutine[Any, Any, T]]
@@ -244,16 +238,15 @@ class Pipeline:
             return message
 
         started = self.clock()
-        with self._traced("read"):
-            try:
-                limit = TimeLimit(self.pools.timers, deadline.remaining())
-                with limit, self.receiving.arriving(upload.body, limit.expire):
-                    content = await read(receive)
-            except TimeoutError:
-                if upload.body.gave_way:
-                    raise RequestTimeout("the body came too slowly while others waited for its room") from None
-                raise RequestTimeout(f"the body did not arrive within {self.settings.request_timeout:g} s") from None
-        self._stage_ended("read", self.clock() - started)
+        try:
+            limit = TimeLimit(self.pools.timers, deadline.remaining())
+            with limit, self.receiving.arriving(upload.body, limit.expire):
+                content = await read(receive)
+        except TimeoutError:
+            if upload.body.gave_way:
+                raise RequestTimeout("the body came too slowly while others waited for its room") from None
+            raise RequestTimeout(f"the body did not arrive within {self.settings.request_timeout:g} s") from None
+        self.metrics.observe_stage("read", self.clock() - started)
         return content
 
     async def compute(
@@ -265,56 +258,41 @@ class Pipeline:
         process decodes keep none: they may wait for long, and are to hold up no others.
         """
         self.model()  # else there is no engine to wait for
-        if requested.map is None:
-            turns = self.generation.turns
-            try:
-                with TimeLimit(self.pools.timers, deadline.remaining()) if turns.locked() else _NO_CONTEXT:
-                    await turns.acquire()
-            except TimeoutError:
-                raise DeadlineExceeded("the time was up before it was the picture's turn to be decoded") from None
-            try:
-                decoded = await self._decode_on_thread(data, deadline)
-                if decoded is not None:
-                    return decoded, await self.infer(decoded.picture.pixels, deadline, requested)
-            finally:
-                turns.release()
-            decoded = await self._decode_in_process(data, deadline)
-        else:
+        if requested.map is not None or not is_bounded(data):
             decoded = await self.decode(data, deadline)
-        return decoded, await self.infer(decoded.picture.pixels, deadline, requested)
+            return decoded, await self.infer(decoded.picture.pixels, deadline, requested)
+        turns = self.generation.turns
+        try:
+            with TimeLimit(self.pools.timers, deadline.remaining()) if turns.locked() else _NO_CONTEXT:
+                await turns.acquire()
+        except TimeoutError:
+            raise DeadlineExceeded("the time was up before it was the picture's turn to be decoded") from None
+        try:
+            decoded = await self.decode(data, deadline)
+            return decoded, await self.infer(decoded.picture.pixels, deadline, requested)
+        finally:
+            turns.release()
 
     async def decode(self, data: bytearray, deadline: Deadline) -> Decoded:
-        """Decode a file to a picture of the model's size, on a decode thread or in a process of its own.
+        """Decode a file to a picture of the model's size: on a decode thread where its header bounds the work, else in
+        a process of its own.
 
         Raises `MissingImage` if there are no bytes, and what `Decoders.model_input` raises.
         """
-        return await self._decode_on_thread(data, deadline) or await self._decode_in_process(data, deadline)
-
-    async def _decode_on_thread(self, data: bytearray, deadline: Deadline) -> Decoded | None:
-        """Return the picture in a file, or None if a process must decode it; raises as `decode`."""
         if not data:
             raise MissingImage("the picture is empty")
-        with self._traced("decode"):
-            work = partial(self._decode_bounded, data, self.model().preprocess)
-            decoded = await self.pools.pictures.run(work, deadline)
-        if decoded is not None:
-            self._stage_ended("decode", decoded.seconds)
+        config = self.model().preprocess
+        if is_bounded(data):
+            decoded = await self.pools.pictures.run(partial(self._decode_here, data, config), deadline)
+        else:
+            decoded = await self.pools.decoders.model_input(data, config, deadline)
+        self.metrics.observe_stage("decode", decoded.seconds)
         return decoded
 
-    async def _decode_in_process(self, data: bytearray, deadline: Deadline) -> Decoded:
-        with self._traced("decode"):
-            decoded = await self.pools.decoders.model_input(data, self.model().preprocess, deadline)
-        self._stage_ended("decode", decoded.seconds)
-        return decoded
-
-    def _decode_bounded(self, data: bytearray, config: PreprocessConfig) -> Decoded | None:
-        """Return the picture in a file whose structure bounds the work; None for all others."""
-        pixels, scaled = self.settings.max_image_pixels, self.settings.scaled_decode
+    def _decode_here(self, data: bytearray, config: PreprocessConfig) -> Decoded:
         started = time.perf_counter()
-        try:
-            picture = model_input(data, config, max_pixels=pixels, scaled_decode=scaled, bounded=True)
-        except UnboundedWork:
-            return None
+        pixels, scaled = self.settings.max_image_pixels, self.settings.scaled_decode
+        picture = model_input(data, config, max_pixels=pixels, scaled_decode=scaled)
         return Decoded(picture, time.perf_counter() - started)
 
     async def infer(
@@ -361,40 +339,16 @@ class Pipeline:
 
         A picture that was launched in time may be answered late, up to `_LATE_SECONDS`: an engine may never answer.
         """
-        traceparent = None if self.tracer is None else self.tracer.traceparent()
-        request = InferenceRequest(pixels, requested, traceparent)
+        request = InferenceRequest(pixels, requested)
         remaining = deadline.remaining()
-        with self._traced("queue"):
-            try:
-                with TimeLimit(self.pools.timers, remaining + _LATE_SECONDS):
-                    result = await self.engine.infer(request, timeout=remaining)
-            except TimeoutError:
-                raise DeadlineExceeded("the model did not answer in time") from None
-        self.metrics.stages["queue"].observe(result.queue_seconds)
-        self.metrics.stages["inference"].observe(result.inference_seconds)
-        if self.tracer is not None:
-            self.tracer.computed(result)
-        return result
-
-    def _stage_ended(self, stage: str, seconds: float) -> None:
-        """Count the seconds of a stage that an image has behind it."""
-        self.metrics.stages[stage].observe(seconds)
-        if self.tracer is not None:
-            self.tracer.stage(stage, seconds)
-
-    def _traced(self, stage: str) -> AbstractContextManager[None]:
-        """Report an error of a stage in this context to the tracer, if there is one."""
-        return _NO_CONTEXT if self.tracer is None else self._reported(stage, self.tracer)
-
-    @contextmanager
-    def _reported(self, stage: str, tracer: RequestTracer) -> Iterator[None]:
-        started = self.clock()
         try:
-            yield
-        except (ImageError, ServiceError) as error:
-            is_launched = isinstance(error, InferenceFailed)
-            tracer.failed("inference" if is_launched else stage, self.clock() - started, error)
-            raise
+            with TimeLimit(self.pools.timers, remaining + _LATE_SECONDS):
+                result = await self.engine.infer(request, timeout=remaining)
+        except TimeoutError:
+            raise DeadlineExceeded("the model did not answer in time") from None
+        self.metrics.observe_stage("queue", result.queue_seconds)
+        self.metrics.observe_stage("inference", result.inference_seconds, result.batch_size)
+        return result
 
 
 class Pipelines:

@@ -6,20 +6,18 @@ import json
 import shutil
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import yaml
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-from service.metrics.nvml import GpuCollector
+from service.observe.gpus import GAUGES
 from tests.conftest import REPOSITORY
 from tests.e2e.serving import SIZE, Serve, Served
 from tests.launcher import free_port, until
@@ -32,15 +30,6 @@ pytestmark = [
 
 DASHBOARD = json.loads((REPOSITORY / "deploy/grafana/dashboards/vitserve.json").read_text())
 RULES = REPOSITORY / "deploy/prometheus/rules"
-
-
-class Nvml:
-    """A driver with one GPU."""
-
-    NVMLError = OSError
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_: SimpleNamespace(gpu=50, used=4e9, total=8e9) if "Rates" in name or "Info" in name else 300_000
 
 
 class Prometheus:
@@ -88,11 +77,9 @@ class Prometheus:
 @contextmanager
 def gpu_exporter() -> Iterator[str]:
     """Serves what `/metrics` says of a GPU, without one."""
-    gpus = GpuCollector(Nvml())
-    gpus.watch("cuda:0", uuid="GPU-1")
-    gpus.read()
     registry = CollectorRegistry()
-    registry.register(gpus)
+    for name, text in GAUGES.items():
+        Gauge(name, text, ["gpu"], registry=registry).labels("0").set(0.5)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -182,37 +169,3 @@ def test_no_alert_fires_on_a_service_that_is_well(prometheus: Prometheus) -> Non
     assert set(states) == {rule["alert"] for group in written for rule in group["rules"]}
     assert "firing" not in states.values()
     assert all(rule["health"] == "ok" for group in rules for rule in group["rules"])
-
-
-def test_the_picture_is_drawn_from_what_prometheus_answers(prometheus: Prometheus) -> None:
-    from deploy.grafana.picture.series import Prometheus as Source
-    from deploy.grafana.picture.series import Window, all_values, series_of
-
-    source = Source(prometheus.url)
-    window = Window.before(time.time(), 30, source.scrape_interval())
-    assert window.scrape_interval == 0.5
-    found = {
-        panel["title"]: series_of(panel, all_values(DASHBOARD), window, source.query)
-        for panel in DASHBOARD["panels"]
-        if panel["title"] in {"Requests by endpoint", "Batch size"}
-    }
-    assert {"/attention", "/classify"} <= {one.name for one in found["Requests by endpoint"]}
-    assert "+Inf" in {one.labels["le"] for one in found["Batch size"]}
-
-
-def test_the_dashboard_is_made_from_its_source() -> None:
-    render = pytest.importorskip("deploy.grafana.dashboard", reason="grafana-foundation-sdk is not installed").render
-    assert render() == (REPOSITORY / "deploy/grafana/dashboards/vitserve.json").read_text()
-
-
-def test_grafanas_own_types_read_the_dashboard_back() -> None:
-    models = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason="it is not installed")
-    encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder").JSONEncoder
-    sdk = pytest.importorskip("grafana_foundation_sdk.cog.plugins")
-    sdk.register_default_plugins()
-    read = models.Dashboard.from_json(DASHBOARD)
-    written = json.loads(encoder(sort_keys=True).encode(read))
-    for panel in written["panels"]:
-        if panel["type"] == "heatmap":
-            assert panel["fieldConfig"]["defaults"].pop("custom") == {}  # no colours of its own
-    assert written == DASHBOARD

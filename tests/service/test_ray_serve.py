@@ -15,8 +15,9 @@ pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
 from ray.serve.schema import ServeDeploySchema
 
 from model.errors import CheckpointError
-from service import logs, ray_serve
+from service import ray_serve
 from service.errors import EngineUnavailable, SettingsError
+from service.observe import logs
 from service.ray_serve import Arguments, Replica, replica_settings
 from service.settings import Settings, load_settings
 from tests.conftest import REPOSITORY
@@ -60,17 +61,6 @@ async def test_a_model_that_cannot_be_loaded_makes_it_unhealthy_with_the_reason(
     with pytest.raises(EngineUnavailable, match="there is no such folder"):
         await made.check_health()
     await lifespan.shutdown()
-
-
-@pytest.mark.parametrize(("cpus", "threads"), [(0.4, 1), (1, 1), (4, 4)])
-def test_threads_fit_the_share_of_the_machine(cpus: float, threads: int) -> None:
-    found = replica_settings(load_settings(), Arguments(cpus=cpus))
-    assert (found.threads, found.decode_threads, found.workers) == (threads, threads, 1)
-
-
-def test_threads_that_are_set_stay() -> None:
-    found = replica_settings(load_settings({"threads": 3}), Arguments(cpus=1))
-    assert (found.threads, found.decode_threads) == (3, 1)
 
 
 @pytest.mark.parametrize("settings", [{"workers": 2}, {"device": "all"}, {"device": "cuda:0,cuda:1"}], ids=str)

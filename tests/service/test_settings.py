@@ -26,15 +26,9 @@ DEFAULTS: dict[str, Any] = {
     "base": None,
     "keys": None,
     "dtype": "auto",
-    "agreement": 0.99,
-    "audit": 0.001,
     "backend": "auto",
     "cache_dir": None,
     "compile": "auto",
-    "threads": None,
-    "streams": None,
-    "decode_threads": None,
-    "decode_seconds": 2,
     "host": "127.0.0.1",
     "port": 8000,
     "grpc_port": None,
@@ -56,7 +50,6 @@ DEFAULTS: dict[str, Any] = {
     "key_max_requests": 0,
     "admin_key": None,
     "checkpoint_folder": None,
-    "page": True,
     "metrics_public": True,
     "recent_ttl": 600,
     "recent_bytes": 256 * 1024**2,
@@ -64,7 +57,6 @@ DEFAULTS: dict[str, Any] = {
     "drain_delay": 2,
     "drain_timeout": 30,
     "cors_origins": (),
-    "otel": False,
     "log_format": "text",
     "log_level": "info",
 }
@@ -87,17 +79,9 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("device", "cuda:MIG-c7384736-a75d", "cuda:MIG-c7384736-a75d"),
     ("device", "cuda:GPU-5d5ba0d6,cuda:MIG-GPU-8932/1/0", "cuda:GPU-5d5ba0d6,cuda:MIG-GPU-8932/1/0"),
     ("dtype", "bfloat16", "bfloat16"),
-    ("dtype", "float8", "float8"),
-    ("agreement", "0.9", 0.9),
-    ("audit", "0.5", 0.5),
     ("compile", "off", "off"),
-    ("compile", "no-graphs", "no-graphs"),
     ("backend", "torch", "torch"),
     ("cache_dir", "/var/cache/vitserve", "/var/cache/vitserve"),
-    ("threads", "3", 3),
-    ("streams", "3", 3),
-    ("decode_threads", "5", 5),
-    ("decode_seconds", "0.5", 0.5),
     ("host", "0.0.0.0", "0.0.0.0"),
     ("port", "9000", 9000),
     ("grpc_port", "0", 0),
@@ -121,7 +105,6 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("key_max_requests", "7", 7),
     ("admin_key", " admin\n", "admin"),
     ("checkpoint_folder", "/checkpoints", "/checkpoints"),
-    ("page", "false", False),
     ("metrics_public", "false", False),
     ("recent_ttl", "0", 0),
     ("recent_bytes", "0", 0),
@@ -129,7 +112,6 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("drain_delay", "0", 0),
     ("drain_timeout", "7.5", 7.5),
     ("cors_origins", "https://a.example,https://b.example", ("https://a.example", "https://b.example")),
-    ("otel", "true", True),
     ("log_format", "json", "json"),
     ("log_level", "debug", "debug"),
 ]
@@ -142,19 +124,12 @@ WRONG: list[tuple[str, str, str]] = [
     ("device", "cuda:1,cuda:1", "once"),
     ("device", "cuda,cuda:0", "once"),
     ("device", "cpu,cuda:0", "cuda:0,cuda:1"),
-    ("dtype", "int4", "'auto', 'float32', 'bfloat16', 'float16', 'float8' or 'int8'"),
-    ("agreement", "98", "less than or equal to 1"),
+    ("dtype", "int4", "'auto', 'float32', 'bfloat16' or 'float16'"),
     ("coverage", "95", "less than 1"),
-    ("audit", "-0.1", "greater than or equal to 0"),
     ("device", "cuda:MIG-", "cuda:MIG-..."),
-    ("compile", "maybe", "'auto', 'on', 'max', 'no-graphs' or 'off'"),
+    ("compile", "maybe", "'auto', 'on' or 'off'"),
     ("backend", "onnx", "'auto', 'torch' or 'openvino'"),
     ("cache_dir", "~nobody-of-this-name/graphs", "home folder"),
-    ("threads", "0", "greater than or equal to 1"),
-    ("streams", "0", "greater than or equal to 1"),
-    ("decode_threads", "0", "greater than or equal to 1"),
-    ("decode_seconds", "0", "greater than 0"),
-    ("decode_seconds", "61", "less than or equal to 60"),
     ("port", "65536", "less than or equal to 65535"),
     ("port", "http", "valid integer"),
     ("grpc_port", "65536", "less than or equal to 65535"),
@@ -181,7 +156,6 @@ WRONG: list[tuple[str, str, str]] = [
     ("recent_bytes", "lots", "byte"),
     ("drain_delay", "-0.1", "greater than or equal to 0"),
     ("drain_timeout", "soon", "valid number"),
-    ("otel", "http://collector:4318", "valid boolean"),
     ("log_format", "xml", "'text' or 'json'"),
     ("log_level", "loud", "'debug', 'info', 'warning' or 'error'"),
 ]
@@ -295,13 +269,6 @@ def test_redis_without_its_package_is_refused_at_the_start(monkeypatch: pytest.M
         load_settings({"recent_url": "redis://cache"})
 
 
-def test_opentelemetry_without_its_packages_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SettingsError, match=r"VIT_OTEL=True: it needs OpenTelemetry's packages: pip install"):
-        load_settings({"otel": True})
-    assert not load_settings({"otel": False}).otel
-
-
 def test_api_keys_are_never_shown() -> None:
     settings = load_settings({"api_keys": "topsecret"})
     assert "topsecret" not in repr(settings)
@@ -313,5 +280,6 @@ def test_settings_cannot_be_changed_afterwards() -> None:
 
 
 def test_a_slip_of_the_pen_is_noticed() -> None:
-    assert unknown_variables({"VIT_PROT": "1", "VIT_PORT": "1", "HOME": "/"}) == ["VIT_PROT"]
-    assert unknown_variables({"VIT_TRIM_SECONDS": "1"}) == ["VIT_TRIM_SECONDS"], "what is a setting no more"
+    told = "VIT_PROT is not a setting and is ignored: did you mean VIT_PORT?"
+    assert unknown_variables({"VIT_PROT": "1", "VIT_PORT": "1", "HOME": "/"}) == [told]
+    assert unknown_variables({"VIT_TRIM_SECONDS": "1"}) == ["VIT_TRIM_SECONDS is not a setting and is ignored"]

@@ -10,14 +10,14 @@ import importlib.util
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import DeviceError, VitError
 from model.outputs import MapRequest
-from model.runtime.backend import BackendName, Compilation, CompilationState, require_finite, trial_images
+from model.runtime.backend import Compilation, CompilationState, require_finite, trial_images
 from model.runtime.batches import UNCUT, BatchRequest, HostOutputs, Images, stacked
 from model.runtime.cpu import ThreadPolicy, give_back_memory, keep_freed_memory
 from model.runtime.openvino.graph import PRECISIONS, core
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from model.runtime.torch_cpu import TorchCpu
 
 logger = logging.getLogger(__name__)
+
+REASON: Final = "OpenVINO is installed, has the dtype and agrees with torch"
+"""Why it runs the network."""
 
 
 def unsupported_reason(device: str, dtype: str) -> str | None:
@@ -41,15 +44,6 @@ def unsupported_reason(device: str, dtype: str) -> str | None:
     capability, _ = PRECISIONS[dtype]
     offered = core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     return None if capability in offered else f"this CPU has no {capability} instructions that it uses"
-
-
-def reason_for(requested: BackendName) -> str:
-    """Return why OpenVINO runs the network, which it can."""
-    return (
-        "OpenVINO is requested"
-        if requested == "openvino"
-        else "OpenVINO is installed, has the dtype and agrees with torch"
-    )
 
 
 class LazyTorch:
@@ -89,7 +83,6 @@ class OpenVino:
         fallback: torch's backend, which takes the same threads.
         with_extras: returns a network that gives these, too, compiled on one thread; raises DeviceError.
         afterwards: keeps the network's graph for a later start, or compiles what such a start left out.
-        int8: computes batches of which nothing but classes and their logits is asked.
     """
 
     def __init__(
@@ -100,14 +93,12 @@ class OpenVino:
         fallback: LazyTorch,
         with_extras: Callable[[BatchRequest], OpenVinoNetwork],
         afterwards: Callable[[], None] = lambda: None,
-        int8: OpenVinoNetwork | None = None,
     ) -> None:
         keep_freed_memory()
         self.name = f"openvino {network.version}"
         self.compilation = Compilation(CompilationState.OFF)
         self.batch_sizes: tuple[int, ...] | None = None
         self._network = network
-        self._classifier = int8 or network
         self._scores, self._threads, self._torch = scores, threads, fallback
         self._with_extras, self._afterwards = with_extras, afterwards
         self._networks: dict[BatchRequest, OpenVinoNetwork | None] = {BatchRequest(): network}
@@ -123,8 +114,6 @@ class OpenVino:
                 # Not a daemon: a thread that ends within OpenVINO's own code takes the process with it.
                 threading.Thread(target=self.prepare, args=(extras,), name="openvino-prepare").start()
         network = self._networks.get(extras)
-        if not (request.layers or request.embeddings or request.relevance):
-            network = self._classifier
         if network is None or not network.request.covers(request):
             return self._torch.load().predict(images, request)
         with self._threads as alone:
@@ -157,7 +146,7 @@ class OpenVino:
 
     def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """See `Backend.logits`."""
-        return self._classifier(images, alone=True).tensors()["logits"]
+        return self._network(images, alone=True).tensors()["logits"]
 
     def exercise(self, sizes: Sequence[int]) -> None:
         """See `Backend.exercise`; torch, which computes rows of other layers alone, is exercised at the first size."""
@@ -171,7 +160,7 @@ class OpenVino:
 
     def fill_caches(self, size: int) -> None:
         """See `Backend.fill_caches`."""
-        self._classifier.fill_caches(trial_images(self._scores.config, size, 0))
+        self._network.fill_caches(trial_images(self._scores.config, size, 0))
 
     def compile(self) -> None:
         """Do what nobody waits for, on a thread; the graphs that answer are compiled already."""

@@ -1,4 +1,4 @@
-"""The routes of operators and their tools: /model, /labels, /healthz, /readyz, /metrics and the front page."""
+"""The routes of operators and their tools: /model, /labels, /healthz, /readyz, /metrics."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Literal
 from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
 from model.config import ViTConfig
 from model.outputs import methods_of
 from service.engine.messages import attributes
+from service.observe.metrics import CONTENT_TYPE
 from service.web.pipeline import pipeline_of
 from service.web.routes.endpoint import Endpoint, problems
 from vitserve.documents import Labels, ModelDescription
@@ -25,19 +26,6 @@ class Status(BaseModel):
 
 
 router = APIRouter(tags=["operations"], route_class=Endpoint)
-
-_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>vitserve</title>
-<h1>vitserve</h1>
-<p>Post a picture: <code>curl -F file=@photo.jpg …/classify</code></p>
-<ul><li><a href="docs">API documentation</a><li><a href="model">Model</a><li><a href="labels">Labels</a>
-<li><a href="readyz">Readiness</a><li><a href="metrics">Metrics</a></ul></html>
-"""
-
-
-@router.get("/", include_in_schema=False)
-async def index(request: Request) -> HTMLResponse:
-    """Show a short text with links."""
-    return HTMLResponse(_PAGE)
 
 
 @router.get("/model", response_model=ModelDescription, responses=problems(503))
@@ -83,6 +71,6 @@ async def readyz(request: Request) -> Status:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Return the metrics in Prometheus' text format, or in OpenMetrics' for those who accept it."""
-    content, media_type = await pipeline_of(request).metrics.gather(request.headers.get("accept", ""))
-    return Response(content, headers={"Content-Type": media_type})
+    """Return the metrics in Prometheus' text format."""
+    content = await pipeline_of(request).metrics.gather()
+    return Response(content, headers={"Content-Type": CONTENT_TYPE})

@@ -54,7 +54,7 @@ def test_it_is_planned_from_the_mode_the_device_and_the_compiler(monkeypatch: py
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     assert plan_compilation("off", GPU).state is CompilationState.OFF
     assert plan_compilation("auto", CPU).state is CompilationState.SKIPPED
-    assert [plan_compilation(mode, CPU).state for mode in ("on", "max")] == [CompilationState.COMPILING] * 2
+    assert plan_compilation("on", CPU).state is CompilationState.COMPILING
     assert plan_compilation("auto", GPU).state is CompilationState.COMPILING
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert str(plan_compilation("on", CPU)) == "no C++ compiler (g++) on this machine"
@@ -79,7 +79,7 @@ class OutOfResources(Exception):
 def test_a_compiler_that_fails_is_told_and_the_model_answers_without(
     error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    predictor = Predictor(make_checkpoint(), device="cpu", backend="torch", dtype="float32", max_batch=2)
+    predictor = Predictor(make_checkpoint(), device="cpu", compile_mode="off", dtype="float32", max_batch=2)
     expected = predict(predictor, make_images(2), top_k=5)
 
     def broken(*_: object, **__: object) -> object:
@@ -99,7 +99,7 @@ def test_a_compiler_that_fails_is_told_and_the_model_answers_without(
 def test_a_batch_that_is_under_way_when_the_compiled_model_takes_over_does_not_run_on_it_unpadded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    predictor = Predictor(make_checkpoint(), device="cpu", backend="torch", dtype="float32", max_batch=4)
+    predictor = Predictor(make_checkpoint(), device="cpu", compile_mode="off", dtype="float32", max_batch=4)
     expected = predict(predictor, make_images(3), top_k=5)
 
     def compiled(*_: object) -> ViTOutput:
@@ -146,7 +146,7 @@ def attentions(model: VisionTransformer) -> list[Attention]:
 def test_the_compiled_twin_holds_the_tensors_of_the_model_wherever_they_are() -> None:
     """Those that a state dict leaves out too: one on another device would be copied in every block."""
     model = beit().to("meta")
-    twin = compiled_twin(model, autotune=False)
+    twin = compiled_twin(model)
     tensors = [*twin.parameters(), *twin.buffers()]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert all(mine is its for mine, its in zip(tensors, [*model.parameters(), *model.buffers()], strict=True))
@@ -174,7 +174,7 @@ def test_a_fixed_bias_is_the_one_that_is_gathered_with_rows_that_fused_kernels_r
 def test_a_backend_gathers_no_bias_while_it_serves() -> None:
     model = beit()
     checkpoint = make_checkpoint(config=model.config, tensors=model.state_dict())
-    predictor = Predictor(checkpoint, device="cpu", backend="torch", dtype="float32", max_batch=2)
+    predictor = Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32", max_batch=2)
     fixed = [attention.fixed_bias for attention in attentions(predictor._backend._plain)]  # type: ignore[attr-defined]
     assert [bias.shape for bias in fixed if bias is not None] == [(1, 2, 7, 7)] * 2
 
@@ -228,13 +228,13 @@ def test_a_model_is_compiled_into_a_few_graphs_whatever_batch_sizes_are_launched
     choose_kernels(model, GPU, torch.bfloat16)
     normalise = Normalise(make_checkpoint().preprocess)
     folded = fold(model)
-    network = compiled_network(model, normalise, folded, autotune=False, backend="eager")
+    network = compiled_network(model, normalise, folded, backend="eager")
     top = TopK(make_checkpoint())
 
     def tail(outputs: BatchOutputs[torch.Tensor], top_k: int) -> torch.Tensor:
         return pack(top(outputs, top_k))
 
-    compiled_tail = compiled_for_any_batch(tail, autotune=False, backend="eager")
+    compiled_tail = compiled_for_any_batch(tail, backend="eager")
     with torch.inference_mode():
         for size in (8, 2, 1, 5):
             images = torch.randint(0, 256, (size, 16, 24, 3), dtype=torch.uint8)

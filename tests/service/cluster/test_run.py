@@ -20,7 +20,7 @@ from service.cluster.shared_resources import SharedResources
 from service.cluster.supervisor import Supervisor
 from service.cluster.swap import Swap
 from service.engine.messages import ModelInfo
-from service.http.lifecycle import Terminal
+from service.lifecycle import Terminal
 from service.settings import Settings, load_settings
 from tests.service.cluster.fake_system import FakeSystem
 from tests.service.fakes import FakePredictor, model_info
@@ -226,24 +226,21 @@ def test_engines_whose_device_is_not_chosen_yet_are_not_named_by_one(
     assert names == ["engine", "engine"]
 
 
-def test_a_hang_up_loads_the_checkpoint_again_but_for_that_of_a_closed_terminal(
+def test_a_hang_up_loads_the_checkpoint_again(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     reloads: list[str] = []
-    closed = False
+    terminal = Terminal([])
 
     class Watched(Supervisor):
         def run(self) -> int:
-            nonlocal closed
             assert self._on_hang_up() is True
-            closed = True
-            assert self._on_hang_up() is False
             return 0
 
     monkeypatch.setattr(run, "Supervisor", Watched)
     monkeypatch.setattr(run, "OperatingSystem", FakeSystem)
-    monkeypatch.setattr(Terminal, "was_closed", lambda _: closed)
+    monkeypatch.setattr(run, "Terminal", lambda: terminal)
     monkeypatch.setattr(Swap, "reload", lambda _: reloads.append("again"))
     monkeypatch.setattr(gc, "freeze", lambda: None)
     run.run_cluster(settings, lambda _: (FakePredictor(), model_info()))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,8 @@ from service.cluster.shared_memory import SharedCounters
 from service.cluster.shared_resources import SharedResources
 from service.cluster.swap_board import CHANGED
 from service.errors import QueueFull, TooManyRequests
-from service.metrics.metrics import Metrics
+from service.http import Server
+from service.observe.metrics import Metrics
 from service.settings import Settings, load_settings
 from tests.service.fakes import model_info, on_a_loop
 
@@ -75,7 +75,7 @@ class Worker:
         def create_app(*arguments: Any) -> None:
             self.arguments = arguments
 
-        def run(server: worker.WorkerServer, sockets: Any) -> None:
+        def run(server: Server, sockets: Any) -> None:
             self.server, self.served = server, sockets
             self.state_before_serving = int(shared.counters.worker_state[index])
             server._lifecycle.exit_code = 7
@@ -85,13 +85,13 @@ class Worker:
 
         monkeypatch.setattr(worker, "create_app", create_app)
         monkeypatch.setattr(worker, "freeze_objects", freeze)
-        monkeypatch.setattr(worker.WorkerServer, "run", run)
+        monkeypatch.setattr(Server, "run", run)
         monkeypatch.setattr(os, "kill", lambda pid, number: self.woken.append((pid, number)))
         with monkeypatch.context() as running:
             running.setattr(signal, "signal", ignore)
             self.exit_code = worker.run_web(settings, shared, index, Metrics())
         _, self.engine, _, self.lifecycle, self.engine_changed, self.limiter, self.store, *limits = self.arguments
-        self.budget, self.key_limiter, self.tracer = limits
+        self.budget, self.key_limiter = limits
 
     def becomes(self, state: str) -> None:
         """The engine has another state."""
@@ -120,14 +120,6 @@ def test_the_supervisor_hears_when_a_worker_begins_to_serve_and_when_it_ceases(m
     assert one.counters.worker_state.tolist() == [0, SharedCounters.LISTENING]
     assert one.woken == [(os.getpid(), CHANGED)] * 2
     assert one.settled == 1
-
-
-def test_spans_are_exported_before_a_worker_ends(made: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[bool] = []
-    telemetry = SimpleNamespace(request_tracer=lambda: "tracer", close=lambda: closed.append(True))
-    monkeypatch.setattr(worker, "start_telemetry", lambda _: telemetry)
-    assert made().tracer == "tracer"
-    assert closed == [True]
 
 
 @pytest.mark.parametrize(("index", "lines"), [(0, 1), (1, 0)])
@@ -185,27 +177,10 @@ async def test_its_event_loop_beats_in_a_cell_of_its_own_and_heeds_news_of_a_swa
     one = made(1)
     heeded: list[tuple[object, ...]] = []
     monkeypatch.setattr(asyncio.get_running_loop(), "add_signal_handler", lambda *what: heeded.append(what))
-    beating = asyncio.create_task(one.server._beside())  # type: ignore[misc]
+    beating = asyncio.create_task(one.server._beside())
     await asyncio.sleep(0)
     assert one.counters.worker_beats.tolist() == [0, 1]
     assert heeded == [(CHANGED, one.engine.adopt)]
     beating.cancel()
     with suppress(asyncio.CancelledError):
         await beating
-
-
-@on_a_loop
-async def test_a_second_signal_leaves_a_worker_draining(
-    made: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The supervisor repeats what it is sent; it kills by itself who drains for too long."""
-    server = made(drain_delay=0).server
-    monkeypatch.setattr("service.http.server.exit_now", pytest.fail)
-    server._on_signal(signal.SIGHUP)  # a terminal sends it to all, and the supervisor knows what it means
-    assert not server._lifecycle.draining
-    for _ in range(2):
-        server._on_signal(signal.SIGTERM)
-    assert server._lifecycle.draining
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert server.should_exit

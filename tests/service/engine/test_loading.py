@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from model.checkpoint import native
 from model.checkpoint.files import Folder
@@ -32,7 +31,7 @@ from tests.service.fakes import PATIENCE, model_info
 
 @pytest.mark.parametrize(("given", "name"), [({}, "vit-cifar10"), ({"model_name": "cats"}, "cats")])
 def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(given: dict[str, str], name: str) -> None:
-    predictor, info = load_predictor(load_settings({"device": "cpu", "backend": "torch", "max_batch": "3", **given}))
+    predictor, info = load_predictor(load_settings({"device": "cpu", "compile": "off", "max_batch": "3", **given}))
     checkpoint = predictor.checkpoint
     facts = {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
     assert facts.pop("name") == name
@@ -47,7 +46,6 @@ def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(given: dict[st
         "dtype": predictor.dtype,
         "max_batch": 3,
         "gpu_uuid": None,
-        "agreement": None,
         "assumed": (),
         "zero_shot": None,
         "coverage": None,
@@ -74,12 +72,12 @@ def test_the_predictor_is_made_as_the_settings_say_and_notes_are_logged(
     monkeypatch.setattr(loading, "checkpoint_from", lambda _: checkpoint)
     monkeypatch.setattr("model.runtime.predictor.Predictor", predictor)
     chosen = {
-        "device": "cuda:1", "dtype": "bfloat16", "backend": "torch", "max_batch": 3, "threads": 2, "streams": 3,
+        "device": "cuda:1", "dtype": "bfloat16", "max_batch": 3,
     }  # fmt: skip
-    _, info = load_predictor(load_settings(chosen | {"compile": "no-graphs", "agreement": 0.9}))
+    _, info = load_predictor(load_settings(chosen))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-5"
     named = {"device": "cuda:0", "device_name": "cuda:1"}
-    fixed = {"compile_mode": "auto", "graphs": False, "least_agreement": 0.9, "keep": None}
+    fixed = {"compile_mode": "auto", "graphs": True, "keep": None}
     assert made == [(checkpoint, chosen | named | fixed)]
     assert info == dataclasses.replace(known, assumed=checkpoint.assumed)  # what both have is the checkpoint's
     assert caplog.messages == ["fake: assumed: no mean is given (VIT_PREPROCESS)", "fake: left aside: epoch"]
@@ -119,7 +117,7 @@ def test_a_gpu_that_cannot_be_used_is_complained_about_loudly(
     monkeypatch.setattr(loading, "gpus_are_here", lambda: here)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("model.runtime.device.unusable_reason", lambda: "The NVIDIA driver on your system is too old")
-    load_predictor(load_settings({"backend": "torch", "max_batch": "1"}))
+    load_predictor(load_settings({"compile": "off", "max_batch": "1"}))
     errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     assert errors == ["THE GPU IS NOT USED: The NVIDIA driver on your system is too old"] * here
 
@@ -139,40 +137,6 @@ def test_threads_of_openmp_do_not_spin_unless_the_operator_says_so(
     with pytest.raises(CheckpointError):
         load_predictor(load_settings({}))
     assert os.environ["OMP_WAIT_POLICY"] == used
-
-
-@pytest.mark.parametrize(
-    ("device", "gpu_works", "known"),
-    [
-        ("cpu", False, True),
-        ("cpu", True, True),
-        ("auto", False, True),
-        ("auto", True, False),
-        ("cuda:0", True, False),
-        ("cuda:0", False, False),
-    ],
-)
-def test_torchs_threads_are_asked_for_where_the_model_is_computed_by_them(
-    device: str, gpu_works: bool, known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu_works)
-    monkeypatch.setattr("torch.get_num_threads", lambda: 7)
-    assert loading._torchs_threads.__wrapped__(device) == (7 if known else None)
-
-
-def test_a_model_that_is_loaded_later_has_as_many_threads_and_streams_as_the_first() -> None:
-    threads = torch.get_num_threads()
-    loading._torchs_threads.cache_clear()
-    settings = load_settings({"device": "cpu", "backend": "torch"})
-    try:
-        torch.set_num_threads(2)
-        load_predictor(settings)
-        torch.set_num_threads(1)  # what a batch is given that is computed beside another
-        later, _ = load_predictor(settings)
-    finally:
-        torch.set_num_threads(threads)
-        loading._torchs_threads.cache_clear()
-    assert later.streams == 2
 
 
 def test_a_disk_that_does_not_answer_for_one_checkpoint_holds_up_no_other(tmp_path: Path) -> None:
@@ -251,20 +215,15 @@ def test_a_kept_graph_is_made_again_for_settings_that_change_it_and_run_as_the_o
 ) -> None:
     pytest.importorskip("openvino")
     folder = write_checkpoint(tmp_path / "m", ("cat", "dog"))
-    given = {"checkpoint": str(folder), "dtype": "float32", "cache_dir": str(tmp_path / "cache"), "threads": 2}
+    given = {"checkpoint": str(folder), "dtype": "float32", "cache_dir": str(tmp_path / "cache")}
     keep_graph(load_predictor(load_settings(given))[0])
     monkeypatch.setattr(loading, "_load", lambda settings: None)
 
-    run = {"threads": 1, "streams": 3, "max_batch": 5, "backend": "openvino", "device": "cpu", "compile": "off"}
-    for changes in (run, {"agreement": 0.5, "audit": 0.5, "model_name": "other", "port": 1, "compile": "no-graphs"}):
+    run = {"max_batch": 5, "device": "cpu"}
+    for changes in (run, {"model_name": "other", "port": 1}):
         kept, info = load_predictor(load_settings(given | changes))
         assert isinstance(kept.checkpoint, KeptCheckpoint)
-        assert (kept.streams, kept.max_batch) == (changes.get("streams", 2), changes.get("max_batch", 32))
-        assert kept.backend_reason.startswith("OpenVINO is requested") == ("backend" in changes)
-        assert info.max_batch == kept.max_batch
-    kept, _ = load_predictor(load_settings({name: given[name] for name in given if name != "threads"}))
-    backend: Any = kept._backend
-    assert backend._threads.count == loading._torchs_threads("auto"), "not the 2 of the start that kept the graph"
+        assert info.max_batch == kept.max_batch == changes.get("max_batch", 32)
     for name, value in (("dtype", "bfloat16"), ("image_size", (24, 24)), ("checkpoint_folder", str(tmp_path))):
         assert load_predictor(load_settings(given | {name: value})) is None, name
 
@@ -305,16 +264,3 @@ def test_what_fails_while_graphs_are_read_early_is_raised_by_who_loads(tmp_path:
     with pytest.raises(CheckpointError, match="calibrate") as refused:
         load(settings)
     assert "\n" not in str(refused.value)
-
-
-def test_no_graph_is_kept_where_one_in_int8_is_served_beside_it(tmp_path: Path) -> None:
-    """A start with the kept graph alone would not see the files of int8."""
-    pytest.importorskip("openvino")
-
-    def keeps(dtype: str) -> bool:
-        chosen = {"checkpoint": str(tmp_path), "device": "cpu", "dtype": dtype, "cache_dir": str(tmp_path / "cache")}
-        return loading._entry(load_settings(chosen)) is not None
-
-    assert [keeps(dtype) for dtype in ("auto", "float32", "int8")] == [True, True, False]
-    (tmp_path / "int8.json").write_text("{}")
-    assert [keeps(dtype) for dtype in ("auto", "float32", "int8")] == [False, True, False]
