@@ -15,10 +15,11 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from service.engine.base import Engine
 from service.engine.messages import EngineStatus, ModelInfo
-from service.engine.swapping import Generation, Swappable
 from service.http.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics, Sources
+from service.models.model import Generation, Model
 from service.settings import MEMORY, Settings, parse_keys
 from service.web.admission import ByteBudget, Limiter, Receiving, RefusalPace
 from service.web.api_keys import ApiKeyMiddleware, KeyGuard, KeyLimiter
@@ -72,7 +73,7 @@ def kept_pictures(
 
 def create_app(
     settings: Settings,
-    engine: Swappable,
+    engine: Model,
     metrics: Metrics,
     lifecycle: Lifecycle | None = None,
     on_engine_change: Callable[[], None] = lambda: None,
@@ -134,7 +135,7 @@ def create_app(
         openapi_url=None,  # `service.web.routes.pages` has it
     )
 
-    def make_pipeline(generation: Generation) -> Pipeline:
+    def make_pipeline(generation: Generation[Engine]) -> Pipeline:
         return Pipeline(generation, settings, metrics, limiter, receiving, pictures, lifecycle, pools, clock, tracer)
 
     app.state.pipelines = pipelines = Pipelines(engine, make_pipeline)
@@ -148,7 +149,7 @@ def create_app(
             statuses=lambda: [replica.status for replica in engine.current.engine.engines],
             recent=pictures.usage,
             places=lambda: (limiter.taken, limiter.capacity),
-            reloads=lambda: engine.reloads,
+            reloads=lambda: engine.loads,
         )
     )
 

@@ -27,7 +27,6 @@ from model.outputs import RequestedOutputs
 from model.zero_shot import of_image
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
-from service.engine.swapping import Generation, Swappable
 from service.errors import (
     DeadlineExceeded,
     Draining,
@@ -41,6 +40,7 @@ from service.errors import (
 from service.http.exchange import exchange_of
 from service.http.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics
+from service.models.model import Generation, Model
 from service.settings import Settings
 from service.timers import TimeLimit, Timers
 from service.web.admission import Body, Limiter, Permit, Receiving
@@ -100,7 +100,7 @@ class Upload:
 class Pipeline:
     """Everything that requests of one `generation` of the model need on their way; `clock` gives monotonic seconds."""
 
-    generation: Generation
+    generation: Generation[Engine]
     settings: Settings
     metrics: Metrics
     limiter: Limiter
@@ -361,8 +361,7 @@ class Pipeline:
 
         A picture that was launched in time may be answered late, up to `_LATE_SECONDS`: an engine may never answer.
         """
-        traceparent = None if self.tracer is None else self.tracer.traceparent()
-        request = InferenceRequest(pixels, requested, traceparent)
+        request = InferenceRequest(pixels, requested)
         remaining = deadline.remaining()
         with self._traced("queue"):
             try:
@@ -400,7 +399,7 @@ class Pipeline:
 class Pipelines:
     """Keeps the pipeline of the current model, as it takes 20 µs to make the pipeline of a generation."""
 
-    def __init__(self, engine: Swappable, make: Callable[[Generation], Pipeline]) -> None:
+    def __init__(self, engine: Model, make: Callable[[Generation[Engine]], Pipeline]) -> None:
         self.engine = engine
         self._make = make
         self._current = make(engine.current)
