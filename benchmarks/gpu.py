@@ -6,7 +6,6 @@
     engine     both at their best batch size, in turn: resident, from host memory, and ours through an engine process
     http       JPEGs of about 500 x 375 and 124 kB over HTTP, against what decoding and the engine alone reach; p99 at
                half load
-    float8     our rate in float8 beside bfloat16's, and whether it earns its place
     decode     JPEGs decoded and resized by 1 to all cores, and how many cores 4,000 and 5,000 a second take
     profile    the kernels of one batch: shares of products, attention and GELU
     attention  the kernels of attention, each alone: cuDNN, flash, efficient, at 197 and at 50 tokens
@@ -68,7 +67,6 @@ STEPS: Mapping[str, Step] = {
     "sweep": Step("gpu_stages", 200),
     "engine": Step("gpu_stages", 200),
     "http": Step("gpu_servers", 150),
-    "float8": Step("gpu_stages", 100),
     "decode": Step("gpu_stages", 40),
     "profile": Step("gpu_stages", 80),
     "attention": Step("gpu_stages", 40),

@@ -80,7 +80,6 @@ class Ours:
                 checkpoint,
                 device=device,
                 dtype=dtype,
-                least_agreement=0,  # random weights are sure of nothing
                 compile_mode=compile_mode,
                 backend="torch",
                 launch_sizes=sorted({1, *batches}) if batches else None,

@@ -22,7 +22,7 @@ from benchmarks.record import table
 from model.outputs import RequestedOutputs
 
 TESTS = ["-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=short"]
-_TESTED = ("tests/model/runtime/cuda/test_cuda.py", "tests/model/runtime/test_float8.py")
+_TESTED = ("tests/model/runtime/cuda/test_cuda.py",)
 """What the step `tests` has Python run; the tests of CUDA are among them, and skipped without it."""
 _TESTED_IN_SMOKE = (_TESTED[-1], "-k", "test_a_cpu_is_told")
 
@@ -162,35 +162,6 @@ def _tell_engine(bench: Bench, section: dict[str, Any], rounds: list[dict[str, f
     bench.mark(f"{own} / {section['reference']['name']}", section["ratios"]["ours / reference"], _RATIO)
     bench.mark("through the engine process / that", section["ratios"]["engine process / ours"], _PROCESS)
     bench.mark("a map of every image / none", section["ratios"]["with maps / without"], _MAPS)
-
-
-def float8(bench: Bench) -> None:
-    """Our rate in float8 beside the one in the dtype of all other steps, at the best batch size of that."""
-    from model.errors import DeviceError  # noqa: PLC0415
-    from model.runtime.float8 import LEAST_GAIN  # noqa: PLC0415
-
-    variant, batch = bench.best_of_ours()
-    section = bench.record.section("float8")
-
-    def measure(dtype: str) -> str | None:
-        ours = bench.ours(variant, [batch], dtype=dtype)
-        with gpu_machine.meter(bench.gpu) as state:
-            rate = ours.resident_rate(batch, bench.seconds) or ours.rate(batch, bench.seconds)
-        bench.record.section("machine")[f"{dtype}, batch {batch}"] = state
-        bench.note(section, dtype, round(rate, 1))
-        return ours.predictor.agreement
-
-    try:
-        agreement = measure("float8")
-    except DeviceError as error:
-        bench.note(section, "refused", str(error))
-        return
-    measure(bench.arguments.dtype)
-    ratio = round(section["float8"] / section[bench.arguments.dtype], 3)
-    bench.note(section, "ratio", ratio)
-    bench.note(section, "agreement", agreement)
-    verdict = "stays" if ratio >= LEAST_GAIN else f"should go: below {LEAST_GAIN} x"
-    bench.note(section, "verdict", verdict)
 
 
 def decode(bench: Bench) -> None:

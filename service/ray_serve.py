@@ -119,7 +119,7 @@ class Replica:
         self._metrics = _MetricsOfAll()
         self._telemetry = start_telemetry(settings)
         on_batch = batch_observer(self._metrics.observe_batch, self._telemetry)
-        self._engine = engine_of(settings, load, on_batch, self._metrics.observe_audit)
+        self._engine = engine_of(settings, load, on_batch)
         self._loaded = asyncio.Event()
         trim_regularly()
 

@@ -241,31 +241,14 @@ class Settings(BaseSettings):
         description="`auto`, `cpu`, `cuda`, `cuda:0` or `cuda:0,cuda:1` (one engine a device), `all` GPUs and "
         "instances of MIG, or a device by its identifier: `cuda:MIG-...`",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float8", "int8"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="`auto` is the fastest dtype native to the device but `float8`, which is for the linear layers of "
-        "the blocks, on GPUs of compute capability 8.9 and later; `int8`, on a CPU, is for folders that `vitserve "
-        "convert --dtype int8` wrote, where `auto` takes it as well",
+        description="`auto` is the fastest dtype native to the device",
     )
-    agreement: float = Field(
-        0.99,
-        ge=0,
-        le=1,
-        description="share of pictures on which `float8` must have the best class of bfloat16, or `int8` that of "
-        "float32, or it is not served",
-    )
-    audit: float = Field(
-        0.001,
-        ge=0,
-        le=1,
-        description="share of the pictures that are computed again in float32 when the device is idle, where `int8` is "
-        "served; 0: none",
-    )
-    compile: Literal["auto", "on", "max", "no-graphs", "off"] = Field(
+    compile: Literal["auto", "on", "off"] = Field(
         "auto",
         description="torch.compile: `auto` compiles on CUDA and replays one CUDA graph a batch size, `on` compiles "
-        "also on the CPU, `max` tries several kernels first (minutes at the first start), `no-graphs` is `auto` "
-        "without CUDA graphs, `off` does neither",
+        "also on the CPU, `off` does neither",
     )
     backend: Literal["auto", "torch", "openvino"] = Field(
         "auto",

@@ -70,7 +70,7 @@ async def _serve(
 
     on_batch = batch_observer(metrics.observe_batch, telemetry)
     on_queue = partial(counters.queue_depth.__setitem__, index)
-    engine = engine_of(settings, load, on_batch, metrics.observe_audit, load_timeout=load_timeout, on_queue=on_queue)
+    engine = engine_of(settings, load, on_batch, load_timeout=load_timeout, on_queue=on_queue)
 
     def engine_changed() -> None:
         if engine.status.state == "ready":

@@ -91,7 +91,6 @@ class ModelInfo:
     backend: str
     max_batch: int
     gpu_uuid: str | None
-    agreement: str | None = None
     assumed: tuple[str, ...] = ()
     zero_shot: ZeroShot | None = None
     coverage: float | None = None

@@ -39,7 +39,6 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
 from model.outputs import Outputs
-from service.engine.audit import AuditReport
 from service.engine.messages import BatchReport, EngineStatus, ModelInfo
 from service.metrics.nvml import GpuCollector
 
@@ -182,11 +181,6 @@ class Metrics(Collector):
             "vit_batch_size", "Images in a batch, without padding", ["device"], buckets=_BATCH_SIZES
         )
         self.batch_padding = counter("vit_batch_padding_total", "Rows launched beside images", ["device"])
-        self.audited = counter(
-            "vit_audit_images_total", "Images computed again in float32, by whether that agrees", ["device", "outcome"]
-        )
-        text = "Share of the last audited images with float32's best class"
-        self.audit_agreement = gauge("vit_audit_agreement", text, ["device"], multiprocess_mode="mostrecent")
         self.inflight = gauge("vit_inflight_requests", "Requests being handled")
         self.key_requests = counter("vit_key_requests_total", "Requests answered, by API key", ["key", "code"])
         self.key_inflight = gauge("vit_key_inflight_requests", "Requests being handled, by API key", ["key"])
@@ -224,11 +218,6 @@ class Metrics(Collector):
         self.batches.labels(report.device, report.release).inc()
         self.batch_size.labels(report.device).observe(report.size)
         self.batch_padding.labels(report.device).inc(report.padding)
-
-    def observe_audit(self, report: AuditReport) -> None:
-        """Count one audited image."""
-        self.audited.labels(report.device, "agrees" if report.agrees else "differs").inc()
-        self.audit_agreement.labels(report.device).set(report.agreement)
 
     async def gather(self, accept: str) -> tuple[bytes, str]:
         """Return what `GET /metrics` answers and its media type; a subclass may ask other replicas for theirs.

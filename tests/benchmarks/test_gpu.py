@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,7 +93,7 @@ def test_steps_are_named_one_by_one_or_with_commas_and_an_unknown_one_is_refused
     assert gpu.parse(["--only", "http", "sweep,engine"]).only == ["sweep", "engine", "http"]
     with pytest.raises(SystemExit):
         gpu.parse(["--only", "engine,htpp"])
-    steps = "versions, smoke, sweep, engine, http, float8, decode, profile, attention, latency, mixed, start, faults"
+    steps = "versions, smoke, sweep, engine, http, decode, profile, attention, latency, mixed, start, faults"
     assert f"htpp: steps are {steps}, tests" in capsys.readouterr().err
 
 
@@ -186,25 +185,6 @@ def test_a_tree_that_cannot_be_written_has_its_checkpoints_elsewhere(
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     found = gpu.environment_of_steps(tmp_path / "none", tmp_path)["VITSERVE_BENCHMARK_CACHE"]
     assert Path(found).is_relative_to(tempfile.gettempdir())
-
-
-@pytest.mark.timeout(120)
-def test_float8_is_measured_beside_the_other_dtype_and_below_its_mark_it_should_go(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("model.runtime.building.choose_dtype", lambda name, device: torch.bfloat16)
-    rates = iter([113.0, 100.0, 116.0, 100.0])
-    monkeypatch.setattr(gpu_engine.Ours, "rate", lambda ours, batch, seconds: next(rates))
-    arguments = gpu.parse([*SMOKE, "--out", str(cache)])
-    record = Record(cache / "record.json", dtype="float32", about={})
-    bench = gpu_bench.Bench(record, arguments, time.monotonic() + 100)
-    gpu_stages.float8(bench)
-    found = record.section("float8")
-    assert found.pop("agreement").startswith("bfloat16's best class on ")
-    assert found == {"float8": 113, "float32": 100, "ratio": 1.13, "verdict": "should go: below 1.15 x"}
-    gpu_stages.float8(bench)
-    assert found["verdict"] == "stays"
-    bench.close()
 
 
 def test_a_service_takes_a_smaller_batch_that_is_nearly_as_fast(cache: Path) -> None:

@@ -175,7 +175,6 @@ def test_every_step_runs_on_a_machine_with_the_kit_and_no_network(downloads: Pat
     assert http["rounds"][0]["http"]["refused"] == http["rounds"][0]["http"]["broken"] == 0
     assert http["share"] == pytest.approx(http["rate"] / min(http["decode_rate"], http["engine_rate"]), abs=0.01)
     assert http["half load"]["rate"] > 0
-    assert found["float8"] == {"refused": "dtype 'float8': it needs a GPU of compute capability 8.9 or later, not cpu"}
     assert all(rate > 0 for rate in found["decode"]["pictures per second, by processes"].values())
     for shares in (each["shares"] for each in found["profile"].values()):
         assert sum(shares.values()) == pytest.approx(1, abs=0.01)

@@ -149,8 +149,6 @@ class FakePredictor:
     warm_ups: int = 0
     device_is_dead: bool = False
     error: type[BaseException] = RuntimeError
-    audits: bool = False
-    audited: list[int] = field(default_factory=list)
     slow_embeddings: bool = False
 
     def __post_init__(self) -> None:
@@ -187,14 +185,6 @@ class FakePredictor:
         logits = expected_logits(red) if requested.logits else None
         embedding = None if requested.embedding is None else expected_embedding(red, requested.embedding)
         return Outputs(*answer(red, requested.top_k), found, logits, embedding, finite=red != NAN)
-
-    def reference_class(self, image: NDArray[np.uint8]) -> int:
-        """The class of `answer`, but for odd reds."""
-        red = int(image[0, 0, 0])
-        self.audited.append(red)
-        if red == BAD:
-            raise self.error("it does not compute")
-        return int(answer(red, 1)[1][0]) + red % 2
 
     def embed_texts(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """A text's feature counts its letters."""

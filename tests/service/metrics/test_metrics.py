@@ -8,7 +8,6 @@ import pytest
 from prometheus_client import values
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.engine.audit import AuditReport
 from service.engine.messages import BatchReport, EngineStatus
 from service.metrics.metrics import CONTENT_TYPE, Metrics, Sources, count_in_files
 from tests.service.fakes import model_info
@@ -27,7 +26,6 @@ COUNTERS = {
     "vit_recent_errors_total": set(),
     "vit_key_requests_total": {"key", "code"},
     "vit_reloads_total": {"outcome"},
-    "vit_audit_images_total": {"device", "outcome"},
 }
 GAUGES = {
     "vit_queue_depth": {"device"},
@@ -40,7 +38,6 @@ GAUGES = {
     "vit_admitted_images": set(),
     "vit_key_inflight_requests": {"key"},
     "vit_admitted_images_limit": set(),
-    "vit_audit_agreement": {"device"},
 }
 OF_ONE_PROCESS: dict[str, set[str]] = {"vit_event_loop_tasks": set()}
 HISTOGRAMS = {
@@ -68,7 +65,6 @@ def metrics() -> Metrics:
     metrics.key_requests.labels("key1", "200").inc()
     metrics.key_inflight.labels("key1").inc()
     metrics.observe_batch(BatchReport("cpu", 3, 1, "idle", 0.01))
-    metrics.observe_audit(AuditReport("cpu", agrees=False, agreement=0.5))
     return metrics
 
 
@@ -103,13 +99,6 @@ def test_no_summaries_and_no_series_that_only_tell_when_others_began(metrics: Me
     text = metrics.render().decode()
     assert "summary" not in re.findall(r"^# TYPE vit_\S+ (\S+)", text, re.MULTILINE)
     assert "_created" not in text
-
-
-def test_an_audited_image_is_counted_and_the_share_of_the_last_ones_shown(metrics: Metrics) -> None:
-    metrics.observe_audit(AuditReport("cpu", agrees=True, agreement=0.75))
-    assert value(metrics, "vit_audit_images_total", device="cpu", outcome="agrees") == 1
-    assert value(metrics, "vit_audit_images_total", device="cpu", outcome="differs") == 1
-    assert value(metrics, "vit_audit_agreement", device="cpu") == 0.75
 
 
 def test_a_batch_is_counted_once_in_each_of_its_metrics(metrics: Metrics) -> None:
@@ -190,7 +179,6 @@ def count_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
         metrics.key_requests.labels("key1", "200").inc(0)
         metrics.key_inflight.labels("key1").inc(0)
         metrics.observe_batch(BatchReport("cuda:0", 0, 0, "idle", 0.01))
-        metrics.observe_audit(AuditReport("cuda:0", agrees=True, agreement=1.0))
         return metrics
 
     return start
@@ -204,16 +192,6 @@ def scraped(metrics: Metrics, name: str, **labels: str) -> float:
         if sample.name == name and sample.labels == labels
     ]
     return float(found)
-
-
-def test_what_an_engine_audited_is_shown_by_every_worker_and_the_newest_share_counts(
-    count_as: Callable[[str], Metrics],
-) -> None:
-    old, new, worker = count_as("engine-0"), count_as("engine-1"), count_as("worker-0")
-    old.observe_audit(AuditReport("cpu", agrees=True, agreement=1.0))
-    new.observe_audit(AuditReport("cpu", agrees=False, agreement=0.5))
-    assert scraped(worker, "vit_audit_agreement", device="cpu") == 0.5
-    assert scraped(worker, "vit_audit_images_total", device="cpu", outcome="agrees") == 1
 
 
 def test_a_scrape_of_any_process_shows_the_sum_over_all(count_as: Callable[[str], Metrics]) -> None:

@@ -64,7 +64,7 @@ def files_passed(settings: Settings) -> list[str]:
     sys.setprofile(recorder)
     threading.setprofile(recorder)
     try:
-        engine = LocalSwap(lambda _: engine_of(settings, load_predictor, metrics.observe_batch, metrics.observe_audit))
+        engine = LocalSwap(lambda _: engine_of(settings, load_predictor, metrics.observe_batch))
         server = Server(create_app(settings, engine, metrics, lifecycle), settings, lifecycle)
 
         def classify(connection: http.client.HTTPConnection) -> None:
