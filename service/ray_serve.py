@@ -20,14 +20,14 @@ from model.errors import first_problem
 from service import logs
 from service.engine.devices import fit_to_machine
 from service.engine.loading import load_predictor
-from service.engine.swapping import Unswapped
-from service.errors import EngineUnavailable, SettingsError
+from service.engine.local import BATCH_SECONDS, Loader, LocalEngine, engine_of
+from service.errors import EngineUnavailable, Forbidden, SettingsError
 from service.http.lifecycle import freeze_objects, trim_regularly
 from service.metrics.metrics import CONTENT_TYPE, Metrics, render_replicas
+from service.models.model import LocalModel
 from service.settings import MEMORY, Settings, load_settings, unknown_variables
 from service.tracing.start import batch_observer, start_telemetry
 from service.web.app import create_app, log_model
-from service.web.single_process import Loader, engine_of
 
 try:
     from ray import serve
@@ -84,7 +84,7 @@ def app(arguments: dict[str, Any]) -> serve.Application:
         # A replica refuses by itself what it has no place for; beyond this number requests wait in Ray's proxy.
         max_ongoing_requests=2 * settings.queue_size,
         health_check_period_s=_HEALTH_SECONDS,
-        health_check_timeout_s=settings.batch_timeout,
+        health_check_timeout_s=BATCH_SECONDS,
         graceful_shutdown_timeout_s=settings.drain_timeout,
         ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
         logging_config={"enable_access_log": False},  # the service logs each request itself, with its path
@@ -128,7 +128,7 @@ class Replica:
         tracer = None if self._telemetry is None else self._telemetry.request_tracer()
         changed = self._on_engine_change
         service = create_app(
-            self._settings, Unswapped(self._engine), self._metrics, on_engine_change=changed, tracer=tracer
+            self._settings, _FixedModel(lambda _: self._engine), self._metrics, on_engine_change=changed, tracer=tracer
         )
 
         async def application(scope: Scope, receive: Receive, send: Send) -> None:
@@ -154,6 +154,14 @@ class Replica:
         if self._engine.ready and self._engine.info is not None:
             freeze_objects()
             log_model(self._engine.status, self._engine.info)
+
+
+class _FixedModel(LocalModel[LocalEngine]):
+    """A model that is not replaced: one replica would have another one than the others."""
+
+    async def replace(self, checkpoint: str | None) -> None:
+        """Raise `Forbidden`."""
+        raise Forbidden("here the checkpoint is not swapped: start the service again with another one")
 
 
 async def _send_without_request_id(send: Send, message: Message) -> None:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from service.engine.base import Engine
+from service.engine.base import Engine, OwnEngine
 from service.errors import CheckpointRefused, EngineUnavailable, ServiceError, SwapUnderWay
 
 logger = logging.getLogger("vitserve")
@@ -34,7 +34,7 @@ _RETRY_SECONDS: Final = 0.5
 _BATCHES_AHEAD: Final = 4
 """Batches of each engine whose pictures are decoded, or being decoded, at once: two under way, and two that wait."""
 
-E = TypeVar("E", bound=Engine)
+E = TypeVar("E", bound=OwnEngine)
 E_co = TypeVar("E_co", bound=Engine, covariant=True)
 
 
@@ -43,12 +43,14 @@ class Generation(Generic[E_co]):
 
     Attributes:
         number: counts up with each version that is loaded.
+        checkpoint: what was loaded; None: the configured checkpoint.
         requests: those that have not ended.
     """
 
-    def __init__(self, engine: E_co, number: int = 1) -> None:
+    def __init__(self, engine: E_co, number: int = 1, checkpoint: str | None = None) -> None:
         self._engine = engine
         self.number = number
+        self.checkpoint = checkpoint
         self.requests = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -102,17 +104,19 @@ class Model(ABC):
 
     Attributes:
         current: the generation that requests belong to which begin now.
-        loads: over all processes of the service.
     """
 
     current: Generation[Engine]
-    loads: Loads
 
     def __init__(self) -> None:
-        self.loads = Loads()
         self._tasks: set[asyncio.Task[None]] = set()
         self._reloading: asyncio.Task[None] | None = None
         self._reload_again = False
+
+    @property
+    @abstractmethod
+    def loads(self) -> Loads:
+        """Return the counts of loads, over all processes of the service."""
 
     @abstractmethod
     def start(self, on_change: Callable[[], None]) -> None:
@@ -179,7 +183,7 @@ class LocalModel(Model, Generic[E]):
 
     Args:
         make: returns an engine, not started yet, for a checkpoint (None: the configured checkpoint).
-        number: of the first generation.
+        checkpoint, number: of the first generation.
         on_retired: called when an old generation is closed and forgotten.
         load_seconds: see `LOAD_SECONDS`.
     """
@@ -189,13 +193,14 @@ class LocalModel(Model, Generic[E]):
     def __init__(
         self,
         make: Callable[[str | None], E],
-        *,
+        checkpoint: str | None = None,
         number: int = 1,
+        *,
         on_retired: Callable[[], None] = lambda: None,
         load_seconds: float = LOAD_SECONDS,
     ) -> None:
         super().__init__()
-        self.current = Generation(make(None), number)
+        self.current = Generation(make(checkpoint), number, checkpoint)
         self.next: Generation[E] | None = None
         self._make = make
         self._on_retired = on_retired
@@ -203,6 +208,12 @@ class LocalModel(Model, Generic[E]):
         self._on_change: Callable[[], None] = lambda: None
         self._retiring: asyncio.Task[None] | None = None
         self._open = {self.current}
+        self._loads = Loads()
+
+    @property
+    def loads(self) -> Loads:
+        """Return the counts of loads."""
+        return self._loads
 
     def start(self, on_change: Callable[[], None]) -> None:
         """Begin loading the configured checkpoint; see `Model.start`."""
@@ -211,12 +222,11 @@ class LocalModel(Model, Generic[E]):
 
     async def replace(self, checkpoint: str | None) -> None:
         """Load a checkpoint and let it take over; see `Model.replace`."""
-        self.take_over(await self.prepare(checkpoint))
+        await self.prepare(checkpoint)
+        self.take_over()
 
-    async def prepare(self, checkpoint: str | None) -> Generation[E]:
-        """Load a checkpoint beside the one that serves, and return its generation, which is to take over next.
-
-        Whoever cancels it discards `next`.
+    async def prepare(self, checkpoint: str | None) -> None:
+        """Load a checkpoint beside the one that serves; it is `next` then, and takes over or is discarded.
 
         Raises:
             CheckpointRefused, SwapUnderWay, EngineUnavailable: see `Model.load`.
@@ -226,8 +236,7 @@ class LocalModel(Model, Generic[E]):
         if not self.current.engine.ready:
             raise EngineUnavailable(self.current.engine.status.reason)
         logger.info("loading %s beside the model that is served", checkpoint or "the configured checkpoint")
-        following = Generation(self._make(checkpoint), self.current.number + 1)
-        self.next = following
+        self.next = following = Generation(self._make(checkpoint), self.current.number + 1, checkpoint)
         self._open.add(following)
         try:
             if self._retiring is not None:  # there are never three models in memory
@@ -238,24 +247,28 @@ class LocalModel(Model, Generic[E]):
             reason = following.engine.status.reason
         except TimeoutError:
             reason = f"it was not loaded and warm within {self._load_seconds:g} s"
+        except asyncio.CancelledError:
+            await self.discard("the load was given up")
+            raise
         if reason:
-            await self.discard(following, reason)
+            await self.discard(reason)
             raise CheckpointRefused(reason)
-        return following
 
-    def take_over(self, following: Generation[E]) -> None:
-        """Let a generation that was prepared answer new requests; the old one is closed when its last request ended."""
-        previous, self.current, self.next = self.current, following, None
-        self.loads = self.loads.counted(served=True)
+    def take_over(self) -> None:
+        """Let `next` answer new requests; the old generation is closed when its last request ended."""
+        assert self.next is not None, "it was prepared"
+        previous, self.current, self.next = self.current, self.next, None
+        self._loads = self._loads.counted(served=True)
         self._on_change()
         self._retiring = self._task(self._retire(previous))
 
-    async def discard(self, following: Generation[E], reason: str) -> None:
-        """Close a generation that was to take over."""
+    async def discard(self, reason: str) -> None:
+        """Close `next`, which is not to take over."""
+        assert self.next is not None, "it is being prepared, or is"
         logger.error("the next checkpoint is refused, and the old one goes on: %s", reason)
-        self.loads = self.loads.counted(served=False)
-        self.next = None
-        await self._forget(following)
+        self._loads = self._loads.counted(served=False)
+        discarded, self.next = self.next, None
+        await self._forget(discarded)
 
     async def close(self) -> None:
         """Close all generations."""

@@ -24,7 +24,7 @@ from service.settings import MEMORY, Settings, parse_keys
 from service.web.admission import ByteBudget, Limiter, Receiving, RefusalPace
 from service.web.api_keys import ApiKeyMiddleware, KeyGuard, KeyLimiter
 from service.web.image_stores import KeptPictures
-from service.web.image_stores.memory import AtHand, ImageStore, MemoryImageStore
+from service.web.image_stores.memory import AtHand, MemoryImageStore
 from service.web.image_stores.redis import RedisImageStore
 from service.web.middleware import ProblemMiddleware, RequestContextMiddleware
 from service.web.pipeline import Pipeline, Pipelines, Pools
@@ -60,13 +60,13 @@ _PUBLIC = pages.PUBLIC | inference_protocol.PUBLIC | other_servers.PUBLIC | {"/h
 
 
 def kept_pictures(
-    settings: Settings, store: ImageStore | None, metrics: Metrics, clock: Callable[[], float]
+    settings: Settings, store: KeptPictures | None, metrics: Metrics, clock: Callable[[], float]
 ) -> KeptPictures:
     """Return where pictures are kept: in Redis, in `store`, or in memory of this process; raises `SettingsError`."""
     limits = {"ttl": settings.recent_ttl, "max_bytes": settings.recent_bytes, "clock": clock}
     url = settings.recent_url.get_secret_value()
     if url == MEMORY:
-        return AtHand(store or MemoryImageStore(**limits))  # type: ignore[arg-type]
+        return store or AtHand(MemoryImageStore(**limits))  # type: ignore[arg-type]
     name = settings.model_name or settings.checkpoint
     return RedisImageStore(url, name=name, failed=metrics.recent_errors.inc, **limits)  # type: ignore[arg-type]
 
@@ -78,7 +78,7 @@ def create_app(
     lifecycle: Lifecycle | None = None,
     on_engine_change: Callable[[], None] = lambda: None,
     limiter: Limiter | None = None,
-    image_store: ImageStore | None = None,
+    image_store: KeptPictures | None = None,
     byte_budget: ByteBudget | None = None,
     key_limiter: KeyLimiter | None = None,
     tracer: RequestTracer | None = None,
