@@ -6,7 +6,6 @@ Of pictures of none of its classes, how sure the model is.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,7 +21,7 @@ from model.images.preprocess import ModelInput
 from model.outputs import Outputs, RequestedOutputs, require_classes
 from service.cli import explanations
 from service.cli.image_files import find_images, handle_answers, predict_files, writing
-from service.cli.server_flags import add_api_key_flag, client_of, stream_answers
+from service.cli.server_flags import add_server_flags, client_of, stream_answers
 from service.cli.setting_flags import MODEL_FLAGS, add_setting_flags, predictor_from
 from vitserve.client import ClientError
 
@@ -58,8 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE|FOLDER",
         help="pictures of none of the model's classes: measure how sure it is of them all the same",
     )
-    parser.add_argument("--url", help="ask this server, with each picture as a file, instead of loading the model here")
-    add_api_key_flag(parser)
+    add_server_flags(parser)
     parser.add_argument(
         "--concurrency", type=int, default=32, metavar="N", help="requests under way with --url (default: %(default)s)"
     )
@@ -163,10 +161,7 @@ def _unknown(arguments: argparse.Namespace) -> int:
     best: list[float] = []
     abstained: list[bool] = []
 
-    def note(file: Path, answer: tuple[float, bool | None] | str) -> None:
-        if isinstance(answer, str):
-            tqdm.write(f"vitserve: {file}: left out: {answer}", file=sys.stderr)
-            return
+    def note(_: Path, answer: tuple[float, bool | None]) -> None:
         best.append(answer[0])
         if answer[1] is not None:
             abstained.append(answer[1])

@@ -37,8 +37,8 @@ from service.engine.messages import InferenceRequest, InferenceResult
 from service.engine.streams import Waiting
 from service.errors import CheckpointRefused, EngineUnavailable, InferenceFailed, ServiceError
 from service.http.lifecycle import freeze_objects, trim_regularly
-from service.metrics.metrics import Metrics
 from service.models.model import LocalModel
+from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.web.image_stores.memory import MemoryImageStore
 

@@ -24,7 +24,7 @@ from service.engine.local import Loader
 from service.errors import SettingsError
 from service.http.lifecycle import Terminal
 from service.http.listening import address_family
-from service.metrics.metrics import Metrics
+from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.web.single_process import log_address
 

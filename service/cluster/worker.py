@@ -17,7 +17,7 @@ from service.cluster.remote_model import EngineClient, RemoteImageStore, RemoteM
 from service.cluster.supervisor import Child
 from service.http.lifecycle import Lifecycle, freeze_objects, trim_regularly
 from service.http.server import Server
-from service.metrics.metrics import Metrics
+from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.web.app import create_app, log_model
 

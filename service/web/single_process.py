@@ -14,10 +14,9 @@ from service.engine.messages import ModelInfo
 from service.http.lifecycle import Lifecycle, Terminal, freeze_objects, trim_regularly
 from service.http.server import Server
 from service.http.watchdog import Watchdog
-from service.metrics.metrics import Metrics
 from service.models.model import LocalModel
+from service.observe.metrics import Metrics
 from service.settings import Settings
-from service.tracing.start import batch_observer, start_telemetry
 from service.web.app import create_app, log_model
 
 logger = logging.getLogger("vitserve")
@@ -33,13 +32,11 @@ _CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv", "/var/run/secrets/kuber
 def run_single_process(settings: Settings, load: Loader) -> int:
     """Run the service until a signal ends it, and return the exit code; `load` is called on the engine's thread."""
     lifecycle, metrics, terminal = Lifecycle(), Metrics(), Terminal()
-    telemetry = start_telemetry(settings)
-    on_batch = batch_observer(metrics.observe_batch, telemetry)
     served: list[ModelInfo] = []
 
     def make(checkpoint: str | None) -> LocalEngine:
         own = settings if checkpoint is None else settings.model_copy(update={"checkpoint": checkpoint})
-        return engine_of(own, load, on_batch)
+        return engine_of(own, load, metrics.observe_batch)
 
     model = LocalModel(make, on_retired=freeze_objects)
 
@@ -54,13 +51,10 @@ def run_single_process(settings: Settings, load: Loader) -> int:
                 _announce(engine, settings, server)
             served[:] = [engine.info]
 
-    tracer = None if telemetry is None else telemetry.request_tracer()
-    app = create_app(settings, model, metrics, lifecycle, engine_changed, tracer=tracer)
+    app = create_app(settings, model, metrics, lifecycle, engine_changed)
     server = Server(app, settings, lifecycle, Watchdog().watch, partial(terminal.hang_up, model.reload))
     trim_regularly()
     server.run()
-    if telemetry is not None:
-        telemetry.close()
     return lifecycle.exit_code
 
 

@@ -200,8 +200,8 @@ class FakePredictor:
         assert await asyncio.to_thread(self.entered.acquire, timeout=PATIENCE)
 
 
-def request_for(red: int, traceparent: str | None = None, *, top_k: int = 3, **requested: Any) -> InferenceRequest:
-    return InferenceRequest(pixels(red), RequestedOutputs(top_k, **requested), traceparent)
+def request_for(red: int, *, top_k: int = 3, **requested: Any) -> InferenceRequest:
+    return InferenceRequest(pixels(red), RequestedOutputs(top_k, **requested))
 
 
 @dataclass
@@ -214,10 +214,8 @@ class Rig:
     reports: list[BatchReport] = field(default_factory=list)
     states: list[str] = field(default_factory=list)
 
-    async def ask(
-        self, red: int, *, timeout: float = PATIENCE, traceparent: str | None = None, **requested: Any
-    ) -> InferenceResult:
-        return await self.engine.infer(request_for(red, traceparent, **requested), timeout=timeout)
+    async def ask(self, red: int, *, timeout: float = PATIENCE, **requested: Any) -> InferenceResult:
+        return await self.engine.infer(request_for(red, **requested), timeout=timeout)
 
     def ask_soon(self, red: int, **options: Any) -> asyncio.Task[InferenceResult]:
         return asyncio.create_task(self.ask(red, **options))

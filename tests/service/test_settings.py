@@ -64,7 +64,6 @@ DEFAULTS: dict[str, Any] = {
     "drain_delay": 2,
     "drain_timeout": 30,
     "cors_origins": (),
-    "otel": False,
     "log_format": "text",
     "log_level": "info",
 }
@@ -127,7 +126,6 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("drain_delay", "0", 0),
     ("drain_timeout", "7.5", 7.5),
     ("cors_origins", "https://a.example,https://b.example", ("https://a.example", "https://b.example")),
-    ("otel", "true", True),
     ("log_format", "json", "json"),
     ("log_level", "debug", "debug"),
 ]
@@ -177,7 +175,6 @@ WRONG: list[tuple[str, str, str]] = [
     ("recent_bytes", "lots", "byte"),
     ("drain_delay", "-0.1", "greater than or equal to 0"),
     ("drain_timeout", "soon", "valid number"),
-    ("otel", "http://collector:4318", "valid boolean"),
     ("log_format", "xml", "'text' or 'json'"),
     ("log_level", "loud", "'debug', 'info', 'warning' or 'error'"),
 ]
@@ -289,13 +286,6 @@ def test_redis_without_its_package_is_refused_at_the_start(monkeypatch: pytest.M
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SettingsError, match="pip install"):
         load_settings({"recent_url": "redis://cache"})
-
-
-def test_opentelemetry_without_its_packages_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SettingsError, match=r"VIT_OTEL=True: it needs OpenTelemetry's packages: pip install"):
-        load_settings({"otel": True})
-    assert not load_settings({"otel": False}).otel
 
 
 def test_api_keys_are_never_shown() -> None:
