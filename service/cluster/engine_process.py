@@ -271,7 +271,12 @@ class _Worker:
     # The next checkpoint, on behalf of the worker that asked for it.
 
     async def _load(self, checkpoint: str | None) -> None:
-        await self._server.model.prepare(checkpoint)
+        model = self._server.model
+        try:
+            await model.prepare(checkpoint)
+        except asyncio.CancelledError:
+            await model.discard("another engine did not load it, or who asked for it is gone")
+            raise
         self._server.loader = self
 
     async def _take_over(self) -> None:

@@ -74,10 +74,11 @@ class Link:
         *lines, self._rest = self._rest.split(b"\n")
         return [msgspec.json.decode(line, type=Report) for line in lines]
 
-    async def beat(self) -> None:
-        """Send an empty report again and again, until cancelled."""
+    async def beat(self, publish: Callable[[], None] = lambda: None) -> None:
+        """Send an empty report and call `publish` again and again, until cancelled."""
         while True:
             self.send(Report())
+            publish()
             await asyncio.sleep(BEAT_SECONDS)
 
 

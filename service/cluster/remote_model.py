@@ -140,7 +140,8 @@ class EngineClient:
         for future in self._pending.values():
             if not future.done():
                 future.set_exception(EngineUnavailable(CONNECTION_LOST))
-        self.status = replace(self.status, state="failed", reason=CONNECTION_LOST, queue_depth=0)
+        if self.status.state != "closed":  # else it has said so
+            self.status = replace(self.status, state="failed", reason=CONNECTION_LOST, queue_depth=0)
         self._on_change()
 
     def _receive(self, frame: frames.Frame) -> None:
@@ -152,7 +153,8 @@ class EngineClient:
                     self._on_change()
             case frames.Serving(generation, info):
                 self.models[generation] = info
-                self._on_change()
+                if self.status.state == "ready":  # else the status follows
+                    self._on_change()
             case frames.Failed(id_):
                 self._settle(id_, lambda future: future.set_exception(frame.error()))
             case frames.Completed() | frames.TextsEmbedded() | frames.Kept() | frames.Found() | frames.Done():

@@ -122,22 +122,23 @@ class Cluster:
                 listener.close()
         sockets = [self._socket(engine) for engine in range(len(self.engines))]
         settings = worker_settings(self._settings, index)
-        return run_web(settings, child, own, sockets, self._metrics(), is_first=index == 0)
+        return run_web(settings, child, own, sockets, metrics_in(self.folder), is_first=index == 0)
 
     def _be_engine(self, index: int, child: Child) -> int:
         self.draining()
         own = {"device": self._settings.devices[index], **child.options}
         settings = self._settings.model_copy(update=own)
-        return run_engine(settings, child, self._socket(index), self._load, self._metrics(), self._served)
+        return run_engine(settings, child, self._socket(index), self._load, metrics_in(self.folder), self._served)
 
     def _socket(self, engine: int) -> Path:
         return self.folder / f"engine-{engine}"
 
-    def _metrics(self) -> Metrics:
-        """Return the metrics of this process, which count in files of its own."""
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(self.folder)
-        values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
-        return Metrics(self.folder)
+
+def metrics_in(folder: Path) -> Metrics:
+    """Return the metrics of this process, which counts in files of its own in a folder."""
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
+    values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
+    return Metrics(folder)
 
 
 def listen(host: str, port: int, count: int) -> list[socket.socket]:

@@ -79,7 +79,7 @@ def run_web(
     async def beside() -> None:
         asyncio.get_running_loop().add_signal_handler(RELOAD, model.reload)
         child.link.send(Report(RUNNING))
-        await child.link.beat()
+        await child.link.beat(metrics.publish)
 
     def changed() -> None:
         nonlocal logged

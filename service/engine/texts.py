@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
@@ -44,9 +44,10 @@ class TextFeatures:
         self._tower = tower
         self._cache_bytes = cache_bytes
         self._cache: OrderedDict[str, Floats] = OrderedDict()
-        self._waiting = 0
+        self._waiting: Counter[str] = Counter()  # with the number of requests, which often wait for the same
         self._turn = asyncio.Lock()  # first come, first served
         self._closed = False
+        self._limits: set[asyncio.Timeout] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="texts")
 
     async def embed(self, texts: Sequence[str], *, timeout: float) -> Floats:
@@ -58,25 +59,35 @@ class TextFeatures:
             InferenceFailed: the tower failed on them.
             EngineUnavailable: the engine is closed.
         """
+        if self._closed:
+            raise EngineUnavailable("the engine is closed")
         features = self._cached(dict.fromkeys(texts))
         missing = [text for text in dict.fromkeys(texts) if text not in features]
-        if self._waiting + len(missing) > MAX_WAITING:
-            raise QueueFull(f"{self._waiting} texts wait for the text tower: at most {MAX_WAITING} may")
-        self._waiting += len(missing)
+        waiting = len(self._waiting)
+        if waiting + sum(text not in self._waiting for text in missing) > MAX_WAITING:
+            raise QueueFull(f"{waiting} texts wait for the text tower: at most {MAX_WAITING} may")
+        self._waiting.update(missing)
+        limit = asyncio.timeout(timeout)
+        self._limits.add(limit)
         try:
-            async with asyncio.timeout(timeout):
+            async with limit:
                 for first in range(0, len(missing), _CHUNK):
                     async with self._turn:
                         features |= await self._compute(missing[first : first + _CHUNK])
         except TimeoutError:
+            if self._closed:
+                raise EngineUnavailable("the engine is closed") from None
             raise DeadlineExceeded("the text tower did not compute the texts in time") from None
         finally:
-            self._waiting -= len(missing)
+            self._limits.discard(limit)
+            self._waiting -= Counter(missing)
         return np.stack([features[text] for text in texts])
 
     def close(self) -> None:
         """Refuse what waits; a chunk that is computed ends on its thread."""
         self._closed = True
+        for limit in self._limits:
+            limit.reschedule(0)
         self._thread.shutdown(wait=False)
 
     async def _compute(self, texts: Sequence[str]) -> dict[str, Floats]:
@@ -84,8 +95,6 @@ class TextFeatures:
         features = self._cached(texts)
         missing = [text for text in texts if text not in features]
         if missing:
-            if self._closed:
-                raise EngineUnavailable("the engine is closed")
             try:
                 rows = await asyncio.get_running_loop().run_in_executor(self._thread, self._tower, missing)
             except Exception as error:

@@ -226,7 +226,9 @@ class LocalModel(Model, Generic[E]):
         self.take_over()
 
     async def prepare(self, checkpoint: str | None) -> None:
-        """Load a checkpoint beside the one that serves; it is `next` then, and takes over or is discarded.
+        """Load a checkpoint beside the one that serves; it is `next`, and takes over or is discarded.
+
+        Whoever cancels this call discards it, too.
 
         Raises:
             CheckpointRefused, SwapUnderWay, EngineUnavailable: see `Model.load`.
@@ -247,9 +249,6 @@ class LocalModel(Model, Generic[E]):
             reason = following.engine.status.reason
         except TimeoutError:
             reason = f"it was not loaded and warm within {self._load_seconds:g} s"
-        except asyncio.CancelledError:
-            await self.discard("the load was given up")
-            raise
         if reason:
             await self.discard(reason)
             raise CheckpointRefused(reason)
