@@ -21,7 +21,7 @@ from service.engine.devices import fit_to_machine
 from service.engine.loading import load_predictor
 from service.engine.local import BATCH_SECONDS, Loader, LocalEngine, engine_of
 from service.errors import EngineUnavailable, Forbidden, SettingsError
-from service.http.lifecycle import freeze_objects, trim_regularly
+from service.lifecycle import freeze_objects, trim_regularly
 from service.models.model import LocalModel
 from service.observe import logs
 from service.observe.metrics import Metrics, render_replicas
@@ -72,8 +72,8 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     except ValidationError as error:
         raise SettingsError(f"an argument of the application: {first_problem(error)}") from None
     settings = replica_settings(load_settings(), share)
-    for name in unknown_variables():
-        logger.warning("%s is not a setting and is ignored", name)
+    for line in unknown_variables():
+        logger.warning("%s", line)
     if share.replicas > 1 and settings.recent_url.get_secret_value() == MEMORY:
         logger.warning("each replica keeps its own pictures: GET /attention?id=... needs VIT_RECENT_URL=redis://...")
     deployment = serve.deployment(
@@ -92,17 +92,14 @@ def app(arguments: dict[str, Any]) -> serve.Application:
 
 
 def replica_settings(settings: Settings, share: Arguments) -> Settings:
-    """Return the settings of a replica, whose threads fit its share of the machine where they are not set.
+    """Return the settings of a replica.
 
     Raises:
         SettingsError: they ask for several processes or devices; a replica has one.
     """
     if settings.device == "all" or not settings.one_process:
         raise SettingsError("VIT_WORKERS and VIT_DEVICE: a replica has one process and one device; set `replicas`")
-    cores = max(1, round(share.cpus))
-    threads = {"threads": cores, "decode_threads": cores}
-    unset = {name: count for name, count in threads.items() if name not in settings.model_fields_set}
-    return fit_to_machine(settings).model_copy(update={**unset, "workers": 1})
+    return fit_to_machine(settings).model_copy(update={"workers": 1})
 
 
 class Replica:

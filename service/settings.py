@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -241,28 +242,13 @@ class Settings(BaseSettings):
     )
     compile: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="torch.compile: `auto` compiles on CUDA and replays one CUDA graph a batch size, `on` compiles "
-        "also on the CPU, `off` does neither",
-    )
-    backend: Literal["auto", "torch", "openvino"] = Field(
-        "auto",
-        description="what runs the network: `openvino` only on a CPU, from the extra of that name; `auto` takes it "
-        "where it is installed and torch is not to compile",
+        description="`auto`: on a CPU OpenVINO where it is installed, else torch; on a GPU torch.compile, and one CUDA "
+        "graph a batch size. `on`: torch.compile, on a CPU too. `off`: plain torch",
     )
     cache_dir: Annotated[Name | None, AfterValidator(_of_known_home)] = Field(
         None,
         description="folder that keeps OpenVINO's graphs for the next start, or `off`. Default: `vitserve` in the "
         "user's cache folder (XDG_CACHE_HOME, or ~/.cache)",
-    )
-    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of a forward pass. Default: all cores")
-    streams: int | None = Field(
-        None, ge=1, le=64, description="batches under way at the same time. Default: 2, or 1 on a single core"
-    )
-    decode_threads: int | None = Field(
-        None,
-        ge=1,
-        le=256,
-        description="threads that decode images, of each worker. Default: all cores, at most 16, over all workers",
     )
 
     # Where it listens.
@@ -314,9 +300,6 @@ class Settings(BaseSettings):
         "first",
     )
     max_image_pixels: int = Field(64_000_000, ge=1, description="pixels of one picture")
-    decode_seconds: Annotated[float, Field(gt=0, le=60, allow_inf_nan=False)] = Field(
-        2, description="processor time for a picture that is decoded in a process of its own; more is refused (422)"
-    )
     max_images_per_request: int = Field(64, ge=1, description="files of one POST /classify/batch")
     scaled_decode: bool = Field(
         True, description="decode large JPEGs at 1/2, 1/4 or 1/8, never below twice the target size"
@@ -337,7 +320,6 @@ class Settings(BaseSettings):
     checkpoint_folder: Name | None = Field(
         None, description="folder below which that request may name a checkpoint; without it `checkpoint` is reloaded"
     )
-    page: bool = Field(True, description="whether / is the page to try the model on; else it is a list of links")
     metrics_public: bool = Field(True, description="whether /metrics is open when keys are set")
 
     # Pictures that are kept.
@@ -415,6 +397,12 @@ def exports_spans(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the variables that start like a setting but are none, most often because of a typing error."""
-    known = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields}
-    return sorted(name for name in environment if name.startswith(ENV_PREFIX) and name not in known)
+    """Return a line for each variable that starts like a setting but is none, with the setting of the nearest name."""
+    known = [name.upper() for name in Settings.model_fields]
+    given = sorted(name.removeprefix(ENV_PREFIX) for name in environment if name.startswith(ENV_PREFIX))
+    lines = []
+    for name in given:
+        if name not in known:
+            nearest = "".join(f": did you mean {ENV_PREFIX}{each}?" for each in get_close_matches(name, known, 1, 0.75))
+            lines.append(f"{ENV_PREFIX}{name} is not a setting and is ignored{nearest}")
+    return lines

@@ -195,7 +195,7 @@ def round_and_calibrate(
         CheckpointError: a weight is not finite, or too large for the stored dtype.
     """
     stored = rounded(checkpoint)
-    predictor = Predictor(stored, device=device, backend="torch", dtype="float32", compile_mode="off")
+    predictor = Predictor(stored, device=device, dtype="float32", compile_mode="off")
     logits = torch.from_numpy(predict_logits(predictor, validation.pixels, progress=progress))
     temperature = calibrating_temperature(logits, torch.from_numpy(validation.labels))
     calibration = None

@@ -88,8 +88,6 @@ def measure_maps(arguments: argparse.Namespace) -> int:
     from model.runtime.device import choose_device  # noqa: PLC0415
     from model.runtime.torch_backend import Normalise  # noqa: PLC0415
 
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
     device = choose_device(settings.device)
     checkpoint = checkpoint_from(settings)
     require_classes(checkpoint.config)

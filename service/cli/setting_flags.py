@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from model.runtime.predictor import Predictor
 
 CHECKPOINT_FLAGS = ("image_size", "preprocess", "labels", "templates", "architecture", "weights", "base", "keys")
-MODEL_FLAGS = ("checkpoint", *CHECKPOINT_FLAGS, "device", "dtype", "threads")
+MODEL_FLAGS = ("checkpoint", *CHECKPOINT_FLAGS, "device", "dtype")
 
 
 def add_setting_flags(parser: argparse.ArgumentParser, names: Iterable[str] = MODEL_FLAGS) -> None:

@@ -36,7 +36,7 @@ from service.engine.local import Loader, LocalEngine, engine_of
 from service.engine.messages import InferenceRequest, InferenceResult
 from service.engine.streams import Waiting
 from service.errors import CheckpointRefused, EngineUnavailable, InferenceFailed, ServiceError
-from service.http.lifecycle import freeze_objects, trim_regularly
+from service.lifecycle import freeze_objects, trim_regularly
 from service.models.model import LocalModel
 from service.observe.metrics import Metrics
 from service.settings import Settings

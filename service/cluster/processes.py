@@ -16,7 +16,7 @@ from typing import Final, NoReturn
 
 import msgspec
 
-from service.http.lifecycle import exit_now, stop_signals
+from service.lifecycle import exit_now, stop_signals
 
 logger = logging.getLogger("vitserve")
 

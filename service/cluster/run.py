@@ -22,8 +22,8 @@ from service.cluster.supervisor import Child, Supervisor
 from service.cluster.worker import RELOAD, run_web, worker_settings
 from service.engine.local import Loader
 from service.errors import SettingsError
-from service.http.lifecycle import Terminal
-from service.http.listening import address_family
+from service.http import address_family
+from service.lifecycle import Terminal
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.web.single_process import log_address

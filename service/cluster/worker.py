@@ -15,25 +15,14 @@ from typing import Final
 from service.cluster.processes import RUNNING, SERVING, Report
 from service.cluster.remote_model import EngineClient, RemoteImageStore, RemoteModel
 from service.cluster.supervisor import Child
-from service.http.lifecycle import Lifecycle, freeze_objects, trim_regularly
-from service.http.server import Server
+from service.http import Server
+from service.lifecycle import Lifecycle, freeze_objects, trim_regularly
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.web.app import create_app, log_model
 
 RELOAD: Final = signal.SIGUSR1
 """Lets a worker load the configured checkpoint again."""
-
-
-class WorkerServer(Server):
-    """A server that drains when its supervisor sends a signal, and ignores those that follow.
-
-    What SIGHUP means, which a terminal sends to all processes, is the supervisor's to say.
-    """
-
-    def _on_signal(self, number: signal.Signals) -> None:
-        if number != signal.SIGHUP:
-            self.drain()
 
 
 def share(total: int, index: int, settings: Settings, *, least: int = 1) -> int:
@@ -92,7 +81,7 @@ def run_web(
                 log_model(engine.status, engine.info)
 
     app = create_app(settings, model, metrics, lifecycle, changed, image_store=RemoteImageStore(engines[0]))
-    server = WorkerServer(app, settings, lifecycle, beside)
+    server = Server(app, settings, lifecycle, beside, is_supervised=True)
     trim_regularly()
     server.run(sockets=[listener])
     return lifecycle.exit_code

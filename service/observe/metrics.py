@@ -9,7 +9,6 @@ them up (`prometheus_client.multiprocess`) and adds what is read instead of coun
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from prometheus_client.registry import Collector
 
 from model.outputs import Outputs
 from service.engine.messages import BatchReport, EngineStatus, ModelInfo
-from service.observe.gpus import GpuCollector
+from service.observe.gpus import GAUGES, GpuReader
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -44,6 +43,10 @@ stage_recorder: ContextVar[Callable[[str, float, int | None], None] | None] = Co
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _SCORES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
+
+
+_Row = tuple[str, str, list[str], Mapping[tuple[str, ...], float]]
+"""Name of a metric, description, names of labels, and values by these labels' values."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +75,12 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self._folder = folder
         self._state = _StateCollector()
-        self._gpus = GpuCollector()
         self.registry.register(self._state)
-        self.registry.register(self._gpus)
         registry = None if folder else self.registry
         if registry:  # of one process among several they would say nothing about the service
             ProcessCollector(registry=registry)
             PlatformCollector(registry=registry)
             GCCollector(registry=registry)
-            self._state.counts_tasks = True
         counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
         gauge = partial(Gauge, registry=registry, multiprocess_mode="livesum")
         self.requests = counter("vit_requests_total", "Requests answered", ["endpoint", "code"])
@@ -146,7 +146,7 @@ class Metrics(Collector):
     def set_model(self, info: ModelInfo, version: str) -> None:
         """Show the served model and its device."""
         self._state.models[info.device] = (info.name, info.architecture, info.device, info.dtype, version, info.source)
-        self._gpus.watch(info.device, info.gpu_uuid)
+        self._state.gpus.watch(info.device, info.gpu_uuid)
 
     def observe_batch(self, report: BatchReport) -> None:
         """Count one launch."""
@@ -179,48 +179,49 @@ class Metrics(Collector):
 
 
 class _StateCollector(Collector):
-    """The gauges of the engines, which know their device (`cuda:0`, not `auto`) when ready, and of kept pictures."""
+    """The metrics of what is read at every scrape: models, engines, kept pictures, places, GPUs."""
 
     def __init__(self) -> None:
         self.sources = Sources()
-        self.counts_tasks = False
         self.models: dict[str, tuple[str, ...]] = {}
+        self.gpus = GpuReader()
 
     def collect(self) -> Iterator[Metric]:
-        """Return all gauges; each source is read once."""
-        model = GaugeMetricFamily(
-            "vit_model_info",
-            "Always 1; the labels tell what is served",
-            labels=["model", "architecture", "device", "dtype", "version", "checkpoint"],
-        )
-        for labels in self.models.values():
-            model.add_metric(labels, 1)
-        yield model
-        if self.counts_tasks:
-            tasks = _tasks()
-            yield GaugeMetricFamily("vit_event_loop_tasks", "Tasks of the event loop that is scraped", value=tasks)
-        up = GaugeMetricFamily("vit_engine_up", "1 when the engine answers", labels=["device"])
-        depth = GaugeMetricFamily("vit_queue_depth", "Images waiting for a batch", labels=["device"])
-        restarts = CounterMetricFamily(
-            "vit_engine_restarts_total", "Engines started again after a failure", labels=["device"]
-        )
-        for status in self.sources.statuses():
-            up.add_metric([status.device], float(status.state == "ready"))
-            depth.add_metric([status.device], float(status.queue_depth))
-            restarts.add_metric([status.device], float(status.restarts))
-        yield from (up, depth, restarts)
+        """Return all families; each source is read once."""
+        engines: dict[tuple[str, ...], EngineStatus] = {(status.device,): status for status in self.sources.statuses()}
         pictures, size, evicted = self.sources.recent()
-        yield GaugeMetricFamily("vit_recent_images", "Pictures kept for GET /attention", value=pictures)
-        yield GaugeMetricFamily("vit_recent_bytes", "Memory of the kept pictures", value=size)
-        text = "Pictures pushed out before their time was over"
-        yield CounterMetricFamily("vit_recent_evicted_total", text, value=evicted)
         served, refused, successful = self.sources.reloads()
-        counts = CounterMetricFamily("vit_reloads_total", "Checkpoints that were to be swapped", labels=["outcome"])
-        counts.add_metric(["served"], served)
-        counts.add_metric(["refused"], refused)
-        yield counts
-        text = "0 when the last checkpoint that was to take over was refused, else 1"
-        yield GaugeMetricFamily("vit_last_reload_successful", text, value=float(successful))
+        model = ["model", "architecture", "device", "dtype", "version", "checkpoint"]
+        up = {device: float(status.state == "ready") for device, status in engines.items()}
+        depth = {device: status.queue_depth for device, status in engines.items()}
+        restarts = {device: status.restarts for device, status in engines.items()}
+        reloads: dict[tuple[str, ...], float] = {("served",): served, ("refused",): refused}
+        last = "0 when the last checkpoint that was to take over was refused, else 1"
+        gauges: list[_Row] = [
+            (
+                "vit_model_info",
+                "Always 1; the labels tell what is served",
+                model,
+                dict.fromkeys(self.models.values(), 1),
+            ),
+            ("vit_engine_up", "1 when the engine answers", ["device"], up),
+            ("vit_queue_depth", "Images waiting for a batch", ["device"], depth),
+            ("vit_recent_images", "Pictures kept for GET /attention", [], {(): pictures}),
+            ("vit_recent_bytes", "Memory of the kept pictures", [], {(): size}),
+            ("vit_last_reload_successful", last, [], {(): float(successful)}),
+            *((name, GAUGES[name], ["gpu"], samples) for name, samples in self.gpus.samples().items()),
+        ]
+        counters: list[_Row] = [
+            ("vit_engine_restarts_total", "Engines started again after a failure", ["device"], restarts),
+            ("vit_recent_evicted_total", "Pictures pushed out before their time was over", [], {(): evicted}),
+            ("vit_reloads_total", "Checkpoints that were to be swapped", ["outcome"], reloads),
+        ]
+        for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, text, labels, samples in rows:
+                family = kind(name, text, labels=labels)
+                for values_of_labels, value in samples.items():
+                    family.add_metric(values_of_labels, value)
+                yield family
 
 
 class _Replicas(Collector):
@@ -244,11 +245,3 @@ class _Replicas(Collector):
 def render_replicas(replicas: Mapping[str, Iterable[Metric]]) -> bytes:
     """Return the metrics of several replicas, by name what `Metrics.collect` returned there, as Prometheus' text."""
     return generate_latest(_Replicas(replicas))
-
-
-def _tasks() -> int:
-    """Return how many tasks the event loop of this thread has."""
-    try:
-        return len(asyncio.all_tasks())
-    except RuntimeError:  # no loop runs
-        return 0

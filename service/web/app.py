@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from service.engine.base import Engine
 from service.engine.messages import EngineStatus, ModelInfo
-from service.http.lifecycle import Lifecycle
+from service.lifecycle import Lifecycle
 from service.models.model import Generation, Model
 from service.observe.metrics import Metrics, Sources
 from service.settings import MEMORY, Settings, exports_spans, parse_keys
@@ -43,6 +43,7 @@ from vitserve import __version__
 logger = logging.getLogger("vitserve")
 
 _ROUTERS = (
+    pages.page,
     classify.router,
     embed.router,
     attention.router,
@@ -135,9 +136,7 @@ def create_app(
         return Pipeline(generation, settings, metrics, limiter, receiving, pictures, lifecycle, pools, clock)
 
     app.state.pipelines = pipelines = Pipelines(engine, make_pipeline)
-    # The first route of a path answers: with the page, `operations` keeps its plain index to itself.
-    routers = (pages.page, *_ROUTERS) if settings.page else _ROUTERS
-    app.set_routes([route for router in routers for route in router.routes])
+    app.set_routes([route for router in _ROUTERS for route in router.routes])
     app.router.default = no_such_path
 
     metrics.watch(
@@ -153,9 +152,8 @@ def create_app(
     keys = parse_keys(key.get_secret_value() for key in settings.api_keys)
     app.state.keys_required = bool(keys)
     guard = KeyGuard(keys, key_limiter or KeyLimiter(len(keys), settings.key_max_requests), metrics)
-    pace = RefusalPace(clock)
     layers: ASGIApp = ApiKeyMiddleware(app, guard, public) if keys else app
-    layers = ProblemMiddleware(layers, metrics, pace)
+    layers = ProblemMiddleware(layers, metrics, RefusalPace(clock))
     if settings.cors_origins:
         layers = CORSMiddleware(
             layers,
@@ -171,7 +169,7 @@ def create_app(
         tracing = Tracing()
         layers = tracing.around(layers, PROBES)
     endpoints = {route.path for route in app.router.routes if isinstance(route, Endpoint)}
-    outermost = RequestContextMiddleware(layers, metrics, endpoints, lifecycle, pace=pace, clock=clock)
+    outermost = RequestContextMiddleware(layers, metrics, endpoints, lifecycle, clock=clock)
     return outermost
 
 

@@ -6,7 +6,6 @@ Each step is one method, so that routes read as the list of steps that they are.
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,7 +19,8 @@ from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from model.config import PreprocessConfig
-from model.images.formats import UnboundedWork
+from model.cores import usable_cores
+from model.images.formats import is_bounded
 from model.images.preprocess import model_input
 from model.outputs import RequestedOutputs
 from model.zero_shot import of_image
@@ -34,8 +34,8 @@ from service.errors import (
     RequestTimeout,
     UploadTooLarge,
 )
-from service.http.exchange import exchange_of
-from service.http.lifecycle import Lifecycle
+from service.http import connection_of
+from service.lifecycle import Lifecycle
 from service.models.model import Generation, Model
 from service.observe.metrics import Metrics
 from service.settings import Settings
@@ -63,12 +63,12 @@ class Pools:
     """The threads and the decoder processes that work beside the event loop of a process, and its timers."""
 
     def __init__(self, settings: Settings, on_restart: Callable[[], object] = lambda: None) -> None:
-        threads = settings.decode_threads or -(-min(os.cpu_count() or 1, 16) // settings.workers)
+        threads = -(-min(usable_cores(), 16) // settings.workers)
         self.timers = Timers()
         self.pictures = ThreadPool("decode", threads)
         self.documents = ThreadPool("documents", 1, background=True)
         self.drawing = ThreadPool("drawing", 1, capacity=MAX_DRAWINGS, background=True)
-        self.decoders = Decoders(settings, quick=2 if settings.workers == 1 else 1, on_restart=on_restart)
+        self.decoders = Decoders(settings, on_restart=on_restart)
 
     def check(self) -> None:
         """Raise `EngineUnavailable` if a thread does not come back from its work."""
@@ -155,7 +155,6 @@ class Pipeline:
         """
         self.check_room()
         with self.upload() as upload:
-            exchange_of(request.scope).arriving = upload.body
             yield upload
 
     @contextmanager
@@ -185,7 +184,9 @@ class Pipeline:
             [file] = await self._read(request, upload, files=1, fields=fields)
             if isinstance(file, UploadTooLarge):
                 raise file
-            return await unless_disconnected(request.receive, answer(file), exchange_of(request.scope).caller_left)
+            connection = connection_of(request.scope)
+            left = None if connection is None else connection.left
+            return await unless_disconnected(request.receive, answer(file), left)
 
     async def answer_pictures(
         self, request: Request, answer: Callable[[int, UploadedFile], Coroutine[Any, Any, T]]
@@ -257,54 +258,41 @@ class Pipeline:
         process decodes keep none: they may wait for long, and are to hold up no others.
         """
         self.model()  # else there is no engine to wait for
-        if requested.map is None:
-            turns = self.generation.turns
-            try:
-                with TimeLimit(self.pools.timers, deadline.remaining()) if turns.locked() else _NO_CONTEXT:
-                    await turns.acquire()
-            except TimeoutError:
-                raise DeadlineExceeded("the time was up before it was the picture's turn to be decoded") from None
-            try:
-                decoded = await self._decode_on_thread(data, deadline)
-                if decoded is not None:
-                    return decoded, await self.infer(decoded.picture.pixels, deadline, requested)
-            finally:
-                turns.release()
-            decoded = await self._decode_in_process(data, deadline)
-        else:
+        if requested.map is not None or not is_bounded(data):
             decoded = await self.decode(data, deadline)
-        return decoded, await self.infer(decoded.picture.pixels, deadline, requested)
+            return decoded, await self.infer(decoded.picture.pixels, deadline, requested)
+        turns = self.generation.turns
+        try:
+            with TimeLimit(self.pools.timers, deadline.remaining()) if turns.locked() else _NO_CONTEXT:
+                await turns.acquire()
+        except TimeoutError:
+            raise DeadlineExceeded("the time was up before it was the picture's turn to be decoded") from None
+        try:
+            decoded = await self.decode(data, deadline)
+            return decoded, await self.infer(decoded.picture.pixels, deadline, requested)
+        finally:
+            turns.release()
 
     async def decode(self, data: bytearray, deadline: Deadline) -> Decoded:
-        """Decode a file to a picture of the model's size, on a decode thread or in a process of its own.
+        """Decode a file to a picture of the model's size: on a decode thread where its header bounds the work, else in
+        a process of its own.
 
         Raises `MissingImage` if there are no bytes, and what `Decoders.model_input` raises.
         """
-        return await self._decode_on_thread(data, deadline) or await self._decode_in_process(data, deadline)
-
-    async def _decode_on_thread(self, data: bytearray, deadline: Deadline) -> Decoded | None:
-        """Return the picture in a file, or None if a process must decode it; raises as `decode`."""
         if not data:
             raise MissingImage("the picture is empty")
-        work = partial(self._decode_bounded, data, self.model().preprocess)
-        decoded = await self.pools.pictures.run(work, deadline)
-        if decoded is not None:
-            self.metrics.observe_stage("decode", decoded.seconds)
-        return decoded
-
-    async def _decode_in_process(self, data: bytearray, deadline: Deadline) -> Decoded:
-        decoded = await self.pools.decoders.model_input(data, self.model().preprocess, deadline)
+        config = self.model().preprocess
+        if is_bounded(data):
+            decoded = await self.pools.pictures.run(partial(self._decode_here, data, config), deadline)
+        else:
+            decoded = await self.pools.decoders.model_input(data, config, deadline)
         self.metrics.observe_stage("decode", decoded.seconds)
         return decoded
 
-    def _decode_bounded(self, data: bytearray, config: PreprocessConfig) -> Decoded | None:
-        """Return the picture in a file whose structure bounds the work; None for all others."""
-        pixels, scaled = self.settings.max_image_pixels, self.settings.scaled_decode
+    def _decode_here(self, data: bytearray, config: PreprocessConfig) -> Decoded:
         started = time.perf_counter()
-        try:
-            picture = model_input(data, config, max_pixels=pixels, scaled_decode=scaled, bounded=True)
-        except UnboundedWork:
-            return None
+        pixels, scaled = self.settings.max_image_pixels, self.settings.scaled_decode
+        picture = model_input(data, config, max_pixels=pixels, scaled_decode=scaled)
         return Decoded(picture, time.perf_counter() - started)
 
     async def infer(

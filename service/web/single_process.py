@@ -11,9 +11,8 @@ from pathlib import Path
 from service.engine.base import Engine
 from service.engine.local import Loader, LocalEngine, engine_of
 from service.engine.messages import ModelInfo
-from service.http.lifecycle import Lifecycle, Terminal, freeze_objects, trim_regularly
-from service.http.server import Server
-from service.http.watchdog import Watchdog
+from service.http import Server
+from service.lifecycle import Lifecycle, Terminal, freeze_objects, trim_regularly
 from service.models.model import LocalModel
 from service.observe.metrics import Metrics
 from service.settings import Settings
@@ -52,7 +51,7 @@ def run_single_process(settings: Settings, load: Loader) -> int:
             served[:] = [engine.info]
 
     app = create_app(settings, model, metrics, lifecycle, engine_changed)
-    server = Server(app, settings, lifecycle, Watchdog().watch, partial(terminal.hang_up, model.reload))
+    server = Server(app, settings, lifecycle, on_hang_up=partial(terminal.hang_up, model.reload))
     trim_regularly()
     server.run()
     return lifecycle.exit_code
@@ -80,9 +79,9 @@ def log_address(
 def _announce(engine: Engine, settings: Settings, server: Server) -> None:
     """Log what is served and where, once the server listens."""
     info = engine.info
-    if info is None or server.should_exit:  # stopped while it was loading
+    if info is None:
         return
-    if not server.started:  # a model that loads before the listener is up
+    if not server.is_listening:  # a model that loads before the listener is up
         asyncio.get_running_loop().call_later(0.05, _announce, engine, settings, server)
         return
     freeze_objects()

@@ -63,8 +63,8 @@ async def unless_disconnected(
 ) -> T:
     """Await `work`; if the caller leaves meanwhile, cancel it and raise `ClientDisconnected`.
 
-    The body that came through `receive` must have been read to its end. `caller_left` is that of the request's
-    exchange; it saves a task that asks `receive`, and is not to be used again.
+    The body that came through `receive` must have been read to its end. `caller_left` is `left` of the request's
+    connection; it saves a task that asks `receive`.
     """
     this, watching, left = asyncio.current_task(), True, False
     assert this is not None, "a request is a task"
@@ -88,7 +88,8 @@ async def unless_disconnected(
     finally:
         watching = False
         watcher.remove_done_callback(leave)
-        watcher.cancel()
+        if caller_left is None:
+            watcher.cancel()
         if left:
             this.uncancel()
 

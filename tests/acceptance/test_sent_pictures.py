@@ -30,9 +30,7 @@ def pictures(shared: Path) -> EvaluationSet:
 @pytest.fixture(scope="module")
 def answers(pictures: EvaluationSet) -> dict[str, NDArray[np.int64]]:
     """The class that each variant of each picture is answered with."""
-    predictor = Predictor(
-        load_checkpoint("bundled"), device="cpu", backend="torch", dtype="float32", compile_mode="off"
-    )
+    predictor = Predictor(load_checkpoint("bundled"), device="cpu", dtype="float32", compile_mode="off")
     return {
         name.rpartition(", ")[2]: predict_uploads(predictor, COUNT, upload).argmax(axis=1)
         for name, upload in pictures.variants.items()

@@ -31,10 +31,6 @@ DEFAULTS: dict[str, Any] = {
     "backend": "auto",
     "cache_dir": None,
     "compile": "auto",
-    "threads": None,
-    "streams": None,
-    "decode_threads": None,
-    "decode_seconds": 2,
     "host": "127.0.0.1",
     "port": 8000,
     "grpc_port": None,
@@ -54,7 +50,6 @@ DEFAULTS: dict[str, Any] = {
     "key_max_requests": 0,
     "admin_key": None,
     "checkpoint_folder": None,
-    "page": True,
     "metrics_public": True,
     "recent_ttl": 600,
     "recent_bytes": 256 * 1024**2,
@@ -89,10 +84,6 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("compile", "off", "off"),
     ("backend", "torch", "torch"),
     ("cache_dir", "/var/cache/vitserve", "/var/cache/vitserve"),
-    ("threads", "3", 3),
-    ("streams", "3", 3),
-    ("decode_threads", "5", 5),
-    ("decode_seconds", "0.5", 0.5),
     ("host", "0.0.0.0", "0.0.0.0"),
     ("port", "9000", 9000),
     ("grpc_port", "0", 0),
@@ -114,7 +105,6 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("key_max_requests", "7", 7),
     ("admin_key", " admin\n", "admin"),
     ("checkpoint_folder", "/checkpoints", "/checkpoints"),
-    ("page", "false", False),
     ("metrics_public", "false", False),
     ("recent_ttl", "0", 0),
     ("recent_bytes", "0", 0),
@@ -140,11 +130,6 @@ WRONG: list[tuple[str, str, str]] = [
     ("compile", "maybe", "'auto', 'on' or 'off'"),
     ("backend", "onnx", "'auto', 'torch' or 'openvino'"),
     ("cache_dir", "~nobody-of-this-name/graphs", "home folder"),
-    ("threads", "0", "greater than or equal to 1"),
-    ("streams", "0", "greater than or equal to 1"),
-    ("decode_threads", "0", "greater than or equal to 1"),
-    ("decode_seconds", "0", "greater than 0"),
-    ("decode_seconds", "61", "less than or equal to 60"),
     ("port", "65536", "less than or equal to 65535"),
     ("port", "http", "valid integer"),
     ("grpc_port", "65536", "less than or equal to 65535"),
@@ -292,5 +277,6 @@ def test_settings_cannot_be_changed_afterwards() -> None:
 
 
 def test_a_slip_of_the_pen_is_noticed() -> None:
-    assert unknown_variables({"VIT_PROT": "1", "VIT_PORT": "1", "HOME": "/"}) == ["VIT_PROT"]
-    assert unknown_variables({"VIT_TRIM_SECONDS": "1"}) == ["VIT_TRIM_SECONDS"], "what is a setting no more"
+    told = "VIT_PROT is not a setting and is ignored: did you mean VIT_PORT?"
+    assert unknown_variables({"VIT_PROT": "1", "VIT_PORT": "1", "HOME": "/"}) == [told]
+    assert unknown_variables({"VIT_TRIM_SECONDS": "1"}) == ["VIT_TRIM_SECONDS is not a setting and is ignored"]

@@ -9,7 +9,7 @@ from typing import Final
 
 import grpc
 
-from service.http.connections import connection_limit
+from service.http import connection_limit
 from service.settings import Settings
 from service.web.api_keys import KeyGuard
 from service.web.grpc.calls import Calls, Count
@@ -50,7 +50,7 @@ def server_options(settings: Settings) -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", _PING_MILLISECONDS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", _FASTEST_PINGS_MILLISECONDS),
-        ("grpc.so_reuseport", 1),  # workers share the port, which `service.http.listening` keeps
+        ("grpc.so_reuseport", 1),  # workers share the port, which `service.web.grpc.port` keeps
     ]
 
 

@@ -147,8 +147,7 @@ async def attention(request: Request, query: Annotated[AttentionQuery, Query()])
 
     async def answer(file: bytearray) -> Response:
         decoded = await pipeline.decode(file, deadline)
-        spent = decoded.seconds
-        return await _answer(pipeline, query, map_requests, decoded.picture, deadline, file=file, spent=spent)
+        return await _answer(pipeline, query, map_requests, decoded.picture, deadline, file=file)
 
     return await pipeline.answer_picture(request, answer)
 
@@ -162,11 +161,10 @@ async def _answer(
     *,
     image_id: str | None = None,
     file: bytearray | None = None,
-    spent: float = 0.0,
 ) -> Response:
     """Compute the maps and return them in the format of the query; keep the picture unless `image_id` is given.
 
-    `file` is the upload that the picture comes from, and `spent` the seconds that decoding it took.
+    `file` is the upload that the picture comes from.
     """
     results = await all_of(
         pipeline.infer(picture.pixels, deadline, RequestedOutputs(1, map_request)) for map_request in map_requests
@@ -194,7 +192,7 @@ async def _answer(
     view = query.view or default_view(pipeline.model().config.image_size)
     if view == "photo" and query.overlay is not False and file is not None:
         # Decoded a second time, so that no photo is in memory while its map is computed.
-        photo = await pipeline.pools.decoders.photo(file, picture.region, query.size, deadline, spent=spent)
+        photo = await pipeline.pools.decoders.photo(file, picture.region, query.size, deadline)
         shown, covered = photo.picture.pixels, photo.picture.region
     draw = partial(_png, maps, pipeline.model().labels, shown, covered, query)
     png = await pipeline.pools.drawing.run(draw, deadline)

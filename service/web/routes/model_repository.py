@@ -17,7 +17,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.errors import Forbidden, InvalidParameter, MalformedRequest, Unauthorized
-from service.http.exchange import exchange_of
 from service.settings import Settings
 from service.web.api_keys import bearer_token
 from service.web.inference_protocol.descriptions import repository_index
@@ -83,7 +82,6 @@ async def _read(request: Request) -> _Body:
     """Return the body, which may be empty; raises `MalformedRequest`, `RequestTimeout` and what `read_whole` raises."""
     pipeline = pipeline_of(request)
     with pipeline.upload() as upload:
-        exchange_of(request.scope).arriving = upload.body  # one that crawls gives way, as a picture does
         body = await pipeline.read_body(request, upload, _MAX_BODY)
     try:
         return msgspec.json.decode(body or b"{}", type=_Body)

@@ -1,4 +1,4 @@
-"""The routes of operators and their tools: /model, /labels, /healthz, /readyz, /metrics and the front page."""
+"""The routes of operators and their tools: /model, /labels, /healthz, /readyz, /metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
 from model.config import ViTConfig
 from model.outputs import methods_of
@@ -26,19 +26,6 @@ class Status(BaseModel):
 
 
 router = APIRouter(tags=["operations"], route_class=Endpoint)
-
-_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>vitserve</title>
-<h1>vitserve</h1>
-<p>Post a picture: <code>curl -F file=@photo.jpg …/classify</code></p>
-<ul><li><a href="docs">API documentation</a><li><a href="model">Model</a><li><a href="labels">Labels</a>
-<li><a href="readyz">Readiness</a><li><a href="metrics">Metrics</a></ul></html>
-"""
-
-
-@router.get("/", include_in_schema=False)
-async def index(request: Request) -> HTMLResponse:
-    """Show a short text with links."""
-    return HTMLResponse(_PAGE)
 
 
 @router.get("/model", response_model=ModelDescription, responses=problems(503))

@@ -27,6 +27,7 @@ from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import Normalise
 from tests.model.checkpoint import whole_models
 from tests.model.checkpoint.parity import pictures
+from tests.model.runtime.predictions import MODES
 from tests.timm_reference import transformers
 
 LABELS = ("cat", "Café DOG's tail!", "a red car, parked", "x" * 200)
@@ -120,7 +121,9 @@ def test_several_templates_are_averaged(tmp_path: Path) -> None:
 def test_a_predictor_serves_it_as_any_classifier(name: str, backend: Any, tmp_path: Path) -> None:
     MODELS[name](tmp_path)
     checkpoint = load_checkpoint(str(tmp_path), labels=CSV)
-    predictor = Predictor(checkpoint, device="cpu", dtype="float32", backend=backend, threads=1, max_batch=2)
+    predictor = Predictor(
+        checkpoint, device="cpu", dtype="float32", compile_mode=MODES[backend], threads=1, max_batch=2
+    )
     predictor.warm_up()
     images = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), np.uint8)
     requested = RequestedOutputs(4, MapRequest("relevance"), embedding=EmbeddingRequest(), logits=True)
@@ -170,7 +173,7 @@ def test_without_labels_it_gives_embeddings_and_takes_labels_of_requests(whole: 
 def test_one_label_of_clip_has_the_score_1_as_in_the_pipeline(tmp_path: Path) -> None:
     whole_models.clip(tmp_path)
     checkpoint = load_checkpoint(str(tmp_path), labels='["cat"]')
-    predictor = Predictor(checkpoint, device="cpu", dtype="float32", backend="torch")
+    predictor = Predictor(checkpoint, device="cpu", dtype="float32", compile_mode="off")
     [outputs] = predictor.predict(np.zeros((1, 16, 16, 3), np.uint8), RequestedOutputs(1))
     assert outputs.scores.tolist() == [1]
 

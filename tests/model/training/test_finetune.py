@@ -101,7 +101,7 @@ def test_a_folder_and_a_checkpoint_become_a_model_of_other_classes_at_another_si
     assert (checkpoint.preprocess.mean, checkpoint.preprocess.std) == (MEAN, STD)
     assert (checkpoint.preprocess.resize, checkpoint.preprocess.interpolation) == ("squash", "bilinear")
     assert not checkpoint.multi_label
-    predictor = Predictor(checkpoint, device="cpu", backend="torch", dtype="float32")
+    predictor = Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32")
     for index, colour in enumerate(COLOURS):
         [path] = write_class(tmp_path / "new" / colour, colour, 1, seed=9)
         pixels = preprocess(path.read_bytes(), checkpoint.preprocess)
@@ -119,7 +119,7 @@ def test_a_temperature_is_not_fitted_to_a_few_pictures_or_where_all_are_answered
         images = Images(pixels[:count], labels[:count])
         return round_and_calibrate(checkpoint, images, device="cpu", progress=False).checkpoint.temperature
 
-    predictor = Predictor(replace(checkpoint, temperature=1.0), device="cpu", backend="torch", dtype="float32")
+    predictor = Predictor(replace(checkpoint, temperature=1.0), device="cpu", compile_mode="off", dtype="float32")
     right = predictor.logits(np.ascontiguousarray(pixels.transpose(0, 2, 3, 1))).argmax(axis=1).astype(np.int64)
     mixed = np.where(np.arange(MIN_CALIBRATION_IMAGES) % 2, right, (right + 1) % 7)
     assert temperature(MIN_CALIBRATION_IMAGES, right) == 1.0

@@ -51,7 +51,7 @@ def test_a_run_leaves_a_folder_that_the_service_loads_and_that_scores_as_reporte
     assert checkpoint.name == "tiny"
     assert checkpoint.temperature == result.temperature != 1.0
     images = read_test(cifar)
-    scores = predict_scores(Predictor(checkpoint, device="cpu", backend="torch", dtype="float32"), images.pixels)
+    scores = predict_scores(Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32"), images.pixels)
     measured = measure(scores, images.labels, checkpoint.labels)
     assert measured.count == 100
     assert measured.accuracy == result.test.accuracy > 0.5
@@ -84,7 +84,7 @@ def test_the_folder_is_calibrated_on_the_validation_images(finished: tuple[Path,
     assert np.mean(np.greater(calibration.scores, 0.5)) == pytest.approx(result.validation.accuracy, abs=0.1)
     # Energies are of the network's own logits: log-probabilities would have energies near 0, which tell nothing.
     images = read_test(cifar)
-    predictor = Predictor(load_checkpoint(str(out)), device="cpu", backend="torch", dtype="float32")
+    predictor = Predictor(load_checkpoint(str(out)), device="cpu", compile_mode="off", dtype="float32")
     logits = predict_logits(predictor, images.pixels)
     energies = np.log(np.exp(logits / calibration.temperature).sum(axis=1))
     assert np.median(calibration.energies) == pytest.approx(np.median(energies), rel=0.2)

@@ -39,7 +39,7 @@ def pictures(tmp_path: Path) -> Path:
 def test_the_table_has_the_means_of_the_csv_and_the_figure_is_drawn(
     pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--data", pictures, "--device", "cpu", "--threads", 1, "--steps", 4]
+    flags = ["--data", pictures, "--device", "cpu", "--steps", 4]
     files = ["--csv", tmp_path / "e.csv", "--figure", tmp_path / "e.png"]
     code, out, _ = run(capsys, "evaluate", "--explanations", "cls", *flags, *files)
     assert code == 0

@@ -25,7 +25,7 @@ REQUEST = InferenceRequest(np.zeros((16, 24, 3), np.uint8), RequestedOutputs(1))
 
 
 def on_stand_in(ops: StandInOps) -> Predictor:
-    return Predictor(make_checkpoint(), device="cpu", backend="torch", dtype="float32", max_batch=2, streams=2, ops=ops)
+    return Predictor(make_checkpoint(), device="cpu", dtype="float32", max_batch=2, streams=2, ops=ops)
 
 
 @asynccontextmanager

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from service.http.lifecycle import Lifecycle
+from service.lifecycle import Lifecycle
 from service.models.model import LocalModel
 from service.observe.metrics import Metrics
 from service.settings import Settings, load_settings
@@ -70,7 +70,7 @@ class App:
 
 
 def app(clock: Callable[[], float] = time.monotonic, **settings: Any) -> App:
-    return App(load_settings({"decode_threads": 1, **settings}), clock=clock)
+    return App(load_settings({**settings}), clock=clock)
 
 
 def pipeline_of(running: App) -> Pipeline:

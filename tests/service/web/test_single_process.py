@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +11,12 @@ import httpx
 import pytest
 
 from model.zero_shot import ZeroShot
-from service.http.lifecycle import Terminal
-from service.http.watchdog import Watchdog
+from service.lifecycle import Terminal
 from service.settings import load_settings
 from service.web import single_process
 from service.web.single_process import log_address, run_single_process
 from tests.launcher import free_port, until
 from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, png
-from tests.service.web.apps import Clock
 from tests.service.web.fake_engine import FakeEngine
 
 
@@ -115,10 +112,10 @@ def test_a_model_is_announced_once_each_next_one_is_logged_and_a_failed_engine_e
         return changed
 
     class Server:
-        should_exit, started, port = False, True, 8000
+        is_listening, port = True, 8000
 
-        def __init__(self, changed: Any, settings: object, lifecycle: Any, watch: object, hung_up: Any) -> None:
-            self._changed, self._lifecycle, self._hung_up = changed, lifecycle, hung_up
+        def __init__(self, changed: Any, settings: object, lifecycle: Any, on_hang_up: Any) -> None:
+            self._changed, self._lifecycle, self._hung_up = changed, lifecycle, on_hang_up
 
         def stop(self, *, exit_code: int) -> None:
             done.append(exit_code)
@@ -132,8 +129,6 @@ def test_a_model_is_announced_once_each_next_one_is_logged_and_a_failed_engine_e
             engine.state = "failed"
             self._changed()
             assert self._hung_up()
-            terminal.was_closed = lambda: True
-            assert self._hung_up() is False
             self._lifecycle.exit_code = 7
 
     parts = {"LocalSwap": lambda make, on_retired: swap, "create_app": make_app, "Server": Server}
@@ -147,29 +142,6 @@ def test_a_model_is_announced_once_each_next_one_is_logged_and_a_failed_engine_e
     assert (len(first), len(second)) == (2, 1), "where it is ready is said once"
 
 
-def test_a_loop_that_is_held_up_for_seconds_ends_no_service_however_little_time_a_batch_has(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock, ended, looks = Clock(), list[int](), list[list[int]]()
-
-    class Server:
-        def __init__(self, app: object, settings: object, lifecycle: object, watch: Any, hung_up: object) -> None:
-            self._watchdog: Watchdog = watch.__self__
-
-        def run(self) -> None:
-            for seconds in (29, 1):
-                for _ in range(seconds):
-                    clock.now += 1
-                    self._watchdog.look()
-                looks.append(list(ended))
-
-    monkeypatch.setattr(single_process, "Watchdog", partial(Watchdog, clock=clock, end=ended.append))
-    monkeypatch.setattr(single_process, "Server", Server)
-    monkeypatch.setattr(single_process, "trim_regularly", lambda: None)
-    run_single_process(load_settings({"batch_timeout": 0.2}), lambda _: (FakePredictor(), model_info()))
-    assert looks == [[], [1]]
-
-
 @on_a_loop
 async def test_a_model_that_is_ready_before_the_listener_is_announced_soon_after_it(
     hint: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -177,19 +149,15 @@ async def test_a_model_that_is_ready_before_the_listener_is_announced_soon_after
     later: list[tuple[Any, ...]] = []
     monkeypatch.setattr(asyncio.get_running_loop(), "call_later", lambda *call: later.append(call))
     monkeypatch.setattr(single_process, "freeze_objects", lambda: None)
-    server: Any = SimpleNamespace(should_exit=False, started=False, port=8000)
+    server: Any = SimpleNamespace(is_listening=False, port=8000)
     engine: Any = FakeEngine()
     single_process._announce(engine, load_settings(), server)
     assert hint.messages == []
     [(seconds, again, *arguments)] = later
     assert seconds == 0.05
-    server.started = True
+    server.is_listening = True
     again(*arguments)
     assert any(message.startswith("ready: http://") for message in hint.messages)
-    hint.clear()
-    server.should_exit = True
-    again(*arguments)
-    assert hint.messages == []
 
 
 @on_a_loop
@@ -197,7 +165,7 @@ async def test_the_hint_is_a_request_that_a_model_without_labels_answers(
     hint: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(single_process, "freeze_objects", lambda: None)
-    server: Any = SimpleNamespace(should_exit=False, started=True, port=8000)
+    server: Any = SimpleNamespace(is_listening=True, port=8000)
     bare = model_info(labels=())
     texts = model_info(labels=(), zero_shot=ZeroShot(scale=1.0, bias=0.0, independent=False, templates=("{}",)))
     for info, path in ((model_info(), "classify"), (bare, "embed"), (texts, "classify?labels=cat,dog")):

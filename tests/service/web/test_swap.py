@@ -57,7 +57,7 @@ class Swapped(App):
 
 def swapping(**settings: Any) -> Swapped:
     swap = FakeSwap()
-    service = Swapped(load_settings({"decode_threads": 1, **settings}), engine=swap)  # type: ignore[arg-type]
+    service = Swapped(load_settings({**settings}), engine=swap)  # type: ignore[arg-type]
     service.swap = swap
     return service
 

@@ -62,7 +62,7 @@ class Counted:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.service = App(load_settings({"decode_threads": 1}), clock=self.clock)
+        self.service = App(load_settings(), clock=self.clock)
         self.counted: list[tuple[Any, ...]] = []
         guard = KeyGuard((), KeyLimiter(0, 0), self.service.metrics)
         self.calls = Calls(pipelines_of(self.service), guard, self.count)

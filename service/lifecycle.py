@@ -1,4 +1,4 @@
-"""The life of a process: its state, the memory that it gives back, the signals that stop it, and its end."""
+"""The life of a process: its state, the signals that stop it, its end, and the memory that it gives back."""
 
 from __future__ import annotations
 
@@ -49,27 +49,22 @@ def malloc_trim() -> Callable[[], object] | None:
     return None if function is None else lambda: function(ctypes.c_size_t(0))
 
 
-def trim_regularly(
-    trim: Callable[[], object] | None = None, wait: Callable[[float], object] = time.sleep
-) -> threading.Thread | None:
-    """Start a thread that returns freed memory to the operating system every `_TRIM_SECONDS`.
+def trim_regularly() -> None:
+    """Start a thread that returns freed memory to the operating system every `_TRIM_SECONDS`, where glibc can.
 
     glibc returns freed memory by itself only from the end of a heap. A burst of uploads therefore leaves its peak
     resident: most of it is free, below a small object that is not. `malloc_trim` returns whole pages from the middle,
     too, without the interpreter's lock; it delays allocations from the same heap by milliseconds.
     """
-    trim = trim or malloc_trim()
-    if trim is None:
-        return None
+    trim = malloc_trim()
+    if trim is not None:
+        threading.Thread(target=_trim_forever, args=(trim,), name="trim-heap", daemon=True).start()
 
-    def run() -> None:
-        while True:
-            wait(_TRIM_SECONDS)
-            trim()
 
-    thread = threading.Thread(target=run, name="trim-heap", daemon=True)
-    thread.start()
-    return thread
+def _trim_forever(trim: Callable[[], object]) -> None:
+    while True:
+        time.sleep(_TRIM_SECONDS)
+        trim()
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
@@ -92,11 +87,7 @@ class Terminal:
 
     def hang_up(self, reload: Callable[[], None]) -> bool:
         """Reload on SIGHUP, and return whether that was done: not where a terminal sent it that was closed."""
-        if self.was_closed():
-            return False
-        reload()
-        return True
-
-    def was_closed(self) -> bool:
-        """Return whether the process had a terminal that is closed now."""
-        return bool(self._descriptors) and not any(map(os.isatty, self._descriptors))
+        closed = bool(self._descriptors) and not any(map(os.isatty, self._descriptors))
+        if not closed:
+            reload()
+        return not closed
