@@ -213,7 +213,7 @@ def test_a_scrape_of_any_process_shows_the_sum_over_all(count_as: Callable[[str]
         assert scraped(metrics, "vit_recent_bytes") == 2
         assert scraped(metrics, "vit_recent_evicted_total") == 3
         assert scraped(metrics, "vit_admitted_images") == 8
-        assert scraped(metrics, "vit_admitted_images_limit") == 5
+        assert scraped(metrics, "vit_admitted_images_limit") == 10
 
 
 def test_several_processes_have_the_names_and_labels_of_one(count_as: Callable[[str], Metrics]) -> None:
