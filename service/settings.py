@@ -200,21 +200,15 @@ class Settings(BaseSettings):
         description="file or preset's name, for formats that carry no labels; with a text tower also names, "
         'comma-separated: `cat,dog,"a red car"`',
     )
-    templates: Name | None = Field(
-        None,
-        description="text with `{}` for the label, or a file with one a line, for checkpoints with a text tower. "
-        "Default: `This is a photo of {}.`",
-    )
     architecture: Name | None = Field(
         None,
         description="for plain state dicts: timm's name of the architecture, or `vit` for the tensors' own sizes, and "
         "arguments after commas",
     )
-    weights: Name | None = Field(
-        None, description="`ema`, `raw`, `student`, `teacher` or a key, for files that hold several copies of a network"
-    )
     base: Name | None = Field(None, description="checkpoint that a LoRA folder adapts, instead of the one it names")
-    keys: Name | None = Field(None, description="TOML file that maps the names of a state dict; see `inspect --keys`")
+    keys: Name | None = Field(
+        None, description="TOML file that maps the names of a state dict, and says which copy of a network is served"
+    )
     image_size: Annotated[Size | None, BeforeValidator(_image_size), NoDecode] = Field(
         None,
         description="`384` or `384x256` (rows x columns); position embeddings are resized. Default: the checkpoint's",

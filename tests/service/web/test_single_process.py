@@ -162,7 +162,7 @@ def test_a_batch_that_never_ends_is_503_for_its_caller_and_ends_the_service_with
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def engine_of(settings: object, load: Any, on_batch: Any) -> LocalEngine:
-        own = {"device": "cpu", "queue_size": 4, "max_delay": 0, "batch_seconds": 0.2}
+        own: dict[str, Any] = {"device": "cpu", "queue_size": 4, "max_delay": 0, "batch_seconds": 0.2}
         return LocalEngine(lambda: load(settings), on_batch=on_batch, **own)
 
     monkeypatch.setattr(single_process, "engine_of", engine_of)
