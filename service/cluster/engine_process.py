@@ -182,20 +182,16 @@ class _Worker:
         match frame:
             case frames.Submit():
                 self._submit(frame)
-            case frames.Cancel(id_):
-                self._cancel(id_)
             case frames.Adopted(generation):
                 self.adopted = generation
             case frames.Released(generation) if generation in self._generations:
                 self._generations.pop(generation)[1].close()
-            case frames.EmbedTexts() | frames.Load() | frames.TakeOver() | frames.Discard():
+            case frames.Cancel(id_):
+                self._cancel(id_)
+            case _ if isinstance(frame, frames.Request):
                 task = asyncio.create_task(self._answer(frame))
                 self._tasks[frame.id] = task
                 task.add_done_callback(lambda _: self._tasks.pop(frame.id, None))
-            case frames.Put(id_, picture):
-                self.send(frames.Kept(id_, self._server.images.put(picture)))
-            case frames.Get(id_, image_id):
-                self.send(frames.Found(id_, self._server.images.get(image_id)))
             case _:
                 raise frames.FrameError(f"{type(frame).__name__} out of order")
 
@@ -251,20 +247,24 @@ class _Worker:
             logger.error("a request failed", exc_info=error)
             self.send(frames.Failed.of(id_, InferenceFailed("the engine failed on this request")))
 
-    async def _answer(self, frame: frames.EmbedTexts | frames.Load | frames.TakeOver | frames.Discard) -> None:
+    async def _answer(self, frame: frames.Request) -> None:
+        reply: frames.Reply = frames.Done(frame.id)
         try:
             match frame:
                 case frames.EmbedTexts(id_, generation, texts, timeout):
                     features = await self._engine(generation).embed_texts(texts, timeout=timeout)
-                    self.send(frames.TextsEmbedded(id_, features))
-                    return
+                    reply = frames.TextsEmbedded(id_, features)
+                case frames.Put(id_, picture):
+                    reply = frames.Kept(id_, await self._server.images.put(picture))
+                case frames.Get(id_, image_id):
+                    reply = frames.Found(id_, await self._server.images.get(image_id))
                 case frames.Load(_, checkpoint):
                     await self._load(checkpoint)
                 case frames.TakeOver():
                     await self._take_over()
                 case frames.Discard(_, reason):
                     await self._discard(reason)
-            self.send(frames.Done(frame.id))
+            self.send(reply)
         except Exception as error:  # noqa: BLE001  a defect costs its own request alone
             self._fail(frame.id, error)
 

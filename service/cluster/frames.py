@@ -43,7 +43,7 @@ from model.outputs import RequestedOutputs
 from service import errors
 from service.engine.messages import EngineStatus, InferenceResult, ModelInfo
 from service.models.model import Loads
-from service.web.image_stores.memory import StoreUsage
+from service.web.image_stores import StoreUsage
 
 _LENGTH_BYTES: Final = 4
 

@@ -24,8 +24,8 @@ from model.images.preprocess import ModelInput
 from service.cluster import frames
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import EngineUnavailable, ServiceError, SwapUnderWay
-from service.models.model import UNDER_WAY, Generation, Loads, Model
-from service.web.image_stores.memory import StoreUsage
+from service.models.model import UNDER_WAY, Generation, Loads, ServedModel
+from service.web.image_stores import StoreUsage
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +236,7 @@ class RemoteEngine:
         return min(in_turn, key=lambda engine: engine.outstanding)
 
 
-class RemoteModel(Model):
+class RemoteModel(ServedModel):
     """A model whose engines run in processes of their own; see the module's text."""
 
     current: Generation[RemoteEngine]
@@ -254,13 +254,13 @@ class RemoteModel(Model):
         return self.engines[0].loads
 
     def start(self, on_change: Callable[[], None]) -> None:
-        """Connect to the engines; see `Model.start`."""
+        """Connect to the engines; see `ServedModel.start`."""
         self._on_change = on_change
         for engine in self.engines:
             engine.start(self._changed)
 
     async def replace(self, checkpoint: str | None) -> None:
-        """Let all engines load a checkpoint, and then take over; see `Model.replace`."""
+        """Let all engines load a checkpoint, and then take over; see `ServedModel.replace`."""
         if self._leads:
             raise SwapUnderWay(UNDER_WAY)
         self._leads = True

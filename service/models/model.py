@@ -17,7 +17,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from service.engine.base import Engine, OwnEngine
@@ -31,8 +31,6 @@ LOAD_SECONDS: Final = 600.0
 UNDER_WAY: Final = "another checkpoint is being loaded: try again when that is done"
 
 _RETRY_SECONDS: Final = 0.5
-_BATCHES_AHEAD: Final = 4
-"""Batches of each engine whose pictures are decoded, or being decoded, at once: two under way, and two that wait."""
 
 E = TypeVar("E", bound=OwnEngine)
 E_co = TypeVar("E_co", bound=Engine, covariant=True)
@@ -59,15 +57,6 @@ class Generation(Generic[E_co]):
     def engine(self) -> E_co:
         """Return the engine that computes it."""
         return self._engine
-
-    @cached_property
-    def turns(self) -> asyncio.Semaphore:
-        """Return the turns of pictures to be decoded and classified: enough that no batch lacks a picture.
-
-        Decoding that runs further ahead would take the processors from the batches that are to be answered first.
-        """
-        assert self.engine.info is not None, "requests come to an engine that is ready"
-        return asyncio.Semaphore(_BATCHES_AHEAD * self.engine.info.max_batch * len(self.engine.engines))
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -99,7 +88,7 @@ class Loads(NamedTuple):
         return Loads(self.served + served, self.refused + (not served), served)
 
 
-class Model(ABC):
+class ServedModel(ABC):
     """A name that is served.
 
     Attributes:
@@ -178,7 +167,7 @@ class Model(ABC):
             task.exception()  # a caller who has left asks for it no more
 
 
-class LocalModel(Model, Generic[E]):
+class LocalModel(ServedModel, Generic[E]):
     """A model whose engines run in this process.
 
     Args:
@@ -216,12 +205,12 @@ class LocalModel(Model, Generic[E]):
         return self._loads
 
     def start(self, on_change: Callable[[], None]) -> None:
-        """Begin loading the configured checkpoint; see `Model.start`."""
+        """Begin loading the configured checkpoint; see `ServedModel.start`."""
         self._on_change = on_change
         self._start(self.current)
 
     async def replace(self, checkpoint: str | None) -> None:
-        """Load a checkpoint and let it take over; see `Model.replace`."""
+        """Load a checkpoint and let it take over; see `ServedModel.replace`."""
         await self.prepare(checkpoint)
         self.take_over()
 
@@ -231,7 +220,7 @@ class LocalModel(Model, Generic[E]):
         Whoever cancels this call discards it, too.
 
         Raises:
-            CheckpointRefused, SwapUnderWay, EngineUnavailable: see `Model.load`.
+            CheckpointRefused, SwapUnderWay, EngineUnavailable: see `ServedModel.load`.
         """
         if self.next is not None:
             raise SwapUnderWay(UNDER_WAY)

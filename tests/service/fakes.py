@@ -27,7 +27,7 @@ from service.cluster.remote_model import EngineClient, RemoteModel
 from service.engine.base import Engine
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, ModelInfo
-from service.models.model import LocalModel, Model
+from service.models.model import LocalModel, ServedModel
 from service.web.image_stores.memory import MemoryImageStore
 
 PATIENCE = 30.0
@@ -211,7 +211,7 @@ def request_for(red: int, *, top_k: int = 3, **requested: Any) -> InferenceReque
 class Rig:
     """A running engine and what it told; `close` closes it where it runs."""
 
-    model: Model
+    model: ServedModel
     close: Callable[[], Coroutine[Any, Any, None]]
     predictor: FakePredictor
     reports: list[BatchReport] = field(default_factory=list)

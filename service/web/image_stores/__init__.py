@@ -1,22 +1,31 @@
-"""Where pictures are kept for GET /attention: the model's inputs, never the uploads."""
+"""Where pictures are stored for GET /attention: the model's inputs, never the uploads."""
 
-from typing import Protocol
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
 
 from model.images.preprocess import ModelInput
-from service.web.image_stores.memory import StoreUsage
 
 
-class KeptPictures(Protocol):
-    """The store of kept pictures, wherever they lie."""
+class StoreUsage(NamedTuple):
+    """The pictures that a store holds, their bytes, and how many were pushed out before their time, since the start."""
+
+    pictures: int = 0
+    size: int = 0
+    evicted: int = 0
+
+
+class ImageStore(Protocol):
+    """Stores pictures, each with its region of the original, under unguessable ids."""
 
     async def put(self, picture: ModelInput) -> str | None:
-        """Keep a picture, and return its id, or None if nothing is kept."""
+        """Store a picture, and return its id, 128 bits of the system's randomness, or None if it is not stored."""
 
     async def get(self, image_id: str) -> ModelInput | None:
         """Return the picture, or None if it is unknown, expired or pushed out."""
 
     def usage(self) -> StoreUsage:
-        """Return the pictures that are kept now."""
+        """Return what is stored now."""
 
     async def close(self) -> None:
-        """Release connections."""
+        """Close the connections."""

@@ -29,7 +29,7 @@ from service.cluster import frames
 from service.engine.messages import EngineStatus, InferenceResult
 from service.errors import CheckpointRefused, QueueFull
 from service.models.model import Loads
-from service.web.image_stores.memory import StoreUsage
+from service.web.image_stores import StoreUsage
 from tests.service.fakes import LIBRARY, model_info, on_a_loop
 
 IDS = st.integers(0, 2**64 - 1)
