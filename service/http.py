@@ -411,12 +411,14 @@ class Connections:
 
     def add(self, guard: Guard) -> None:
         """Add a connection; if there are too many, end the one that has waited longest for its caller, or refuse it."""
-        if len(self.open) >= self._most and self.waiting:
+        is_full = len(self.open) >= self._most
+        if is_full and self.waiting:
             next(iter(self.waiting)).give_way()
+            is_full = False
         self.open.add(guard)
         if len(self.open) > self._most + _MOST_REFUSED:
             guard.transport.abort()
-        elif len(self.open) > self._most:
+        elif is_full:
             guard.refuse(ReceivingFull(f"all {self._most} connections are in use"))
         else:
             self.waiting[guard] = None
