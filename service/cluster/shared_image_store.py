@@ -24,7 +24,7 @@ import numpy as np
 from model.images.preprocess import ModelInput
 from model.images.region import Region
 from service.cluster.shared_memory import SharedFile, whole_pages
-from service.web.image_stores.memory import StoreUsage
+from service.web.image_stores import StoreUsage
 
 _RING = struct.Struct("<QQQQ")
 """The first picture, the place after the last, the bytes of a cell, and the number of pictures that were pushed out."""
@@ -53,7 +53,7 @@ class SharedImageStore:
         self._max_bytes = max_bytes
         self._clock = clock
 
-    def put(self, picture: ModelInput) -> str | None:
+    async def put(self, picture: ModelInput) -> str | None:
         """Keep a picture; see `ImageStore.put`. Its id is 128 bits of the system's randomness, and where to look."""
         pixels = picture.pixels
         cost = whole_pages(_CELL.size + pixels.nbytes)
@@ -75,7 +75,7 @@ class SharedImageStore:
             self._write_ring(first, after + 1, cell, evicted)
         return base64.urlsafe_b64encode(token + after.to_bytes(8, "big")).decode()
 
-    def get(self, image_id: str) -> ModelInput | None:
+    async def get(self, image_id: str) -> ModelInput | None:
         """Return the picture, or None; see `ImageStore.get`."""
         try:
             given = base64.b64decode(image_id, b"-_", validate=True)
@@ -95,6 +95,9 @@ class SharedImageStore:
         shape = shape_and_region[:3]
         pixels = np.frombuffer(data, np.uint8, math.prod(shape), _CELL.size).reshape(shape)
         return ModelInput(pixels, Region(*shape_and_region[3:]))
+
+    async def close(self) -> None:
+        """Do nothing: memory goes with its process."""
 
     def usage(self) -> StoreUsage:
         """Return what is kept now."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MATTER: Final = (
-    *("checkpoint", "image_size", "preprocess", "labels", "architecture", "weights", "keys", "base", "templates"),
+    *("checkpoint", "image_size", "preprocess", "labels", "architecture", "keys", "base"),
     *("checkpoint_folder", "dtype"),
 )
 """The settings that change a graph, or what it is compared with, or whether the checkpoint is read at all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 from collections.abc import Iterator
@@ -51,7 +52,7 @@ def same(left: ModelInput, right: ModelInput) -> bool:
 
 
 def put(recent: SharedImageStore, kept_picture: ModelInput) -> str:
-    image_id = recent.put(kept_picture)
+    image_id = asyncio.run(recent.put(kept_picture))
     assert image_id is not None
     return image_id
 
@@ -60,7 +61,7 @@ def test_each_id_leads_every_worker_to_its_own_picture(kept: Kept) -> None:
     ids = {value: put(kept.one if value % 2 else kept.two, picture(value)) for value in range(5)}
     for value, image_id in ids.items():
         for recent in (kept.one, kept.two):
-            found = recent.get(image_id)
+            found = asyncio.run(recent.get(image_id))
             assert found is not None
             assert same(found, picture(value))
     assert kept.one.usage() == kept.two.usage() == (5, 5 * CELL, 0)
@@ -68,14 +69,14 @@ def test_each_id_leads_every_worker_to_its_own_picture(kept: Kept) -> None:
 
 def test_a_worker_reads_what_was_kept_before_it_came(file: SharedFile) -> None:
     image_id = put(Kept(file, 60, 5 * CELL).one, picture(7))
-    found = Kept(file, 60, 5 * CELL).two.get(image_id)
+    found = asyncio.run(Kept(file, 60, 5 * CELL).two.get(image_id))
     assert found is not None
     assert same(found, picture(7))
 
 
 def test_the_oldest_goes_when_memory_is_full(kept: Kept) -> None:
     ids = [put(kept.one if value % 3 else kept.two, picture(value)) for value in range(23)]
-    alive = [kept.two.get(image_id) is not None for image_id in ids]
+    alive = [asyncio.run(kept.two.get(image_id)) is not None for image_id in ids]
     assert alive == [False] * 18 + [True] * 5
     assert kept.one.usage() == kept.two.usage() == (5, 5 * CELL, 18)
 
@@ -85,10 +86,10 @@ def test_a_picture_is_good_for_its_time_and_no_longer(kept: Kept) -> None:
     kept.now += 30
     second = put(kept.two, picture(2))
     kept.now += 29
-    assert kept.two.get(first) is not None
+    assert asyncio.run(kept.two.get(first)) is not None
     kept.now += 1
-    assert kept.two.get(first) is None
-    assert kept.one.get(second) is not None
+    assert asyncio.run(kept.two.get(first)) is None
+    assert asyncio.run(kept.one.get(second)) is not None
     assert kept.one.usage() == (1, CELL, 0)
     kept.now += 30
     assert kept.one.usage() == (0, 0, 0)
@@ -107,14 +108,14 @@ def test_a_picture_of_another_size_begins_the_ring_anew_and_frees_the_old_ones(k
     old = [put(kept.one, picture(77)) for _ in range(4)]
     large_one = picture(5, rows=200)
     new = put(kept.two, large_one)
-    assert [kept.one.get(image_id) for image_id in old] == [None] * 4
-    found = kept.one.get(new)
+    assert [asyncio.run(kept.one.get(image_id)) for image_id in old] == [None] * 4
+    found = asyncio.run(kept.one.get(new))
     assert found is not None
     assert same(found, large_one)
     assert kept.one.usage() == (1, 2 * CELL, 0)
     assert bytes([77] * 100) not in file.read(0, 10 * CELL)
     back = [put(kept.two, picture(6)) for _ in range(6)]
-    assert [kept.one.get(image_id) is not None for image_id in [new, *back]] == [False, False, *[True] * 5]
+    assert [asyncio.run(kept.one.get(image_id)) is not None for image_id in [new, *back]] == [False, False, *[True] * 5]
 
 
 class CountingFile(SharedFile):
@@ -144,12 +145,12 @@ def test_however_many_pictures_expire_a_call_frees_few_and_none_is_returned(call
             if call == "put":
                 young = put(kept.two, large(71))
             elif call == "get":
-                assert kept.two.get(ids[-1]) is None
+                assert asyncio.run(kept.two.get(ids[-1])) is None
             else:
                 assert kept.two.usage() == (1, MIB, 7)
             assert file.changed <= 6 * MIB
-        assert all(kept.one.get(image_id) is None for image_id in ids)
-        assert kept.one.get(young) is not None
+        assert all(asyncio.run(kept.one.get(image_id)) is None for image_id in ids)
+        assert asyncio.run(kept.one.get(young)) is not None
         count, size, evicted = kept.one.usage()
         assert evicted == 7  # those that expired are none
         assert count == (21 if call == "put" else 1)
@@ -174,21 +175,21 @@ def test_ids_are_random_and_fit_for_a_url(kept: Kept) -> None:
 @pytest.mark.parametrize("wrong", ["", "nobody", "é", "A" * 32, "_" * 32, "A" * 31, "A" * 1000, "!" * 32])
 def test_an_unknown_id_leads_to_nothing(wrong: str, kept: Kept) -> None:
     put(kept.one, picture(1))
-    assert kept.one.get(wrong) is None
+    assert asyncio.run(kept.one.get(wrong)) is None
 
 
 def test_an_id_that_is_right_but_for_its_random_part_leads_to_nothing(kept: Kept) -> None:
     image_id = put(kept.one, picture(1))
     changed = ("B" if image_id[0] == "A" else "A") + image_id[1:]
-    assert kept.one.get(changed) is None
+    assert asyncio.run(kept.one.get(changed)) is None
 
 
 def test_pictures_of_another_size_replace_all(kept: Kept) -> None:
     """Only a model that was exchanged under a running service makes them."""
     old = put(kept.one, picture(1))
     new = put(kept.two, picture(2, rows=150))
-    assert kept.one.get(old) is None
-    found = kept.one.get(new)
+    assert asyncio.run(kept.one.get(old)) is None
+    found = asyncio.run(kept.one.get(new))
     assert found is not None
     assert same(found, picture(2, rows=150))
     assert kept.one.usage() == (1, 2 * CELL, 0)
@@ -197,6 +198,6 @@ def test_pictures_of_another_size_replace_all(kept: Kept) -> None:
 @pytest.mark.parametrize(("ttl", "max_bytes"), [(0, 5 * CELL), (60, 0), (60, CELL - 1)])
 def test_where_nothing_is_kept_there_is_no_id(ttl: float, max_bytes: int, file: SharedFile) -> None:
     kept = Kept(file, ttl, max_bytes)
-    assert kept.one.put(picture(1)) is None
-    assert kept.one.get("A" * 32) is None
+    assert asyncio.run(kept.one.put(picture(1))) is None
+    assert asyncio.run(kept.one.get("A" * 32)) is None
     assert kept.one.usage() == (0, 0, 0)

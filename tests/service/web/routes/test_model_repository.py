@@ -10,7 +10,7 @@ import pytest
 
 from service.errors import CheckpointRefused, EngineUnavailable, SwapUnderWay
 from tests.service.fakes import on_a_loop
-from tests.service.web.apps import App, app, pipelines_of
+from tests.service.web.apps import App, app, service_in
 from tests.service.web.http_communicator import HttpCommunicator
 
 LOAD = "/v2/repository/models/fake/load"
@@ -29,7 +29,7 @@ def swapping(folder: Path | None = None, error: Exception | None = None, **setti
         if error is not None:
             raise error
 
-    pipelines_of(service).engine.load = load  # type: ignore[method-assign]
+    service_in(service).models.load = load  # type: ignore[method-assign]
     return service, loaded
 
 

@@ -6,6 +6,7 @@ The font is the one that comes with Pillow, which has the characters of ASCII an
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 from collections.abc import Sequence
 from typing import Final
@@ -28,6 +29,8 @@ _MIN_BAR_HEIGHT: Final = 96
 _BAR_TITLE: Final = "times even share"
 
 Font = ImageFont.ImageFont | ImageFont.FreeTypeFont
+Colours = NDArray[np.uint8]
+"""uint8 [256, 3], lowest value first."""
 
 
 def caption_of(attention: AttentionMap, labels: Sequence[str]) -> tuple[str, str]:
@@ -49,16 +52,11 @@ def caption_of(attention: AttentionMap, labels: Sequence[str]) -> tuple[str, str
 def drawable(text: str) -> str:
     """Return a text in one line of characters that the font has: without accents, and with a ? for what is not ASCII.
 
-    Several that are missing in a row have one ? together; a text is cut after 500 characters.
+    A text is cut after 500 characters.
     """
     plain = unicodedata.normalize("NFKD", " ".join(text[:_MAX_TEXT].split()))
-    shown: list[str] = []
-    for character in plain:
-        if character.isascii() and character.isprintable():
-            shown.append(character)
-        elif not unicodedata.combining(character) and shown[-1:] != ["?"]:
-            shown.append("?")
-    return "".join(shown[:_MAX_TEXT])
+    without_accents = "".join(each for each in plain if not unicodedata.combining(each))
+    return re.sub(r"[^ -~]+", "?", without_accents)[:_MAX_TEXT]
 
 
 def fit_text(text: str, font: Font, width: float, end: str = "") -> str:
@@ -71,95 +69,76 @@ def fit_text(text: str, font: Font, width: float, end: str = "") -> str:
     return f"{text}...{end}"
 
 
-def caption_height(longer: int) -> int:
-    """Return how many pixels a caption takes below a drawing whose longer side, with it, is `longer`."""
-    return 0 if longer < _MIN_CAPTIONED else 3 * _line(longer) + _line(longer) // 2
-
-
 def _text_size(longer: int) -> int:
     return min(28, max(11, longer // 32))
 
 
-def _line(longer: int) -> int:
-    return round(1.3 * _text_size(longer))
+def caption_height(longer: int) -> int:
+    """Return how many pixels a caption takes below a drawing whose longer side, with it, is `longer`."""
+    line = round(1.3 * _text_size(longer))
+    return 0 if longer < _MIN_CAPTIONED else 3 * line + line // 2
 
 
 def with_caption(
-    drawing: Image.Image,
-    lines: Sequence[str],
-    colours: NDArray[np.uint8],
-    peak: float | None,
-    *,
-    longer: int,
+    drawing: Image.Image, lines: Sequence[str], colours: Colours, peak: float | None, *, longer: int
 ) -> Image.Image:
     """Return a drawing with a caption on white below it: two lines, and the colours in words.
 
     Args:
         lines: at most two, cut to the drawing's width before the last colon; a narrow drawing is made wider.
-        colours: uint8 [256, 3], lowest value first.
         peak: how many times the even share the highest patch has; None: the colours are left out.
         longer: see `caption_height`.
     """
-    text, line = _text_size(longer), _line(longer)
-    font = ImageFont.load_default(text)
-    width = max(drawing.width, min(longer, 12 * text))
-    canvas = Image.new("RGB", (width, drawing.height + caption_height(longer)), "white")
+    text = _text_size(longer)
+    font, line, margin = ImageFont.load_default(text), round(1.3 * text), text // 3
+    canvas = Image.new(
+        "RGB", (max(drawing.width, min(longer, 12 * text)), drawing.height + caption_height(longer)), "white"
+    )
     canvas.paste(drawing, (0, 0))
-    pen, margin = ImageDraw.Draw(canvas), text // 3
-    room, top = width - 2 * margin, drawing.height + text // 4
-    for number, words in enumerate(lines[:2]):
+    pen, room, top = ImageDraw.Draw(canvas), canvas.width - 2 * margin, drawing.height + text // 4
+    for words in lines[:2]:
         # A long label is cut, and the score behind it is not.
         label, mark, score = drawable(words).rpartition(": ") if ": " in words else (words, "", "")
-        pen.text((margin, top + number * line), fit_text(label, font, room, mark + score), "black", font)
+        pen.text((margin, top), fit_text(label, font, room, mark + score), "black", font)
+        top += line
     if peak is None:
         return canvas
-    top += 2 * line
     says = f"peak: {peak:.0f} x an even share" if peak >= 9.95 else f"peak: {peak:.1f} x an even share"
-    less, more = font.getlength("less "), font.getlength(" more")
-    bar = math.floor(room - less - more - font.getlength(says) - text)
+    left, more = round(margin + font.getlength("less ")), font.getlength(" more")
+    bar = math.floor(margin + room - left - more - font.getlength(says) - text)
     if bar >= 2 * text:
-        left = round(margin + less)
         pen.text((margin, top), "less", "black", font)
-        levels = np.linspace(0, 255, bar).round().astype(np.intp)
-        canvas.paste(Image.fromarray(colours[levels][np.newaxis].repeat(text, axis=0)), (left, top + line - text - 1))
+        canvas.paste(Image.fromarray(colours[np.newaxis]).resize((bar, text)), (left, top + line - text - 1))
         pen.text((left + bar, top), " more", "black", font)
-    pen.text((width - margin, top), fit_text(says, font, room), "black", font, anchor="ra")
+    pen.text((margin + room, top), fit_text(says, font, room), "black", font, anchor="ra")
     return canvas
 
 
-def with_colorbar(drawing: Image.Image, colours: NDArray[np.uint8], full_scale: float) -> Image.Image:
+def with_colorbar(drawing: Image.Image, colours: Colours, full_scale: float) -> Image.Image:
     """Return a drawing with a colour bar and its scale on white at its right.
 
     The scale is logarithmic: it begins at the even share, 1, and ends at `full_scale` times that.
-
-    Args:
-        colours: uint8 [256, 3], lowest value first.
     """
     height = max(drawing.height, _MIN_BAR_HEIGHT)
     text = min(32, max(10, height // 28))
-    font = ImageFont.load_default(text)
-    margin, bar = text, round(1.5 * text)
-    width = 2 * margin + round(max(font.getlength(_BAR_TITLE), bar + 4 * text))
+    font, bar = ImageFont.load_default(text), round(1.5 * text)
+    width = 2 * text + round(max(font.getlength(_BAR_TITLE), bar + 4 * text))
     canvas = Image.new("RGB", (drawing.width + width, height), "white")
     canvas.paste(drawing, (0, 0))
-
-    left, top, bottom = drawing.width + margin, 3 * text, height - text
-    levels = np.linspace(255, 0, bottom - top).round().astype(np.intp)
-    canvas.paste(Image.fromarray(colours[levels][:, np.newaxis].repeat(bar, axis=1)), (left, top))
+    left, top, length = drawing.width + text, 3 * text, height - 4 * text
+    canvas.paste(Image.fromarray(colours[::-1, np.newaxis]).resize((bar, length)), (left, top))
     pen = ImageDraw.Draw(canvas)
     pen.text((left, text), _BAR_TITLE, "black", font, anchor="lt")
-    for ratio in tick_ratios(full_scale, most=(bottom - top) // (2 * text)):
-        y = bottom - 1 - round((bottom - top - 1) * math.log(ratio) / math.log(full_scale))
+    for ratio in _ticks(full_scale, most=length // (2 * text)):
+        y = top + round((length - 1) * (1 - math.log(ratio) / math.log(full_scale)))
         pen.line((left + bar, y, left + bar + text // 3, y), "black")
         pen.text((left + bar + text // 2, y), f"{ratio:.3g}", "black", font, anchor="lm")
     return canvas
 
 
-def tick_ratios(full_scale: float, most: int) -> list[float]:
+def _ticks(full_scale: float, most: int) -> list[float]:
     """Return the ratios that the scale names: both ends and, if `most` is enough for them, powers of 2 between."""
-    powers = [2.0**power for power in range(1, math.ceil(math.log2(full_scale)))]
     # A power close to the end of the scale would overlap its label.
-    powers = [ratio for ratio in powers if ratio < full_scale / 1.4]
-    room = max(0, most - 2)
-    step = math.ceil(len(powers) / room) if room else len(powers) + 1
-    return [1.0, *powers[max(1, step) - 1 :: max(1, step)], full_scale]
+    powers = [2.0**power for power in range(1, math.ceil(math.log2(full_scale / 1.4)))]
+    step = math.ceil(len(powers) / max(1, most - 2)) or 1
+    return [1.0, *(powers[step - 1 :: step] if most > 2 else ()), full_scale]

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFont
 
-from model.images.heatmap import MAX_SIZE, draw_heatmap, full_scale
-from model.images.legend import caption_height, caption_of, drawable, fit_text
+from model.images.caption import caption_height, caption_of, drawable, fit_text, with_colorbar
+from model.images.heatmap import MAX_SIZE, Look, draw_heatmap, full_scale
 from model.images.sheet import draw_maps
 from model.outputs import AttentionMap, MapRequest
 
@@ -106,10 +106,10 @@ def ink(image: Image.Image, top: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
 
 def test_the_colours_stand_below_in_words_unless_none_are_drawn() -> None:
     for alpha, coloured in ((0.7, True), (0.0, False)):
-        drawn = draw_heatmap(PEAK, picture=PICTURE, size=384, alpha=alpha, caption=("a", "b"))
+        drawn = draw_heatmap(PEAK, Look(size=384, alpha=alpha), picture=PICTURE, caption=("a", "b"))
         assert ink(drawn, drawn.height - caption_height(384)).any() == coloured
-    assert ink(draw_heatmap(PEAK, picture=PICTURE, size=384), 0).any()
-    words = [draw_heatmap(PEAK, picture=PICTURE, size=384, caption=(text, "")) for text in ("a", "b")]
+    assert ink(draw_heatmap(PEAK, Look(size=384), picture=PICTURE), 0).any()
+    words = [draw_heatmap(PEAK, Look(size=384), picture=PICTURE, caption=(text, "")) for text in ("a", "b")]
     assert words[0].tobytes() != words[1].tobytes()
 
 
@@ -140,3 +140,24 @@ def test_the_scale_of_a_faded_map_is_that_of_the_whole() -> None:
         assert full_scale(faded, evidence) == pytest.approx(16, rel=1e-3)
     assert full_scale(np.full((4, 4), 1 / 16, np.float32), 0.0) == 4
     assert full_scale(peaked, 1e-30) == 16, "no more than all patches have"
+
+
+@pytest.mark.parametrize("full_scale", [1.5, 4.0, 150.0, 1e9])
+@pytest.mark.parametrize("height", [96, 384, 1000])
+def test_a_tick_of_the_colour_bar_stands_beside_the_colour_of_its_ratio(height: int, full_scale: float) -> None:
+    levels = np.full((256, 3), (7, 0, 200), np.uint8)
+    levels[:, 1] = np.arange(256)  # a colour tells its level, and is told from the greys of writing
+    added = np.asarray(with_colorbar(Image.new("RGB", (50, height), "red"), levels, full_scale))[:, 50:]
+    rows, columns = np.nonzero((added[:, :, [0, 2]] == (7, 200)).all(axis=2))
+    assert len(rows) == (np.ptp(rows) + 1) * (np.ptp(columns) + 1), "nothing lies over the bar"
+    bar = added[rows.min() : rows.max() + 1]
+    level = bar[:, columns.min(), 1].astype(int)
+    ticks = np.nonzero((bar[:, columns.max() + 1 : columns.max() + 3] == 0).all(axis=(1, 2)))[0]
+    assert level[0] >= 250
+    assert level[-1] <= 5
+    assert (np.diff(level) <= 0).all()
+    assert (ticks[0], ticks[-1]) == (0, len(level) - 1)
+    octave = np.log(2) / np.log(full_scale)
+    for tick in ticks[1:-1]:
+        octaves = level[tick] / 255 / octave
+        assert abs(octaves - round(octaves)) * octave < 1 / len(level) + 2 / 255
