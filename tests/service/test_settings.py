@@ -13,6 +13,7 @@ from pydantic import SecretStr
 from service.cli import serve
 from service.errors import SettingsError
 from service.settings import Settings, load_settings, unknown_variables
+from tests.deploy.settings_page import PAGE, page
 
 DEFAULTS: dict[str, Any] = {
     "checkpoint": "bundled",
@@ -26,7 +27,6 @@ DEFAULTS: dict[str, Any] = {
     "base": None,
     "keys": None,
     "dtype": "auto",
-    "backend": "auto",
     "cache_dir": None,
     "compile": "auto",
     "host": "127.0.0.1",
@@ -78,7 +78,6 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("device", "cuda:GPU-5d5ba0d6,cuda:MIG-GPU-8932/1/0", "cuda:GPU-5d5ba0d6,cuda:MIG-GPU-8932/1/0"),
     ("dtype", "bfloat16", "bfloat16"),
     ("compile", "off", "off"),
-    ("backend", "torch", "torch"),
     ("cache_dir", "/var/cache/vitserve", "/var/cache/vitserve"),
     ("host", "0.0.0.0", "0.0.0.0"),
     ("port", "9000", 9000),
@@ -124,7 +123,6 @@ WRONG: list[tuple[str, str, str]] = [
     ("coverage", "95", "less than 1"),
     ("device", "cuda:MIG-", "cuda:MIG-..."),
     ("compile", "maybe", "'auto', 'on' or 'off'"),
-    ("backend", "onnx", "'auto', 'torch' or 'openvino'"),
     ("cache_dir", "~nobody-of-this-name/graphs", "home folder"),
     ("port", "65536", "less than or equal to 65535"),
     ("port", "http", "valid integer"),
@@ -276,3 +274,7 @@ def test_a_slip_of_the_pen_is_noticed() -> None:
     told = "VIT_PROT is not a setting and is ignored: did you mean VIT_PORT?"
     assert unknown_variables({"VIT_PROT": "1", "VIT_PORT": "1", "HOME": "/"}) == [told]
     assert unknown_variables({"VIT_TRIM_SECONDS": "1"}) == ["VIT_TRIM_SECONDS is not a setting and is ignored"]
+
+
+def test_the_documented_table_is_that_of_the_settings() -> None:
+    assert PAGE.read_text() == page(), "python -m tests.deploy.settings_page"
