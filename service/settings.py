@@ -292,13 +292,6 @@ class Settings(BaseSettings):
         "incomplete body 408",
     )
 
-    batch_timeout: Timeout = Field(
-        30, description="seconds that one batch may compute; after them the device is taken for hung and replaced"
-    )
-    load_timeout: Timeout = Field(
-        600, description="seconds in which the next checkpoint must be loaded and warm, or the swap is refused"
-    )
-
     # What may be sent.
     max_upload_bytes: ByteSize = Field(
         ByteSize(20 << 20), gt=0, description="bytes of a file, else 413; `20MiB` and `20MB` work too"
