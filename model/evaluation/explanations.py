@@ -20,9 +20,9 @@ from model.evaluation.faithfulness import DEFAULT_STEPS, Maps, Score, blur, dele
 from model.evaluation.mosaic import mosaic_shares
 from model.explanation.maps import cls_map
 from model.explanation.methods import EXPLANATIONS, explain
+from model.heads import own_head
 from model.network.vit import VisionTransformer
 from model.outputs import CLASS_SPECIFIC, MapRequest, Method
-from model.runtime.scores import Scores
 
 RANDOM: Final = "random"
 RESAMPLES: Final = 2000
@@ -96,7 +96,7 @@ class ExplanationResults:
 
 def model_score(model: VisionTransformer, checkpoint: Checkpoint) -> Score:
     """Return the function from normalised pixels to the scores that the service would answer."""
-    scores = Scores(checkpoint)
+    scores = own_head(checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label)
 
     def score(pixels: Tensor) -> Tensor:
         return torch.from_numpy(scores.scores(model(pixels).logits.float().numpy()))
@@ -106,7 +106,7 @@ def model_score(model: VisionTransformer, checkpoint: Checkpoint) -> Score:
 
 def model_evidence(model: VisionTransformer, checkpoint: Checkpoint) -> Evidence:
     """Return the function from normalised pixels and classes to the evidence that the service would answer."""
-    scores = Scores(checkpoint)
+    scores = own_head(checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label)
 
     def evidence(pixels: Tensor, classes: Tensor) -> Tensor:
         return torch.from_numpy(scores.evidence(model(pixels).logits.float().numpy(), classes.numpy())[1])

@@ -74,8 +74,8 @@ def decode(data: bytes | bytearray, *, max_pixels: int, min_size: MinSize | None
 
     Args:
         data: the whole file.
-        max_pixels: how many pixels the picture may have. Pillow's own limit (`PIL.Image.MAX_IMAGE_PIXELS`) holds for
-            WebP, GIF and TIFF, too.
+        max_pixels: how many pixels the picture may have. Of WebP, GIF and TIFF, Pillow itself refuses more than twice
+            `PIL.Image.MAX_IMAGE_PIXELS`, too.
         min_size: the smallest size that a large JPEG may be decoded at; None decodes at full size.
 
     Raises:

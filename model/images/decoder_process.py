@@ -76,7 +76,7 @@ def main() -> None:
     service = socket.socket(fileno=0)
     os.dup2(1, 2)  # what codecs print goes where standard output goes: nowhere
     warnings.simplefilter("ignore")
-    Image.MAX_IMAGE_PIXELS = None  # ours is checked
+    Image.MAX_IMAGE_PIXELS = -(-bounds["max_pixels"] // 2)  # Pillow refuses more than twice as many
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1
     if "pillow_heif" in sys.modules:
         sys.modules["pillow_heif"].options.DECODE_THREADS = 1

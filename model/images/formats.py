@@ -117,11 +117,9 @@ def unpack(data: bytes | bytearray) -> EncodedImage:
             return EncodedImage(name, *jpeg.strip(data))
         case "PNG":
             return EncodedImage(name, *png.strip(data))
-        case "WEBP":
-            return EncodedImage(name, bytes(data), size=_webp_size(data))
         case "GIF":
             return EncodedImage(name, bytes(data), UPRIGHT, _gif_size(data))
-        case "AVIF":
+        case "WEBP" | "AVIF":
             return EncodedImage(name, bytes(data))
     # Pillow and libheif turn TIFF and HEIC upright; the others have no orientation.
     return EncodedImage(name, bytes(data), UPRIGHT)
@@ -141,19 +139,6 @@ def _format_of(data: bytes | bytearray) -> str:
     if brands & _HEIC_BRANDS:
         return "HEIF"
     raise UnsupportedImageFormat("an ISO media file that is neither AVIF nor HEIC")
-
-
-def _webp_size(data: bytes | bytearray) -> tuple[int, int]:
-    """Return the size of a WebP's canvas (RFC 9649), which libwebp allocates when it opens the file."""
-    kind, head = data[12:16], data[20:30]
-    if kind == b"VP8X" and len(head) == 10:
-        return int.from_bytes(head[4:7], "little") + 1, int.from_bytes(head[7:10], "little") + 1
-    if kind == b"VP8L" and head[:1] == b"\x2f" and len(head) >= 5:
-        bits = int.from_bytes(head[1:5], "little")
-        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
-    if kind == b"VP8 " and head[3:6] == b"\x9d\x01\x2a" and len(head) == 10:
-        return int.from_bytes(head[6:8], "little") & 0x3FFF, int.from_bytes(head[8:10], "little") & 0x3FFF
-    raise InvalidImage("the WebP header is cut off or corrupt")
 
 
 def _gif_size(data: bytes | bytearray) -> tuple[int, int]:

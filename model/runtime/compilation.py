@@ -75,23 +75,19 @@ def compiled_network(
         backend: of `torch.compile`.
     """
     compiled = partial(_compiled, any_batch=any_batch, backend=backend)
+    whole = compiled(lambda pixels: run_network(model, normalise(pixels), BatchRequest()))
+    if not isinstance(model, VisionTransformer):
+        return lambda pixels, request: whole(pixels)
     tensors: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    whole, twin = copy.deepcopy(model, tensors), copy.deepcopy(model, tensors)  # modules of their own, tensors shared
-    if not isinstance(twin, VisionTransformer) or not isinstance(whole, VisionTransformer):
-        run = compiled(lambda pixels: run_network(model, normalise(pixels), BatchRequest()))
-        return lambda pixels, request: run(pixels)
+    twin = copy.deepcopy(model, tensors)  # its modules are its own, its tensors the model's
     embed = model.embed
-    whole.embed = lambda pixels: embed(normalise(pixels))  # type: ignore[method-assign]
-    twin.embed = compiled(whole.embed)  # type: ignore[method-assign]
+    twin.embed = compiled(lambda pixels: embed(normalise(pixels)))  # type: ignore[method-assign]
     for block in twin.blocks:
         block.forward = compiled(block.forward)
-    if not any_batch:
-        return lambda pixels, request: run_network(twin, pixels, request, folded)
-    at_once = compiled(lambda pixels: run_network(whole, pixels, BatchRequest()))
 
     def network(pixels: Tensor, request: BatchRequest) -> BatchOutputs[Tensor]:
-        if request.of_network == BatchRequest():
-            return at_once(pixels)
+        if any_batch and request.of_network == BatchRequest():
+            return whole(pixels)
         return run_network(twin, pixels, request, folded)
 
     return network

@@ -151,8 +151,8 @@ class Predictor:
     def warm_up(self) -> None:
         """Run the model at its smallest and largest batch, so that no request pays for allocations, and compile it.
 
-        On CUDA the model is captured for every launch size, too, and compared with the uncompiled one. OpenVINO compiles
-        for the sizes beyond 1 on a thread of its own.
+        On CUDA the model is captured for every launch size, too, and compared with the uncompiled one. OpenVINO
+        compiles for the sizes beyond 1 on a thread of its own.
 
         Raises:
             DeviceError: the model gives scores that are not finite, or does not run at all.

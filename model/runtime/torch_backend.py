@@ -119,7 +119,8 @@ class TorchBackend(ABC):
         """See `Backend.explain`."""
         assert isinstance(self._plain, VisionTransformer), "of others no map is asked for: see `parse_maps`"
         pixels = self._normalise(self.upload(images))
-        return explain(self._plain, pixels, self.upload(targets), request, self._folded)
+        maps, kept_mass = explain(self._plain, pixels, self.upload(targets), request, self._folded)
+        return maps.numpy(), kept_mass.numpy()
 
     def defers(self, request: BatchRequest) -> bool:
         """See `Backend.defers`: all is loaded."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -31,7 +33,8 @@ class TorchCpu(TorchBackend):
     @torch.inference_mode()
     def predict(self, images: Images, request: BatchRequest) -> HostOutputs:
         """See `Backend.predict`."""
-        network, sizes = self.network, tuple(range(1, SIZES[-1] + 1))
+        network: Network = self.network
+        sizes: Sequence[int] = range(1, SIZES[-1] + 1)
         if self._compiled is not None and request.of_network in self.usual:
             network, sizes = self._compiled, SIZES
         with self.threads as alone:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -32,8 +32,8 @@ from model.errors import CheckpointError, TrainingError
 from model.evaluation.evaluate import Evaluation, measure, predict_embeddings
 from model.network.library import library_config, linear_head
 from model.runtime.device import choose_device
-from model.runtime.postprocess import one_thread
 from model.runtime.predictor import Predictor
+from model.runtime.torch_pass import one_thread
 from model.training import run_folder
 from model.training.recipe import Recipe
 from model.training.report.figures import FOLDER, write_figures
@@ -125,7 +125,7 @@ def run(
         truth = torch.from_numpy(np.concatenate([part.labels for part in parts]))
         count_by_class(truth.numpy(), dataset.labels)  # again, as bad files were left out
         if isinstance(start.config, LibraryConfig):
-            _require_linear(predictor, heads[0], parts[0])
+            _require_linear(predictor, start.tensors, heads[0], parts[0])
         features = torch.cat([features_of(part) for part in parts if len(part)])
         sizes = len(dataset.labels), len(truth), features.shape[1], start.name, time.monotonic() - begin
         logger.info("%s: %d classes, %d pictures; %d features of %s after %.0f s", data, *sizes)
@@ -269,9 +269,9 @@ def with_head(checkpoint: Checkpoint, names: Sequence[str], head: Head, labels: 
     )
 
 
-def _require_linear(predictor: Predictor, name: str, images: Images) -> None:
+def _require_linear(predictor: Predictor, tensors: Mapping[str, Tensor], name: str, images: Images) -> None:
     """Raise CheckpointError unless this layer of a library's network maps the embedding to the logits."""
-    weight, bias = (predictor.checkpoint.tensors[f"{name}.{kind}"].double() for kind in ("weight", "bias"))
+    weight, bias = (tensors[f"{name}.{kind}"].double() for kind in ("weight", "bias"))
     few = images.pixels[:2]
     expected = Head(weight, bias).logits(torch.from_numpy(predict_embeddings(predictor, few)).double())
     logits = torch.from_numpy(predictor.logits(np.ascontiguousarray(few.transpose(0, 2, 3, 1))))

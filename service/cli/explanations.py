@@ -86,7 +86,7 @@ def measure_maps(arguments: argparse.Namespace) -> int:
 
     from model.evaluation import explanations  # noqa: PLC0415
     from model.runtime.device import choose_device  # noqa: PLC0415
-    from model.runtime.torch_backend import Normalise  # noqa: PLC0415
+    from model.runtime.torch_pass import Normalise  # noqa: PLC0415
 
     device = choose_device(settings.device)
     checkpoint = checkpoint_from(settings)

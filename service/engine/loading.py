@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
@@ -18,13 +19,13 @@ from service.settings import Settings
 
 if TYPE_CHECKING:
     from model.checkpoint import Checkpoint
-    from model.runtime.openvino.store import Entry, KeptCheckpoint
+    from model.runtime.openvino.kept import Entry, KeptCheckpoint
     from model.runtime.predictor import Predictor
 
 logger = logging.getLogger(__name__)
 
 _MATTER: Final = (
-    *("checkpoint", "image_size", "preprocess", "labels", "architecture", "weights", "keys", "base", "templates"),
+    *("checkpoint", "image_size", "preprocess", "labels", "architecture", "keys", "base"),
     *("checkpoint_folder", "dtype"),
 )
 """The settings that change a graph, or what it is compared with, or whether the checkpoint is read at all."""
@@ -42,17 +43,14 @@ def checkpoint_from(settings: Settings) -> Checkpoint:
     return load_checkpoint(settings.checkpoint, base=settings.base, bases_below=below, **options)
 
 
-def load_predictor(settings: Settings, *, lazy: bool = False) -> tuple[Predictor, ModelInfo]:
+def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
     """Read the checkpoint and put its model on the device; the caller warms it up.
-
-    Args:
-        lazy: whether graphs that were kept are compiled when they are first needed, for few pictures.
 
     Raises:
         CheckpointError: the checkpoint cannot be read exactly.
         DeviceError: the device, dtype or backend is not available here.
     """
-    return _load_kept(settings, lazy=lazy) or _load(settings)
+    return _load_kept(settings) or _load(settings)
 
 
 def begin_to_load(settings: Settings) -> Callable[[Settings], tuple[Predictor, ModelInfo]]:
@@ -76,7 +74,7 @@ def begin_to_load(settings: Settings) -> Callable[[Settings], tuple[Predictor, M
 
 
 def _load_kept(
-    settings: Settings, *, lazy: bool = False, on_compile: Callable[[], None] = lambda: None
+    settings: Settings, *, on_compile: Callable[[], None] = lambda: None
 ) -> tuple[Predictor, ModelInfo] | None:
     """Return what `load_predictor` does where its graphs were kept, else None."""
     # OpenMP threads that spin between operators starve the decode threads beside them. Read when torch loads.
@@ -84,7 +82,7 @@ def _load_kept(
     entry = _entry(settings)
     if entry is None:
         return None
-    from model.runtime.kept import kept_predictor  # noqa: PLC0415
+    from model.runtime.openvino.start import kept_predictor  # noqa: PLC0415
 
     def on_read(checkpoint: KeptCheckpoint) -> None:
         _require_coverage(settings, checkpoint)
@@ -94,7 +92,6 @@ def _load_kept(
         entry,
         lambda: checkpoint_from(settings),
         on_read,
-        lazy=lazy,
         max_batch=settings.max_batch,
     )
     return None if kept is None else (kept, _described(settings, kept.checkpoint, kept))
@@ -104,11 +101,12 @@ def _load(settings: Settings) -> tuple[Predictor, ModelInfo]:
     """Return what `load_predictor` does, made of the checkpoint with torch."""
     device = settings.device
     if device.startswith("cuda"):
-        os.environ[VISIBLE], device = visible_devices(device), "cuda:0"
+        _show_alone(device)
+        device = "cuda:0"
     entry = _entry(settings)
     from model.checkpoint.local_files import recording  # noqa: PLC0415  torch takes seconds to import
     from model.runtime.device import unusable_reason  # noqa: PLC0415
-    from model.runtime.openvino.store import Keep  # noqa: PLC0415
+    from model.runtime.openvino.kept import Keep  # noqa: PLC0415
     from model.runtime.predictor import Predictor  # noqa: PLC0415
 
     with recording() as files:
@@ -130,6 +128,12 @@ def _load(settings: Settings) -> tuple[Predictor, ModelInfo]:
     return predictor, _described(settings, checkpoint, predictor)
 
 
+@functools.cache
+def _show_alone(device: str) -> None:
+    """Let this process see one device alone; what it loads later finds that done."""
+    os.environ[VISIBLE] = visible_devices(device)
+
+
 def _require_coverage(settings: Settings, checkpoint: Checkpoint | KeptCheckpoint) -> None:
     """Refuse a coverage that the checkpoint is not calibrated for, before anything is compiled."""
     from model.conformal import label_sets_of  # noqa: PLC0415
@@ -138,7 +142,7 @@ def _require_coverage(settings: Settings, checkpoint: Checkpoint | KeptCheckpoin
         label_sets_of(checkpoint.calibration, settings.coverage, checkpoint.source)
 
 
-def _described(settings: Settings, checkpoint: Checkpoint, predictor: Predictor) -> ModelInfo:
+def _described(settings: Settings, checkpoint: Checkpoint | KeptCheckpoint, predictor: Predictor) -> ModelInfo:
     for assumption in checkpoint.assumed:
         logger.info("%s: assumed: %s", checkpoint.name, assumption)
     for note in checkpoint.notes:
@@ -157,7 +161,7 @@ def _entry(settings: Settings) -> Entry | None:
         return None
     if importlib.util.find_spec("openvino") is None:
         return None
-    from model.runtime.openvino.store import Entry  # noqa: PLC0415  an optional package
+    from model.runtime.openvino.kept import Entry  # noqa: PLC0415  an optional package
 
     return Entry(folder, {name: _resolved(getattr(settings, name)) for name in _MATTER})
 

@@ -230,11 +230,11 @@ class Keep:
         OpenVINO fuses operations of a graph that was read in another way than of one that was just translated.
         """
         try:
-            self._staged[graph.request.relevance] = written, read = self._entry.stage(graph)
+            self._staged[graph.request.relevance] = self._entry.stage(graph)
         except (OSError, RuntimeError) as error:
             logger.warning("the graph is not kept, and is made again at each start: %s", first_line(error))
             return graph
-        return read
+        return self._staged[graph.request.relevance][1]
 
     def save(self, relevance: bool, checkpoint: Checkpoint, parameters: int, dtype: str) -> None:
         """Keep a graph that was staged and found to agree with torch, unless a file was changed since it was read."""

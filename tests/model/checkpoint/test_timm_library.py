@@ -20,7 +20,7 @@ from model.outputs import EmbeddingRequest, RequestedOutputs, methods_of, parse_
 from model.runtime.batches import BatchRequest
 from model.runtime.compilation import compiled_network
 from model.runtime.predictor import Predictor
-from model.runtime.torch_backend import Normalise
+from model.runtime.torch_pass import Normalise
 from tests.model.checkpoint.parity import pictures, preprocess_file, randomise, relative_error
 from tests.model.runtime.predictions import MODES
 from tests.timm_reference import timm
@@ -287,7 +287,7 @@ def test_without_the_extra_the_refusal_says_how_to_install_it(tmp_path: Path, mo
 def test_the_whole_network_is_compiled_for_any_batch(small: Path) -> None:
     checkpoint = load_checkpoint(str(small))
     network, normalise = checkpoint.network(), Normalise(checkpoint.preprocess)
-    compiled = compiled_network(network, normalise, None, backend="eager")
+    compiled = compiled_network(network, normalise, None, any_batch=True, backend="eager")
     with torch.inference_mode():
         for count in (2, 3, 1):
             images = torch.from_numpy(uint8_pictures(checkpoint, count))

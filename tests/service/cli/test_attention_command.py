@@ -105,7 +105,7 @@ def test_the_map_lies_over_the_whole_photo(
     assert size_of(tmp_path / "bar.png")[0] > 2 * 150 + 4
 
 
-@pytest.mark.parametrize("method", ["relevance", "rollout", "rollout:max:0.5", "gae", "cls"])
+@pytest.mark.parametrize("method", ["relevance", "rollout", "gae", "cls"])
 def test_each_method_gives_the_map_of_its_function(
     method: str, checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,14 +116,14 @@ def test_each_method_gives_the_map_of_its_function(
     from model.images.preprocess import preprocess
     from model.outputs import MapRequest, RequestedOutputs
     from model.runtime.predictor import Predictor
-    from model.runtime.torch_backend import Normalise
+    from model.runtime.torch_pass import Normalise
 
     files = [pictures / "b.png", pictures / "a.jpg"]
-    flags = ["--fusion", "max", "--discard", "0.5"] if ":" in method else ["--method", method]
+    flags = ["--method", method]
     common = [*flags, "--checkpoint", checkpoint, "--dtype", "float32"]
     assert run(capsys, "attention", *files, "-o", tmp_path / "maps", "--npy", *common)[0] == 0
     loaded = load_checkpoint(str(checkpoint))
-    request = MapRequest.of_rollout("max", 0.5) if ":" in method else MapRequest(cast(Any, method))
+    request = MapRequest(cast(Any, method))
     for file in files:
         pixels = preprocess(file.read_bytes(), loaded.preprocess)[None]
         predictor = Predictor(loaded, device="cpu", dtype="float32", compile_mode="off")
@@ -159,8 +159,6 @@ def test_a_bad_file_is_reported_and_the_others_have_their_maps(
         (["--class", "4"], "an index below 4"),
         (["--class", "1", "--layer", "0"], "class does not apply to method 'cls'"),
         (["--class", "1", "--method", "rollout"], "class does not apply to method 'rollout'"),
-        (["--fusion", "max", "--method", "gae"], "fusion does not apply to method 'gae'"),
-        (["--discard", "1"], "discard 1.0: expected at least 0, and less than 1"),
         (["--view", "photo", "--no-overlay"], "--view photo does not apply with --no-overlay"),
         (["--head", "max", "--method", "gae"], "head does not apply to method 'gae'"),
     ],

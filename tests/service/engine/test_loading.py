@@ -19,8 +19,8 @@ from model.checkpoint.files import Folder
 from model.conformal import Calibration
 from model.errors import CheckpointError, DeviceError
 from model.outputs import MapRequest, RequestedOutputs
+from model.runtime.openvino.kept import KeptCheckpoint
 from model.runtime.openvino.network import OpenVinoNetwork
-from model.runtime.openvino.store import KeptCheckpoint
 from model.runtime.predictor import Predictor
 from service.engine import loading
 from service.engine.loading import begin_to_load, load_predictor
@@ -96,6 +96,7 @@ def test_the_predictor_is_made_as_the_settings_say_and_notes_are_logged(
 def test_a_gpu_is_the_first_that_its_process_sees_and_keeps_its_name(
     device: str, used: str, name: str | None, visible: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    loading._show_alone.cache_clear()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     made: list[dict[str, Any]] = []
 
@@ -166,7 +167,7 @@ def keep_graph(predictor: Predictor) -> None:
     """Warm a predictor up, and wait for the thread that keeps its graph."""
     predictor.warm_up()
     for thread in threading.enumerate():
-        if thread.name == "openvino-keep":
+        if thread.name == "openvino-compile":
             thread.join()
 
 
@@ -202,7 +203,8 @@ def test_a_folder_that_is_served_is_calibrated_for_the_next_start(
         [answer] = predictor.predict(images, RequestedOutputs(1, label_set=True))
         assert answer.label_set is not None
         assert len(answer.label_set) in (1, 2)
-    monkeypatch.setattr("model.runtime.kept.OpenVinoNetwork", lambda *_, **__: pytest.fail("compiled for nothing"))
+    compiling = "model.runtime.openvino.start.OpenVinoNetwork"
+    monkeypatch.setattr(compiling, lambda *_, **__: pytest.fail("compiled for nothing"))
     with pytest.raises(
         CheckpointError, match=r"39 pictures are too few for a coverage of 0\.96: 49 are enough"
     ) as refused:
@@ -241,7 +243,7 @@ def test_kept_graphs_are_compiled_beside_the_caller_once(tmp_path: Path, monkeyp
         compiled.append(threading.current_thread())
         return OpenVinoNetwork(*given, **options)
 
-    monkeypatch.setattr("model.runtime.kept.OpenVinoNetwork", compile_slowly)
+    monkeypatch.setattr("model.runtime.openvino.start.OpenVinoNetwork", compile_slowly)
     load = begin_to_load(settings)
     assert not compiled
     released.set()

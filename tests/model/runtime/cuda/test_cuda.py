@@ -51,7 +51,7 @@ def test_launched_batches_get_the_answers_of_the_plain_model() -> None:
     predictor = launched(ops)
     expected = plain()
     predictor.warm_up()
-    assert predictor.batch_sizes == (1, 2, 4)
+    assert predictor.batch_sizes == (2, 4)
     assert predictor.compiled.endswith("CUDA graphs of the uncompiled model")
 
     replays = ops.replays
@@ -265,6 +265,7 @@ REAL_KINDS: dict[str, dict[str, object]] = {
 def close_to_the_cpu(predictor: Predictor, *, tolerance: float) -> None:
     """Compare logits, top-k and the last layer's map, in graphs and without, with those of float32 on the CPU."""
     checkpoint = predictor.checkpoint
+    assert isinstance(checkpoint, Checkpoint)
     last = checkpoint.vit.depth - 1
     reference = Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32")
     images = np.random.default_rng(5).integers(0, 256, (3, *checkpoint.config.image_size, 3), dtype=np.uint8)
@@ -292,7 +293,7 @@ def test_a_model_of_real_size_in_bfloat16_is_close_to_float32(kind: str) -> None
     predictor = Predictor(
         of_real_size(**REAL_KINDS[kind]), device="cpu", dtype="bfloat16", max_batch=4, ops=StandInOps()
     )
-    predictor._backend.exercise((1,))
+    predictor.check()
     close_to_the_cpu(predictor, tolerance=0.05)
 
 
@@ -316,7 +317,7 @@ class TestOnCuda:
         predictor = Predictor(make_checkpoint(), device="cuda", dtype="float32", max_batch=4)
         predictor.warm_up()
         assert predictor.compiled == "compiled"
-        assert predictor.batch_sizes == (1, 2, 4)
+        assert predictor.batch_sizes == (2, 4)
         for count in (1, 3, 4):
             maps = [MapRequest.row(1, "max"), None, MapRequest.row(1), None][:count]
             found = predict(predictor, make_images(count), top_k=5, maps=maps)

@@ -15,7 +15,7 @@ from service.engine.messages import InferenceRequest, InferenceResult
 from service.errors import DeadlineExceeded
 from tests.model.images.pictures import encode
 from tests.service.fakes import SIZE, model_info, on_a_loop, png
-from tests.service.web.apps import App, Clock, app, form, kept, pipeline_of
+from tests.service.web.apps import App, Clock, app, form, kept, service_in
 
 
 @on_a_loop
@@ -114,14 +114,6 @@ async def test_heads_are_combined_or_picked(head: str, answered: Any) -> None:
         ("method=cls&class=3", "class does not apply to method 'cls'"),
         ("method=rollout&class=3", "class does not apply to method 'rollout'"),
         ("layer=0&class=3", "class does not apply to method 'cls'"),
-        ("method=relevance&fusion=max", "fusion does not apply to method 'relevance'"),
-        ("method=gae&discard=0.5", "discard does not apply to method 'gae'"),
-        ("layer=0&fusion=max", "fusion does not apply to method 'cls'"),
-        ("fusion=max&class=3", "class does not apply to method 'rollout'"),
-        ("fusion=median", "fusion"),
-        ("discard=1", "discard"),
-        ("discard=-0.1", "discard"),
-        ("discard=nan", "discard"),
         ("class=10", "class '10' is unknown"),
         ("class=", "class '' is unknown"),
         ("class=label", "class 'label' is unknown"),
@@ -177,10 +169,6 @@ async def test_a_parameter_that_is_wrong_or_does_not_apply_is_named(query: str, 
         ("method=gae", {"method": "gae", "class": 7, "label": "label 7"}),
         ("class=3", {"method": "relevance", "class": 3, "label": "label 3"}),
         ("method=gae&class=Label%205", {"method": "gae", "class": 5, "label": "label 5"}),
-        ("method=rollout", {"method": "rollout", "fusion": "mean", "discard": 0.0}),
-        ("method=rollout&fusion=min", {"method": "rollout", "fusion": "min", "discard": 0.0}),
-        ("fusion=max&discard=0.9", {"method": "rollout", "fusion": "max", "discard": 0.9}),
-        ("discard=0.25", {"method": "rollout", "fusion": "mean", "discard": 0.25}),
         ("method=cls", {"method": "cls", "layer": 2, "head": "mean"}),
         ("layer=0", {"method": "cls", "layer": 0, "head": "mean"}),
         ("head=max", {"method": "cls", "layer": 2, "head": "max"}),
@@ -189,7 +177,7 @@ async def test_a_parameter_that_is_wrong_or_does_not_apply_is_named(query: str, 
 async def test_a_map_is_of_the_method_and_class_that_are_asked_for(query: str, answered: dict[str, Any]) -> None:
     service = app()
     document = (await service.get("/attention", f"id={await kept(service, 7)}&format=json&{query}")).json
-    names = ("method", "class", "label", "layer", "head", "fusion", "discard")
+    names = ("method", "class", "label", "layer", "head")
     assert {name: document[name] for name in names if name in document} == answered
 
 
@@ -220,7 +208,7 @@ async def test_when_the_caller_leaves_the_maps_of_all_classes_are_given_up() -> 
     with pytest.raises(asyncio.CancelledError):
         await asking
     assert (service.engine.waiting, service.engine.cancelled) == (0, 3)
-    assert pipeline_of(service).limiter.in_use == 0
+    assert service_in(service).limiter.in_use == 0
 
 
 @on_a_loop
@@ -330,13 +318,13 @@ async def test_an_unknown_id_is_404_and_a_missing_one_422() -> None:
 async def test_a_map_takes_a_place_and_keeps_the_deadline_like_any_image() -> None:
     service = app(queue_size=1)
     image_id = await kept(service)
-    with pipeline_of(service).limiter.permit():
+    with service_in(service).limiter.permit():
         full = await service.get("/attention", f"id={image_id}")
     assert (full.status, full.code) == (503, "queue_full")
     service.engine.error = DeadlineExceeded("late")
     late = await service.get("/attention", f"id={image_id}")
     assert (late.status, late.code) == (504, "deadline_exceeded")
-    assert pipeline_of(service).limiter.in_use == 0
+    assert service_in(service).limiter.in_use == 0
 
 
 @on_a_loop
