@@ -33,7 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors.numpy import load_file, save_file
 
 from model.config import LibraryConfig, PreprocessConfig, ViTConfig
-from model.conformal import Calibration
+from model.conformal import CALIBRATION_FILE, Calibration
 from model.errors import first_line
 from model.heads import Floats, ZeroShot
 from model.runtime.batches import BatchOutputs, BatchRequest
@@ -106,9 +106,10 @@ class Manifest(BaseModel):
     dtype: str
     largest_layer: int
 
-    def changed_file(self) -> str | None:
-        """Return the path of a file that no longer has the content as it was, or None."""
-        return next((path for path, digest in self.files.items() if _digest(Path(path)) != digest), None)
+    def changed_file(self, *, but: str = "") -> str | None:
+        """Return the path of a file, of another name than `but`, that no longer has the content as it was, or None."""
+        files = ((Path(path), digest) for path, digest in self.files.items())
+        return next((str(path) for path, digest in files if path.name != but and _digest(path) != digest), None)
 
 
 class Entry:
@@ -272,11 +273,11 @@ def _require_own(place: Path) -> None:
 
 
 def _digest(path: Path) -> str | None:
-    """Return a hash of a file's bytes, or of the names in a folder; None where there is neither."""
+    """Return a hash of a file's bytes, or of the names in a folder but a calibration's; None where there is neither."""
     try:
         if path.is_dir():
-            names = sorted(os.fsencode(each.name) for each in path.iterdir())
-            return hashlib.sha256(b"\0".join(names)).hexdigest()
+            names = (os.fsencode(each.name) for each in path.iterdir() if not each.name.startswith(CALIBRATION_FILE))
+            return hashlib.sha256(b"\0".join(sorted(names))).hexdigest()
         if not path.is_file():  # a pipe would be waited for
             return None
         with path.open("rb") as file:

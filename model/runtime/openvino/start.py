@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from model.conformal import CALIBRATION_FILE
 from model.cores import compute_threads
 from model.errors import CheckpointChanged, DeviceError, VitError
 from model.heads import Floats, own_head
@@ -42,9 +44,11 @@ class _Torch:
             checkpoint = self._read()
         except (VitError, ImportError) as error:
             raise RuntimeError(f"what torch is to compute cannot be loaded: {error}") from error
-        if changed := self._manifest.changed_file():
+        if changed := self._manifest.changed_file(but=CALIBRATION_FILE):
             raise CheckpointChanged(f"{changed} changed since the start: what torch is to compute needs a reload")
-        return checkpoint
+        # A calibration that was written since does not change the weights: it is for the next start.
+        kept = self._manifest.checkpoint
+        return replace(checkpoint, temperature=kept.temperature, calibration=kept.calibration)
 
     def embed_texts(self, texts: Sequence[str]) -> Floats:
         """Return the features of texts; see `Checkpoint.embed_texts`. One thread calls it."""

@@ -116,7 +116,7 @@ def test_graphs_that_give_other_scores_are_told_and_the_model_answers_without() 
     ops.spoil_capture = True
     predictor = launched(ops)
     predictor.warm_up()
-    reason = "for 1 images the launched model's logits are 1 of their norm away from torch's"
+    reason = "for 2 images the launched model's logits of an image are 1 of their norm away from torch's"
     assert predictor.compiled == f"failed: {reason}"
     assert predictor.batch_sizes is None
     same(predict(predictor, make_images(3), top_k=5), predict(plain(), make_images(3), top_k=5))
@@ -198,7 +198,7 @@ def test_memory_that_is_not_there_is_said_in_one_line(monkeypatch: pytest.Monkey
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore lines")
 
-    monkeypatch.setattr(predictor._backend, "exercise", full)
+    monkeypatch.setattr(predictor._backend, "predict", full)
     with pytest.raises(DeviceError, match=r"^cpu: not enough memory for batches of 8: a smaller largest batch"):
         predictor.warm_up()
 

@@ -254,11 +254,15 @@ def test_a_graph_that_does_not_compute_what_torch_does_leaves_torch_serving(
     assert said[fault] in caplog.text
 
 
+def fail(reason: str) -> list[list[np.ndarray]]:
+    raise RuntimeError(reason)
+
+
 def test_a_size_whose_graph_is_wrong_is_computed_by_torch(
     both: tuple[Predictor, Predictor], images: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Predictor(load_checkpoint("bundled"), device="cpu", dtype="float32", threads=1)
-    monkeypatch.setattr(CompiledGraph, "infer_on_all", lambda *_: [[np.ones((4, 10), np.float32)]])
+    monkeypatch.setattr(CompiledGraph, "infer_on_all", lambda *_: fail("shapes do not match"))
     np.testing.assert_allclose(made.logits(images[:4]), both[0].logits(images[:4]), atol=1e-4)
 
 
