@@ -1,120 +1,289 @@
-"""Maps behind classification: `python -m benchmarks.explanations`. Does classification keep its p99 meanwhile?
+"""Which maps are faithful to the model: `python -m benchmarks.explanations --data DIR`. It picks the default.
 
-Both are open loops of a Poisson process: classification at a rate that the service holds easily, and maps of a method
-that needs a whole backward pass (`gae`) at a tenth of it. Rounds without and with maps take turns on one server, and
-the number is the ratio of their medians of classification's p99; it is to stay below 1.5.
+Each map is of the class that the model itself puts first, so pictures need no labels. Three measures:
+
+- Deletion and insertion (Petsiuk et al. 2018, RISE, https://arxiv.org/abs/1806.07421): patches are taken in descending
+  order of the map. Deletion replaces them by the mean colour: after a good map the score falls at once, and the area
+  under it is small. Insertion puts them into a blurred picture: the score rises at once, and the area is large.
+- Mosaic, after the Focus of Arias-Duart et al. 2022 (https://arxiv.org/abs/2109.15035): four pictures at half size
+  stand in a 2 x 2 mosaic, and the number is the share of a class's map that lies in its own quarter; chance is 0.25.
+
+Pictures with patches missing are unlike those that the model was trained on, and only the order of a map counts (Wu et
+al. 2024, https://arxiv.org/abs/2404.01415): compare methods on the same model and pictures, beside the random baseline.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Final, NamedTuple
 
-from benchmarks import checkpoints, pictures
-from benchmarks.load import Load, Protocol
-from benchmarks.loadgen import Plan, load
-from benchmarks.record import RESULTS, Record, medians, table
-from benchmarks.servers import JPEG, OURS, VITSERVE, running
-from model.outputs import METHODS
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm import tqdm
 
-BOUND = 1.5
-"""Times the p99 without maps that classification may have with them."""
+from benchmarks.record import table
+from model.checkpoint import Checkpoint, load_checkpoint
+from model.explanation.maps import cls_map
+from model.explanation.methods import EXPLANATIONS, explain
+from model.images.preprocess import preprocess
+from model.network.vit import VisionTransformer
+from model.outputs import MapRequest, Method
+from model.runtime.scores import Scores
+from model.runtime.torch_backend import Normalise
 
-_SHARE_OF_PEAK = 0.4
-"""Classification's rate, of what the service answers at most: with the maps beside it, it is still not overloaded."""
+Score = Callable[[Tensor], Tensor]
+"""Takes normalised pixels, float32 [B, C, H, W]; returns the score of each class, float32 [B, K], 0...1."""
 
+Maps = Callable[[Tensor, Tensor], Tensor]
+"""Takes normalised pixels, float32 [B, C, H, W], and classes, int64 [B]; returns a map of each, [B, rows, columns]."""
 
-def maps_protocol(method: str) -> Protocol:
-    """Return how a map of the best class is asked for."""
-    return Protocol(f"/attention?method={method}&format=json", JPEG, OURS.wrap, OURS.top1)
+RANDOM: Final = "random"
+CHANCE: Final = 0.25
+TOP: Final = 10
+"""A quarter of a mosaic counts if its class is among so many best ones: of other classes the model saw nothing."""
 
-
-def measure(classify: Plan, maps: Plan | None) -> tuple[Load, Load | None]:
-    """Send both at once; return what the callers of each saw."""
-    with ThreadPoolExecutor(2) as pool:
-        others = pool.submit(load, maps, processes=1) if maps is not None else None
-        return load(classify, processes=1), others.result() if others is not None else None
-
-
-def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the medians over the rounds, in milliseconds and per second, and the ratio of the two p99."""
-    quiet = medians(one["quiet"] for one in rounds)
-    beside, maps = medians(one["beside"] for one in rounds), medians(one["maps"] for one in rounds)
-    return {
-        "quiet_p50": quiet["p50"],
-        "quiet_p99": quiet["p99"],
-        "beside_p50": beside["p50"],
-        "beside_p99": beside["p99"],
-        "maps_rate": maps["rate"],
-        "maps_p99": maps["p99"],
-        "ratio": beside["p99"] / quiet["p99"],
-    }
+_SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp")
+_BATCH: Final = 32
+_RESAMPLES: Final = 2000
+_BLUR: Final = 1 / 16
+"""Standard deviation of the blur as a share of the picture's shorter side: 14 pixels of 224, 2 of 32."""
 
 
-def report(section: dict[str, Any]) -> str:
-    """Return a measurement as Markdown."""
-    found = summary(section["rounds"])
+class Estimate(NamedTuple):
+    """A mean, and the interval that holds it with a confidence of 95 %."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measurements of a method: an area, 0...1, for each picture, and the shares of its quarters that count."""
+
+    deletion: list[float] = field(default_factory=list)
+    insertion: list[float] = field(default_factory=list)
+    shares: list[list[float]] = field(default_factory=list)
+
+    def estimates(self, seed: int) -> tuple[Estimate | None, ...]:
+        """Return the means of deletion, insertion and mosaic; None where nothing counts."""
+        areas = ([[each] for each in values] for values in (self.deletion, self.insertion))
+        return tuple(estimate_mean(values, seed) for values in (*areas, self.shares))
+
+
+def estimate_mean(values: Sequence[Sequence[float]], seed: int = 0) -> Estimate | None:
+    """Return the mean of all pictures' values and its bootstrap interval (Efron 1979); None where there are no values.
+
+    Values of a picture are alike, so pictures are drawn, with replacement; methods that are compared need one seed.
+    """
+    sums, counts = np.array([sum(each) for each in values]), np.array([len(each) for each in values])
+    if not counts.sum():
+        return None
+    drawn = np.random.default_rng(seed).integers(0, len(sums), (_RESAMPLES, len(sums)))
+    totals = counts[drawn].sum(axis=1)
+    means = sums[drawn].sum(axis=1)[totals > 0] / totals[totals > 0]
+    low, high = np.quantile(means, (0.025, 0.975))
+    return Estimate(float(sums.sum() / counts.sum()), float(low), float(high))
+
+
+def patch_counts(patches: int, steps: int) -> Tensor:
+    """Return how many patches are taken after each of `steps` even steps from none to all: int64, ascending."""
+    return torch.tensor(sorted({round(step * patches / steps) for step in range(steps + 1)}))
+
+
+def replace_patches(start: Tensor, end: Tensor, relevance: Tensor, counts: Tensor) -> Tensor:
+    """Return a picture for each count: `start` with that many of the most relevant patches taken from `end`.
+
+    Args:
+        start: float32 [C, H, W].
+        end: float32 [C, H, W], or what broadcasts to it.
+        relevance: [rows, columns]; patches of equal value are taken row by row.
+        counts: int64 [S].
+
+    Returns:
+        float32 [S, C, H, W].
+    """
+    rank = relevance.flatten().argsort(descending=True, stable=True).argsort()
+    taken = (rank < counts.to(rank.device).unsqueeze(1)).float().reshape(-1, 1, *relevance.shape)
+    return torch.where(F.interpolate(taken, size=start.shape[-2:], mode="nearest-exact").bool(), end, start)
+
+
+@torch.no_grad()
+def area_under_score(score: Score, start: Tensor, end: Tensor, relevance: Tensor, label: int, steps: int) -> float:
+    """Return the area, 0...1, under the score of class `label` while a picture's patches are replaced in a map's order.
+
+    The area is that of trapezoids over the share of patches that are replaced; see `replace_patches`.
+    """
+    counts = patch_counts(relevance.numel(), steps)
+    parts = (replace_patches(start, end, relevance, part) for part in torch.split(counts, _BATCH))
+    scores = torch.cat([score(part)[:, label].double().cpu() for part in parts])
+    return float(torch.trapezoid(scores, counts.double() / relevance.numel()))
+
+
+def blur(picture: Tensor) -> Tensor:
+    """Return a picture, float32 [C, H, W], blurred by a Gaussian of 1/16 of its shorter side; borders are mirrored."""
+    channels, height, width = picture.shape
+    sigma = _BLUR * min(height, width)
+    radius = min(int(np.ceil(3 * sigma)), height - 1, width - 1)
+    kernel = (-(torch.arange(-radius, radius + 1, device=picture.device) ** 2) / (2 * sigma**2)).exp()
+    kernel = (kernel / kernel.sum()).expand(channels, 1, 1, -1)
+    padded = F.pad(picture.unsqueeze(0), (radius, radius, radius, radius), mode="reflect")
+    return F.conv2d(F.conv2d(padded, kernel, groups=channels), kernel.transpose(2, 3), groups=channels).squeeze(0)
+
+
+def mosaic(pictures: Tensor) -> Tensor:
+    """Return four pictures, [4, C, H, W], at half size as a mosaic, [C, H, W], in reading order."""
+    high, wide = ((size // 2, size - size // 2) for size in pictures.shape[-2:])
     rows = [
-        ("classification alone", section["rate"], found["quiet_p50"], found["quiet_p99"]),
-        (f"classification beside {section['method']}", section["rate"], found["beside_p50"], found["beside_p99"]),
-        (f"maps by {section['method']}", found["maps_rate"], None, found["maps_p99"]),
+        [F.adaptive_avg_pool2d(pictures[2 * row + column], (high[row], wide[column])) for column in range(2)]
+        for row in range(2)
     ]
-    loads = ", ".join(f"{one['load_average']:.1f}" for one in section["rounds"])
-    return (
-        table(("", "requests/s", "p50 ms", "p99 ms"), rows)
-        + f"\n\np99 beside maps over p99 alone: {found['ratio']:.2f} (bound {BOUND}), {len(section['rounds'])} rounds; "
-        + f"load of the machine before each: {loads}"
-    )
+    return torch.cat([torch.cat(row, dim=-1) for row in rows], dim=-2)
 
 
-def main() -> int:
-    """Measure the rounds that the record lacks, then print the table; 1 if classification does not keep its p99."""
-    arguments = _arguments()
-    files, origin = pictures.ensure()
-    record = Record(arguments.record, dtype="auto (bfloat16 where native)", about={"pictures": origin})
-    section = record.section(f"{arguments.model} {arguments.method}")
-    rounds: list[dict[str, Any]] = section.setdefault("rounds", [])
-    model = Path("bundled") if arguments.model == "bundled" else checkpoints.ensure(arguments.model)[0]
-    bodies = [file.read_bytes() for file in files]
-    with running(VITSERVE, model, {}, picture=bodies[0]) as server:
-        peak = Plan(server.url, OURS, bodies, arguments.seconds / 2, connections=16)
-        load(peak, processes=1)
-        section["rate"] = rate = arguments.rate or section.get("rate") or _SHARE_OF_PEAK * load(peak, processes=1).rate
-        section["method"] = arguments.method
-        classify = Plan(server.url, OURS, bodies, arguments.seconds, rate=rate)
-        maps = replace(classify, protocol=maps_protocol(arguments.method), rate=rate / 10)
-        measure(replace(classify, seconds=2), replace(maps, seconds=2, rate=2))  # warms the maps' way
-        while len(rounds) < arguments.rounds:
-            found: dict[str, Any] = {"load_average": os.getloadavg()[0]}
-            for beside in (False, True) if len(rounds) % 2 == 0 else (True, False):
-                seen, of_maps = measure(classify, maps if beside else None)
-                found["beside" if beside else "quiet"] = seen.as_json()
-                if of_maps is not None:
-                    found["maps"] = of_maps.as_json()
-            rounds.append(found)
-            record.save()
-            print(
-                f"round {len(rounds)}: p99 {found['quiet']['p99']:.1f} ms, {found['beside']['p99']:.1f} ms beside maps"
-            )
-    print(report(section))
-    return int(summary(rounds)["ratio"] > BOUND)
+def counted_quarters(scores: Tensor, classes: Tensor) -> list[int]:
+    """Return the quarters, 0...3, whose class no other quarter has and is among the best of the mosaic.
+
+    Args:
+        scores: float32 [K], of the mosaic.
+        classes: int64 [4], the best class of each picture by itself.
+    """
+    best = scores.topk(min(TOP, len(scores))).indices.tolist()
+    labels = classes.tolist()
+    return [quarter for quarter, label in enumerate(labels) if labels.count(label) == 1 and label in best]
 
 
-def _arguments() -> argparse.Namespace:
+def quarter_share(relevance: Tensor, quarter: int) -> float:
+    """Return the share, 0...1, of the positive part of a map, [rows, columns], that lies in a quarter of it.
+
+    A middle row or column of patches counts by halves. A map without a positive part has the share of an even map.
+    """
+    positive = relevance.double().clamp_min(0).cpu()
+    total = float(positive.sum())
+    if total == 0:
+        return CHANCE
+    down, across = (_half(size, part) for size, part in zip(positive.shape, divmod(quarter, 2), strict=True))
+    return float(down @ positive @ across) / total
+
+
+def _half(size: int, second: int) -> Tensor:
+    """Return the share of each of `size` patches that lies in the first or the second half: float64 [size]."""
+    first = (size / 2 - torch.arange(size, dtype=torch.float64)).clamp(0, 1)
+    return 1 - first if second else first
+
+
+def methods_of(model: VisionTransformer, seed: int) -> dict[str, Maps]:
+    """Return what can be measured, by name: noise as the baseline, the CLS row, and each explanation."""
+    generator = torch.Generator().manual_seed(seed)
+    config = model.config
+
+    def noise(pixels: Tensor, classes: Tensor) -> Tensor:
+        return torch.rand((len(classes), *config.grid), generator=generator).to(pixels.device)
+
+    @torch.no_grad()
+    def cls(pixels: Tensor, classes: Tensor) -> Tensor:
+        rows = model(pixels, (config.depth - 1,)).attention[:, 0].float().cpu().numpy()
+        return torch.from_numpy(cls_map(rows, head="mean", prefix_tokens=config.prefix_tokens, grid=config.grid)[0])
+
+    def of(method: Method, pixels: Tensor, classes: Tensor) -> Tensor:
+        return explain(model, pixels, classes, MapRequest(method))[0]
+
+    return {RANDOM: noise, "cls": cls, **{method: partial(of, method) for method in EXPLANATIONS}}
+
+
+def measure(
+    score: Score, methods: Mapping[str, Maps], read: Callable[[int], Tensor], count: int, *, steps: int, seed: int
+) -> dict[str, Measured]:
+    """Measure each method on maps of the best class of each picture, and of mosaics.
+
+    There are as many mosaics as pictures, in a random order: each picture stands once in every quarter.
+
+    Args:
+        read: takes a picture's number, 0...count-1; returns its normalised pixels, float32 [C, H, W].
+        steps: of each deletion and insertion.
+        seed: of the order in which pictures come together in mosaics.
+    """
+    found = {name: Measured() for name in methods}
+    labels: list[int] = []
+    for number in tqdm(range(count), desc="deletion, insertion", disable=None):
+        picture = read(number)
+        blurred, none = blur(picture), picture.new_zeros(())
+        with torch.no_grad():
+            best = score(picture.unsqueeze(0)).argmax(dim=1)
+        label = int(best)
+        labels.append(label)
+        for name, maps in methods.items():
+            relevance = maps(picture.unsqueeze(0), best)[0].detach()
+            found[name].deletion.append(area_under_score(score, picture, none, relevance, label, steps))
+            found[name].insertion.append(area_under_score(score, blurred, picture, relevance, label, steps))
+            found[name].shares.append([])
+    order = np.random.default_rng(seed).permutation(count)
+    for start in tqdm(range(count if count >= 4 else 0), desc="mosaics", disable=None):
+        members = np.roll(order, -start)[:4].tolist()
+        whole = mosaic(torch.stack([read(number) for number in members])).unsqueeze(0)
+        classes = torch.tensor([labels[number] for number in members], device=whole.device)
+        with torch.no_grad():
+            quarters = counted_quarters(score(whole)[0], classes)
+        for name, maps in methods.items() if quarters else ():
+            relevances = maps(whole.expand(len(quarters), -1, -1, -1), classes[quarters])
+            for quarter, relevance in zip(quarters, relevances, strict=True):
+                found[name].shares[members[quarter]].append(quarter_share(relevance, quarter))
+    return found
+
+
+def score_of(model: VisionTransformer, checkpoint: Checkpoint) -> Score:
+    """Return the function from normalised pixels to the scores that the service would answer."""
+    scores = Scores(checkpoint)
+    return lambda pixels: torch.from_numpy(scores.scores(model(pixels).logits.float().cpu().numpy()))
+
+
+def _files(data: Path, limit: int | None) -> list[Path]:
+    files = sorted(path for path in data.rglob("*") if path.suffix.lower() in _SUFFIXES)
+    count = min(limit or len(files), len(files))
+    return [files[number * len(files) // count] for number in range(count)]  # evenly spaced
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the methods on a folder of pictures in float32 on the CPU, and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.explanations", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="vit224", choices=["bundled", *checkpoints.SHAPES])
-    parser.add_argument("--method", default="gae", choices=METHODS)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=20, help="of each measurement")
-    parser.add_argument("--rate", type=float, help=f"of classification; default: {_SHARE_OF_PEAK} of the peak")
-    parser.add_argument("--record", type=Path, default=RESULTS / "explanations.json")
-    return parser.parse_args()
+    parser.add_argument("--data", type=Path, required=True, help="pictures, in subfolders too")
+    parser.add_argument("--checkpoint", default="bundled")
+    parser.add_argument("--methods", nargs="*", choices=["cls", *EXPLANATIONS], default=[], help="default: all")
+    parser.add_argument("--steps", type=int, default=28, help="of deletion and insertion (default: %(default)s)")
+    parser.add_argument("--limit", type=int, help="take so many of the pictures, evenly spaced")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args(argv)
+    files = _files(arguments.data, arguments.limit)
+    if not files:
+        parser.error(f"{arguments.data}: no pictures")
+    checkpoint = load_checkpoint(arguments.checkpoint)
+    model, normalise = checkpoint.build(), Normalise(checkpoint.preprocess)
+
+    def read(number: int) -> Tensor:
+        pixels: NDArray[np.uint8] = preprocess(files[number].read_bytes(), checkpoint.preprocess)
+        normalised: Tensor = normalise(torch.from_numpy(pixels).unsqueeze(0))[0]
+        return normalised
+
+    chosen = arguments.methods or ("cls", *EXPLANATIONS)
+    methods = {name: maps for name, maps in methods_of(model, arguments.seed).items() if name in (RANDOM, *chosen)}
+    score = score_of(model, checkpoint)
+    found = measure(score, methods, read, len(files), steps=arguments.steps, seed=arguments.seed)
+    counted = sum(map(len, found[RANDOM].shares))
+    print(f"{checkpoint.name}: {len(files)} pictures, {arguments.steps} steps, {counted} quarters of mosaics count")
+    rows = [(name, *(str(each or "-") for each in one.estimates(arguments.seed))) for name, one in found.items()]
+    print(table(("method", "deletion (lower)", "insertion (higher)", "mosaic (higher)"), rows))
+    return 0
 
 
 if __name__ == "__main__":

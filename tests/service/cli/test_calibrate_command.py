@@ -98,7 +98,7 @@ def test_a_picture_that_is_like_none_is_abstained_from(
     run(capsys, "calibrate", checkpoint, "--data", labelled, "--out", tmp_path / "new", *HERE)
     assert not (checkpoint / "calibration.json").exists()
     picture = write_pictures(tmp_path / "p", "a.png") / "a.png"
-    monkeypatch.setattr("model.conformal.LabelSets.members", lambda self, scores, _: np.zeros_like(scores, np.bool_))
+    monkeypatch.setattr("model.calibration.LabelSets.members", lambda self, scores, _: np.zeros_like(scores, np.bool_))
     model = ("--coverage", "0.9", "--checkpoint", tmp_path / "new", *HERE)
     _, out, _ = run(capsys, "classify", picture, *model)
     assert out.splitlines()[-1] == "  abstained: unlike the pictures of its classes"

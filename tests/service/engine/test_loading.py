@@ -17,7 +17,7 @@ import torch
 
 from model.checkpoint import native
 from model.checkpoint.files import Folder
-from model.conformal import Calibration
+from model.calibration import Calibration
 from model.errors import CheckpointError, DeviceError
 from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.openvino.network import OpenVinoNetwork

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from model.conformal import Calibration, LabelSets, pictures_needed, scores_and_energies
+from model.calibration import Calibration, LabelSets, pictures_needed, scores_and_energies
 
 
 @pytest.mark.parametrize(
