@@ -55,20 +55,9 @@ RUN test -z "${COMPILER}" || { \
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /cache --shell /usr/sbin/nologin vitserve \
     && install --directory --owner=vitserve --group=vitserve /cache /cache/tmp
 
-# What is in the image, as CycloneDX. Its tool is in this stage alone.
-FROM dependencies AS sbom
-RUN python -m venv --without-pip /opt/sbom \
-    && pip --python /opt/sbom/bin/python install cyclonedx-bom
-RUN /opt/sbom/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type application --output-reproducible \
-        --output-format JSON --output-file sbom.cdx.json /opt/venv/bin/python
-COPY deploy/image/sbom.py ./
-COPY --from=system /var/lib/dpkg dpkg
-RUN /opt/sbom/bin/python sbom.py sbom.cdx.json dpkg
-
 FROM system
 WORKDIR /app
 COPY --from=dependencies /opt/venv /opt/venv
-COPY --from=sbom /build/sbom.cdx.json /usr/share/doc/vitserve/sbom.cdx.json
 COPY --from=code /code /
 COPY deploy/healthcheck.py ./
 # TMPDIR too, as torch keeps 150 MB of precompiled headers in it.
@@ -85,9 +74,9 @@ ENV PATH=/opt/venv/bin:$PATH \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001
 # A file that slim.py should have left alone is missed here, and not by a user.
-RUN for backend in torch auto; do \
-        VIT_CACHE_DIR=off VIT_BACKEND=$backend vitserve classify /opt/venv/lib/python3*/site-packages/service/cli/example.jpg || exit; done
-# A build has no GPU to compile for: `docker compose run --rm vitserve compile` fills the volume before the first start.
+RUN for compile in off auto; do \
+        VIT_CACHE_DIR=off VIT_COMPILE=$compile vitserve classify /opt/venv/lib/python3*/site-packages/service/cli/example.jpg || exit; done
+# A build has no GPU to compile for: the first start compiles, and fills the volume.
 VOLUME /cache
 EXPOSE 8000
 STOPSIGNAL SIGTERM

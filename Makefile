@@ -9,8 +9,7 @@ TORCH_INDEX_URL ?=
 # Empty where there is none.
 NVIDIA_DRIVER = $(shell command -v nvidia-smi 2>/dev/null)$(wildcard /proc/driver/nvidia/version)
 
-.PHONY: help run test test-ray check format chaos soak swaps fuzz mutants bench bench-peers gpu-kit screenshots
-.PHONY: dashboard dashboard-picture rules protocol image sbom bundle bundle-check clean
+.PHONY: help run test test-ray check format chaos soak fuzz bench-peers gpu-kit screenshots rules protocol image clean
 
 help:
 	@echo "make run     install what is missing and serve the bundled checkpoint on http://127.0.0.1:8000"
@@ -21,26 +20,15 @@ help:
 	@echo "make fuzz    send a server damaged pictures and requests for MINUTES=3; SEED=1 sends those of that seed again,"
 	@echo "             ONLY=structures measures pictures that cost more than they look, one by one,"
 	@echo "             ONLY=checkpoints hostile and damaged checkpoints"
-	@echo "make mutants  put small faults into core modules and count those that the tests notice:"
-	@echo "             make mutants SAMPLE=60 SEED=0 FILES='model/images service/engine/batching.py'; SAMPLE=0: all"
 	@echo "make check   lint, format, types and import contracts"
 	@echo "make format  format the code"
-	@echo "make chaos   hurt a running service in every way under load; MINUTES=10"
-	@echo "make soak    mixed load for long, and whether anything grows; MINUTES=30,"
-	@echo "             or REQUESTS=50000, with no picture kept: is memory flat?"
-	@echo "make swaps   swap the checkpoint under load: REQUESTS=10000 SWAPS=20"
-	@echo "make bench   measure the service on this CPU, and beside its peers where bench-peers was made; needs wrk"
+	@echo "make chaos   hurt a running service in every way under load; WORKERS=2, ONLY='heic swaps'"
+	@echo "make soak    mixed load for MINUTES=30: does anything grow?"
 	@echo "make bench-peers  install the peers, each in an environment of its own"
 	@echo "make gpu-kit  write what a machine with a GPU and without a network lacks to $(GPU_KIT); PYTHON_THERE=3.12"
-	@echo "make dashboard  write Grafana's dashboard anew from deploy/grafana/dashboard.py"
-	@echo "make dashboard-picture  draw it for docs/images, from services that are loaded for MINUTES=10, or from those that"
-	@echo "             PROMETHEUS=http://... has watched; needs Prometheus"
 	@echo "make rules   write the rules of Prometheus anew as the manifest of its operator"
-	@echo "make image   build the container's image with its labels; for the one without a GPU, and for the next three:"
+	@echo "make image   build the container's image with its labels; for the one without a GPU:"
 	@echo "             make image COMPOSE_FILE=docker-compose.yml:docker-compose.cpu.yml"
-	@echo "make sbom    write what is in the image, as CycloneDX, to $(DIST)/sbom.cdx.json"
-	@echo "make bundle  write images, wheels and compose files for a host without a network to $(BUNDLE)"
-	@echo "make bundle-check  classify a picture with the images and the wheels of that folder, without a network"
 	@echo "make protocol  generate the messages of gRPC anew from service/web/grpc/open_inference.proto"
 	@echo "make screenshots  take the pictures of the page in docs/images anew; needs Chromium"
 	@echo "make clean   remove the virtual environment and caches"
@@ -93,13 +81,6 @@ fuzz: $(VENV)/.test
 	@$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),3) $(if $(SEED),--seed $(SEED)) \
 		$(if $(ONLY),--only $(ONLY))
 
-# How many mutants are drawn, from which seed, and of which modules; none named: the core.
-SAMPLE ?= 60
-FILES ?=
-
-mutants: $(VENV)/.test
-	@$(BIN)/python -m tests.mutants --sample $(SAMPLE) --seed $(or $(SEED),0) $(FILES)
-
 check: $(VENV)/.check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -114,42 +95,24 @@ format: $(VENV)/.check
 RESULTS ?= runs/benchmarks
 
 chaos: $(VENV)/.test
-	$(BIN)/python -m benchmarks.reliability.chaos --minutes $(or $(MINUTES),10) --record $(RESULTS)/chaos.json
+	@mkdir -p $(RESULTS)
+	$(BIN)/python -m benchmarks.reliability --workers $(or $(WORKERS),1) $(if $(ONLY),--only $(ONLY)) \
+		--record $(RESULTS)/chaos.json
 
 soak: $(VENV)/.test
-	$(BIN)/python -m benchmarks.reliability.soak --minutes $(or $(MINUTES),30) \
-		$(if $(REQUESTS),--requests $(REQUESTS) --setting VIT_RECENT_BYTES=0) --record $(RESULTS)/soak.json
-
-swaps: $(VENV)/.test
-	$(BIN)/python -m benchmarks.reliability.swaps --requests $(or $(REQUESTS),10000) --swaps $(or $(SWAPS),20) \
-		--record $(RESULTS)/swaps.json
-
-# Takes an hour and a half with the peers, on a machine that does nothing else; a run that was cut short goes on.
-bench: $(VENV)/.test
-	mkdir -p $(RESULTS)
-	$(BIN)/python -m benchmarks.decode --out $(RESULTS)
-	$(BIN)/python -m benchmarks.cpu --record $(RESULTS)/cpu.json
-	@if [ -d benchmarks/.peers ]; then $(BIN)/python -m benchmarks.peers --record $(RESULTS)/peers.json; \
-	else echo "Peers are not installed: make bench-peers"; fi
-	$(BIN)/python -m benchmarks.figures --results $(RESULTS) --output $(RESULTS)
-	@echo "Records and pictures: $(RESULTS). The next run continues them; remove them to measure anew."
+	@mkdir -p $(RESULTS)
+	$(BIN)/python -m benchmarks.reliability --soak $(or $(MINUTES),30) --record $(RESULTS)/soak.json
 
 bench-peers: $(VENV)/.test
 	$(BIN)/python -m benchmarks.peers.make_environments
 
-# Of the Python of the machine with the GPU. What it has stands in benchmarks/gpu_packages.txt.
+# Of the Python of the machine with the GPU.
 PYTHON_THERE ?= 3.12
 GPU_KIT := dist/gpu-kit
 
 gpu-kit: $(VENV)/.test
 	rm -rf $(GPU_KIT)
 	@$(BIN)/python -m benchmarks.gpu_kit $(GPU_KIT) --python $(PYTHON_THERE)
-
-dashboard: $(VENV)/.test
-	$(BIN)/python -m deploy.grafana.dashboard
-
-dashboard-picture: $(VENV)/.test
-	$(BIN)/python -m deploy.grafana.picture --minutes $(or $(MINUTES),10) $(if $(PROMETHEUS),--prometheus $(PROMETHEUS))
 
 PROMETHEUS_RULE := deploy/kubernetes/components/monitoring/prometheusrule.yaml
 
@@ -168,8 +131,6 @@ protocol: $(VENV)/.made
 screenshots: $(VENV)/.test
 	$(BIN)/python -m tests.e2e.page.screenshots
 
-DIST ?= dist
-BUNDLE ?= $(DIST)/vitserve-bundle
 # Where the code is, for a label of the image.
 SOURCE ?=
 # Compose reads COMPOSE_FILE and TORCH_INDEX_URL from the environment, or from .env; make puts its arguments there.
@@ -177,17 +138,6 @@ SOURCE ?=
 image:
 	docker compose build --build-arg CREATED="$$(date -u +%Y-%m-%dT%H:%M:%SZ)" --build-arg SOURCE="$(SOURCE)" \
 		--build-arg REVISION="$$(git describe --always --abbrev=40 --dirty --exclude '*')" vitserve
-
-sbom:
-	mkdir -p $(DIST)
-	image=$$(docker compose config --images vitserve | grep vitserve:) && docker run --rm --network none \
-		--entrypoint cat "$$image" /usr/share/doc/vitserve/sbom.cdx.json >$(DIST)/sbom.cdx.json
-
-bundle: image $(VENV)/.made
-	PYTHON=$(BIN)/python deploy/bundle/make.sh $(BUNDLE)
-
-bundle-check: $(VENV)/.made
-	PYTHON=$(abspath $(BIN))/python $(BUNDLE)/check.sh
 
 clean:
 	rm -rf $(VENV) .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache *.egg-info

@@ -2,14 +2,13 @@
 
 (a) `vit32`:   32 px, patch 4, 192 wide, 9 layers, 10 classes; random weights from a seed
 (b) `vit224`:  ViT-Ti/16 at 224 px, 1000 classes: DeiT-Tiny's weights where they are at hand, else random
-and, for `benchmarks.larger`, ViT-S/16, B/16, B/32 and L/16 with random weights
 """
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,15 +44,6 @@ class Shape:
 VIT32 = Shape("vit32", 32, 4, 192, 9, 3, 10, None, 2, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 VIT224 = Shape("vit224", 224, 16, 192, 12, 3, 1000, 248, 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 SHAPES = {shape.name: shape for shape in (VIT32, VIT224)}
-LARGER = {
-    shape.name: shape
-    for shape in (
-        replace(VIT224, name="ViT-S-16", width=384, heads=6),
-        replace(VIT224, name="ViT-B-32", width=768, heads=12, patch=32),
-        replace(VIT224, name="ViT-B-16", width=768, heads=12),
-        replace(VIT224, name="ViT-L-16", width=1024, heads=16, depth=24),
-    )
-}
 
 
 def shared_folder() -> Path:
@@ -63,7 +53,7 @@ def shared_folder() -> Path:
 
 def ensure(name: str) -> tuple[Path, str]:
     """The folder of a model, made if absent, and where its weights come from."""
-    shape = (SHAPES | LARGER)[name]
+    shape = SHAPES[name]
     folder = CACHE / name
     source = folder / "SOURCE"
     if not source.exists():
@@ -72,15 +62,16 @@ def ensure(name: str) -> tuple[Path, str]:
     return folder, source.read_text()
 
 
-def write(folder: Path, shape: Shape) -> str:
-    """Write the files of a model into a folder, and return where its weights come from."""
+def write(folder: Path, shape: Shape, seed: int = 0) -> str:
+    """Write the files of a model into a folder, and return where its weights come from; `seed` is of random ones."""
     from safetensors.torch import save_file  # noqa: PLC0415
 
+    folder.mkdir(parents=True, exist_ok=True)
     timm = shared_folder() / "weights" / "deit_tiny_imagenet" / "model.safetensors"
     if shape is VIT224 and timm.exists():
         tensors, origin = _from_timm(timm, shape), "deit_tiny_patch16_224 (timm)"
     else:
-        tensors, origin = _random(shape), "random, seed 0"
+        tensors, origin = _random(shape, seed), f"random, seed {seed}"
     (folder / "config.json").write_text(json.dumps(_config(shape), indent=1))
     (folder / "preprocessor_config.json").write_text(json.dumps(_preprocessor(shape), indent=1))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -123,14 +114,14 @@ def _preprocessor(shape: Shape) -> dict[str, Any]:
     }
 
 
-def _random(shape: Shape) -> dict[str, Tensor]:
+def _random(shape: Shape, seed: int) -> dict[str, Tensor]:
     """Weights whose answers differ from picture to picture, so that a mix-up or a rounding would show.
 
     Transformers' own initialisation answers every picture almost alike; weights of unit gain do not.
     """
     import torch  # noqa: PLC0415
 
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
 
     def weight(*size: int) -> Tensor:
         fan_in = int(torch.tensor(size[1:]).prod())

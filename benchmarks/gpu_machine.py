@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -45,15 +44,6 @@ def facts(device: str) -> dict[str, Any]:
     except (ImportError, RuntimeError) as error:
         return found | {"driver": f"unknown: {error}"}
     return found | {"driver": str(nvml.nvmlSystemGetDriverVersion())}
-
-
-def listing(patience: float) -> str:
-    """What `nvidia-smi` prints within some seconds, or why it prints nothing."""
-    try:
-        done = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False, timeout=patience)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"nvidia-smi: {error}"
-    return done.stdout + done.stderr
 
 
 def _nvml(gpu: str) -> tuple[Any, Any]:

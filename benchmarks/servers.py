@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -255,6 +254,18 @@ def ask(url: str, protocol: Protocol, picture: bytes) -> int:
         return protocol.top1(answer.read())
 
 
+def resident_mib(pid: int) -> float:
+    """MiB resident of a process and its children; a page that several map counts once (PSS)."""
+    total, pids = 0, [pid]
+    for each in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            for thread in Path(f"/proc/{each}/task").iterdir():
+                pids += map(int, (thread / "children").read_text().split())
+            lines = Path(f"/proc/{each}/smaps_rollup").read_text().splitlines()
+            total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return round(total / 1024, 1)
+
+
 def free_port() -> int:
     """A port that nobody listens on."""
     with socket.socket() as probe:
@@ -276,16 +287,6 @@ def _marked(mark: str) -> list[int]:
                 if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
                     found.append(int(folder.name))
     return sorted(found)
-
-
-def kill_marked(mark: str, patience: float = 10) -> None:
-    """Kill every process that was started with this variable, `NAME=VALUE`, in its environment, and their children."""
-    deadline = time.monotonic() + patience
-    while (left := _marked(mark)) and time.monotonic() < deadline:
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
 
 
 _BOUNDARY = "benchmark-boundary"
@@ -333,19 +334,9 @@ def _same(data: bytes) -> bytes:
     return data
 
 
-def _base64(data: bytes) -> bytes:
-    """KServe v2 as JSON: MLServer has no binary extension over HTTP, and KServe's takes only bytes that are UTF-8."""
-    parameters = {"content_type": "base64"}
-    text = base64.b64encode(data).decode()
-    tensor = {"name": "image", "shape": [1, 1], "datatype": "BYTES", "parameters": parameters, "data": [text]}
-    return json.dumps({"inputs": [tensor]}).encode()
-
-
 JPEG = {"Content-Type": "image/jpeg"}
 FORM = {"Content-Type": f"multipart/form-data; boundary={_BOUNDARY}"}
 OURS = Protocol("/classify", JPEG, _same, _json("predictions", 0, "index"))
-OURS_ATTENTION = Protocol("/classify?attention=true", JPEG, _same, _json("predictions", 0, "index"))
-OURS_RELEVANCE = Protocol("/classify?attention=relevance", JPEG, _same, _json("predictions", 0, "index"))
 
 
 def _peer(threads: int, decoders: int, wait: float, **more: object) -> dict[str, str]:
@@ -362,7 +353,7 @@ VITSERVE = Server(
     ("-m", "service", "serve"),
     OURS,
     "vitserve",
-    candidates=[{}, {"VIT_STREAMS": "1"}, {"VIT_BACKEND": "torch"}],
+    candidates=[{}, {"VIT_COMPILE": "off"}],
     held=False,  # it polls nothing, and its watchdog ends a process that has stood still
 )
 
@@ -434,24 +425,6 @@ SERVERS = [
         # Triton's Python stub takes whatever libpython it finds first: it has to be this interpreter's.
         extra={"LD_LIBRARY_PATH": str(sysconfig.get_config_var("LIBDIR"))},
         held=False,  # it ends where its Python stub does not answer at once
-    ),
-    Server(
-        "MLServer",
-        ("-m", "benchmarks.peers.mlserver_app"),
-        Protocol("/v2/models/vit/infer", {"Content-Type": "application/json"}, _base64, _triton_top1),
-        "mlserver",
-        "mlserver",
-        candidates=[_peer(1, 1, 5, WORKERS=2), _peer(2, 2, 5)],
-        openvino=[_openvino(2, 2, 5), _openvino(1, 1, 5, WORKERS=2), _openvino(2, 2, 0, BATCH=1, STREAMS=2)],
-    ),
-    Server(
-        "KServe",
-        ("-m", "benchmarks.peers.kserve_app"),
-        Protocol("/v2/models/vit/infer", {"Content-Type": "application/json"}, _base64, _triton_top1),
-        "kserve",
-        "kserve",
-        candidates=[_peer(1, 2, 0, BATCH=1), _peer(2, 2, 0, BATCH=1)],
-        openvino=[_openvino(2, 3, 0, BATCH=1, STREAMS=2), _openvino(2, 2, 0, BATCH=1, STREAMS=2)],
     ),
 ]
 """The table of who is measured: ours first."""

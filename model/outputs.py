@@ -21,13 +21,13 @@ Fusion = Literal["mean", "max", "min"]
 
 FUSIONS: Final[tuple[Fusion, ...]] = get_args(Fusion)
 
-Method = Literal["relevance", "cls", "rollout", "gae", "legrad"]
+Method = Literal["relevance", "cls", "rollout", "gae"]
 """A way to make a map: `cls` is the attention row itself, `model.explanation.methods` has the others."""
 
 METHODS: Final[tuple[Method, ...]] = get_args(Method)
 """All of them, the default first."""
 
-CLASS_SPECIFIC: Final[frozenset[Method]] = frozenset({"relevance", "gae", "legrad"})
+CLASS_SPECIFIC: Final[frozenset[Method]] = frozenset({"relevance", "gae"})
 """Methods whose map is of a class."""
 
 EvidenceWord = Literal["strong", "some", "little", "none"]

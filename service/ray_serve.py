@@ -17,15 +17,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from model.errors import first_problem
-from service import logs
 from service.engine.devices import fit_to_machine
 from service.engine.loading import load_predictor
 from service.engine.swapping import Unswapped
 from service.errors import EngineUnavailable, SettingsError
 from service.http.lifecycle import freeze_objects, trim_regularly
-from service.metrics.metrics import CONTENT_TYPE, Metrics, render_replicas
+from service.observe import logs
+from service.observe.metrics import Metrics, render_replicas
 from service.settings import MEMORY, Settings, load_settings, unknown_variables
-from service.tracing.start import batch_observer, start_telemetry
 from service.web.app import create_app, log_model
 from service.web.single_process import Loader, engine_of
 
@@ -117,19 +116,14 @@ class Replica:
         logs.configure(settings.log_format, settings.log_level)
         self._settings = settings
         self._metrics = _MetricsOfAll()
-        self._telemetry = start_telemetry(settings)
-        on_batch = batch_observer(self._metrics.observe_batch, self._telemetry)
-        self._engine = engine_of(settings, load, on_batch, self._metrics.observe_audit)
+        self._engine = engine_of(settings, load, self._metrics.observe_batch)
         self._loaded = asyncio.Event()
         trim_regularly()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application to which Ray passes all requests, and the beginning and end of the replica."""
-        tracer = None if self._telemetry is None else self._telemetry.request_tracer()
         changed = self._on_engine_change
-        service = create_app(
-            self._settings, Unswapped(self._engine), self._metrics, on_engine_change=changed, tracer=tracer
-        )
+        service = create_app(self._settings, Unswapped(self._engine), self._metrics, on_engine_change=changed)
 
         async def application(scope: Scope, receive: Receive, send: Send) -> None:
             await service(scope, receive, partial(_send_without_request_id, send))
@@ -175,7 +169,7 @@ class _MetricsOfAll(Metrics):
         """Return the name and the metrics of this replica."""
         return serve.get_replica_context().replica_id.unique_id, list(self.collect())
 
-    async def gather(self, accept: str) -> tuple[bytes, str]:
+    async def gather(self) -> bytes:
         """Return the metrics of all replicas that answer in time, with the label `replica`, as text."""
         if self._replicas is None:
             self._replicas = serve.get_deployment_handle(NAME, serve.get_replica_context().app_name)
@@ -187,4 +181,4 @@ class _MetricsOfAll(Metrics):
             logger.warning("the other replicas do not send their metrics: %s", error)
         own = dict([self.own()])
         others = dict(answer for answer in answers if not isinstance(answer, BaseException))
-        return await asyncio.to_thread(render_replicas, others | own), CONTENT_TYPE
+        return await asyncio.to_thread(render_replicas, others | own)

@@ -133,12 +133,6 @@ def _recent_url(value: SecretStr) -> SecretStr:
     return value
 
 
-def _otel(value: bool) -> bool:
-    if value and not all(map(_is_installed, ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"))):
-        raise ValueError("it needs OpenTelemetry's packages: pip install -e '.[otel]' in the clone")
-    return value
-
-
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
@@ -241,31 +235,14 @@ class Settings(BaseSettings):
         description="`auto`, `cpu`, `cuda`, `cuda:0` or `cuda:0,cuda:1` (one engine a device), `all` GPUs and "
         "instances of MIG, or a device by its identifier: `cuda:MIG-...`",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float8", "int8"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="`auto` is the fastest dtype native to the device but `float8`, which is for the linear layers of "
-        "the blocks, on GPUs of compute capability 8.9 and later; `int8`, on a CPU, is for folders that `vitserve "
-        "convert --dtype int8` wrote, where `auto` takes it as well",
+        description="`auto` is the fastest dtype native to the device",
     )
-    agreement: float = Field(
-        0.99,
-        ge=0,
-        le=1,
-        description="share of pictures on which `float8` must have the best class of bfloat16, or `int8` that of "
-        "float32, or it is not served",
-    )
-    audit: float = Field(
-        0.001,
-        ge=0,
-        le=1,
-        description="share of the pictures that are computed again in float32 when the device is idle, where `int8` is "
-        "served; 0: none",
-    )
-    compile: Literal["auto", "on", "max", "no-graphs", "off"] = Field(
+    compile: Literal["auto", "on", "off"] = Field(
         "auto",
         description="torch.compile: `auto` compiles on CUDA and replays one CUDA graph a batch size, `on` compiles "
-        "also on the CPU, `max` tries several kernels first (minutes at the first start), `no-graphs` is `auto` "
-        "without CUDA graphs, `off` does neither",
+        "also on the CPU, `off` does neither",
     )
     backend: Literal["auto", "torch", "openvino"] = Field(
         "auto",
@@ -386,9 +363,6 @@ class Settings(BaseSettings):
     cors_origins: Annotated[tuple[str, ...], CommaSeparated, NoDecode] = Field(
         (), description="comma-separated origins that browsers may call from; `*` for any"
     )
-    otel: Annotated[bool, AfterValidator(_otel)] = Field(
-        False, description="whether spans are exported by OpenTelemetry, as its own variables (`OTEL_...`) say"
-    )
     log_format: Literal["text", "json"] = Field("text", description="`json`: one object a line")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe message logged")
 
@@ -419,6 +393,32 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
         written = (flags or {}).get(name, os.environ.get(variable, error.errors()[0]["input"]))
         value = "***" if name in _SECRET else repr(written)
         raise SettingsError(f"{variable}={value}: {message[:1].lower()}{message[1:]}") from None
+
+
+_EXPORTERS = {
+    "OTEL_TRACES_EXPORTER": "otlp",
+    "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+}
+"""OpenTelemetry's variables that choose an exporter, and the value for which one is installed."""
+
+
+def exports_spans(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether spans are exported: OpenTelemetry's variables ask for it, and the extra `otel` is installed.
+
+    Raises:
+        SettingsError: they ask for an exporter that is not there.
+    """
+    exporter = environment.get("OTEL_TRACES_EXPORTER")
+    endpoints = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    wanted = exporter or any(environment.get(name) for name in endpoints)
+    disabled = exporter == "none" or environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    if not wanted or disabled or not _is_installed("opentelemetry.instrumentation.asgi"):
+        return False
+    for name, allowed in _EXPORTERS.items():
+        if environment.get(name, "") not in ("", allowed):
+            raise SettingsError(f"{name}={environment[name]!r}: expected {allowed}")
+    return True
 
 
 def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:

@@ -220,10 +220,6 @@ class ModelDescription(BaseModel):
     multi_label: bool
     device: str
     dtype: str
-    agreement: Annotated[
-        str | None,
-        Field(description="`float8`, `int8`: how often it gives the best class of bfloat16, of float32, and on what"),
-    ] = None
     backend: Annotated[str, Field(description="what runs the network, with its version")]
     compiled: Annotated[str, Field(description="`compiled`, `compiling`, or why not")]
     max_batch: int

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -48,7 +47,6 @@ class Checkpoint:
         notes: what else was done with the files (tensors left aside, names inferred).
         zero_shot: how labels of a request are compared, where the checkpoint has a text tower.
         embed_texts: that tower: texts to features, float32 [N, D].
-        folder: the local native folder it was read from, where a record of int8 may lie beside it.
         antialias: whether position embeddings are low-passed before they shrink, as the source library does.
         calibration: what the sets of labels are made by, where the checkpoint was calibrated.
     """
@@ -68,7 +66,6 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     zero_shot: ZeroShot | None = None
     embed_texts: Callable[[Sequence[str]], NDArray[np.float32]] | None = None
-    folder: Path | None = None
     antialias: bool = True
     calibration: Calibration | None = None
 

@@ -85,7 +85,6 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         multi_label=native.multi_label,
         assumed=native.assumed,
         revision=files.revision,
-        folder=files.folder if isinstance(files, Folder) else None,
     )
     if files.path(CALIBRATION_FILE) is None:
         return checkpoint

@@ -1,6 +1,6 @@
 """The explanation methods by name, and maps over the patch grid made with them.
 
-Rollout, generic attention explainability and LeGrad follow attention through the blocks and stand here; `relevance` has
+Rollout and generic attention explainability follow attention through the blocks and stand here; `relevance` has
 a file of its own. Each returns how much every token mattered.
 """
 
@@ -21,13 +21,11 @@ from model.explanation.explicit_forward import (
     finish_pool,
     over_all_tokens,
     readout,
-    tokens_read,
     weigh,
     weigh_pool,
 )
 from model.explanation.maps import sharpened_maps, token_maps
 from model.explanation.relevance import relevance
-from model.network.layers.block import Block
 from model.network.vit import VisionTransformer
 from model.outputs import METHODS, Fusion, MapRequest, Method
 
@@ -127,51 +125,8 @@ def _positive_mean(weights: Tensor, gradient: Tensor) -> Tensor:
     return (weights * gradient).relu().mean(dim=1)
 
 
-def legrad(model: VisionTransformer, pixels: Tensor, classes: Tensor) -> Tensor:
-    """Return the relevance of each token for the class by LeGrad: float32 [B, N], not negative.
-
-    Bousselham et al., ICCV 2025, https://arxiv.org/abs/2404.03214. The model's head reads each block's output as if the
-    block were the last. The positive part of that prediction's gradient with respect to the block's attention, averaged
-    over heads and queries, is the layer's map; layers are summed.
-
-    A layer's prediction is pooled as the model's is; the authors' code for CLIP averages all tokens instead of reading
-    the CLS token, which a head that was trained on that token alone makes less of. With attention pooling the pooling
-    query's attention takes the place of the block's, as in their code.
-    """
-    inputs = block_inputs(model, pixels)
-    summed = torch.zeros(inputs[0].shape[:2], device=pixels.device)
-    for block, x in zip(blocks_of(model), inputs, strict=True):
-        summed += _head_gradient(model, block, x, classes).relu().mean(dim=(1, 2))
-    return summed
-
-
-def _head_gradient(model: VisionTransformer, block: Block, x: Tensor, classes: Tensor) -> Tensor:
-    """Return the gradient of the class's logit with respect to the attention that the head's tokens were made with.
-
-    It is [B, heads, Q, N]. The Q queries are the tokens that the head reads: CLS, and the distillation token where it
-    has a head; all where the head pools over tokens. With attention pooling it is the pooling query alone, after the
-    block. The backward pass goes through these tokens' projection, MLP and norms, and not through the network.
-
-    Args:
-        block: the head reads its output.
-        x: the block's input, [B, N, D].
-        classes: int64 [B].
-    """
-    pool = model.attn_pool
-    with torch.no_grad():
-        if pool is None:
-            weighed = weigh(block, x, tokens_read(model.config))
-        else:
-            weighed = weigh_pool(pool, model.norm(block(x)[0]))
-    with torch.enable_grad():
-        weighed.weights.requires_grad_()
-        logits = model.read(finish(block, x, weighed)) if pool is None else finish_pool(model, pool, weighed)
-        (gradient,) = torch.autograd.grad(class_scores(logits, classes), weighed.weights)
-    return over_all_tokens(gradient, model.config)
-
-
 _OF_CLASS: Final[Mapping[Method, Callable[[VisionTransformer, Tensor, Tensor], Tensor]]] = MappingProxyType(
-    {"relevance": relevance, "gae": gae, "legrad": legrad}
+    {"relevance": relevance, "gae": gae}
 )
 """(model, pixels [B, C, H, W], classes int64 [B]) -> how much each token mattered, float32 [B, N]."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
@@ -17,13 +17,10 @@ from model.runtime.batches import BatchRequest, HostOutputs, Images
 
 BackendName = Literal["auto", "torch", "openvino"]
 
-CompileMode = Literal["auto", "on", "max", "off"]
+CompileMode = Literal["auto", "on", "off"]
 
-Logits = Callable[[NDArray[np.uint8]], NDArray[np.float32]]
-"""Returns the logits of images uint8 [B, H, W, C]: float32 [B, classes]."""
-
-INT8_RECORD: Final = "int8.json"
-"""The file beside a checkpoint that can be served in int8: see `model.runtime.openvino.int8_record`."""
+WITHOUT_GRAPHS: Final = "no-graphs"
+"""In place of a `CompileMode`: what a process whose capture broke off asks its successor for. It is no setting."""
 
 _TOLERANCES: Final = {"logits": (1e-3, 0.1), "attention": (0.01, 0.3), "relevance": (0.05, 0.5)}
 """Largest norm of the difference between two ways of computing an output, relative to the output's own norm: in
@@ -127,12 +124,10 @@ class Built(NamedTuple):
     dtype: str
     gpu_uuid: str | None
     parameters: int
-    agreement: str | None
     max_batch: int
     streams: int
     backend: Backend
     reason: str
-    reference: Logits | None = None
 
 
 def require_close(outputs: HostOutputs, expected: HostOutputs, *, exact: bool, source: str) -> None:

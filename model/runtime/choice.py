@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 
 from model.errors import DeviceError
@@ -15,8 +14,7 @@ from model.runtime.cuda.backend import Cuda
 from model.runtime.cuda.batch_launcher import DeviceOps
 from model.runtime.cuda.ops import CudaOps
 from model.runtime.openvino.backend import LazyTorch, OpenVino, reason_for, unsupported_reason
-from model.runtime.openvino.network import NetworkGraph, OpenVinoNetwork
-from model.runtime.openvino.quantization import Quantised, int8_graph
+from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.openvino.store import Keep
 from model.runtime.openvino.tracing import traced_network
 from model.runtime.scores import Scores
@@ -34,7 +32,6 @@ def choose_backend(
     streams: int,
     ops: DeviceOps | None = None,
     keep: Keep | None = None,
-    int8: Mapping[str, Quantised] | None = None,
 ) -> tuple[Backend, str]:
     """Return the backend and the reason: OpenVINO where it is requested, or is possible and torch is not to compile.
 
@@ -42,7 +39,6 @@ def choose_backend(
         options: the network and how torch would run it.
         requested, threads, streams: see `model.runtime.predictor.Predictor`.
         keep: keeps graphs of OpenVINO that were made and compared.
-        int8: how products are computed where logits alone are asked for, which needs OpenVINO; None: as all others.
         ops: a device that batches are launched on; None launches on CUDA if that is the options' device.
 
     Raises:
@@ -50,7 +46,7 @@ def choose_backend(
     """
     if requested == "torch":
         reason = "torch is requested"
-    elif requested == "auto" and options.compile_mode in ("on", "max"):
+    elif requested == "auto" and options.compile_mode == "on":
         reason = "torch is to compile the network"
     elif unsupported := unsupported_reason(str(options.device), options.dtype_name):
         if requested == "openvino":
@@ -60,13 +56,9 @@ def choose_backend(
         parameters = count_parameters(options.model)
         stage = None if keep is None else keep.stage
         try:
-            network, graph = traced_network(options, threads=threads.count, streams=streams, stage=stage)
-            classifier = None
-            if int8 is not None:
-                logits = NetworkGraph(int8_graph(graph.model, int8), ("logits",), BatchRequest())
-                classifier = OpenVinoNetwork(logits, options.dtype_name, threads=threads.count, streams=streams)
+            network = traced_network(options, threads=threads.count, streams=streams, stage=stage)
         except DeviceError as error:
-            if requested == "openvino" or int8 is not None:
+            if requested == "openvino":
                 raise
             logger.warning("torch runs the network: %s", error)
             reason = str(error)
@@ -80,7 +72,7 @@ def choose_backend(
             def with_extras(extras: BatchRequest) -> OpenVinoNetwork:
                 # Of the checkpoint's own tensors, which are the constants of the first network's graphs already.
                 built = replace(options, model=options.checkpoint.build())
-                extended, _ = traced_network(
+                extended = traced_network(
                     built, threads=threads.count, streams=streams, extras=extras, workers=1, stage=stage
                 )
                 save(extras)
@@ -89,7 +81,7 @@ def choose_backend(
             fallback = LazyTorch(lambda: torchs)
             fallback.load()
             scores = Scores(options.checkpoint)
-            return OpenVino(network, scores, threads, fallback, with_extras, save, classifier), reason_for(requested)
+            return OpenVino(network, scores, threads, fallback, with_extras, save), reason_for(requested)
     if ops is None and options.device.type == "cuda":
         ops = CudaOps(options.device)
     if ops is None:

@@ -76,18 +76,15 @@ def strict_compiler() -> Iterator[None]:
         yield
 
 
-def compiled_twin(model: M, *, autotune: bool) -> M:
+def compiled_twin(model: M) -> M:
     """Return a model that shares the weights and compiles its blocks, or all of it, at its first run with each shape.
 
     On a CPU code for any batch size ran no faster than uncompiled.
-
-    Args:
-        autotune: see `compiled_for_any_batch`.
     """
     twin = _twin(model)
     for block in twin.blocks if isinstance(twin, VisionTransformer) else (twin,):
         # One block's code serves all of them: compiling regions takes a fraction of the whole model's time.
-        block.compile(dynamic=False, mode=_mode(autotune))
+        block.compile(dynamic=False)
     return twin
 
 
@@ -96,7 +93,6 @@ def compiled_network(
     normalise: Callable[[Tensor], Tensor],
     folded: FoldedWeights | None,
     *,
-    autotune: bool,
     backend: str = "inductor",
 ) -> Network:
     """Return the network for uint8 pixels, compiled once for any batch size at its first runs.
@@ -107,9 +103,9 @@ def compiled_network(
 
     Args:
         folded: see `model.explanation.relevance.token_relevance`.
-        autotune, backend: see `compiled_for_any_batch`.
+        backend: see `compiled_for_any_batch`.
     """
-    compiled = partial(compiled_for_any_batch, autotune=autotune, backend=backend)
+    compiled = partial(compiled_for_any_batch, backend=backend)
     whole = compiled(lambda pixels: run_network(model, normalise(pixels), BatchRequest()))
     if not isinstance(model, VisionTransformer):
         return lambda pixels, request: whole(pixels)
@@ -127,17 +123,16 @@ def compiled_network(
     return run
 
 
-def compiled_for_any_batch(function: Callable[P, T], *, autotune: bool, backend: str = "inductor") -> Callable[P, T]:
+def compiled_for_any_batch(function: Callable[P, T], *, backend: str = "inductor") -> Callable[P, T]:
     """Return a function that compiles itself once for all sizes of its tensors' first dimension.
 
     Tensors are arguments, or parts of one that is a tuple. A single row is computed without compiling: code for any
     size would be compiled once more for it.
 
     Args:
-        autotune: whether several kernels are timed for every matrix product first.
         backend: of `torch.compile`.
     """
-    compiled = torch.compile(function, mode=_mode(autotune), backend=backend)
+    compiled = torch.compile(function, backend=backend)
 
     def run(*arguments: P.args, **keywords: P.kwargs) -> T:
         parts = [part for each in arguments for part in (each if isinstance(each, tuple) else (each,))]
@@ -149,10 +144,6 @@ def compiled_for_any_batch(function: Callable[P, T], *, autotune: bool, backend:
         return compiled(*arguments, **keywords)
 
     return run
-
-
-def _mode(autotune: bool) -> str | None:
-    return "max-autotune-no-cudagraphs" if autotune else None
 
 
 def _twin(model: M) -> M:

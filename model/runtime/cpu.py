@@ -100,11 +100,6 @@ def cpu_has_bfloat16(cpuinfo: Path = _CPUINFO) -> bool:
     return _has_one_of({"avx512_bf16", "amx_bf16", "bf16"}, cpuinfo)
 
 
-def cpu_has_int8(cpuinfo: Path = _CPUINFO) -> bool:
-    """Return whether the CPU adds up products of int8 in one instruction (x86: VNNI or AMX; Arm: DOT or I8MM)."""
-    return _has_one_of({"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"}, cpuinfo)
-
-
 def _has_one_of(features: set[str], cpuinfo: Path) -> bool:
     try:
         text = cpuinfo.read_text()

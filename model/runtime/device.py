@@ -8,14 +8,11 @@ import torch
 
 from model.errors import DeviceError, first_line
 from model.runtime.cpu import cpu_has_bfloat16
-from model.runtime.float8 import unsupported_reason as float8_unsupported
 
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
-    "float8": torch.bfloat16,  # of all but the linear layers of the blocks
-    "int8": torch.float32,  # of what the graph in int8 does not give, or bfloat16: see `choose_dtype`
 }
 
 
@@ -61,26 +58,19 @@ def gpu_identifier(device: torch.device) -> str:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of this name; `auto` is the fastest dtype native to the device but float8 and int8.
-
-    What a graph in int8 does not give is computed in the dtype of `auto`.
+    """Return the dtype of this name; `auto` is the fastest dtype native to the device.
 
     On CUDA that is bfloat16 (compute capability 8.0 and later), else float16. On a CPU it is bfloat16
     where its instructions exist (emulated it is slower than float32), else float32.
 
     Raises:
-        DeviceError: not a dtype's name, or bfloat16 on a GPU that only emulates it, or float8 or int8 where it is not
-            computed.
+        DeviceError: not a dtype's name, or bfloat16 on a GPU that only emulates it.
     """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if name == "bfloat16" and capability is not None and capability[0] < 8:
         version = ".".join(map(str, capability))
         raise DeviceError(f"dtype 'bfloat16': {device} (compute capability {version}) has none: float16 is its own")
-    if name == "float8" and (unsupported := float8_unsupported(device)):
-        raise DeviceError(f"dtype 'float8': {unsupported}")
-    if name == "int8" and capability is not None:
-        raise DeviceError(f"dtype 'int8': it is for CPUs, not {device}")
-    if name in ("auto", "int8"):
+    if name == "auto":
         if capability is not None:
             return torch.bfloat16 if capability[0] >= 8 else torch.float16
         return torch.bfloat16 if cpu_has_bfloat16() else torch.float32

@@ -94,9 +94,7 @@ class _Torch:
         with recording() as files:
             options = self.options()
         keep = Keep(self.entry, files, manifest.threads)
-        network, _ = traced_network(
-            options, threads=threads, streams=streams, extras=extras, workers=1, stage=keep.stage
-        )
+        network = traced_network(options, threads=threads, streams=streams, extras=extras, workers=1, stage=keep.stage)
         keep.save(extras, options.checkpoint, manifest.parameters, manifest.dtype)
         return network
 
@@ -144,7 +142,6 @@ def kept_predictor(
         dtype=manifest.dtype,
         gpu_uuid=None,
         parameters=manifest.parameters,
-        agreement=None,
         max_batch=max_batch,
         streams=streams,
         backend=OpenVino(

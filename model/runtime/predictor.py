@@ -58,13 +58,10 @@ class Predictor:
         device: see `model.runtime.device.choose_device`.
         device_name: what the device is called, where it has another number in this process.
         dtype: see `model.runtime.device.choose_dtype`. Where `auto` gives float16, and the model overflows in it, the
-            model runs in float32. With `float8` the best class is compared with bfloat16's on a calibration set. A
-            checkpoint that was converted for int8 is served in it with `auto`, too, where it agrees.
-        least_agreement: share of that set on which they must agree, 0...1; with int8, of the pictures on which
-            `vitserve convert` measured it.
-        compile_mode: `auto` compiles on CUDA; `on` also on the CPU; `max` times several kernels for every
-            matrix product first, which takes minutes. If the compiler is missing or fails, that is logged and shown by
-            `compiled`, and the model runs uncompiled. Unless `off`, on CUDA each launch size becomes a CUDA graph.
+            model runs in float32.
+        compile_mode: `auto` compiles on CUDA; `on` also on the CPU. If the compiler is missing or fails, that is logged
+            and shown by `compiled`, and the model runs uncompiled.
+            Unless `off`, on CUDA each launch size becomes a CUDA graph.
         backend: what runs the network: `torch`; `openvino`, on a CPU; or `auto`, which is OpenVINO where it is
             installed, has the dtype and agrees with torch, unless torch is to compile.
         max_batch: largest batch ever launched; None for the device's default.
@@ -80,14 +77,13 @@ class Predictor:
         checkpoint: what is served; without tensors where its graphs were kept: see `KeptCheckpoint`.
         device: name of the device: `cpu` or `cuda:N`.
         dtype: what it computes in.
-        agreement: how often float8 gives bfloat16's best class, or int8 float32's, and on what; None in other dtypes.
         gpu_uuid: identifier of the GPU, whatever its number; None on the CPU.
         lazy: whether a warm-up would compile what few pictures do not need.
         backend: what runs the network, with its version; attention of other layers than the last is always torch's.
 
     Raises:
-        DeviceError: the device, dtype or backend is not available here, or float8 or int8 agrees too seldom.
-        CheckpointError: the weights are not what the config says, or the record of int8 is not of them.
+        DeviceError: the device, dtype or backend is not available here.
+        CheckpointError: the weights are not what the config says.
     """
 
     def __init__(self, checkpoint: Checkpoint, **options: Unpack[PredictorOptions]) -> None:
@@ -115,10 +111,9 @@ class Predictor:
     def _take(self, checkpoint: Checkpoint, built: Built) -> None:
         self.checkpoint, self.config = checkpoint, checkpoint.config
         self.device, self.dtype, self.gpu_uuid = built.device, built.dtype, built.gpu_uuid
-        self.parameters, self.agreement = built.parameters, built.agreement
+        self.parameters = built.parameters
         self.max_batch, self.streams = built.max_batch, built.streams
         self._backend, self.backend_reason, self.backend = built.backend, built.reason, built.backend.name
-        self._reference = built.reference
         self._scores = Scores(checkpoint)
         self.lazy = False
 
@@ -347,16 +342,6 @@ class Predictor:
         shown = faded(values, evidence)
         facts = kept_mass.tolist(), score.tolist(), evidence.tolist()
         return dict(zip(places, map(AttentionMap, requests, shown, *facts), strict=True))
-
-    @property
-    def audits(self) -> bool:
-        """Return whether `reference_class` says more than `predict` does."""
-        return self._reference is not None
-
-    def reference_class(self, image: NDArray[np.uint8]) -> int:
-        """Return the best class of one image in float32, uint8 [H, W, C], computed by the calling thread alone."""
-        assert self._reference is not None, "see `audits`"
-        return int(self._reference(image[np.newaxis]).argmax())
 
     def embed_texts(self, texts: Sequence[str]) -> Floats:
         """Return the features of texts, float32 [N, D], computed by the calling thread alone.

@@ -27,7 +27,6 @@ from model.outputs import MapRequest
 from model.runtime.backend import Compilation, CompilationState, CompileMode, require_finite, trial_images
 from model.runtime.batches import BatchOutputs, BatchRequest
 from model.runtime.compilation import choose_kernels, plan_compilation, strict_compiler
-from model.runtime.float8 import use_float8
 from model.runtime.postprocess import run_network
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,6 @@ class TorchOptions:
         model: float32, on the CPU; moved to the device.
         sizes: batch sizes to compile for, ascending.
         graphs: whether they become CUDA graphs on CUDA.
-        float8: whether the linear layers of the blocks multiply in FP8; the dtype is bfloat16 then.
     """
 
     model: Classifier
@@ -51,12 +49,11 @@ class TorchOptions:
     compile_mode: CompileMode
     sizes: tuple[int, ...]
     graphs: bool = True
-    float8: bool = False
 
     @property
     def dtype_name(self) -> str:
         """Return what the dtype is called in settings."""
-        return "float8" if self.float8 else str(self.dtype).removeprefix("torch.")
+        return str(self.dtype).removeprefix("torch.")
 
 
 class Normalise(nn.Module):
@@ -112,8 +109,6 @@ class TorchBackend(ABC):
         for module in self._plain.modules():
             if isinstance(module, Attention):
                 module.fix_bias()
-        if options.float8 and isinstance(self._plain, VisionTransformer):
-            use_float8(self._plain)
         self._normalise = Normalise(options.checkpoint.preprocess, options.dtype).to(options.device)
 
     def network(self, pixels: Tensor, request: BatchRequest) -> BatchOutputs[Tensor]:

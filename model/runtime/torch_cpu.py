@@ -78,7 +78,7 @@ class TorchCpu(TorchBackend):
 
     def _compile_and_exercise(self) -> None:
         sizes = self._options.sizes
-        twin = compiled_twin(self._plain, autotune=self._options.compile_mode == "max")
+        twin = compiled_twin(self._plain)
 
         def logits(pixels: Tensor, request: BatchRequest) -> Tensor:
             return run_network(twin, self._normalise(pixels), request, self._folded).tensors()["logits"]

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import io
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 from tqdm import tqdm
 
-from model.errors import InputError
+from model.config import PreprocessConfig
+from model.errors import ImageError, InputError
 from model.images.heatmap import COLORMAPS, MAX_SIZE, default_view
 from model.images.preprocess import ModelInput, upright_photo
-from model.images.sheet import ContactSheet, draw_maps, in_a_row
-from model.outputs import FUSIONS, METHODS, AttentionMap, Outputs, RequestedOutputs, evidence_in_words, parse_maps
-from service.cli.image_files import find_images, handle_answers, predict_files, writing
+from model.images.sheet import ContactSheet, draw_maps
+from model.outputs import FUSIONS, METHODS, AttentionMap, MapRequest, Method, Outputs, RequestedOutputs, parse_maps
+from service.cli.image_files import find_images, handle_answers, predict_files, read_input, writing
 from service.cli.server_flags import add_server_flags, client_of, stream_answers
-from service.cli.setting_flags import add_setting_flags, predictor_from
+from service.cli.setting_flags import add_setting_flags, predictor_from, settings_from
+from service.settings import Settings
+from vitserve.documents import AttentionDocument
 
 _OPTIONS = ("method", "layer", "head", "fusion", "discard")
 """Arguments that say which map it is, and"""
@@ -35,34 +36,12 @@ _MOST: Final = 8
 """Images computed together at most: a bar that moves, and little memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileMaps:
-    """The maps of one file.
+class FileMaps(NamedTuple):
+    """The maps of one file: in words, drawn if a drawing is written, and as float32 [rows, columns] or [maps, ...]."""
 
-    Attributes:
-        label, score: of the best class; the score is None where the model has no classes.
-        method: of the maps, with its parameters and the classes that are named.
-        facts: what more is known of them.
-        drawing: the maps beside each other, behind the picture if that is asked for.
-        small: the same without captions, for a sheet.
-        values: float32 [rows, columns], or [maps, rows, columns] for several classes.
-    """
-
-    label: str
-    score: float | None
-    method: str
-    facts: str
+    description: str
     drawing: Image.Image | None
-    small: Image.Image | None
-    values: NDArray[np.float32] | None
-
-
-class _Wanted(NamedTuple):
-    """What of `FileMaps` is asked for."""
-
-    drawing: bool
-    small: bool
-    values: bool
+    values: NDArray[np.float32]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,43 +88,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the maps of everything that is named, and return 1 if any file has none; the others have theirs."""
-    if arguments.size is not None and not 1 <= arguments.size <= MAX_SIZE:
-        raise InputError("size", f"--size {arguments.size}: expected 1 ... {MAX_SIZE}")
-    if arguments.alpha is not None and not 0 <= arguments.alpha <= 1:
-        raise InputError("alpha", f"--alpha {arguments.alpha}: expected 0 ... 1")
-    if arguments.output is None and arguments.sheet is None:
-        raise InputError("output", "say where to write: -o, --sheet or both")
+    _check(arguments)
     files = find_images(arguments.paths)
-    output, numbers = arguments.output, arguments.npy
-    to_a_folder = output is not None and (
-        len(files) > 1 or arguments.paths[0].is_dir() or output.is_dir() or not output.suffix
-    )
-    if output is not None and not to_a_folder:
-        numbers = numbers or output.suffix == ".npy"
-        _require_place(output, ".npy" if numbers else ".png")
-    if arguments.sheet is not None:
-        _require_place(arguments.sheet, ".png")
-    name_of = _folder_names(output, ".npy" if numbers else ".png") if to_a_folder else lambda _: output
-    wanted = _Wanted(drawing=output is not None and not numbers, small=arguments.sheet is not None, values=numbers)
-    answers = (_through_server if arguments.url else _in_process)(files, arguments, wanted)
+    target_of = _targets(arguments, len(files))
+    answers = (_through_server if arguments.url else _in_process)(files, arguments)
     sheet: ContactSheet | None = None
 
-    def write(file: Path, answer: FileMaps | str) -> None:
+    def write(file: Path, answer: FileMaps) -> None:
         nonlocal sheet
-        if isinstance(answer, str):
-            tqdm.write(f"vitserve: {file}: {answer}", file=sys.stderr)
-            return
-        target = name_of(file)
-        if target is not None:
-            _write(answer, target, numbers)
-        best = "no classes" if answer.score is None else f"{answer.label} ({answer.score:.1%})"
-        if answer.small is not None:
-            sheet = sheet or ContactSheet(len(files), answer.small.size)
-            mark = "; best class" if arguments.classes else ":"
-            score = "" if answer.score is None else f"{mark} {answer.score:.0%} {answer.label}"
-            sheet.add(answer.small, file.name, f"{answer.method}{score}")
-        facts = f", {answer.facts}" if answer.facts else ""
-        tqdm.write(f"{target or file}: {best}, {answer.method}{facts}", file=sys.stdout)
+        target = target_of(file)
+        if target is not None and arguments.npy:
+            with writing(target), target.open("wb") as out:
+                np.save(out, answer.values, allow_pickle=False)
+        elif target is not None:
+            _save(answer.drawing, target)
+        if arguments.sheet is not None and answer.drawing is not None:
+            sheet = sheet or ContactSheet(len(files), answer.drawing.size)
+            sheet.add(answer.drawing, file.name, answer.description)
+        tqdm.write(f"{target or file}: {answer.description}", file=sys.stdout)
 
     code = handle_answers(answers, len(files), write, "map")
     if sheet is not None:
@@ -153,119 +113,119 @@ def run(arguments: argparse.Namespace) -> int:
     return code
 
 
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.size is not None and not 1 <= arguments.size <= MAX_SIZE:
+        raise InputError("size", f"--size {arguments.size}: expected 1 ... {MAX_SIZE}")
+    if arguments.alpha is not None and not 0 <= arguments.alpha <= 1:
+        raise InputError("alpha", f"--alpha {arguments.alpha}: expected 0 ... 1")
+    if arguments.view == "photo" and arguments.overlay is False:
+        raise InputError("view", "--view photo does not apply with --no-overlay")
+    if arguments.output is None and arguments.sheet is None:
+        raise InputError("output", "say where to write: -o, --sheet or both")
+    if arguments.sheet is not None:
+        _require_place(arguments.sheet, ".png")
+    arguments.npy = arguments.npy or (arguments.output is not None and arguments.output.suffix == ".npy")
+
+
+def _targets(arguments: argparse.Namespace, count: int) -> Callable[[Path], Path | None]:
+    """Return the function that names what is written for each file, a folder's or the only one."""
+    output = arguments.output
+    if output is None:
+        return lambda _: None
+    suffix = ".npy" if arguments.npy else ".png"
+    if count > 1 or arguments.paths[0].is_dir() or output.is_dir() or not output.suffix:
+        return _folder_names(output, suffix)
+    _require_place(output, suffix)
+    return lambda _: output
+
+
 def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Return those of the arguments that are given; the others are the service's defaults."""
+    """Return those of the arguments that are given; the others have the service's defaults."""
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
-def _through_server(
-    files: Sequence[Path], arguments: argparse.Namespace, wanted: _Wanted
-) -> Iterator[tuple[Path, FileMaps | str]]:
-    options, look = _given(arguments, _OPTIONS), _given(arguments, _LOOK)
-    if arguments.classes:
-        options["class_"] = arguments.classes
-
-    def drawing(file: Path, **look: Any) -> Image.Image:
-        panels = []
-        if arguments.side_by_side:
-            # Without the colour bar, as no map is drawn.
-            plain = {name: value for name, value in look.items() if name in ("size", "view", "caption")}
-            panels.append(client.heat_map(file, alpha=0, **plain))
-        panels.append(client.heat_map(file, **options, **look))
-        return in_a_row(map(_opened, panels), len(panels))
-
-    def ask(file: Path) -> FileMaps:
-        best = client.classify(file, top_k=1).predictions[0] if has_classes else None
-        return FileMaps(
-            "" if best is None else best.label,
-            None if best is None else best.score,
-            method,
-            "",
-            drawing(file, **look) if wanted.drawing else None,
-            drawing(file, **(look | {"caption": False})) if wanted.small else None,
-            client.attention_array(file, **options) if wanted.values else None,
-        )
-
+def _through_server(files: Sequence[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, FileMaps | str]]:
+    options: dict[str, Any] = _given(arguments, _OPTIONS) | {"class_": arguments.classes or None}
+    settings = settings_from(arguments)
     with client_of(arguments) as client:
-        # It also gives one error for all files where there is no service.
-        model = client.model()
-        has_classes, method = bool(model.classes), _method_named(arguments, model.attention_methods[0])
+        model, labels = client.model(), client.labels()
+        preprocess, painter = PreprocessConfig.model_validate(model.preprocessing), _Painter(arguments, labels)
+
+        def ask(file: Path) -> FileMaps | str:
+            maps = [_map_of(document) for document in client.attention(file, **options)]
+            try:
+                return painter.paint(file, read_input(file.read_bytes(), preprocess, settings), maps, settings)
+            except ImageError as error:
+                return str(error)
+
         yield from stream_answers(files, client, ask, concurrency=4)
 
 
-def _method_named(arguments: argparse.Namespace, default: str) -> str:
-    """Return the method that the arguments mean, with their parameters and classes."""
-    options = _given(arguments, _OPTIONS)
-    implied = (
-        "cls" if {"layer", "head"} & set(options) else "rollout" if {"fusion", "discard"} & set(options) else default
-    )
-    name = options.pop("method", implied)
-    of_classes = f" of {' and '.join(arguments.classes)}" if arguments.classes else ""
-    return ", ".join([f"{name}{of_classes}", *(f"{option} {value}" for option, value in options.items())])
+def _map_of(found: AttentionDocument) -> AttentionMap:
+    method = cast(Method, found.method)
+    request = MapRequest(method, found.class_, found.layer, found.head, found.fusion, found.discard)
+    return AttentionMap(request, np.array(found.values, np.float32), found.kept_mass, found.score, found.evidence)
 
 
-def _in_process(
-    files: Sequence[Path], arguments: argparse.Namespace, wanted: _Wanted
-) -> Iterator[tuple[Path, FileMaps | str]]:
+def _in_process(files: Sequence[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, FileMaps | str]]:
     predictor, info, settings = predictor_from(arguments)
-    classes, look = ",".join(arguments.classes) or None, _given(arguments, _LOOK)
-    maps = parse_maps(info.config, info.labels, classes=classes, **_given(arguments, _OPTIONS))
-    overlay, view, captions = look.pop("overlay", True), look.pop("view", None), look.pop("caption", True)
-    if view == "photo" and not overlay:
-        raise InputError("view", "--view photo does not apply with --no-overlay")
-    whole_photo = overlay and (view or default_view(info.config.image_size)) == "photo"
+    maps = parse_maps(
+        info.config, info.labels, classes=",".join(arguments.classes) or None, **_given(arguments, _OPTIONS)
+    )
+    painter = _Painter(arguments, info.labels)
 
     def answer(file: Path, seen: ModelInput, outputs: list[Outputs]) -> FileMaps:
-        maps = [each.map for each in outputs if each.map is not None]
-        picture, region = seen.pixels, None
-        if whole_photo and (wanted.drawing or wanted.small):
-            picture, region = upright_photo(
-                file.read_bytes(),
-                seen.region,
-                arguments.size,
-                max_pixels=settings.max_image_pixels,
-                scaled_decode=settings.scaled_decode,
-            )
-        name = file.name if arguments.side_by_side else None
-        options = {"picture": picture, "region": region, "overlay": overlay, "name": name} | look
-        values = np.stack([each.values for each in maps])
-        label, score = "", None
-        if info.labels:
-            label, score = info.labels[int(outputs[0].indices[0])], float(outputs[0].scores[0])
-        return FileMaps(
-            label,
-            score,
-            *_facts(maps, info.labels if arguments.classes else None),
-            draw_maps(maps, info.labels if captions else None, **options) if wanted.drawing else None,
-            draw_maps(maps, None, **options) if wanted.small else None,
-            values if len(values) > 1 else values[0],
-        )
+        return painter.paint(file, seen, [each.map for each in outputs if each.map is not None], settings)
 
     requests = [RequestedOutputs(1, request) for request in maps]
     return predict_files(files, requests, answer, predictor, info, settings, most=_MOST)
 
 
-def _facts(maps: Sequence[AttentionMap], labels: Sequence[str] | None) -> tuple[str, str]:
-    """Return the method of the maps with its parameters, and classes if there are labels; and what more is known."""
-    request, what = maps[0].request, str(maps[0].request.method)
-    if request.method == "cls":
-        what = f"cls, layer {request.layer}, head {request.head}"
-    elif request.method == "rollout":
-        what = f"rollout, fusion {request.fusion}, discard {request.discard:g}"
-    if labels is not None:
-        classes = (each.request.class_index for each in maps)
-        what += f" of {' and '.join(labels[index] for index in classes if index is not None)}"
-    evidence = " and ".join(
-        f"{evidence_in_words(each.evidence)} ({each.evidence:.2f})" for each in maps if each.evidence is not None
-    )
-    rows, columns = maps[0].values.shape
-    facts = f"{rows}x{columns} patches, kept mass {maps[0].kept_mass:.2f}"
-    return what, f"evidence {evidence}, {facts}" if evidence else facts
+class _Painter:
+    """Describes maps, and draws them if a drawing is written, as the arguments say."""
+
+    def __init__(self, arguments: argparse.Namespace, labels: Sequence[str]) -> None:
+        self._labels = labels
+        self._look = _given(arguments, _LOOK)
+        self._view = self._look.pop("view", None)
+        self._captions = self._look.pop("caption", True)
+        self._named = arguments.side_by_side
+        self._draws = arguments.sheet is not None or not arguments.npy
+
+    def paint(self, file: Path, seen: ModelInput, maps: Sequence[AttentionMap], settings: Settings) -> FileMaps:
+        """Return the maps of a file; raises ImageError and OSError when its whole photo cannot be read."""
+        values = np.stack([each.values for each in maps])
+        description = "; ".join(_described(each, self._labels) for each in maps)
+        return FileMaps(
+            description,
+            self._drawing(file, seen, maps, settings) if self._draws else None,
+            values if len(values) > 1 else values[0],
+        )
+
+    def _drawing(self, file: Path, seen: ModelInput, maps: Sequence[AttentionMap], settings: Settings) -> Image.Image:
+        picture, region = seen.pixels, None
+        rows, columns, _ = picture.shape
+        if self._look.get("overlay", True) and (self._view or default_view((rows, columns))) == "photo":
+            picture, region = upright_photo(
+                file.read_bytes(),
+                seen.region,
+                self._look.get("size"),
+                max_pixels=settings.max_image_pixels,
+                scaled_decode=settings.scaled_decode,
+            )
+        name = file.name if self._named else None
+        labels = self._labels if self._captions else None
+        return draw_maps(maps, labels, picture=picture, region=region, name=name, **self._look)
 
 
-def _opened(png: bytes) -> Image.Image:
-    with Image.open(io.BytesIO(png)) as picture:
-        return picture.convert("RGB")
+def _described(found: AttentionMap, labels: Sequence[str]) -> str:
+    """Return the class of a map with its score and evidence, where it has one, and its method."""
+    request = found.request
+    options = {name: getattr(request, name) for name in ("layer", "head", "fusion", "discard")}
+    method = ", ".join([request.method, *(f"{name} {value}" for name, value in options.items() if value is not None)])
+    if request.class_index is None:
+        return method
+    return f"{labels[request.class_index]} ({found.score:.1%}), {method}, evidence {found.evidence:.2f}"
 
 
 def _require_place(file: Path, suffix: str) -> None:
@@ -277,10 +237,8 @@ def _require_place(file: Path, suffix: str) -> None:
 
 def _folder_names(folder: Path, suffix: str) -> Callable[[Path], Path]:
     """Make the folder, and return a function that names a new file in it for each picture."""
-    try:
+    with writing(folder):
         folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise InputError("output", f"{folder}: {error.strerror}") from None
     taken: set[Path] = set()
 
     def name_of(picture: Path) -> Path:
@@ -295,16 +253,7 @@ def _folder_names(folder: Path, suffix: str) -> Callable[[Path], Path]:
     return name_of
 
 
-def _write(answer: FileMaps, target: Path, numbers: bool) -> None:
-    if not numbers:
-        assert answer.drawing is not None, "a drawing was asked for"
-        _save(answer.drawing, target)
-        return
-    assert answer.values is not None, "the numbers were asked for"
-    with writing(target), target.open("wb") as file:
-        np.save(file, answer.values, allow_pickle=False)
-
-
-def _save(drawing: Image.Image, target: Path) -> None:
+def _save(drawing: Image.Image | None, target: Path) -> None:
+    assert drawing is not None, "it is drawn, as it is written"
     with writing(target):
         drawing.save(target, "PNG", compress_level=4)

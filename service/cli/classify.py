@@ -7,9 +7,8 @@ import csv
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tqdm import tqdm
 
@@ -22,17 +21,10 @@ from service.cli.server_flags import add_server_flags, client_of, stream_answers
 from service.cli.setting_flags import MODEL_FLAGS, add_setting_flags, predictor_from
 from vitserve.documents import Prediction, SetFields, set_fields
 
+_SET: tuple[str, ...] = tuple(SetFields.__annotations__)
 
-@dataclass(frozen=True)
-class Classes:
-    """A file's predictions, and its set of labels where the model has a coverage."""
-
-    predictions: list[Prediction]
-    set: SetFields
-
-
-Answer = Classes | str
-"""A file's classes, or why it has none."""
+Answer = dict[str, Any]
+"""A file's `predictions`, with the fields of its set of labels where the model has a coverage."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, metavar="N", help=f"classes of each picture (default: {DEFAULT_TOP_K})")
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
-        "--csv", action="store_true", help="print CSV: file, rank, label, index, score, error, set, set_size, abstained"
+        "--csv", action="store_true", help=f"print CSV: file, rank, label, index, score, error, {', '.join(_SET)}"
     )
     form.add_argument("--json", action="store_true", help="print one JSON object a line")
     add_server_flags(parser)
@@ -54,43 +46,38 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError("top_k", f"--top-k {arguments.top_k}: expected at least 1")
     files = find_images(arguments.paths)
     answers = (_through_server if arguments.url else _in_process)(files, arguments)
-    return handle_answers(answers, len(files), _writer(arguments), "answer")
+    write = _writer(arguments)
+    return handle_answers(
+        answers, len(files), write, "answer", failure=lambda file, reason: write(file, {"error": reason})
+    )
 
 
-def _in_process(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer]]:
+def _in_process(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer | str]]:
     predictor, info, settings = predictor_from(arguments)
     labels_of_request(None, info.zero_shot, info.config)
-    top_k = _top_k(arguments.top_k, info.config.num_classes)
+    top_k = min(arguments.top_k or DEFAULT_TOP_K, info.config.num_classes)
     requested = RequestedOutputs(top_k, label_set=info.coverage is not None)
 
     def answer(_: Path, __: ModelInput, outputs: list[Outputs]) -> Answer:
         [each] = outputs
         predictions = Prediction.ranked(info.labels, each.indices.tolist(), each.scores.tolist())
         label_set = None if each.label_set is None else each.label_set.tolist()
-        return Classes(predictions, set_fields(info.labels, label_set))
+        return {"predictions": [each.model_dump() for each in predictions], **set_fields(info.labels, label_set)}
 
     return predict_files(files, [requested], answer, predictor, info, settings)
 
 
-def _through_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer]]:
+def _through_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer | str]]:
     with client_of(arguments) as client:
         text = getattr(arguments, "labels", "")
         labels = parse_labels(text, "--labels") if is_list(text) else None
-        top_k = _top_k(arguments.top_k, len(labels) if labels else client.model().classes)
+        top_k = min(arguments.top_k or DEFAULT_TOP_K, len(labels) if labels else client.model().classes)
 
         def ask(file: Path) -> Answer:
             answer = client.classify(file, top_k=top_k, labels=labels)
-            fields = answer.model_dump(include=set(SetFields.__annotations__), exclude_none=True)
-            return Classes(answer.predictions, cast(SetFields, fields))
+            return answer.model_dump(include={"predictions", *_SET}, exclude_none=True)
 
         yield from stream_answers(files, client, ask)
-
-
-def _top_k(requested: int | None, classes: int) -> int:
-    """Return how many classes an answer has, and say so where the model has fewer than requested."""
-    if requested is not None and requested > classes:
-        print(f"vitserve: --top-k {requested}: the model has {classes} classes", file=sys.stderr)  # noqa: T201
-    return min(requested or DEFAULT_TOP_K, classes)
 
 
 def _writer(arguments: argparse.Namespace) -> Callable[[Path, Answer], object]:
@@ -98,41 +85,33 @@ def _writer(arguments: argparse.Namespace) -> Callable[[Path, Answer], object]:
     if not arguments.csv:
         form = _json if arguments.json else _text
         return lambda file, answer: tqdm.write(form(file, answer), file=sys.stdout)
-    table = csv.writer(sys.stdout)
-    table.writerow(["file", "rank", "label", "index", "score", "error", *SetFields.__annotations__])
+    columns = ["file", "rank", "label", "index", "score", "error", *_SET]
+    table = csv.DictWriter(sys.stdout, columns)
+    table.writeheader()
     return lambda file, answer: table.writerows(_rows(file, answer))
 
 
-def _rows(file: Path, answer: Answer) -> list[list[Any]]:
-    if isinstance(answer, str):
-        return [[file, "", "", "", "", answer, "", "", ""]]
-    fields = answer.set
-    label_set = ["; ".join(fields.get("set", [])), fields.get("set_size", ""), fields.get("abstained", "")]
-    ranked = enumerate(answer.predictions, start=1)
-    return [[file, rank, each.label, each.index, each.score, "", *label_set] for rank, each in ranked]
+def _rows(file: Path, answer: Answer) -> Iterator[dict[str, Any]]:
+    if "error" in answer:
+        yield {"file": file, **answer}
+        return
+    fields = {name: "; ".join(answer[name]) if name == "set" else answer[name] for name in _SET if name in answer}
+    for rank, prediction in enumerate(answer["predictions"], start=1):
+        yield {"file": file, "rank": rank, **prediction, **fields}
 
 
 def _json(file: Path, answer: Answer) -> str:
-    if isinstance(answer, str):
-        outcome: dict[str, Any] = {"error": answer}
-    else:
-        outcome = {"predictions": [each.model_dump() for each in answer.predictions], **answer.set}
-    return json.dumps({"file": str(file), **outcome}, ensure_ascii=False)
+    return json.dumps({"file": str(file), **answer}, ensure_ascii=False)
 
 
 def _text(file: Path, answer: Answer) -> str:
-    if isinstance(answer, str):
-        return f"{file}\n  error: {answer}"
-    return "\n".join([str(file), *(f"{each.score:8.2%}  {each.label}" for each in answer.predictions), *_set(answer)])
-
-
-def _set(answer: Classes) -> list[str]:
-    """Return the line that says which labels hold the right one, where the model has a coverage."""
-    match answer.set:
-        case {"abstained": True}:
-            return ["  abstained: unlike the pictures of its classes"]
-        case {"set": labels}:
-            return [f"  one of: {'; '.join(labels)}"]
-        case {"set_size": size}:
-            return [f"  one of {size} labels"]
-    return []
+    if "error" in answer:
+        return f"{file}\n  error: {answer['error']}"
+    lines = [str(file), *(f"{each['score']:8.2%}  {each['label']}" for each in answer["predictions"])]
+    if "abstained" in answer:
+        lines.append("  abstained: unlike the pictures of its classes")
+    elif "set" in answer:
+        lines.append(f"  one of: {'; '.join(answer['set'])}")
+    elif "set_size" in answer:
+        lines.append(f"  one of {answer['set_size']} labels")
+    return "\n".join(lines)

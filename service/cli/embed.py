@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import csv
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from model.errors import InputError
 from model.images.preprocess import ModelInput
@@ -19,8 +17,8 @@ from service.cli.image_files import find_images, handle_answers, predict_files, 
 from service.cli.server_flags import add_server_flags, client_of, stream_answers
 from service.cli.setting_flags import add_setting_flags, predictor_from
 
-Answer = NDArray[np.float32] | str
-"""A file's embedding, float32 [D], or why it has none."""
+Embedding = NDArray[np.float32]
+"""Float32 [D]."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,46 +49,31 @@ def run(arguments: argparse.Namespace) -> int:
     if output.suffix != ".npy" or not output.parent.is_dir():
         raise InputError("output", f"{output}: expected a name that ends in .npy, in a folder that exists")
     files = find_images(arguments.paths)
-    named: list[Path] = []
-    rows: list[NDArray[np.float32]] = []
-
-    def collect(file: Path, answer: Answer) -> None:
-        if isinstance(answer, str):
-            tqdm.write(f"vitserve: {file}: {answer}", file=sys.stderr)
-        else:
-            named.append(file)
-            rows.append(answer)
-
+    rows: list[tuple[Path, Embedding]] = []
     answers = (_through_server if arguments.url else _in_process)(files, arguments)
-    code = handle_answers(answers, len(files), collect, "embedding")
+    code = handle_answers(answers, len(files), lambda file, row: rows.append((file, row)), "embedding")
     if rows:
-        _write(output, named, rows)
+        table = output.with_suffix(".csv")
+        with writing(output):
+            np.save(output, np.stack([row for _, row in rows]), allow_pickle=False)
+        with writing(table), table.open("w", newline="", encoding="utf-8") as names:
+            csv.writer(names).writerows([("row", "file"), *enumerate(file for file, _ in rows)])
     return code
 
 
-def _write(output: Path, files: list[Path], rows: list[NDArray[np.float32]]) -> None:
-    table = output.with_suffix(".csv")
-    with writing(output):
-        np.save(output, np.stack(rows), allow_pickle=False)
-    with writing(table), table.open("w", newline="", encoding="utf-8") as names:
-        writer = csv.writer(names)
-        writer.writerow(["row", "file"])
-        writer.writerows(enumerate(files))
-
-
-def _in_process(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer]]:
+def _in_process(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Embedding | str]]:
     predictor, info, settings = predictor_from(arguments)
     requested = RequestedOutputs(1, embedding=parse_embedding(info.config, arguments.pool, arguments.normalize))
 
-    def answer(_: Path, __: ModelInput, outputs: list[Outputs]) -> Answer:
+    def answer(_: Path, __: ModelInput, outputs: list[Outputs]) -> Embedding:
         assert outputs[0].embedding is not None, "it was requested"
         return outputs[0].embedding
 
     return predict_files(files, [requested], answer, predictor, info, settings)
 
 
-def _through_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer]]:
+def _through_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Embedding | str]]:
     with client_of(arguments) as client:
-        client.model()
+        client.model()  # one error for all files where there is no service
         options = {"pool": arguments.pool, "normalize": arguments.normalize}
         yield from stream_answers(files, client, lambda file: client.embed(file, **options))

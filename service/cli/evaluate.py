@@ -24,7 +24,7 @@ from model.data.pictures import PictureFiles
 from model.errors import InputError
 from model.outputs import RequestedOutputs, require_classes
 from service.cli.image_files import find_images
-from service.cli.server_flags import add_api_key_flag, client_of
+from service.cli.server_flags import add_server_flags, client_of
 from service.cli.setting_flags import MODEL_FLAGS, add_setting_flags, predictor_from
 from vitserve.client import ClientError
 from vitserve.documents import Classification
@@ -33,6 +33,9 @@ CIFAR10_HOME: Final = "https://www.cs.toronto.edu/~kriz/cifar.html"
 
 _SURE: Final = 0.9
 """A best score above it reads as certainty."""
+
+_CONCURRENCY: Final = 32
+"""Requests under way at a server."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE|FOLDER",
         help="pictures of none of the model's classes: measure how sure it is of them all the same",
     )
-    parser.add_argument("--url", help="ask this server, with each picture as a file, instead of loading the model here")
-    add_api_key_flag(parser)
-    parser.add_argument(
-        "--concurrency", type=int, default=32, metavar="N", help="requests under way with --url (default: %(default)s)"
-    )
+    add_server_flags(parser)
     parser.add_argument(
         "--robustness",
         action="store_true",
@@ -132,7 +131,7 @@ def _model_of(arguments: argparse.Namespace) -> Iterator[_Model]:
     if arguments.url is None:
         yield _model_here(arguments)
         return
-    with client_of(arguments) as client, ThreadPoolExecutor(arguments.concurrency) as pool:
+    with client_of(arguments) as client, ThreadPoolExecutor(_CONCURRENCY) as pool:
         labels = tuple(client.labels())
 
         def ask(picture: tuple[str, bytes]) -> Classification:

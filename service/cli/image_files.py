@@ -10,10 +10,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from importlib import resources
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
     from model.runtime.predictor import Predictor
 
 _Answer = TypeVar("_Answer")
-
-EXAMPLE_IMAGE: Final = resources.files("service.cli") / "example.jpg"
-"""A photo that is installed with the package."""
 
 _SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".webp", ".gif", ".bmp", ".dib", ".tif", ".tiff"}
@@ -124,22 +120,33 @@ def predict_files(
                 yield file, result
 
 
+def report_failure(file: Path, reason: str) -> None:
+    """Print a line on stderr, above the progress bar: this file has no answer."""
+    tqdm.write(f"vitserve: {file}: {reason}", file=sys.stderr)
+
+
 def handle_answers(
     answers: Iterable[tuple[Path, _Answer | str]],
     count: int,
-    handle: Callable[[Path, _Answer | str], object],
+    handle: Callable[[Path, _Answer], object],
     name: str,
+    *,
+    failure: Callable[[Path, str], object] = report_failure,
 ) -> int:
-    """Call `handle` with each file and its answer; return 1 if any has none, after a line that says how many.
+    """Call `handle` with each file and its answer, and show progress; return 1 if any file has none.
 
     Args:
         count: of all files.
-        name: what an answer is called in that line.
+        name: what an answer is called in the line that says how many files have none.
+        failure: called with each file without an answer, and why it has none.
     """
     failed = 0
     for file, answer in tqdm(answers, total=count, unit="image", disable=count < 2 or None):
-        handle(file, answer)
-        failed += isinstance(answer, str)
+        if isinstance(answer, str):
+            failed += 1
+            failure(file, answer)
+        else:
+            handle(file, answer)
     if failed:
         print(f"vitserve: {failed} of {count} files have no {name}", file=sys.stderr)  # noqa: T201
     return int(failed > 0)

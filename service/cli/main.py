@@ -27,8 +27,6 @@ COMMANDS = {
     "train": "train or fine-tune a model on a folder of pictures",
     "inspect": "print what a checkpoint is, draw what it learned",
     "convert": "write a checkpoint as vitserve's own folder",
-    "bench": "measure a running server",
-    "compile": "compile a checkpoint's kernels, so that a service starts quickly",
 }
 """Each subcommand, which is a module of `service.cli`, and its line in `vitserve --help`."""
 

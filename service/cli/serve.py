@@ -10,14 +10,13 @@ import socket
 import sys
 from typing import NoReturn
 
-from service import logs
 from service.cli.setting_flags import add_setting_flags, settings_from
 from service.engine.devices import fit_to_machine, uses_gpu
 from service.engine.loading import begin_to_load, load_predictor
 from service.http.lifecycle import NEW_OBJECTS, exit_now
 from service.http.listening import address_family, grpc_port_kept
-from service.settings import Settings, unknown_variables
-from service.tracing.start import check_environment
+from service.observe import logs
+from service.settings import Settings, exports_spans, unknown_variables
 
 logger = logging.getLogger("vitserve")
 
@@ -34,7 +33,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     logs.configure(settings.log_format, settings.log_level)
     for name in unknown_variables():
         logger.warning("%s is not a setting and is ignored", name)
-    check_environment(settings)
+    exports_spans()  # a wrong variable ends the start
     _check_address(settings)
     logger.info("loading %s", settings.checkpoint)
     with grpc_port_kept(settings) as settings:

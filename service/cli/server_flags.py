@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TypeVar
@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 import httpx
 
 from model.errors import InputError
-from service.settings import Settings, parse_keys
+from service.settings import parse_keys
 from vitserve.client import Client, ClientError, Unauthorized, Unreachable
 
 _Answer = TypeVar("_Answer")
@@ -24,11 +24,6 @@ _LOST_IN_A_ROW: Final = 8
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """Add `--url`, which a command without it does without, and `--api-key`; `client_of` reads both."""
     parser.add_argument("--url", help="ask this server instead of loading the model here")
-    add_api_key_flag(parser)
-
-
-def add_api_key_flag(parser: argparse.ArgumentParser) -> None:
-    """Add `--api-key`; `api_key_for` reads it."""
     parser.add_argument(
         "--api-key",
         default=os.environ.get("VIT_API_KEY"),
@@ -56,29 +51,19 @@ def api_key_for(url: str, given: str | None) -> str | None:
 
 
 @contextmanager
-def request_errors(url: str) -> Iterator[None]:
-    """Turn the errors of requests to a server into an InputError: one line that says what to do."""
+def client_of(arguments: argparse.Namespace) -> Iterator[Client]:
+    """Give a client of the server at `--url`; its errors become an InputError of one line that says what to do."""
+    url: str = arguments.url
     if "://" not in url:
         raise InputError("url", f"{url}: expected an address such as http://{url}")
     try:
-        yield
-    except (httpx.InvalidURL, httpx.TransportError, ClientError) as error:
-        message = str(error) if isinstance(error, Unreachable) else f"{url}: {error}"
-        if isinstance(error, Unauthorized):
-            message += ": give one of the server's keys with --api-key or VIT_API_KEY"
-        elif isinstance(error, Unreachable | httpx.NetworkError | httpx.TimeoutException):
-            message += ": is the server running?"
-        raise InputError("url", message) from None
-
-
-@contextmanager
-def client_of(arguments: argparse.Namespace) -> Iterator[Client]:
-    """Give a client of the server at `--url`; its errors become an InputError, see `request_errors`."""
-    with (
-        request_errors(arguments.url),
-        Client(arguments.url, api_key=api_key_for(arguments.url, arguments.api_key)) as client,
-    ):
-        yield client
+        with Client(url, api_key=api_key_for(url, arguments.api_key)) as client:
+            yield client
+    except Unreachable as error:
+        raise InputError("url", f"{error}: is the server running?") from None
+    except (httpx.InvalidURL, ClientError) as error:
+        key = ": give one of the server's keys with --api-key or VIT_API_KEY" if isinstance(error, Unauthorized) else ""
+        raise InputError("url", f"{url}: {error}{key}") from None
 
 
 def stream_answers(
@@ -96,8 +81,3 @@ def stream_answers(
         if lost == _LOST_IN_A_ROW and number < len(files):
             left = len(files) - number
             raise ClientError(f"no answer any more, {left} of {len(files)} files were not asked about")
-
-
-def local_url(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the address of a server that was started on this machine with the same environment."""
-    return f"http://127.0.0.1:{environment.get('VIT_PORT') or Settings.model_fields['port'].default}"

@@ -24,13 +24,16 @@ def add_setting_flags(parser: argparse.ArgumentParser, names: Iterable[str] = MO
     """Add a flag for each of these settings; each is an environment variable too."""
     for name in names:
         field = Settings.model_fields[name]
-        default = "" if field.default in (None, ()) else f" Default: {field.default}."
+        # Defaults that depend on the machine or the checkpoint stand in the description.
+        default = "" if "Default:" in str(field.description) or field.default in (None, ()) else field.default
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             dest=name,
             metavar="VALUE",
             default=argparse.SUPPRESS,
-            help=f"{field.description}.{default} [{ENV_PREFIX}{name.upper()}]".replace("%", "%%"),
+            help=f"{field.description}.{default and f' Default: {default}.'} [{ENV_PREFIX}{name.upper()}]".replace(
+                "%", "%%"
+            ),
         )
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import TrainingError
-from service import logs
 from service.cli.setting_flags import serve_command
+from service.observe import logs
 from service.settings import ENV_PREFIX
 
 

@@ -11,7 +11,6 @@ import logging
 import signal
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from model.errors import NewProcessNeeded
 from service.cluster.channel import EngineChannel
@@ -19,13 +18,9 @@ from service.cluster.engine_server import EngineServer
 from service.cluster.supervisor import TRY_AGAIN
 from service.http.lifecycle import trim_regularly
 from service.http.watchdog import keep_beating
-from service.metrics.metrics import Metrics
+from service.observe.metrics import Metrics
 from service.settings import Settings
-from service.tracing.start import batch_observer, start_telemetry
 from service.web.single_process import Loader, engine_of
-
-if TYPE_CHECKING:
-    from service.tracing.telemetry import Telemetry
 
 logger = logging.getLogger("vitserve")
 
@@ -49,12 +44,8 @@ def run_engine(
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     trim_regularly()
-    telemetry = start_telemetry(settings)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        code = runner.run(_serve(settings, channel, load, metrics, telemetry, load_timeout))
-    if telemetry is not None:
-        telemetry.close()
-    return code
+        return runner.run(_serve(settings, channel, load, metrics, load_timeout))
 
 
 async def _serve(
@@ -62,15 +53,13 @@ async def _serve(
     channel: EngineChannel,
     load: Loader,
     metrics: Metrics,
-    telemetry: Telemetry | None = None,
     load_timeout: float | None = None,
 ) -> int:
     counters, index = channel.counters, channel.index
     over = asyncio.Event()
 
-    on_batch = batch_observer(metrics.observe_batch, telemetry)
     on_queue = partial(counters.queue_depth.__setitem__, index)
-    engine = engine_of(settings, load, on_batch, metrics.observe_audit, load_timeout=load_timeout, on_queue=on_queue)
+    engine = engine_of(settings, load, metrics.observe_batch, load_timeout=load_timeout, on_queue=on_queue)
 
     def engine_changed() -> None:
         if engine.status.state == "ready":

@@ -152,7 +152,7 @@ class _WorkerConnection(FrameProtocol):
         try:
             if self._slots is None:
                 raise EngineUnavailable(self._server.engine.status.reason)
-            request = InferenceRequest(self._slots[frame.slot], frame.requested, frame.traceparent)
+            request = InferenceRequest(self._slots[frame.slot], frame.requested)
             entry = self._server.engine.submit(request, frame.timeout, partial(self._answer, frame.id))
         except Exception as error:  # noqa: BLE001  a defect costs its own image alone
             self._answer(frame.id, error)

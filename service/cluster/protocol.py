@@ -89,14 +89,12 @@ class Submit(_Frame, frozen=True, tag=2):
         id: unique on its connection among those that have no outcome yet.
         slot: where its pixels lie.
         timeout: seconds from now within which it must be launched.
-        traceparent: of its request's span, if that is exported.
     """
 
     id: int
     slot: Natural
     timeout: float
     requested: RequestedOutputs
-    traceparent: str | None = None
 
 
 class Cancel(_Frame, frozen=True, tag=3):

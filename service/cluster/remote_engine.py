@@ -253,7 +253,7 @@ class _EngineConnection(FrameProtocol):
         self._slots[self._free[-1]][...] = request.pixels  # taken only after the copy, which may be refused
         slot = self._free.pop()
         result: InferenceResult = await self._outcome(
-            lambda id_: protocol.Submit(id_, slot, timeout, request.requested, request.traceparent), slot
+            lambda id_: protocol.Submit(id_, slot, timeout, request.requested), slot
         )
         return result
 

@@ -16,7 +16,7 @@ from service.cluster.swap import Swap
 from service.cluster.swap_board import GROUPS
 from service.cluster.worker import run_web
 from service.http.lifecycle import Terminal
-from service.metrics.metrics import Metrics, count_in_files
+from service.observe.metrics import Metrics, count_in_files
 from service.settings import Settings
 from service.web.single_process import Loader, log_address
 

@@ -17,7 +17,7 @@ from service.cluster.shared_memory import SharedCounters, SharedFile
 from service.cluster.swap_board import GROUPS, SwapBoard
 from service.errors import SettingsError
 from service.http.listening import address_family
-from service.metrics.metrics import files_of
+from service.observe.metrics import files_of
 from service.settings import Settings
 
 _PREFIX = "vitserve-metrics-"

@@ -21,9 +21,8 @@ from service.engine.base import Engine
 from service.http.lifecycle import Lifecycle, freeze_objects, trim_regularly
 from service.http.server import Server
 from service.http.watchdog import keep_beating
-from service.metrics.metrics import Metrics
+from service.observe.metrics import Metrics
 from service.settings import Settings
-from service.tracing.start import start_telemetry
 from service.web.app import create_app, log_model
 
 
@@ -40,7 +39,7 @@ class WorkerServer(Server):
 
 def run_web(settings: Settings, shared: SharedResources, worker: int, metrics: Metrics) -> int:
     """Run one web worker until a signal ends it, and return its exit code."""
-    counters, telemetry = shared.counters, start_telemetry(settings)
+    counters = shared.counters
     engines = [_engine(group, worker) for group in shared.groups]
     swap = RemoteSwap(shared.board, worker, engines, wake=lambda: os.kill(shared.supervisor, CHANGED))
     lifecycle = Lifecycle()
@@ -75,15 +74,12 @@ def run_web(settings: Settings, shared: SharedResources, worker: int, metrics: M
         ),
         counters.byte_budget(worker, settings.max_receiving_bytes),
         counters.key_limiter(worker, settings.key_max_requests),
-        None if telemetry is None else telemetry.request_tracer(),
     )
     server = WorkerServer(app, settings, lifecycle, beside)
     signal.signal(CHANGED, signal.SIG_IGN)  # from now on it may come
     counters.worker_state[worker] = SharedCounters.LISTENING
     trim_regularly()
     server.run(sockets=[shared.listeners[worker]])
-    if telemetry is not None:
-        telemetry.close()
     return lifecycle.exit_code
 
 

@@ -47,13 +47,6 @@ class ModelRunner(Protocol):
     def predict(self, images: Sequence[NDArray[np.uint8]], requests: Sequence[RequestedOutputs]) -> Sequence[Outputs]:
         """Return the requested outputs of each image, see `model.runtime.predictor.Predictor.predict`."""
 
-    @property
-    def audits(self) -> bool:
-        """Return whether `reference_class` says more than `predict` does."""
-
-    def reference_class(self, image: NDArray[np.uint8]) -> int:
-        """Return the best class of one image in float32; where `audits`. One thread calls it, beside `predict`."""
-
     def embed_texts(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return the features of texts, float32 [N, D]; for models with a text tower. One thread calls it."""
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from model.runtime.backend import INT8_RECORD
+from model.runtime.backend import WITHOUT_GRAPHS
 from service.engine.devices import VISIBLE, gpus_are_here, visible_devices
 from service.engine.messages import ModelInfo, attributes
 from service.settings import Settings
@@ -119,18 +119,18 @@ def _load(settings: Settings) -> tuple[Predictor, ModelInfo]:
         checkpoint = checkpoint_from(settings)
     _require_coverage(settings, checkpoint)
     torchs_threads = _torchs_threads(device)
+    compile_mode: str = settings.compile  # a process whose capture broke off starts its successor without graphs
     predictor = Predictor(
         checkpoint,
         device=device,
         device_name=settings.device if settings.device.startswith("cuda:") else None,
         dtype=settings.dtype,
-        least_agreement=settings.agreement,
-        compile_mode="auto" if settings.compile == "no-graphs" else settings.compile,
+        compile_mode="auto" if compile_mode == WITHOUT_GRAPHS else settings.compile,
         backend=settings.backend,
         max_batch=settings.max_batch,
         threads=settings.threads or torchs_threads,
         streams=settings.streams,
-        graphs=settings.compile != "no-graphs",
+        graphs=compile_mode != WITHOUT_GRAPHS,
         keep=None if entry is None or torchs_threads is None else Keep(entry, files, torchs_threads),
     )
     if predictor.device == "cpu" and settings.device == "auto" and gpus_are_here():
@@ -159,13 +159,11 @@ def _described(settings: Settings, checkpoint: Checkpoint, predictor: Predictor)
 
 def _entry(settings: Settings) -> Entry | None:
     """Return where graphs of these settings are kept, or None where none are."""
-    may_compile = settings.compile in ("on", "max") and settings.backend == "auto"
+    may_compile = settings.compile == "on" and settings.backend == "auto"
     on_gpu = settings.device != "cpu" and (settings.device != "auto" or gpus_are_here())
     folder = cache_folder(settings)
     if folder is None or on_gpu or may_compile or settings.backend == "torch":
         return None
-    if settings.dtype == "int8" or (settings.dtype == "auto" and Path(settings.checkpoint, INT8_RECORD).exists()):
-        return None  # the float graph, and torch, are needed beside it
     if importlib.util.find_spec("openvino") is None:
         return None
     from model.runtime.openvino.store import Entry  # noqa: PLC0415  an optional package

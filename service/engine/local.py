@@ -26,7 +26,6 @@ from functools import partial
 from typing import Self
 
 from model.errors import VitError
-from service.engine.audit import Audit, AuditReport
 from service.engine.base import ModelRunner
 from service.engine.batching import State
 from service.engine.messages import BatchReport, EngineState, EngineStatus, InferenceRequest, InferenceResult, ModelInfo
@@ -51,8 +50,6 @@ class LocalEngine:
         load_timeout: seconds that the model may load and warm up beside another that serves, and whose owner then
             says why it is not swapped; None: no other model serves, and loading may take any time.
         on_batch: called with the report of every launch, on the event loop; for metrics.
-        audit: see `Streams`.
-        on_audit: called with what came out of each audited picture, on the event loop; for metrics.
         queue_size, max_delay, on_queue, clock: see `Streams`.
 
     Attributes:
@@ -70,8 +67,6 @@ class LocalEngine:
         batch_timeout: float = math.inf,
         load_timeout: float | None = None,
         on_queue: Callable[[int], None] | None = None,
-        audit: Audit | None = None,
-        on_audit: Callable[[AuditReport], None] = lambda report: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.info: ModelInfo | None = None
@@ -92,8 +87,6 @@ class LocalEngine:
             max_delay=max_delay,
             deliver=lambda outcomes, report: self._call_loop(self._deliver, outcomes, report),
             on_queue=on_queue or (lambda depth: None),
-            audit=audit,
-            on_audit=lambda report: self._call_loop(on_audit, report),
             clock=clock,
         )
         self._texts = TextFeatures(self._texts_of_runner)

@@ -31,12 +31,10 @@ class InferenceRequest:
     Attributes:
         pixels: uint8 [H, W, C], the model's input size.
         requested: the outputs to compute.
-        traceparent: of the request's span (W3C Trace Context), if that is exported.
     """
 
     pixels: NDArray[np.uint8]
     requested: RequestedOutputs
-    traceparent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +46,22 @@ class InferenceResult:
         batch_size: images that were launched together.
         queue_seconds: from entering the queue to launch.
         inference_seconds: from launch to result, of the whole batch.
-        batch_traceparent: of the batch's span, None without a span: see `BatchReport`.
     """
 
     outputs: Outputs
     batch_size: int
     queue_seconds: float
     inference_seconds: float
-    batch_traceparent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """The report of one launched batch, for metrics and spans.
+    """The report of one launched batch, for metrics.
 
     Attributes:
         size: images in it.
         padding: rows added to reach a fixed launch size.
         inference_seconds: from launch to result.
-        traceparent: of the batch's span, which its answers name, too; None if no image's request has a span.
-        links: the `traceparent` of each request that has a span and images in the batch.
     """
 
     device: str
@@ -75,8 +69,6 @@ class BatchReport:
     padding: int
     release: Release
     inference_seconds: float
-    traceparent: str | None = None
-    links: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +91,6 @@ class ModelInfo:
     backend: str
     max_batch: int
     gpu_uuid: str | None
-    agreement: str | None = None
     assumed: tuple[str, ...] = ()
     zero_shot: ZeroShot | None = None
     coverage: float | None = None

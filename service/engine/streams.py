@@ -5,23 +5,17 @@ Every image of a launch gets an outcome, and an image that the model fails on fa
 Maps that need a pass of their own have a queue and a thread of their own, behind classification: a small batch is
 launched only while no other image waits, or when a map has waited for long, and its thread has a lower priority.
 What the runner has still to load something for, as torch, goes there too, until that is loaded.
-
-A sample of the answered pictures is computed again, one at a time, on one more thread of that priority, and only while
-no image waits or is computed.
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Final
 
 from model.errors import CheckpointChanged, VitError
 from model.outputs import RequestedOutputs
-from service.engine.audit import Audit, AuditReport
 from service.engine.base import ModelRunner
 from service.engine.batching import BatchQueue, Entry, Poll
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, Release
@@ -54,8 +48,6 @@ class Streams:
         deliver: called on a stream's thread after each launch, with each image's outcome and the report of the
             launch, or None if the launch ended the engine.
         on_queue: called with the number of waiting images whenever it changes, on any thread.
-        audit: takes the sample, where the runner has a reference.
-        on_audit: called on the audit's thread with what came out of each picture of the sample.
         without_core: returns for how many seconds of its life the thread of a native id has waited for a core.
     """
 
@@ -67,8 +59,6 @@ class Streams:
         deliver: Deliver,
         on_queue: Callable[[int], None],
         clock: Callable[[], float],
-        audit: Audit | None = None,
-        on_audit: Callable[[AuditReport], None] = lambda report: None,
         without_core: Callable[[int], float] = seconds_without_core,
     ) -> None:
         self._queue: BatchQueue[InferenceRequest] = BatchQueue(capacity=queue_size, max_delay=max_delay, clock=clock)
@@ -76,13 +66,9 @@ class Streams:
         self._deliver = deliver
         self._on_queue = on_queue
         self._clock = clock
-        self._audit = Audit(0) if audit is None else audit
-        self._on_audit = on_audit
-        self._audits = False
         self._without_core = without_core
         lock = threading.Lock()
         self._wake, self._wake_explanations = threading.Condition(lock), threading.Condition(lock)
-        self._wake_audit = threading.Condition(lock)
         self._stopping = False
         self._defers: Callable[[RequestedOutputs], bool] = _never
         self._launched_at: dict[int, float] = {}
@@ -143,9 +129,6 @@ class Streams:
             for number in range(1, runner.streams)
         ]
         others.append(threading.Thread(target=self._explain, args=(runner,), name="engine-maps", daemon=True))
-        self._audits = runner.audits
-        if self._audits:
-            others.append(threading.Thread(target=self._audit_all, args=(runner,), name="engine-audit", daemon=True))
         for thread in others:
             thread.start()
         self._classify(runner)
@@ -163,7 +146,6 @@ class Streams:
             self._stopping = True
             self._wake.notify_all()
             self._wake_explanations.notify_all()
-            self._wake_audit.notify_all()
 
     def close(self) -> list[Waiting]:
         """Refuse further images and hand back those that wait, oldest first."""
@@ -185,9 +167,6 @@ class Streams:
             while (poll := self._next(queue, max_batch)) is not None:
                 batch = poll.batch
                 outcomes, report = launch(runner, batch, poll.release, self._clock)
-                if self._audits and all(entry.item.requested.classes_alone for entry in batch):
-                    with self._wake:
-                        self._audit.offer([entry.item.pixels for entry in batch], outcomes)
                 self._deliver(list(zip(batch, outcomes, strict=True)), report)
         except BaseException as error:  # noqa: BLE001  raised by `run`
             # Whatever ends the engine, the callers of this batch get an error.
@@ -200,8 +179,6 @@ class Streams:
         stream, condition = threading.get_native_id(), self._condition_of(queue)
         with condition:
             self._launched_at.pop(stream, None)
-            if self._audits and len(self._audit) and self._is_idle():
-                self._wake_audit.notify()
             while not self._stopping:
                 if queue is self._explanations and len(self._queue) and (age := queue.age()) < MAX_EXPLANATION_WAIT:
                     condition.wait(MAX_EXPLANATION_WAIT - age if len(queue) else None)
@@ -216,26 +193,6 @@ class Streams:
                     return poll
                 condition.wait(poll.wait)
         return None
-
-    def _is_idle(self) -> bool:
-        return not len(self) and not self._launched_at
-
-    def _audit_all(self, runner: ModelRunner) -> None:
-        """Compute the sample again until `stop`. An audit that fails ends, and the engine goes on."""
-        lower_priority()
-        while True:
-            with self._wake_audit:
-                while not self._stopping and not (len(self._audit) and self._is_idle()):
-                    self._wake_audit.wait()
-                if self._stopping:
-                    return
-                sample = self._audit.take()
-            try:
-                report = self._audit.report(sample, runner)
-            except (RuntimeError, ValueError, MemoryError) as error:
-                logger.error("the audit ends: %s", error)
-                return
-            self._on_audit(report)
 
 
 def _never(requested: RequestedOutputs) -> bool:
@@ -274,22 +231,12 @@ def launch(
             runner.check()
         except VitError as error:
             raise EngineUnavailable(f"the device failed: {error}") from error
-    links = tuple({entry.item.traceparent: None for entry in batch if entry.item.traceparent is not None})
-    # The context of a new span in a trace of its own, sampled.
-    traceparent = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01" if links else None
-    if traceparent is not None:
-        outcomes = [
-            replace(outcome, batch_traceparent=traceparent) if isinstance(outcome, InferenceResult) else outcome
-            for outcome in outcomes
-        ]
     return outcomes, BatchReport(
         device=runner.device,
         size=len(batch),
         padding=runner.launch_size(len(batch)) - len(batch),
         release=release,
         inference_seconds=clock() - launched,
-        traceparent=traceparent,
-        links=links,
     )
 
 

@@ -76,7 +76,7 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
-            proxy_headers=settings.otel,  # nothing but a span reads what proxies say of the caller
+            proxy_headers=False,  # nothing reads what proxies say of the caller
             backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=None,  # uvicorn would cut requests off; `_give_up` ends the process instead

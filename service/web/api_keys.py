@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.errors import TooManyRequests, Unauthorized
-from service.metrics.metrics import Metrics
+from service.observe.metrics import Metrics
 from service.settings import ApiKey
 from service.web.middleware import PROBES, request_context
 

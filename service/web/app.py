@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -18,14 +17,14 @@ from starlette.types import ASGIApp
 from service.engine.messages import EngineStatus, ModelInfo
 from service.engine.swapping import Generation, Swappable
 from service.http.lifecycle import Lifecycle
-from service.metrics.metrics import Metrics, Sources
-from service.settings import MEMORY, Settings, parse_keys
+from service.observe.metrics import Metrics, Sources
+from service.settings import MEMORY, Settings, exports_spans, parse_keys
 from service.web.admission import ByteBudget, Limiter, Receiving, RefusalPace
 from service.web.api_keys import ApiKeyMiddleware, KeyGuard, KeyLimiter
 from service.web.image_stores import KeptPictures
 from service.web.image_stores.memory import AtHand, ImageStore, MemoryImageStore
 from service.web.image_stores.redis import RedisImageStore
-from service.web.middleware import ProblemMiddleware, RequestContextMiddleware
+from service.web.middleware import PROBES, ProblemMiddleware, RequestContextMiddleware
 from service.web.pipeline import Pipeline, Pipelines, Pools
 from service.web.routes import (
     attention,
@@ -39,9 +38,6 @@ from service.web.routes import (
 )
 from service.web.routes.endpoint import Application, Endpoint, no_such_path
 from vitserve import __version__
-
-if TYPE_CHECKING:
-    from service.tracing.spans import RequestTracer
 
 logger = logging.getLogger("vitserve")
 
@@ -80,7 +76,6 @@ def create_app(
     image_store: ImageStore | None = None,
     byte_budget: ByteBudget | None = None,
     key_limiter: KeyLimiter | None = None,
-    tracer: RequestTracer | None = None,
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> RequestContextMiddleware:
@@ -92,7 +87,6 @@ def create_app(
         lifecycle: shared with the server that decides when to stop.
         on_engine_change: called on the event loop after each change of the engine's state.
         limiter, image_store, byte_budget, key_limiter: shared with other processes; by default this application's own.
-        tracer: makes the spans of requests; None without tracing.
     """
     lifecycle = lifecycle or Lifecycle()
     limiter = limiter or Limiter(settings.queue_size)
@@ -122,6 +116,8 @@ def create_app(
             yield
         await engine.close()
         pools.close()
+        if tracing is not None:
+            await tracing.close()
         await pictures.close()
         outermost.log.end_second()
 
@@ -135,7 +131,7 @@ def create_app(
     )
 
     def make_pipeline(generation: Generation) -> Pipeline:
-        return Pipeline(generation, settings, metrics, limiter, receiving, pictures, lifecycle, pools, clock, tracer)
+        return Pipeline(generation, settings, metrics, limiter, receiving, pictures, lifecycle, pools, clock)
 
     app.state.pipelines = pipelines = Pipelines(engine, make_pipeline)
     # The first route of a path answers: with the page, `operations` keeps its plain index to itself.
@@ -167,8 +163,14 @@ def create_app(
             allow_headers=["Authorization", "Content-Type", "X-Request-ID", "traceparent", "tracestate"],
             expose_headers=["X-Request-ID", "Retry-After", "Content-Location", "traceresponse"],
         )
+    tracing = None
+    if exports_spans():
+        from service.observe.spans import Tracing  # noqa: PLC0415  it needs the extra `otel`
+
+        tracing = Tracing()
+        layers = tracing.around(layers, PROBES)
     endpoints = {route.path for route in app.router.routes if isinstance(route, Endpoint)}
-    outermost = RequestContextMiddleware(layers, metrics, endpoints, lifecycle, tracer, pace=pace, clock=clock)
+    outermost = RequestContextMiddleware(layers, metrics, endpoints, lifecycle, pace=pace, clock=clock)
     return outermost
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import lru_cache
 from http import HTTPStatus
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -34,13 +34,10 @@ from service.errors import (
 )
 from service.http.exchange import Header, exchange_of
 from service.http.lifecycle import Lifecycle
-from service.metrics.metrics import Metrics
+from service.observe.metrics import Metrics
 from service.web import problems
 from service.web.admission import RefusalPace
 from service.web.request_log import Answered, RequestLog
-
-if TYPE_CHECKING:
-    from service.tracing.spans import RequestTrace, RequestTracer
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +89,6 @@ class RequestContext:
         endpoint: path of the route that answers, None until it is known.
         key_name: of the API key, None without a key.
         refusal: code of the problem if it is refused because there is no room, else None.
-        trace: its span, None if there is none.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, lifecycle: Lifecycle, started: float) -> None:
@@ -103,7 +99,6 @@ class RequestContext:
         self.endpoint: str | None = None
         self.key_name: str | None = None
         self.refusal: str | None = None
-        self.trace: RequestTrace | None = None
         self._exchange = exchange_of(scope)
         self._receive = receive
         self._send = send
@@ -131,8 +126,6 @@ class RequestContext:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
-            if self.trace is not None:
-                headers.append(self.trace.response_header)
             # The rest of a body that came too slowly is not waited for.
             discarded = self._exchange.discards_body and self.status != HTTPStatus.REQUEST_TIMEOUT
             self._lingers = self._unread and (self._lifecycle.draining or not discarded)
@@ -162,7 +155,6 @@ class RequestContextMiddleware:
     Args:
         endpoints: paths that may become label values; any other is `other`.
         lifecycle: while draining, every answer closes its connection.
-        tracer: makes the spans of requests, except those of probes; None without tracing.
     """
 
     def __init__(
@@ -171,7 +163,6 @@ class RequestContextMiddleware:
         metrics: Metrics,
         endpoints: Iterable[str],
         lifecycle: Lifecycle,
-        tracer: RequestTracer | None = None,
         *,
         pace: RefusalPace | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -184,7 +175,6 @@ class RequestContextMiddleware:
         self._key_requests = lru_cache(maxsize=512)(metrics.key_requests.labels)
         self._endpoints = frozenset(endpoints)
         self._lifecycle = lifecycle
-        self._tracer = tracer
         self._clock = clock
         self._pace = pace or RefusalPace()
         self.log = RequestLog()
@@ -199,14 +189,10 @@ class RequestContextMiddleware:
         counted = scope["path"] not in PROBES
         if counted:
             self._metrics.inflight.inc()
-            if self._tracer is not None:
-                context.trace = self._tracer.begin(scope)
         try:
             await self._app(scope, context.receive, context.send)
-        except Exception as error:  # `ProblemMiddleware` has answered it, unless the answer had begun before
+        except Exception:  # `ProblemMiddleware` has answered it, unless the answer had begun before
             logger.exception("request %s failed", context.request_id)
-            if context.trace is not None:
-                context.trace.crashed(error)
         finally:
             if counted:
                 self._metrics.inflight.dec()
@@ -215,12 +201,10 @@ class RequestContextMiddleware:
             if counted and status < HTTPStatus.BAD_REQUEST:
                 self._pace.answered()
             answered = Answered(scope["method"], scope["path"], status, seconds, context.request_id, context.key_name)
-            self.count(answered, context.endpoint, refusal=context.refusal, trace=context.trace)
+            self.count(answered, context.endpoint, refusal=context.refusal)
 
-    def count(
-        self, answered: Answered, route: str | None, *, refusal: str | None = None, trace: RequestTrace | None = None
-    ) -> None:
-        """Count and log a request that the route of a path answered, and end its trace; see `RequestContext`."""
+    def count(self, answered: Answered, route: str | None, *, refusal: str | None = None) -> None:
+        """Count and log a request that the route of a path answered; see `RequestContext`."""
         path, status, seconds, key_name = answered.path, answered.status, answered.seconds, answered.key_name
         route = path if path in self._endpoints else route
         endpoint = route or "other"
@@ -234,11 +218,6 @@ class RequestContextMiddleware:
             self.log.answered(logging.DEBUG, answered)
         elif refusal is None or self.log.has_own_line(refusal):
             self.log.answered(logging.INFO, answered)
-        if trace is not None:
-            if trace.exemplar is not None:
-                self._metrics.exemplars.remember(endpoint, seconds, trace.exemplar)
-            sent = None if status == problems.CLIENT_DISCONNECTED else status
-            trace.end(sent, route, seconds, request_id=answered.request_id, key_name=key_name)
 
     def refuse(self, error: ServiceError, headers: list[Header]) -> tuple[int, list[Header], bytes]:
         """Count and log a refusal of bytes that are no request, or of a connection; see `Application.refuse`."""
@@ -276,8 +255,6 @@ class ProblemMiddleware:
                 raise
             problem, context = problems.problem_of(error), request_context(scope)
             context.refusal = problems.refusal_of(problem)
-            if context.trace is not None:
-                context.trace.error_type = problem.code
             # A 503 to a probe is no refusal, but a 401 is.
             if scope["path"] not in PROBES or isinstance(error, Unauthorized):
                 self._metrics.rejected.labels(problem.code).inc()

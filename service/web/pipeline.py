@@ -9,10 +9,10 @@ import itertools
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,6 @@ from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from model.config import PreprocessConfig
-from model.errors import ImageError
 from model.images.formats import UnboundedWork
 from model.images.preprocess import model_input
 from model.outputs import RequestedOutputs
@@ -32,15 +31,13 @@ from service.errors import (
     DeadlineExceeded,
     Draining,
     EngineUnavailable,
-    InferenceFailed,
     MissingImage,
     RequestTimeout,
-    ServiceError,
     UploadTooLarge,
 )
 from service.http.exchange import exchange_of
 from service.http.lifecycle import Lifecycle
-from service.metrics.metrics import Metrics
+from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.timers import TimeLimit, Timers
 from service.web.admission import Body, Limiter, Permit, Receiving
@@ -50,9 +47,6 @@ from service.web.middleware import request_context
 from service.web.upload import UploadedFile, UploadLimits, read_files, read_whole
 from service.web.work import Deadline, ThreadPool, all_of, unless_disconnected
 from vitserve.documents import FIELD
-
-if TYPE_CHECKING:
-    from service.tracing.spans import RequestTracer
 
 T = TypeVar("T")
 
@@ -109,7 +103,6 @@ class Pipeline:
     lifecycle: Lifecycle
     pools: Pools
     clock: Callable[[], float] = time.monotonic
-    tracer: RequestTracer | None = None
 
     @property
     def engine(self) -> Engine:
@@ -244,16 +237,15 @@ class Pipeline:
             return message
 
         started = self.clock()
-        with self._traced("read"):
-            try:
-                limit = TimeLimit(self.pools.timers, deadline.remaining())
-                with limit, self.receiving.arriving(upload.body, limit.expire):
-                    content = await read(receive)
-            except TimeoutError:
-                if upload.body.gave_way:
-                    raise RequestTimeout("the body came too slowly while others waited for its room") from None
-                raise RequestTimeout(f"the body did not arrive within {self.settings.request_timeout:g} s") from None
-        self._stage_ended("read", self.clock() - started)
+        try:
+            limit = TimeLimit(self.pools.timers, deadline.remaining())
+            with limit, self.receiving.arriving(upload.body, limit.expire):
+                content = await read(receive)
+        except TimeoutError:
+            if upload.body.gave_way:
+                raise RequestTimeout("the body came too slowly while others waited for its room") from None
+            raise RequestTimeout(f"the body did not arrive within {self.settings.request_timeout:g} s") from None
+        self.metrics.observe_stage("read", self.clock() - started)
         return content
 
     async def compute(
@@ -294,17 +286,15 @@ class Pipeline:
         """Return the picture in a file, or None if a process must decode it; raises as `decode`."""
         if not data:
             raise MissingImage("the picture is empty")
-        with self._traced("decode"):
-            work = partial(self._decode_bounded, data, self.model().preprocess)
-            decoded = await self.pools.pictures.run(work, deadline)
+        work = partial(self._decode_bounded, data, self.model().preprocess)
+        decoded = await self.pools.pictures.run(work, deadline)
         if decoded is not None:
-            self._stage_ended("decode", decoded.seconds)
+            self.metrics.observe_stage("decode", decoded.seconds)
         return decoded
 
     async def _decode_in_process(self, data: bytearray, deadline: Deadline) -> Decoded:
-        with self._traced("decode"):
-            decoded = await self.pools.decoders.model_input(data, self.model().preprocess, deadline)
-        self._stage_ended("decode", decoded.seconds)
+        decoded = await self.pools.decoders.model_input(data, self.model().preprocess, deadline)
+        self.metrics.observe_stage("decode", decoded.seconds)
         return decoded
 
     def _decode_bounded(self, data: bytearray, config: PreprocessConfig) -> Decoded | None:
@@ -361,40 +351,16 @@ class Pipeline:
 
         A picture that was launched in time may be answered late, up to `_LATE_SECONDS`: an engine may never answer.
         """
-        traceparent = None if self.tracer is None else self.tracer.traceparent()
-        request = InferenceRequest(pixels, requested, traceparent)
+        request = InferenceRequest(pixels, requested)
         remaining = deadline.remaining()
-        with self._traced("queue"):
-            try:
-                with TimeLimit(self.pools.timers, remaining + _LATE_SECONDS):
-                    result = await self.engine.infer(request, timeout=remaining)
-            except TimeoutError:
-                raise DeadlineExceeded("the model did not answer in time") from None
-        self.metrics.stages["queue"].observe(result.queue_seconds)
-        self.metrics.stages["inference"].observe(result.inference_seconds)
-        if self.tracer is not None:
-            self.tracer.computed(result)
-        return result
-
-    def _stage_ended(self, stage: str, seconds: float) -> None:
-        """Count the seconds of a stage that an image has behind it."""
-        self.metrics.stages[stage].observe(seconds)
-        if self.tracer is not None:
-            self.tracer.stage(stage, seconds)
-
-    def _traced(self, stage: str) -> AbstractContextManager[None]:
-        """Report an error of a stage in this context to the tracer, if there is one."""
-        return _NO_CONTEXT if self.tracer is None else self._reported(stage, self.tracer)
-
-    @contextmanager
-    def _reported(self, stage: str, tracer: RequestTracer) -> Iterator[None]:
-        started = self.clock()
         try:
-            yield
-        except (ImageError, ServiceError) as error:
-            is_launched = isinstance(error, InferenceFailed)
-            tracer.failed("inference" if is_launched else stage, self.clock() - started, error)
-            raise
+            with TimeLimit(self.pools.timers, remaining + _LATE_SECONDS):
+                result = await self.engine.infer(request, timeout=remaining)
+        except TimeoutError:
+            raise DeadlineExceeded("the model did not answer in time") from None
+        self.metrics.observe_stage("queue", result.queue_seconds)
+        self.metrics.observe_stage("inference", result.inference_seconds, result.batch_size)
+        return result
 
 
 class Pipelines:

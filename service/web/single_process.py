@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from service.engine.audit import Audit, AuditReport
 from service.engine.base import Engine, ModelRunner
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, ModelInfo
@@ -16,9 +15,8 @@ from service.engine.swapping import LocalSwap
 from service.http.lifecycle import Lifecycle, Terminal, freeze_objects, trim_regularly
 from service.http.server import Server
 from service.http.watchdog import Watchdog
-from service.metrics.metrics import Metrics
+from service.observe.metrics import Metrics
 from service.settings import Settings
-from service.tracing.start import batch_observer, start_telemetry
 from service.web.app import create_app, log_model
 
 logger = logging.getLogger("vitserve")
@@ -37,14 +35,12 @@ Loader = Callable[[Settings], tuple[ModelRunner, ModelInfo]]
 def run_single_process(settings: Settings, load: Loader) -> int:
     """Run the service until a signal ends it, and return the exit code; `load` is called on the engine's thread."""
     lifecycle, metrics, terminal = Lifecycle(), Metrics(), Terminal()
-    telemetry = start_telemetry(settings)
-    on_batch = batch_observer(metrics.observe_batch, telemetry)
     served: list[ModelInfo] = []
 
     def make(checkpoint: str | None) -> LocalEngine:
         own = settings if checkpoint is None else settings.model_copy(update={"checkpoint": checkpoint})
         load_timeout = settings.load_timeout if served else None
-        return engine_of(own, load, on_batch, metrics.observe_audit, load_timeout=load_timeout)
+        return engine_of(own, load, metrics.observe_batch, load_timeout=load_timeout)
 
     swap = LocalSwap(make, on_retired=freeze_objects)
 
@@ -59,13 +55,10 @@ def run_single_process(settings: Settings, load: Loader) -> int:
                 _announce(engine, settings, server)
             served[:] = [engine.info]
 
-    tracer = None if telemetry is None else telemetry.request_tracer()
-    app = create_app(settings, swap, metrics, lifecycle, engine_changed, tracer=tracer)
+    app = create_app(settings, swap, metrics, lifecycle, engine_changed)
     server = Server(app, settings, lifecycle, Watchdog().watch, partial(terminal.hang_up, swap.reload))
     trim_regularly()
     server.run()
-    if telemetry is not None:
-        telemetry.close()
     return lifecycle.exit_code
 
 
@@ -73,12 +66,11 @@ def engine_of(
     settings: Settings,
     load: Loader,
     on_batch: Callable[[BatchReport], None],
-    on_audit: Callable[[AuditReport], None],
     *,
     load_timeout: float | None = None,
     on_queue: Callable[[int], None] | None = None,
 ) -> LocalEngine:
-    """Return an engine of this process; it calls `load` on its thread, and the others with each batch and audit."""
+    """Return an engine of this process; it calls `load` on its thread, and `on_batch` with each batch."""
     return LocalEngine(
         lambda: load(settings),
         device=settings.device,
@@ -87,8 +79,6 @@ def engine_of(
         batch_timeout=settings.batch_timeout,
         load_timeout=load_timeout,
         on_batch=on_batch,
-        audit=Audit(settings.audit),
-        on_audit=on_audit,
         on_queue=on_queue,
     )
 

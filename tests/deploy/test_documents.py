@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from service.engine.messages import EngineStatus
-from service.metrics.metrics import Metrics, Sources
-from service.metrics.nvml import GpuCollector
+from service.observe.gpus import GpuCollector
+from service.observe.metrics import Metrics, Sources
 from service.settings import ENV_PREFIX, Settings
 from service.web.app import _PUBLIC
 

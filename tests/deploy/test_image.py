@@ -49,16 +49,6 @@ def test_no_image_that_is_named_is_whatever_is_latest() -> None:
     assert all(version.count(".") == 2 for version in pinned.values())
 
 
-def test_the_sbom_is_in_the_image_and_its_tool_is_not() -> None:
-    sources = re.findall(r"^COPY --from=(\w+) (\S+)", LAST_STAGE, re.M)
-    assert ("sbom", "/build/sbom.cdx.json") in sources
-    assert STAGES[-1][0] == "system"
-    assert {stage: parent for parent, stage in STAGES}["sbom"] == "dependencies"
-    assert "cyclonedx" not in DOCKERFILE.split(" AS sbom\n")[0]
-    assert [path for stage, path in sources if stage == "sbom"] == ["/build/sbom.cdx.json"]
-    assert re.search(r"^cyclonedx-bom==", (REPOSITORY / "constraints.txt").read_text(), re.M)
-
-
 def test_nothing_in_the_build_is_of_one_processor() -> None:
     instructions = "\n".join(line for line in DOCKERFILE.splitlines() if not line.startswith("#"))
     assert not re.search(r"x86|amd64|aarch64|arm64|--platform", instructions)

@@ -287,7 +287,6 @@ def test_pods_may_reach_what_their_components_are_for(tmp_path: Path) -> None:
     assert ports(["otlp"]) == {53, 4318}
     settings = settings_of(built_with(tmp_path / "otlp", "cpu", ["otlp"]))
     assert urlsplit(settings["OTEL_EXPORTER_OTLP_ENDPOINT"]).port == 4318
-    assert settings["VIT_OTEL"] == "true"
 
 
 def test_the_operators_rules_are_those_of_prometheus(tmp_path: Path) -> None:

@@ -85,8 +85,3 @@ def test_without_a_driver_the_index_of_the_smaller_build_is_named(tmp_path, driv
 
     assert (f"make run TORCH_INDEX_URL={CPU_INDEX}" in output) is hinted
     assert len(calls) == 1
-
-
-def test_the_bundles_check_finds_python_from_the_bundles_folder():
-    # The check changes into the folder in which it lies.
-    assert f"PYTHON={REPOSITORY / '.venv' / 'bin' / 'python'} dist/" in make("-n", "VENV=.venv", "bundle-check")

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 
 
 @dataclass(frozen=True)
 class Received:
-    """A span, or a point of a metric, with what its process says of itself."""
+    """A span, with what its process says of itself."""
 
     name: str
     process: dict[str, Any]
@@ -34,28 +33,20 @@ class Received:
         parent: str = self.message.parent_span_id.hex()
         return parent
 
-    @property
-    def links(self) -> set[tuple[str, str]]:
-        return {(link.trace_id.hex(), link.span_id.hex()) for link in self.message.links}
-
 
 class Collector:
     """What was received so far."""
 
     def __init__(self) -> None:
         self.spans: list[Received] = []
-        self.points: list[Received] = []
         self.url = ""
 
     def named(self, name: str) -> list[Received]:
         return [span for span in self.spans if span.name == name]
 
     def receive(self, path: str, body: bytes) -> None:
-        if path == "/v1/traces":
-            self.spans += _spans(ExportTraceServiceRequest.FromString(body))
-        else:
-            assert path == "/v1/metrics", path
-            self.points += _points(ExportMetricsServiceRequest.FromString(body))
+        assert path == "/v1/traces", path
+        self.spans += _spans(ExportTraceServiceRequest.FromString(body))
 
 
 def _spans(request: ExportTraceServiceRequest) -> Iterator[Received]:
@@ -64,15 +55,6 @@ def _spans(request: ExportTraceServiceRequest) -> Iterator[Received]:
         for scope in of_process.scope_spans:
             for span in scope.spans:
                 yield Received(span.name, process, _values(span.attributes), span)
-
-
-def _points(request: ExportMetricsServiceRequest) -> Iterator[Received]:
-    for of_process in request.resource_metrics:
-        process = _values(of_process.resource.attributes)
-        for scope in of_process.scope_metrics:
-            for metric in scope.metrics:
-                for point in getattr(metric, str(metric.WhichOneof("data"))).data_points:
-                    yield Received(metric.name, process, _values(point.attributes), point)
 
 
 def _values(attributes: Any) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def test_attention_asks_a_server_for_what_it_would_compute_itself(
     server: Served, pictures: Pictures, checkpoint: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "0.png").write_bytes(pictures.files[0])
-    asked = ["attention", str(tmp_path / "0.png"), "--class", LABELS[3], "--class", "4", "--method", "legrad"]
+    asked = ["attention", str(tmp_path / "0.png"), "--class", LABELS[3], "--class", "4", "--method", "gae"]
     through_server = [*asked, "--url", server.url, "--api-key", "right"]
     assert main([*through_server, "-o", str(tmp_path / "x.png"), "--side-by-side"]) == 0
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,7 +18,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
-from service.metrics.nvml import GpuCollector
+from service.observe.gpus import GpuCollector
 from tests.conftest import REPOSITORY
 from tests.e2e.serving import SIZE, Serve, Served
 from tests.launcher import free_port, until
@@ -182,37 +181,3 @@ def test_no_alert_fires_on_a_service_that_is_well(prometheus: Prometheus) -> Non
     assert set(states) == {rule["alert"] for group in written for rule in group["rules"]}
     assert "firing" not in states.values()
     assert all(rule["health"] == "ok" for group in rules for rule in group["rules"])
-
-
-def test_the_picture_is_drawn_from_what_prometheus_answers(prometheus: Prometheus) -> None:
-    from deploy.grafana.picture.series import Prometheus as Source
-    from deploy.grafana.picture.series import Window, all_values, series_of
-
-    source = Source(prometheus.url)
-    window = Window.before(time.time(), 30, source.scrape_interval())
-    assert window.scrape_interval == 0.5
-    found = {
-        panel["title"]: series_of(panel, all_values(DASHBOARD), window, source.query)
-        for panel in DASHBOARD["panels"]
-        if panel["title"] in {"Requests by endpoint", "Batch size"}
-    }
-    assert {"/attention", "/classify"} <= {one.name for one in found["Requests by endpoint"]}
-    assert "+Inf" in {one.labels["le"] for one in found["Batch size"]}
-
-
-def test_the_dashboard_is_made_from_its_source() -> None:
-    render = pytest.importorskip("deploy.grafana.dashboard", reason="grafana-foundation-sdk is not installed").render
-    assert render() == (REPOSITORY / "deploy/grafana/dashboards/vitserve.json").read_text()
-
-
-def test_grafanas_own_types_read_the_dashboard_back() -> None:
-    models = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason="it is not installed")
-    encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder").JSONEncoder
-    sdk = pytest.importorskip("grafana_foundation_sdk.cog.plugins")
-    sdk.register_default_plugins()
-    read = models.Dashboard.from_json(DASHBOARD)
-    written = json.loads(encoder(sort_keys=True).encode(read))
-    for panel in written["panels"]:
-        if panel["type"] == "heatmap":
-            assert panel["fieldConfig"]["defaults"].pop("custom") == {}  # no colours of its own
-    assert written == DASHBOARD

@@ -18,7 +18,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import REPOSITORY
-from tests.e2e.collector import Collector, collecting
 from tests.e2e.serving import Pictures, client, problem, together
 from tests.launcher import PATIENCE, free_port, until
 
@@ -78,22 +77,11 @@ def settings(checkpoint: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def collector() -> Iterator[Collector]:
-    with collecting() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def cluster(collector: Collector) -> Iterator[str]:
-    """The address of a Ray on this machine, which is begun without the settings.
-
-    OpenTelemetry's variables are those of the machines, where replicas read them.
-    """
+def cluster() -> Iterator[str]:
+    """The address of a Ray on this machine, which is begun without the settings."""
     # The path of a socket in the folder must be short.
     with tempfile.TemporaryDirectory(prefix="ray-") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")  # else a token is written to the home folder
-        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
-        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
         context = ray.init(
             num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False, _temp_dir=folder
         )
@@ -196,24 +184,3 @@ def test_with_redis_any_replica_knows_a_kept_picture(
     until(service.is_ready)
     picture = service.classify(pictures.files[0]).json()["id"]
     assert {service.client.get(f"/attention?id={picture}").status_code for _ in range(20)} == {200}
-
-
-def test_a_request_is_followed_from_its_caller_through_a_replica(
-    service: Service, pictures: Pictures, collector: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    until(service.is_ready)
-    without = service.images().keys()
-    monkeypatch.setenv("VIT_OTEL", "true")
-    serve.run(app(ARGUMENTS))
-    until(lambda: service.is_ready() and without.isdisjoint(service.images()))
-    assert not collector.spans
-    caller = {"traceparent": f"00-{1:032x}-{2:016x}-01"}
-    answer = service.client.post("/classify", content=pictures.files[0], headers=caller)
-    assert answer.headers["traceresponse"].startswith(f"00-{1:032x}-")
-
-    until(lambda: bool(collector.named("POST /classify") and collector.named("batch")))
-    [request], [batch] = collector.named("POST /classify"), collector.named("batch")
-    assert (request.id[0], request.parent) == (f"{1:032x}", f"{2:016x}")
-    assert batch.links == {request.id}
-    stages = {span.name for span in collector.spans if span.parent == request.id[1]}
-    assert stages == {"read", "decode", "queue", "inference"}

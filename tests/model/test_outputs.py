@@ -101,7 +101,7 @@ def test_what_was_not_said_follows_from_what_was(said: dict[str, Any], requests:
 @pytest.mark.parametrize(
     ("said", "parameter", "says"),
     [
-        ({"method": "gradcam"}, "method", "method 'gradcam': expected one of relevance, cls, rollout, gae, legrad"),
+        ({"method": "gradcam"}, "method", "method 'gradcam': expected one of relevance, cls, rollout, gae"),
         ({"method": ""}, "method", "method '': expected one of relevance, cls"),
         ({"method": "cls", "classes": "3"}, "class", "class does not apply to method 'cls'"),
         ({"method": "gae", "head": "max"}, "head", "head does not apply to method 'gae'"),

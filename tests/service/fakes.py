@@ -149,8 +149,6 @@ class FakePredictor:
     warm_ups: int = 0
     device_is_dead: bool = False
     error: type[BaseException] = RuntimeError
-    audits: bool = False
-    audited: list[int] = field(default_factory=list)
     slow_embeddings: bool = False
 
     def __post_init__(self) -> None:
@@ -188,14 +186,6 @@ class FakePredictor:
         embedding = None if requested.embedding is None else expected_embedding(red, requested.embedding)
         return Outputs(*answer(red, requested.top_k), found, logits, embedding, finite=red != NAN)
 
-    def reference_class(self, image: NDArray[np.uint8]) -> int:
-        """The class of `answer`, but for odd reds."""
-        red = int(image[0, 0, 0])
-        self.audited.append(red)
-        if red == BAD:
-            raise self.error("it does not compute")
-        return int(answer(red, 1)[1][0]) + red % 2
-
     def embed_texts(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """A text's feature counts its letters."""
         self.embedded.append(list(texts))
@@ -210,8 +200,8 @@ class FakePredictor:
         assert await asyncio.to_thread(self.entered.acquire, timeout=PATIENCE)
 
 
-def request_for(red: int, traceparent: str | None = None, *, top_k: int = 3, **requested: Any) -> InferenceRequest:
-    return InferenceRequest(pixels(red), RequestedOutputs(top_k, **requested), traceparent)
+def request_for(red: int, *, top_k: int = 3, **requested: Any) -> InferenceRequest:
+    return InferenceRequest(pixels(red), RequestedOutputs(top_k, **requested))
 
 
 @dataclass
@@ -224,10 +214,8 @@ class Rig:
     reports: list[BatchReport] = field(default_factory=list)
     states: list[str] = field(default_factory=list)
 
-    async def ask(
-        self, red: int, *, timeout: float = PATIENCE, traceparent: str | None = None, **requested: Any
-    ) -> InferenceResult:
-        return await self.engine.infer(request_for(red, traceparent, **requested), timeout=timeout)
+    async def ask(self, red: int, *, timeout: float = PATIENCE, **requested: Any) -> InferenceResult:
+        return await self.engine.infer(request_for(red, **requested), timeout=timeout)
 
     def ask_soon(self, red: int, **options: Any) -> asyncio.Task[InferenceResult]:
         return asyncio.create_task(self.ask(red, **options))

@@ -15,8 +15,9 @@ pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
 from ray.serve.schema import ServeDeploySchema
 
 from model.errors import CheckpointError
-from service import logs, ray_serve
+from service import ray_serve
 from service.errors import EngineUnavailable, SettingsError
+from service.observe import logs
 from service.ray_serve import Arguments, Replica, replica_settings
 from service.settings import Settings, load_settings
 from tests.conftest import REPOSITORY

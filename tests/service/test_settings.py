@@ -28,8 +28,6 @@ DEFAULTS: dict[str, Any] = {
     "base": None,
     "keys": None,
     "dtype": "auto",
-    "agreement": 0.99,
-    "audit": 0.001,
     "backend": "auto",
     "cache_dir": None,
     "compile": "auto",
@@ -66,7 +64,6 @@ DEFAULTS: dict[str, Any] = {
     "drain_delay": 2,
     "drain_timeout": 30,
     "cors_origins": (),
-    "otel": False,
     "log_format": "text",
     "log_level": "info",
 }
@@ -91,11 +88,7 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("device", "cuda:MIG-c7384736-a75d", "cuda:MIG-c7384736-a75d"),
     ("device", "cuda:GPU-5d5ba0d6,cuda:MIG-GPU-8932/1/0", "cuda:GPU-5d5ba0d6,cuda:MIG-GPU-8932/1/0"),
     ("dtype", "bfloat16", "bfloat16"),
-    ("dtype", "float8", "float8"),
-    ("agreement", "0.9", 0.9),
-    ("audit", "0.5", 0.5),
     ("compile", "off", "off"),
-    ("compile", "no-graphs", "no-graphs"),
     ("backend", "torch", "torch"),
     ("cache_dir", "/var/cache/vitserve", "/var/cache/vitserve"),
     ("threads", "3", 3),
@@ -133,7 +126,6 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("drain_delay", "0", 0),
     ("drain_timeout", "7.5", 7.5),
     ("cors_origins", "https://a.example,https://b.example", ("https://a.example", "https://b.example")),
-    ("otel", "true", True),
     ("log_format", "json", "json"),
     ("log_level", "debug", "debug"),
 ]
@@ -146,12 +138,10 @@ WRONG: list[tuple[str, str, str]] = [
     ("device", "cuda:1,cuda:1", "once"),
     ("device", "cuda,cuda:0", "once"),
     ("device", "cpu,cuda:0", "cuda:0,cuda:1"),
-    ("dtype", "int4", "'auto', 'float32', 'bfloat16', 'float16', 'float8' or 'int8'"),
-    ("agreement", "98", "less than or equal to 1"),
+    ("dtype", "int4", "'auto', 'float32', 'bfloat16' or 'float16'"),
     ("coverage", "95", "less than 1"),
-    ("audit", "-0.1", "greater than or equal to 0"),
     ("device", "cuda:MIG-", "cuda:MIG-..."),
-    ("compile", "maybe", "'auto', 'on', 'max', 'no-graphs' or 'off'"),
+    ("compile", "maybe", "'auto', 'on' or 'off'"),
     ("backend", "onnx", "'auto', 'torch' or 'openvino'"),
     ("cache_dir", "~nobody-of-this-name/graphs", "home folder"),
     ("threads", "0", "greater than or equal to 1"),
@@ -185,7 +175,6 @@ WRONG: list[tuple[str, str, str]] = [
     ("recent_bytes", "lots", "byte"),
     ("drain_delay", "-0.1", "greater than or equal to 0"),
     ("drain_timeout", "soon", "valid number"),
-    ("otel", "http://collector:4318", "valid boolean"),
     ("log_format", "xml", "'text' or 'json'"),
     ("log_level", "loud", "'debug', 'info', 'warning' or 'error'"),
 ]
@@ -297,13 +286,6 @@ def test_redis_without_its_package_is_refused_at_the_start(monkeypatch: pytest.M
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SettingsError, match="pip install"):
         load_settings({"recent_url": "redis://cache"})
-
-
-def test_opentelemetry_without_its_packages_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SettingsError, match=r"VIT_OTEL=True: it needs OpenTelemetry's packages: pip install"):
-        load_settings({"otel": True})
-    assert not load_settings({"otel": False}).otel
 
 
 def test_api_keys_are_never_shown() -> None:

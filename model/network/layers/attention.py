@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ViTConfig
-from model.network.layers.float8 import linear_rows
 from model.network.layers.position import relative_position_index, relative_table_size
 from model.network.layers.rotary import Rotary
 
@@ -119,11 +118,16 @@ class Attention(nn.Module):
     def _project_queries(self, x: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return q of the first tokens alone, [B, heads, queries, head_dim], and k and v of all."""
         batch, tokens, _ = x.shape
-        q = linear_rows(self.qkv, x[:, :queries], slice(self.inner_width))
-        kv = linear_rows(self.qkv, x, slice(self.inner_width, None))
+        q = self._project_rows(x[:, :queries], slice(self.inner_width))
+        kv = self._project_rows(x, slice(self.inner_width, None))
         q = q.reshape(batch, -1, self.heads, self.head_dim).transpose(1, 2)
         k, v = kv.reshape(batch, tokens, 2, self.heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
         return *self._placed(q, k), v
+
+    def _project_rows(self, x: Tensor, rows: slice) -> Tensor:
+        """Map [B, N, D] to these rows of the fused projection's output, [B, N, rows]."""
+        bias = None if self.qkv.bias is None else self.qkv.bias[rows]
+        return F.linear(x, self.qkv.weight[rows], bias)
 
     def bias(self) -> Tensor | None:
         """Return the bias on the scores, [1, heads, N, N], or None."""

@@ -14,7 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.errors import DeviceError, NewProcessNeeded, first_line
-from model.runtime.backend import Compilation, CompilationState, batch_too_large, require_close, trial_images
+from model.runtime.backend import (
+    WITHOUT_GRAPHS,
+    Compilation,
+    CompilationState,
+    batch_too_large,
+    require_close,
+    trial_images,
+)
 from model.runtime.batches import BatchOutputs, BatchRequest, HostOutputs, Images, launch_size
 from model.runtime.compilation import Network, compiled_for_any_batch, compiled_network
 from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed, Compute, DeviceOps, DeviceOutputs
@@ -122,7 +129,7 @@ class Cuda(TorchBackend):
             logger.error("no CUDA graphs: %s", error)
             if isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise batch_too_large(str(self._device), sizes[-1]) from error
-            raise NewProcessNeeded(f"{self._device}: {error}", "compile", "no-graphs") from error
+            raise NewProcessNeeded(f"{self._device}: {error}", "compile", WITHOUT_GRAPHS) from error
         self.batch_sizes = sizes
         if self._compiled is None:
             self.compilation = replace(self.compilation, graphs="CUDA graphs of the uncompiled model")
@@ -171,10 +178,9 @@ class Cuda(TorchBackend):
         return packed[:1], {name: tensor[:1] for name, tensor in others.items()}
 
     def _compile_and_exercise(self) -> None:
-        autotune = self._options.compile_mode == "max"
-        network = compiled_network(self._plain, self._normalise, self._folded, autotune=autotune)
+        network = compiled_network(self._plain, self._normalise, self._folded)
         # Without graphs any number of classes is computed by it, and would be compiled.
-        tail = compiled_for_any_batch(self._tail, autotune=autotune) if self._options.graphs else self._tail
+        tail = compiled_for_any_batch(self._tail) if self._options.graphs else self._tail
         compute = _Compute(network, tail)
 
         def scores(images: Tensor, request: BatchRequest) -> Tensor:

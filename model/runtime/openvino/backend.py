@@ -89,7 +89,6 @@ class OpenVino:
         fallback: torch's backend, which takes the same threads.
         with_extras: returns a network that gives these, too, compiled on one thread; raises DeviceError.
         afterwards: keeps the network's graph for a later start, or compiles what such a start left out.
-        int8: computes batches of which nothing but classes and their logits is asked.
     """
 
     def __init__(
@@ -100,14 +99,12 @@ class OpenVino:
         fallback: LazyTorch,
         with_extras: Callable[[BatchRequest], OpenVinoNetwork],
         afterwards: Callable[[], None] = lambda: None,
-        int8: OpenVinoNetwork | None = None,
     ) -> None:
         keep_freed_memory()
         self.name = f"openvino {network.version}"
         self.compilation = Compilation(CompilationState.OFF)
         self.batch_sizes: tuple[int, ...] | None = None
         self._network = network
-        self._classifier = int8 or network
         self._scores, self._threads, self._torch = scores, threads, fallback
         self._with_extras, self._afterwards = with_extras, afterwards
         self._networks: dict[BatchRequest, OpenVinoNetwork | None] = {BatchRequest(): network}
@@ -123,8 +120,6 @@ class OpenVino:
                 # Not a daemon: a thread that ends within OpenVINO's own code takes the process with it.
                 threading.Thread(target=self.prepare, args=(extras,), name="openvino-prepare").start()
         network = self._networks.get(extras)
-        if not (request.layers or request.embeddings or request.relevance):
-            network = self._classifier
         if network is None or not network.request.covers(request):
             return self._torch.load().predict(images, request)
         with self._threads as alone:
@@ -157,7 +152,7 @@ class OpenVino:
 
     def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """See `Backend.logits`."""
-        return self._classifier(images, alone=True).tensors()["logits"]
+        return self._network(images, alone=True).tensors()["logits"]
 
     def exercise(self, sizes: Sequence[int]) -> None:
         """See `Backend.exercise`; torch, which computes rows of other layers alone, is exercised at the first size."""
@@ -171,7 +166,7 @@ class OpenVino:
 
     def fill_caches(self, size: int) -> None:
         """See `Backend.fill_caches`."""
-        self._classifier.fill_caches(trial_images(self._scores.config, size, 0))
+        self._network.fill_caches(trial_images(self._scores.config, size, 0))
 
     def compile(self) -> None:
         """Do what nobody waits for, on a thread; the graphs that answer are compiled already."""

@@ -32,8 +32,8 @@ def traced_network(
     extras: BatchRequest = BatchRequest(),  # noqa: B008  frozen
     workers: int | None = None,
     stage: Callable[[NetworkGraph], NetworkGraph] | None = None,
-) -> tuple[OpenVinoNetwork, NetworkGraph]:
-    """Return a torch network as one of OpenVINO, once its outputs were compared with torch's, and its graph.
+) -> OpenVinoNetwork:
+    """Return a torch network as one of OpenVINO, once its outputs were compared with torch's.
 
     Args:
         options: the model, which is read and not kept, and a dtype of `PRECISIONS`.
@@ -49,8 +49,7 @@ def traced_network(
     graph = trace(options, extras)
     if stage is not None:
         graph = stage(graph)
-    network = OpenVinoNetwork(graph, options.dtype_name, threads=threads, streams=streams, workers=workers)
-    return network, graph
+    return OpenVinoNetwork(graph, options.dtype_name, threads=threads, streams=streams, workers=workers)
 
 
 def trace(options: TorchOptions, extras: BatchRequest) -> NetworkGraph:

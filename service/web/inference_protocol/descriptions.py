@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from service.engine.messages import ModelInfo
-from service.metrics.metrics import Metrics
+from service.observe.metrics import Metrics
 from service.web.inference_protocol import EXTENSIONS, GRPC_SERVICE, REPOSITORY_EXTENSION, VERSION
 from service.web.inference_protocol.inference import outputs_of
 

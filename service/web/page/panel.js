@@ -4,7 +4,7 @@ import { explain, isFinal } from "./errors.js";
 import { dimOutside, drawHeat, drawRamp, multiple, percent, readMap } from "./heatmap.js";
 
 const NAMES = { relevance: "Relevance for the class", cls: "Attention of one layer", rollout: "Rollout through all layers",
-  gae: "Generic attention explainability", legrad: "LeGrad" };
+  gae: "Generic attention explainability" };
 const WITHOUT_CLASS = ["cls", "rollout"];
 const WHOLE = { x: 0, y: 0, width: 1, height: 1 };
 

@@ -13,6 +13,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from model.config import ViTConfig
 from model.outputs import methods_of
 from service.engine.messages import attributes
+from service.observe.metrics import CONTENT_TYPE
 from service.web.pipeline import pipeline_of
 from service.web.routes.endpoint import Endpoint, problems
 from vitserve.documents import Labels, ModelDescription
@@ -83,6 +84,6 @@ async def readyz(request: Request) -> Status:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Return the metrics in Prometheus' text format, or in OpenMetrics' for those who accept it."""
-    content, media_type = await pipeline_of(request).metrics.gather(request.headers.get("accept", ""))
-    return Response(content, headers={"Content-Type": media_type})
+    """Return the metrics in Prometheus' text format."""
+    content = await pipeline_of(request).metrics.gather()
+    return Response(content, headers={"Content-Type": CONTENT_TYPE})

@@ -14,7 +14,7 @@ from model.explanation import methods
 from model.explanation.methods import EXPLANATIONS, explain, rollout
 from model.network.vit import VisionTransformer
 from model.outputs import CLASS_SPECIFIC, METHODS, MapRequest, Method
-from tests.model.explanation.plain_reference import Reference, forward, read
+from tests.model.explanation.plain_reference import Reference, forward
 from tests.model.explanation.plain_relevance import plain_relevance
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -121,17 +121,6 @@ def first_row(config: ViTConfig, count: int) -> Tensor:
     return row.repeat(count, 1)
 
 
-def plain_legrad(model: VisionTransformer, pixels: Tensor) -> Tensor:
-    total = torch.zeros(len(pixels), model.config.tokens)
-    for layer in range(model.config.depth):
-        found = forward(model, pixels)
-        logits, pool = read(model, found.outputs[layer])
-        weights = found.attention[layer] if pool is None else pool
-        logits[torch.arange(len(pixels)), CLASSES].sum().backward()
-        total += all_tokens(grad_of(weights).clamp(min=0).mean((1, 2)), model.config)
-    return total
-
-
 def plain_rollout(model: VisionTransformer, pixels: Tensor, fusion: str = "mean", ratio: float = 0.0) -> Tensor:
     found = forward(model, pixels)
     fuse: dict[str, Callable[[Tensor], Tensor]] = {
@@ -161,7 +150,6 @@ def plain_rollout(model: VisionTransformer, pixels: Tensor, fusion: str = "mean"
 PLAIN: dict[str, Callable[[VisionTransformer, Tensor], Tensor]] = {
     "relevance": lambda model, pixels: plain_relevance(model, pixels, CLASSES),
     "gae": plain_gae,
-    "legrad": plain_legrad,
     "rollout": plain_rollout,
 }
 
@@ -242,7 +230,7 @@ def test_only_a_class_specific_map_depends_on_the_class(method: Method) -> None:
     assert torch.allclose(one, other) is (method not in CLASS_SPECIFIC)
 
 
-@pytest.mark.parametrize("method", ["relevance", "gae", "legrad"])
+@pytest.mark.parametrize("method", ["relevance", "gae"])
 def test_where_nothing_is_found_the_map_is_even(method: Method) -> None:
     model = model_of("plain")
     with torch.no_grad():

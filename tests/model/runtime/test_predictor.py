@@ -20,7 +20,7 @@ from model.outputs import MapRequest, RequestedOutputs
 from model.runtime import cpu
 from model.runtime.backend import BackendName, CompilationState, trial_images
 from model.runtime.building import Builder
-from model.runtime.cpu import cpu_has_bfloat16, cpu_has_int8
+from model.runtime.cpu import cpu_has_bfloat16
 from model.runtime.device import choose_device, choose_dtype
 from model.runtime.openvino.backend import unsupported_reason
 from model.runtime.predictor import Predictor
@@ -312,20 +312,16 @@ def test_devices_and_dtypes_that_are_not_there_are_named() -> None:
 @pytest.mark.parametrize(
     ("line", "native"),
     [
-        ("flags : fpu sse avx512_bf16", (True, False)),
-        ("flags : fpu amx_bf16 amx_int8", (True, True)),
-        ("Features : fp asimd asimddp bf16", (True, True)),
-        ("flags : fpu avx2", (False, False)),
-        ("flags : fpu avx2 avx_vnni", (False, True)),
-        ("model name : bf16 avx512_vnni", (False, False)),
+        ("flags : fpu sse avx512_bf16", True),
+        ("Features : fp asimd asimddp bf16", True),
+        ("flags : fpu avx2", False),
+        ("model name : bf16 avx512_vnni", False),
     ],
 )
-def test_native_bfloat16_and_int8_are_read_from_the_cpu_flags(
-    line: str, native: tuple[bool, bool], tmp_path: Path
-) -> None:
+def test_native_bfloat16_is_read_from_the_cpu_flags(line: str, native: bool, tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor : 0\n{line}\n")
-    assert (cpu_has_bfloat16(cpuinfo), cpu_has_int8(cpuinfo)) == native
+    assert cpu_has_bfloat16(cpuinfo) is native
     assert not cpu_has_bfloat16(tmp_path / "absent")
 
 

@@ -7,7 +7,6 @@ import io
 import json
 import logging
 import os
-import re
 import shutil
 import struct
 import subprocess
@@ -20,11 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from torch import nn
 
 from model.outputs import Outputs
 from model.runtime.predictor import Predictor
-from model.runtime.torch_backend import TorchBackend
 from tests.service.cli.command_line import run, write_checkpoint, write_pictures
 
 pytestmark = pytest.mark.timeout(90)  # checkpoints are loaded, and answer
@@ -47,7 +44,7 @@ def test_classify_walks_a_folder_in_order_and_leaves_other_files_alone(
 ) -> None:
     code, out, err = run(capsys, "classify", pictures, "--checkpoint", checkpoint, "--json", "--top-k", "99")
     assert code == 0
-    assert "vitserve: --top-k 99: the model has 3 classes\n" in err
+    assert err.strip() == ""
     answers = [json.loads(line) for line in out.splitlines()]
     assert [Path(answer["file"]).name for answer in answers] == ["a.jpg", "b.png", "c.webp"]
     for answer in answers:
@@ -121,26 +118,6 @@ def test_pillow_logs_nothing_of_the_files_that_a_command_reads(
     assert [record.name for record in caplog.records if record.name.startswith("PIL")] == []
 
 
-def test_compile_ends_when_the_model_is_compiled(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exercised: list[tuple[int, ...]] = []
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(nn.Module, "compile", lambda module, **_: None)
-    monkeypatch.setattr(TorchBackend, "_exercise", lambda _, compute, sizes: exercised.append(tuple(sizes)))
-    arguments = ["compile", "--checkpoint", checkpoint, "--device", "cpu", "--dtype", "float32", "--backend", "torch"]
-    code, out, err = run(capsys, *arguments, "--compile", "on", "--max-batch", "4")
-    assert (code, err) == (0, "")
-    assert re.fullmatch(r"tiny on cpu in float32: compiled, \d+ s\n", out)
-    assert exercised[-1] == (1, 2, 4)
-
-
-def test_compile_says_that_nothing_is_compiled(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "compile", "--checkpoint", checkpoint, "--device", "cpu", "--backend", "torch")
-    assert code == 1
-    assert "off on the CPU unless asked for" in out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -150,18 +127,18 @@ def test_compile_says_that_nothing_is_compiled(checkpoint: Path, capsys: pytest.
         (["attention", "README.md", "-o", "x.png", "--size", "9999"], "--size 9999"),
         (["attention", "README.md"], "-o, --sheet or both"),
         (["attention", "README.md", "--sheet", "."], ".: not a file in a folder that exists"),
-        (["attention", "README.md", "examples", "-o", "README.md"], "README.md: File exists"),
-        (["attention", "README.md", "examples", "-o", "nowhere/maps"], "nowhere/maps: No such file"),
+        (["attention", "README.md", "examples", "-o", "README.md"], "README.md: cannot be written: File exists"),
+        (["attention", "README.md", "examples", "-o", "nowhere/maps"], "nowhere/maps: cannot be written: No such file"),
         (["attention", "README.md", "-o", "x.jpg"], "x.jpg: expected a name that ends in .png"),
         (["attention", "README.md", "--npy", "-o", "x.png"], "x.png: expected a name that ends in .npy"),
         (["attention", "README.md", "--sheet", "x"], "x: expected a name that ends in .png"),
         (["attention", "README.md", "-o", "nowhere/x.png"], "nowhere/x.png: not a file in a folder that exists"),
         (["inspect", "absent"], "absent: no such folder"),
         (["classify", "README.md", "--device", "tpu"], "VIT_DEVICE='tpu'"),
-        (["bench", "--url", "http://127.0.0.1:1", "--seconds", "1", "examples"], "is the server running"),
         (["classify", "examples/dog.jpg", "--url", "http://127.0.0.1:1"], "is the server running"),
         (["attention", "examples/dog.jpg", "--sheet", "x.png", "--url", "http://127.0.0.1:1"], "is the server running"),
         (["classify", "examples/dog.jpg", "--url", "http://127.0.0.1:abc"], "Invalid port: 'abc'"),
+        (["embed", "examples/dog.jpg", "-o", "x.npy", "--url", "there:80"], "expected an address such as http://there"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_exit_code_1(

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from model.errors import InputError
-from service.cli import bench, classify, evaluate, server_flags
+from service.cli import classify, server_flags
 from tests.service.cli.command_line import run
 from vitserve.client import Client, ClientError, Unreachable
 
@@ -44,38 +44,13 @@ def server_with_keys() -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.parametrize("command", [["bench"], ["classify", "examples/dog.jpg"]], ids=["bench", "classify"])
 def test_a_missing_key_is_one_line_that_names_where_to_give_it(
-    command: list[str], server_with_keys: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    server_with_keys: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NO_PROXY", "*")
-    code, out, err = run(capsys, *command, "--url", server_with_keys)
+    code, out, err = run(capsys, "classify", "examples/dog.jpg", "--url", server_with_keys)
     told = "401 unauthorized: no key: give one of the server's keys with --api-key or VIT_API_KEY"
     assert (code, out, err) == (1, "", f"vitserve: {server_with_keys}: {told}\n")
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (
-            httpx.ConnectError("[Errno 111] Connection refused"),
-            "http://u: [Errno 111] Connection refused: is the server running?",
-        ),
-        (httpx.UnsupportedProtocol("no 'http://'"), "http://u: no 'http://'"),
-        (httpx.InvalidURL("Invalid port: 'abc'"), "http://u: Invalid port: 'abc'"),
-        (ClientError("not as vitserve does"), "http://u: not as vitserve does"),
-    ],
-)
-def test_why_a_server_could_not_be_asked_is_one_line(error: Exception, message: str) -> None:
-    with pytest.raises(InputError) as caught, server_flags.request_errors("http://u"):
-        raise error
-    assert str(caught.value) == message
-
-
-def test_an_address_without_its_scheme_is_told_with_one() -> None:
-    with pytest.raises(InputError) as caught, server_flags.request_errors("there:8000"):
-        pytest.fail("it cannot be asked")
-    assert str(caught.value) == "there:8000: expected an address such as http://there:8000"
 
 
 class _Streaming(Client):
@@ -119,16 +94,15 @@ def test_a_server_that_is_gone_is_not_asked_about_every_file_that_is_left() -> N
         ({"VIT_API_KEY": "", "VIT_API_KEYS": ""}, None),
     ],
 )
-@pytest.mark.parametrize("command", [bench, classify, evaluate])
 def test_the_key_is_the_clients_or_else_on_this_machine_the_first_of_the_servers(
-    environment: dict[str, str], key: str | None, command: object, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], key: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("VIT_API_KEY", "VIT_API_KEYS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)  # type: ignore[attr-defined]
+    classify.add_arguments(parser)
     given = parser.get_default("api_key")
     assert server_flags.api_key_for("http://localhost:8000", given) == key
     assert server_flags.api_key_for("https://elsewhere.example", given) == (environment.get("VIT_API_KEY") or None)
@@ -142,31 +116,3 @@ def test_keys_of_the_environment_that_no_server_takes_are_one_line(monkeypatch: 
     with pytest.raises(InputError) as caught:
         server_flags.api_key_for("http://localhost:8000", None)
     assert str(caught.value) == "VIT_API_KEYS=***: expected a name for one key only"
-
-
-@pytest.mark.parametrize(
-    ("environment", "url"),
-    [
-        ({}, "http://127.0.0.1:8000"),
-        ({"VIT_PORT": "9123"}, "http://127.0.0.1:9123"),
-        ({"VIT_PORT": ""}, "http://127.0.0.1:8000"),
-    ],
-)
-def test_bench_loads_the_server_at_the_port_of_the_environment(
-    environment: dict[str, str], url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("VIT_PORT", raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    assert parser.parse_args([]).url == url == server_flags.local_url()
-    assert parser.parse_args(["--url", "http://there"]).url == "http://there"
-
-
-def test_bench_refuses_a_port_that_is_none_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VIT_PORT", "abc")
-    parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    with pytest.raises(InputError, match=r"http://127\.0\.0\.1:abc: [^\n]+$"):
-        bench.run(parser.parse_args([]))

@@ -21,7 +21,7 @@ from service.cluster.remote_engine import RemoteEngine
 from service.cluster.shared_memory import SharedCounters
 from service.cluster.supervisor import TRY_AGAIN
 from service.engine.messages import InferenceRequest, ModelInfo
-from service.metrics.metrics import Metrics
+from service.observe.metrics import Metrics
 from service.settings import Settings, load_settings
 from tests.service.cluster.engines import until
 from tests.service.fakes import PATIENCE, FakePredictor, expected_indices, model_info, on_a_loop, pixels

@@ -52,7 +52,6 @@ from tests.service.fakes import LIBRARY, model_info
 IDS = st.integers(0, 2**64 - 1)
 SMALL = st.integers(0, 2**31 - 1)
 SECONDS = st.floats(0, 1e9)
-TRACEPARENTS = st.none() | st.text(max_size=55)
 HEADS: st.SearchStrategy[Head] = st.one_of(st.just("mean"), st.just("max"), st.integers(0, 255))
 
 MAPS = st.builds(
@@ -84,7 +83,7 @@ def results(draw: st.DrawFn) -> InferenceResult:
     logits, embedding = draw(st.none() | floats(20)), draw(st.none() | floats(12))
     label_set = draw(st.none() | arrays.arrays(np.int64, st.integers(0, 9), elements=SMALL))
     outputs = Outputs(draw(floats(top_k)), indices, found, logits, embedding, label_set=label_set)
-    return InferenceResult(outputs, draw(SMALL), *times, draw(TRACEPARENTS))
+    return InferenceResult(outputs, draw(SMALL), *times)
 
 
 FRAMES: st.SearchStrategy[Frame] = st.one_of(
@@ -95,7 +94,6 @@ FRAMES: st.SearchStrategy[Frame] = st.one_of(
         SMALL,
         SECONDS,
         st.builds(RequestedOutputs, SMALL, st.none() | MAPS, st.booleans(), st.none() | EMBEDDINGS),
-        TRACEPARENTS,
     ),
     st.builds(Cancel, IDS),
     st.builds(EmbedTexts, IDS, st.lists(st.text(), max_size=9).map(tuple), SECONDS),
@@ -229,7 +227,7 @@ def test_the_widest_direction_of_a_map_fits_into_a_frame() -> None:
     bounds = ViTConfig.model_json_schema()["properties"]
     [projection] = (each["maximum"] for each in bounds["projection_width"]["anyOf"] if "maximum" in each)
     direction = np.ones(max(projection, 2 * bounds["width"]["maximum"]), np.float32)
-    frame = Submit(2**64 - 1, 1, 1.0, RequestedOutputs(1, MapRequest("relevance", direction=direction)), "x" * 55)
+    frame = Submit(2**64 - 1, 1, 1.0, RequestedOutputs(1, MapRequest("relevance", direction=direction)))
     assert not is_refused(encode(frame), TEXTS_LIMIT)
     assert is_refused(encode(frame), REQUEST_LIMIT)
 

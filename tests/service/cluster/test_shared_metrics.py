@@ -14,7 +14,7 @@ from prometheus_client import values
 
 from service.cluster.shared_resources import SharedMetrics
 from service.errors import SettingsError
-from service.metrics.metrics import Metrics, count_in_files
+from service.observe.metrics import Metrics, count_in_files
 
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000
 _SKIPPED = 77

@@ -11,7 +11,7 @@ import pytest
 
 from service.cluster import engine_process, worker
 from service.cluster.shared_resources import SharedResources
-from service.metrics.metrics import Metrics
+from service.observe.metrics import Metrics
 from service.settings import Settings, load_settings
 from service.web import single_process
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from service.cluster.shared_memory import SharedCounters
 from service.cluster.shared_resources import SharedResources
 from service.cluster.swap_board import CHANGED
 from service.errors import QueueFull, TooManyRequests
-from service.metrics.metrics import Metrics
+from service.observe.metrics import Metrics
 from service.settings import Settings, load_settings
 from tests.service.fakes import model_info, on_a_loop
 
@@ -91,7 +90,7 @@ class Worker:
             running.setattr(signal, "signal", ignore)
             self.exit_code = worker.run_web(settings, shared, index, Metrics())
         _, self.engine, _, self.lifecycle, self.engine_changed, self.limiter, self.store, *limits = self.arguments
-        self.budget, self.key_limiter, self.tracer = limits
+        self.budget, self.key_limiter = limits
 
     def becomes(self, state: str) -> None:
         """The engine has another state."""
@@ -120,14 +119,6 @@ def test_the_supervisor_hears_when_a_worker_begins_to_serve_and_when_it_ceases(m
     assert one.counters.worker_state.tolist() == [0, SharedCounters.LISTENING]
     assert one.woken == [(os.getpid(), CHANGED)] * 2
     assert one.settled == 1
-
-
-def test_spans_are_exported_before_a_worker_ends(made: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[bool] = []
-    telemetry = SimpleNamespace(request_tracer=lambda: "tracer", close=lambda: closed.append(True))
-    monkeypatch.setattr(worker, "start_telemetry", lambda _: telemetry)
-    assert made().tracer == "tracer"
-    assert closed == [True]
 
 
 @pytest.mark.parametrize(("index", "lines"), [(0, 1), (1, 0)])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -77,20 +75,6 @@ def test_a_device_is_checked_only_when_no_image_went_through(monkeypatch: pytest
 def test_a_dead_device_is_named() -> None:
     with pytest.raises(EngineUnavailable, match="the device failed: cuda:3: the model does not run"):
         launch(FakePredictor(device="cuda:3", device_is_dead=True), entries(1), "idle", ticking())
-
-
-def test_a_batch_has_a_span_if_one_of_its_requests_has_and_links_to_each_once() -> None:
-    waiting = entries(1, NAN, 3, 4)
-    for entry, traceparent in zip(waiting, ("00-a-b-01", None, "00-c-d-01", "00-a-b-01"), strict=True):
-        entry.item = replace(entry.item, traceparent=traceparent)
-    outcomes, report = launch(FakePredictor(), waiting, "full", ticking())
-    assert report.links == ("00-a-b-01", "00-c-d-01")
-    assert re.fullmatch("00-[0-9a-f]{32}-[0-9a-f]{16}-01", report.traceparent or "")
-    told = [outcome.batch_traceparent for outcome in outcomes if isinstance(outcome, InferenceResult)]
-    assert told == [report.traceparent] * 3
-    outcomes, report = launch(FakePredictor(), entries(1), "full", ticking())
-    assert (report.links, report.traceparent) == ((), None)
-    assert [outcome.batch_traceparent for outcome in outcomes if isinstance(outcome, InferenceResult)] == [None]
 
 
 def test_times_are_counted_from_the_launch() -> None:

@@ -47,7 +47,6 @@ def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(given: dict[st
         "dtype": predictor.dtype,
         "max_batch": 3,
         "gpu_uuid": None,
-        "agreement": None,
         "assumed": (),
         "zero_shot": None,
         "coverage": None,
@@ -76,10 +75,10 @@ def test_the_predictor_is_made_as_the_settings_say_and_notes_are_logged(
     chosen = {
         "device": "cuda:1", "dtype": "bfloat16", "backend": "torch", "max_batch": 3, "threads": 2, "streams": 3,
     }  # fmt: skip
-    _, info = load_predictor(load_settings(chosen | {"compile": "no-graphs", "agreement": 0.9}))
+    _, info = load_predictor(load_settings(chosen))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-5"
     named = {"device": "cuda:0", "device_name": "cuda:1"}
-    fixed = {"compile_mode": "auto", "graphs": False, "least_agreement": 0.9, "keep": None}
+    fixed = {"compile_mode": "auto", "graphs": True, "keep": None}
     assert made == [(checkpoint, chosen | named | fixed)]
     assert info == dataclasses.replace(known, assumed=checkpoint.assumed)  # what both have is the checkpoint's
     assert caplog.messages == ["fake: assumed: no mean is given (VIT_PREPROCESS)", "fake: left aside: epoch"]
@@ -256,7 +255,7 @@ def test_a_kept_graph_is_made_again_for_settings_that_change_it_and_run_as_the_o
     monkeypatch.setattr(loading, "_load", lambda settings: None)
 
     run = {"threads": 1, "streams": 3, "max_batch": 5, "backend": "openvino", "device": "cpu", "compile": "off"}
-    for changes in (run, {"agreement": 0.5, "audit": 0.5, "model_name": "other", "port": 1, "compile": "no-graphs"}):
+    for changes in (run, {"model_name": "other", "port": 1}):
         kept, info = load_predictor(load_settings(given | changes))
         assert isinstance(kept.checkpoint, KeptCheckpoint)
         assert (kept.streams, kept.max_batch) == (changes.get("streams", 2), changes.get("max_batch", 32))
@@ -305,16 +304,3 @@ def test_what_fails_while_graphs_are_read_early_is_raised_by_who_loads(tmp_path:
     with pytest.raises(CheckpointError, match="calibrate") as refused:
         load(settings)
     assert "\n" not in str(refused.value)
-
-
-def test_no_graph_is_kept_where_one_in_int8_is_served_beside_it(tmp_path: Path) -> None:
-    """A start with the kept graph alone would not see the files of int8."""
-    pytest.importorskip("openvino")
-
-    def keeps(dtype: str) -> bool:
-        chosen = {"checkpoint": str(tmp_path), "device": "cpu", "dtype": dtype, "cache_dir": str(tmp_path / "cache")}
-        return loading._entry(load_settings(chosen)) is not None
-
-    assert [keeps(dtype) for dtype in ("auto", "float32", "int8")] == [True, True, False]
-    (tmp_path / "int8.json").write_text("{}")
-    assert [keeps(dtype) for dtype in ("auto", "float32", "int8")] == [False, True, False]

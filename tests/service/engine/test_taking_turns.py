@@ -69,7 +69,6 @@ class Turns:
         )
         self.streams._wake = Scripted(self, "streams")  # type: ignore[assignment]
         self.streams._wake_explanations = Scripted(self, "explanations")  # type: ignore[assignment]
-        self.streams._wake_audit = Scripted(self, "audit")  # type: ignore[assignment]
 
     def put(self, red: int, wanted: MapRequest | None = None, timeout: float = 3600) -> None:
         self.streams.put(request_for(red, map=wanted), timeout)
@@ -140,7 +139,7 @@ def test_explanations_are_told_when_the_others_are_out_of_time() -> None:
     turns.to_happen = [lambda: turns.woken.append("asleep"), turns.streams.stop]
     assert turns.classified() is None
     # Once, or streams would wake each other without end.
-    assert turns.woken == ["explanations", "asleep", "all streams", "all explanations", "all audit"]
+    assert turns.woken == ["explanations", "asleep", "all streams", "all explanations"]
 
 
 def test_nobody_is_told_where_no_explanation_waits() -> None:
@@ -187,7 +186,7 @@ def test_whoever_sleeps_ends_when_it_is_told_to_stop(explained: bool) -> None:
     turns = Turns()
     turns.to_happen = [turns.streams.stop]
     assert (turns.explained() if explained else turns.classified()) is None
-    assert turns.woken == ["all streams", "all explanations", "all audit"]
+    assert turns.woken == ["all streams", "all explanations"]
     turns.put(1, GAE if explained else None)
     assert (turns.explained() if explained else turns.classified()) is None  # what waits is left in the queue
 

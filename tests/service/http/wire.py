@@ -19,7 +19,7 @@ from uvicorn.server import ServerState
 from service.http.exchange import exchange_of
 from service.http.lifecycle import Lifecycle
 from service.http.protocol import HttpProtocol
-from service.metrics.metrics import Metrics
+from service.observe.metrics import Metrics
 from service.web.middleware import RequestContextMiddleware
 
 TURNS = 32

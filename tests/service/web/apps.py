@@ -6,11 +6,11 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from service.engine.swapping import Unswapped
 from service.http.lifecycle import Lifecycle
-from service.metrics.metrics import Metrics
+from service.observe.metrics import Metrics
 from service.settings import Settings, load_settings
 from service.web.admission import ByteBudget
 from service.web.app import create_app
@@ -18,9 +18,6 @@ from service.web.pipeline import Pipeline, Pipelines
 from tests.service.fakes import PATIENCE, png
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
-
-if TYPE_CHECKING:
-    from service.tracing.spans import RequestTracer
 
 BOUNDARY = "b0undary"
 
@@ -44,7 +41,6 @@ class App:
     metrics: Metrics = field(default_factory=Metrics)
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     clock: Callable[[], float] = time.monotonic
-    tracer: RequestTracer | None = None
 
     def __post_init__(self) -> None:
         self.asgi = create_app(
@@ -52,7 +48,6 @@ class App:
             cast(Any, self.engine) if hasattr(self.engine, "current") else Unswapped(self.engine),
             self.metrics,
             self.lifecycle,
-            tracer=self.tracer,
             clock=self.clock,
         )
 

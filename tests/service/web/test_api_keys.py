@@ -10,8 +10,8 @@ from contextlib import nullcontext
 import pytest
 
 from service.errors import SettingsError, Unauthorized
-from service.logs import JsonFormatter
-from service.metrics.metrics import Metrics
+from service.observe.logs import JsonFormatter
+from service.observe.metrics import Metrics
 from service.settings import ApiKey, load_settings, parse_keys
 from service.web.api_keys import KeyGuard, KeyLimiter, needs_admin_key
 from tests.service.fakes import on_a_loop, png

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from service.engine.swapping import Unswapped
-from service.metrics.metrics import Metrics
+from service.observe.metrics import Metrics
 from service.settings import load_settings
 from service.web import app as app_module
 from service.web import middleware

@@ -17,7 +17,7 @@ from service.engine.loading import load_predictor
 from service.engine.swapping import LocalSwap
 from service.http.lifecycle import Lifecycle
 from service.http.server import Server
-from service.metrics.metrics import Metrics
+from service.observe.metrics import Metrics
 from service.settings import Settings, load_settings
 from service.web.app import create_app
 from service.web.single_process import engine_of
@@ -64,7 +64,7 @@ def files_passed(settings: Settings) -> list[str]:
     sys.setprofile(recorder)
     threading.setprofile(recorder)
     try:
-        engine = LocalSwap(lambda _: engine_of(settings, load_predictor, metrics.observe_batch, metrics.observe_audit))
+        engine = LocalSwap(lambda _: engine_of(settings, load_predictor, metrics.observe_batch))
         server = Server(create_app(settings, engine, metrics, lifecycle), settings, lifecycle)
 
         def classify(connection: http.client.HTTPConnection) -> None:

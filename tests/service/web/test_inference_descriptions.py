@@ -6,7 +6,7 @@ import pytest
 
 from model.config import PreprocessConfig
 from service.engine.messages import BatchReport
-from service.metrics.metrics import Metrics
+from service.observe.metrics import Metrics
 from service.web.inference_protocol.descriptions import (
     model_configuration,
     model_metadata,

@@ -91,7 +91,7 @@ async def test_a_vision_transformer_gives_way_to_a_convnext_and_back(tmp_path: P
 
     def make_engine(checkpoint: str | None) -> Any:
         own = settings if checkpoint is None else settings.model_copy(update={"checkpoint": checkpoint})
-        return engine_of(own, load_predictor, lambda report: None, lambda report: None)
+        return engine_of(own, load_predictor, lambda report: None)
 
     swap = LocalSwap(make_engine)
     service = App(settings, engine=cast(Any, swap))

@@ -16,8 +16,8 @@ from starlette.types import Message
 
 from service.http.exchange import exchange_of
 from service.http.lifecycle import Lifecycle
-from service.logs import JsonFormatter
-from service.metrics.metrics import Metrics
+from service.observe.logs import JsonFormatter
+from service.observe.metrics import Metrics
 from service.web import middleware
 from service.web.middleware import (
     RequestContext,

@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from service.logs import JsonFormatter
+from service.observe.logs import JsonFormatter
 from service.web.request_log import LINES_A_SECOND, RequestLog
 from tests.service.fakes import on_a_loop, png
 from tests.service.http.listening import GET, listening, post

@@ -97,7 +97,6 @@ def test_the_engine_is_made_as_the_settings_say(monkeypatch: pytest.MonkeyPatch)
     options = made.value.args[0]
     assert options.pop("load_timeout") is None  # the first checkpoint may take any time
     assert options.pop("on_queue") is None  # nobody counts what waits
-    del options["audit"], options["on_audit"]
     assert options == asked
 
 
@@ -107,15 +106,12 @@ def test_a_model_is_announced_once_each_next_one_is_logged_and_a_failed_engine_e
     done: list[Any] = []
     engine: Any = FakeEngine(model_info(name="first"))
     swap = SimpleNamespace(current=SimpleNamespace(engine=engine), reload=lambda: done.append("reload"))
-    telemetry = SimpleNamespace(
-        batch_tracer=SimpleNamespace, request_tracer=lambda: "tracer", close=lambda: done.append("telemetry closed")
-    )
     terminal: Any = Terminal(())
 
     def make_app(
         settings: object, served: object, metrics: object, lifecycle: object, changed: Any, **more: Any
     ) -> Any:
-        assert (served, more) == (swap, {"tracer": "tracer"})
+        assert (served, more) == (swap, {})
         return changed
 
     class Server:
@@ -141,13 +137,13 @@ def test_a_model_is_announced_once_each_next_one_is_logged_and_a_failed_engine_e
             self._lifecycle.exit_code = 7
 
     parts = {"LocalSwap": lambda make, on_retired: swap, "create_app": make_app, "Server": Server}
-    parts |= {"start_telemetry": lambda _: telemetry, "Terminal": lambda: terminal, "freeze_objects": lambda: None}
+    parts |= {"Terminal": lambda: terminal, "freeze_objects": lambda: None}
     parts |= {"trim_regularly": lambda: done.append("trimming")}
     for name, part in parts.items():
         monkeypatch.setattr(single_process, name, part)
     assert run_single_process(load_settings(), lambda _: (FakePredictor(), model_info())) == 7
     trim, loading, first, second, closed, *rest = done
-    assert (trim, loading, closed, rest) == ("trimming", [], [], [1, "reload", "telemetry closed"])
+    assert (trim, loading, closed, rest) == ("trimming", [], [], [1, "reload"])
     assert (len(first), len(second)) == (2, 1), "where it is ready is said once"
 
 

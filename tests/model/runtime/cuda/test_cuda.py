@@ -311,12 +311,6 @@ class TestOnCuda:
         assert predictor.compiled == "compiled"
         close_to_the_cpu(predictor, tolerance=0.05)
 
-    def test_autotuned_kernels_are_close_to_float32(self) -> None:
-        predictor = Predictor(of_real_size(), device="cuda", dtype="auto", max_batch=4, compile_mode="max")
-        predictor.warm_up()
-        assert predictor.compiled == "compiled"
-        close_to_the_cpu(predictor, tolerance=0.05)
-
     def test_graphs_answer_as_float32_on_the_cpu_does(self) -> None:
         predictor = Predictor(make_checkpoint(), device="cuda", dtype="float32", max_batch=4)
         predictor.warm_up()

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from model.checkpoint.huggingface import FAMILIES
 from model.config import Activation, Pool, ViTConfig
 from model.network.layers.attention import Attention
-from model.network.layers.float8 import Float8Linear
 from model.runtime.batches import BatchOutputs, BatchRequest
 from model.runtime.cuda.backend import Cuda
 from model.runtime.postprocess import TopK
@@ -53,9 +52,7 @@ def started(kind: str, *dtypes: torch.dtype) -> Iterator[list[Cuda]]:
     with fake_cuda():
         backends = []
         for model, dtype in zip(models, dtypes, strict=True):
-            float8 = dtype == torch.float8_e4m3fn
-            other = torch.bfloat16 if float8 else dtype
-            options = TorchOptions(model, source, CUDA, other, "on", (2,), float8=float8)
+            options = TorchOptions(model, source, CUDA, dtype, "on", (2,))
             backend = Cuda(options, FakeCudaOps(), streams=1)
             backend._compile()
             assert backend._compiled is not None
@@ -99,22 +96,6 @@ def test_a_graph_of_every_kind_stays_on_the_device_and_never_waits(kind: str) ->
 def test_so_does_a_graph_of_every_kind_of_block_in_float16(kind: str) -> None:
     with started(kind, torch.float16) as (backend,):
         launch(backend, rows(KINDS[kind].depth - 1), RELEVANCE, rows(*range(KINDS[kind].depth)))
-
-
-@pytest.mark.parametrize("kind", kinds_of_blocks().values())
-def test_the_blocks_of_every_kind_multiply_in_float8_and_nothing_else_does(kind: str) -> None:
-    config = KINDS[kind]
-    with started(kind, torch.float8_e4m3fn) as (backend,):
-        launch(backend, RELEVANCE)
-        kernels = launch(backend, rows(config.depth - 1))
-        others = {n for n, m in backend._plain.named_modules() if isinstance(m, nn.Linear)} - layers_in_float8(backend)
-        assert not [name for name in others if name.startswith("blocks.")]
-        # The last block takes q of the tokens that the head reads, and k and v of all.
-        assert kernels.count("_scaled_mm") == 4 * config.depth + (config.pool == "cls")
-
-
-def layers_in_float8(backend: Cuda) -> set[str]:
-    return {name for name, module in backend._plain.named_modules() if isinstance(module, Float8Linear)}
 
 
 def test_relative_positions_left_on_the_host_are_found() -> None:

@@ -107,7 +107,7 @@ async def test_heads_are_combined_or_picked(head: str, answered: Any) -> None:
 @pytest.mark.parametrize(
     ("query", "says"),
     [
-        ("method=gradcam", "relevance, cls, rollout, gae, legrad"),
+        ("method=gradcam", "relevance, cls, rollout, gae"),
         ("method=", "cls"),
         ("method=relevance&layer=0", "layer does not apply to method 'relevance'"),
         ("method=gae&head=max", "head does not apply to method 'gae'"),
@@ -176,7 +176,7 @@ async def test_a_parameter_that_is_wrong_or_does_not_apply_is_named(query: str, 
         ("", {"method": "relevance", "class": 7, "label": "label 7"}),
         ("method=gae", {"method": "gae", "class": 7, "label": "label 7"}),
         ("class=3", {"method": "relevance", "class": 3, "label": "label 3"}),
-        ("method=legrad&class=Label%205", {"method": "legrad", "class": 5, "label": "label 5"}),
+        ("method=gae&class=Label%205", {"method": "gae", "class": 5, "label": "label 5"}),
         ("method=rollout", {"method": "rollout", "fusion": "mean", "discard": 0.0}),
         ("method=rollout&fusion=min", {"method": "rollout", "fusion": "min", "discard": 0.0}),
         ("fusion=max&discard=0.9", {"method": "rollout", "fusion": "max", "discard": 0.9}),

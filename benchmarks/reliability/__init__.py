@@ -1,1 +1,0 @@
-"""A real service under mixed traffic: while it is hurt (`chaos`), and for long (`soak`)."""

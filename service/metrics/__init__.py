@@ -1,1 +1,0 @@
-"""The metrics of the service, of its engines and of its GPUs."""

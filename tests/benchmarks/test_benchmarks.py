@@ -1,0 +1,133 @@
+"""The benchmarks measure what they say: load generators, records, the comparison of answers, the GPU's script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.load import Load, loader, parse_wrk
+from benchmarks.peers.__main__ import best_config, report
+from benchmarks.record import Record, medians, table
+from benchmarks.reliability import Honest, told_apart
+from benchmarks.servers import OURS, SERVERS
+from tests.conftest import REPOSITORY
+
+_OUTPUT = """Running 3s test @ http://127.0.0.1:8000
+  Non-2xx or 3xx responses: 10
+RESULT requests=610 us=3000000 status=10 connect=1 read=2 write=3 timeout=4 p50=5000 p90=9000 p99=12500 max=20000
+"""
+
+
+def _load(rate: float, p99: float = 10.0, refused: int = 0) -> dict[str, float]:
+    return {"rate": rate, "p50": 5.0, "p90": 8.0, "p99": p99, "max": 20.0, "refused": refused, "broken": 0}
+
+
+def test_wrk_counts_only_requests_answered_200():
+    assert parse_wrk(_OUTPUT) == Load(200, 5, 9, 12.5, 20, refused=10, broken=10)
+    with pytest.raises(ValueError, match="unable to connect"):
+        parse_wrk("unable to connect to 127.0.0.1:1 Connection refused\n")
+
+
+def test_the_own_generator_counts_answers_refusals_and_closed_connections(tmp_path):
+    picture = tmp_path / "a.jpg"
+    picture.write_bytes(b"picture")
+    seen: list[bytes] = []
+
+    async def serve(reader, writer):
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            await reader.readexactly(7)
+            seen.append(head)
+            if len(seen) % 3 == 0:
+                break
+            status = b"200 OK" if len(seen) % 3 == 1 else b"503 Service Unavailable"
+            writer.write(b"HTTP/1.1 " + status + b"\r\nContent-Length: 2\r\n\r\n{}")
+        writer.close()
+
+    async def run() -> tuple[Load, Load]:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with loader([picture], OURS) as load:
+            async with server:
+                opened = await asyncio.to_thread(load.open, url, rate=100, seconds=0.3)
+                return opened, await asyncio.to_thread(load._own, url, 0.2, connections=2)
+
+    opened, closed = asyncio.run(run())
+    assert len(seen) >= opened.rate * 0.3 + opened.refused + opened.broken > 3
+    assert all(load.p50 <= load.p99 <= load.max and load.refused and load.broken for load in (opened, closed))
+    assert all(head.startswith(b"POST /classify HTTP/1.1\r\n") for head in seen)
+
+
+def test_without_a_server_every_request_is_broken(tmp_path):
+    picture = tmp_path / "a.jpg"
+    picture.write_bytes(b"picture")
+    with socket.socket() as probe, loader([picture], OURS) as load:
+        probe.bind(("127.0.0.1", 0))
+        found = load.open(f"http://127.0.0.1:{probe.getsockname()[1]}", rate=50, seconds=0.2)
+    assert found.rate == 0
+    assert found.broken >= 1
+
+
+def test_a_record_says_where_on_what_and_how_and_is_continued(tmp_path):
+    path = tmp_path / "record.json"
+    first = Record(path, dtype="bfloat16", about={"pictures": "none"})
+    first.section("models", "vit32")["rounds"] = [1]
+    first.save()
+    data = json.loads(path.read_text())
+    assert {"device", "versions", "dtype", "commands", "started", "finished", "pictures"} <= data.keys()
+    assert Record(path, dtype="bfloat16", about={}).section("models", "vit32")["rounds"] == [1]
+    assert medians([{"rate": 1, "p99": 9}, {"rate": 3, "p99": 7}, {"rate": 2, "p99": 8}]) == {"rate": 2, "p99": 8}
+    assert table(("", "a"), [("x", 123.4), ("y", None)]) == "|  | a |\n| --- | ---: |\n| x | 123 |\n| y |  |"
+
+
+def test_peers_are_compared_with_ours_of_the_same_round_and_the_fastest_is_first():
+    rounds = {"mosec, torch": [_load(50), _load(90)], "vitserve": [_load(100), _load(300)]}
+    text = report({"models": {"vit32": {"rounds": rounds, "pace": {}, "top1": {"mosec, torch": "14 of 14 the same"}}}})
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert [(row[0], row[2]) for row in rows[2:]] == [("| vitserve", "1.00"), ("| mosec, torch", "0.40")]
+    assert "- mosec, torch: top-1 14 of 14 the same" in text
+
+
+def test_the_fastest_configuration_that_lost_nothing_is_kept():
+    tried = [{"config": {"A": "1"}, **_load(100)}, {"config": {"A": "2"}, **_load(500, refused=3)}]
+    assert best_config(tried) == {"A": "1"}
+    assert best_config(tried[1:]) == {"A": "2"}
+    assert best_config([]) is None
+    assert all(config["PEER_ENGINE"] == "openvino" for server in SERVERS for config in server.openvino)
+
+
+def test_an_answer_that_is_another_pictures_or_of_two_models_is_mixed_up():
+    scores = [{0: 0.9, 1: 0.1}, {0: 0.1, 1: 0.9}, {2: 0.9}, {3: 0.9}]
+    assert told_apart([b""] * 4, scores) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="only 1 of 2 pictures"):
+        told_apart([b""] * 2, [scores[0], scores[0]])
+
+    other = {0: 0.5, 1: 0.5}
+    honest = Honest(None, [b""], [[scores[0], other]])  # type: ignore[arg-type]  # nothing is sent
+
+    def answer(first: float, second: float) -> dict[str, object]:
+        return {"predictions": [{"index": 0, "score": first}, {"index": 1, "score": second}]}
+
+    assert honest._fits(0, answer(0.9, 0.1))
+    assert honest._fits(0, answer(0.5, 0.5))
+    assert not honest._fits(0, answer(0.9, 0.5))
+    assert not honest._fits(0, answer(0.1, 0.9))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_the_gpus_script_runs_in_tiny_form_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VITSERVE_BENCHMARK_CACHE", str(tmp_path / "cache"))
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--smoke", "--out", str(tmp_path)]
+    steps = ["--only", "versions", "smoke", "maps", "sweep", "engine"]
+    done = subprocess.run([*command, *steps], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    found = json.loads((tmp_path / "gpu-smoke.json").read_text())
+    assert not found["errors"], done.stdout + done.stderr
+    assert found["tiny model"]["HTTP"]["rate"] > 0
+    assert set(found["sweep"]["ours"]) == {"2", "4"}
+    assert found["engine"]["with relevance / ours"] > 0

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client import values
+from prometheus_client.parser import text_string_to_metric_families
+
+from service.engine.messages import BatchReport, EngineStatus
+from service.observe.metrics import CONTENT_TYPE, Metrics, Sources, count_in_files
+from tests.service.fakes import model_info
+
+COUNTERS = {
+    "vit_requests_total": {"endpoint", "code"},
+    "vit_images_total": set(),
+    "vit_abstained_total": set(),
+    "vit_decoder_restarts_total": set(),
+    "vit_batches_total": {"device", "release"},
+    "vit_batch_padding_total": {"device"},
+    "vit_rejected_total": {"reason"},
+    "vit_cancelled_total": set(),
+    "vit_engine_restarts_total": {"device"},
+    "vit_recent_evicted_total": set(),
+    "vit_recent_errors_total": set(),
+    "vit_key_requests_total": {"key", "code"},
+    "vit_reloads_total": {"outcome"},
+}
+GAUGES = {
+    "vit_queue_depth": {"device"},
+    "vit_inflight_requests": set(),
+    "vit_engine_up": {"device"},
+    "vit_model_info": {"model", "architecture", "device", "dtype", "version", "checkpoint"},
+    "vit_last_reload_successful": set(),
+    "vit_recent_images": set(),
+    "vit_recent_bytes": set(),
+    "vit_admitted_images": set(),
+    "vit_key_inflight_requests": {"key"},
+    "vit_admitted_images_limit": set(),
+}
+OF_ONE_PROCESS: dict[str, set[str]] = {"vit_event_loop_tasks": set()}
+HISTOGRAMS = {
+    "vit_request_duration_seconds": {"endpoint"},
+    "vit_stage_duration_seconds": {"stage"},
+    "vit_batch_size": {"device"},
+    "vit_top1_score": set(),
+}
+
+
+def status(state: str = "ready", device: str = "cpu", depth: int = 0) -> EngineStatus:
+    return EngineStatus(device, state, "", "off", None, depth)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    """Return metrics with every series touched once."""
+    metrics = Metrics()
+    metrics.watch(Sources(lambda: [status()], lambda: (1, 2, 3), lambda: (4, 5), lambda: (2, 1, False)))
+    metrics.set_model(model_info(), "1.2.3")
+    metrics.requests.labels("/classify", "200").inc()
+    metrics.request_duration.labels("/classify").observe(0.1)
+    metrics.stage_duration.labels("decode").observe(0.1)
+    metrics.rejected.labels("queue_full").inc()
+    metrics.key_requests.labels("key1", "200").inc()
+    metrics.key_inflight.labels("key1").inc()
+    metrics.observe_batch(BatchReport("cpu", 3, 1, "idle", 0.01))
+    return metrics
+
+
+def families(metrics: Metrics) -> dict[str, tuple[str, dict[str, set[str]]]]:
+    """Return each family's name with its type and its samples' names and labels."""
+    return {
+        family.name: (family.type, {sample.name: set(sample.labels) for sample in family.samples})
+        for family in text_string_to_metric_families(metrics.render().decode())
+    }
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(name, labels)
+
+
+def test_names_types_and_labels_are_those_that_dashboards_rely_on(metrics: Metrics) -> None:
+    found = families(metrics)
+    for name, labels in COUNTERS.items():
+        kind, samples = found.pop(name.removesuffix("_total"))
+        assert (kind, samples) == ("counter", {name: labels})
+    for name, labels in {**GAUGES, **OF_ONE_PROCESS}.items():
+        kind, samples = found.pop(name)
+        assert (kind, samples) == ("gauge", {name: labels})
+    for name, labels in HISTOGRAMS.items():
+        kind, samples = found.pop(name)
+        assert kind == "histogram"
+        assert samples == {f"{name}_bucket": {*labels, "le"}, f"{name}_sum": labels, f"{name}_count": labels}
+    assert not [name for name in found if name.startswith("vit_")]
+
+
+def test_no_summaries_and_no_series_that_only_tell_when_others_began(metrics: Metrics) -> None:
+    text = metrics.render().decode()
+    assert "summary" not in re.findall(r"^# TYPE vit_\S+ (\S+)", text, re.MULTILINE)
+    assert "_created" not in text
+
+
+def test_a_batch_is_counted_once_in_each_of_its_metrics(metrics: Metrics) -> None:
+    metrics.observe_batch(BatchReport("cpu", 4, 0, "full", 0.01))
+    assert value(metrics, "vit_batches_total", device="cpu", release="idle") == 1
+    assert value(metrics, "vit_batches_total", device="cpu", release="full") == 1
+    assert value(metrics, "vit_batch_size_sum", device="cpu") == 7
+    assert value(metrics, "vit_batch_size_count", device="cpu") == 2
+    assert value(metrics, "vit_batch_padding_total", device="cpu") == 1
+
+
+def test_the_engines_gauges_are_read_at_the_scrape_and_name_its_device_once_it_is_known() -> None:
+    now = status("loading", device="auto")
+    metrics = Metrics()
+    metrics.watch(Sources(lambda: [now]))
+    assert value(metrics, "vit_engine_up", device="auto") == 0
+    now = status("ready", device="cuda:0", depth=7)
+    assert value(metrics, "vit_engine_up", device="cuda:0") == 1
+    assert value(metrics, "vit_queue_depth", device="cuda:0") == 7
+    assert value(metrics, "vit_engine_up", device="auto") is None
+    now = status("failed", device="cuda:0")
+    assert value(metrics, "vit_engine_up", device="cuda:0") == 0
+
+
+def test_the_model_is_told_once() -> None:
+    metrics = Metrics()
+    metrics.set_model(model_info(name="old"), "1")
+    metrics.set_model(model_info(name="new"), "1")
+    [family] = [family for family in metrics.registry.collect() if family.name == "vit_model_info"]
+    [sample] = family.samples
+    assert sample.labels == {
+        "model": "new",
+        "architecture": "fake_vit",
+        "device": "cpu",
+        "dtype": "float32",
+        "version": "1",
+        "checkpoint": "nowhere",
+    }
+
+
+def test_reloads_are_those_that_were_told(metrics: Metrics) -> None:
+    assert value(metrics, "vit_reloads_total", outcome="served") == 2
+    assert value(metrics, "vit_reloads_total", outcome="refused") == 1
+    assert value(metrics, "vit_last_reload_successful") == 0
+
+
+def test_an_engine_that_never_failed_has_its_series_of_restarts_too(metrics: Metrics) -> None:
+    assert value(metrics, "vit_engine_restarts_total", device="cpu") == 0
+
+
+def test_two_services_in_one_process_do_not_mix() -> None:
+    one, other = Metrics(), Metrics()
+    one.images.inc()
+    assert value(other, "vit_images_total") == 0
+
+
+def test_the_content_type_is_prometheus_text_format() -> None:
+    assert CONTENT_TYPE.startswith("text/plain; version=0.0.4")
+
+
+@pytest.fixture
+def count_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Metrics]:
+    """Return what makes the metrics of one process among several that count in the same folder."""
+    monkeypatch.setattr(values, "ValueClass", values.ValueClass)
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "")
+
+    def start(name: str) -> Metrics:
+        count_in_files(tmp_path, name)
+        metrics = Metrics(tmp_path)
+        engines = [status(device="cuda:0"), status(device="cuda:1", depth=2)]
+        metrics.watch(Sources(lambda: engines, lambda: (1, 2, 3), lambda: (4, 5)))
+        metrics.set_model(model_info(device="cuda:0"), "1.2.3")
+        metrics.set_model(model_info(device="cuda:1"), "1.2.3")
+        metrics.requests.labels("/classify", "200").inc(0)
+        metrics.request_duration.labels("/classify")
+        metrics.stage_duration.labels("decode")
+        metrics.rejected.labels("queue_full").inc(0)
+        metrics.key_requests.labels("key1", "200").inc(0)
+        metrics.key_inflight.labels("key1").inc(0)
+        metrics.observe_batch(BatchReport("cuda:0", 0, 0, "idle", 0.01))
+        return metrics
+
+    return start
+
+
+def scraped(metrics: Metrics, name: str, **labels: str) -> float:
+    [found] = [
+        sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+        if sample.name == name and sample.labels == labels
+    ]
+    return float(found)
+
+
+def test_a_scrape_of_any_process_shows_the_sum_over_all(count_as: Callable[[str], Metrics]) -> None:
+    one, two = count_as("worker-0"), count_as("worker-1")
+    for number, metrics in enumerate((one, two), start=1):
+        metrics.images.inc(number)
+        metrics.inflight.inc(number)
+        metrics.requests.labels("/classify", "200").inc(number)
+        metrics.request_duration.labels("/classify").observe(0.1 * number)
+    for metrics in (one, two):
+        assert scraped(metrics, "vit_images_total") == 3
+        assert scraped(metrics, "vit_inflight_requests") == 3
+        assert scraped(metrics, "vit_requests_total", endpoint="/classify", code="200") == 3
+        assert scraped(metrics, "vit_request_duration_seconds_count", endpoint="/classify") == 2
+        assert scraped(metrics, "vit_request_duration_seconds_bucket", endpoint="/classify", le="0.1") == 1
+        assert scraped(metrics, "vit_engine_up", device="cuda:1") == 1
+        assert scraped(metrics, "vit_queue_depth", device="cuda:1") == 2
+        assert scraped(metrics, "vit_recent_bytes") == 2
+        assert scraped(metrics, "vit_recent_evicted_total") == 3
+        assert scraped(metrics, "vit_admitted_images") == 4
+        assert scraped(metrics, "vit_admitted_images_limit") == 5
+
+
+def test_several_processes_have_the_names_and_labels_of_one(count_as: Callable[[str], Metrics]) -> None:
+    count_as("engine-0")
+    found = families(count_as("worker-0"))
+    for name, labels in {**COUNTERS, **GAUGES}.items():
+        _, samples = found.pop(name.removesuffix("_total"))
+        assert samples == {name: labels}
+    for name, labels in HISTOGRAMS.items():
+        _, samples = found.pop(name)
+        assert samples == {f"{name}_bucket": {*labels, "le"}, f"{name}_sum": labels, f"{name}_count": labels}
+    assert found == {}
+
+
+def test_who_takes_over_a_name_goes_on_counting_but_handles_nothing_yet(count_as: Callable[[str], Metrics]) -> None:
+    dead = count_as("worker-0")
+    dead.images.inc(5)
+    dead.inflight.inc(3)
+    other = count_as("worker-1")
+    assert scraped(other, "vit_inflight_requests") == 3
+    successor = count_as("worker-0")
+    successor.images.inc()
+    for metrics in (other, successor):
+        assert scraped(metrics, "vit_images_total") == 6
+        assert scraped(metrics, "vit_inflight_requests") == 0

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pickle
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from service.observe.metrics import Metrics, render_replicas
+
+
+def replica(endpoint: str, seconds: float) -> Metrics:
+    metrics = Metrics()
+    metrics.requests.labels(endpoint, "200").inc()
+    metrics.request_duration.labels(endpoint).observe(seconds)
+    return metrics
+
+
+def merge(**replicas: Metrics) -> str:
+    """What is scraped of replicas whose metrics come from other processes."""
+    sent = {name: pickle.dumps(list(metrics.collect())) for name, metrics in replicas.items()}
+    return render_replicas({name: pickle.loads(data) for name, data in sent.items()}).decode()
+
+
+def test_each_sample_keeps_its_value_and_gets_the_label_of_its_replica():
+    merged = merge(a=replica("/classify", 0.5), b=replica("/model", 2))
+    families = list(text_string_to_metric_families(merged))
+
+    [requests] = [family for family in families if family.name == "vit_requests"]
+    assert [(sample.labels, sample.value) for sample in requests.samples] == [
+        ({"endpoint": "/classify", "code": "200", "replica": "a"}, 1),
+        ({"endpoint": "/model", "code": "200", "replica": "b"}, 1),
+    ]
+    assert all("replica" in sample.labels for family in families for sample in family.samples)
+
+
+def test_each_metric_is_declared_once_with_its_type():
+    merged = merge(a=replica("/classify", 0.5), b=replica("/classify", 2))
+    alone = replica("/classify", 0.5).render().decode()
+
+    declared = [line for line in merged.splitlines() if line.startswith("# TYPE")]
+    assert declared == [line for line in alone.splitlines() if line.startswith("# TYPE")]
+    assert 'vit_request_duration_seconds_sum{endpoint="/classify",replica="b"} 2.0' in merged
