@@ -102,10 +102,9 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """List every file of a class, at any depth, sorted; links to folders inside a class are not followed."""
-    return sorted(
-        path for path in folder.rglob("*") if path.is_file() and not any(map(_hidden, path.relative_to(folder).parts))
-    )
+    """List every file of a class, at any depth, sorted; a link to a folder or to nothing is a file that is bad."""
+    paths = (path for path in folder.rglob("*") if path.is_file() or path.is_symlink())
+    return sorted(path for path in paths if not any(map(_hidden, path.relative_to(folder).parts)))
 
 
 def _hidden(name: str) -> bool:

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from model.calibration import Calibration
 from model.checkpoint import native
 from model.checkpoint.files import Folder
-from model.calibration import Calibration
 from model.errors import CheckpointError, DeviceError
 from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.openvino.network import OpenVinoNetwork
