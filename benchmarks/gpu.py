@@ -146,7 +146,6 @@ class Ours:
             device=arguments.device,
             dtype=arguments.dtype,
             compile_mode="off" if arguments.smoke else "auto",
-            backend="torch",
             launch_sizes=sorted({1, *sizes}),
             ops=self.noting,
         )

@@ -18,7 +18,7 @@ from benchmarks import checkpoints
 from benchmarks.record import RESULTS, Record, table
 from model.checkpoint import load_checkpoint
 from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
-from model.runtime.backend import BackendName
+from model.runtime.backend import CompileMode
 from model.runtime.batches import BatchRequest
 from model.runtime.openvino.backend import OpenVino
 from model.runtime.predictor import Predictor
@@ -30,7 +30,7 @@ _OUTPUTS: Final = {
     "embedding-mean": RequestedOutputs(5, embedding=EmbeddingRequest("mean")),
     "sets": RequestedOutputs(5, label_set=True),
 }
-_BACKENDS: Final[tuple[BackendName, ...]] = ("openvino", "torch")
+_BACKENDS: Final[tuple[tuple[str, CompileMode], ...]] = (("openvino", "auto"), ("torch", "off"))
 _COVERAGE = 0.9
 _SECONDS = 0.06
 """Of passes in a round, at least one."""
@@ -48,8 +48,8 @@ def main() -> None:
     rows = []
     for name in ("bundled",) if requested.label_set else arguments.models:  # the bundled model is calibrated
         checkpoint = load_checkpoint(name if requested.label_set else str(checkpoints.ensure(name)[0]))
-        for backend in _BACKENDS:
-            predictor = Predictor(checkpoint, device="cpu", backend=backend, threads=1, streams=1)
+        for backend, mode in _BACKENDS:
+            predictor = Predictor(checkpoint, device="cpu", compile_mode=mode, threads=1, streams=1)
             if requested.label_set:
                 predictor.set_coverage(_COVERAGE)
             extras = BatchRequest.of([requested], checkpoint.config).extras

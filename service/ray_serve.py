@@ -19,14 +19,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from model.errors import first_problem
 from service.engine.devices import fit_to_machine
 from service.engine.loading import load_predictor
-from service.engine.swapping import Unswapped
-from service.errors import EngineUnavailable, SettingsError
-from service.http.lifecycle import freeze_objects, trim_regularly
+from service.engine.local import BATCH_SECONDS, Loader, LocalEngine, engine_of
+from service.errors import EngineUnavailable, Forbidden, SettingsError
+from service.lifecycle import freeze_objects, trim_regularly
+from service.models.model import LocalModel
 from service.observe import logs
 from service.observe.metrics import Metrics, render_replicas
 from service.settings import MEMORY, Settings, load_settings, unknown_variables
 from service.web.app import create_app, log_model
-from service.web.single_process import Loader, engine_of
 
 try:
     from ray import serve
@@ -72,8 +72,8 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     except ValidationError as error:
         raise SettingsError(f"an argument of the application: {first_problem(error)}") from None
     settings = replica_settings(load_settings(), share)
-    for name in unknown_variables():
-        logger.warning("%s is not a setting and is ignored", name)
+    for line in unknown_variables():
+        logger.warning("%s", line)
     if share.replicas > 1 and settings.recent_url.get_secret_value() == MEMORY:
         logger.warning("each replica keeps its own pictures: GET /attention?id=... needs VIT_RECENT_URL=redis://...")
     deployment = serve.deployment(
@@ -83,7 +83,7 @@ def app(arguments: dict[str, Any]) -> serve.Application:
         # A replica refuses by itself what it has no place for; beyond this number requests wait in Ray's proxy.
         max_ongoing_requests=2 * settings.queue_size,
         health_check_period_s=_HEALTH_SECONDS,
-        health_check_timeout_s=settings.batch_timeout,
+        health_check_timeout_s=BATCH_SECONDS,
         graceful_shutdown_timeout_s=settings.drain_timeout,
         ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
         logging_config={"enable_access_log": False},  # the service logs each request itself, with its path
@@ -92,17 +92,14 @@ def app(arguments: dict[str, Any]) -> serve.Application:
 
 
 def replica_settings(settings: Settings, share: Arguments) -> Settings:
-    """Return the settings of a replica, whose threads fit its share of the machine where they are not set.
+    """Return the settings of a replica.
 
     Raises:
         SettingsError: they ask for several processes or devices; a replica has one.
     """
     if settings.device == "all" or not settings.one_process:
         raise SettingsError("VIT_WORKERS and VIT_DEVICE: a replica has one process and one device; set `replicas`")
-    cores = max(1, round(share.cpus))
-    threads = {"threads": cores, "decode_threads": cores}
-    unset = {name: count for name, count in threads.items() if name not in settings.model_fields_set}
-    return fit_to_machine(settings).model_copy(update={**unset, "workers": 1})
+    return fit_to_machine(settings).model_copy(update={"workers": 1})
 
 
 class Replica:
@@ -123,7 +120,8 @@ class Replica:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application to which Ray passes all requests, and the beginning and end of the replica."""
         changed = self._on_engine_change
-        service = create_app(self._settings, Unswapped(self._engine), self._metrics, on_engine_change=changed)
+        model = _FixedModel(lambda _: self._engine)
+        service = create_app(self._settings, model, self._metrics, on_engine_change=changed)
 
         async def application(scope: Scope, receive: Receive, send: Send) -> None:
             await service(scope, receive, partial(_send_without_request_id, send))
@@ -148,6 +146,14 @@ class Replica:
         if self._engine.ready and self._engine.info is not None:
             freeze_objects()
             log_model(self._engine.status, self._engine.info)
+
+
+class _FixedModel(LocalModel[LocalEngine]):
+    """A model that is not replaced: one replica would have another one than the others."""
+
+    async def replace(self, checkpoint: str | None) -> None:
+        """Raise `Forbidden`."""
+        raise Forbidden("here the checkpoint is not swapped: start the service again with another one")
 
 
 async def _send_without_request_id(send: Send, message: Message) -> None:

@@ -205,5 +205,6 @@ _READ_BY_IMPORTS = _read_by_imports()
 
 def _environment(settings: dict[str, object]) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VIT_")}
+    inherited = {"OMP_NUM_THREADS": "1"} | inherited
     settings = {"cache_dir": "off"} | settings  # no graphs of other runs
     return inherited | {f"VIT_{name.upper()}": str(value) for name, value in settings.items()}

@@ -15,7 +15,7 @@ def restored() -> Iterator[None]:
     write to a standard error that pytest has closed.
     """
     root = logging.getLogger()
-    handlers, source = root.handlers[:], logging._srcfile
+    handlers = root.handlers[:]
     facts = (logging.logThreads, logging.logProcesses, logging.logMultiprocessing)
     levels = {logger: logger.level for logger in _loggers()}
     try:
@@ -25,7 +25,6 @@ def restored() -> Iterator[None]:
             if logger.level != levels.get(logger, logging.NOTSET):  # setting a level clears all loggers' caches
                 logger.setLevel(levels.get(logger, logging.NOTSET))
         root.handlers[:] = handlers
-        logging._srcfile = source
         logging.logThreads, logging.logProcesses, logging.logMultiprocessing = facts
 
 

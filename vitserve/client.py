@@ -83,12 +83,13 @@ Pooling = Literal["head", "cls", "mean"]
 
 
 class _Method(Generic[_Arguments, Answer]):
-    """A method of both clients, written as the function that returns its request: one sends it, the other awaits it."""
+    """A method of both clients, written as the function that returns its request: one sends it, the other awaits it.
+
+    Where it says `Request[T]`, a caller of `Client` gets a T, and one of `AsyncClient` awaits it.
+    """
 
     def __init__(self, build: Callable[Concatenate[Any, _Arguments], Request[Answer]]) -> None:
         self._build = build
-        # For `help`: what a caller gets is the answer.
-        build.__annotations__["return"] = build.__annotations__["return"].removeprefix("Request[").removesuffix("]")
 
     @overload
     def __get__(self, client: Client | None, kind: type[Client]) -> Callable[_Arguments, Answer]: ...

@@ -15,10 +15,7 @@ ClientError
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 
 import httpx
 from pydantic import ValidationError
@@ -122,7 +119,8 @@ _BY_CODE: Mapping[str, type[ProblemError]] = {
 
 def error_of(response: httpx.Response) -> ClientError:
     """Return the error that a response without success stands for."""
-    retry_after = _retry_after(response.headers)
+    text = response.headers.get("retry-after", "")
+    retry_after = int(text[:_MAX_DIGITS]) if text.isdecimal() else None
     try:
         problem = ProblemDocument.model_validate_json(response.content)
     except ValidationError:
@@ -130,16 +128,3 @@ def error_of(response: httpx.Response) -> ClientError:
         return ForeignAnswer(message, response.status_code, retry_after)
     kind = Unavailable if problem.status in _TEMPORARY else _BY_CODE.get(problem.code, ProblemError)
     return kind(problem, retry_after)
-
-
-def _retry_after(headers: httpx.Headers) -> int | None:
-    """Return the seconds that the header Retry-After names, as a number or as a date; None if it names none."""
-    text = headers.get("retry-after", "")
-    if text.isdecimal():
-        return int(text[:_MAX_DIGITS])
-    try:
-        # Against the server's own clock where it tells its time.
-        now = parsedate_to_datetime(headers["date"]) if "date" in headers else datetime.now(UTC)
-        return max(0, math.ceil((parsedate_to_datetime(text) - now).total_seconds()))
-    except (TypeError, ValueError):  # no date, or one with a zone beside one without
-        return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import zlib
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeAlias, cast
 
@@ -19,8 +18,8 @@ ImageSource: TypeAlias = "str | Path | bytes | IO[bytes] | Image.Image | NDArray
 
 _ORIENTATION = 0x0112
 _PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
-_PNG_COLOUR_TYPES = {1: 0, 3: 2, 4: 6}
-"""By the number of channels."""
+_ARRAY_MODES = {(): "L", (1,): "L", (3,): "RGB", (4,): "RGBA"}
+"""By the axes after rows and columns."""
 
 _EXPECTED = (
     "expected a path, bytes, a file open for binary reading, a PIL image, "
@@ -31,7 +30,7 @@ _EXPECTED = (
 def file_bytes(image: ImageSource) -> bytes:
     """Return the bytes of an image file: PIL images and arrays are encoded as PNG, everything else is a file already.
 
-    Neither PIL nor numpy is imported; their objects are recognised by what they can do.
+    Neither PIL nor numpy is imported for the others; their objects are recognised by what they can do.
 
     Raises:
         OSError: the file cannot be read.
@@ -42,22 +41,24 @@ def file_bytes(image: ImageSource) -> bytes:
     if isinstance(image, str | os.PathLike):
         return Path(image).read_bytes()
     if hasattr(image, "getexif"):
-        return _encode_pil(cast("Image.Image", image))
+        return _png(cast("Image.Image", image))
     if hasattr(image, "read") and not isinstance(image, io.TextIOBase):
         return image.read()
     try:
         pixels = memoryview(image)  # type: ignore[arg-type]  # numpy's stubs do not say that its arrays are buffers
     except (TypeError, ValueError):
         raise TypeError(f"{_EXPECTED}, not {type(image).__name__}") from None
-    match pixels.format, pixels.shape:
-        case "B", (_,):  # the bytes of a file
-            return pixels.tobytes()
-        case "B", (rows, columns, *channels) if channels in ([], [1], [3], [4]):
-            return _encode_png(pixels.tobytes(), rows, columns, *channels)
-    raise TypeError(f"{_EXPECTED}, not {getattr(image, 'dtype', 'an array')} {list(pixels.shape or ())}")
+    shape = pixels.shape or ()
+    if pixels.format == "B" and len(shape) == 1:
+        return pixels.tobytes()  # the bytes of a file
+    if pixels.format != "B" or len(shape) < 2 or shape[2:] not in _ARRAY_MODES:
+        raise TypeError(f"{_EXPECTED}, not {getattr(image, 'dtype', 'an array')} {list(shape)}")
+    from PIL import Image  # noqa: PLC0415  programs that send files start quicker
+
+    return _png(Image.frombytes(_ARRAY_MODES[shape[2:]], (shape[1], shape[0]), pixels.tobytes()))
 
 
-def _encode_pil(image: Image.Image) -> bytes:
+def _png(image: Image.Image) -> bytes:
     """Return a PNG that lies as the file did from which the image was opened."""
     file, exif = io.BytesIO(), image.getexif()
     orientation = type(exif)()  # without where and when the photo was taken
@@ -66,14 +67,3 @@ def _encode_pil(image: Image.Image) -> bytes:
         image = image.convert("RGB")
     image.save(file, "PNG", exif=orientation, compress_level=1)
     return file.getvalue()
-
-
-def _encode_png(pixels: bytes, rows: int, columns: int, channels: int = 1) -> bytes:
-    """Return a PNG (W3C PNG, third edition, section 5) of pixels of 8-bit grey, RGB or RGBA."""
-    width = columns * channels
-    lines = b"".join(b"\0" + pixels[start : start + width] for start in range(0, len(pixels), width or 1))
-    head = columns.to_bytes(4, "big") + rows.to_bytes(4, "big") + bytes([8, _PNG_COLOUR_TYPES[channels], 0, 0, 0])
-    file = b"\x89PNG\r\n\x1a\n"
-    for kind, body in ((b"IHDR", head), (b"IDAT", zlib.compress(lines, 1)), (b"IEND", b"")):
-        file += len(body).to_bytes(4, "big") + kind + body + zlib.crc32(kind + body).to_bytes(4, "big")
-    return file

@@ -1,61 +1,38 @@
 """Checkpoints: a reader for each format, all of them strict, all with a `Checkpoint` as the result.
 
 To add a format, write one module here with `FORMAT`, `recognises(files)` and `read(files, options)`
-and add it to `READERS`. To add a family of transformers' classes, write one module in `huggingface/`
-with a `FAMILY` and add one row to its `FAMILIES`.
+and add it to `_READERS`. To add a class of transformers, add one `Family` to `huggingface.families`.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from torch import Tensor
-
-from model.checkpoint import huggingface, jax_npz, native, timm
+from model.checkpoint import huggingface, jax_npz, native, state_dict, timm
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files, Folder, SingleFile
 from model.checkpoint.hub import Repository, is_hub_id
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE
+from model.checkpoint.key_map import KeyMap, read_key_map
 from model.checkpoint.local_files import read_text_file, resolved_part, resolved_source
+from model.checkpoint.lora import ADAPTER_CONFIG, adapt, adapter_base
 from model.checkpoint.options import LABEL_PRESETS, PREPROCESS_PRESETS, CheckpointOptions
-from model.checkpoint.state_dicts import state_dict
-from model.checkpoint.state_dicts.lora import ADAPTER_CONFIG, adapt, adapter_base
 from model.errors import CheckpointError
 
-__all__ = ["BUNDLED", "LABEL_PRESETS", "PREPROCESS_PRESETS", "READERS", "Checkpoint", "Reader", "load_checkpoint"]
+__all__ = ["BUNDLED", "LABEL_PRESETS", "PREPROCESS_PRESETS", "Checkpoint", "load_checkpoint"]
 
 BUNDLED: Final = Path(__file__).resolve().parent.parent / "weights" / "cifar10"
 """The checkpoint that travels with the code."""
-
-
-class Reader(Protocol):
-    """The module of a format, which is listed in `READERS`; its `read` raises CheckpointError as this one."""
-
-    @property
-    def FORMAT(self) -> str:  # noqa: N802 - a constant of the module
-        """Return the name of the format."""
-
-    def recognises(self, files: Files) -> bool:
-        """Return whether the files are of this format."""
-
-    def read(self, files: Files, options: CheckpointOptions) -> Checkpoint:
-        """Return the checkpoint that the files hold.
-
-        Raises:
-            CheckpointError: a field, file or tensor is missing, unknown or wrong, or an option does not apply.
-        """
-
 
 _WEIGHTS: Final = re.compile(r".+\.(safetensors|pth|pt|bin|ckpt|pth\.tar)")
 _TRAINING: Final = re.compile(r"optimizer|scheduler|scaler|rng_state|training_args|random_states|adapter_model")
 _HEAD: Final = re.compile(r"(\w+[_-])?(head|classifier|fc|linear|linear_probe)\.")
 
-READERS: Final[tuple[Reader, ...]] = (native, timm, huggingface, jax_npz, state_dict)
+_READERS: Final = (native, timm, huggingface, jax_npz, state_dict)
 
 
 def load_checkpoint(
@@ -76,7 +53,8 @@ def load_checkpoint(
         CheckpointError: nothing there, no format recognised, or not exactly what the format demands.
     """
     options = CheckpointOptions(**fields)
-    files = _open(source, options.weights)
+    keys = read_key_map(options.keys)
+    files = _open(source, keys)
     has_config = files.config is not None
     if files.path(ADAPTER_CONFIG) is not None:
         if has_config and base is None:
@@ -85,42 +63,32 @@ def load_checkpoint(
                 f"whether they are merged: --base {adapter_base(files, None)} (VIT_BASE) reads the adapter; without "
                 f"{ADAPTER_CONFIG} the model is read"
             )
-        adapter, files = files, _base(files, base, bases_below, options.weights)
+        adapter, files = files, _base(files, base, bases_below, keys)
         adapt(files, adapter)
-    for reader in READERS:
-        if reader.recognises(files):
-            checkpoint = reader.read(files, options)
-            if options.templates is not None and checkpoint.zero_shot is None:
-                raise CheckpointError(f"{files.place}: has no text tower: VIT_TEMPLATES does not apply")
-            if files.overlay is not None:
-                note = f"the LoRA adapter {files.overlay.place} is merged into {files.place}"
-                checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))
-            if isinstance(files, Repository) and files.from_cache:
-                checkpoint = replace(checkpoint, notes=(*checkpoint.notes, files.place))
-            return checkpoint if options.image_size is None else checkpoint.resized(options.image_size)
-    known = ", ".join(reader.FORMAT for reader in READERS)
-    if files.config is None:
-        raise CheckpointError(f"{files.place}: has no {CONFIG_FILE}: {_instead(files)}")
-    raise CheckpointError(f"{files.where(CONFIG_FILE)}: not a format this version reads ({known})")
+    reader = next((reader for reader in _READERS if reader.recognises(files)), None)
+    if reader is None:
+        if files.config is None:
+            raise CheckpointError(f"{files.place}: has no {CONFIG_FILE}: {_instead(files)}")
+        known = ", ".join(reader.FORMAT for reader in _READERS)
+        raise CheckpointError(f"{files.where(CONFIG_FILE)}: not a format this version reads ({known})")
+    checkpoint: Checkpoint = reader.read(files, options)
+    notes = checkpoint.notes
+    if files.overlay is not None:
+        notes += (f"the LoRA adapter {files.overlay.place} is merged into {files.place}",)
+    if isinstance(files, Repository) and files.from_cache:
+        notes += (files.place,)
+    checkpoint = replace(checkpoint, notes=notes)
+    return checkpoint if options.image_size is None else checkpoint.resized(options.image_size)
 
 
-def stored_tensors(source: str, weights: str | None = None) -> Mapping[str, Tensor]:
-    """Return the tensors of a state dict under its own names, as `key_map` maps them.
-
-    Raises:
-        CheckpointError: nothing there, or it cannot be read.
-    """
-    return _open(source, weights).tensors()
-
-
-def _open(source: str, weights: str | None) -> Files:
+def _open(source: str, keys: KeyMap) -> Files:
     path = BUNDLED if source == "bundled" else Path(source).expanduser()
     folder_or_file = resolved_source(path, source)
     if folder_or_file is not None:
         if not folder_or_file.is_dir():
-            return SingleFile(path, source, weights)
+            return SingleFile(path, source, keys)
         path = _snapshot(path)
-        return _plain_weights(path, source, weights) or Folder(path, source)
+        return _plain_weights(path, source, keys) or Folder(path, source)
     similar = None if "@" in source else _similar(path)
     if is_hub_id(source) and not similar:
         return Repository(source)
@@ -130,7 +98,7 @@ def _open(source: str, weights: str | None) -> Files:
     raise CheckpointError(f"{source}: no such folder or file{hint}")
 
 
-def _base(adapter: Files, base: str | None, below: Path | None, weights: str | None) -> Files:
+def _base(adapter: Files, base: str | None, below: Path | None, keys: KeyMap) -> Files:
     """Return the base of an adapter; what comes from the hub cannot name a folder or file of this machine."""
     named = adapter_base(adapter, base)
     if base is None and below is not None and not Path(named).resolve().is_relative_to(below):
@@ -139,7 +107,7 @@ def _base(adapter: Files, base: str | None, below: Path | None, weights: str | N
         )
     of_hub = isinstance(adapter, Repository) or any(part.startswith("models--") for part in Path(adapter.place).parts)
     if base is not None or not of_hub:
-        return _open(named, weights)
+        return _open(named, keys)
     if not is_hub_id(named):
         raise CheckpointError(
             f"{adapter.place}: comes from the hub and names {named!r:.200} as its base, which is no hub id: "
@@ -157,7 +125,7 @@ def _snapshot(folder: Path) -> Path:
     return folder / "snapshots" / commit if re.fullmatch("[0-9a-f]{40}", commit) else folder
 
 
-def _plain_weights(folder: Path, source: str, weights: str | None) -> SingleFile | None:
+def _plain_weights(folder: Path, source: str, keys: KeyMap) -> SingleFile | None:
     """Return a folder's state dict, if that is all it holds; a backbone may have its head in a second file."""
     names = sorted(path.name for path in folder.iterdir())
     files = [name for name in names if _WEIGHTS.fullmatch(name) and not _TRAINING.match(name)]
@@ -167,7 +135,7 @@ def _plain_weights(folder: Path, source: str, weights: str | None) -> SingleFile
         return None
     for name in files:
         resolved_part(folder, name, str(folder / name))
-    return SingleFile(folder / others[0], source, weights, folder / heads[0] if heads else None)
+    return SingleFile(folder / others[0], source, keys, folder / heads[0] if heads else None)
 
 
 def _instead(files: Files) -> str:

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from model.calibration import Calibration
-from model.checkpoint.refusals import first_and_count, validating
+from model.checkpoint.refusals import validating
 from model.checkpoint.resizing import resized_config, resized_positions, resized_preprocess
-from model.checkpoint.tensors import as_float32
+from model.checkpoint.tensors import checked
 from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, Size, ViTConfig
 from model.errors import CheckpointError
 from model.network.library import LibraryNetwork, library_config, meta_tensors
@@ -165,20 +165,14 @@ class Checkpoint:
         return network.eval()
 
     def _load(self, module: nn.Module) -> None:
-        check_tensors(self.source, self.tensors, _shapes(self.config))
-        for name, tensor in self.tensors.items():
+        tensors = native_tensors(self.tensors, self.config, self.source)
+        for name, tensor in tensors.items():
             if not torch.isfinite(tensor).all():
                 raise CheckpointError(f"{self.source}: {name} holds values that are not finite")
         heads = placeholder_heads(self.config) if isinstance(self.config, ViTConfig) else {}
         # All names were checked; what is left of a library's are the integers that it makes itself.
-        module.load_state_dict({**self.tensors, **heads}, strict=isinstance(self.config, ViTConfig), assign=True)
+        module.load_state_dict({**tensors, **heads}, strict=isinstance(self.config, ViTConfig), assign=True)
         module.eval().requires_grad_(False)
-
-
-def _shapes(config: NetworkConfig) -> dict[str, tuple[int, ...]]:
-    if isinstance(config, ViTConfig):
-        return checkpoint_shapes(config)
-    return {name: tuple(tensor.shape) for name, tensor in meta_tensors(config).items()}
 
 
 def native_tensors(tensors: Mapping[str, Tensor], config: NetworkConfig, where: str) -> dict[str, Tensor]:
@@ -187,22 +181,6 @@ def native_tensors(tensors: Mapping[str, Tensor], config: NetworkConfig, where: 
     Raises:
         CheckpointError: a tensor is missing, unexpected, of the wrong shape, or not floating point.
     """
-    check_tensors(where, tensors, _shapes(config))
-    return {name: as_float32(tensor, name, where) for name, tensor in tensors.items()}
-
-
-def check_tensors(source: str, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare tensors with what the architecture expects, by name and shape.
-
-    Raises:
-        CheckpointError: names the first offending tensor of each kind and counts the rest.
-    """
-    missing = sorted(shapes.keys() - tensors.keys())
-    if missing:
-        raise CheckpointError(f"{source}: missing key {first_and_count(missing)}")
-    unexpected = sorted(tensors.keys() - shapes.keys())
-    if unexpected:
-        raise CheckpointError(f"{source}: unexpected key {first_and_count(unexpected)}")
-    for name, shape in shapes.items():
-        if tuple(tensors[name].shape) != shape:
-            raise CheckpointError(f"{source}: {name} has shape {list(tensors[name].shape)}, expected {list(shape)}")
+    if isinstance(config, ViTConfig):
+        return checked(tensors, checkpoint_shapes(config), where)
+    return checked(tensors, {name: tuple(tensor.shape) for name, tensor in meta_tensors(config).items()}, where)

@@ -1,4 +1,7 @@
-"""Local sources of a checkpoint's parts: a folder or a single file; `hub` has a repository."""
+"""Sources of a checkpoint's parts on this machine: a folder or a single file; `hub` has a repository.
+
+All tensors of a checkpoint, whatever file and format hold them, are read by `Files.tensors`.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,16 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from model.checkpoint.containers import chosen_state_dict, unwrapped
+from model.checkpoint.containers import chosen_state_dict
+from model.checkpoint.key_map import KeyMap
 from model.checkpoint.local_files import read_json, resolved_part
-from model.checkpoint.refusals import check_names
-from model.checkpoint.tensor_files.pickles import FOREIGN, read_pickle
-from model.checkpoint.tensor_files.safetensors_files import read_safetensors
-from model.checkpoint.tensor_files.zip_files import read_archive
+from model.checkpoint.tensor_files import read_tensor_file
 from model.errors import CheckpointError
 
 CONFIG_FILE: Final = "config.json"
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 PICKLE_FILE: Final = "pytorch_model.bin"
-_MAX_SHARDS: Final = 1000
-_PICKLES: Final = (".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl")
 _HEAD: Final = re.compile(r"(\w+_)?(heads?|classifier|fc)(\.\w+)*\.(weight|bias)")
 
 
@@ -76,7 +75,6 @@ class Files(ABC):
     @property
     def config(self) -> dict[str, Any] | None:
         """Return `config.json`, or None where there is none."""
-        # Before Python 3.12 a `cached_property` has one lock for all instances, and a disk may never answer one.
         if self._config is None and self.path(CONFIG_FILE) is not None:
             self._config = self.json(CONFIG_FILE)
         return self._config
@@ -90,17 +88,24 @@ class Files(ABC):
         tensors = self._stored()
         return tensors if self.merge is None else self.merge(tensors)
 
+    def part(self, name: str) -> dict[str, Tensor]:
+        """Return the tensors of one file; CheckpointError where it holds something else."""
+        where = self.where(name)
+        held = read_tensor_file(self.required(name), where).value
+        if not isinstance(held, Mapping) or not all(isinstance(tensor, Tensor) for tensor in held.values()):
+            raise CheckpointError(
+                f"{where}: expected a state dict of tensors, as torch.save(model.state_dict(), FILE) writes it"
+            )
+        return dict(held)
+
     def _stored(self) -> Mapping[str, Tensor]:
-        """Return all tensors, whichever of the usual files hold them: safetensors, sharded, or a checked pickle."""
-        path = self.path(WEIGHTS_FILE)
-        if path is not None:
-            return read_safetensors(path, self.where(WEIGHTS_FILE))
+        """Return all tensors, whichever of the usual files hold them: safetensors, sharded, or a pickle."""
+        if self.path(WEIGHTS_FILE) is not None:
+            return self.part(WEIGHTS_FILE)
         if self.path(INDEX_FILE) is not None:
             return self._sharded()
-        path = self.path(PICKLE_FILE)
-        if path is not None:
-            where = self.where(PICKLE_FILE)
-            return chosen_state_dict(read_pickle(path, where), None, where)[0]
+        if self.path(PICKLE_FILE) is not None:
+            return self.part(PICKLE_FILE)
         raise CheckpointError(f"{self.place}: no weights ({WEIGHTS_FILE}, {INDEX_FILE} or {PICKLE_FILE})")
 
     def _sharded(self) -> dict[str, Tensor]:
@@ -108,19 +113,11 @@ class Files(ABC):
         index = self.json(INDEX_FILE).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(shard, str) for shard in index.values()):
             raise CheckpointError(f"{where}: weight_map: expected an object from tensor to file name")
-        check_names(index, where)
-        shards = sorted(set(index.values()))
-        if len(shards) > _MAX_SHARDS:
-            raise CheckpointError(f"{where}: {len(shards)} shards are more than {_MAX_SHARDS}")
         tensors: dict[str, Tensor] = {}
-        for shard in shards:
+        for shard in sorted(set(index.values())):
             if PurePosixPath(shard).name != shard or not shard.endswith(".safetensors"):
                 raise CheckpointError(f"{where}: {shard!r} is not the name of a safetensors file beside it")
-            read = read_safetensors(self.required(shard), self.where(shard))
-            twice = tensors.keys() & read.keys()
-            if twice:
-                raise CheckpointError(f"{self.where(shard)}: {min(twice)!r} is in another shard too")
-            tensors.update(read)
+            tensors |= self.part(shard)
         if tensors.keys() != index.keys():
             odd = min(tensors.keys() ^ index.keys())
             raise CheckpointError(f"{where}: {odd!r} is in the index or in the shards, but not in both")
@@ -143,21 +140,23 @@ class SingleFile(Files):
     """A state dict on this machine without a config: one file, or a backbone's and its head's in one folder.
 
     Attributes:
-        notes: what was left aside of the files, once they were read.
+        notes, assumed: of the files, once they were read; see `containers.Chosen`.
         labels: by the class's index, of files that have them.
         file: the only one, or the backbone's.
 
     Args:
-        weights: which copy of the network; see `containers.chosen_state_dict`.
+        keys: what `VIT_KEYS` says.
+        head: file of the head.
     """
 
-    def __init__(self, file: Path, source: str, weights: str | None = None, head: Path | None = None) -> None:
+    def __init__(self, file: Path, source: str, keys: KeyMap, head: Path | None = None) -> None:
         super().__init__(source, str(file))
         self.file = file
+        self.keys = keys
         self.notes: tuple[str, ...] = ()
+        self.assumed: tuple[str, ...] = ()
         self.labels: dict[str, str] | None = None
-        self._weights, self._head = weights, head
-        self._tensors: Mapping[str, Tensor] | None = None
+        self._head = head
 
     def where(self, name: str) -> str:
         """Return the path of the file, which is the only part."""
@@ -168,33 +167,16 @@ class SingleFile(Files):
         return None
 
     def _stored(self) -> Mapping[str, Tensor]:
-        """Return the tensors, which are read once, without what training code puts before all their names."""
-        if self._tensors is None:
-            tensors, self.notes = self._read(self.file)
-            if self._head is not None:
-                head, notes = self._read(self._head)
-                self.notes += notes
-                own = [name for name in tensors if _HEAD.fullmatch(name)]
-                if own:
-                    raise CheckpointError(
-                        f"{self.place}: has a head of its own, {own[0]!r}, and {self._head.name} beside it holds "
-                        "another: name this file instead of its folder to read its own head, else save it without that"
-                    )
-                tensors = {**tensors, **{f"head.{name}": tensor for name, tensor in head.items()}}
-            self._tensors = tensors
-        return self._tensors
-
-    def _read(self, file: Path) -> tuple[Mapping[str, Tensor], tuple[str, ...]]:
-        where, suffix = str(file), file.suffix.lower()
-        if suffix in FOREIGN:
-            raise CheckpointError(f"{where}: {FOREIGN[suffix].format(repr(file.name))}")
-        if suffix == ".safetensors":
-            held: Any = read_safetensors(file)
-        elif suffix in _PICKLES:
-            held = read_pickle(file)
-        elif suffix == ".mar":
-            held, self.labels = read_archive(file)
-        else:
-            raise CheckpointError(f"{where}: expected .safetensors, {', '.join(_PICKLES)} or .npz")
-        tensors, notes = chosen_state_dict(held, self._weights, where)
-        return unwrapped(tensors, self._weights, where), notes
+        """Return the tensors without what training code puts before all their names."""
+        held, self.labels = read_tensor_file(self.file)
+        tensors, self.notes, self.assumed = chosen_state_dict(held, self.keys.weights, self.place)
+        if self._head is None:
+            return tensors
+        own = [name for name in tensors if _HEAD.fullmatch(name)]
+        if own:
+            raise CheckpointError(
+                f"{self.place}: has a head of its own, {own[0]!r}, and {self._head.name} beside it holds "
+                "another: name this file instead of its folder to read its own head, else save it without that"
+            )
+        head = chosen_state_dict(read_tensor_file(self._head).value, None, str(self._head)).tensors
+        return tensors | {f"head.{name}": tensor for name, tensor in head.items()}

@@ -1,4 +1,4 @@
-"""Access to the files of this machine: regular ones alone, inside the folder that was named, of bounded size.
+"""Access to the files of this machine: regular ones alone, and parts of a folder inside that folder.
 
 What the operator names, a folder or a single file, may be a symbolic link and is followed wherever it leads. A part
 of a folder is read only where it lies below that folder once all links are followed, as the files of a ConfigMap
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,19 +19,8 @@ from typing import Any, BinaryIO, Final
 from model.checkpoint.refusals import reading
 from model.errors import CheckpointError
 
-MAX_TEXT_BYTES: Final = 10 << 20
-"""Of a JSON file or a file of labels: as Python's objects, JSON takes up to 100 times its bytes."""
-MAX_NESTING: Final = 50
-"""Levels of a JSON value."""
-
-_KINDS: Final = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a named pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-)
-
+_MAX_TEXT_BYTES: Final = 10 << 20
+"""Of a JSON file or a file of labels: what is larger is another file."""
 
 Signature = tuple[int, int, int] | None
 """Of a file or folder: its number, size and time of change in nanoseconds; None where there is nothing."""
@@ -74,14 +61,23 @@ def resolved_source(path: Path, where: str) -> Path | None:
     Raises:
         CheckpointError: it is neither, or this process may not read it.
     """
-    resolved = _resolved(path, where)
-    if resolved is None:
+    paths = _recorded.get()
+    if paths is not None:
+        paths.setdefault(path.absolute(), signature(path))
+    try:
+        resolved = Path(os.path.realpath(path, strict=True))
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    if resolved.is_dir():
-        if not os.access(resolved, os.X_OK, effective_ids=os.access in os.supports_effective_ids):
-            raise _unreadable(resolved, where)
-        return resolved
-    return _regular(resolved, where)
+    except PermissionError:
+        raise CheckpointError(f"{where}: cannot be read by uid {os.geteuid()}: a folder bars the way") from None
+    except (OSError, ValueError) as error:  # links in a circle, a null byte
+        raise CheckpointError(f"{where}: {getattr(error, 'strerror', None) or error}") from None
+    if not resolved.is_dir() and not resolved.is_file():
+        raise CheckpointError(f"{where}: a device, pipe or socket, expected a regular file")
+    mode, needed = ("a+rx", os.R_OK | os.X_OK) if resolved.is_dir() else ("a+r", os.R_OK)
+    if not os.access(resolved, needed, effective_ids=os.access in os.supports_effective_ids):
+        raise CheckpointError(f"{where}: cannot be read by uid {os.geteuid()}: chmod {mode} {resolved}")
+    return resolved
 
 
 def resolved_part(folder: Path, name: str, where: str) -> Path | None:
@@ -101,21 +97,10 @@ def resolved_part(folder: Path, name: str, where: str) -> Path | None:
     # Looked at first, so that nobody learns what exists outside.
     if not path.is_relative_to(root) and not (is_snapshot and path.is_relative_to(blobs)):
         raise CheckpointError(f"{where}: a symbolic link out of its folder: put the file itself there")
-    resolved = _resolved(folder / name, where)
-    return resolved and _regular(resolved, where)
-
-
-def read_text_file(path: Path, where: str) -> bytes:
-    """Return the bytes of a regular file of at most `MAX_TEXT_BYTES`.
-
-    Raises:
-        CheckpointError: there is none, it is no regular file, larger, or may not be read.
-    """
-    with open_file(path, where) as file, reading(where):
-        data = file.read(MAX_TEXT_BYTES + 1)
-    if len(data) > MAX_TEXT_BYTES:
-        raise CheckpointError(f"{where}: larger than {MAX_TEXT_BYTES} bytes")
-    return data
+    resolved = resolved_source(folder / name, where)
+    if resolved is not None and resolved.is_dir():
+        raise CheckpointError(f"{where}: a folder, expected a regular file")
+    return resolved
 
 
 def open_file(path: Path, where: str) -> BinaryIO:
@@ -124,99 +109,25 @@ def open_file(path: Path, where: str) -> BinaryIO:
     Raises:
         CheckpointError: there is none, it is no regular file, or may not be read.
     """
-    resolved = _resolved(path, where)
+    resolved = resolved_source(path, where)
     if resolved is None:
         raise CheckpointError(f"{where}: no such file")
-    return os.fdopen(_opened(resolved, where), "rb")
+    with reading(where):
+        return resolved.open("rb")
+
+
+def read_text_file(path: Path, where: str) -> bytes:
+    """Return the bytes of a small regular file; raises `CheckpointError` as `open_file`, or where it is large."""
+    with open_file(path, where) as file, reading(where):
+        data = file.read(_MAX_TEXT_BYTES + 1)
+    if len(data) > _MAX_TEXT_BYTES:
+        raise CheckpointError(f"{where}: larger than {_MAX_TEXT_BYTES} bytes")
+    return data
 
 
 def read_json(path: Path, where: str | None = None) -> Any:
-    """Return the JSON value in a regular file of at most `MAX_TEXT_BYTES`; CheckpointError where there is none."""
+    """Return the JSON value in a small regular file; raises `CheckpointError` where there is none."""
     where = where or str(path)
-    return parse_json(read_text_file(path, where), where)
-
-
-def parse_json(data: bytes, where: str) -> Any:
-    """Return the value of a text in JSON.
-
-    Raises:
-        CheckpointError: it is none, has the same key twice in an object, or more than `MAX_NESTING` levels.
-    """
+    data = read_text_file(path, where)
     with reading(where, "not JSON", ValueError, RecursionError):
-        value = json.loads(data, object_pairs_hook=_once)
-    level, inner = 0, [value]
-    while inner:
-        level += 1
-        inner = [
-            part
-            for whole in inner
-            if isinstance(whole, dict | list)
-            for part in (whole.values() if isinstance(whole, dict) else whole)
-        ]
-    if level > MAX_NESTING:
-        raise CheckpointError(f"{where}: not JSON of a checkpoint: {level} levels, at most {MAX_NESTING} are read")
-    return value
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"{twice!r:.100} stands twice in one object")
-    return value
-
-
-def _resolved(path: Path, where: str) -> Path | None:
-    paths = _recorded.get()
-    if paths is not None:
-        paths.setdefault(path.absolute(), signature(path))
-    try:
-        return Path(os.path.realpath(path, strict=True))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except PermissionError:
-        raise _unreadable(path, where) from None
-    except (OSError, ValueError) as error:  # links in a circle, a name that is too long; a null byte
-        raise CheckpointError(f"{where}: {getattr(error, 'strerror', None) or error}") from None
-
-
-def _regular(path: Path, where: str) -> Path:
-    """Return a resolved path once it is known to be a regular file that can be opened."""
-    os.close(_opened(path, where))
-    return path
-
-
-def _opened(path: Path, where: str) -> int:
-    """Return a descriptor of the regular file at a resolved path."""
-    with reading(where):
-        mode = path.lstat().st_mode  # a device may do something when it is opened
-        if stat.S_ISREG(mode):
-            try:
-                # Meanwhile it may have become a link or a pipe: neither is followed or waited for.
-                descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            except PermissionError:
-                raise _unreadable(path, where) from None
-            mode = os.fstat(descriptor).st_mode
-            if stat.S_ISREG(mode):
-                return descriptor
-            os.close(descriptor)
-    kind = next((kind for is_kind, kind in _KINDS if is_kind(mode)), "a special file")
-    raise CheckpointError(f"{where}: {kind}, expected a regular file")
-
-
-def _unreadable(path: Path, where: str) -> CheckpointError:
-    """Return the error for a path that this process may not read; it names the first folder that bars the way."""
-    path = Path(os.path.realpath(path))
-    barring = next((place.parent for place in (*reversed(path.parents), path) if not _is_seen(place)), None)
-    if barring is None and path.is_dir():
-        barring = path
-    change = f"a+r {path}" if barring is None else f"a+rx {barring}"
-    return CheckpointError(f"{where} cannot be read by uid {os.geteuid()}: chmod {change}")
-
-
-def _is_seen(path: Path) -> bool:
-    try:
-        path.lstat()
-    except PermissionError:
-        return False
-    return True
+        return json.loads(data)

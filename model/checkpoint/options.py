@@ -38,28 +38,19 @@ class CheckpointOptions:
         labels: one of `LABEL_PRESETS` or a file, likewise.
         architecture: a timm name, for plain state dicts, e.g. `vit_base_patch16_224`, or `vit` for a network whose
             sizes are its tensors'.
-        weights: which copy of the network, where a file has averaged and raw weights, or a student and its teacher.
-        templates: a text, or a file of them, in which `{}` stands for a label, for checkpoints with a text tower.
-        keys: TOML file with the names of the model's tensors for those of the file; see `key_map`.
+        keys: TOML file that maps names of tensors and says which copy of a network is meant; see `key_map`.
     """
 
     image_size: Size | None = None
     preprocess: str | None = None
     labels: str | None = None
     architecture: str | None = None
-    weights: str | None = None
     keys: str | None = None
-    templates: str | None = None
 
     def refuse_architecture(self, where: str) -> None:
         """Raise CheckpointError where an option for plain state dicts is set beside a file that says its own."""
         if self.architecture is not None:
             raise CheckpointError(f"{where}: says its own architecture; VIT_ARCHITECTURE is for plain state dicts")
-        if self.weights is not None:
-            raise CheckpointError(
-                f"{where}: one copy of a network is read of it, which is not called {self.weights!r:.100}: leave "
-                "VIT_WEIGHTS out, or name the file of the copies"
-            )
         if self.keys is not None:
             raise CheckpointError(f"{where}: has names of its own; VIT_KEYS is for plain state dicts")
 

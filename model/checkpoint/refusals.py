@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 from pydantic import ValidationError
 
 from model.errors import CheckpointError, first_line, first_problem
-
-MAX_TENSORS: Final = 10_000
-MAX_NAME: Final = 1000
-MAX_PARTS: Final = 32
-"""Of a tensor's name: what stands between its dots."""
 
 
 @contextmanager
@@ -27,8 +22,6 @@ def reading(where: str, refusal: str = "", *malformed: type[Exception]) -> Itera
     """
     try:
         yield
-    except FileNotFoundError:
-        raise CheckpointError(f"{where}: no such file") from None
     except OSError as error:
         raise CheckpointError(f"{where}: {error.strerror or error}") from None
     except malformed as error:
@@ -36,12 +29,19 @@ def reading(where: str, refusal: str = "", *malformed: type[Exception]) -> Itera
 
 
 @contextmanager
-def validating(where: str, prefix: str = "") -> Iterator[None]:
-    """Turn a pydantic ValidationError into a CheckpointError; `prefix` stands before the field's name."""
+def validating(where: str, prefix: str = "", names: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Turn a pydantic ValidationError into a CheckpointError.
+
+    Args:
+        where: what messages call the file.
+        prefix: stands before the field's name.
+        names: of fields in the file, where they are others.
+    """
     try:
         yield
     except ValidationError as error:
-        raise CheckpointError(f"{where}: {prefix}{first_problem(error)}") from None
+        field, colon, problem = first_problem(error).partition(":")
+        raise CheckpointError(f"{where}: {prefix}{(names or {}).get(field, field)}{colon}{problem}") from None
 
 
 def required(mapping: Mapping[str, Any], key: str, where: str) -> Any:
@@ -59,19 +59,3 @@ def first_and_count(names: list[str]) -> str:
     """Return the first of some sorted names, quoted, and how many more there are."""
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     return f"{names[0]!r}{more}"
-
-
-def check_names(names: Collection[str], where: str) -> None:
-    """Refuse more names of tensors, or longer ones, than any network has: what looks at them takes ever longer.
-
-    Raises:
-        CheckpointError: more than `MAX_TENSORS`, a name of more than `MAX_NAME` characters or `MAX_PARTS` parts.
-    """
-    if len(names) > MAX_TENSORS:
-        raise CheckpointError(f"{where}: {len(names)} tensors are more than {MAX_TENSORS}")
-    for name in names:
-        if len(name) > MAX_NAME or name.count(".") >= MAX_PARTS:
-            raise CheckpointError(
-                f"{where}: {name!r:.100}… has {len(name)} characters in {name.count('.') + 1} parts: names of tensors "
-                f"have at most {MAX_NAME} in {MAX_PARTS}"
-            )

@@ -16,7 +16,7 @@ from model.checkpoint.refusals import required, validating
 from model.checkpoint.resizing import resized_config, resized_positions
 from model.checkpoint.timm_architectures import (
     TimmArguments,
-    architecture_arguments,
+    architectures,
     native_names,
     parse_arguments,
     runs_in_library,
@@ -74,9 +74,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     if isinstance(network, LibraryConfig):
         tensors = native_tensors(library.renamed_by_library(network, stored), network, files.place)
     else:
-        if isinstance(arguments, EvaArguments):
-            stored = arguments.renamed(stored)
-        tensors = native_tensors(native_names(stored, vit), vit, files.place)
+        tensors = native_tensors(native_names(stored, arguments, vit, files.place), vit, files.place)
         if size != vit.image_size:
             # What timm's `dynamic_img_size` does at each forward pass is done once.
             network = resized_config(vit, size, files.source)
@@ -98,7 +96,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
 
 def _arguments(where: str, config: dict[str, Any], pretrained: dict[str, Any]) -> TimmArguments | EvaArguments:
     """Return the architecture's own arguments, overridden by what the config says."""
-    arguments = architecture_arguments(config["architecture"])
+    arguments = dict(architectures()[config["architecture"]])
     in_chans, *size = _input_size(where, pretrained)
     arguments |= {"img_size": tuple(size), "in_chans": in_chans}
     arguments |= _given(where, config, ("num_classes", "global_pool"))

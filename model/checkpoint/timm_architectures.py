@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from model.checkpoint.tensors import fuse_pairs, renamed
-from model.checkpoint.timm_eva import POOL, CommonArguments, EvaArguments, join
+from model.checkpoint.tensors import Rules, join, join_parts, renamed
+from model.checkpoint.timm_eva import POOL, CommonArguments, EvaArguments
 from model.config import Activation, ResNetStem, ViTConfig
 from model.errors import CheckpointError
 from model.network import library
@@ -31,7 +31,13 @@ _POSITIONS: Final[dict[str, Literal["learned", "sincos2d"]]] = {"learn": "learne
 
 
 class TimmArguments(CommonArguments):
-    """Arguments of timm's `VisionTransformer`, with that class's own defaults."""
+    """Arguments of timm's `VisionTransformer`, with that class's own defaults.
+
+    Attributes:
+        mlp_layer: not timm's own names: what its entry points pass as Python objects; `distilled`, `stem_layers` too.
+        rel_pos: each block has relative position biases, from a table or an MLP, its own or one of all blocks.
+        norm_order: what networks of other code have; `patch_bias`, `head_hidden`, `head_act` too.
+    """
 
     qk_norm: bool = False
     scale_attn_norm: bool = False
@@ -45,24 +51,13 @@ class TimmArguments(CommonArguments):
     pool_include_prefix: bool = False
     norm_layer: Literal["layernorm"] | None = None
     act_layer: Activation | None = None
-    # Not timm's own names: what its entry points pass as Python objects.
     mlp_layer: Literal["SwiGLU", "SwiGLUPacked"] | None = None
     distilled: bool = False
     rel_pos: bool = False
-    """Each block has relative position biases, from a table or an MLP, its own or one of all blocks."""
-    # Nor these: what networks of other code have.
     norm_order: Literal["pre", "post", "res_post"] = "pre"
     patch_bias: bool | None = None
-    patch_order: Literal["channels_first", "channels_last"] = "channels_first"
-    """How a linear layer over patches counts the numbers of one."""
-    qkv_order: Literal["3hd", "3dh", "h3d", "hd3", "d3h", "dh3"] = "3hd"
-    """How the rows of a fused projection are counted: 3 of queries, keys and values, h heads, d numbers of a head."""
     head_hidden: Annotated[int, Field(ge=1, le=131072)] | None = None
     head_act: Activation | None = None
-    conv_stem: Annotated[str, Field(max_length=200)] | None = None
-    """Strides of convolutions, and the activations between them: `2-relu-2-relu-1`."""
-    pooler: bool = False
-    """Whether the head reads the CLS token through transformers' pooler."""
     stem_layers: tuple[int, ...] | None = None
 
     @property
@@ -147,48 +142,41 @@ def runs_in_library(name: str, where: str) -> bool:
     )
 
 
-def architecture_arguments(name: str) -> dict[str, Any]:
-    """Return the arguments of an architecture that vitserve's network reads, by timm's name."""
-    return dict(architectures()[name])
-
-
-def native_names(tensors: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
-    """Return tensors without the few names and layouts in which timm's models differ from this project's one model."""
-    names = _with_tables(tensors, config) if config.relative_position_bias else dict(tensors)
-    if config.stem is not None and not config.stem.layers:
-        # A root without stages is timm's whole backbone.
-        for name in [n for n in names if n.startswith(("patch_embed.backbone.conv.", "patch_embed.backbone.norm."))]:
-            names[name.replace("backbone.", "backbone.stem.", 1)] = names.pop(name)
-    if config.mlp == "swiglu":
-        fuse_pairs(names, ".mlp.fc1_g.", ".mlp.fc1_x.", ".mlp.fc1.")
-    return names
-
-
-_OF_BEIT: Final = ((r"\.gamma_([12])$", r".ls\1.gamma"), (r"\.rel_pos\.relative_", ".relative_"))
+_RULES: Final[Rules] = (
+    (r"^(blocks\.\d+)\.gamma_([12])$", r"\1.ls\2.gamma"),  # BEiT, DeiT III
+    (r"^(blocks\.\d+\.mlp)\.w12\.", r"\1.fc1."),  # DINOv2's own code
+    (r"^(blocks\.\d+\.mlp)\.w3\.", r"\1.fc2."),
+    (r"\.rel_pos\.relative_", ".relative_"),
+    (r"^patch_embed\.backbone\.(conv|norm)\.", r"patch_embed.backbone.stem.\1."),  # a root without stages is all of it
+)
 _TABLE: Final = "relative_position_bias_table"
+_MLP: Final = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
 
 
-def _with_tables(tensors: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
-    """Return tensors with each block's table of biases, whatever they are computed of, and BEiT's names as ViT's.
+def native_names(
+    tensors: Mapping[str, Tensor], arguments: TimmArguments | EvaArguments, config: ViTConfig, where: str
+) -> dict[str, Tensor]:
+    """Return tensors without the few names and layouts in which timm's models differ from this project's one model.
 
     What is not of the expected shape stays under its name, which is then refused.
     """
-    result = renamed({name: t for name, t in tensors.items() if not name.endswith("relative_position_index")}, _OF_BEIT)
-    blocks = [f"blocks.{index}.attn" for index in range(config.depth)]
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("relative_position_index")}
+    result = renamed(kept, _RULES, where)
+    if isinstance(arguments, EvaArguments):
+        return arguments.renamed(result, where)
+    join_parts(result)
+    blocks = [f"blocks.{index}.attn" for index in range(config.depth if config.relative_position_bias else 0)]
     for block in blocks:
         if f"{block}.q_bias" in result:
             result[f"{block}.k_bias"] = torch.zeros_like(result[f"{block}.q_bias"])
-        join(result, [f"{block}.{part}_bias" for part in "qkv"], f"{block}.qkv.bias", (config.width,))
+        join(result, [f"{block}.{part}_bias" for part in "qkv"], f"{block}.qkv.bias")
     for source, targets in (("shared_rel_pos", blocks), *((f"{block}.rel_pos", [block]) for block in blocks)):
         layers = {name: result[name] for name in (f"{source}.mlp.{part}" for part in _MLP) if name in result}
-        table = _table_of_mlp(list(layers.values()), config) if len(layers) == len(_MLP) else None
+        table = _table_of_mlp(list(layers.values()), config) if targets and len(layers) == len(_MLP) else None
         if table is not None:
             result = {name: t for name, t in result.items() if name not in layers}
             result |= {f"{target}.{_TABLE}": table for target in targets}
     return result
-
-
-_MLP: Final = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
 
 
 def _table_of_mlp(layers: list[Tensor], config: ViTConfig) -> Tensor | None:

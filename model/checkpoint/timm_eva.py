@@ -6,16 +6,15 @@ the features of queries and keys are put into that order while a file is read, w
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
-from model.checkpoint.tensors import fuse_pairs
-from model.config import Pool, RotaryPositions, Size, ViTConfig
+from model.checkpoint.tensors import join, join_parts, renamed
+from model.config import Frozen, Pool, RotaryPositions, Size, ViTConfig
 
 TimmPool = Literal["token", "avg", "max", "avgmax", "map"]
 POOL: Final[dict[TimmPool, Pool]] = {
@@ -25,19 +24,18 @@ POOL: Final[dict[TimmPool, Pool]] = {
     "avgmax": "mean_max",
     "map": "attention",
 }
+Pair = Annotated[Size, BeforeValidator(lambda value: (value, value) if type(value) is int else value)]
 
 
-def pair(value: Any) -> Any:
-    """Return a number twice, and anything else as it is."""
-    return (value, value) if type(value) is int else value
+class CommonArguments(Frozen):
+    """Arguments that timm's `VisionTransformer` and `Eva` share, with the defaults of the first.
 
+    Attributes:
+        dynamic_img_size: whether the model resizes its own positions to the input.
+        norm_eps: not timm's own name: what its entry points pass as a Python object.
+    """
 
-class CommonArguments(BaseModel):
-    """Arguments that timm's `VisionTransformer` and `Eva` share, with the defaults of the first."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    img_size: Annotated[Size, BeforeValidator(pair)]
+    img_size: Pair
     num_classes: Annotated[int, Field(ge=0, le=1_000_000)]
     in_chans: Annotated[int, Field(ge=1, le=4)] = 3
     patch_size: Annotated[int, Field(ge=1, le=1024)] = 16
@@ -51,9 +49,7 @@ class CommonArguments(BaseModel):
     class_token: bool = True
     no_embed_class: bool = False
     dynamic_img_size: bool = False
-    """Whether the model resizes its own positions to the input."""
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
-    """Not timm's own name: what its entry points pass as a Python object."""
 
     @property
     def patch_edge(self) -> int:
@@ -81,14 +77,18 @@ class CommonArguments(BaseModel):
 
 
 class EvaArguments(CommonArguments):
-    """Arguments of timm's `Eva`, with that class's own defaults."""
+    """Arguments of timm's `Eva`, with that class's own defaults.
+
+    Attributes:
+        family: not timm's own name.
+        attn_type: `eva` has no bias on keys.
+        use_post_norm: a norm stands on each branch's way out, and no factors after it.
+    """
 
     family: Literal["eva"]
-    """Not timm's own name."""
     global_pool: TimmPool = "avg"
     qkv_fused: bool = True
     attn_type: Literal["eva", "rope"] = "eva"
-    """`eva` has no bias on keys."""
     scale_attn_inner: bool = False
     swiglu_mlp: bool = False
     swiglu_align_to: Annotated[int, Field(ge=0, le=1024)] = 0
@@ -101,9 +101,8 @@ class EvaArguments(CommonArguments):
     rope_grid_indexing: Literal["ij", "xy"] = "ij"
     rope_temperature: float = 10_000.0
     rope_rotate_half: bool = False
-    ref_feat_shape: Annotated[Size, BeforeValidator(pair)] | None = None
+    ref_feat_shape: Pair | None = None
     use_post_norm: bool = False
-    """A norm stands on each branch's way out, and no factors after it."""
     use_pre_transformer_norm: bool = False
     use_post_transformer_norm: bool | None = None
     use_fc_norm: bool | None = None
@@ -168,39 +167,30 @@ class EvaArguments(CommonArguments):
             temperature=self.rope_temperature, offset=self.rope_grid_offset, reference_grid=self.ref_feat_shape
         )
 
-    def renamed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def renamed(self, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
         """Return tensors under the names and in the layout of timm's other classes, and frequencies a block.
 
         Tensors that are missing or of another shape than their names say are left as they are, for the checks after.
         """
-        width, is_mixed = self.embed_dim, self.use_rot_pos_emb and self.rope_type == "mixed"
-        result = {
-            re.sub(r"^(blocks\.\d+)\.gamma_([12])$", r"\1.ls\2.gamma", name): tensor
-            for name, tensor in tensors.items()
-            if name == "rope.freqs" or not name.startswith("rope.")  # what is not learned is computed, as by timm
-        }
-        if self.swiglu_mlp:
-            fuse_pairs(result, ".mlp.fc1_g.", ".mlp.fc1_x.", ".mlp.fc1.")
-        bias = ("q_bias", "v_bias") if self.qkv_fused else ("q_proj.bias", "v_proj.bias")
+        # What is not learned is computed, as by timm.
+        kept = {name: t for name, t in tensors.items() if name == "rope.freqs" or not name.startswith("rope.")}
+        result = renamed(kept, ((r"\.attn\.([qkv])_proj\.", r".attn.\1."),), where)
+        has_keys = self.attn_type == "rope" or not self.qkv_bias
         for block in range(self.depth):
             at = f"blocks.{block}.attn."
-            if not self.qkv_fused:
-                join(result, [f"{at}{part}_proj.weight" for part in "qkv"], f"{at}qkv.weight", (width, width))
-            if self.attn_type == "eva" and self.qkv_bias:
-                if f"{at}{bias[0]}" in result:
-                    result[f"{at}k_bias"] = torch.zeros_like(result[f"{at}{bias[0]}"])
-                join(result, [at + bias[0], f"{at}k_bias", at + bias[1]], f"{at}qkv.bias", (width,))
-            for name in (f"{at}qkv.weight", f"{at}qkv.bias") if self.use_rot_pos_emb else ():
-                if name in result and result[name].shape[:1] == (3 * width,):
-                    result[name] = self._in_order(result[name])
-        if is_mixed and "rope.freqs" in result:
-            frequencies = result["rope.freqs"]
-            if tuple(frequencies.shape) == (2, self.depth, self.num_heads, width // self.num_heads // 2):
-                del result["rope.freqs"]
-                if self.rope_grid_indexing == "xy":
-                    frequencies = frequencies.flip(0)
-                each = {f"blocks.{i}.attn.rotary.frequencies": part for i, part in enumerate(frequencies.unbind(1))}
-                result |= each
+            if not has_keys and f"{at}q_bias" in result:
+                result[f"{at}k_bias"] = torch.zeros_like(result[f"{at}q_bias"])
+                join(result, [f"{at}{part}_bias" for part in "qkv"], f"{at}qkv.bias")
+        join_parts(result, key_bias=has_keys)
+        for name in [name for name in result if ".attn.qkv." in name] if self.use_rot_pos_emb else ():
+            if result[name].shape[:1] == (3 * self.embed_dim,):
+                result[name] = self._in_order(result[name])
+        frequencies = result.get("rope.freqs")
+        shape = 2, self.depth, self.num_heads, self.embed_dim // self.num_heads // 2
+        if self.rope_type == "mixed" and frequencies is not None and tuple(frequencies.shape) == shape:
+            del result["rope.freqs"]
+            axes = frequencies.flip(0) if self.rope_grid_indexing == "xy" else frequencies
+            result |= {f"blocks.{i}.attn.rotary.frequencies": part for i, part in enumerate(axes.unbind(1))}
         return result
 
     def _in_order(self, tensor: Tensor) -> Tensor:
@@ -210,12 +200,5 @@ class EvaArguments(CommonArguments):
         if self.rope_grid_indexing == "xy" and self.rope_type != "mixed":
             pairs = pairs.roll(size // 4)
         first, second = (pairs, pairs + size // 2) if self.rope_rotate_half else (2 * pairs, 2 * pairs + 1)
-        order = torch.cat((first, second)).to(tensor.device)
         parts = tensor.reshape(3, self.num_heads, size, -1)
-        return torch.cat((parts[:2].index_select(2, order), parts[2:])).reshape(tensor.shape)
-
-
-def join(tensors: dict[str, Tensor], names: list[str], joined: str, shape: tuple[int, ...]) -> None:
-    """Join tensors along their first axis, in place, if all are there and of this shape."""
-    if all(name in tensors and tuple(tensors[name].shape) == shape for name in names):
-        tensors[joined] = torch.cat([tensors.pop(name) for name in names])
+        return torch.cat((parts[:2].index_select(2, torch.cat((first, second))), parts[2:])).reshape(tensor.shape)

@@ -3,8 +3,8 @@
     bytes -> unpacked (what the decoder has to see) -> opened, checked -> decoded
 
 The reader of the detected format is called by itself: `PIL.Image.open` would try others too. Pillow's own pixel
-limit is left alone: it holds for the whole process, too late for some formats and too low for an operator who allows
-more. Ours is checked for every picture, before its pixels are allocated.
+limit is left alone, as it holds for the whole process; ours is checked for every picture, before its pixels are
+allocated.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import NamedTuple
 from PIL import Image
 
 from model.errors import ImageTooCostly, ImageTooLarge, InvalidImage
-from model.images.exif import read_orientation
-from model.images.formats import MinSize, unpack
+from model.images.formats import unpack
+from model.images.orientation import UPRIGHT, read_orientation
 
 DEFAULT_MAX_PIXELS = 64_000_000
 
@@ -46,8 +46,8 @@ DECODE_ERRORS = (
 MAX_SIDE = 1_048_576
 """Pixels of one side. A resize holds filter weights for every pixel of a side, 48 bytes of them at most."""
 
-OnSize = Callable[[tuple[int, int]], None]
-"""Takes the (width, height) that a file declares, before its pixels are allocated; may raise, which ends the work."""
+MinSize = Callable[[int, int], tuple[int, int]]
+"""From an upright (width, height) in pixels to the smallest (width, height) that it may be decoded at."""
 
 
 class DecodedImage(NamedTuple):
@@ -66,45 +66,37 @@ class DecodedImage(NamedTuple):
     orientation: int
 
 
-def decode(
-    data: bytes | bytearray,
-    *,
-    max_pixels: int,
-    min_size: MinSize | None = None,
-    on_size: OnSize = lambda _: None,
-    bounded: bool = False,
-) -> DecodedImage:
+def decode(data: bytes | bytearray, *, max_pixels: int, min_size: MinSize | None = None) -> DecodedImage:
     """Return the first picture in a file, all of it decoded. Thread-safe.
 
-    How long that takes and how much memory is bounded for files that are `bounded`; for others, by the
-    limits of the process (`model.images.decoder_process`).
+    How long that takes and how much memory is bounded for files that `model.images.formats.is_bounded`; for others, by
+    the limits of the process (`model.images.decoder_process`).
 
     Args:
         data: the whole file.
-        max_pixels: how many pixels the picture may have. WebP is bounded by twice `PIL.Image.MAX_IMAGE_PIXELS`, too.
+        max_pixels: how many pixels the picture may have. Of WebP, GIF and TIFF, Pillow itself refuses more than twice
+            `PIL.Image.MAX_IMAGE_PIXELS`, too.
         min_size: the smallest size that a large JPEG may be decoded at; None decodes at full size.
-        on_size: what it raises is raised here.
-        bounded: decode only what its structure bounds.
 
     Raises:
-        UnboundedWork: `bounded`, and the file is not; nothing of it is decoded.
         UnsupportedImageFormat: not the magic of an allowed format, or a format that this installation cannot read.
         ImageTooLarge: too many pixels; raised before they are allocated.
         ImageTooCostly: there is not enough memory to decode it.
         InvalidImage: empty, truncated or corrupt.
     """
-    encoded = unpack(data, bounded=bounded)
+    encoded = unpack(data)
     try:
         if encoded.size is not None:
             _check_pixels(encoded.size, max_pixels)
-            on_size(encoded.size)
         image = encoded.open()
         size = image.size
         _check_pixels(size, max_pixels)
-        on_size(size)
-        scale = encoded.draft(image, min_size) if min_size is not None else 1
+        orientation, scale = encoded.orientation, 1
+        if min_size is not None and encoded.name == "JPEG":
+            scale = _draft(image, min_size, swapped=(orientation or UPRIGHT) >= 5)
         image.load()
-        orientation = encoded.orientation
+        if scale == 1:  # Pillow turns a TIFF as it loads it
+            size = image.size
         if orientation is None:
             orientation = read_orientation(image.info.get("exif"), image.info.get("xmp"))
     except Image.DecompressionBombError as error:
@@ -114,6 +106,18 @@ def decode(
     except DECODE_ERRORS as error:
         raise InvalidImage(f"the {encoded.name} picture does not decode: {_reason(error)}") from error
     return DecodedImage(image, size, scale, orientation)
+
+
+def _draft(image: Image.Image, min_size: MinSize, *, swapped: bool) -> int:
+    """Let the decoder of a JPEG scale it down by 2, 4 or 8, as far as `min_size` allows; return that factor, else 1."""
+    width, height = image.size
+    min_width, min_height = min_size(height, width)[::-1] if swapped else min_size(width, height)
+    for scale in (8, 4, 2):
+        if width >= scale * min_width and height >= scale * min_height:
+            # Pillow takes the largest scale that leaves at least this size: the scale of this loop.
+            image.draft(None, (width // scale, height // scale))
+            return scale
+    return 1
 
 
 def _check_pixels(size: tuple[int, int], max_pixels: int) -> None:

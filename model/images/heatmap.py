@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from model.errors import InputError
-from model.images.legend import caption_height, with_caption, with_colorbar
+from model.images.caption import caption_height, with_caption, with_colorbar
 from model.images.region import Region
 
 COLORMAPS = ("viridis", "plasma", "inferno", "magma", "cividis", "turbo", "jet", "hot", "bone", "gray")
@@ -45,23 +46,40 @@ _MIN_FULL_SCALE = 4.0
 _DIMMED = 0.35
 """Brightness of the part of a photo that the model did not see."""
 
-_STRIP_ROWS = 256
-"""Rows drawn at a time."""
+_ZOOM = 9
+"""Values made along a side of each patch of a smooth map; pixels lie on straight lines between them."""
 
 _COMPRESS_LEVEL = 4
 """A level of zlib, 1...9: overlays get no smaller beyond it, only slower (6 takes three times as long)."""
 
-Array = NDArray[np.float32]
 
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a caller may choose of a drawing.
 
-class Look(TypedDict, total=False):
-    """Arguments of `draw_heatmap` that a caller may choose freely."""
+    Attributes:
+        alpha: 0...1, how much the last colour covers the picture.
+        size: longer side of the result in pixels, at most `MAX_SIZE`; None: that of the picture in it is the picture's
+            own, or 384 if that is more.
+        smooth: run from patch to patch without steps; otherwise each patch is one square.
+        colorbar: add a colour bar with its scale at the right, which makes the result wider than `size` says.
 
-    colormap: str
-    alpha: float
-    size: int | None
-    smooth: bool
-    colorbar: bool
+    Raises:
+        InputError: `colormap`, `alpha` or `size` is outside what is offered.
+    """
+
+    colormap: str = "turbo"
+    alpha: float = 0.7
+    size: int | None = None
+    smooth: bool = True
+    colorbar: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.alpha <= 1.0:  # also refuses NaN
+            raise InputError("alpha", f"alpha {self.alpha} is not between 0 and 1")
+        if self.size is not None and not 1 <= self.size <= MAX_SIZE:
+            raise InputError("size", f"size {self.size} is not between 1 and {MAX_SIZE}")
+        colour_table(self.colormap)
 
 
 def default_view(image_size: tuple[int, int]) -> Literal["input", "photo"]:
@@ -71,14 +89,10 @@ def default_view(image_size: tuple[int, int]) -> Literal["input", "photo"]:
 
 def draw_heatmap(
     values: NDArray[np.float32],
+    look: Look,
     *,
     picture: NDArray[np.uint8] | None,
     region: Region | None = None,
-    colormap: str = "turbo",
-    alpha: float = 0.7,
-    size: int | None = None,
-    smooth: bool = True,
-    colorbar: bool = False,
     caption: Sequence[str] = (),
     scale: float | None = None,
     max_width: int = MAX_SIZE,
@@ -94,62 +108,47 @@ def draw_heatmap(
         picture: uint8 [H, W, 3], or [H, W, 1] for grey, drawn under the map. None: the map alone, each patch as
             high as wide.
         region: the part of `picture` that the map covers, in its pixels; the rest is dimmed. None: the whole.
-        alpha: 0...1, how much the last colour covers the picture.
-        size: longer side of the result in pixels, at most `MAX_SIZE`; None: that of the picture in it is the picture's
-            own, or 384 if that is more.
-        smooth: run from patch to patch without steps, and never beyond the values of neighbours; otherwise each patch
-            is one square.
-        colorbar: add a colour bar with its scale at the right, which makes the result wider than `size` says.
         caption: lines to write below, with the colours in words where they are drawn; a small drawing has no room.
         scale: how many times the even share the last colour stands for; None: `full_scale` of the map.
         max_width: pixels of the picture in the result at most.
 
     Returns:
         An RGB image; without caption and colour bar, it has the picture's aspect ratio.
-
-    Raises:
-        InputError: `colormap`, `alpha` or `size` is outside what is offered.
     """
-    if not 0.0 <= alpha <= 1.0:  # also refuses NaN
-        raise InputError("alpha", f"alpha {alpha} is not between 0 and 1")
-    if size is not None and not 1 <= size <= MAX_SIZE:
-        raise InputError("size", f"size {size} is not between 1 and {MAX_SIZE}")
-    colours = colour_table(colormap)
-
-    grid_rows, grid_columns = values.shape
     rows, columns = values.shape if picture is None else picture.shape[:2]
-    longer = min(max(rows, columns, _MIN_DEFAULT_SIZE), MAX_SIZE) if size is None else size
+    longer = look.size or min(max(rows, columns, _MIN_DEFAULT_SIZE), MAX_SIZE)
     longer = max(1, min(longer, round(max_width * max(rows, columns) / columns)))
     below = caption_height(longer) if caption else 0
-    highest = (MAX_SIZE if size is None else longer) - below
-    enlarged = min(longer / max(rows, columns), highest / rows)
-    width, height = (max(1, round(side * enlarged)) for side in (columns, rows))
-    if region is None:
-        region = Region(0.0, 0.0, columns, rows)
-    down = _cells(height, rows, region.y, region.height, grid_rows)
-    across = _cells(width, columns, region.x, region.width, grid_columns)
-    seen = ((down >= 0) & (down <= grid_rows))[:, np.newaxis] & ((across >= 0) & (across <= grid_columns))
+    enlarged = min(longer / max(rows, columns), ((longer if look.size else MAX_SIZE) - below) / rows)
+    size = max(1, round(columns * enlarged)), max(1, round(rows * enlarged))
 
     ratios = _ratios(values)
-    scale = full_scale(values) if scale is None else scale
+    scale = scale or full_scale(values)
     levels = (np.log(ratios.clip(1.0, scale)) / np.log(scale)).astype(np.float32)
-    enlarge = monotone_cubic if smooth else nearest
-    by_column = enlarge(levels, down).T.copy()  # [grid columns, height]
-    under = None if picture is None else _enlarged(picture, (width, height))
-    opacities = np.rint(alpha * np.arange(256)).astype(np.uint8)
-    drawing = Image.new("RGB", (width, height))
-    for top in range(0, height, _STRIP_ROWS):
-        rows_here = slice(top, top + _STRIP_ROWS)
-        index = np.rint(255 * enlarge(by_column[:, rows_here], across).T).astype(np.uint8)  # [strip's rows, width]
-        strip = Image.fromarray(colours[index])
-        if under is not None:
-            photo = _dimmed(under.crop((0, top, width, top + len(index))), seen[rows_here])
-            strip = Image.composite(strip, photo, Image.fromarray(opacities[index] * seen[rows_here]))
-        drawing.paste(strip, (0, top))
+    x, y, width, height = region or Region(0.0, 0.0, columns, rows)
+    # From a pixel of the drawing to its place in the grid, in patches.
+    across, down = values.shape[1] / width, values.shape[0] / height
+    place = (across * columns / size[0], 0.0, -x * across, 0.0, down * rows / size[1], -y * down)
+    grid = Image.fromarray(levels)
+    if look.smooth:
+        fine = grid.resize((_ZOOM * grid.width, _ZOOM * grid.height), Image.Resampling.BICUBIC)
+        finer = [_ZOOM * each for each in place]
+        grid = fine.transform(size, Image.Transform.AFFINE, finer, Image.Resampling.BILINEAR)
+    else:
+        grid = grid.transform(size, Image.Transform.AFFINE, place)
+    index = np.rint(255 * np.asarray(grid).clip(0, 1)).astype(np.uint8)
+    colours = colour_table(look.colormap)
+    drawing = Image.fromarray(colours[index])
+    if picture is not None:
+        under = Image.fromarray(picture[:, :, 0] if picture.shape[2] == 1 else picture).convert("RGB")
+        under = under.resize(size, Image.Resampling.BICUBIC)
+        seen = Image.new("L", values.shape[::-1], 255).transform(size, Image.Transform.AFFINE, place)
+        under = Image.composite(under, under.point(lambda level: int(_DIMMED * level)), seen)
+        drawing = Image.composite(drawing, under, Image.fromarray(np.rint(look.alpha * index).astype(np.uint8)))
     if below:
-        peak = float(ratios.max()) if alpha or picture is None else None
+        peak = float(ratios.max()) if look.alpha or picture is None else None
         drawing = with_caption(drawing, caption, colours, peak, longer=longer)
-    return with_colorbar(drawing, colours, scale) if colorbar else drawing
+    return with_colorbar(drawing, colours, scale) if look.colorbar else drawing
 
 
 def full_scale(values: NDArray[np.float32], evidence: float | None = None) -> float:
@@ -172,75 +171,6 @@ def encode_png(drawing: Image.Image) -> bytes:
     encoded = io.BytesIO()
     drawing.save(encoded, "PNG", compress_level=_COMPRESS_LEVEL)
     return encoded.getvalue()
-
-
-def nearest(values: Array, at: Array) -> Array:
-    """Return the value of the cell that each position lies in.
-
-    Args:
-        values: [cells, ...], one row for each cell.
-        at: [positions], in cells: cell i reaches from i to i + 1.
-
-    Returns:
-        [positions, ...]; positions outside the grid get the cell at its edge.
-    """
-    nearest_values: Array = values[np.floor(at).astype(np.intp).clip(0, len(values) - 1)]
-    return nearest_values
-
-
-def monotone_cubic(values: Array, at: Array) -> Array:
-    """Return a smooth curve through the middles of the cells, at each position.
-
-    The curve is that of Fritsch and Butland (1984), known as PCHIP: between two neighbours it lies between their
-    values, so that it never overshoots, as a bicubic curve does beside a steep edge.
-
-    Arguments and result are those of `nearest`; beyond the first and the last middle the curve is level.
-    """
-    cells = len(values)
-    if cells == 1:
-        return nearest(values, at)
-    steps = np.diff(values, axis=0)
-    before, after = steps[:-1], steps[1:]
-    slopes = np.zeros_like(values)
-    # The harmonic mean, at extrema zero. Squares of the smallest floats vanish, and their slopes with them.
-    product = before * after
-    np.divide(2 * product, before + after, out=slopes[1:-1], where=product > 0)
-    start, end = slopes[:-1], slopes[1:]
-    left = np.floor(at - 0.5).astype(np.intp).clip(0, cells - 2)
-    t = (at - 0.5 - left).clip(0, 1).astype(np.float32).reshape(-1, *(1,) * (values.ndim - 1))
-    # Horner's scheme, in place: a large drawing has millions of positions.
-    curve: Array = (start + end - 2 * steps)[left]
-    for coefficient in (3 * steps - 2 * start - end, start, values[:-1]):
-        curve *= t
-        curve += coefficient[left]
-    return curve
-
-
-def _enlarged(picture: NDArray[np.uint8], size: tuple[int, int]) -> Image.Image:
-    """Return a picture of one or three channels as an RGB image of this (width, height)."""
-    image = Image.fromarray(picture[:, :, 0] if picture.shape[2] == 1 else picture).convert("RGB")
-    return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
-
-
-def _dimmed(strip: Image.Image, seen: NDArray[np.bool_]) -> Image.Image:
-    """Return a part of a photo, darker where `seen`, bool of its shape, is False."""
-    if seen.all():
-        return strip
-    dark = (np.asarray(strip) * np.float32(_DIMMED)).astype(np.uint8)
-    return Image.composite(strip, Image.fromarray(dark), Image.fromarray(seen))
-
-
-def _cells(pixels: int, source: int, start: float, length: float, cells: int) -> NDArray[np.float32]:
-    """Return where the middle of each pixel of one axis lies, in cells of the grid, float32 [pixels].
-
-    Args:
-        pixels: of the drawing, which shows `source` pixels of the picture.
-        start, length: the part of those that the `cells` cover.
-    """
-    positions: NDArray[np.float32] = (((np.arange(pixels) + 0.5) * source / pixels - start) * cells / length).astype(
-        np.float32
-    )
-    return positions
 
 
 def _ratios(values: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -9,9 +9,7 @@ resized, and the picture is turned when it is small.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,21 +18,13 @@ from PIL import Image
 from model.config import PreprocessConfig
 from model.errors import InvalidImage
 from model.images.colour import Converter, converter
-from model.images.decode import DECODE_ERRORS, DEFAULT_MAX_PIXELS, DecodedImage, OnSize, decode
-from model.images.formats import MinSize
+from model.images.decode import DECODE_ERRORS, DEFAULT_MAX_PIXELS, DecodedImage, MinSize, decode
 from model.images.region import Region
-from model.images.resample import Axis, resample_part
-from model.images.resize import passes_rows_first, resize
-
-_STEP_FILTERS = (Image.Resampling.NEAREST, Image.Resampling.BOX)
-"""Filters that take another pixel if a position is off by the least bit."""
+from model.images.resample import Axis, passes_rows_first, resample_part
 
 _MAX_WHOLE_SIDE = 4096
-"""Up to this many pixels, an axis is resized whole for the sake of exact positions."""
-
-_MAX_SURPLUS = 1.1
-"""How many times the target's pixels are made, along an axis, for the sake of exact positions. With 1.5 in its place,
-1 of 50,000 values would be a level off instead of 1 of 5,000 (500 x 375 to 224), for a quarter more time."""
+"""Up to this many pixels of a side, Pillow resizes a picture whole: it takes a part in 32-bit floats, which may move
+a value by one level."""
 
 _MIN_DECODED_FACTOR = 2
 """How many times as many pixels as the resized picture a scaled decode leaves, along each axis."""
@@ -88,8 +78,6 @@ def model_input(
     *,
     max_pixels: int = DEFAULT_MAX_PIXELS,
     scaled_decode: bool = True,
-    on_size: OnSize = lambda _: None,
-    bounded: bool = False,
 ) -> ModelInput:
     """Return the picture in an uploaded file as the model sees it, and which part of the photo that is.
 
@@ -103,7 +91,6 @@ def model_input(
         scaled_decode: decode large JPEGs at the smallest of 1/8, 1/4 and 1/2 that leaves at least twice the pixels,
             along both axes, of the size that the picture is resized to, before the crop. What follows then still
             shrinks it by 2 or more, so that the pixels are close to, but not those of, a full decode.
-        on_size, bounded: see `model.images.decode.decode`.
 
     Returns:
         Pixels of `config.size`, C-contiguous and writable, with `len(config.mean)` channels, 3 or 1; and their region.
@@ -120,8 +107,6 @@ def model_input(
         bytes(data) if isinstance(data, memoryview) else data,
         max_pixels=max_pixels,
         min_size=min_decoded_size(config) if scaled_decode else None,
-        on_size=on_size,
-        bounded=bounded,
     )
     try:
         pixels, region = _resize_and_crop(decoded, config)
@@ -137,7 +122,6 @@ def upright_photo(
     *,
     max_pixels: int = DEFAULT_MAX_PIXELS,
     scaled_decode: bool = True,
-    on_size: OnSize = lambda _: None,
 ) -> tuple[NDArray[np.uint8], Region]:
     """Return the photo in an uploaded file, shrunk where it is larger than `size` and turned upright.
 
@@ -146,7 +130,7 @@ def upright_photo(
     Args:
         region: in pixels of the upright original.
         size: the longer side in pixels, at most; None: 1024.
-        max_pixels, on_size: see `model_input`.
+        max_pixels: see `model_input`.
         scaled_decode: decode large JPEGs at the smallest of 1/8, 1/4 and 1/2 that is not below the result's size.
 
     Returns:
@@ -161,9 +145,12 @@ def upright_photo(
         factor = min(1.0, longer / max(width, height))
         return max(1, round(width * factor)), max(1, round(height * factor))
 
-    decoded = decode(data, max_pixels=max_pixels, min_size=shrunk if scaled_decode else None, on_size=on_size)
+    decoded = decode(data, max_pixels=max_pixels, min_size=shrunk if scaled_decode else None)
     try:
-        small = _resize_whole(decoded, shrunk(*decoded.size)).convert("RGB")
+        convert, scale = converter(decoded.image, "RGB"), decoded.scale
+        whole = decoded.image if convert is None else convert(decoded.image)
+        stored = (0.0, 0.0, decoded.size[0] / scale, decoded.size[1] / scale)
+        small = whole.resize(shrunk(*decoded.size), Image.Resampling.BICUBIC, stored).convert("RGB")
     except DECODE_ERRORS as error:
         raise InvalidImage(f"the picture's pixels cannot be converted: {error}") from error
     width, height = decoded.size
@@ -235,87 +222,35 @@ def _seen_region(size: tuple[int, int], resized: tuple[int, int], config: Prepro
     )
 
 
-class _Span(NamedTuple):
-    """One axis of the upright picture: pixels `low` to `high` become `size`, of which the first `skip` are cut."""
-
-    low: float
-    high: float
-    size: int
-    skip: int
-
-
-def _span(source: int, resized: int, target: int, resample: Image.Resampling, rounding: str, *, exact: bool) -> _Span:
-    """Return the part of `source` pixels that, resized, holds the middle `target` pixels; more where `exact`."""
-    first = _first_pixel(resized, target, rounding)
-    last = first + target
-    if not exact:
-        return _Span(first * source / resized, last * source / resized, target, 0)
-    # Pillow takes the part as 32-bit floats. A part that begins and ends on multiples of `step` has corners that
-    # those can say exactly, and is then resized just as in the whole picture. That is worth a few pixels.
-    step = resized // math.gcd(source, resized)
-    step //= step & -step
-    limit = target * _MAX_SURPLUS
-    # Enlarged, a position that is off counts for more, and the whole costs little.
-    if resample in _STEP_FILTERS or source < resized:
-        step, limit = resized, _MAX_WHOLE_SIDE
-    even_first, even_last = first // step * step, min(-(-last // step) * step, resized)
-    if even_last - even_first > limit:
-        even_first, even_last = first, last
-    size, skip = even_last - even_first, first - even_first
-    return _Span(even_first * source / resized, even_last * source / resized, size, skip)
-
-
-def _resize_whole(decoded: DecodedImage, size: tuple[int, int]) -> Image.Image:
-    """Return a picture as it is stored, resized to `size` (width, height): RGB, or L if it is grey."""
-    stored = (decoded.size[0] / decoded.scale, decoded.size[1] / decoded.scale)
-    convert = converter(decoded.image, "RGB")
-    small = resample_part(
-        decoded.image,
-        Axis(0.0, stored[0], size[0], 0, size[0]),
-        Axis(0.0, stored[1], size[1], 0, size[1]),
-        Image.Resampling.BICUBIC,
-        rows_first=passes_rows_first(decoded.image.size, size),
-        convert=convert,
-    )
-    if small is None:
-        return resize(decoded.image, size, (0.0, 0.0, *stored), Image.Resampling.BICUBIC, convert=convert)
-    return Image.fromarray(small.squeeze(axis=2) if small.shape[2] == 1 else small)
-
-
 def _resize_and_crop(decoded: DecodedImage, config: PreprocessConfig) -> tuple[NDArray[np.uint8], Region]:
     """Return the centre of the upright picture, resized, or all of it in a border; and the region that is."""
-    resample = Image.Resampling[config.interpolation.upper()]
-    image = decoded.image
     swapped = decoded.orientation >= 5
-    width, height = decoded.size[::-1] if swapped else decoded.size
-    resized = resized_size(width, height, config)
+    stored = (decoded.size[0] / decoded.scale, decoded.size[1] / decoded.scale)
+    mirrored = decoded.orientation in _MIRRORED_COLUMNS, decoded.orientation in _MIRRORED_ROWS
+    size, decoded_size = (each[::-1] if swapped else each for each in (decoded.size, decoded.image.size))
+    resized = resized_size(*size, config)
     # Less than the model's size only with a border, which is added last.
     rows, columns = min(config.size[0], resized[1]), min(config.size[1], resized[0])
-    convert = converter(image, "RGB" if len(config.mean) == 3 else "L")
+
+    def upright_axis(axis: int, count: int) -> Axis:
+        place = 1 - axis if swapped else axis
+        low = decoded_size[axis] - stored[place] if mirrored[place] else 0.0
+        first = _first_pixel(resized[axis], count, config.crop_rounding)
+        return Axis(low, low + stored[place], resized[axis], first, count, mirrored[place])
+
+    across, down = upright_axis(0, columns), upright_axis(1, rows)
+    resample = Image.Resampling[config.interpolation.upper()]
+    convert = converter(decoded.image, "RGB" if len(config.mean) == 3 else "L")
     # The order that the passes would have in a resize of the whole upright picture.
-    rows_first = passes_rows_first(image.size[::-1] if swapped else image.size, resized) != swapped
-
-    def stored_axis(axis: Literal[0, 1], mirrored: bool) -> Axis:
-        upright, count = (1 - axis, (rows, columns)[axis]) if swapped else (axis, (columns, rows)[axis])
-        length = decoded.size[axis] / decoded.scale
-        low = image.size[axis] - length if mirrored else 0.0
-        first = _first_pixel(resized[upright], count, config.crop_rounding)
-        return Axis(low, low + length, resized[upright], first, count, mirrored)
-
-    small = resample_part(
-        image,
-        stored_axis(0, decoded.orientation in _MIRRORED_COLUMNS),
-        stored_axis(1, decoded.orientation in _MIRRORED_ROWS),
-        resample,
-        rows_first=rows_first,
-        convert=convert,
-    )
+    rows_first = passes_rows_first(decoded_size, resized) != swapped
+    axes = (down, across) if swapped else (across, down)
+    small = resample_part(decoded.image, *axes, resample, rows_first=rows_first, convert=convert)
     if small is None:
-        small = np.atleast_3d(np.asarray(_crop_by_pillow(decoded, config, resized, (columns, rows), convert)))
+        small = _resample_by_pillow(decoded, across, down, resample, convert)
     elif swapped:
         small = small.transpose(1, 0, 2)
 
-    region = _seen_region((width, height), resized, config)
+    region = _seen_region(size, resized, config)
     shape = (*config.size, len(config.mean))
     if small.shape == shape:
         return np.require(small, requirements=["C", "W"]), region
@@ -327,47 +262,26 @@ def _resize_and_crop(decoded: DecodedImage, config: PreprocessConfig) -> tuple[N
     return whole, region
 
 
-def _crop_by_pillow(
-    decoded: DecodedImage,
-    config: PreprocessConfig,
-    resized: tuple[int, int],
-    size: tuple[int, int],
-    convert: Converter | None,
-) -> Image.Image:
-    """Return the centre of `size` (width, height) of the upright picture resized to `resized`, by Pillow."""
-    resample = Image.Resampling[config.interpolation.upper()]
-    swapped = decoded.orientation >= 5
-    upright = decoded.size[::-1] if swapped else decoded.size
-    # The pixels of a picture that was scaled as it was decoded are others in any case.
-    exact = decoded.scale == 1
-    across, down = (
-        _span(upright[axis], resized[axis], size[axis], resample, config.crop_rounding, exact=exact) for axis in (0, 1)
-    )
-    small = resize(
-        decoded.image,
-        (down.size, across.size) if swapped else (across.size, down.size),
-        _stored_box(across, down, decoded),
-        resample,
-        convert=convert,
-        # The order that the passes would have in a resize of the whole upright picture.
-        rows_first=passes_rows_first(upright, resized) != swapped if exact else None,
-    )
+def _resample_by_pillow(
+    decoded: DecodedImage, across: Axis, down: Axis, resample: Image.Resampling, convert: Converter | None
+) -> NDArray[np.uint8]:
+    """Return a part of the picture that Pillow turns, converts and resizes, uint8 [rows, columns, 1 or 3].
+
+    Args:
+        across, down: along the width and the height of the upright picture.
+    """
+    upright = decoded.image if convert is None else convert(decoded.image)
     if decoded.orientation in TRANSPOSE:
-        small = small.transpose(TRANSPOSE[decoded.orientation])
-    if small.size != size:
-        small = small.crop((across.skip, down.skip, across.skip + size[0], down.skip + size[1]))
-    return small
-
-
-def _stored_box(across: _Span, down: _Span, decoded: DecodedImage) -> tuple[float, float, float, float]:
-    """Return the spans of the upright picture as a box (left, top, right, bottom) of the decoded picture."""
-    width, height = decoded.size
-    left, right, top, bottom = across.low, across.high, down.low, down.high
-    if decoded.orientation >= 5:
-        left, right, top, bottom = top, bottom, left, right
-    if decoded.orientation in _MIRRORED_COLUMNS:
-        left, right = width - right, width - left
-    if decoded.orientation in _MIRRORED_ROWS:
-        top, bottom = height - bottom, height - top
-    scale = decoded.scale
-    return left / scale, top / scale, right / scale, bottom / scale
+        upright = upright.transpose(TRANSPOSE[decoded.orientation])
+    ends = (across.first + across.length, down.first + down.length)
+    if max(across.size, down.size) <= _MAX_WHOLE_SIDE:
+        box = (across.low, down.low, across.high, down.high)
+        part = upright.resize((across.size, down.size), resample, box).crop((across.first, down.first, *ends))
+    else:
+        steps = [(axis.high - axis.low) / axis.size for axis in (across, down)]
+        low = [axis.low + axis.first * step for axis, step in zip((across, down), steps, strict=True)]
+        high = [axis.low + end * step for axis, end, step in zip((across, down), ends, steps, strict=True)]
+        # Rounding may leave a corner a hair outside, which Pillow refuses.
+        box = (low[0], low[1], min(high[0], upright.width), min(high[1], upright.height))
+        part = upright.resize((across.length, down.length), resample, box)
+    return np.atleast_3d(np.asarray(part))

@@ -21,20 +21,27 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from model.images.colour import Converter
-from model.images.resize import MAX_INTERMEDIATE_PIXELS, SUPPORT, passes_rows_first, strips
+
+_STRIP_PIXELS = 4_000_000
+"""Pixels that are cut out and converted at once: bounds what that adds to a picture's memory."""
+
+_MAX_INTERMEDIATE_PIXELS = 16_000_000
+"""Beyond this many pixels between the two passes, the order that leaves fewer is taken."""
 
 _MAX_WEIGHTS = 98_304
 """Weights of a pass, at most: those of a bicubic resize of 24,000 pixels. Pillow makes larger passes."""
 
+Floats = NDArray[np.float64]
+
 
 class Axis(NamedTuple):
-    """What is asked along one axis of a picture as it is stored.
+    """What is asked along one axis of a picture.
 
     Attributes:
         low, high: the part of the picture that is resized, in pixels, counted along the upright picture.
         size: pixels that the part becomes.
         first, length: the pixels of those that are computed.
-        mirrored: the upright picture runs the other way.
+        mirrored: the upright picture runs the other way than the stored one.
     """
 
     low: float
@@ -66,6 +73,16 @@ class _Pixels(NamedTuple):
     owner: object
 
 
+def passes_rows_first(source: tuple[int, int], target: tuple[int, int]) -> bool:
+    """Return whether Pillow (13) resizes `source` (width, height) to `target` vertically first, then horizontally.
+
+    Each pass rounds to uint8 and cuts off what overshoots, so that the order shows: by a few levels where
+    neighbouring pixels differ most.
+    """
+    (width, height), (new_width, new_height) = source, target
+    return new_height < height and height - new_height > 2 * (width - new_width)
+
+
 def resample_part(
     image: Image.Image,
     columns: Axis,
@@ -81,52 +98,49 @@ def resample_part(
 
     Args:
         image: loaded.
-        columns, rows: along the width and the height of `image`.
+        columns, rows: along the width and the height of `image` as it is stored.
         rows_first: resize vertically first. Overruled where the picture between the passes would be huge.
         convert: makes L or RGB of any piece of `image`; None: it is one of the two.
 
     Returns:
         uint8 [rows.length, columns.length, 1 or 3], C-contiguous; along a mirrored axis in the upright picture's order.
     """
-    if _KERNEL is None or resample not in _FILTERS:
-        return None
-    passes = [_pass(source, axis, resample) for source, axis in zip(image.size, (columns, rows), strict=True)]
-    across, down = passes
-    if across is None or down is None:
+    across, down = (_pass(source, axis, resample) for source, axis in zip(image.size, (columns, rows), strict=True))
+    if _KERNEL is None or across is None or down is None:
         return None
     (left, right), (top, bottom) = across.span, down.span
     across, down = _Pass(across.first - left, across.weights), _Pass(down.first - top, down.weights)
     between = (bottom - top) * columns.length, (right - left) * rows.length
-    if between[rows_first] > MAX_INTERMEDIATE_PIXELS:
+    if between[rows_first] > _MAX_INTERMEDIATE_PIXELS:
         rows_first = between[True] < between[False]
 
+    shape = (rows.length, right - left) if rows_first else (bottom - top, columns.length)
     middle: NDArray[np.uint8] | None = None
-    try:
-        for start, size, source in _sources(image, (left, top, right, bottom), convert, rows_first):
-            if rows_first:
-                if middle is None:
-                    middle = np.empty((rows.length, right - left, source.bands), np.uint8)
-                _resample_rows(source, size * source.bands, down, middle[:, start:])
-            else:
-                if middle is None:
-                    middle = np.empty((bottom - top, columns.length, min(source.bands, 3)), np.uint8)
-                _resample_columns(source, size, across, middle[start:])
-    except ValueError:  # Pillow does not show its memory
-        return None
+    for start, size, piece in _strips(image, (left, top, right, bottom), convert, rows_first):
+        if middle is None:  # a pass along the width keeps three of four bytes a pixel
+            middle = np.empty((*shape, piece.bands if rows_first else min(piece.bands, 3)), np.uint8)
+        if rows_first:
+            _apply(piece, size * piece.bands, down, middle[:, start:], vertical=True)
+        else:
+            _apply(piece, size, across, middle[start:], vertical=False)
     assert middle is not None
     source = _Pixels(middle.ctypes.data, middle.strides[0], middle.shape[2], middle)
     result = np.empty((rows.length, columns.length, min(source.bands, 3)), np.uint8)
     if rows_first:
-        _resample_columns(source, rows.length, across, result)
+        _apply(source, rows.length, across, result, vertical=False)
     else:
-        _resample_rows(source, source.stride, down, result)
+        _apply(source, source.stride, down, result, vertical=True)
     return result
 
 
-def _sources(
-    image: Image.Image, part: tuple[int, int, int, int], convert: Converter | None, rows_first: bool
+def _strips(
+    image: Image.Image, part: tuple[int, int, int, int], convert: Converter | None, upright: bool
 ) -> Iterator[tuple[int, int, _Pixels]]:
-    """Yield the part of a picture in strips across the first pass: where each begins, its thickness and its pixels."""
+    """Yield a part of a picture in converted strips: where each begins in the part, its thickness and its pixels.
+
+    The first pass takes every row (or, `upright`, every column) by itself, so that strips of them can go through it in
+    turn. A picture that needs no conversion and is in one piece of memory is one strip, not copied.
+    """
     left, top, right, bottom = part
     if convert is None:
         try:
@@ -135,10 +149,14 @@ def _sources(
             pass  # A large picture is in several pieces of memory; a strip is in one.
         else:
             address = whole.address + top * whole.stride + left * whole.bands
-            yield 0, right - left if rows_first else bottom - top, whole._replace(address=address)
+            yield 0, right - left if upright else bottom - top, whole._replace(address=address)
             return
-    for start, strip in strips(image, part, convert, rows_first):
-        yield start, strip.width if rows_first else strip.height, _pixels(strip)
+    begin, end, across = (left, right, bottom - top) if upright else (top, bottom, right - left)
+    step = max(1, _STRIP_PIXELS // across)
+    for start in range(begin, end, step):
+        stop = min(start + step, end)
+        strip = image.crop((start, top, stop, bottom) if upright else (left, start, right, stop))
+        yield start - begin, stop - start, _pixels(strip if convert is None else convert(strip))
 
 
 class _ArrowArray(ctypes.Structure):
@@ -173,68 +191,51 @@ def _pixels(image: Image.Image) -> _Pixels:
     return _Pixels(array.buffers[1], image.width * bands, bands, capsule)
 
 
-def _resample_columns(source: _Pixels, rows: int, made: _Pass, result: NDArray[np.uint8]) -> None:
-    """Make a pass along the width of `rows` rows; of four bytes a pixel three are kept."""
+def _apply(source: _Pixels, extent: int, made: _Pass, result: NDArray[np.uint8], *, vertical: bool) -> None:
+    """Make a pass along the height of rows of `extent` bytes, or along the width of `extent` rows."""
     assert _KERNEL is not None
-    _KERNEL.resample_columns(
-        *source[:2], result.ctypes.data, result.strides[0], rows, source.bands,
-        *made.weights.shape, made.first.ctypes.data, made.weights.ctypes.data,
-    )  # fmt: skip
+    places = (source.address, source.stride, result.ctypes.data, result.strides[0], extent)
+    tables = (*made.weights.shape, made.first.ctypes.data, made.weights.ctypes.data)
+    if vertical:
+        _KERNEL.resample_rows(*places, *tables)
+    else:
+        _KERNEL.resample_columns(*places, source.bands, *tables)
 
 
-def _resample_rows(source: _Pixels, width: int, made: _Pass, result: NDArray[np.uint8]) -> None:
-    """Make a pass along the height of rows of `width` bytes."""
-    assert _KERNEL is not None
-    _KERNEL.resample_rows(
-        *source[:2], result.ctypes.data, result.strides[0], width,
-        *made.weights.shape, made.first.ctypes.data, made.weights.ctypes.data,
-    )  # fmt: skip
-
-
-# --- weights --------------------------------------------------------------------------------------------------------
-
-
-def _hamming(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    # Pillow's factors are 32-bit floats.
-    window = float(np.float32(0.54)) + float(np.float32(0.46)) * _by_libm(math.cos, np.pi * np.abs(x))
-    return np.where(np.abs(x) < 1.0, _sinc(np.abs(x)) * window, 0.0)
-
-
-def _bicubic(x: NDArray[np.float64]) -> NDArray[np.float64]:
+def _bicubic(x: Floats) -> Floats:
     x = np.abs(x)
     inner = (1.5 * x - 2.5) * x * x + 1
     return np.where(x < 1.0, inner, np.where(x < 2.0, (((x - 5) * x + 8) * x - 4) * -0.5, 0.0))
 
 
-def _sinc(x: NDArray[np.float64]) -> NDArray[np.float64]:
+def _sinc(x: Floats) -> Floats:
     scaled = np.where(x == 0.0, 1.0, x * np.pi)
-    return np.where(x == 0.0, 1.0, _by_libm(math.sin, scaled) / scaled)
+    # By C's function, as Pillow calls it; NumPy's own may differ in the last bit.
+    sines = np.fromiter(map(math.sin, scaled.ravel().tolist()), np.float64, x.size).reshape(x.shape)
+    return np.where(x == 0.0, 1.0, sines / scaled)
 
 
-def _by_libm(function: Callable[[float], float], x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return what C's function gives, as Pillow calls it; NumPy's own may differ in the last bit."""
-    return np.fromiter(map(function, x.ravel().tolist()), np.float64, x.size).reshape(x.shape)
-
-
-_FILTERS: dict[Image.Resampling, Callable[[NDArray[np.float64]], NDArray[np.float64]]] = {
-    Image.Resampling.BOX: lambda x: ((x > -0.5) & (x <= 0.5)).astype(np.float64),
-    Image.Resampling.BILINEAR: lambda x: np.maximum(1.0 - np.abs(x), 0.0),
-    Image.Resampling.HAMMING: _hamming,
-    Image.Resampling.BICUBIC: _bicubic,
-    Image.Resampling.LANCZOS: lambda x: np.where((x >= -3.0) & (x < 3.0), _sinc(x) * _sinc(x / 3), 0.0),
+_FILTERS: dict[Image.Resampling, tuple[float, Callable[[Floats], Floats]]] = {
+    Image.Resampling.BILINEAR: (1.0, lambda x: np.maximum(1.0 - np.abs(x), 0.0)),
+    Image.Resampling.BICUBIC: (2.0, _bicubic),
+    Image.Resampling.LANCZOS: (3.0, lambda x: np.where((x >= -3.0) & (x < 3.0), _sinc(x) * _sinc(x / 3), 0.0)),
 }
+"""Radius of each filter, in output pixels when it shrinks, and its function (Pillow's libImaging/Resample.c)."""
 
 
 @lru_cache(maxsize=32)
 def _pass(source: int, axis: Axis, resample: Image.Resampling) -> _Pass | None:
-    """Return the pass along an axis of `source` pixels, as Pillow's `precompute_coeffs` makes it; None: too large.
+    """Return the pass along an axis of `source` pixels, as Pillow's `precompute_coeffs` makes it; None: not supported.
 
     The order of operations is Pillow's, as the last bit counts.
     """
+    if resample not in _FILTERS:
+        return None
+    radius, function = _FILTERS[resample]
     low, high = np.float32(axis.low), np.float32(axis.high)
     scale = float(high - low) / axis.size
     filter_scale = max(scale, 1.0)
-    support = SUPPORT[resample] * filter_scale
+    support = radius * filter_scale
     if axis.length * min(source, 2 * math.ceil(support) + 1) > _MAX_WEIGHTS:
         return None
     centre = float(low) + (np.arange(axis.first, axis.first + axis.length) + 0.5) * scale
@@ -243,7 +244,7 @@ def _pass(source: int, axis: Axis, resample: Image.Resampling) -> _Pass | None:
     taps = int((end - begin).max())
     first = np.minimum(begin, source - taps)
     position = first + np.arange(taps)[:, np.newaxis]
-    weights = _FILTERS[resample]((position - centre + 0.5) * (1.0 / filter_scale))
+    weights = function((position - centre + 0.5) * (1.0 / filter_scale))
     weights[(position < begin) | (position >= end)] = 0.0
     total = weights.cumsum(axis=0)[-1]  # one after the other, as `sum` would not
     np.divide(weights, total, out=weights, where=total != 0.0)
@@ -251,9 +252,6 @@ def _pass(source: int, axis: Axis, resample: Image.Resampling) -> _Pass | None:
     if axis.mirrored:
         first, fixed = source - taps - first, fixed[::-1]
     return _Pass(first.astype(np.int32), np.ascontiguousarray(fixed.T))
-
-
-# --- the kernel -----------------------------------------------------------------------------------------------------
 
 
 def _load() -> ctypes.CDLL | None:
@@ -274,7 +272,7 @@ def _load() -> ctypes.CDLL | None:
 
 
 def _agrees() -> bool:
-    """Return whether this Pillow, which may be newer than this file, gives the kernel's levels for a small picture."""
+    """Return whether this Pillow, which may be another than 13, gives the kernel's levels for a small picture."""
     picture = Image.frombytes("RGB", (23, 17), bytes(pixel * pixel % 251 for pixel in range(23 * 17 * 3)))
     for filter_ in _FILTERS:
         for width, height in ((9, 13), (40, 5)):

@@ -15,8 +15,6 @@ from model.errors import DeviceError, NewProcessNeeded, NotFinite
 from model.outputs import MapRequest
 from model.runtime.batches import BatchRequest, HostOutputs, Images
 
-BackendName = Literal["auto", "torch", "openvino"]
-
 CompileMode = Literal["auto", "on", "off"]
 
 WITHOUT_GRAPHS: Final = "no-graphs"

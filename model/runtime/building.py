@@ -10,9 +10,10 @@ import torch
 
 from model.checkpoint import Checkpoint
 from model.config import ViTConfig
+from model.cores import compute_threads
 from model.network.library import largest_layer
 from model.network.vit import count_parameters
-from model.runtime.backend import BackendName, Built, CompileMode
+from model.runtime.backend import Built, CompileMode
 from model.runtime.batches import captured_sizes, powers_of_two
 from model.runtime.choice import choose_backend
 from model.runtime.cpu import ThreadPolicy, default_batch, default_streams
@@ -29,9 +30,6 @@ _GPU_STREAMS: Final = 2
 _GPU_BATCH: Final = 64
 """Largest batch where none is chosen; `benchmarks.gpu` measures which one is best."""
 
-_DEFAULT_THREADS: Final = {"cpu": None, "cuda": 1}
-"""Torch's threads on the CPU; beside a GPU there is little for them to do, and they would take cores from decoders."""
-
 
 class PredictorOptions(TypedDict, total=False):
     """See `model.runtime.predictor.Predictor`."""
@@ -40,7 +38,6 @@ class PredictorOptions(TypedDict, total=False):
     device_name: str | None
     dtype: str
     compile_mode: CompileMode
-    backend: BackendName
     max_batch: int | None
     threads: int | None
     streams: int | None
@@ -64,7 +61,7 @@ class Builder:
     """
 
     def __init__(self, checkpoint: Checkpoint, options: PredictorOptions) -> None:
-        dtype, backend = options.get("dtype", "auto"), options.get("backend", "auto")
+        dtype = options.get("dtype", "auto")
         compile_mode, graphs = options.get("compile_mode", "auto"), options.get("graphs", True)
         ops, keep = options.get("ops"), options.get("keep")
         max_batch, threads, streams = options.get("max_batch"), options.get("threads"), options.get("streams")
@@ -80,11 +77,11 @@ class Builder:
             default = default_batch(largest_layer(checkpoint.config)) if on_cpu else _GPU_BATCH
             launch_sizes = sizes_up_to(max_batch or default)
         self._sizes = tuple(sorted(launch_sizes))
-        if threads := threads or _DEFAULT_THREADS[self._device.type]:
-            torch.set_num_threads(threads)
-        self._threads = ThreadPolicy(torch.get_num_threads())
+        threads = threads or (compute_threads() if on_cpu else 1)
+        torch.set_num_threads(threads)
+        self._threads = ThreadPolicy(threads)
         self._streams = streams or (default_streams(self._threads.count) if on_cpu else _GPU_STREAMS)
-        self._compile_mode, self._backend, self._graphs, self._ops = compile_mode, backend, graphs, ops
+        self._compile_mode, self._graphs, self._ops = compile_mode, graphs, ops
         self._keep = keep
         # A library's network may do without a dtype, a Vision Transformer overflow in float16.
         risks = (torch.float16,) if is_vit else (torch.float16, torch.bfloat16)
@@ -115,7 +112,6 @@ class Builder:
         parameters = count_parameters(model)
         backend, reason = choose_backend(
             options,
-            self._backend,
             threads=self._threads,
             streams=self._streams,
             ops=self._ops,

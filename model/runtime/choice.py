@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from model.errors import DeviceError
 from model.network.vit import count_parameters
-from model.runtime.backend import Backend, BackendName
+from model.runtime.backend import Backend
 from model.runtime.batches import BatchRequest
 from model.runtime.cpu import ThreadPolicy
 from model.runtime.cuda.backend import Cuda
 from model.runtime.cuda.batch_launcher import DeviceOps
 from model.runtime.cuda.ops import CudaOps
-from model.runtime.openvino.backend import LazyTorch, OpenVino, reason_for, unsupported_reason
+from model.runtime.openvino.backend import REASON, LazyTorch, OpenVino, unsupported_reason
 from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.openvino.store import Keep
 from model.runtime.openvino.tracing import traced_network
@@ -26,31 +26,26 @@ logger = logging.getLogger(__name__)
 
 def choose_backend(
     options: TorchOptions,
-    requested: BackendName,
     *,
     threads: ThreadPolicy,
     streams: int,
     ops: DeviceOps | None = None,
     keep: Keep | None = None,
 ) -> tuple[Backend, str]:
-    """Return the backend and the reason: OpenVINO where it is requested, or is possible and torch is not to compile.
+    """Return the backend and the reason: with `auto` OpenVINO where it runs the network, else torch.
 
     Args:
         options: the network and how torch would run it.
-        requested, threads, streams: see `model.runtime.predictor.Predictor`.
+        threads, streams: see `model.runtime.predictor.Predictor`.
         keep: keeps graphs of OpenVINO that were made and compared.
         ops: a device that batches are launched on; None launches on CUDA if that is the options' device.
 
     Raises:
-        DeviceError: OpenVINO is requested and does not run this model, or the device's memory is too small.
+        DeviceError: the device's memory is too small.
     """
-    if requested == "torch":
-        reason = "torch is requested"
-    elif requested == "auto" and options.compile_mode == "on":
-        reason = "torch is to compile the network"
+    if ops is not None or options.compile_mode != "auto":
+        reason = "torch is chosen"
     elif unsupported := unsupported_reason(str(options.device), options.dtype_name):
-        if requested == "openvino":
-            raise DeviceError(f"backend openvino: {unsupported}")
         reason = f"OpenVINO is not possible: {unsupported}"
     else:
         parameters = count_parameters(options.model)
@@ -58,8 +53,6 @@ def choose_backend(
         try:
             network = traced_network(options, threads=threads.count, streams=streams, stage=stage)
         except DeviceError as error:
-            if requested == "openvino":
-                raise
             logger.warning("torch runs the network: %s", error)
             reason = str(error)
         else:
@@ -81,7 +74,7 @@ def choose_backend(
             fallback = LazyTorch(lambda: torchs)
             fallback.load()
             scores = Scores(options.checkpoint)
-            return OpenVino(network, scores, threads, fallback, with_extras, save), reason_for(requested)
+            return OpenVino(network, scores, threads, fallback, with_extras, save), REASON
     if ops is None and options.device.type == "cuda":
         ops = CudaOps(options.device)
     if ops is None:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from model.calibration import CALIBRATION_FILE
+from model.cores import compute_threads
 from model.errors import CheckpointChanged, DeviceError, VitError
-from model.runtime.backend import BackendName, Built
+from model.runtime.backend import Built
 from model.runtime.batches import BatchRequest
 from model.runtime.cpu import ThreadPolicy, default_batch, default_streams
-from model.runtime.openvino.backend import LazyTorch, OpenVino, reason_for
+from model.runtime.openvino.backend import REASON, LazyTorch, OpenVino
 from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.openvino.store import Entry, Keep, KeptCheckpoint, Manifest, changed_file, same_files
 from model.runtime.predictor import Predictor
@@ -93,7 +94,7 @@ class _Torch:
 
         with recording() as files:
             options = self.options()
-        keep = Keep(self.entry, files, manifest.threads)
+        keep = Keep(self.entry, files)
         network = traced_network(options, threads=threads, streams=streams, extras=extras, workers=1, stage=keep.stage)
         keep.save(extras, options.checkpoint, manifest.parameters, manifest.dtype)
         return network
@@ -105,7 +106,6 @@ def kept_predictor(
     on_read: Callable[[KeptCheckpoint], None] = lambda _: None,
     *,
     lazy: bool = False,
-    backend: BackendName = "auto",
     max_batch: int | None = None,
     threads: int | None = None,
     streams: int | None = None,
@@ -117,7 +117,7 @@ def kept_predictor(
         read: reads the checkpoint, with torch.
         on_read: called when a graph was found and read, before it is compiled; what it raises is raised.
         lazy: see `OpenVinoNetwork`.
-        backend, max_batch, threads, streams: see `Predictor`.
+        max_batch, threads, streams: see `Predictor`.
     """
     found = entry.load()
     if found is None:
@@ -125,7 +125,7 @@ def kept_predictor(
     manifest, graph = found
     checkpoint = manifest.checkpoint
     on_read(checkpoint)
-    policy = ThreadPolicy(threads or manifest.threads)
+    policy = ThreadPolicy(threads or compute_threads())
     streams = streams or default_streams(policy.count)
     max_batch = max_batch or default_batch(manifest.largest_layer)
     try:
@@ -147,6 +147,6 @@ def kept_predictor(
         backend=OpenVino(
             network, Scores(checkpoint), policy, LazyTorch(later.backend), later.network, network.complete
         ),
-        reason=reason_for(backend),
+        reason=REASON,
     )
     return Predictor.of_parts(checkpoint, built, lazy=lazy)

@@ -59,13 +59,12 @@ class Predictor:
         device_name: what the device is called, where it has another number in this process.
         dtype: see `model.runtime.device.choose_dtype`. Where `auto` gives float16, and the model overflows in it, the
             model runs in float32.
-        compile_mode: `auto` compiles on CUDA; `on` also on the CPU. If the compiler is missing or fails, that is logged
-            and shown by `compiled`, and the model runs uncompiled.
-            Unless `off`, on CUDA each launch size becomes a CUDA graph.
-        backend: what runs the network: `torch`; `openvino`, on a CPU; or `auto`, which is OpenVINO where it is
-            installed, has the dtype and agrees with torch, unless torch is to compile.
+        compile_mode: `auto` is OpenVINO on a CPU where it is installed, has the dtype and agrees with torch, and
+            compiles on CUDA; `on` compiles on a CPU, too; `off` is plain torch. If the compiler is missing or fails,
+            that is logged and shown by `compiled`, and the model runs uncompiled. Unless `off`, on CUDA each
+            launch size becomes a CUDA graph.
         max_batch: largest batch ever launched; None for the device's default.
-        threads: threads that compute on the CPU; None leaves torch's choice.
+        threads: threads that compute on the CPU; None: as `compute_threads` says, and one beside a GPU.
         streams: batches under way at the same time; None for the device's default.
         graphs: whether launch sizes become CUDA graphs, where they do.
         launch_sizes: the batch sizes to compile for, instead of powers of two, or finer ones on CUDA; the largest is
@@ -82,7 +81,7 @@ class Predictor:
         backend: what runs the network, with its version; attention of other layers than the last is always torch's.
 
     Raises:
-        DeviceError: the device, dtype or backend is not available here.
+        DeviceError: the device or dtype is not available here.
         CheckpointError: the weights are not what the config says.
     """
 

@@ -99,7 +99,7 @@ def run(data: Path, out: Path, recipe: Recipe, *, resume: bool = False, device: 
     best = trainer.run(_log_epoch)
     checkpoint = rounded(_checkpoint(out, recipe, start, dataset.labels, best.weights))
     # The very numbers that will be served, without a temperature.
-    predictor = Predictor(checkpoint, device=device, backend="torch", dtype="float32", compile_mode="off")
+    predictor = Predictor(checkpoint, device=device, compile_mode="off", dtype="float32")
     logits = predict_logits(predictor, validation.pixels)
     checkpoint = calibrated(checkpoint, logits, validation.labels)
     measured = _measure("validation", logits, validation, checkpoint)

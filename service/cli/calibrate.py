@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file more",
     )
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn of the pictures (default: %(default)s)")
-    add_setting_flags(parser, (*CHECKPOINT_FLAGS, "device", "dtype", "threads", "coverage"))
+    add_setting_flags(parser, (*CHECKPOINT_FLAGS, "device", "dtype", "coverage"))
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -60,8 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise FigureError(f"{out}: cannot be made: {error.strerror}") from error
     settings = settings_from(arguments)
-    if settings.keys is not None and not Path(settings.keys).expanduser().exists():
-        return _write_draft(settings, Path(settings.keys).expanduser())
     checkpoint = checkpoint_from(settings)
     checkpoint.network()  # names, shapes and values of the weights are checked here
     _print_summary(checkpoint)
@@ -81,19 +79,6 @@ def run(arguments: argparse.Namespace) -> int:
     text = _draw_attention(checkpoint, model, images, out)
     print(f"{out / DISTANCE}: {len(files) - len(unreadable)} pictures, {text}")  # noqa: T201
     return int(bool(unreadable))
-
-
-def _write_draft(settings: Settings, path: Path) -> int:
-    """Write a first draft of a map of the names of a state dict."""
-    from model.checkpoint import stored_tensors  # noqa: PLC0415  torch takes seconds to import
-    from model.checkpoint.state_dicts import key_map  # noqa: PLC0415
-
-    text = key_map.draft(stored_tensors(settings.checkpoint, settings.weights))
-    with writing(path):
-        path.write_text(text, encoding="utf-8")
-    count, unknown = text.count("[[tensor]]"), text.count('to = "?"')
-    print(f"{path}: a first draft of {count} entries; in {unknown} of them say what it is in place of ?")  # noqa: T201
-    return 0
 
 
 def _print_summary(checkpoint: Checkpoint) -> None:

@@ -13,10 +13,10 @@ from typing import NoReturn
 from service.cli.setting_flags import add_setting_flags, settings_from
 from service.engine.devices import fit_to_machine, uses_gpu
 from service.engine.loading import begin_to_load, load_predictor
-from service.http.lifecycle import NEW_OBJECTS, exit_now
-from service.http.listening import address_family, grpc_port_kept
+from service.lifecycle import NEW_OBJECTS, exit_now
 from service.observe import logs
 from service.settings import Settings, exports_spans, unknown_variables
+from service.web.grpc.port import grpc_port_kept
 
 logger = logging.getLogger("vitserve")
 
@@ -31,8 +31,8 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     gc.set_threshold(NEW_OBJECTS)  # what is imported stays
     settings = fit_to_machine(settings_from(arguments))
     logs.configure(settings.log_format, settings.log_level)
-    for name in unknown_variables():
-        logger.warning("%s is not a setting and is ignored", name)
+    for line in unknown_variables():
+        logger.warning("%s", line)
     exports_spans()  # a wrong variable ends the start
     _check_address(settings)
     logger.info("loading %s", settings.checkpoint)
@@ -52,7 +52,8 @@ def _check_address(settings: Settings) -> None:
     for name, port in (("port", settings.port), ("grpc_port", settings.grpc_port)):
         if port is None:
             continue
-        with socket.socket(address_family(settings.host), socket.SOCK_STREAM) as probe:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((settings.host, port))

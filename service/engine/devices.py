@@ -39,7 +39,7 @@ def fit_to_machine(settings: Settings) -> Settings:
         chosen["workers"] = min(_MOST_WORKERS, max(1, len(os.sched_getaffinity(0)) // 2))
     if "queue_size" not in settings.model_fields_set:
         # Each stream's batch is computed while the next one is received and decoded.
-        images = 2 * (settings.streams or _STREAMS) * (settings.max_batch or _MAX_BATCH)
+        images = 2 * _STREAMS * (settings.max_batch or _MAX_BATCH)
         chosen["queue_size"] = max(settings.queue_size, images)
     return settings.model_copy(update=chosen)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MATTER: Final = (
-    *("checkpoint", "image_size", "preprocess", "labels", "architecture", "weights", "keys", "base", "templates"),
+    *("checkpoint", "image_size", "preprocess", "labels", "architecture", "keys", "base"),
     *("checkpoint_folder", "dtype"),
 )
 """The settings that change a graph, or what it is compared with, or whether the checkpoint is read at all."""
@@ -96,10 +96,7 @@ def _load_kept(
         lambda: checkpoint_from(settings),
         on_read,
         lazy=lazy,
-        backend=settings.backend,
         max_batch=settings.max_batch,
-        threads=settings.threads,
-        streams=settings.streams,
     )
     return None if kept is None else (kept, _described(settings, kept.checkpoint, kept))
 
@@ -108,7 +105,8 @@ def _load(settings: Settings) -> tuple[Predictor, ModelInfo]:
     """Return what `load_predictor` does, made of the checkpoint with torch."""
     device = settings.device
     if device.startswith("cuda"):
-        os.environ[VISIBLE], device = visible_devices(device), "cuda:0"
+        _show_alone(device)
+        device = "cuda:0"
     entry = _entry(settings)
     from model.checkpoint.local_files import recording  # noqa: PLC0415  torch takes seconds to import
     from model.runtime.device import unusable_reason  # noqa: PLC0415
@@ -118,7 +116,6 @@ def _load(settings: Settings) -> tuple[Predictor, ModelInfo]:
     with recording() as files:
         checkpoint = checkpoint_from(settings)
     _require_coverage(settings, checkpoint)
-    torchs_threads = _torchs_threads(device)
     compile_mode: str = settings.compile  # a process whose capture broke off starts its successor without graphs
     predictor = Predictor(
         checkpoint,
@@ -126,16 +123,19 @@ def _load(settings: Settings) -> tuple[Predictor, ModelInfo]:
         device_name=settings.device if settings.device.startswith("cuda:") else None,
         dtype=settings.dtype,
         compile_mode="auto" if compile_mode == WITHOUT_GRAPHS else settings.compile,
-        backend=settings.backend,
         max_batch=settings.max_batch,
-        threads=settings.threads or torchs_threads,
-        streams=settings.streams,
         graphs=compile_mode != WITHOUT_GRAPHS,
-        keep=None if entry is None or torchs_threads is None else Keep(entry, files, torchs_threads),
+        keep=None if entry is None else Keep(entry, files),
     )
     if predictor.device == "cpu" and settings.device == "auto" and gpus_are_here():
         logger.error("THE GPU IS NOT USED: %s", unusable_reason())
     return predictor, _described(settings, checkpoint, predictor)
+
+
+@functools.cache
+def _show_alone(device: str) -> None:
+    """Let this process see one device alone; what it loads later finds that done."""
+    os.environ[VISIBLE] = visible_devices(device)
 
 
 def _require_coverage(settings: Settings, checkpoint: Checkpoint | KeptCheckpoint) -> None:
@@ -159,10 +159,9 @@ def _described(settings: Settings, checkpoint: Checkpoint, predictor: Predictor)
 
 def _entry(settings: Settings) -> Entry | None:
     """Return where graphs of these settings are kept, or None where none are."""
-    may_compile = settings.compile == "on" and settings.backend == "auto"
     on_gpu = settings.device != "cpu" and (settings.device != "auto" or gpus_are_here())
     folder = cache_folder(settings)
-    if folder is None or on_gpu or may_compile or settings.backend == "torch":
+    if folder is None or on_gpu or settings.compile != "auto":
         return None
     if importlib.util.find_spec("openvino") is None:
         return None
@@ -194,12 +193,3 @@ def _resolved(value: object) -> object:
         return str(path) if path.exists() else value
     except (OSError, ValueError, RuntimeError):
         return value
-
-
-@functools.cache
-def _torchs_threads(device: str) -> int | None:
-    """Return how many threads torch takes by itself on a CPU; when a batch has run, it tells what that was given."""
-    import torch  # noqa: PLC0415  it takes seconds
-
-    on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
-    return torch.get_num_threads() if on_cpu else None

@@ -44,7 +44,6 @@ def configure(log_format: str, level: str) -> None:
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
     # logging would look these up for each record, and no format shows them.
-    logging._srcfile = None  # file and line of the caller; `logging` documents this way
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # What is wrong with a form is in the answer, and in our line about the request.

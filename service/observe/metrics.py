@@ -9,8 +9,6 @@ them up (`prometheus_client.multiprocess`) and adds what is read instead of coun
 
 from __future__ import annotations
 
-import asyncio
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,7 +23,6 @@ from prometheus_client import (
     Metric,
     disable_created_metrics,
     generate_latest,
-    values,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.gc_collector import GCCollector
@@ -36,7 +33,7 @@ from prometheus_client.registry import Collector
 
 from model.outputs import Outputs
 from service.engine.messages import BatchReport, EngineStatus, ModelInfo
-from service.observe.gpus import GpuCollector
+from service.observe.gpus import GAUGES, GpuReader
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -47,29 +44,9 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _SCORES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
 
-_HEAD_BYTES = 8
-"""Bytes of a file's head, in which `prometheus_client` writes how much of it is used; zeros in an empty file."""
 
-
-def files_of(process: str) -> dict[str, int]:
-    """Return the names of the files that a process counts in, each with more bytes than all its series need."""
-    sizes = {"counter": 128 << 10, "histogram": 256 << 10, "gauge_livesum": 4 << 10, "gauge_mostrecent": 4 << 10}
-    return {f"{kind}_{process}.db": size for kind, size in sizes.items()}
-
-
-def count_in_files(folder: Path, process: str) -> None:
-    """Make this process count into files of its own that others can read; call it before `Metrics`.
-
-    Args:
-        folder: the same for all processes of the service.
-        process: unique among those that run. A process that takes over a name goes on counting where its predecessor
-            stopped, so that no sum ever falls; what is being handled (`vit_inflight_requests`) begins at zero.
-    """
-    for gauge in folder.glob(f"gauge_*_{process}.db"):
-        with gauge.open("r+b") as file:  # others may have it open, and its memory is taken already
-            file.write(bytes(_HEAD_BYTES))
-    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
-    values.ValueClass = values.MultiProcessValue(lambda: process)  # type: ignore[no-untyped-call]
+_Row = tuple[str, str, list[str], Mapping[tuple[str, ...], float]]
+"""Name of a metric, description, names of labels, and values by these labels' values."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +67,7 @@ class Sources:
 
 
 class Metrics(Collector):
-    """The service's metrics; with several processes they count in `folder`, see `count_in_files`."""
+    """The service's metrics; with several processes they count in files in `folder` (`service.cluster.run`)."""
 
     def __init__(self, folder: Path | None = None) -> None:
         # The moment at which each series began would be a second series beside it.
@@ -98,15 +75,12 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self._folder = folder
         self._state = _StateCollector()
-        self._gpus = GpuCollector()
         self.registry.register(self._state)
-        self.registry.register(self._gpus)
         registry = None if folder else self.registry
         if registry:  # of one process among several they would say nothing about the service
             ProcessCollector(registry=registry)
             PlatformCollector(registry=registry)
             GCCollector(registry=registry)
-            self._state.counts_tasks = True
         counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
         gauge = partial(Gauge, registry=registry, multiprocess_mode="livesum")
         self.requests = counter("vit_requests_total", "Requests answered", ["endpoint", "code"])
@@ -134,6 +108,8 @@ class Metrics(Collector):
         )
         self.batch_padding = counter("vit_batch_padding_total", "Rows launched beside images", ["device"])
         self.inflight = gauge("vit_inflight_requests", "Requests being handled")
+        self.admitted = gauge("vit_admitted_images", "Images in the service, of all stages")
+        self.admitted_limit = gauge("vit_admitted_images_limit", "Images that the service admits at once")
         self.key_requests = counter("vit_key_requests_total", "Requests answered, by API key", ["key", "code"])
         self.key_inflight = gauge("vit_key_inflight_requests", "Requests being handled, by API key", ["key"])
         self.rejected = counter("vit_rejected_total", "Images and requests refused, by problem code", ["reason"])
@@ -170,7 +146,7 @@ class Metrics(Collector):
     def set_model(self, info: ModelInfo, version: str) -> None:
         """Show the served model and its device."""
         self._state.models[info.device] = (info.name, info.architecture, info.device, info.dtype, version, info.source)
-        self._gpus.watch(info.device, info.gpu_uuid)
+        self._state.gpus.watch(info.device, info.gpu_uuid)
 
     def observe_batch(self, report: BatchReport) -> None:
         """Count one launch."""
@@ -186,8 +162,15 @@ class Metrics(Collector):
         """Return all metrics of the service in Prometheus' text format."""
         return generate_latest(self)
 
+    def publish(self) -> None:
+        """Let the scrapes of other processes see what this one reads at its own."""
+        taken, limit = self._state.sources.places()
+        self.admitted.set(taken)
+        self.admitted_limit.set(limit)
+
     def collect(self) -> Iterator[Metric]:
         """Return the metrics of all processes."""
+        self.publish()
         if self._folder is not None:
             counted = CollectorRegistry()
             MultiProcessCollector(counted, str(self._folder))  # type: ignore[no-untyped-call]
@@ -196,53 +179,49 @@ class Metrics(Collector):
 
 
 class _StateCollector(Collector):
-    """The gauges of the engines, which know their device (`cuda:0`, not `auto`) when ready, and of kept pictures."""
+    """The metrics of what is read at every scrape: models, engines, kept pictures, places, GPUs."""
 
     def __init__(self) -> None:
-        self.sources: Sources | None = None
-        self.counts_tasks = False
+        self.sources = Sources()
         self.models: dict[str, tuple[str, ...]] = {}
+        self.gpus = GpuReader()
 
     def collect(self) -> Iterator[Metric]:
-        """Return all gauges; each source is read once."""
-        model = GaugeMetricFamily(
-            "vit_model_info",
-            "Always 1; the labels tell what is served",
-            labels=["model", "architecture", "device", "dtype", "version", "checkpoint"],
-        )
-        for labels in self.models.values():
-            model.add_metric(labels, 1)
-        yield model
-        if self.counts_tasks:
-            tasks = _tasks()
-            yield GaugeMetricFamily("vit_event_loop_tasks", "Tasks of the event loop that is scraped", value=tasks)
-        if self.sources is None:
-            return
-        up = GaugeMetricFamily("vit_engine_up", "1 when the engine answers", labels=["device"])
-        depth = GaugeMetricFamily("vit_queue_depth", "Images waiting for a batch", labels=["device"])
-        restarts = CounterMetricFamily(
-            "vit_engine_restarts_total", "Engines started again after a failure", labels=["device"]
-        )
-        for status in self.sources.statuses():
-            up.add_metric([status.device], float(status.state == "ready"))
-            depth.add_metric([status.device], float(status.queue_depth))
-            restarts.add_metric([status.device], float(status.restarts))
-        yield from (up, depth, restarts)
+        """Return all families; each source is read once."""
+        engines: dict[tuple[str, ...], EngineStatus] = {(status.device,): status for status in self.sources.statuses()}
         pictures, size, evicted = self.sources.recent()
-        yield GaugeMetricFamily("vit_recent_images", "Pictures kept for GET /attention", value=pictures)
-        yield GaugeMetricFamily("vit_recent_bytes", "Memory of the kept pictures", value=size)
-        text = "Pictures pushed out before their time was over"
-        yield CounterMetricFamily("vit_recent_evicted_total", text, value=evicted)
         served, refused, successful = self.sources.reloads()
-        counts = CounterMetricFamily("vit_reloads_total", "Checkpoints that were to be swapped", labels=["outcome"])
-        counts.add_metric(["served"], served)
-        counts.add_metric(["refused"], refused)
-        yield counts
-        text = "0 when the last checkpoint that was to take over was refused, else 1"
-        yield GaugeMetricFamily("vit_last_reload_successful", text, value=float(successful))
-        taken, limit = self.sources.places()
-        yield GaugeMetricFamily("vit_admitted_images", "Images in the service, of all stages", value=taken)
-        yield GaugeMetricFamily("vit_admitted_images_limit", "Images that the service admits at once", value=limit)
+        model = ["model", "architecture", "device", "dtype", "version", "checkpoint"]
+        up = {device: float(status.state == "ready") for device, status in engines.items()}
+        depth = {device: status.queue_depth for device, status in engines.items()}
+        restarts = {device: status.restarts for device, status in engines.items()}
+        reloads: dict[tuple[str, ...], float] = {("served",): served, ("refused",): refused}
+        last = "0 when the last checkpoint that was to take over was refused, else 1"
+        gauges: list[_Row] = [
+            (
+                "vit_model_info",
+                "Always 1; the labels tell what is served",
+                model,
+                dict.fromkeys(self.models.values(), 1),
+            ),
+            ("vit_engine_up", "1 when the engine answers", ["device"], up),
+            ("vit_queue_depth", "Images waiting for a batch", ["device"], depth),
+            ("vit_recent_images", "Pictures kept for GET /attention", [], {(): pictures}),
+            ("vit_recent_bytes", "Memory of the kept pictures", [], {(): size}),
+            ("vit_last_reload_successful", last, [], {(): float(successful)}),
+            *((name, GAUGES[name], ["gpu"], samples) for name, samples in self.gpus.samples().items()),
+        ]
+        counters: list[_Row] = [
+            ("vit_engine_restarts_total", "Engines started again after a failure", ["device"], restarts),
+            ("vit_recent_evicted_total", "Pictures pushed out before their time was over", [], {(): evicted}),
+            ("vit_reloads_total", "Checkpoints that were to be swapped", ["outcome"], reloads),
+        ]
+        for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, text, labels, samples in rows:
+                family = kind(name, text, labels=labels)
+                for values_of_labels, value in samples.items():
+                    family.add_metric(values_of_labels, value)
+                yield family
 
 
 class _Replicas(Collector):
@@ -266,11 +245,3 @@ class _Replicas(Collector):
 def render_replicas(replicas: Mapping[str, Iterable[Metric]]) -> bytes:
     """Return the metrics of several replicas, by name what `Metrics.collect` returned there, as Prometheus' text."""
     return generate_latest(_Replicas(replicas))
-
-
-def _tasks() -> int:
-    """Return how many tasks the event loop of this thread has."""
-    try:
-        return len(asyncio.all_tasks())
-    except RuntimeError:  # no loop runs
-        return 0

@@ -10,11 +10,9 @@ A body crawls when it arrives more slowly than `MIN_BODY_RATE`.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, MutableSequence
 from contextlib import AbstractContextManager
 from itertools import islice, takewhile
@@ -24,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.errors import QueueFull, ReceivingFull
-from service.http.exchange import Exchange
+from service.http import Guard
 
 MIN_BODY_RATE: Final = 4096
 """Bytes a second below which a body crawls."""
@@ -35,11 +33,8 @@ GRACE_SECONDS: Final = 1.0
 PROMISE_SECONDS: Final = 0.1
 """Age up to which a body is expected to be here soon, and to take a place."""
 
-_REFUSALS_PER_ANSWER: Final = 5
-"""At five times its capacity the service refuses everyone at once."""
-
-_MOST_CREDIT: Final = 1000
-"""Refusals at once after a quiet time: 0.2 s of work."""
+_REFUSALS_A_SECOND: Final = 500
+"""Refusals that go out at once: a tenth of a core."""
 
 LONGEST_WAIT: Final = 1.0
 """Seconds that a refusal waits at most: the least that `Retry-After` says."""
@@ -94,6 +89,15 @@ class Limiter(_Usage):
         """Give back `count` places."""
         self._add(-count)
 
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Give one place back until the context ends, and then take it again, even if none is free."""
+        self._add(-1)
+        try:
+            yield
+        finally:
+            self._add(1)
+
     def permit(self) -> Permit:
         """Take one place, and return the permit that holds it; raises `QueueFull` if none is free."""
         permit = Permit(self)
@@ -135,6 +139,10 @@ class Permit:
             self._limiter.acquire()
             self._held += 1
 
+    def lent(self) -> AbstractContextManager[None]:
+        """Lend one of its places to others until the context ends, while its work waits for something else."""
+        return self._limiter.lent()
+
     def __enter__(self) -> Self:
         return self
 
@@ -144,7 +152,7 @@ class Permit:
 
 
 class Body:
-    """A request's body, an `ArrivingBody` of `service.http.exchange`; as a context manager it counts while that lasts.
+    """A request's body; as a context manager it counts while that lasts.
 
     Attributes:
         size: bytes of it that are counted.
@@ -264,63 +272,24 @@ class RefusalPace:
     """Delays refusals of callers that come back at once, against their `Retry-After`.
 
     A refusal costs 0.2 ms, and the picture that is read and discarded as much again. A hundred callers who come back at
-    once would take the core that answers others. So each answer lets some refusals go out at once, and further ones
-    wait for their turn. A refusal on a connection that was refused within the last second takes all that an answer
-    lets go. A connection that waits gives way to newcomers, and is forgotten when its caller leaves. Belongs to one
-    event loop.
+    once would take the core that answers others. So a caller that comes back within a second on its connection waits
+    for a second, and so does everyone beyond `_REFUSALS_A_SECOND`. `clock` gives monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._credit = _MOST_CREDIT
-        self._waiting: deque[_Turn] = deque()
+        self._credit: float = _REFUSALS_A_SECOND
+        self._counted_at = clock()
 
-    async def turn(self, exchange: Exchange) -> None:
-        """Return when a refusal may go out, at the latest after `LONGEST_WAIT` seconds."""
-        before = exchange.refused_before
-        returns = before is not None and self._clock() - before < LONGEST_WAIT
-        turn = _Turn(_REFUSALS_PER_ANSWER if returns else 1)
-        if self._credit >= turn.cost:
-            self._credit -= turn.cost
-        else:
-            await self._wait(turn, exchange)
-        exchange.refused_at = self._clock()
-
-    async def _wait(self, turn: _Turn, exchange: Exchange) -> None:
-        exchange.arriving = turn
-        self._waiting.append(turn)
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LONGEST_WAIT):
-                    await turn.wait()
-        finally:
-            exchange.arriving = None
-            with contextlib.suppress(ValueError):  # an answer has let it go
-                self._waiting.remove(turn)
-
-    def answered(self) -> None:
-        """Count an answer, and let the refusals go out that have waited longest."""
-        self._credit = min(_MOST_CREDIT, self._credit + _REFUSALS_PER_ANSWER)
-        while self._waiting and self._credit >= self._waiting[0].cost:
-            turn = self._waiting.popleft()
-            self._credit -= turn.cost
-            turn.give_way()
-
-
-class _Turn(asyncio.Event):
-    """A refusal that waits, an `ArrivingBody` of its connection: the first to be closed for another.
-
-    `cost` is how many refusals it counts as.
-    """
-
-    def __init__(self, cost: int) -> None:
-        super().__init__()
-        self.cost = cost
-
-    def crawls(self) -> bool:
-        """Return that the connection may be closed."""
-        return True
-
-    def give_way(self) -> None:
-        """Let the refusal go out now."""
-        self.set()
+    def delay(self, connection: Guard | None) -> float:
+        """Return the seconds for which a refusal on this connection is to wait."""
+        now = self._clock()
+        earned = (now - self._counted_at) * _REFUSALS_A_SECOND
+        self._credit, self._counted_at = min(_REFUSALS_A_SECOND, self._credit + earned), now
+        comes_back = connection is not None and now - connection.refused_at < LONGEST_WAIT
+        delay = LONGEST_WAIT if comes_back or self._credit < 1 else 0.0
+        if not delay:
+            self._credit -= 1
+        if connection is not None:
+            connection.refused_at = now + delay
+        return delay

@@ -1,24 +1,19 @@
 """The decoder processes of a web process, as it sees them: a job goes in, pixels or an error come out.
 
-    quick:  at most 0.15 s of processor time, 4 megapixels; processes that are kept
-    slow:   what was no quick job after all, at low priority, up to VIT_DECODE_SECONDS; a fresh process each
-
-A file that costs a lot therefore keeps others waiting for 0.15 s, and then only those that cost a lot too. What the
-processes may do is said in `model.images.decoder_process`.
+They start when they are needed, and stay for the next job. What they may do is said in `model.images.decoder_process`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,39 +23,41 @@ import numpy as np
 
 from model.config import PreprocessConfig
 from model.errors import ImageError, ImageTooCostly, InvalidImage
-from model.images.decoder_process import ANSWER, DONE, ERRORS, HELLO, JOB, TOO_MUCH
+from model.images.decoder_process import ANSWER, CONFINED, DONE, ERRORS, JOB
 from model.images.heatmap import MAX_SIZE
 from model.images.preprocess import ModelInput
 from model.images.region import Region
 from service.errors import DeadlineExceeded, EngineUnavailable
 from service.settings import Settings
-from service.web.work import Deadline
+from service.web.lanes import Deadline
 
 logger = logging.getLogger("vitserve")
 
-_QUICK_SECONDS: Final = 0.15
+MAX_DECODERS: Final = 8
+SECONDS: Final = 2.0
+"""Processor time of a job at most; more is refused."""
+
+_SLOW_SECONDS: Final = 0.5
+"""Time after which a job leaves the processor to others."""
+_MORE_NICENESS: Final = 10
 _MAX_TEXT: Final = 4096
-_HELLO_SECONDS: Final = 3.0
-"""Time in which a new decoder sends its first bytes."""
-_LEAST_SECONDS: Final = 0.5
-"""Processor time of a photo whose picture took all of its time."""
 
 _PIXEL_BYTES: Final = 6.5
-"""Address space of a decoder at most, for each pixel that is allowed: 416 MB for 64 million."""
-
-_START: Final = "import sys; sys.path[:] = {path!r}; from model.images.decoder_process import main; main()"
-_ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-"""Each thread of these libraries takes address space, which is what memory is limited by."""
+"""Address space of a decoder for each pixel that is allowed: 416 MB for 64 million."""
+_SPARE_BYTES: Final = 64 << 20
+"""Address space beside that, for tables, the resize and the interpreter."""
 
 _KEPT_VARIABLES: Final = ("LD_LIBRARY_PATH", "PYTHONHOME")
 """What an interpreter may need to start. Other variables may hold keys."""
+_ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+"""Each thread of these libraries takes address space, which is what memory is limited by."""
 
 _IsShape = Callable[[tuple[int, ...]], bool]
 """Whether pixels of this shape may be the answer to a job."""
 
 
-class _Died(Exception):
-    """The decoder process ended instead of answering."""
+class _Killed(Exception):
+    """Somebody else ended the decoder: an operator, or the system for want of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,24 +68,45 @@ class Decoded:
     seconds: float
 
 
-class Decoders:
-    """Decodes files in processes of their own, which start when they are needed, and does `quick` jobs at once.
+@dataclass(slots=True)
+class _Decoder:
+    process: subprocess.Popen[bytes]
+    socket: socket.socket
+    is_ready: bool = False
+    is_slow: bool = False
 
-    `on_restart` is called for each process that died or was killed at a job.
+    def lower_priority(self) -> None:
+        self.is_slow = True
+        if self.process.poll() is None:
+            os.setpriority(os.PRIO_PROCESS, self.process.pid, os.getpriority(os.PRIO_PROCESS, 0) + _MORE_NICENESS)
+
+    def end(self) -> None:
+        self.socket.close()
+        self.process.kill()
+        self.process.wait()
+
+
+class Decoders:
+    """Decodes files in processes of their own, a job each; `on_restart` is called for each that died.
+
+    Attributes:
+        processes: jobs that may run at the same time, one for each core at most; callers see to it.
     """
 
-    def __init__(self, settings: Settings, *, quick: int, on_restart: Callable[[], object] = lambda: None) -> None:
-        self._bounds: dict[str, Any] = {
-            "max_pixels": settings.max_image_pixels,
-            "max_bytes": math.ceil(settings.max_image_pixels * _PIXEL_BYTES),
+    def __init__(self, settings: Settings, *, on_restart: Callable[[], object] = lambda: None) -> None:
+        pixels, file_bytes = settings.max_image_pixels, settings.max_upload_bytes
+        bounds = {
+            "max_pixels": pixels,
             "scaled_decode": settings.scaled_decode,
+            "seconds": SECONDS,
+            # The file, what its format makes of it, and what the reader holds.
+            "max_bytes": math.ceil(pixels * _PIXEL_BYTES) + _SPARE_BYTES + 3 * file_bytes,
         }
-        self._seconds = settings.decode_seconds
+        self._command = [sys.executable, "-P", "-m", "model.images.decoder_process", json.dumps(bounds)]
         self._on_restart = on_restart
-        self._quick, self._slow = asyncio.Semaphore(quick), asyncio.Semaphore(1)
-        self._idle: list[socket.socket] = []
-        self._template: subprocess.Popen[bytes] | None = None
-        self._control: asyncio.Task[socket.socket] | None = None
+        self.processes = -(-min(os.cpu_count() or 1, MAX_DECODERS) // settings.workers)
+        self._idle: list[_Decoder] = []
+        self._is_known = False
 
     async def model_input(self, data: bytearray, config: PreprocessConfig, deadline: Deadline) -> Decoded:
         """Return the picture in a file as the model sees it; see `model.images.preprocess.model_input`.
@@ -99,146 +117,101 @@ class Decoders:
         shape = (*config.size, len(config.mean))
         return await self._run({"config": config.model_dump(mode="json")}, data, deadline, lambda got: got == shape)
 
-    async def photo(
-        self, data: bytearray, region: Region, size: int | None, deadline: Deadline, *, spent: float = 0.0
-    ) -> Decoded:
+    async def photo(self, data: bytearray, region: Region, size: int | None, deadline: Deadline) -> Decoded:
         """Return the photo in a file and where the region lies in it; see `model.images.preprocess.upright_photo`.
 
-        Decoding the file took `spent` seconds before, which are a part of its time. Raises as `model_input`.
+        Raises as `model_input`.
         """
 
         def is_photo(shape: tuple[int, ...]) -> bool:
             return len(shape) == 3 and shape[2] == 3 and 0 < min(shape) <= max(shape) <= MAX_SIZE
 
-        return await self._run({"region": region, "size": size}, data, deadline, is_photo, spent=spent)
+        return await self._run({"region": region, "size": size}, data, deadline, is_photo)
 
-    async def _run(
-        self, job: dict[str, Any], data: bytearray, deadline: Deadline, is_shape: _IsShape, *, spent: float = 0.0
-    ) -> Decoded:
-        began = math.inf
-        seconds = max(min(_LEAST_SECONDS, self._seconds), self._seconds - spent)
+    async def _run(self, job: dict[str, Any], data: bytearray, deadline: Deadline, is_shape: _IsShape) -> Decoded:
         try:
             async with asyncio.timeout(deadline.remaining()):
-                async with self._quick:
-                    decoder = self._idle.pop() if self._idle else await self._start()
-                    quick = {**job, **self._bounds, "quick": True, "seconds": min(_QUICK_SECONDS, seconds)}
-                    # What dies here, by whatever, may do better with more time and in a new process.
-                    with contextlib.suppress(_Died):
-                        answer = await self._attempt(decoder, quick, data, is_shape)
-                        self._idle.append(decoder)
-                        if answer is not None:
-                            return _pixels(answer)
-                async with self._slow:
-                    decoder = await self._start()
-                    began = time.monotonic()
-                    slow = {**job, **self._bounds, "quick": False, "seconds": seconds}
-                    with decoder:
-                        answer = await self._attempt(decoder, slow, data, is_shape)
-                    assert answer is not None, "a slow job is done, or fails"
-                    return _pixels(answer)
+                try:
+                    return await self._ask(json.dumps(job).encode(), data, is_shape)
+                except _Killed:
+                    return await self._ask(json.dumps(job).encode(), data, is_shape)
         except TimeoutError:
             raise DeadlineExceeded("the time was up before the picture was decoded") from None
-        except _Died:
-            if time.monotonic() - began < seconds / 2:  # a codec may use two threads
-                raise InvalidImage("the picture does not decode: its decoder crashed") from None
-            raise ImageTooCostly(f"decoding the picture takes more than {self._seconds:g} s of a processor") from None
+        except _Killed:
+            raise InvalidImage("the picture does not decode: its decoder was killed, twice") from None
 
-    async def _attempt(
-        self, decoder: socket.socket, job: dict[str, Any], data: bytearray, is_shape: _IsShape
-    ) -> Decoded | ImageError | None:
-        """Return a decoder's answer to a job, or None if a quick job takes too long; raises `_Died`.
-
-        Closing its socket kills the decoder, when its answer is invalid or the caller leaves.
-        """
-        loop = asyncio.get_running_loop()
+    async def _ask(self, header: bytes, data: bytearray, is_shape: _IsShape) -> Decoded:
+        """Return a decoder's answer to a job; the decoder ends where its answer is invalid or the caller leaves."""
+        decoder = self._idle.pop() if self._idle else self._start()
+        loop, slow = asyncio.get_running_loop(), None
         try:
-            header = json.dumps(job).encode()
-            await loop.sock_sendall(decoder, JOB.pack(len(header), len(data)) + header)
-            await loop.sock_sendall(decoder, data)
-            status, text_bytes, pixel_bytes = ANSWER.unpack(await _receive(decoder, ANSWER.size))
+            if not decoder.is_ready:
+                self._say_once(await _receive(decoder.socket, len(CONFINED)))
+                decoder.is_ready = True
+            slow = loop.call_later(_SLOW_SECONDS, decoder.lower_priority)
+            await loop.sock_sendall(decoder.socket, JOB.pack(len(header), len(data)) + header)
+            await loop.sock_sendall(decoder.socket, data)
+            status, text_bytes, pixel_bytes = ANSWER.unpack(await _receive(decoder.socket, ANSWER.size))
             if text_bytes > _MAX_TEXT or pixel_bytes > MAX_SIZE * MAX_SIZE * 3:
                 raise ValueError("too long")
-            text, pixels = await _receive(decoder, text_bytes), await _receive(decoder, pixel_bytes)
-            return _answer(status, text, pixels, is_shape) if status != TOO_MUCH or not job["quick"] else None
+            text, pixels = await _receive(decoder.socket, text_bytes), await _receive(decoder.socket, pixel_bytes)
+            answer = _answer(status, text, pixels, is_shape)
         except BaseException as error:
-            decoder.close()
+            code = decoder.process.wait(1) if isinstance(error, ConnectionError) else None
+            decoder.end()
             self._on_restart()
-            if isinstance(error, OSError | ValueError | LookupError | TypeError):
-                raise _Died from error
+            if code == -signal.SIGKILL:
+                raise _Killed from None
+            if code is not None and not decoder.is_ready:
+                raise EngineUnavailable("no process that decodes pictures can be started") from error
+            if code == -signal.SIGPROF:
+                raise ImageTooCostly(f"decoding the picture takes more than {SECONDS:g} s of a processor") from None
+            if isinstance(error, ConnectionError | ValueError | LookupError | TypeError):
+                raise InvalidImage("the picture does not decode: its decoder crashed") from error
             raise
+        finally:
+            if slow is not None:
+                slow.cancel()
+        if decoder.is_slow:  # a process cannot take its priority back, and may hold much memory
+            decoder.end()
+        else:
+            self._idle.append(decoder)
+        if isinstance(answer, ImageError):
+            raise answer
+        return answer
 
-    async def _start(self) -> socket.socket:
-        """Return the socket of a new decoder process; raises `EngineUnavailable` if there can be none."""
-        for _ in range(3):  # the template may have been killed, as any process
-            if self._control is None or (self._template is not None and self._template.poll() is not None):
-                self.close()
-                self._control = asyncio.create_task(self._start_template())
-            template = self._control
-            ours, theirs = socket.socketpair()
-            ours.setblocking(False)
-            try:
-                # Whoever waits first may leave, and others wait too.
-                control = await asyncio.shield(template)
-                socket.send_fds(control, [b"f"], [theirs.fileno()])
-                async with asyncio.timeout(_HELLO_SECONDS):
-                    await _receive(ours, len(HELLO))
-                return ours
-            except (OSError, asyncio.CancelledError) as error:  # a template that is frozen is killed, too
-                ours.close()
-                task = asyncio.current_task()
-                if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
-                    raise
-                if self._control is template:
-                    self.close()
-            finally:
-                theirs.close()
-        raise EngineUnavailable("no process that decodes pictures can be started")
-
-    async def _start_template(self) -> socket.socket:
-        """Start the process from which decoders are forked; raises `OSError` if it does not start."""
+    def _start(self) -> _Decoder:
+        path = os.pathsep.join(str(Path(each).absolute()) for each in sys.path)
+        kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
         ours, theirs = socket.socketpair()
+        ours.setblocking(False)
         with theirs:
-            self._template = subprocess.Popen(
-                [sys.executable, "-c", _START.format(path=[str(Path(each).absolute()) for each in sys.path])],
+            process = subprocess.Popen(
+                self._command,
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 cwd="/",
-                env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ} | _ONE_THREAD,
+                env={"PYTHONPATH": path, **kept, **_ONE_THREAD},
+                start_new_session=True,  # signals to the service's group are not for those that it still needs
             )
-        ours.setblocking(False)
-        ready = await asyncio.get_running_loop().sock_recv(ours, 1)
-        if not ready:
-            ours.close()
-            raise OSError("the process ended at its start")
-        if ready == b"\0":
-            logger.info("decoder processes are not kept from files and network: this system has no seccomp filter")
-        return ours
+        return _Decoder(process, ours)
+
+    def _say_once(self, hello: bytearray) -> None:
+        if not self._is_known:
+            self._is_known = True
+            more = " and a filter of system calls" if hello == CONFINED else ": without libseccomp, no filter of calls"
+            logger.info("decoder processes are held by resource limits%s", more)
 
     def close(self) -> None:
-        """End all processes."""
-        for decoder in self._idle:
-            decoder.close()
-        self._idle.clear()
-        if self._control is not None and not self._control.cancel() and self._control.exception() is None:
-            self._control.result().close()
-        self._control = None
-        if self._template is not None:
-            self._template.kill()
-            self._template.wait()
-            self._template = None
-
-
-def _pixels(answer: Decoded | ImageError) -> Decoded:
-    """Return what was decoded, or raise the error."""
-    if isinstance(answer, ImageError):
-        raise answer
-    return answer
+        """End all processes that have no job; the others end with their jobs."""
+        while self._idle:
+            self._idle.pop().end()
 
 
 def _answer(status: int, text: bytearray, pixels: bytearray, is_shape: _IsShape) -> Decoded | ImageError:
     """Return the picture or the error in an answer; raises `ValueError`, `LookupError` or `TypeError` if invalid."""
     if status != DONE:
-        return ERRORS[status - 2](text.decode(errors="replace"))
+        return ERRORS[status - 1](text.decode(errors="replace"))
     facts = json.loads(text)
     shape, region = tuple(map(int, facts["shape"])), Region(*map(float, facts["region"]))
     if not is_shape(shape) or not all(map(math.isfinite, region)):
@@ -246,12 +219,12 @@ def _answer(status: int, text: bytearray, pixels: bytearray, is_shape: _IsShape)
     return Decoded(ModelInput(np.frombuffer(pixels, np.uint8).reshape(shape), region), float(facts["seconds"]))
 
 
-async def _receive(decoder: socket.socket, size: int) -> bytearray:
-    """Return so many bytes; raises `OSError` if they end before."""
+async def _receive(source: socket.socket, size: int) -> bytearray:
+    """Return so many bytes; raises `ConnectionError` if they end before."""
     data = bytearray(size)
     view = memoryview(data)
     while view:
-        count = await asyncio.get_running_loop().sock_recv_into(decoder, view)
+        count = await asyncio.get_running_loop().sock_recv_into(source, view)
         if count == 0:
             raise ConnectionResetError
         view = view[count:]

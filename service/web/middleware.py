@@ -1,6 +1,6 @@
 """The layers around every request, as plain ASGI.
 
-RequestContextMiddleware      request id, start time, metrics, log line, unread bodies
+RequestContextMiddleware      request id, start time, metrics, log line
   (CORSMiddleware)            Starlette's
     ProblemMiddleware         errors become problem documents
       ApiKeyMiddleware        Authorization: Bearer, see `service.web.api_keys`
@@ -16,24 +16,15 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import lru_cache
-from http import HTTPStatus
 from typing import cast
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.errors import (
-    ClientDisconnected,
-    EngineUnavailable,
-    MalformedRequest,
-    QueueFull,
-    ServiceError,
-    Unauthorized,
-)
-from service.http.exchange import Header, exchange_of
-from service.http.lifecycle import Lifecycle
+from service.errors import ClientDisconnected, EngineUnavailable, QueueFull, ServiceError, Unauthorized
+from service.http import Header, connection_of
+from service.lifecycle import Lifecycle
 from service.observe.metrics import Metrics
 from service.web import problems
 from service.web.admission import RefusalPace
@@ -55,9 +46,6 @@ _UNPARSED = "unparsed"
 
 HOLD_SECONDS = 0.5
 """Time after which `EngineUnavailable` is answered."""
-
-LINGER_SECONDS, LINGER_IDLE_SECONDS, LINGER_BYTES = 10.0, 2.0, 256 << 20
-"""Limits on the rest of a body that is read and discarded after a refusal: in all, without a byte, and its size."""
 
 
 def request_id_from(given: str) -> str:
@@ -81,7 +69,7 @@ async def hold_back(error: Exception) -> None:
 
 
 class RequestContext:
-    """The context of one request: its answer on the way out, and the unread rest of its body.
+    """The context of one request.
 
     Attributes:
         started: monotonic seconds at which its head had been read.
@@ -91,62 +79,26 @@ class RequestContext:
         refusal: code of the problem if it is refused because there is no room, else None.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, lifecycle: Lifecycle, started: float) -> None:
-        headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of repeated headers the first counts
-        self.request_id = request_id_from(headers.get(b"x-request-id", b"").decode("latin-1"))
+    def __init__(self, scope: Scope, send: Send, lifecycle: Lifecycle, started: float) -> None:
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        self.request_id = request_id_from(given.decode("latin-1"))
         self.started = started
         self.status: int | None = None
         self.endpoint: str | None = None
         self.key_name: str | None = None
         self.refusal: str | None = None
-        self._exchange = exchange_of(scope)
-        self._receive = receive
         self._send = send
         self._lifecycle = lifecycle
-        self._unread = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
-        self._lingers = False
-
-    async def receive(self) -> Message:
-        """Return the next message of the body; raises `MalformedRequest` if it broke its framing."""
-        message = await self._receive_any()
-        if self._exchange.broken_framing is not None:
-            raise MalformedRequest(self._exchange.broken_framing)
-        return message
-
-    async def _receive_any(self) -> Message:
-        message = await self._receive()
-        # What comes after broken framing is no body, and has no end but the connection's.
-        ended = not message.get("more_body", False) and self._exchange.broken_framing is None
-        if message["type"] == "http.disconnect" or ended:
-            self._unread = False
-        return message
 
     async def send(self, message: Message) -> None:
         """Send a message of the answer, with the headers that every answer has."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
-            # The rest of a body that came too slowly is not waited for.
-            discarded = self._exchange.discards_body and self.status != HTTPStatus.REQUEST_TIMEOUT
-            self._lingers = self._unread and (self._lifecycle.draining or not discarded)
-            if self._lifecycle.draining or self._lingers:
+            if self._lifecycle.draining:
                 headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}
-        elif self._lingers and self._unread and not message.get("more_body", False):
-            # Closing a connection with bytes unread resets it, and the caller may never see the answer.
-            # So the answer goes out whole, then the rest of the body is thrown away within bounds.
-            await self._send({**message, "more_body": True})
-            await self._linger()
-            message = {"type": "http.response.body", "body": b"", "more_body": False}
         await self._send(message)
-
-    async def _linger(self) -> None:
-        left = LINGER_BYTES
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_SECONDS):
-                while self._unread and left > 0:
-                    async with asyncio.timeout(LINGER_IDLE_SECONDS):
-                        left -= len((await self._receive_any()).get("body", b""))
 
 
 class RequestContextMiddleware:
@@ -164,7 +116,6 @@ class RequestContextMiddleware:
         endpoints: Iterable[str],
         lifecycle: Lifecycle,
         *,
-        pace: RefusalPace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._app = app
@@ -176,7 +127,6 @@ class RequestContextMiddleware:
         self._endpoints = frozenset(endpoints)
         self._lifecycle = lifecycle
         self._clock = clock
-        self._pace = pace or RefusalPace()
         self.log = RequestLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -184,13 +134,13 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        context = RequestContext(scope, receive, send, self._lifecycle, self._clock())
+        context = RequestContext(scope, send, self._lifecycle, self._clock())
         scope[_CONTEXT] = context
         counted = scope["path"] not in PROBES
         if counted:
             self._metrics.inflight.inc()
         try:
-            await self._app(scope, context.receive, context.send)
+            await self._app(scope, receive, context.send)
         except Exception:  # `ProblemMiddleware` has answered it, unless the answer had begun before
             logger.exception("request %s failed", context.request_id)
         finally:
@@ -198,8 +148,6 @@ class RequestContextMiddleware:
                 self._metrics.inflight.dec()
             seconds = self._clock() - context.started
             status = context.status or problems.CLIENT_DISCONNECTED
-            if counted and status < HTTPStatus.BAD_REQUEST:
-                self._pace.answered()
             answered = Answered(scope["method"], scope["path"], status, seconds, context.request_id, context.key_name)
             self.count(answered, context.endpoint, refusal=context.refusal)
 
@@ -219,10 +167,10 @@ class RequestContextMiddleware:
         elif refusal is None or self.log.has_own_line(refusal):
             self.log.answered(logging.INFO, answered)
 
-    def refuse(self, error: ServiceError, headers: list[Header]) -> tuple[int, list[Header], bytes]:
-        """Count and log a refusal of bytes that are no request, or of a connection; see `Application.refuse`."""
+    def refuse(self, error: ServiceError, headers: Iterable[Header]) -> tuple[int, list[Header], bytes]:
+        """Count and log a refusal of bytes that are no request, or of a connection; see `service.http.Application`."""
         problem = problems.problem_of(error)
-        request_id = request_id_from(dict(reversed(headers)).get(b"x-request-id", b"").decode("latin-1"))
+        request_id = request_id_from(dict(headers).get(b"x-request-id", b"").decode("latin-1"))
         self._requests(_UNPARSED, str(problem.status)).inc()
         self._metrics.rejected.labels(problem.code).inc()
         if self.log.has_own_line(problem.code):
@@ -260,7 +208,7 @@ class ProblemMiddleware:
                 self._metrics.rejected.labels(problem.code).inc()
                 await hold_back(error)
                 if isinstance(error, QueueFull):
-                    await self._pace.turn(exchange_of(scope))
+                    await asyncio.sleep(self._pace.delay(connection_of(scope)))
             if scope["path"].startswith(problems.INFERENCE_PROTOCOL):
                 content, kind = json.dumps({"error": problem.detail}).encode(), "application/json"
             else:

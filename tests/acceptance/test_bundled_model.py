@@ -42,7 +42,7 @@ def images(data: Path) -> Images:
 
 @pytest.fixture(scope="module")
 def offline(images: Images) -> NDArray[np.float32]:
-    predictor = Predictor(load_checkpoint("bundled"), device="cpu", backend="torch", dtype="float32")
+    predictor = Predictor(load_checkpoint("bundled"), device="cpu", compile_mode="off", dtype="float32")
     return predict_scores(predictor, images.pixels)
 
 

@@ -32,9 +32,7 @@ def pictures(shared: Path) -> PictureFiles:
 @pytest.fixture(scope="module")
 def answers(pictures: PictureFiles) -> dict[str, NDArray[np.int64]]:
     """The class that each variant of each picture is answered with."""
-    predictor = Predictor(
-        load_checkpoint("bundled"), device="cpu", backend="torch", dtype="float32", compile_mode="off"
-    )
+    predictor = Predictor(load_checkpoint("bundled"), device="cpu", dtype="float32", compile_mode="off")
     return {
         name.rpartition(", ")[2]: predict_scores(predictor, variant).argmax(axis=1)
         for name, variant in as_sent(pictures).items()

@@ -66,7 +66,7 @@ class Caller(threading.Thread):
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 120)
 def test_no_answer_is_lost_or_mixed_up_and_a_stop_under_load_loses_nobody(tmp_path: Path) -> None:
-    predictor = Predictor(load_checkpoint("bundled"), device="cpu", backend="torch", dtype="float32", threads=1)
+    predictor = Predictor(load_checkpoint("bundled"), device="cpu", compile_mode="off", dtype="float32", threads=1)
     pictures = Pictures.make(predictor, count=PICTURES, side=32)
     with ServerProcess(tmp_path / "log", device="cpu", dtype="float32", drain_delay=DRAIN_DELAY) as server:
         callers = [Caller(number, server.url, pictures) for number in range(CALLERS)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -29,7 +28,7 @@ TOGETHER = sorted({*COMPONENTS} - {*CHECKPOINTS, "hpa"})
 """Components that one overlay may have; a checkpoint comes from one place, and one scaler counts the pods."""
 CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject", "InferenceService"}
 """Kinds that Kubernetes itself does not know."""
-PAGE = (REPOSITORY / "docs/kubernetes.md").read_text()
+PAGE = (REPOSITORY / "docs/scaling.md").read_text()
 (INFERENCE_SERVICE,) = load_documents(KUBERNETES / "kserve/inferenceservice.yaml")
 
 
@@ -112,43 +111,6 @@ def test_the_schemas_refuse_a_field_that_does_not_exist() -> None:
         validator.validate(wrong, "1.33", strict=True)
 
 
-def test_custom_resources_are_as_their_definitions_ask(tmp_path: Path) -> None:
-    """`VIT_CRDS` is a folder with the definitions, of KEDA, the Prometheus operator and KServe."""
-    if "VIT_CRDS" not in os.environ:
-        pytest.skip("no definitions of custom resources: set VIT_CRDS to a folder with their YAML files")
-    jsonschema = pytest.importorskip("jsonschema")
-    definitions = [
-        document
-        for file in Path(os.environ["VIT_CRDS"]).glob("*.yaml")
-        for document in yaml.safe_load_all(file.read_text())
-        if document
-    ]
-    schemas = {
-        (definition["spec"]["group"], version["name"], definition["spec"]["names"]["kind"]): version["schema"][
-            "openAPIV3Schema"
-        ]
-        for definition in definitions
-        for version in definition["spec"]["versions"]
-    }
-    for manifest in [*built_with(tmp_path, "cpu", TOGETHER), INFERENCE_SERVICE]:
-        if manifest["kind"] in CUSTOM:
-            group, _, version = manifest["apiVersion"].partition("/")
-            schema = closed(schemas[group, version, manifest["kind"]])
-            jsonschema.validate({key: manifest[key] for key in ("spec",)}, {"properties": schema["properties"]})
-
-
-def closed(schema: Any) -> Any:
-    """The schema with every object closed to properties that it does not name, as a cluster prunes them."""
-    if isinstance(schema, list):
-        return [closed(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {key: closed(value) for key, value in schema.items()}
-    if isinstance(found.get("properties"), dict) and "additionalProperties" not in found and "type" in found:
-        found["additionalProperties"] = bool(found.get("x-kubernetes-preserve-unknown-fields"))
-    return found
-
-
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_settings_exist_and_have_values_that_are_allowed(overlay: str) -> None:
     given = settings_of(build(overlay))
@@ -199,19 +161,6 @@ def test_a_pod_may_do_nothing_but_serve(overlay: str) -> None:
     assert {mount["mountPath"] for mount in ours["volumeMounts"]} == {"/cache", "/tmp"}
 
 
-def test_selectors_find_the_pods(tmp_path: Path) -> None:
-    manifests = built_with(tmp_path, "cpu", TOGETHER)
-    labels = one(manifests, "Deployment")["spec"]["template"]["metadata"]["labels"]
-    service = one(manifests, "Service")
-    assert service["spec"]["selector"].items() <= labels.items()
-    assert one(manifests, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    for policy in (manifest for manifest in manifests if manifest["kind"] == "NetworkPolicy"):
-        assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
-    monitor = one(manifests, "ServiceMonitor")["spec"]
-    assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
-    assert monitor["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
-
-
 @pytest.mark.parametrize("component", SCALERS)
 def test_a_scaler_alone_says_how_many_pods_there_are(component: str, tmp_path: Path) -> None:
     alone = one(build("cpu"), "Deployment")
@@ -254,8 +203,7 @@ def test_a_checkpoint_of_ones_own_is_where_the_documented_setting_says(
 
 @pytest.mark.parametrize("component", ["checkpoint-init", "checkpoint-image"])
 def test_the_documented_overlay_is_built_and_brings_the_image_that_it_names(component: str, tmp_path: Path) -> None:
-    operations = (REPOSITORY / "docs/operations.md").read_text()
-    [overlay], [patch] = (re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S) for text in (operations, PAGE))
+    overlay, patch = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S)
     text = overlay.replace("checkpoint-init", component) + (patch if component == "checkpoint-image" else "")
     manifests = built(tmp_path, yaml.safe_load(text))
     pod = one(manifests, "Deployment")["spec"]["template"]["spec"]
@@ -263,17 +211,6 @@ def test_the_documented_overlay_is_built_and_brings_the_image_that_it_names(comp
     images = [init["image"] for init in pod.get("initContainers", [])] or [volume["image"]["reference"]]
     assert images == ["registry.example.org/my-vit:1"]
     assert container(manifests)["image"] == "registry.example.org/vitserve:0.1.0"
-
-
-def test_the_documented_claim_is_the_one_that_pods_mount_and_the_pod_that_fills_it_is_valid(tmp_path: Path) -> None:
-    validator = pytest.importorskip("kubernetes_validate")
-    [text] = re.findall(r"<<'END'\n(.*?)^END$", PAGE, re.M | re.S)
-    claim, pod = yaml.safe_load_all(text)
-    for manifest in (claim, pod):
-        validator.validate(manifest, "1.33", strict=True)
-    volumes = one(built_with(tmp_path, "cpu", ["checkpoint-pvc"]), "Deployment")["spec"]["template"]["spec"]["volumes"]
-    sources = [volume.get("persistentVolumeClaim", {}) for volume in (*pod["spec"]["volumes"], *volumes)]
-    assert {source["claimName"] for source in sources if source} == {claim["metadata"]["name"]}
 
 
 def test_pods_may_reach_what_their_components_are_for(tmp_path: Path) -> None:
@@ -319,17 +256,3 @@ def test_the_redis_overlay_keeps_pictures_in_a_redis_that_its_pods_may_reach() -
     [from_us] = names["NetworkPolicy", "vitserve-redis"]["spec"]["ingress"]
     ours = one(manifests, "Deployment")["spec"]["template"]["metadata"]["labels"]
     assert from_us["from"][0]["podSelector"]["matchLabels"].items() <= ours.items()
-
-
-def test_kserves_pod_is_the_one_of_the_overlays() -> None:
-    ours, theirs = container(build("cpu")), INFERENCE_SERVICE["spec"]["predictor"]
-    [found] = theirs["containers"]
-    for key in ("securityContext", "resources", "volumeMounts", "lifecycle"):
-        assert found[key] == ours[key]
-    pod = one(build("cpu"), "Deployment")["spec"]["template"]["spec"]
-    for key in ("securityContext", "terminationGracePeriodSeconds", "shareProcessNamespace", "volumes"):
-        assert theirs[key] == pod[key]
-    assert {probe["httpGet"]["path"] for name, probe in found.items() if name.endswith("Probe")} == {
-        "/v2/health/live",
-        "/v2/health/ready",
-    }

@@ -65,19 +65,6 @@ def test_torch_alone_comes_from_the_index_that_is_named(tmp_path, given_in):
     assert "NVIDIA" not in output
 
 
-def test_a_dry_run_shows_the_index():
-    assert f"--index-url '{CPU_INDEX}' torch" in make("-n", "VENV=unmade", "run", f"TORCH_INDEX_URL={CPU_INDEX}")
-
-
-@pytest.mark.parametrize(
-    ("given", "arguments"),
-    [((), "--minutes 3"), (("MINUTES=0.5", "SEED=7"), "--minutes 0.5 --seed 7")],
-    ids=["by default", "a seed"],
-)
-def test_fuzz_takes_minutes_and_a_seed(given, arguments):
-    assert f"-m tests.fuzz {arguments}" in make("-n", "VENV=unmade", "fuzz", *given)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the default index has the CPU's build")
 @pytest.mark.parametrize(("driver", "hinted"), [("", True), ("/usr/bin/nvidia-smi", False)], ids=["none", "some"])
 def test_without_a_driver_the_index_of_the_smaller_build_is_named(tmp_path, driver, hinted):

@@ -23,7 +23,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def pictures(checkpoint: Path) -> Pictures:
     """Noise of many sizes, each picture with the scores that the model gives it alone."""
-    predictor = Predictor(load_checkpoint(str(checkpoint)), device="cpu", backend="torch", dtype="float32", threads=1)
+    predictor = Predictor(
+        load_checkpoint(str(checkpoint)), device="cpu", compile_mode="off", dtype="float32", threads=1
+    )
     return Pictures.make(predictor, count=64)
 
 
@@ -31,7 +33,7 @@ def _serve(folder: Path, checkpoint: Path) -> Iterator[Serve]:
     started: list[Served] = []
 
     def serve(**settings: object) -> Served:
-        defaults: dict[str, Any] = {"checkpoint": checkpoint, "device": "cpu", "dtype": "float32", "threads": 1}
+        defaults: dict[str, Any] = {"checkpoint": checkpoint, "device": "cpu", "dtype": "float32"}
         defaults |= {"request_timeout": 60}  # so that a busy machine refuses nothing that a test wants answered
         server = Served(folder / f"server-{len(started)}.log", **({"warm": True} | defaults | settings))
         started.append(server)

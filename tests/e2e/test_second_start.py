@@ -38,14 +38,14 @@ def test_a_second_server_holds_no_torch_until_something_needs_it(
     def kept() -> int:
         return len(list((tmp_path / "cache" / "graphs").glob("[0-9a-f]*/manifest.json")))
 
-    first = serve(warm=False, cache_dir=tmp_path / "cache", backend="openvino")
+    first = serve(warm=False, cache_dir=tmp_path / "cache")
     assert holds_torch(first)
     answers(first)  # which makes the graph of relevance
     until(lambda: kept() == 2)
     expected = answers(first)
     first.process.terminate()
 
-    second = serve(warm=False, cache_dir=tmp_path / "cache", backend="openvino")
+    second = serve(warm=False, cache_dir=tmp_path / "cache")
     assert answers(second) == expected
     assert second.get("/model").json()["backend"].startswith("openvino")
     assert not holds_torch(second)
@@ -60,6 +60,6 @@ def test_a_second_server_holds_no_torch_until_something_needs_it(
 
 
 def test_nothing_is_kept_where_that_is_off(serve: Serve, pictures: Pictures, tmp_path: Path) -> None:
-    server = serve(cache_dir="off", backend="openvino")
+    server = serve(cache_dir="off")
     server.classify(pictures.files[0]).raise_for_status()
     assert not list(tmp_path.rglob("manifest.json"))

@@ -47,7 +47,9 @@ class Models:
     """What each of the two models says of each picture."""
 
     def __init__(self, pictures: Pictures, folder: Path) -> None:
-        predictor = Predictor(load_checkpoint(str(folder / OTHER_NAME)), device="cpu", backend="torch", dtype="float32")
+        predictor = Predictor(
+            load_checkpoint(str(folder / OTHER_NAME)), device="cpu", compile_mode="off", dtype="float32"
+        )
         scores = np.zeros((len(pictures), len(OTHER_LABELS)), np.float32)
         for index, file in enumerate(pictures.files):
             pixels = preprocess(file, predictor.checkpoint.preprocess)

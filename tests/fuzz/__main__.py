@@ -1,7 +1,6 @@
 """`make fuzz`: hostile pictures, hostile bytes and schemathesis against a real server, and a table of what it did.
 
-Pictures of hostile structure go to a server of their own, one by one, and each is measured. Hostile and damaged
-checkpoints are read without a server, each hostile one in a process of its own.
+Pictures of hostile structure go to a server of their own, one by one, and each is measured.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from pathlib import Path
 
 import httpx
 
-from tests.fuzz import checkpoints, costs, pictures, streams
+from tests.fuzz import costs, pictures, streams
 from tests.fuzz.openapi import schemathesis
 from tests.fuzz.tally import Tally, table
 from tests.launcher import ServerProcess
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
-_WARM_UP, _STRUCTURES, _PICTURES, _STREAMS, _OPENAPI, _CHECKPOINTS = 0.05, 0.25, 0.25, 0.2, 0.15, 0.1
+_WARM_UP, _STRUCTURES, _PICTURES, _STREAMS, _OPENAPI = 0.05, 0.3, 0.25, 0.2, 0.2
 """Shares of the time."""
 
 _SHOWN = 3000
@@ -42,7 +41,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=3)
     parser.add_argument("--seed", type=int, help="of an earlier run, whose cases are then sent again")
     parser.add_argument("--out", type=Path, default=_REPOSITORY / "runs" / "fuzz", help="for cases that went wrong")
-    parser.add_argument("--only", choices=("structures", "checkpoints"), help="this kind alone, for all of the time")
+    parser.add_argument("--only", choices=("structures",), help="this kind alone, for all of the time")
     options = parser.parse_args()
     seed = secrets.randbelow(1 << 32) if options.seed is None else options.seed
     alone = f" ONLY={options.only}" if options.only else ""
@@ -50,13 +49,7 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     shared = Path(os.environ.get("VIT_SHARED", _REPOSITORY.parent / "shared"))
     if options.only:
-        seconds = options.minutes * 60
-        is_structures = options.only == "structures"
-        tally = (
-            _structures(shared, seed, seconds, options.out)
-            if is_structures
-            else _checkpoints(seed, seconds, options.out)
-        )
+        tally = _structures(shared, seed, options.minutes * 60, options.out)
         print(table([tally]))
         return int(bool(tally.faults))
     with tempfile.TemporaryDirectory() as folder, ServerProcess(Path(folder) / "log") as server:
@@ -76,7 +69,6 @@ def fuzz(server: ServerProcess, shared: Path, seed: int, seconds: float, folder:
         *_measured(server, lambda: [asyncio.run(pictures.send(port, files, seed, out, seconds=_PICTURES * seconds))]),
         *_measured(server, lambda: asyncio.run(streams.send(port, seed, out, seconds=_STREAMS * seconds))),
         *_measured(server, lambda: [_schemathesis(server, seed, _OPENAPI * seconds, folder)]),
-        _checkpoints(seed, _CHECKPOINTS * seconds, out),
     ]
     alive, log = _is_ready(server), server.log
     print(table(tallies))
@@ -94,16 +86,6 @@ def _structures(shared: Path, seed: int, seconds: float, out: Path) -> Tally:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         return costs.send(lambda: ServerProcess(log), seed, shared / "data" / "hostile", out, seconds=seconds)
-
-
-def _checkpoints(seed: int, seconds: float, out: Path) -> Tally:
-    """Read each hostile checkpoint and print what it took; then damaged ones for `seconds`."""
-    with tempfile.TemporaryDirectory() as name:
-        lines, faults = checkpoints.table(Path(name))
-        print(lines, flush=True)
-        tally = checkpoints.damage(Path(name), seed, out, seconds=seconds)
-    tally.faults += faults
-    return tally
 
 
 def _measured(server: ServerProcess, run: Callable[[], list[Tally]]) -> list[Tally]:

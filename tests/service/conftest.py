@@ -13,6 +13,5 @@ settings.load_profile("service")
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refuse at once where there is no engine, and give up soon on bodies that do not go on."""
+    """Refuse at once where there is no engine."""
     monkeypatch.setattr(middleware, "HOLD_SECONDS", 0.0)
-    monkeypatch.setattr(middleware, "LINGER_IDLE_SECONDS", 0.3)

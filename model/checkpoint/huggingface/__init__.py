@@ -1,8 +1,4 @@
-"""Hugging Face's layout: `config.json`, weights, an image processor's JSON, as `save_pretrained` writes them.
-
-To add a family, write one module here that fills in a `Family` and add one row to `FAMILIES`. Names
-of tensors are those of the hub's files, whatever a version of transformers calls its modules in memory.
-"""
+"""Hugging Face's layout: `config.json`, weights, an image processor's JSON, as `save_pretrained` writes them."""
 
 from __future__ import annotations
 
@@ -15,34 +11,19 @@ from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import CONFIG_FILE, Files, Folder
-from model.checkpoint.huggingface import beit, clip, dinov2, siglip, vit, zero_shot
-from model.checkpoint.huggingface.family import Family
+from model.checkpoint.huggingface.families import CLIP, FAMILIES, SIGLIP, Family
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE, PROCESSOR_FILE, carried_preprocess
+from model.checkpoint.huggingface.texts import read_texts
 from model.checkpoint.options import CheckpointOptions, indexed_labels
 from model.checkpoint.refusals import validating
 from model.checkpoint.resizing import resized_preprocess
-from model.checkpoint.tensors import TensorSource, renamed
+from model.checkpoint.tensors import renamed
+from model.config import PreprocessConfig, Size, ViTConfig
 from model.errors import CheckpointError
 
-FORMAT: Final = "huggingface"
+__all__ = ["FAMILIES", "FORMAT", "adapted", "read", "recognises"]
 
-FAMILIES: Final[tuple[Family, ...]] = (
-    vit.FAMILY,
-    vit.MSN,
-    vit.IJEPA,
-    vit.DEIT,
-    vit.DEIT_WITH_TEACHER,
-    dinov2.FAMILY,
-    dinov2.WITH_REGISTERS,
-    beit.FAMILY,
-    beit.DATA2VEC,
-    siglip.FAMILY,
-    siglip.NAFLEX,
-    clip.FAMILY,
-    clip.METACLIP_2,
-    zero_shot.CLIP,
-    zero_shot.SIGLIP,
-)
+FORMAT: Final = "huggingface"
 
 _EACH_ITS_SIZE: Final = "its image processor gives each picture a size by its aspect, and one size is served:"
 
@@ -71,43 +52,41 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     problem = config.get("problem_type")
     if problem not in (None, "single_label_classification", "multi_label_classification"):
         raise CheckpointError(f"{where}: problem_type {problem!r:.100} is not classification")
-    multi_label = problem == "multi_label_classification"
-    with validating(where):
-        # Everything that needs no weights is checked before they are fetched.
-        size = family.vit_config(config, 1).image_size
-    carried = None if options.preprocess or family.each_its_size else carried_preprocess(files, family)
-    missing = _EACH_ITS_SIZE if family.each_its_size else f"neither {PREPROCESSOR_FILE} nor {PROCESSOR_FILE}:"
-    if isinstance(files, Folder) and not family.each_its_size:
-        missing += " save the processor into this folder: processor.save_pretrained(FOLDER), or"
-    preprocess = options.preprocess_or(carried, files.place, missing, None if family.resizes else size)
-
-    texts = zero_shot.read_texts(family, files, options) if isinstance(family, zero_shot.Whole) else None
-    tensors = texts.tensors if texts else files.tensors()
+    # Everything that needs no weights is checked before they are fetched.
+    vit = family.vit_config(config, 1, where)
+    preprocess = _preprocess(files, family, options, vit.image_size)
+    tensors, texts = files.tensors(), None
+    if family in (CLIP, SIGLIP):
+        if family is CLIP:
+            with validating(where, names={"projection_width": "projection_dim"}):
+                fields = vit.model_dump() | {"projection_width": config.get("projection_dim", 512)}
+                vit = ViTConfig.model_validate(fields)
+        tensors, texts = read_texts(tensors, files, options, vit.projection_width or vit.width)
+    stored = {name: tensor for name, tensor in tensors.items() if not re.fullmatch(family.unused, name)}
+    stored = renamed(stored, family.rules, files.place)
     is_headless = is_backbone or bool(texts and not texts.labels)
-    unused = re.compile(rf"{family.unused}|.*pooler\.dense\..*" if is_backbone else family.unused).fullmatch
-    stored = TensorSource(family.hub_names(with_body(tensors, family) if is_backbone else tensors), files.place, unused)
-    shape = (0,) if is_headless else stored.shape(family.classifier)
-    if not shape or (shape[0] < 1 and not is_headless):
-        raise CheckpointError(f"{files.place}: {family.classifier} has shape {list(shape)}: no classes")
-    with validating(where):
-        vit_config = family.vit_config(config, shape[0])
-    if is_backbone and vit_config.pool == "cls_mean":
-        vit_config = vit_config.model_copy(update={"pool": "cls"})  # the library's own output of such a class
-    labels = texts.labels if texts else _labels(config, vit_config.num_classes, where, options)
-    vit_config, tensors = family.convert(stored, vit_config, options.image_size or preprocess.size)
-    stored.finish()
+    head = () if is_headless or "head.weight" not in stored else stored["head.weight"].shape
+    classes = head[0] if head else 0
+    if not classes and not is_headless:
+        raise CheckpointError(f"{files.place}: missing key 'head.weight', its classifier, or it has no classes")
+    update: dict[str, Any] = {"num_classes": classes}
+    if is_backbone and vit.pool == "cls_mean":
+        update["pool"] = "cls"  # the library's own output of such a class
+    vit = vit.model_copy(update=update)
+    labels = texts.labels if texts else _labels(config, classes, where, options)
+    vit, native = family.native(stored, vit, options.image_size or preprocess.size, files.place)
     if options.image_size is not None and family.resizes:
-        preprocess = resized_preprocess(preprocess, vit_config.image_size)
+        preprocess = resized_preprocess(preprocess, vit.image_size)
     return Checkpoint(
         name=_name(config, files),
         source=files.source,
         format=FORMAT,
         architecture=config["architectures"][0],
-        config=vit_config,
+        config=vit,
         preprocess=preprocess,
         labels=labels,
-        tensors=native_tensors(tensors, vit_config, files.place),
-        multi_label=texts.zero_shot.independent if texts else multi_label,
+        tensors=native_tensors(native, vit, files.place),
+        multi_label=texts.zero_shot.independent if texts else problem == "multi_label_classification",
         zero_shot=texts and texts.zero_shot,
         embed_texts=texts and texts.tower,
         revision=files.revision,
@@ -117,7 +96,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
 
 def adapted(
     files: Files, name: str, class_name: str | None, classes: int | None
-) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
     """Prepare a base for an adapter: its head may be the adapter's; return the renaming of both's tensors.
 
     Args:
@@ -135,14 +114,16 @@ def adapted(
     if classes is not None and isinstance(labels, dict) and len(labels) != classes:
         del config["id2label"]
     family, _ = _family(config, files.where(CONFIG_FILE))
-    return lambda tensors: renamed(with_body(tensors, family), family.renames)
+    return lambda tensors: renamed(tensors, family.rules, files.place)
 
 
-def with_body(tensors: Mapping[str, Tensor], family: Family) -> dict[str, Tensor]:
-    """Return the tensors of a class without a head under the names that they have in the class with one."""
-    body = f"{str(family.names['patch_embed.proj']).partition('.')[0]}."
-    headless = not any(name.startswith((body, "classifier.", "distillation")) for name in tensors)
-    return {f"{body}{name}" if headless else name: tensor for name, tensor in tensors.items()}
+def _preprocess(files: Files, family: Family, options: CheckpointOptions, size: Size) -> PreprocessConfig:
+    """Return the operator's preprocessing, else the one that the files carry."""
+    carried = None if options.preprocess or family.each_its_size else carried_preprocess(files, family)
+    missing = _EACH_ITS_SIZE if family.each_its_size else f"neither {PREPROCESSOR_FILE} nor {PROCESSOR_FILE}:"
+    if isinstance(files, Folder) and not family.each_its_size:
+        missing += " save the processor into this folder: processor.save_pretrained(FOLDER), or"
+    return options.preprocess_or(carried, files.place, missing, None if family.resizes else size)
 
 
 def _family(config: dict[str, Any], where: str) -> tuple[Family, bool]:
@@ -156,20 +137,14 @@ def _family(config: dict[str, Any], where: str) -> tuple[Family, bool]:
             f"{where}: 'Siglip2Model' takes pictures of any shape (NaFlex), which this version does not; "
             "SigLIP 2 of one resolution is a SiglipModel"
         )
-    if name not in _BY_CLASS | _BACKBONES:
-        siblings = [known for known in _BY_CLASS if name.startswith(known.partition("For")[0])]
-        if siblings and "Classification" not in name:
-            headed = max(siblings, key=lambda known: len(known.partition("For")[0]))
-            raise CheckpointError(
-                f"{where}: {name!r:.100} has no classification head: fine-tune it as {headed}, and give that folder"
-            )
+    family = (_BACKBONES | _BY_CLASS).get(name)
+    if family is None:
         kinds = ", ".join(dict.fromkeys(known.partition("For")[0] for known in _BY_CLASS if "For" in known))
         raise CheckpointError(
             f"{where}: {name!r:.100} is not a Vision Transformer that is read; "
             f"this version reads the ForImageClassification of {kinds}; CLIPModel and SiglipModel; "
             f"and, for embeddings, {', '.join(reversed(_BACKBONES))}"
         )
-    family = (_BACKBONES | _BY_CLASS)[name]
     if config.get("model_type") != family.model_type:
         raise CheckpointError(f"{where}: model_type {config.get('model_type')!r:.100}: expected {family.model_type!r}")
     return family, name not in _BY_CLASS

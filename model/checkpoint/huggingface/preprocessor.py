@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 from model.checkpoint.files import Files
-from model.checkpoint.huggingface.family import Family
+from model.checkpoint.huggingface.families import Family
 from model.checkpoint.refusals import required, validating
 from model.config import PreprocessConfig
 from model.errors import CheckpointError

@@ -10,14 +10,14 @@ import importlib.util
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import DeviceError, VitError
 from model.outputs import MapRequest
-from model.runtime.backend import BackendName, Compilation, CompilationState, require_finite, trial_images
+from model.runtime.backend import Compilation, CompilationState, require_finite, trial_images
 from model.runtime.batches import UNCUT, BatchRequest, HostOutputs, Images, stacked
 from model.runtime.cpu import ThreadPolicy, give_back_memory, keep_freed_memory
 from model.runtime.openvino.graph import PRECISIONS, core
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from model.runtime.torch_cpu import TorchCpu
 
 logger = logging.getLogger(__name__)
+
+REASON: Final = "OpenVINO is installed, has the dtype and agrees with torch"
+"""Why it runs the network."""
 
 
 def unsupported_reason(device: str, dtype: str) -> str | None:
@@ -41,15 +44,6 @@ def unsupported_reason(device: str, dtype: str) -> str | None:
     capability, _ = PRECISIONS[dtype]
     offered = core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     return None if capability in offered else f"this CPU has no {capability} instructions that it uses"
-
-
-def reason_for(requested: BackendName) -> str:
-    """Return why OpenVINO runs the network, which it can."""
-    return (
-        "OpenVINO is requested"
-        if requested == "openvino"
-        else "OpenVINO is installed, has the dtype and agrees with torch"
-    )
 
 
 class LazyTorch:

@@ -97,7 +97,6 @@ class Manifest(BaseModel):
         graph: hashes of the graph's files.
         outputs, layers, relevance, all_tokens: see `NetworkGraph`.
         dtype: that it was found to agree with torch in.
-        threads: how many torch takes by itself here.
         largest_layer: see `model.network.library.largest_layer`.
     """
 
@@ -113,7 +112,6 @@ class Manifest(BaseModel):
     checkpoint: KeptCheckpoint
     parameters: int
     dtype: str
-    threads: int
     largest_layer: int
 
     @property
@@ -287,11 +285,10 @@ class Keep:
     Args:
         entry: where.
         files: what was looked at when it was read, see `model.checkpoint.local_files.recording`.
-        threads: see `Manifest`.
     """
 
-    def __init__(self, entry: Entry, files: Mapping[Path, Signature], threads: int) -> None:
-        self._entry, self._files, self._threads = entry, files, threads
+    def __init__(self, entry: Entry, files: Mapping[Path, Signature]) -> None:
+        self._entry, self._files = entry, files
         self._staged: dict[BatchRequest, tuple[Path, NetworkGraph]] = {}
 
     def stage(self, graph: NetworkGraph) -> NetworkGraph:
@@ -325,7 +322,7 @@ class Keep:
             fields = KeptCheckpoint.model_fields.keys() - {"embed_texts"}
             kept = KeptCheckpoint.model_validate({name: getattr(checkpoint, name) for name in fields})
             facts = {"files": files, "checkpoint": kept, "outputs": graph.outputs, "parameters": parameters}
-            facts |= {"dtype": dtype, "threads": self._threads, "largest_layer": largest_layer(checkpoint.config)}
+            facts |= {"dtype": dtype, "largest_layer": largest_layer(checkpoint.config)}
             self._entry.save(written, graph.request, facts)
         except (OSError, ValueError) as error:
             logger.warning("the graph is not kept, and is made again at each start: %s", error)

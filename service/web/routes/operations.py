@@ -1,4 +1,4 @@
-"""The routes of operators and their tools: /model, /labels, /healthz, /readyz, /metrics and the front page."""
+"""The routes of operators and their tools: /model, /labels, /healthz, /readyz, /metrics."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Literal
 from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
 from model.config import ViTConfig
 from model.outputs import methods_of
 from service.engine.messages import attributes
 from service.observe.metrics import CONTENT_TYPE
-from service.web.pipeline import pipeline_of
+from service.web.request import model_of, service_of
 from service.web.routes.endpoint import Endpoint, problems
 from vitserve.documents import Labels, ModelDescription
 
@@ -27,28 +27,14 @@ class Status(BaseModel):
 
 router = APIRouter(tags=["operations"], route_class=Endpoint)
 
-_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>vitserve</title>
-<h1>vitserve</h1>
-<p>Post a picture: <code>curl -F file=@photo.jpg …/classify</code></p>
-<ul><li><a href="docs">API documentation</a><li><a href="model">Model</a><li><a href="labels">Labels</a>
-<li><a href="readyz">Readiness</a><li><a href="metrics">Metrics</a></ul></html>
-"""
-
-
-@router.get("/", include_in_schema=False)
-async def index(request: Request) -> HTMLResponse:
-    """Show a short text with links."""
-    return HTMLResponse(_PAGE)
-
 
 @router.get("/model", response_model=ModelDescription, responses=problems(503))
 async def model(request: Request) -> ModelDescription:
     """Describe the served model."""
-    pipeline = pipeline_of(request)
-    info = pipeline.model()
-    config = info.config
+    current = model_of(request)
+    info, config = current.info, current.info.config
     return ModelDescription(
-        **attributes(ModelDescription.model_fields, info, config, pipeline.engine.status),
+        **attributes(ModelDescription.model_fields, info, config, current.engine.status),
         input_size=config.image_size,
         channels=config.in_channels,
         layers=config.depth if isinstance(config, ViTConfig) else None,
@@ -63,7 +49,7 @@ async def model(request: Request) -> ModelDescription:
 @router.get("/labels", response_model=Labels, responses=problems(503))
 async def labels(request: Request) -> Labels:
     """Return the classes in index order."""
-    info = pipeline_of(request).model()
+    info = model_of(request).info
     return Labels(model=info.name, labels=list(info.labels))
 
 
@@ -78,12 +64,12 @@ async def healthz(request: Request) -> Status:
 @router.get("/readyz", response_model=Status, responses=problems(503))
 async def readyz(request: Request) -> Status:
     """Answer 200 only when the model is loaded and warm, and the service is not about to stop."""
-    pipeline_of(request).check_ready()
+    service_of(request).check_open()
     return Status(status="ready")
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Return the metrics in Prometheus' text format."""
-    content = await pipeline_of(request).metrics.gather()
+    content = await service_of(request).metrics.gather()
     return Response(content, headers={"Content-Type": CONTENT_TYPE})

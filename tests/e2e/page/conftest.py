@@ -43,7 +43,7 @@ def open_page(browser: Browser, server: Served) -> Open:
 
 def _serving(folders: pytest.TempPathFactory, **settings: Any) -> Iterator[Served]:
     # A minute for each request, so that a busy machine refuses no map: their thread has little priority.
-    settings |= {"device": "cpu", "backend": "torch", "threads": 1, "max_batch": 4, "request_timeout": 60}
+    settings |= {"device": "cpu", "compile": "off", "max_batch": 4, "request_timeout": 60}
     served = Served(folders.mktemp("page") / "server.log", warm=True, **settings)
     yield served
     served.kill()

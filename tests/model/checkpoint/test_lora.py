@@ -151,7 +151,7 @@ def test_what_cannot_be_merged_exactly_is_refused_by_name(fields: dict[str, Any]
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("blocks.9.mlp.fc1.lora_A.weight", (2, 16), "changes 'blocks.9.mlp.fc1', which the base does not have"),
+        ("blocks.9.mlp.fc1.lora_A.weight", (2, 16), "changes 'blocks.9.mlp.fc1' in part"),
         ("blocks.0.mlp.fc1.lora_A.weight", (2, 9), "is not for"),
         ("blocks.0.mlp.fc1.lora_A.weight", (5, 16), "is not for"),
         ("blocks.0.mlp.fc1.lora_embedding_A", (2, 16), "is not of plain LoRA"),

@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 
 from model.checkpoint.files import Folder
 from model.checkpoint.huggingface import FAMILIES
-from model.checkpoint.huggingface.family import Family
+from model.checkpoint.huggingface.families import Family
 from model.checkpoint.huggingface.preprocessor import carried_preprocess, read_preprocessor
 from model.checkpoint.timm import preprocess_of
 from model.config import PreprocessConfig

@@ -137,8 +137,7 @@ def test_every_architecture_has_timms_parameters(name: str, monkeypatch: pytest.
     config = parsed.vit_config()
     with torch.device("meta"):
         ours = VisionTransformer(config)
-    stored = parsed.renamed(theirs.state_dict()) if isinstance(parsed, EvaArguments) else theirs.state_dict()
-    expected = {n: tuple(t.shape) for n, t in native_names(stored, config).items()}
+    expected = {n: tuple(t.shape) for n, t in native_names(theirs.state_dict(), parsed, config, "folder").items()}
     assert {n: tuple(t.shape) for n, t in ours.state_dict().items()} == expected
     assert config.heads == theirs.blocks[0].attn.num_heads
     assert config.norm_eps == theirs.blocks[0].norm1.eps
@@ -159,7 +158,7 @@ def test_what_was_lost_or_is_of_another_shape_is_refused_in_every_tensor(case: s
     config = arguments.vit_config()
 
     def read(tensors: dict[str, torch.Tensor]) -> None:
-        native_tensors(native_names(arguments.renamed(tensors), config), config, "folder")
+        native_tensors(native_names(tensors, arguments, config, "folder"), config, "folder")
 
     read(stored)
     for name, tensor in stored.items():

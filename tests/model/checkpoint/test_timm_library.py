@@ -22,6 +22,7 @@ from model.runtime.compilation import compiled_network
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import Normalise
 from tests.model.checkpoint.parity import pictures, preprocess_file, randomise, relative_error
+from tests.model.runtime.predictions import MODES
 from tests.timm_reference import timm
 
 EXACT = 1e-5
@@ -97,7 +98,9 @@ def assert_predicts(checkpoint: Checkpoint, model: Any, backend: Any) -> None:
     with torch.inference_mode():
         pixels = Normalise(checkpoint.preprocess)(torch.from_numpy(images))
         logits, embeddings = model(pixels), model.forward_head(model.forward_features(pixels), pre_logits=True)
-    predictor = Predictor(checkpoint, device="cpu", dtype="float32", backend=backend, max_batch=4, streams=1)
+    predictor = Predictor(
+        checkpoint, device="cpu", dtype="float32", compile_mode=MODES[backend], max_batch=4, streams=1
+    )
     assert predictor.backend.startswith(backend)
     outputs = predictor.predict(images, RequestedOutputs(2, logits=True, embedding=EmbeddingRequest()))
     found = torch.from_numpy(np.stack([each.logits for each in outputs if each.logits is not None]))

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from model.checkpoint import PREPROCESS_PRESETS, load_checkpoint
-from model.checkpoint.state_dicts import torchvision as reader
-from model.checkpoint.state_dicts.home_made import recognise
+from model.checkpoint import state_dict as reader
+from model.checkpoint.layouts import in_layout
 from model.errors import CheckpointError
 from model.network.vit import count_parameters
 from tests.model.checkpoint.parity import assert_same_logits, preprocess_file, randomise
@@ -22,8 +22,8 @@ from tests.timm_reference import torchvision
 @pytest.fixture
 def small_torchvision(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Makes torchvision's model in a size that our reader is told of, as the real sizes take seconds each."""
-    monkeypatch.setitem(reader.MODELS, (48, 16, 2, 96), ("vit_b_16", 4))
-    monkeypatch.setitem(reader.MODELS, (48, 32, 2, 96), ("vit_b_32", 4))
+    monkeypatch.setitem(reader.TORCHVISION, (48, 16, 2, 96), ("vit_b_16", 4))
+    monkeypatch.setitem(reader.TORCHVISION, (48, 32, 2, 96), ("vit_b_32", 4))
 
     def make(patch: int, size: int, classes: int) -> Any:
         model = torchvision().models.VisionTransformer(size, patch, 2, 4, 48, 96, num_classes=classes).eval()
@@ -60,10 +60,10 @@ def test_torchvision_logits_at_full_size(tmp_path: Path) -> None:
 def test_torchvisions_models_are_told_apart_and_have_its_parameters(name: str) -> None:
     with torch.device("meta"):
         theirs = getattr(torchvision().models, name)()
-    tensors = recognise(theirs.state_dict(), name).tensors
+    _, tensors = in_layout(theirs.state_dict(), name)
     width, _, patch, _ = tensors["patch_embed.proj.weight"].shape
     sizes = (width, patch, len(theirs.encoder.layers), len(tensors["blocks.0.mlp.fc1.weight"]))
-    assert reader.MODELS[sizes] == (name, theirs.encoder.layers[0].num_heads)
+    assert reader.TORCHVISION[sizes] == (name, theirs.encoder.layers[0].num_heads)
     assert sum(tensor.numel() for tensor in tensors.values()) == count_parameters(theirs)
 
 
@@ -109,9 +109,9 @@ def test_torchvisions_published_transforms_are_those_of_the_presets() -> None:
     models = torchvision().models
     for enum in ("ViT_B_16_Weights", "ViT_B_32_Weights", "ViT_L_16_Weights", "ViT_L_32_Weights", "ViT_H_14_Weights"):
         for weights in getattr(models, enum):
-            match = reader._RELEASED.fullmatch(weights.url.rsplit("/", 1)[1])
+            match = reader.TORCHVISION_FILE.fullmatch(weights.url.rsplit("/", 1)[1])
             assert match is not None
-            preset = PREPROCESS_PRESETS[reader.published_preset(match[0], match[1]) or ""]
+            preset = PREPROCESS_PRESETS[reader.TORCHVISION_PRESETS[match[1], match[2]]]
             published = weights.transforms()
             assert preset.size[0] == published.crop_size[0], weights
             assert preset.resize_size[0] == published.resize_size[0], weights

@@ -24,7 +24,6 @@ from tests.model.checkpoint import test_lora, test_timm
 from tests.model.checkpoint.folders import FOLDERS
 from tests.model.checkpoint.home_made import PLAIN, made
 from tests.model.checkpoint.parity import assert_same_logits, preprocess_file, randomise
-from tests.model.checkpoint.test_home_made_names import SMALL, STYLES, vit_pytorch
 from tests.timm_reference import timm, transformers
 
 State = dict[str, Tensor]
@@ -52,7 +51,6 @@ def saved(
     pack: Callable[[nn.Module], Any] = nn.Module.state_dict,
     name: str = "weights.pth",
     architecture: str = PLAIN,
-    weights: str | None = None,
     **network: Any,
 ) -> Maker:
     """Return a maker that saves what `pack` makes of a network of 16 px, as `torch.save` does."""
@@ -62,7 +60,7 @@ def saved(
         torch.save(pack(model), folder / name)
         size, channels = network.get("size", 16), network.get("channels", 3)
         preprocess = preprocess_file(folder, size, size, channels)
-        options = {"architecture": architecture, "preprocess": preprocess, "labels": "numbers", "weights": weights}
+        options = {"architecture": architecture, "preprocess": preprocess, "labels": "numbers"}
         return Brought(folder / name, model, options)
 
     return make
@@ -139,7 +137,8 @@ def _safetensors(folder: Path) -> Brought:
     save_file(
         both | {f"ema.{name}": t + 0.01 for name, t in made(heads=1).state_dict().items()}, folder / "b.safetensors"
     )
-    return made_._replace(source=folder / "b.safetensors", options=made_.options | {"weights": "raw"})
+    (folder / "keys.toml").write_text('weights = "model"')
+    return made_._replace(source=folder / "b.safetensors", options=made_.options | {"keys": str(folder / "keys.toml")})
 
 
 def _timm_folder(folder: Path) -> Brought:
@@ -173,26 +172,6 @@ def _lora(folder: Path) -> Brought:
     test_lora.saved(adapted, folder / "adapter", str(folder / "base"))
     merged = adapted.merge_and_unload().eval()
     return Brought(folder / "adapter", lambda pixels: merged(pixels).logits, {})
-
-
-def _lucidrains(folder: Path) -> Brought:
-    model = vit_pytorch().ViT(**SMALL, heads=3, dim_head=16).eval()
-    randomise(model)
-    return saved(lambda _: model.state_dict(), architecture="vit,num_heads=3")(folder)._replace(network=model)
-
-
-def _stem(folder: Path) -> Brought:
-    model = made()
-    layers = nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 12, 3, 2, 1), nn.ReLU(), nn.Conv2d(12, 48, 1)
-    model.patch_embed["proj"] = nn.Sequential(*layers)
-    randomise(model)
-    given = f"{PLAIN},conv_stem=2-relu-2-relu-1"
-    return saved(lambda _: model.state_dict(), architecture=given)(folder)._replace(network=model)
-
-
-def _style(style: str) -> Maker:
-    architecture, change = STYLES[style]
-    return saved(lambda model: change(dict(model.state_dict())), architecture=architecture)
 
 
 SERVED: Final[dict[str, tuple[Maker, str]]] = {
@@ -229,12 +208,11 @@ SERVED: Final[dict[str, tuple[Maker, str]]] = {
         "best_acc1",
     ),
     ".pkl": (saved(name="weights.pkl"), ""),
-    "EMA pair": (saved(_pair("model_ema", "model"), weights="ema"), ""),
-    "EMA pair, the raw one": (saved(_pair("state_dict", "state_dict_ema"), weights="raw"), ""),
-    "EMA pair by prefixes": (saved(_pair("ema_model.", "model."), weights="ema"), ""),
-    "Lightning with an averaged twin": (saved(_twin, "epoch=3.ckpt", weights="ema"), "ema_model.n_averaged"),
+    "EMA pair": (saved(_pair("model_ema", "model")), ""),
+    "EMA pair by prefixes": (saved(_pair("ema_model.", "model.")), ""),
+    "Lightning with an averaged twin": (saved(_twin, "epoch=3.ckpt"), "ema_model.n_averaged"),
     "EMA pair in safetensors": (_safetensors, ""),
-    "student and teacher": (saved(_pair("teacher", "student"), weights="teacher"), ""),
+    "student and teacher": (saved(_pair("teacher", "student")), ""),
     "backbone and head in one file": (saved(_backbone_and_head), ""),
     "backbone under a prefix": (
         saved(lambda m: {n if n.startswith("head.") else f"backbone.{n}": t for n, t in m.state_dict().items()}),
@@ -245,21 +223,8 @@ SERVED: Final[dict[str, tuple[Maker, str]]] = {
     "timm folder": (_timm_folder, ""),
     "timm_wrapper": (_timm_wrapper, ""),
     "LoRA folder": (_lora, "is merged into"),
-    "two-layer head": (
-        saved(
-            architecture=f"{PLAIN},head_act=relu", head=nn.Sequential(nn.Linear(48, 20), nn.ReLU(), nn.Linear(20, 5))
-        ),
-        "",
-    ),
     "grey, 28 px in patches of 4": (saved(size=28, channels=1), ""),
     "post-norm": (saved(architecture=PLAIN.replace("pre", "post"), norm_first=False), ""),
-    "lucidrains' vit-pytorch": (
-        _lucidrains,
-        "as vit-pytorch has them: to_patch_embedding.2.weight is patch_embed.proj.weight",
-    ),
-    "queries, keys and values apart": (_style("queries, keys and values apart"), "names inferred"),
-    "a layer for each head": (_style("a layer for each head"), "names inferred"),
-    "a stem of convolutions": (_stem, ""),
 }
 
 
@@ -317,10 +282,7 @@ REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
     "ONNX": (_text("net.onnx"), r"a graph made from a network, .* torch\.save\(model\.state_dict\(\), FILE\)"),
     "OpenVINO IR": (_text("net.xml", "<net/>"), "a graph made from a network"),
     "a pickled module": (_held(lambda model: model), r"torch\.save\(model\.state_dict\(\), "),
-    "EMA pair": (_held(_pair("model_ema", "model")), "--weights ema or --weights raw"),
-    "EMA pair by prefixes": (_held(_pair("ema_model.", "model.")), "--weights ema or --weights raw"),
-    "Lightning with an averaged twin": (_held(_twin, "epoch=3.ckpt"), "model and ema_model: .* --weights ema"),
-    "student and teacher": (_held(_pair("student", "teacher")), "--weights student or --weights teacher"),
+    "two copies, of which none is averaged": (_held(_pair("first", "second")), 'VIT_KEYS: weights = "first"'),
     "a backbone without a head": (
         _held(lambda model: _backbone_and_head(model)["backbone"]),
         "it has no classification head: num_classes=0 serves its embeddings alone",
@@ -348,32 +310,18 @@ def test_it_is_refused_in_one_line_that_says_what_to_do(kind: str, tmp_path: Pat
     assert str(source) in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    ("pack", "fitting", "others"),
-    [
-        (lambda s: s, ["raw"], ["ema", "student", "teacher", "state_dict"]),
-        (lambda s: {"state_dict": s}, ["raw"], ["ema", "teacher"]),
-        (lambda s: {"model_ema": s}, ["ema", "model_ema"], ["raw", "model"]),
-        (lambda s: {"state_dict": {f"teacher.backbone.{n}": t for n, t in s.items()}}, ["teacher"], ["student", "ema"]),
-        (lambda s: {f"ema_model.{n}": t for n, t in s.items()} | {"loss.w": torch.ones(2)}, ["ema"], ["raw"]),
-    ],
-)
-def test_the_only_copy_is_read_only_as_what_it_is(
-    pack: Callable[[State], Any], fitting: list[str], others: list[str], tmp_path: Path
-) -> None:
-    source, model, options = saved(lambda model: pack(dict(model.state_dict())))(tmp_path)
-    for weights in fitting:
-        assert_same_logits(load_checkpoint(str(source), **options | {"weights": weights}), model, weights)
-    for weights in others:
-        with pytest.raises(
-            CheckpointError, match=f"holds one copy of a network.*, and none that is called '{weights}'"
-        ):
-            load_checkpoint(str(source), **options | {"weights": weights})
+def test_the_averaged_copy_is_served_and_said_to_be(tmp_path: Path) -> None:
+    source, model, options = saved(_pair("model_ema", "model"))(tmp_path)
+    checkpoint = load_checkpoint(str(source), **options)
+    assert_same_logits(checkpoint, model, "averaged")
+    assert checkpoint.assumed == ('weights: model_ema, and not model (weights = "model" in the file of VIT_KEYS)',)
+    (tmp_path / "keys.toml").write_text('weights = "teacher"')
+    with pytest.raises(CheckpointError, match="holds no copy of a network that is called 'teacher'"):
+        load_checkpoint(str(source), **options, keys=str(tmp_path / "keys.toml"))
 
 
-@pytest.mark.parametrize(("option", "message"), [("weights", "one copy of a network is read"), ("keys", "VIT_KEYS is")])
-def test_options_of_state_dicts_are_refused_beside_a_config(option: str, message: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {option: "ema"}
+def test_a_map_of_names_is_refused_beside_a_config(tmp_path: Path) -> None:
+    (tmp_path / "keys.toml").touch()
     for kind, folder in FOLDERS.items():
-        with pytest.raises(CheckpointError, match=message):
-            load_checkpoint(str(folder(tmp_path / kind)), **options)
+        with pytest.raises(CheckpointError, match="VIT_KEYS is for plain state dicts"):
+            load_checkpoint(str(folder(tmp_path / kind)), keys=str(tmp_path / "keys.toml"))

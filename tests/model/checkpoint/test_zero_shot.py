@@ -27,6 +27,7 @@ from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import Normalise
 from tests.model.checkpoint import whole_models
 from tests.model.checkpoint.parity import pictures
+from tests.model.runtime.predictions import MODES
 from tests.timm_reference import transformers
 
 LABELS = ("cat", "Café DOG's tail!", "a red car, parked", "x" * 200)
@@ -40,7 +41,7 @@ MODELS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def pipeline_scores(model: Any, folder: Path, pixels: Tensor, labels: tuple[str, ...], **options: Any) -> Tensor:
+def pipeline_scores(model: Any, folder: Path, pixels: Tensor, labels: tuple[str, ...]) -> Tensor:
     """What transformers' pipeline answers for normalised pixels [1, C, H, W], in the labels' order."""
     library = transformers()
     tokenizer = library.AutoTokenizer.from_pretrained(folder)
@@ -52,7 +53,7 @@ def pipeline_scores(model: Any, folder: Path, pixels: Tensor, labels: tuple[str,
     )
     from PIL import Image
 
-    answer = pipeline(Image.new("RGB", (8, 8)), candidate_labels=list(labels), **options)
+    answer = pipeline(Image.new("RGB", (8, 8)), candidate_labels=list(labels))
     scores = {each["label"]: each["score"] for each in answer}
     return torch.tensor([scores[label] for label in labels])
 
@@ -66,17 +67,14 @@ def own_scores(checkpoint: Checkpoint, pixels: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", MODELS)
 def test_scores_are_those_of_the_pipeline(name: str, tmp_path: Path) -> None:
     model = MODELS[name](tmp_path)
-    for templates, options in ((None, {}), ("a drawing of {}", {"hypothesis_template": "a drawing of {}"})):
-        # The pipeline cuts texts of SigLIP that are too long, and fails on those of CLIP.
-        labels = LABELS if name.startswith("siglip") else LABELS[:3]
-        checkpoint = load_checkpoint(
-            str(tmp_path), labels=CSV.rsplit(",", len(LABELS) - len(labels))[0], templates=templates
-        )
-        assert checkpoint.labels == labels
-        pixels = pictures(checkpoint, 1)
-        expected = pipeline_scores(model, tmp_path, pixels, labels, **options)
-        assert expected.std() > 1e-3, "the reference says nothing"
-        torch.testing.assert_close(own_scores(checkpoint, pixels), expected, atol=1e-5, rtol=0)
+    # The pipeline cuts texts of SigLIP that are too long, and fails on those of CLIP.
+    labels = LABELS if name.startswith("siglip") else LABELS[:3]
+    checkpoint = load_checkpoint(str(tmp_path), labels=CSV.rsplit(",", len(LABELS) - len(labels))[0])
+    assert checkpoint.labels == labels
+    pixels = pictures(checkpoint, 1)
+    expected = pipeline_scores(model, tmp_path, pixels, labels)
+    assert expected.std() > 1e-3, "the reference says nothing"
+    torch.testing.assert_close(own_scores(checkpoint, pixels), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -100,27 +98,13 @@ def test_features_are_those_of_the_library(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(alone, of_texts.numpy(), atol=1e-5)
 
 
-def test_several_templates_are_averaged(tmp_path: Path) -> None:
-    model = whole_models.clip(tmp_path)
-    file = tmp_path / "templates.txt"
-    file.write_text("a photo of {}.\n\n{} at night\n")
-    checkpoint = load_checkpoint(str(tmp_path), labels="cat,dog", templates=str(file))
-    tokenizer = transformers().AutoTokenizer.from_pretrained(tmp_path)
-    rows = []
-    with torch.inference_mode():
-        for label in ("cat", "dog"):
-            texts = [f"a photo of {label}.", f"{label} at night"]
-            features = model.get_text_features(**tokenizer(texts, padding=True, return_tensors="pt")).pooler_output
-            mean = (features / features.norm(dim=1, keepdim=True)).mean(dim=0)
-            rows.append(mean / mean.norm() * model.logit_scale.exp())
-    torch.testing.assert_close(checkpoint.tensors["head.weight"], torch.stack(rows), atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize(("name", "backend"), [("clip", "openvino"), ("siglip", "torch")])
 def test_a_predictor_serves_it_as_any_classifier(name: str, backend: Any, tmp_path: Path) -> None:
     MODELS[name](tmp_path)
     checkpoint = load_checkpoint(str(tmp_path), labels=CSV)
-    predictor = Predictor(checkpoint, device="cpu", dtype="float32", backend=backend, threads=1, max_batch=2)
+    predictor = Predictor(
+        checkpoint, device="cpu", dtype="float32", compile_mode=MODES[backend], threads=1, max_batch=2
+    )
     predictor.warm_up()
     images = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), np.uint8)
     requested = RequestedOutputs(4, MapRequest("relevance"), embedding=EmbeddingRequest(), logits=True)
@@ -170,7 +154,7 @@ def test_without_labels_it_gives_embeddings_and_takes_labels_of_requests(whole: 
 def test_one_label_of_clip_has_the_score_1_as_in_the_pipeline(tmp_path: Path) -> None:
     whole_models.clip(tmp_path)
     checkpoint = load_checkpoint(str(tmp_path), labels='["cat"]')
-    predictor = Predictor(checkpoint, device="cpu", dtype="float32", backend="torch")
+    predictor = Predictor(checkpoint, device="cpu", dtype="float32", compile_mode="off")
     [outputs] = predictor.predict(np.zeros((1, 16, 16, 3), np.uint8), RequestedOutputs(1))
     assert outputs.scores.tolist() == [1]
 
@@ -241,16 +225,16 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: change_json(folder / "config.json", vision_config_dict=[1]),
         "config.json: vision_config: expected an object",
     ),
-    "an end of a very high number": (text_config(eos_token_id=10**30), "text_config: eos_token_id"),
+    "an end of a very high number": (text_config(eos_token_id=10**30), "fails on a text"),
     "padding on the left": (
         lambda folder: change_json(folder / "tokenizer_config.json", padding_side="left"),
         "padding_side 'left': expected 'right'",
     ),
-    "a layer less": (text_config(num_hidden_layers=1), "unexpected key 'text_model.encoder.layers.1"),
+    "a layer less": (text_config(num_hidden_layers=1), "text tower: unexpected key 'blocks.1"),
     "heads that do not divide": (text_config(num_attention_heads=5), "text_config: .*multiple of heads"),
     "very many layers": (text_config(num_hidden_layers=10**9), "text_config: num_hidden_layers"),
     "another activation": (text_config(hidden_act="mish"), "text_config: hidden_act: activation 'mish'"),
-    "other positions": (text_config(max_position_embeddings=78), "position_embedding.weight has shape"),
+    "other positions": (text_config(max_position_embeddings=78), "text tower: pos_embed.weight has shape"),
     "no scale": (
         lambda folder: change_tensors(folder, lambda tensors: tensors.pop("logit_scale")),
         "missing key 'logit_scale'",
@@ -263,7 +247,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: change_tensors(
             folder, lambda t: [t.pop(name) for name in list(t) if name.startswith("text_model.encoder")]
         ),
-        "missing key 'text_model.encoder",
+        "text tower: missing key 'blocks.0",
     ),
     "a text tower that is not finite": (
         lambda folder: change_tensors(folder, lambda t: t["text_projection.weight"].fill_(torch.nan)),
@@ -290,14 +274,9 @@ def test_a_whole_checkpoint_that_lacks_something_is_refused_in_one_line(case: st
     [
         ({"labels": "nowhere.txt"}, "VIT_LABELS 'nowhere.txt': neither a file nor"),
         ({"labels": "cat,,dog"}, "VIT_LABELS: '', number 2"),
-        (
-            {"labels": "a,b", "templates": "bare"},
-            "VIT_TEMPLATES 'bare': neither a template with {} nor a file",
-        ),
-        ({"labels": "a,b", "templates": "{} and {}"}, "VIT_TEMPLATES: '{} and {}': expected {} once"),
     ],
 )
-def test_labels_and_templates_are_checked(options: dict[str, str], message: str, whole: Path) -> None:
+def test_labels_are_checked(options: dict[str, str], message: str, whole: Path) -> None:
     with pytest.raises(CheckpointError, match=re.escape(message)):
         load_checkpoint(str(whole), **options)  # type: ignore[arg-type]
 
@@ -305,11 +284,6 @@ def test_labels_and_templates_are_checked(options: dict[str, str], message: str,
 def test_labels_come_from_a_file_of_any_length_or_a_preset(whole: Path, tmp_path: Path) -> None:
     (tmp_path / "labels.txt").write_text("cat\na red car, parked\n")
     assert load_checkpoint(str(whole), labels=str(tmp_path / "labels.txt")).labels == ("cat", "a red car, parked")
-
-
-def test_templates_are_for_text_towers_alone() -> None:
-    with pytest.raises(CheckpointError, match="has no text tower: VIT_TEMPLATES does not apply"):
-        load_checkpoint("bundled", templates="a {}")
 
 
 def test_code_that_a_tokenizer_names_is_never_run(copy: Path, tmp_path: Path) -> None:

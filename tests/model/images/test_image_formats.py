@@ -12,7 +12,6 @@ from PIL import Image, ImageOps, TiffImagePlugin
 
 from model.errors import InvalidImage, UnsupportedImageFormat
 from model.images.formats import SUPPORTED_FORMATS
-from model.images.formats.heif import Heif
 from model.images.preprocess import preprocess
 from tests.model.images.pictures import (
     FORMATS,
@@ -216,12 +215,6 @@ def test_every_truncation_is_an_invalid_image(name):
         with pytest.raises((InvalidImage, UnsupportedImageFormat)) as error:
             preprocess(data[:length], config())
         assert length < 16 or error.type is InvalidImage, length
-
-
-def test_heic_without_the_extra_is_unsupported_and_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(Heif, "reader", None)
-    with pytest.raises(UnsupportedImageFormat, match=r"pip install -e '\.\[heic\]'"):
-        preprocess(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + b"\0" * 40, config())
 
 
 @pytest.mark.skipif("HEIF" not in SUPPORTED_FORMATS, reason="pillow-heif is not installed")

@@ -7,13 +7,11 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from typing import Any
 
 import pytest
 from PIL import Image
 
 from model.errors import ImageTooLarge
-from model.images.formats import unpack
 from model.images.preprocess import preprocess
 from tests.model.images.pictures import (
     FORMATS,
@@ -98,23 +96,6 @@ def test_an_operator_may_allow_more_than_pillow_would():
     data = black_png(13_500, 13_500, bits=1)  # Pillow refuses above 178,956,970
 
     assert preprocess(data, config(), max_pixels=200_000_000).max() == 0
-
-
-WEBP: dict[str, dict[str, Any]] = {
-    "VP8 ": {"quality": 50},
-    "VP8L": {"lossless": True},
-    "VP8X": {"quality": 50, "exif": b"Exif\0\0MM\0*"},
-}
-
-
-@pytest.mark.parametrize("size", [(1, 1), (16_383, 3), (3, 16_383), (300, 257), (256, 512)])
-@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
-@pytest.mark.parametrize("kind", WEBP)
-def test_the_size_of_a_webp_is_read_exactly(kind, mode, size):
-    data = encode(Image.new(mode, size), "WEBP", **WEBP[kind])
-
-    assert data[12:16] == (b"VP8X" if (kind, mode) == ("VP8 ", "RGBA") else kind.encode())  # alpha of its own
-    assert unpack(data).size == size
 
 
 PEAK = """

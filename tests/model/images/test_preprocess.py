@@ -116,7 +116,7 @@ def test_squashing_a_sliver_swaps_the_passes_and_stays_the_same_picture(size):
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("mode", ["P", "CMYK", "I;16", "RGBA"])
 def test_a_picture_converted_in_many_strips_equals_one_converted_whole(mode, orientation, monkeypatch):
-    monkeypatch.setattr("model.images.resize._STRIP_PIXELS", 500)
+    monkeypatch.setattr("model.images.resample._STRIP_PIXELS", 500)
     colours = noise(150, 110)
     image = Image.fromarray(np.asarray(noise(150, 110, 1)).astype(np.uint16) << 8) if mode == "I;16" else None
     image = image or (colours.quantize(64) if mode == "P" else colours.convert(mode))

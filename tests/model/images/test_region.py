@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from model.errors import InvalidImage
-from model.images import preprocess as preprocess_module
 from model.images.preprocess import model_input, upright_photo
 from model.images.region import Region
 from tests.model.images.pictures import config, difference, encode, scene
@@ -105,24 +103,6 @@ def test_a_photo_of_any_mode_becomes_rgb(mode):
     photo, _ = upright_photo(encode(image, "PNG"), Region(0, 0, 40, 30))
 
     assert photo.shape == (30, 40, 3) and photo.dtype == np.uint8
-
-
-@pytest.mark.parametrize(
-    ("module", "read"),
-    [
-        (preprocess_module, lambda data: upright_photo(data, Region(0, 0, 4, 4))),
-        (preprocess_module, lambda data: model_input(data, config((4, 4)))),
-    ],
-    ids=["photo", "model's input"],
-)
-def test_pixels_that_pillow_cannot_convert_are_the_pictures_fault(module, read, monkeypatch):
-    def fail(*_, **__):
-        raise ValueError("conversion not supported")
-
-    monkeypatch.setattr(module, "resample_part", lambda *_, **__: None)
-    monkeypatch.setattr(module, "resize", fail)
-    with pytest.raises(InvalidImage, match="cannot be converted: conversion not supported"):
-        read(encode(scene(4, 4), "PNG"))
 
 
 def test_a_large_jpeg_is_decoded_no_smaller_than_the_photo_is_drawn():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Set
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from PIL import Image
 
 from model.errors import ImageError
 from model.images.decode import decode
-from model.images.formats.jpeg import Jpeg
 from model.images.preprocess import min_decoded_size, preprocess, resized_size
 from tests.model.images.pictures import config, difference, encode, noise, scene
 
@@ -119,61 +117,6 @@ class TestScaledDecode:
         assert verdict(data, scaled_decode=True) == "ok"
         for length in (len(data) // 2, len(data) - 40):
             assert verdict(data[:length], scaled_decode=True) == "InvalidImage"
-
-    @pytest.mark.parametrize("subsampling", [0, 1, 2])
-    def test_what_is_left_out_of_a_progressive_jpeg_at_an_eighth_changes_no_pixel(self, subsampling, monkeypatch):
-        data = encode(noise(400, 300), "JPEG", progressive=True, subsampling=subsampling)
-        lengths: list[int] = []
-
-        def recorded(jpeg: Jpeg, scale: int, components: Set[int]) -> bytes | None:
-            shorter = without_fine_scans(jpeg, scale, components)
-            lengths.append(len(shorter or jpeg.data))
-            return shorter
-
-        without_fine_scans = Jpeg.without_fine_scans
-        monkeypatch.setattr(Jpeg, "without_fine_scans", recorded)
-        pixels = preprocess(data, config((16, 16)))
-        monkeypatch.setattr(Jpeg, "without_fine_scans", lambda *_: None)
-
-        assert lengths[0] < len(data) / 2
-        assert np.array_equal(pixels, preprocess(data, config((16, 16))))
-
-    @pytest.mark.parametrize("quality", [50, 75, 95])
-    def test_what_is_left_out_at_a_quarter_is_less_than_scaling_changes(self, quality, monkeypatch):
-        data = encode(
-            noise(100, 75).resize((400, 300), Image.Resampling.BICUBIC), "JPEG", progressive=True, quality=quality
-        )
-        wanted = config((32, 32))
-        pixels = preprocess(data, wanted)
-        monkeypatch.setattr(Jpeg, "without_fine_scans", lambda *_: None)
-        whole = preprocess(data, wanted)
-
-        assert not np.array_equal(pixels, whole)
-        assert np.abs(pixels.astype(int) - whole).mean() < 1
-
-    def test_at_half_the_size_nothing_is_left_out(self):
-        def shorter(data: bytes, scale: int, components: Set[int]) -> bytes | None:
-            return Jpeg.parse(data).without_fine_scans(scale, components)
-
-        data = damageable("progressive")
-
-        assert shorter(data, 2, {1, 2, 3}) is None
-        assert shorter(data, 4, {1}) is not None
-        assert shorter(data, 4, set()) is None
-        assert shorter(data[:-2], 4, {1}) is None
-        assert shorter(damageable("progressive restarts"), 4, {1}) is None
-        assert shorter(damageable("baseline"), 4, {1}) is None
-
-    @pytest.mark.parametrize("scaled_decode", [True, False])
-    def test_the_last_scan_of_a_progressive_jpeg_is_judged_though_its_data_is_left_out(self, scaled_decode):
-        data = damageable("progressive")
-        header = data.rindex(b"\xff\xda")
-        tables = data.rindex(b"\xff\xc4", 0, header)
-        for place, value in [(header + 5, 99), (header + 8, 64), (tables + 5, 255)]:  # component, frequency, code
-            broken = bytearray(data)
-            broken[place] = value
-
-            assert verdict(broken, scaled_decode=scaled_decode) == "InvalidImage"
 
     @pytest.mark.parametrize("scaled_decode", [True, False])
     def test_the_pixel_limit_is_on_the_stored_size(self, scaled_decode):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from model.outputs import AttentionMap, MapRequest, RequestedOutputs
+from model.runtime.backend import CompileMode
 from model.runtime.batches import Images
 from model.runtime.predictor import Predictor
+
+MODES: Final[dict[str, CompileMode]] = {"openvino": "auto", "auto": "auto", "torch": "off"}
+"""What makes this library run the network on a CPU."""
 
 
 class Predictions(NamedTuple):

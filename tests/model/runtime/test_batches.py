@@ -56,7 +56,7 @@ def test_the_pieces_outputs_are_joined_in_order(layers: int) -> None:
 
 
 def test_torch_launches_no_other_sizes_and_has_tried_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Predictor(make_checkpoint(), device="cpu", backend="torch", dtype="float32", max_batch=16)
+    made = Predictor(make_checkpoint(), device="cpu", compile_mode="off", dtype="float32", max_batch=16)
     images = make_images(16)
     alone = [predict(made, images[index : index + 1], top_k=5).scores[0] for index in range(16)]
     launched: list[int] = []
@@ -80,7 +80,7 @@ def test_warm_up_tries_no_further_size_when_its_time_is_over(
     moments = iter([0.0, 0.0, 1.9, 2.0])
     monkeypatch.setattr(predictor_module, "monotonic", lambda: next(moments))
     caplog.set_level("INFO")
-    Predictor(make_checkpoint(), device="cpu", backend="torch", max_batch=16).warm_up()
+    Predictor(make_checkpoint(), device="cpu", compile_mode="off", max_batch=16).warm_up()
     assert tried == [16, 8]
     assert "batches of 7 and less" in caplog.text
 

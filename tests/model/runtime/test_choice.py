@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from model.errors import DeviceError
 from model.runtime import choice
 from model.runtime.cuda.backend import Cuda
 from model.runtime.openvino.backend import OpenVino
@@ -24,10 +23,10 @@ def made(**options: Any) -> Predictor:
 @pytest.mark.parametrize(
     ("options", "kind", "reason"),
     [
-        ({"backend": "torch"}, TorchCpu, "torch is requested"),
-        ({"compile_mode": "on"}, TorchCpu, "torch is to compile the network"),
+        ({"compile_mode": "off"}, TorchCpu, "torch is chosen"),
+        ({"compile_mode": "on"}, TorchCpu, "torch is chosen"),
         ({"dtype": "float16"}, TorchCpu, "OpenVINO is not possible: "),
-        ({"backend": "torch", "ops": StandInOps()}, Cuda, "torch is requested"),
+        ({"ops": StandInOps()}, Cuda, "torch is chosen"),
     ],
     ids=["requested", "compiled", "half precision", "on an accelerator"],
 )
@@ -43,11 +42,8 @@ def test_openvino_runs_the_network_unless_another_backend_is_requested() -> None
     predictor = made()
     assert isinstance(predictor._backend, OpenVino)
     assert predictor.backend_reason == "OpenVINO is installed, has the dtype and agrees with torch"
-    assert made(backend="openvino", compile_mode="on").backend_reason == "OpenVINO is requested"
 
 
 def test_without_the_package_auto_is_torch_and_openvino_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "unsupported_reason", lambda device, dtype: "the package is not installed")
     assert made().backend_reason == "OpenVINO is not possible: the package is not installed"
-    with pytest.raises(DeviceError, match=r"^backend openvino: the package is not installed$"):
-        made(backend="openvino")

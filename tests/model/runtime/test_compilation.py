@@ -79,7 +79,7 @@ class OutOfResources(Exception):
 def test_a_compiler_that_fails_is_told_and_the_model_answers_without(
     error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    predictor = Predictor(make_checkpoint(), device="cpu", backend="torch", dtype="float32", max_batch=2)
+    predictor = Predictor(make_checkpoint(), device="cpu", compile_mode="off", dtype="float32", max_batch=2)
     expected = predict(predictor, make_images(2), top_k=5)
 
     def broken(*_: object, **__: object) -> object:
@@ -99,7 +99,7 @@ def test_a_compiler_that_fails_is_told_and_the_model_answers_without(
 def test_a_batch_that_is_under_way_when_the_compiled_model_takes_over_does_not_run_on_it_unpadded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    predictor = Predictor(make_checkpoint(), device="cpu", backend="torch", dtype="float32", max_batch=4)
+    predictor = Predictor(make_checkpoint(), device="cpu", compile_mode="off", dtype="float32", max_batch=4)
     expected = predict(predictor, make_images(3), top_k=5)
 
     def compiled(*_: object) -> ViTOutput:
@@ -174,7 +174,7 @@ def test_a_fixed_bias_is_the_one_that_is_gathered_with_rows_that_fused_kernels_r
 def test_a_backend_gathers_no_bias_while_it_serves() -> None:
     model = beit()
     checkpoint = make_checkpoint(config=model.config, tensors=model.state_dict())
-    predictor = Predictor(checkpoint, device="cpu", backend="torch", dtype="float32", max_batch=2)
+    predictor = Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32", max_batch=2)
     fixed = [attention.fixed_bias for attention in attentions(predictor._backend._plain)]  # type: ignore[attr-defined]
     assert [bias.shape for bias in fixed if bias is not None] == [(1, 2, 7, 7)] * 2
 

@@ -79,9 +79,7 @@ def test_a_model_that_overflows_in_the_float16_of_auto_runs_in_float32(
     checkpoint = make_checkpoint()
     tensors = dict(checkpoint.tensors)
     tensors["head.weight"] = tensors["head.weight"] * scale
-    predictor = Predictor(
-        make_checkpoint(tensors=tensors), device="cpu", backend="torch", max_batch=2, ops=StandInOps()
-    )
+    predictor = Predictor(make_checkpoint(tensors=tensors), device="cpu", max_batch=2, ops=StandInOps())
     assert predictor.dtype == dtype
     predictor.warm_up()
     assert predict(predictor, make_images(2), top_k=1).finite.all()

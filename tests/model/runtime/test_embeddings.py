@@ -27,6 +27,7 @@ from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import Normalise
 from model.runtime.torch_cpu import TorchCpu
 from tests.model.runtime.cuda.device_stand_in import StandInOps
+from tests.model.runtime.predictions import MODES
 from tests.model.runtime.test_predictor import make_checkpoint, make_images
 
 BACKENDS = (
@@ -60,10 +61,10 @@ def checkpoint_of(kind: str) -> Checkpoint:
 
 def predictor_of(backend: str, checkpoint: Checkpoint) -> Predictor:
     if backend == "stand-in":
-        made = Predictor(checkpoint, device="cpu", dtype="float32", backend="torch", max_batch=8, ops=StandInOps())
+        made = Predictor(checkpoint, device="cpu", dtype="float32", max_batch=8, ops=StandInOps())
         made.warm_up()  # batches go through captured graphs
         return made
-    return Predictor(checkpoint, device="cpu", dtype="float32", backend=backend, threads=2)  # type: ignore[arg-type]
+    return Predictor(checkpoint, device="cpu", dtype="float32", compile_mode=MODES[backend], threads=2)
 
 
 def reference(checkpoint: Checkpoint, images: np.ndarray) -> dict[Pooling, np.ndarray]:
@@ -189,14 +190,14 @@ def test_a_mean_that_the_head_does_not_read_is_openvinos(
 def test_an_embedding_of_zeros_stays_one_when_it_is_normalised() -> None:
     plain = make_checkpoint()
     zeros = {name: torch.zeros_like(tensor) for name, tensor in plain.tensors.items()}
-    predictor = Predictor(make_checkpoint(tensors=zeros), device="cpu", dtype="float32", backend="torch")
+    predictor = Predictor(make_checkpoint(tensors=zeros), device="cpu", dtype="float32", compile_mode="off")
     [outputs] = predictor.predict(make_images(1), RequestedOutputs(1, embedding=EmbeddingRequest("head", True)))
     assert outputs.embedding is not None
     assert outputs.embedding.tolist() == [0.0] * 32
 
 
 def test_an_embedding_keeps_nothing_of_its_batch() -> None:
-    predictor = Predictor(make_checkpoint(), device="cpu", dtype="float32", backend="torch")
+    predictor = Predictor(make_checkpoint(), device="cpu", dtype="float32", compile_mode="off")
     outputs = predictor.predict(make_images(3), RequestedOutputs(1, embedding=EmbeddingRequest("mean")))
     assert all(each.embedding is not None and each.embedding.base is None for each in outputs)
 

@@ -18,7 +18,7 @@ from model.explanation.methods import explain
 from model.network.vit import VisionTransformer, ViTOutput
 from model.outputs import MapRequest, RequestedOutputs
 from model.runtime import cpu
-from model.runtime.backend import BackendName, CompilationState, trial_images
+from model.runtime.backend import CompilationState, trial_images
 from model.runtime.building import Builder
 from model.runtime.cpu import cpu_has_bfloat16
 from model.runtime.device import choose_device, choose_dtype
@@ -26,7 +26,7 @@ from model.runtime.openvino.backend import unsupported_reason
 from model.runtime.predictor import Predictor
 from model.runtime.scores import Scores
 from model.runtime.torch_backend import Normalise
-from tests.model.runtime.predictions import predict
+from tests.model.runtime.predictions import MODES, predict
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 
@@ -58,11 +58,11 @@ def make_images(count: int) -> np.ndarray:
 
 def test_the_largest_batch_on_a_cpu_is_bounded_by_what_its_largest_layer_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = make_checkpoint()
-    assert Builder(checkpoint, {"device": "cpu", "backend": "torch"}).build().max_batch == 32
+    assert Builder(checkpoint, {"device": "cpu", "compile_mode": "off"}).build().max_batch == 32
     assert isinstance(checkpoint.config, ViTConfig)
     monkeypatch.setattr(cpu, "LARGEST_LAYER", 5 * checkpoint.config.largest_layer)
-    assert Builder(checkpoint, {"device": "cpu", "backend": "torch"}).build().max_batch == 4
-    assert Builder(checkpoint, {"device": "cpu", "backend": "torch", "max_batch": 8}).build().max_batch == 8
+    assert Builder(checkpoint, {"device": "cpu", "compile_mode": "off"}).build().max_batch == 4
+    assert Builder(checkpoint, {"device": "cpu", "compile_mode": "off", "max_batch": 8}).build().max_batch == 8
 
 
 def spoil_second_image(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_scores_are_the_sorted_softmax_of_the_normalised_pixels() -> None:
     images = make_images(4)
     expected = expected_scores(checkpoint, images).softmax(dim=-1)
 
-    found = predict(Predictor(checkpoint, device="cpu", backend="torch", dtype="float32"), images, top_k=5)
+    found = predict(Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32"), images, top_k=5)
 
     order = expected.argsort(dim=-1, descending=True)
     np.testing.assert_array_equal(found.indices, order.numpy())
@@ -101,13 +101,13 @@ def test_scores_are_the_sorted_softmax_of_the_normalised_pixels() -> None:
 def test_a_multi_label_checkpoint_gives_independent_sigmoids() -> None:
     checkpoint = make_checkpoint(multi_label=True)
     images = make_images(2)
-    found = predict(Predictor(checkpoint, device="cpu", backend="torch", dtype="float32"), images, top_k=2)
+    found = predict(Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32"), images, top_k=2)
     expected = expected_scores(checkpoint, images).sigmoid().topk(2)
     np.testing.assert_allclose(found.scores, expected.values.numpy(), atol=1e-6)
 
 
 def test_each_image_of_a_mixed_batch_gets_the_map_it_asked_for() -> None:
-    predictor = Predictor(make_checkpoint(), device="cpu", backend="torch", dtype="float32")
+    predictor = Predictor(make_checkpoint(), device="cpu", compile_mode="off", dtype="float32")
     images = make_images(5)
     wanted = [MapRequest.row(0, "max"), None, MapRequest.row(1, 1), MapRequest.row(1), MapRequest.row(0, "max")]
 
@@ -137,8 +137,8 @@ BACKENDS = (
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_logits_are_given_beside_the_scores_that_are_made_of_them(backend: BackendName) -> None:
-    predictor = Predictor(make_checkpoint(temperature=1.7), device="cpu", backend=backend, dtype="float32")
+def test_logits_are_given_beside_the_scores_that_are_made_of_them(backend: str) -> None:
+    predictor = Predictor(make_checkpoint(temperature=1.7), device="cpu", compile_mode=MODES[backend], dtype="float32")
     images = make_images(9)  # of two pieces
 
     for maps in ((), [MapRequest.row(1)] * 9, [MapRequest.row(0)] * 9):
@@ -151,14 +151,14 @@ def test_logits_are_given_beside_the_scores_that_are_made_of_them(backend: Backe
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_sets_of_labels_are_made_of_logits_for_those_images_that_ask(backend: BackendName) -> None:
+def test_sets_of_labels_are_made_of_logits_for_those_images_that_ask(backend: str) -> None:
     images = make_images(9)
-    plain = Predictor(make_checkpoint(), device="cpu", backend="torch", dtype="float32")
+    plain = Predictor(make_checkpoint(), device="cpu", compile_mode="off", dtype="float32")
     energies = scores_and_energies(plain.logits(images), 2.0)[1]
     middle = (np.sort(energies)[3:5].sum() / 2).repeat(99)
     calibration = Calibration.of("made", 99, 2.0, np.linspace(0, 0.25, 99), middle)
     checkpoint = make_checkpoint(temperature=2.0, calibration=calibration)
-    predictor = Predictor(checkpoint, device="cpu", backend=backend, dtype="float32")
+    predictor = Predictor(checkpoint, device="cpu", compile_mode=MODES[backend], dtype="float32")
     predictor.set_coverage(0.8)
     requests = [RequestedOutputs(1, label_set=place != 3) for place in range(9)]
     found = [each.label_set for each in predictor.predict(images, requests)]
@@ -172,9 +172,9 @@ def test_sets_of_labels_are_made_of_logits_for_those_images_that_ask(backend: Ba
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_explanations_of_any_method_stand_beside_attention_rows(backend: BackendName) -> None:
+def test_explanations_of_any_method_stand_beside_attention_rows(backend: str) -> None:
     checkpoint = make_checkpoint()
-    predictor = Predictor(checkpoint, device="cpu", backend=backend, dtype="float32")
+    predictor = Predictor(checkpoint, device="cpu", compile_mode=MODES[backend], dtype="float32")
     images = make_images(6)
     wanted = [
         MapRequest("gae", 3),
@@ -219,7 +219,7 @@ def test_explanations_of_any_method_stand_beside_attention_rows(backend: Backend
 
 
 def test_an_image_without_a_finite_score_is_told_apart_from_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    predictor = Predictor(make_checkpoint(), device="cpu", backend="torch", dtype="float32")
+    predictor = Predictor(make_checkpoint(), device="cpu", compile_mode="off", dtype="float32")
     images = make_images(3)
     expected = predict(predictor, images, top_k=5)
     spoil_second_image(monkeypatch)
@@ -231,15 +231,15 @@ def test_an_image_without_a_finite_score_is_told_apart_from_its_neighbours(monke
 
 @pytest.mark.parametrize("shape", [(0, 16, 24, 3), (1, 24, 16, 3), (1, 16, 24, 1), (9, 16, 24, 3)])
 def test_images_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
-    predictor = Predictor(make_checkpoint(), device="cpu", backend="torch", max_batch=8)
+    predictor = Predictor(make_checkpoint(), device="cpu", compile_mode="off", max_batch=8)
     with pytest.raises(ValueError, match="expected uint8"):
         predict(predictor, np.zeros(shape, np.uint8), top_k=1)
 
 
 def test_bfloat16_answers_as_float32_does_within_its_precision() -> None:
     checkpoint, images = make_checkpoint(), make_images(16)
-    exact = predict(Predictor(checkpoint, device="cpu", backend="torch", dtype="float32"), images, top_k=5)
-    rough = predict(Predictor(checkpoint, device="cpu", backend="torch", dtype="bfloat16"), images, top_k=5)
+    exact = predict(Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32"), images, top_k=5)
+    rough = predict(Predictor(checkpoint, device="cpu", compile_mode="off", dtype="bfloat16"), images, top_k=5)
     clear = exact.scores[:, 0] - exact.scores[:, 1] > 0.1
     assert clear.any()
     np.testing.assert_array_equal(rough.indices[clear, 0], exact.indices[clear, 0])
@@ -250,12 +250,12 @@ def test_warm_up_refuses_a_model_that_overflows_its_dtype() -> None:
     tensors = dict(checkpoint.tensors)
     tensors["head.weight"] = tensors["head.weight"] * 1e30
     with pytest.raises(DeviceError, match="not finite"):
-        Predictor(make_checkpoint(tensors=tensors), device="cpu", backend="torch", dtype="float16").warm_up()
+        Predictor(make_checkpoint(tensors=tensors), device="cpu", compile_mode="off", dtype="float16").warm_up()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", ["torch", "openvino", "auto"])
-def test_warm_up_refuses_a_model_that_is_finite_on_nothing_but_black(backend: BackendName, dtype: str) -> None:
+def test_warm_up_refuses_a_model_that_is_finite_on_nothing_but_black(backend: str, dtype: str) -> None:
     if backend == "openvino" and unsupported_reason("cpu", dtype):
         pytest.skip("OpenVINO does not compute so here")
     checkpoint = make_checkpoint()
@@ -266,13 +266,13 @@ def test_warm_up_refuses_a_model_that_is_finite_on_nothing_but_black(backend: Ba
     tensors[name] = torch.full_like(tensors[name], 3e38)
     spoilt = make_checkpoint(tensors=tensors, preprocess=preprocess)
     with pytest.raises(DeviceError, match="not finite") as raised:
-        Predictor(spoilt, device="cpu", backend=backend, dtype=dtype, max_batch=1).warm_up()
+        Predictor(spoilt, device="cpu", compile_mode=MODES[backend], dtype=dtype, max_batch=1).warm_up()
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("check", [Predictor.warm_up, Predictor.check])
 def test_scores_must_be_finite_and_not_logits_alone(check: Callable[[Predictor], None]) -> None:
-    predictor = Predictor(make_checkpoint(temperature=1e-300), device="cpu", backend="torch", max_batch=1)
+    predictor = Predictor(make_checkpoint(temperature=1e-300), device="cpu", compile_mode="off", max_batch=1)
     with pytest.raises(NotFinite, match=r"^cpu: warm-up gave scores of black that are not finite in \w+$"):
         check(predictor)
 
@@ -284,7 +284,7 @@ def test_extreme_pictures_are_shown_at_the_warm_up(value: int, name: str, monkey
     def spoilt(self: Normalise, images: torch.Tensor) -> torch.Tensor:
         return torch.where((images == value).all(), float("nan"), normalise(self, images))
 
-    predictor = Predictor(make_checkpoint(), device="cpu", backend="torch", max_batch=1)
+    predictor = Predictor(make_checkpoint(), device="cpu", compile_mode="off", max_batch=1)
     monkeypatch.setattr(predictor._backend, "exercise", lambda sizes: None)
     monkeypatch.setattr(Normalise, "forward", spoilt)
     with pytest.raises(NotFinite, match=f"scores of {name} "):
@@ -333,9 +333,7 @@ def test_auto_is_bfloat16_only_where_it_is_native() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # the first compilation on a busy machine
 def test_the_compiled_model_takes_over_with_the_same_answers() -> None:
-    predictor = Predictor(
-        make_checkpoint(depth=1), device="cpu", backend="torch", dtype="float32", compile_mode="on", max_batch=2
-    )
+    predictor = Predictor(make_checkpoint(depth=1), device="cpu", dtype="float32", compile_mode="on", max_batch=2)
     if predictor.compilation.state is not CompilationState.COMPILING:
         pytest.skip(predictor.compiled)
     images = make_images(2)
@@ -350,7 +348,7 @@ def test_the_compiled_model_takes_over_with_the_same_answers() -> None:
     after = predict(predictor, images, top_k=5)
     np.testing.assert_allclose(after.scores, before.scores, atol=1e-4)
     np.testing.assert_array_equal(after.indices, before.indices)
-    padded = Predictor(make_checkpoint(depth=1), device="cpu", backend="torch", dtype="float32")
+    padded = Predictor(make_checkpoint(depth=1), device="cpu", compile_mode="off", dtype="float32")
     np.testing.assert_allclose(
         predict(predictor, images[1:2], top_k=5).scores, predict(padded, images[1:2], top_k=5).scores, atol=1e-4
     )

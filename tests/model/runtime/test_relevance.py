@@ -18,7 +18,6 @@ from model.explanation.methods import explain
 from model.explanation.relevance import token_relevance
 from model.outputs import AttentionMap, MapRequest
 from model.runtime import postprocess
-from model.runtime.backend import BackendName
 from model.runtime.batches import BatchRequest, HostOutputs
 from model.runtime.openvino import network, tracing
 from model.runtime.openvino.backend import OpenVino, unsupported_reason
@@ -28,7 +27,7 @@ from model.runtime.torch_backend import Normalise, TorchBackend
 from model.runtime.torch_cpu import TorchCpu
 from tests.model.explanation.test_methods import FAMILIES, model_of
 from tests.model.runtime.cuda.device_stand_in import StandInOps
-from tests.model.runtime.predictions import Predictions, predict
+from tests.model.runtime.predictions import MODES, Predictions, predict
 
 RELEVANCE = MapRequest("relevance")
 MIXED = [RELEVANCE, None, MapRequest.row(0, 1), RELEVANCE, MapRequest.row(3, "max")]
@@ -51,8 +50,10 @@ def images_for(predictor: Predictor, count: int = 5) -> np.ndarray:
     return np.random.default_rng(2).integers(0, 256, (count, *predictor.config.image_size, 3), dtype=np.uint8)
 
 
-def made(family: str, backend: BackendName = "torch", **options: Any) -> Predictor:
-    return Predictor(checkpoint_of(family), device="cpu", dtype="float32", backend=backend, threads=1, **options)
+def made(family: str, backend: str = "torch", **options: Any) -> Predictor:
+    return Predictor(
+        checkpoint_of(family), device="cpu", dtype="float32", compile_mode=MODES[backend], threads=1, **options
+    )
 
 
 def require_explanation(predictor: Predictor, images: np.ndarray, place: int, found: Predictions) -> None:

@@ -82,6 +82,6 @@ def test_a_model_on_the_cpu_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     library = SimpleNamespace(mallopt=mallopt)
     monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
-    predictor = Predictor(checkpoint_of("plain"), device="cpu", backend="torch", threads=1)
+    predictor = Predictor(checkpoint_of("plain"), device="cpu", compile_mode="off", threads=1)
     assert isinstance(predictor._backend, TorchCpu)
     assert told == [-3, -1]

@@ -99,7 +99,7 @@ def test_a_folder_and_a_checkpoint_become_a_model_of_other_classes_at_another_si
     assert (checkpoint.preprocess.mean, checkpoint.preprocess.std) == (MEAN, STD)
     assert (checkpoint.preprocess.resize, checkpoint.preprocess.interpolation) == ("squash", "bilinear")
     assert not checkpoint.multi_label
-    predictor = Predictor(checkpoint, device="cpu", backend="torch", dtype="float32")
+    predictor = Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32")
     for index, colour in enumerate(COLOURS):
         [path] = write_class(tmp_path / "new" / colour, colour, 1, seed=9)
         pixels = preprocess(path.read_bytes(), checkpoint.preprocess)

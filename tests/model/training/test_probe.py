@@ -39,7 +39,7 @@ def probe_of(checkpoint: Path) -> Recipe:
 
 
 def predictor_of(checkpoint: Checkpoint) -> Predictor:
-    return Predictor(checkpoint, device="cpu", backend="torch", dtype="float32", threads=1)
+    return Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32", threads=1)
 
 
 def noise(count: int, width: int = 12) -> Tensor:

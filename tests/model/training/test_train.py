@@ -63,7 +63,7 @@ def test_a_run_leaves_a_folder_that_the_service_loads_and_that_scores_as_reporte
     assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.float16}
     assert (out / "model.safetensors").stat().st_mode == (out / "config.json").stat().st_mode
     images = cifar10.read(cifar, cifar10.TEST_FILES)
-    scores = predict_scores(Predictor(checkpoint, device="cpu", backend="torch", dtype="float32"), images.pixels)
+    scores = predict_scores(Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32"), images.pixels)
     measured = measure(scores, images.labels, checkpoint.labels)
     assert measured.count == 100
     assert measured.accuracy == record["test"]["accuracy"] > 0.5
@@ -79,7 +79,7 @@ def test_the_folder_is_calibrated_on_the_validation_images(finished: tuple[Path,
     assert calibration.pictures == len(calibration.scores) == record["validation"]["count"]
     assert np.mean(np.greater(calibration.scores, 0.5)) == pytest.approx(record["validation"]["accuracy"], abs=0.1)
     # Energies are of the network's own logits: log-probabilities would have energies near 0, which tell nothing.
-    predictor = Predictor(load_checkpoint(str(out)), device="cpu", backend="torch", dtype="float32")
+    predictor = Predictor(load_checkpoint(str(out)), device="cpu", compile_mode="off", dtype="float32")
     logits = predict_logits(predictor, cifar10.read(cifar, cifar10.TEST_FILES).pixels)
     energies = np.log(np.exp(logits / calibration.temperature).sum(axis=1))
     assert np.median(calibration.energies) == pytest.approx(np.median(energies), rel=0.2)

@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VIT_BACKEND", "torch")
+    monkeypatch.setenv("VIT_COMPILE", "off")
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_each_method_gives_the_map_of_its_function(
     request = MapRequest.of_rollout("max", 0.5) if ":" in method else MapRequest(cast(Any, method))
     for file in files:
         pixels = preprocess(file.read_bytes(), loaded.preprocess)[None]
-        predictor = Predictor(loaded, device="cpu", dtype="float32", backend="torch")
+        predictor = Predictor(loaded, device="cpu", dtype="float32", compile_mode="off")
         if method == "cls":
             map_ = predictor.predict(pixels, RequestedOutputs(1, MapRequest.row(1)))[0].map
             assert map_ is not None

@@ -71,7 +71,7 @@ def test_each_row_is_the_embedding_of_the_file_that_the_table_names(
     assert (found.shape, found.dtype) == ((3, 16), np.float32)
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
     loaded, settings = load_checkpoint(str(checkpoint)), load_settings({})
-    predictor = Predictor(loaded, device="cpu", dtype="float32", backend="torch")
+    predictor = Predictor(loaded, device="cpu", dtype="float32", compile_mode="off")
     for row, file in zip(found, ("a.jpg", "b.png", "deep/c.webp"), strict=True):
         pixels = read_input((pictures / file).read_bytes(), loaded.preprocess, settings).pixels
         asked = RequestedOutputs(1, embedding=EmbeddingRequest("mean", True))

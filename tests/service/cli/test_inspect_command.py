@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -106,15 +105,6 @@ def test_labels_with_commas_are_told_apart(tmp_path: Path, capsys: pytest.Captur
     assert code == 0
     row = next(line for line in out.splitlines() if line.startswith("labels"))
     assert row.split(maxsplit=1)[1] == '4: "tench, Tinca tinca", "goldfish, Carassius auratus", "chèvre", …'
-
-
-def test_a_map_of_names_that_does_not_exist_is_drafted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save({"layers.0.a.weight": torch.zeros(2, 2), "head.weight": torch.zeros(3, 2)}, tmp_path / "odd.pth")
-    code, told, _ = run(capsys, "inspect", tmp_path / "odd.pth", "--keys", tmp_path / "draft.toml")
-    assert code == 0
-    draft = (tmp_path / "draft.toml").read_text()
-    assert told == f"{tmp_path / 'draft.toml'}: a first draft of 2 entries; in 1 of them say what it is in place of ?\n"
-    assert [entry["to"] for entry in tomllib.loads(draft)["tensor"]] == ["?", "head.weight"]
 
 
 def test_what_a_checkpoint_does_not_say_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

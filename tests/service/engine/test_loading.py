@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from model.calibration import Calibration
 from model.checkpoint import native
@@ -32,7 +31,7 @@ from tests.service.fakes import PATIENCE, model_info
 
 @pytest.mark.parametrize(("given", "name"), [({}, "vit-cifar10"), ({"model_name": "cats"}, "cats")])
 def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(given: dict[str, str], name: str) -> None:
-    predictor, info = load_predictor(load_settings({"device": "cpu", "backend": "torch", "max_batch": "3", **given}))
+    predictor, info = load_predictor(load_settings({"device": "cpu", "compile": "off", "max_batch": "3", **given}))
     checkpoint = predictor.checkpoint
     facts = {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
     assert facts.pop("name") == name
@@ -73,7 +72,7 @@ def test_the_predictor_is_made_as_the_settings_say_and_notes_are_logged(
     monkeypatch.setattr(loading, "checkpoint_from", lambda _: checkpoint)
     monkeypatch.setattr("model.runtime.predictor.Predictor", predictor)
     chosen = {
-        "device": "cuda:1", "dtype": "bfloat16", "backend": "torch", "max_batch": 3, "threads": 2, "streams": 3,
+        "device": "cuda:1", "dtype": "bfloat16", "max_batch": 3,
     }  # fmt: skip
     _, info = load_predictor(load_settings(chosen))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-5"
@@ -97,6 +96,7 @@ def test_the_predictor_is_made_as_the_settings_say_and_notes_are_logged(
 def test_a_gpu_is_the_first_that_its_process_sees_and_keeps_its_name(
     device: str, used: str, name: str | None, visible: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    loading._show_alone.cache_clear()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     made: list[dict[str, Any]] = []
 
@@ -118,7 +118,7 @@ def test_a_gpu_that_cannot_be_used_is_complained_about_loudly(
     monkeypatch.setattr(loading, "gpus_are_here", lambda: here)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("model.runtime.device.unusable_reason", lambda: "The NVIDIA driver on your system is too old")
-    load_predictor(load_settings({"backend": "torch", "max_batch": "1"}))
+    load_predictor(load_settings({"compile": "off", "max_batch": "1"}))
     errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     assert errors == ["THE GPU IS NOT USED: The NVIDIA driver on your system is too old"] * here
 
@@ -138,40 +138,6 @@ def test_threads_of_openmp_do_not_spin_unless_the_operator_says_so(
     with pytest.raises(CheckpointError):
         load_predictor(load_settings({}))
     assert os.environ["OMP_WAIT_POLICY"] == used
-
-
-@pytest.mark.parametrize(
-    ("device", "gpu_works", "known"),
-    [
-        ("cpu", False, True),
-        ("cpu", True, True),
-        ("auto", False, True),
-        ("auto", True, False),
-        ("cuda:0", True, False),
-        ("cuda:0", False, False),
-    ],
-)
-def test_torchs_threads_are_asked_for_where_the_model_is_computed_by_them(
-    device: str, gpu_works: bool, known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu_works)
-    monkeypatch.setattr("torch.get_num_threads", lambda: 7)
-    assert loading._torchs_threads.__wrapped__(device) == (7 if known else None)
-
-
-def test_a_model_that_is_loaded_later_has_as_many_threads_and_streams_as_the_first() -> None:
-    threads = torch.get_num_threads()
-    loading._torchs_threads.cache_clear()
-    settings = load_settings({"device": "cpu", "backend": "torch"})
-    try:
-        torch.set_num_threads(2)
-        load_predictor(settings)
-        torch.set_num_threads(1)  # what a batch is given that is computed beside another
-        later, _ = load_predictor(settings)
-    finally:
-        torch.set_num_threads(threads)
-        loading._torchs_threads.cache_clear()
-    assert later.streams == 2
 
 
 def test_a_disk_that_does_not_answer_for_one_checkpoint_holds_up_no_other(tmp_path: Path) -> None:
@@ -250,20 +216,15 @@ def test_a_kept_graph_is_made_again_for_settings_that_change_it_and_run_as_the_o
 ) -> None:
     pytest.importorskip("openvino")
     folder = write_checkpoint(tmp_path / "m", ("cat", "dog"))
-    given = {"checkpoint": str(folder), "dtype": "float32", "cache_dir": str(tmp_path / "cache"), "threads": 2}
+    given = {"checkpoint": str(folder), "dtype": "float32", "cache_dir": str(tmp_path / "cache")}
     keep_graph(load_predictor(load_settings(given))[0])
     monkeypatch.setattr(loading, "_load", lambda settings: None)
 
-    run = {"threads": 1, "streams": 3, "max_batch": 5, "backend": "openvino", "device": "cpu", "compile": "off"}
+    run = {"max_batch": 5, "device": "cpu"}
     for changes in (run, {"model_name": "other", "port": 1}):
         kept, info = load_predictor(load_settings(given | changes))
         assert isinstance(kept.checkpoint, KeptCheckpoint)
-        assert (kept.streams, kept.max_batch) == (changes.get("streams", 2), changes.get("max_batch", 32))
-        assert kept.backend_reason.startswith("OpenVINO is requested") == ("backend" in changes)
-        assert info.max_batch == kept.max_batch
-    kept, _ = load_predictor(load_settings({name: given[name] for name in given if name != "threads"}))
-    backend: Any = kept._backend
-    assert backend._threads.count == loading._torchs_threads("auto"), "not the 2 of the start that kept the graph"
+        assert info.max_batch == kept.max_batch == changes.get("max_batch", 32)
     for name, value in (("dtype", "bfloat16"), ("image_size", (24, 24)), ("checkpoint_folder", str(tmp_path))):
         assert load_predictor(load_settings(given | {name: value})) is None, name
 

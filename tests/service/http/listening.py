@@ -1,4 +1,4 @@
-"""The application behind the HTTP protocol on a real socket, and a client that sends whatever bytes it is told to."""
+"""The application behind guards on a real socket, and a client that sends whatever bytes it is told to."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import uvicorn
 from uvicorn.server import ServerState
 
-from service.http.protocol import HttpProtocol
+from service.http import MAX_CONNECTIONS, Connections, Guard
 from tests.service.fakes import PATIENCE
-from tests.service.http.wire import Clock
 from tests.service.web.apps import App, app
 
 
@@ -65,12 +64,13 @@ class Connection:
 class Listening:
     app: App
     port: int
-    state: ServerState
+    connections: Connections
 
     @property
-    def protocols(self) -> list[HttpProtocol]:
-        """The protocols of the open connections."""
-        return [protocol for protocol in self.state.connections if isinstance(protocol, HttpProtocol)]
+    def guard(self) -> Guard:
+        """The only open connection."""
+        [guard] = self.connections.open
+        return guard
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[Connection]:
@@ -87,32 +87,20 @@ class Listening:
 
 
 @asynccontextmanager
-async def listening(clock: Clock | None = None, **settings: Any) -> AsyncIterator[Listening]:
-    """Serve on a free port; with a `clock`, the protocol's timers run only when that is advanced."""
+async def listening(max_connections: int = MAX_CONNECTIONS, **settings: Any) -> AsyncIterator[Listening]:
+    """Serve on a free port."""
     service = app(**settings)
-    config = uvicorn.Config(
-        service.asgi, http=HttpProtocol, ws="none", lifespan="off", log_config=None, timeout_keep_alive=600
-    )
-    config.load()
+    connections = Connections(service.asgi, max_connections)
+    config = uvicorn.Config(connections.serve, interface="asgi3", ws="none", lifespan="off", log_config=None)
     state = ServerState()
-    server = await asyncio.get_running_loop().create_server(
-        lambda: HttpProtocol(
-            config=config,
-            server_state=state,
-            app_state={},
-            _loop=cast(Any, clock),
-            max_connections=service.settings.max_connections,
-            app=service.asgi,
-        ),
-        "127.0.0.1",
-        0,
-    )
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: connections.protocol(config, state, {}), "127.0.0.1", 0)
     try:
-        yield Listening(service, server.sockets[0].getsockname()[1], state)
+        yield Listening(service, server.sockets[0].getsockname()[1], connections)
     finally:
         server.close()
-        for connection in list(state.connections):
-            connection.transport.abort()
+        for guard in list(connections.open):
+            guard.transport.abort()
         for task in list(state.tasks):
             task.cancel()
         await asyncio.gather(*state.tasks, return_exceptions=True)

@@ -7,9 +7,9 @@ import threading
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
 
-from service.observe.gpus import GpuCollector
+from service.observe.gpus import GpuReader
+from tests.launcher import until
 from tests.service.fakes import PATIENCE
 
 
@@ -37,75 +37,61 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def gpus(nvml: ModuleType) -> GpuCollector:
-    """Return a collector that reads only when it is told to."""
-    gpus = GpuCollector(clock=lambda: 100.0)
-    gpus._thread = threading.Thread()
-    return gpus
+def gpus(nvml: ModuleType) -> GpuReader:
+    """A collector whose threads read once."""
+    return GpuReader(interval=3600.0, clock=lambda: 100.0)
 
 
-def scrape(gpus: GpuCollector) -> dict[str, float]:
-    registry = CollectorRegistry()
-    registry.register(gpus)
-    lines = [line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")]
-    return {name: float(value) for name, value in (line.split(" ") for line in lines)}
+def scrape(gpus: GpuReader) -> dict[str, float]:
+    return {f"{name} {gpu}": value for name, samples in gpus.samples().items() for (gpu,), value in samples.items()}
 
 
-def test_readings_are_in_base_units_and_labelled_by_cuda_index(gpus: GpuCollector) -> None:
-    gpus.watch("cuda:1", "abc")
-    gpus.read()
-    assert scrape(gpus) == {
-        'vit_gpu_utilization_ratio{gpu="1"}': 0.42,
-        'vit_gpu_memory_used_bytes{gpu="1"}': 3.0,
-        'vit_gpu_memory_total_bytes{gpu="1"}': 7.0,
-        'vit_gpu_power_watts{gpu="1"}': 123.4,
-        'vit_gpu_reading_age_seconds{gpu="1"}': 0.0,
+def scrape_of(gpus: GpuReader, samples: int) -> dict[str, float]:
+    """What is scraped once that many samples are there."""
+    until(lambda: len(scrape(gpus)) == samples)
+    return scrape(gpus)
+
+
+def test_readings_are_in_base_units_and_labelled_by_cuda_index(gpus: GpuReader) -> None:
+    for device in ("cuda:1", "cuda:0", "cuda:1"):
+        gpus.watch(device, {"cuda:0": "abc", "cuda:1": "def"}[device])
+    samples = scrape_of(gpus, 10)
+    assert {name: value for name, value in samples.items() if name.endswith(" 1")} == {
+        "vit_gpu_utilization_ratio 1": 0.42,
+        "vit_gpu_memory_used_bytes 1": 3.0,
+        "vit_gpu_memory_total_bytes 1": 7.0,
+        "vit_gpu_power_watts 1": 123.4,
+        "vit_gpu_reading_age_seconds 1": 0.0,
     }
 
 
-def test_two_gpus_are_two_samples_of_each_metric(gpus: GpuCollector) -> None:
-    for device in ("cuda:0", "cuda:1", "cuda:1"):
-        gpus.watch(device, {"cuda:0": "abc", "cuda:1": "def"}[device])
-    gpus.read()
-    samples = scrape(gpus)
-    assert len(samples) == 10
-    assert {'vit_gpu_utilization_ratio{gpu="0"}', 'vit_gpu_utilization_ratio{gpu="1"}'} <= set(samples)
-
-
 def test_a_reading_that_the_driver_refuses_is_left_out(
-    gpus: GpuCollector, nvml: ModuleType, monkeypatch: pytest.MonkeyPatch
+    gpus: GpuReader, nvml: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_: object) -> float:
         raise nvml.NVMLError("Not Supported")
 
     monkeypatch.setattr(nvml, "nvmlDeviceGetPowerUsage", refuse)
     gpus.watch("cuda:0", "abc")
-    gpus.read()
-    assert "vit_gpu_power_watts" not in str(scrape(gpus))
-    assert len(scrape(gpus)) == 4
+    assert "vit_gpu_power_watts" not in str(scrape_of(gpus, 4))
 
 
 @pytest.mark.parametrize("uuid", ["123", "MIG-123", "GPU-abc"])
-def test_an_instance_of_mig_is_read_as_a_gpu_is(uuid: str, gpus: GpuCollector) -> None:
+def test_an_instance_of_mig_is_read_as_a_gpu_is(uuid: str, gpus: GpuReader) -> None:
     gpus.watch("cuda:MIG-123", uuid)
-    gpus.read()
-    assert scrape(gpus)['vit_gpu_memory_used_bytes{gpu="MIG-123"}'] == 3
+    assert scrape_of(gpus, 5)["vit_gpu_memory_used_bytes MIG-123"] == 3
 
 
-def test_an_unknown_gpu_or_a_cpu_adds_nothing(gpus: GpuCollector) -> None:
-    gpus.watch("cuda:0", "xyz")
-    gpus.watch("cpu", None)
-    gpus.read()
-    assert scrape(gpus) == {}
-
-
-def test_a_machine_without_the_library_serves_without_these_metrics(
-    gpus: GpuCollector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("missing", ["the library", "the GPU"])
+def test_where_nothing_can_be_read_there_are_no_metrics_and_one_line_says_so(
+    missing: str, gpus: GpuReader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    gpus.watch("cuda:0", "abc")
+    if missing == "the library":
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    gpus.watch("cpu", None)
     for _ in range(3):
-        gpus.read()
+        gpus.watch("cuda:0", "xyz")
+    until(lambda: bool(caplog.records))
     assert scrape(gpus) == {}
     assert len(caplog.records) == 1
 
@@ -124,19 +110,18 @@ class Driver:
 
 
 @pytest.mark.parametrize("question", ["nvmlInit", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetPowerUsage"])
-def test_a_driver_that_hangs_stops_no_scrape_and_holds_one_thread(
+def test_a_driver_that_hangs_stops_no_scrape_and_holds_its_own_thread_alone(
     nvml: ModuleType, monkeypatch: pytest.MonkeyPatch, question: str
 ) -> None:
     driver = Driver()
     monkeypatch.setattr(nvml, question, driver)
-    gpus = GpuCollector(interval=0.0)
+    gpus = GpuReader(interval=0.0)
     before = set(threading.enumerate())
     gpus.watch("cuda:0", "abc")
     assert driver.asked.acquire(timeout=PATIENCE)
     for _ in range(10):
         assert scrape(gpus) == {}
-        gpus.watch("cuda:1", "def")
-    assert [thread.daemon for thread in set(threading.enumerate()) - before] == [True]
+    assert all(thread.daemon for thread in set(threading.enumerate()) - before)
 
 
 def test_the_last_readings_stay_with_their_age_while_the_driver_hangs(
@@ -144,7 +129,7 @@ def test_the_last_readings_stay_with_their_age_while_the_driver_hangs(
 ) -> None:
     driver, seconds = Driver(), [100.0]
     monkeypatch.setattr(nvml, "nvmlDeviceGetPowerUsage", driver)
-    gpus = GpuCollector(interval=0.0, clock=lambda: seconds[0])
+    gpus = GpuReader(interval=0.0, clock=lambda: seconds[0])
     gpus.watch("cuda:0", "abc")
     driver.may_answer.release()
     for _ in range(2):  # the second question comes when the first reading is kept
@@ -152,5 +137,5 @@ def test_the_last_readings_stay_with_their_age_while_the_driver_hangs(
     for age in (0.0, 7.0, 60.0):
         seconds[0] = 100.0 + age
         found = scrape(gpus)
-        assert found['vit_gpu_power_watts{gpu="0"}'] == 123.4
-        assert found['vit_gpu_reading_age_seconds{gpu="0"}'] == age
+        assert found["vit_gpu_power_watts 0"] == 123.4
+        assert found["vit_gpu_reading_age_seconds 0"] == age

@@ -32,7 +32,7 @@ def test_a_command_in_one_test_changes_no_logging_of_the_next() -> None:
 def _logging() -> tuple[object, ...]:
     root = logging.getLogger()
     levels = [logging.getLogger(name).level for name in ("uvicorn", "httpx", "python_multipart")]
-    return (root.handlers[:], root.level, levels, logging._srcfile, logging.logThreads, logging.logProcesses)
+    return (root.handlers[:], root.level, levels, logging.logThreads, logging.logProcesses)
 
 
 def test_a_broken_form_writes_no_line_of_the_parsers_own(configured: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import io
+import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -14,18 +16,18 @@ import numpy as np
 from PIL import Image
 
 from service.engine.loading import load_predictor
-from service.engine.swapping import LocalSwap
-from service.http.lifecycle import Lifecycle
-from service.http.server import Server
+from service.engine.local import engine_of
+from service.http import Server
+from service.lifecycle import Lifecycle
+from service.models.model import LocalModel
 from service.observe.metrics import Metrics
 from service.settings import Settings, load_settings
 from service.web.app import create_app
-from service.web.single_process import engine_of
 from tests.e2e.checkpoints import write_checkpoint
 from tests.launcher import until
 
 REPOSITORY = Path(__file__).parents[3]
-MOST = 34
+MOST = 31
 
 
 class Recorder:
@@ -64,7 +66,7 @@ def files_passed(settings: Settings) -> list[str]:
     sys.setprofile(recorder)
     threading.setprofile(recorder)
     try:
-        engine = LocalSwap(lambda _: engine_of(settings, load_predictor, metrics.observe_batch))
+        engine = LocalModel(lambda _: engine_of(settings, load_predictor, metrics.observe_batch))
         server = Server(create_app(settings, engine, metrics, lifecycle), settings, lifecycle)
 
         def classify(connection: http.client.HTTPConnection) -> None:
@@ -75,7 +77,7 @@ def files_passed(settings: Settings) -> list[str]:
 
         def call() -> None:
             try:
-                until(lambda: server.started and engine.current.engine.status.state == "ready")
+                until(lambda: server.is_listening and engine.current.engine.status.state == "ready")
                 connection = http.client.HTTPConnection("127.0.0.1", server.port)
                 for _ in range(3):
                     classify(connection)
@@ -86,7 +88,7 @@ def files_passed(settings: Settings) -> list[str]:
                     requests.append(recorder.files)
                 connection.close()
             finally:
-                server.should_exit = True
+                os.kill(os.getpid(), signal.SIGTERM)
 
         caller = threading.Thread(target=call)
         caller.start()
@@ -100,8 +102,8 @@ def files_passed(settings: Settings) -> list[str]:
 
 def test_a_request_passes_few_files(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "tiny", "tiny", (16, 16), ("a", "b", "c"), 0)
-    files = files_passed(load_settings({"checkpoint": str(folder), "host": "127.0.0.1", "port": 0}))
-    assert "service/http/protocol.py" in files, "the recorder sees the event loop"
+    files = files_passed(load_settings({"checkpoint": str(folder), "host": "127.0.0.1", "port": 0, "drain_delay": 0}))
+    assert "service/http.py" in files, "the recorder sees the event loop"
     assert "service/engine/streams.py" in files, "the recorder sees the engine's threads"
     assert "model/images/preprocess.py" in files, "the recorder sees the decode threads"
     assert len(files) <= MOST, "\n".join(files)

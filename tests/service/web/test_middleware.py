@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import json
 import logging
@@ -11,22 +10,13 @@ import re
 from typing import Any
 
 import pytest
-from starlette.responses import Response
-from starlette.types import Message
 
-from service.http.exchange import exchange_of
-from service.http.lifecycle import Lifecycle
 from service.observe.logs import JsonFormatter
-from service.observe.metrics import Metrics
-from service.web import middleware
 from service.web.middleware import (
-    RequestContext,
-    RequestContextMiddleware,
     request_id_from,
 )
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import app
-from tests.service.web.http_communicator import HttpCommunicator
 
 OURS = re.compile(r"[0-9a-f]{32}")
 PRIVATE = ["/model", "/labels", "/classify", "/attention", "/nope", "/docs/oauth2-redirect"]
@@ -182,45 +172,6 @@ async def test_without_origins_there_is_no_cors() -> None:
 
 
 @on_a_loop
-async def test_an_early_refusal_goes_out_whole_before_the_rest_of_the_body_is_read_away() -> None:
-    service = app(max_upload_bytes=100)
-    headers = {"content-type": "image/png", "content-length": "1000"}
-    communicator = service.communicator("POST", "/classify", headers=headers, body=None)
-    running = communicator.start()
-    while len(communicator.sent) < 2:
-        await asyncio.sleep(0)
-    assert (communicator.status, communicator.code) == (413, "upload_too_large")
-    assert communicator.headers["connection"] == "close"
-    assert not running.done()
-    for _ in range(10):
-        communicator.feed(b"x" * 100)
-    communicator.feed(b"", more=False)
-    await running
-    assert communicator.sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
-    assert communicator.inbox.empty()
-
-
-@on_a_loop
-@pytest.mark.parametrize(
-    ("limit", "value", "chunks", "received"),
-    [("LINGER_IDLE_SECONDS", 0, 2, 3), ("LINGER_SECONDS", 0, 1, 2), ("LINGER_BYTES", 10, 10, 2)],
-    ids=["nothing comes", "for too long", "too much"],
-)
-async def test_reading_away_has_its_limits(
-    limit: str, value: int, chunks: int, received: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(middleware, limit, value)
-    refusal = Response(status_code=404)
-    layer = RequestContextMiddleware(refusal, Metrics(), (), Lifecycle())
-    communicator = HttpCommunicator(layer, "POST", "/nope", body=None)
-    for _ in range(chunks):
-        communicator.feed(b"xxxxx")
-    await communicator.run()
-    assert communicator.sent[-1]["more_body"] is False
-    assert communicator.received == received
-
-
-@on_a_loop
 async def test_a_caller_that_leaves_after_a_refusal_is_let_go() -> None:
     communicator = app().communicator("POST", "/nope", body=None)
     communicator.disconnect()
@@ -232,48 +183,6 @@ async def test_an_answer_to_a_whole_request_keeps_the_connection() -> None:
     service = app()
     for response in (await service.classify(), await service.get("/healthz"), await service.classify(b"text")):
         assert "connection" not in response.headers
-
-
-@on_a_loop
-@pytest.mark.parametrize(
-    ("message", "closes"),
-    [
-        ({"body": b"whole"}, False),  # ASGI: what is not said is False
-        ({"body": b"whole", "more_body": False}, False),
-        ({"body": b"half", "more_body": True}, True),
-    ],
-    ids=str,
-)
-async def test_a_body_of_which_nothing_is_unread_keeps_the_connection(message: Message, closes: bool) -> None:
-    sent: list[Message] = []
-
-    async def receive() -> Message:
-        return {"type": "http.request", **message}
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    scope = {"headers": [(b"content-length", b"5")]}
-    context = RequestContext(scope, receive, send, Lifecycle(), 0.0)
-    await context.receive()
-    await context.send({"type": "http.response.start", "status": 204})
-    assert ((b"connection", b"close") in sent[0]["headers"]) is closes
-
-
-@on_a_loop
-async def test_broken_framing_of_a_body_is_the_requests_own_400() -> None:
-    service = app()
-    for path, content_type in (("/classify", "image/png"), ("/attention", "multipart/form-data; boundary=b")):
-        headers = {"content-type": content_type, "x-request-id": "mine"}
-        communicator = service.communicator("POST", path, headers=headers, body=None)
-        exchange_of(communicator.scope).broken_framing = "Invalid HTTP request received."
-        communicator.feed(png(1)[:10], more=False)
-        communicator.disconnect()
-        await communicator.run()
-        assert (communicator.status, communicator.code) == (400, "malformed_request")
-        assert communicator.headers["x-request-id"] == "mine"
-        assert service.metric("vit_requests_total", endpoint=path, code="400") == 1
-    assert service.metric("vit_cancelled_total") == 0
 
 
 # Log lines

@@ -10,7 +10,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from service.errors import EngineUnavailable, QueueFull, Unauthorized
-from service.http.lifecycle import Lifecycle
+from service.lifecycle import Lifecycle
 from service.observe.metrics import Metrics
 from service.web import middleware
 from service.web.admission import RefusalPace
@@ -91,7 +91,7 @@ async def test_probes_are_not_counted() -> None:
 @pytest.mark.parametrize(
     ("error", "path", "held", "rejected", "status"),
     [
-        (QueueFull("no place"), "/known", [], 1, 503),
+        (QueueFull("no place"), "/known", [0], 1, 503),
         (EngineUnavailable("it is loading"), "/known", [3], 1, 503),
         (EngineUnavailable("it is loading"), "/readyz", [], 0, 503),
         (Unauthorized("no key"), "/metrics", [], 1, 401),

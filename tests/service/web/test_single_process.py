@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +11,13 @@ import httpx
 import pytest
 
 from model.zero_shot import ZeroShot
-from service.http.lifecycle import Terminal
-from service.http.watchdog import Watchdog
+from service.engine.local import LocalEngine
+from service.lifecycle import Terminal
 from service.settings import load_settings
 from service.web import single_process
 from service.web.single_process import log_address, run_single_process
 from tests.launcher import free_port, until
 from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, png
-from tests.service.web.apps import Clock
 from tests.service.web.fake_engine import FakeEngine
 
 
@@ -82,24 +80,6 @@ def test_in_a_container_the_hint_names_no_address_as_none_is_known(
     assert "ready: http://10.0.0.7:8000" in hint.text
 
 
-def test_the_engine_is_made_as_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Made(Exception):
-        """The engine has been made."""
-
-    def make(load: object, *, on_batch: object, **options: object) -> None:
-        raise Made(options)
-
-    monkeypatch.setattr(single_process, "LocalEngine", make)
-    wanted = {"device": "cpu", "queue_size": 9, "max_delay_ms": 5, "batch_timeout": 7}
-    with pytest.raises(Made) as made:
-        run_single_process(load_settings(wanted), lambda _: (FakePredictor(), model_info()))
-    asked = {"device": "cpu", "queue_size": 9, "max_delay": 0.005, "batch_timeout": 7}
-    options = made.value.args[0]
-    assert options.pop("load_timeout") is None  # the first checkpoint may take any time
-    assert options.pop("on_queue") is None  # nobody counts what waits
-    assert options == asked
-
-
 def test_a_model_is_announced_once_each_next_one_is_logged_and_a_failed_engine_ends_the_service(
     hint: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,10 +95,10 @@ def test_a_model_is_announced_once_each_next_one_is_logged_and_a_failed_engine_e
         return changed
 
     class Server:
-        should_exit, started, port = False, True, 8000
+        is_listening, port = True, 8000
 
-        def __init__(self, changed: Any, settings: object, lifecycle: Any, watch: object, hung_up: Any) -> None:
-            self._changed, self._lifecycle, self._hung_up = changed, lifecycle, hung_up
+        def __init__(self, changed: Any, settings: object, lifecycle: Any, on_hang_up: Any) -> None:
+            self._changed, self._lifecycle, self._hung_up = changed, lifecycle, on_hang_up
 
         def stop(self, *, exit_code: int) -> None:
             done.append(exit_code)
@@ -132,11 +112,9 @@ def test_a_model_is_announced_once_each_next_one_is_logged_and_a_failed_engine_e
             engine.state = "failed"
             self._changed()
             assert self._hung_up()
-            terminal.was_closed = lambda: True
-            assert self._hung_up() is False
             self._lifecycle.exit_code = 7
 
-    parts = {"LocalSwap": lambda make, on_retired: swap, "create_app": make_app, "Server": Server}
+    parts = {"LocalModel": lambda make, on_retired: swap, "create_app": make_app, "Server": Server}
     parts |= {"Terminal": lambda: terminal, "freeze_objects": lambda: None}
     parts |= {"trim_regularly": lambda: done.append("trimming")}
     for name, part in parts.items():
@@ -147,29 +125,6 @@ def test_a_model_is_announced_once_each_next_one_is_logged_and_a_failed_engine_e
     assert (len(first), len(second)) == (2, 1), "where it is ready is said once"
 
 
-def test_a_loop_that_is_held_up_for_seconds_ends_no_service_however_little_time_a_batch_has(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock, ended, looks = Clock(), list[int](), list[list[int]]()
-
-    class Server:
-        def __init__(self, app: object, settings: object, lifecycle: object, watch: Any, hung_up: object) -> None:
-            self._watchdog: Watchdog = watch.__self__
-
-        def run(self) -> None:
-            for seconds in (29, 1):
-                for _ in range(seconds):
-                    clock.now += 1
-                    self._watchdog.look()
-                looks.append(list(ended))
-
-    monkeypatch.setattr(single_process, "Watchdog", partial(Watchdog, clock=clock, end=ended.append))
-    monkeypatch.setattr(single_process, "Server", Server)
-    monkeypatch.setattr(single_process, "trim_regularly", lambda: None)
-    run_single_process(load_settings({"batch_timeout": 0.2}), lambda _: (FakePredictor(), model_info()))
-    assert looks == [[], [1]]
-
-
 @on_a_loop
 async def test_a_model_that_is_ready_before_the_listener_is_announced_soon_after_it(
     hint: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -177,19 +132,15 @@ async def test_a_model_that_is_ready_before_the_listener_is_announced_soon_after
     later: list[tuple[Any, ...]] = []
     monkeypatch.setattr(asyncio.get_running_loop(), "call_later", lambda *call: later.append(call))
     monkeypatch.setattr(single_process, "freeze_objects", lambda: None)
-    server: Any = SimpleNamespace(should_exit=False, started=False, port=8000)
+    server: Any = SimpleNamespace(is_listening=False, port=8000)
     engine: Any = FakeEngine()
     single_process._announce(engine, load_settings(), server)
     assert hint.messages == []
     [(seconds, again, *arguments)] = later
     assert seconds == 0.05
-    server.started = True
+    server.is_listening = True
     again(*arguments)
     assert any(message.startswith("ready: http://") for message in hint.messages)
-    hint.clear()
-    server.should_exit = True
-    again(*arguments)
-    assert hint.messages == []
 
 
 @on_a_loop
@@ -197,7 +148,7 @@ async def test_the_hint_is_a_request_that_a_model_without_labels_answers(
     hint: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(single_process, "freeze_objects", lambda: None)
-    server: Any = SimpleNamespace(should_exit=False, started=True, port=8000)
+    server: Any = SimpleNamespace(is_listening=True, port=8000)
     bare = model_info(labels=())
     texts = model_info(labels=(), zero_shot=ZeroShot(scale=1.0, bias=0.0, independent=False, templates=("{}",)))
     for info, path in ((model_info(), "classify"), (bare, "embed"), (texts, "classify?labels=cat,dog")):
@@ -208,11 +159,16 @@ async def test_the_hint_is_a_request_that_a_model_without_labels_answers(
 
 
 def test_a_batch_that_never_ends_is_503_for_its_caller_and_ends_the_service_with_one(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def engine_of(settings: object, load: Any, on_batch: Any) -> LocalEngine:
+        own: dict[str, Any] = {"device": "cpu", "queue_size": 4, "max_delay": 0, "batch_seconds": 0.2}
+        return LocalEngine(lambda: load(settings), on_batch=on_batch, **own)
+
+    monkeypatch.setattr(single_process, "engine_of", engine_of)
     predictor, port = FakePredictor(), free_port()
     predictor.gate.clear()
-    settings = load_settings({"port": port, "batch_timeout": 0.2, "drain_delay": 600, "drain_timeout": 600})
+    settings = load_settings({"port": port, "drain_delay": 600, "drain_timeout": 600})
 
     def ask() -> httpx.Response:
         until(lambda: "ready:" in caplog.text)

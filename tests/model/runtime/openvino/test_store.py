@@ -51,17 +51,15 @@ def wait_for_keeping() -> None:
 def first_start(checkpoint: Path, folder: Path, **settings: object) -> Predictor:
     with recording() as files:
         loaded = load_checkpoint(str(checkpoint))
-    keep = Keep(Entry(folder, settings), files, 1)
-    predictor = Predictor(loaded, device="cpu", dtype="float32", backend="openvino", threads=1, max_batch=2, keep=keep)
+    keep = Keep(Entry(folder, settings), files)
+    predictor = Predictor(loaded, device="cpu", dtype="float32", threads=1, max_batch=2, keep=keep)
     predictor.warm_up()
     wait_for_keeping()
     return predictor
 
 
 def later_start(checkpoint: Path, folder: Path, **settings: object) -> Predictor | None:
-    return kept_predictor(
-        Entry(folder, settings), lambda: load_checkpoint(str(checkpoint)), backend="openvino", max_batch=2
-    )
+    return kept_predictor(Entry(folder, settings), lambda: load_checkpoint(str(checkpoint)), max_batch=2)
 
 
 @pytest.fixture(scope="module")
@@ -423,8 +421,8 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_not_kept(
     with recording() as files:
         loaded = load_checkpoint(str(checkpoint_folder))
     changed = {path: (0, 0, 0) if path.name == "model.safetensors" else each for path, each in files.items()}
-    keep = Keep(Entry(tmp_path / "graphs", {}), changed, 1)
-    Predictor(loaded, device="cpu", dtype="float32", backend="openvino", threads=1, keep=keep).warm_up()
+    keep = Keep(Entry(tmp_path / "graphs", {}), changed)
+    Predictor(loaded, device="cpu", dtype="float32", threads=1, keep=keep).warm_up()
     wait_for_keeping()
     assert "model.safetensors changed since it was read" in caplog.text
     assert list((tmp_path / "graphs").iterdir()) == []

@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 import numpy as np
 
-from service.http.listening import grpc_port_kept
 from service.settings import load_settings
 from service.web.grpc.open_inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
+from service.web.grpc.port import grpc_port_kept
 from service.web.inference_protocol import GRPC_SERVICE
 from tests.service.web.apps import App
 
@@ -55,7 +55,7 @@ class Caller:
 @asynccontextmanager
 async def calling(engine: Any = None, **settings: Any) -> AsyncIterator[Caller]:
     """The application, running, and a caller; at the end, or with `stop`, it stops as when its process ends."""
-    with grpc_port_kept(load_settings({"decode_threads": 1, "grpc_port": 0, **settings})) as kept:
+    with grpc_port_kept(load_settings({"grpc_port": 0, **settings})) as kept:
         service = App(kept) if engine is None else App(kept, engine=engine)
         layer: Any = service.asgi
         while not hasattr(layer, "state"):

@@ -21,7 +21,7 @@ from service.web.grpc import open_inference_pb2 as messages
 from service.web.grpc.calls import STATUS_CODES
 from service.web.problems import TABLE
 from tests.service.fakes import CLASSES, SIZE, answer, expected_embedding, expected_indices, on_a_loop, pixels, png
-from tests.service.web.apps import pipeline_of, settle, until
+from tests.service.web.apps import service_in, settle, until
 from tests.service.web.grpc.caller import Output, arrays, calling, image, number, raw
 from tests.service.web.test_swap import FakeSwap
 
@@ -140,13 +140,6 @@ async def test_a_question_is_answered_by_the_model_that_is_current_when_it_is_he
         assert messages.ModelConfigResponse.FromString(await questions[2]).config.name == "fake"
 
 
-def test_the_log_is_not_filled_by_callers_who_leave(caplog: pytest.LogCaptureFixture) -> None:
-    log = logging.getLogger("grpc._cython.cygrpc")
-    for error in (grpc._cython.cygrpc.ExecuteBatchError("left"), ValueError("a defect")):
-        log.error("unexpected %s", error, exc_info=error)
-    assert caplog.messages == ["unexpected a defect"]
-
-
 def changed(change: Callable[[Any], object]) -> messages.ModelInferRequest:
     request = image(png(1))
     change(request)
@@ -216,7 +209,7 @@ async def test_errors_of_the_engine_are_answered_and_counted(error: Exception, c
 async def test_no_message_is_read_when_every_place_is_taken_or_the_service_drains() -> None:
     async with calling(queue_size=1) as caller:
         service = caller.service
-        with pipeline_of(service).limiter.permit():
+        with service_in(service).limiter.permit():
             full = caller.stream("ModelInfer")
             assert await full.code() == Code.UNAVAILABLE
             assert "all 1 places" in await full.details()
@@ -261,7 +254,7 @@ async def test_messages_are_bounded_and_not_compressed() -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="at most 65536"):
             await caller.call("ModelReady", bytes(70_000))
         await caller.infer(image(png(1)))
-        assert pipeline_of(caller.service).receiving._budget.in_use == 0
+        assert service_in(caller.service).receiving._budget.in_use == 0
 
 
 @on_a_loop

@@ -19,7 +19,7 @@ from model.images.region import Region
 from service.web.image_stores import redis as redis_image_store
 from service.web.image_stores.redis import RedisImageStore
 from tests.service.fakes import PATIENCE, on_a_loop, png
-from tests.service.web.apps import app, pipeline_of, until
+from tests.service.web.apps import app, service_in, until
 
 redis = pytest.importorskip("redis", reason="the package redis is not installed")
 
@@ -300,7 +300,7 @@ async def test_what_is_no_redis_costs_the_id_only(
         assert "id" not in classified.json
         clock.now += 1
         assert (await service.get("/attention", f"id={'A' * 22}&method=cls")).status == 404
-        await pipeline_of(service).pictures.close()
+        await service_in(service).images.close()
     lines = [record.getMessage() for record in caplog.records if record.name == "vitserve"]
     assert lines
     assert all(len(line) < 300 and line.isprintable() for line in lines)

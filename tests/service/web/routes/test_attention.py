@@ -15,7 +15,7 @@ from service.engine.messages import InferenceRequest, InferenceResult
 from service.errors import DeadlineExceeded
 from tests.model.images.pictures import encode
 from tests.service.fakes import SIZE, model_info, on_a_loop, png
-from tests.service.web.apps import App, Clock, app, form, kept, pipeline_of
+from tests.service.web.apps import App, Clock, app, form, kept, service_in
 
 
 @on_a_loop
@@ -220,7 +220,7 @@ async def test_when_the_caller_leaves_the_maps_of_all_classes_are_given_up() -> 
     with pytest.raises(asyncio.CancelledError):
         await asking
     assert (service.engine.waiting, service.engine.cancelled) == (0, 3)
-    assert pipeline_of(service).limiter.in_use == 0
+    assert service_in(service).limiter.in_use == 0
 
 
 @on_a_loop
@@ -330,13 +330,13 @@ async def test_an_unknown_id_is_404_and_a_missing_one_422() -> None:
 async def test_a_map_takes_a_place_and_keeps_the_deadline_like_any_image() -> None:
     service = app(queue_size=1)
     image_id = await kept(service)
-    with pipeline_of(service).limiter.permit():
+    with service_in(service).limiter.permit():
         full = await service.get("/attention", f"id={image_id}")
     assert (full.status, full.code) == (503, "queue_full")
     service.engine.error = DeadlineExceeded("late")
     late = await service.get("/attention", f"id={image_id}")
     assert (late.status, late.code) == (504, "deadline_exceeded")
-    assert pipeline_of(service).limiter.in_use == 0
+    assert service_in(service).limiter.in_use == 0
 
 
 @on_a_loop

@@ -10,7 +10,7 @@ from model.errors import InputError
 from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
 from service.web.routes.classify import _milliseconds
 from tests.service.fakes import CLASSES, SIZE, expected_indices, model_info, on_a_loop, png
-from tests.service.web.apps import app, form, pipeline_of
+from tests.service.web.apps import app, form, service_in
 from vitserve.documents import Classification
 
 
@@ -143,7 +143,7 @@ async def test_the_engines_errors_are_answered_as_the_table_says(error: Exceptio
     assert ("retry-after" in response.headers) == (status == 503)
     assert service.metric("vit_rejected_total", reason=code) == 1
     assert service.metric("vit_requests_total", endpoint="/classify", code=str(status)) == 1
-    assert pipeline_of(service).limiter.in_use == 0
+    assert service_in(service).limiter.in_use == 0
 
 
 @on_a_loop
@@ -225,7 +225,7 @@ async def test_a_batch_takes_its_places_for_all_or_none() -> None:
     assert (await service.request("POST", "/classify/batch", **form(*[png(1)] * 3))).status == 200
     response = await service.request("POST", "/classify/batch", **form(*[png(1)] * 4))
     assert (response.status, response.code) == (503, "queue_full")
-    assert pipeline_of(service).limiter.in_use == 0
+    assert service_in(service).limiter.in_use == 0
     assert len(service.engine.timeouts) == 3
 
 

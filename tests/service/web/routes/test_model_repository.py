@@ -10,7 +10,7 @@ import pytest
 
 from service.errors import CheckpointRefused, EngineUnavailable, SwapUnderWay
 from tests.service.fakes import on_a_loop
-from tests.service.web.apps import App, app, pipelines_of
+from tests.service.web.apps import App, app, service_in
 from tests.service.web.http_communicator import HttpCommunicator
 
 LOAD = "/v2/repository/models/fake/load"
@@ -29,7 +29,7 @@ def swapping(folder: Path | None = None, error: Exception | None = None, **setti
         if error is not None:
             raise error
 
-    pipelines_of(service).engine.load = load  # type: ignore[method-assign]
+    service_in(service).models.load = load  # type: ignore[method-assign]
     return service, loaded
 
 
@@ -176,13 +176,6 @@ async def test_a_service_that_stops_loads_nothing() -> None:
     service, loaded = swapping()
     service.lifecycle.draining = True
     assert ((await post(service)).status, loaded) == (503, [])
-
-
-@on_a_loop
-async def test_an_engine_that_cannot_swap_says_so() -> None:
-    answer = await post(app(admin_key="admin"))
-    assert answer.status == 403
-    assert "not swapped" in answer.json["error"]
 
 
 @on_a_loop

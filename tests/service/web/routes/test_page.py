@@ -79,13 +79,3 @@ async def test_the_page_is_open_where_keys_are_needed() -> None:
     for path in sorted(pages.PUBLIC):
         assert (await service.get(path)).status == 200
     assert (await service.get("/model")).status == 401
-
-
-@on_a_loop
-async def test_switched_off_the_root_is_a_list_of_links() -> None:
-    service = app(page=False)
-    answer = await service.get("/")
-    assert answer.status == 200
-    assert b"<script" not in answer.content
-    assert b'href="docs"' in answer.content
-    assert (await service.get("/page/main.js")).status == 404

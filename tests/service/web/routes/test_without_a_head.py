@@ -18,7 +18,7 @@ REFUSAL = "the model has no classification head: it gives embeddings (POST /embe
 def headless() -> App:
     info = model_info()
     info = model_info(labels=(), config=info.config.model_copy(update={"num_classes": 0}))
-    return App(load_settings({"decode_threads": 1}), engine=FakeEngine(info))
+    return App(load_settings(), engine=FakeEngine(info))
 
 
 def v2(outputs: list[str], **parameters: Any) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def png_of(picture: NDArray[np.uint8]) -> bytes:
 
 
 def service(**changes: Any) -> App:
-    return App(load_settings({"decode_threads": 1, **changes}), FakeEngine(model_info(zero_shot=ZERO_SHOT)))
+    return App(load_settings({**changes}), FakeEngine(model_info(zero_shot=ZERO_SHOT)))
 
 
 def expected_scores(red: int, independent: bool = False) -> dict[str, float]:
@@ -107,8 +107,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_the_map_of_a_label_is_that_of_a_model_with_these_labels_from_the_start(
     count: int, remote: bool, folder: Path
 ) -> None:
-    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "backend": "torch", "threads": 1, "max_batch": 2}
-    settings = load_settings({"checkpoint": str(folder), "decode_threads": 1, "compile": "off", **options})
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_batch": 2}
+    settings = load_settings({"checkpoint": str(folder), "compile": "off", **options})
+    options["compile_mode"] = "off"
     labels = json.dumps(NOUNS[:count])
     pictures = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), np.uint8)
     requested = RequestedOutputs(1, MapRequest("relevance"))
@@ -270,9 +271,7 @@ async def test_labels_of_v2_are_a_parameter() -> None:
 async def test_maps_of_v2_are_of_the_best_label(classes: int) -> None:
     config = model_info().config.model_copy(update={"num_classes": classes})
     labels = model_info().labels[:classes]
-    served = App(
-        load_settings({"decode_threads": 1}), FakeEngine(model_info(zero_shot=ZERO_SHOT, config=config, labels=labels))
-    )
+    served = App(load_settings(), FakeEngine(model_info(zero_shot=ZERO_SHOT, config=config, labels=labels)))
     names = [{"name": name} for name in ("attention", "evidence")]
     found = outputs((await infer(served, encoded(9), outputs=names, parameters={"labels": CSV})).json)
     np.testing.assert_allclose(found["attention"], [[[0.1, 0.2], [0.3, 0.4]]])

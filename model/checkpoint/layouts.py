@@ -1,0 +1,181 @@
+"""Layouts of state dicts that are read without a config: whose names they are, and what that code does with them.
+
+Each is exact: a name that its rules do not know stays, and is refused. Names of one's own are mapped by `VIT_KEYS`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from torch import Tensor
+
+from model.checkpoint.huggingface.families import ENCODER
+from model.checkpoint.tensors import Rules, join_parts, renamed, taken
+from model.errors import CheckpointError
+
+
+class Layout(NamedTuple):
+    """The names of one library's Vision Transformers.
+
+    Attributes:
+        name: of the library.
+        marker: pattern of a name that this layout alone has.
+        rules: to the model's names.
+        habits: arguments of `VIT_ARCHITECTURE` that this code has unless it is told otherwise.
+    """
+
+    name: str
+    marker: str
+    rules: Rules
+    habits: Mapping[str, Any]
+
+
+_VIT_PYTORCH: Final[Rules] = (
+    (r"^pos_embedding$", "pos_embed"),
+    (r"^transformer\.layers\.(\d+)\.0\.(?:fn\.)*norm\.", r"blocks.\1.norm1."),
+    (r"^transformer\.layers\.(\d+)\.0\.(?:fn\.)*to_qkv\.", r"blocks.\1.attn.qkv."),
+    (r"^transformer\.layers\.(\d+)\.0\.(?:fn\.)*to_out\.(?:0\.)?", r"blocks.\1.attn.proj."),
+    (r"^transformer\.layers\.(\d+)\.1\.(?:fn\.)*norm\.", r"blocks.\1.norm2."),
+    (r"^transformer\.layers\.(\d+)\.1\.(?:fn\.)+net\.0\.", r"blocks.\1.mlp.fc1."),
+    (r"^transformer\.layers\.(\d+)\.1\.net\.0\.", r"blocks.\1.norm2."),
+    (r"^transformer\.layers\.(\d+)\.1\.net\.1\.", r"blocks.\1.mlp.fc1."),
+    (r"^transformer\.layers\.(\d+)\.1\.(?:fn\.)*net\.[34]\.", r"blocks.\1.mlp.fc2."),
+    (r"^transformer\.norm\.", "norm."),
+    (r"^(?:mlp|linear)_head\.0\.", "fc_norm."),
+    (r"^(?:mlp|linear)_head\.(?:1\.)?", "head."),
+)
+_OF_VIT_PYTORCH: Final = {
+    **{"act_layer": "gelu", "norm_eps": 1e-5, "norm_order": "pre", "patch_order": "channels_last"},
+    **{"pool_include_prefix": True, "fc_norm": False, "qkv_bias": False, "qkv_order": "3hd"},
+}
+
+LAYOUTS: Final = (
+    Layout(
+        "vit-pytorch",
+        r"to_patch_embedding\.2\.weight",
+        (
+            *_VIT_PYTORCH,
+            (r"^to_patch_embedding\.1\.", "patch_embed.norm_in."),
+            (r"^to_patch_embedding\.2\.", "patch_embed.proj."),
+            (r"^to_patch_embedding\.3\.", "patch_embed.norm_out."),
+        ),
+        _OF_VIT_PYTORCH,
+    ),
+    Layout(
+        "vit-pytorch",  # of 2021
+        r"to_patch_embedding\.1\.weight",
+        (*_VIT_PYTORCH, (r"^to_patch_embedding\.1\.", "patch_embed.proj.")),
+        _OF_VIT_PYTORCH,
+    ),
+    Layout(
+        "transformers",
+        r"((vit|deit)\.)?(encoder\.layer|layers)\.0\.layernorm_before\.weight",
+        ENCODER,
+        {"norm_order": "pre", "act_layer": "gelu", "norm_eps": 1e-12, "global_pool": "token", "qkv_order": "3hd"},
+    ),
+    Layout(
+        "torchvision",
+        r"encoder\.layers\.encoder_layer_0\.ln_1\.weight",
+        (
+            (r"^class_token$", "cls_token"),
+            (r"^encoder\.pos_embedding$", "pos_embed"),
+            (r"^conv_proj\.", "patch_embed.proj."),
+            (r"^encoder\.layers\.encoder_layer_(\d+)\.ln_([12])\.", r"blocks.\1.norm\2."),
+            (r"^encoder\.layers\.encoder_layer_(\d+)\.self_attention\.in_proj_", r"blocks.\1.attn.qkv."),
+            (r"^encoder\.layers\.encoder_layer_(\d+)\.self_attention\.out_proj\.", r"blocks.\1.attn.proj."),
+            (r"^encoder\.layers\.encoder_layer_(\d+)\.mlp\.(?:0|linear_1)\.", r"blocks.\1.mlp.fc1."),
+            (r"^encoder\.layers\.encoder_layer_(\d+)\.mlp\.(?:3|linear_2)\.", r"blocks.\1.mlp.fc2."),
+            (r"^encoder\.ln\.", "norm."),
+            (r"^heads\.head\.", "head."),
+        ),
+        {"norm_order": "pre", "act_layer": "gelu", "norm_eps": 1e-6, "global_pool": "token", "qkv_order": "3hd"},
+    ),
+    Layout(
+        "torch.nn.TransformerEncoder",
+        r"(.+\.)?layers\.0\.self_attn\.in_proj_weight",
+        (
+            (r"^(?:.+\.)?layers\.(\d+)\.self_attn\.in_proj_", r"blocks.\1.attn.qkv."),
+            (r"^(?:.+\.)?layers\.(\d+)\.self_attn\.out_proj\.", r"blocks.\1.attn.proj."),
+            (r"^(?:.+\.)?layers\.(\d+)\.linear([12])\.", r"blocks.\1.mlp.fc\2."),
+            (r"^(?:.+\.)?layers\.(\d+)\.norm([12])\.", r"blocks.\1.norm\2."),
+            (r"^\w*(?:encoder|transformer)\.norm\.", "norm."),
+            (r"^(?:cls|class)_token$|^cls$", "cls_token"),
+            (r"^pos(?:itional)?_embed(?:ding)?s?$", "pos_embed"),
+            (r"^(?:patch_embed(?:ding)?|conv_proj)\.(?:proj\.)?", "patch_embed.proj."),
+            (r"^(?:head|classifier|fc|mlp_head)\.(?:\d\.)?", "head."),
+        ),
+        {"norm_eps": 1e-5, "qkv_order": "3hd"},
+    ),
+    Layout(
+        "timm",
+        r"blocks\.0\.attn\.(qkv|q_proj|q)\.weight",
+        ((r"^(?:heads?|fc|classifier|linear)\.(?:\w+\.)?(?=weight$|bias$)", "head."),),
+        {"qkv_order": "3hd"},
+    ),
+)
+
+
+def in_layout(tensors: Mapping[str, Tensor], where: str) -> tuple[Layout, dict[str, Tensor]]:
+    """Return the layout that a state dict has, and its tensors under the model's names.
+
+    Raises:
+        CheckpointError: it has none that is known.
+    """
+    found = [layout for layout in LAYOUTS if any(re.fullmatch(layout.marker, name) for name in tensors)]
+    if not found:
+        first = {name.partition(".")[0]: name for name in reversed(list(tensors))}
+        shown = ", ".join(repr(name)[:80] for name in list(reversed(first.values()))[:4])
+        known = ", ".join(dict.fromkeys(layout.name for layout in LAYOUTS))
+        raise CheckpointError(
+            f"{where}: names of a layout that is not known (known are {known}), such as {shown}: a file of VIT_KEYS "
+            "says which tensor of the model each is; for a network of timm, name it with VIT_ARCHITECTURE"
+        )
+    layout, *_ = found
+    native = renamed(tensors, layout.rules, where)
+    if "register_tokens" in native:
+        native = _with_registers(native, where)
+    if layout.name == "vit-pytorch":
+        layout = layout._replace(habits={**layout.habits, **_of_vit_pytorch(native, tensors)})
+    join_parts(native)
+    if "cls_token" in native and not native["cls_token"].numel():
+        del native["cls_token"]
+    for name in ("cls_token", "pos_embed"):
+        if name in native and native[name].ndim == 2:
+            native[name] = native[name].unsqueeze(0)
+    return layout, native
+
+
+def _of_vit_pytorch(native: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return what its models do that have these tensors."""
+    habits: dict[str, Any] = {}
+    token = native.get("cls_token")
+    absent = token is None or not token.numel()
+    if token is None or token.ndim == 2:
+        # Its models of before 2025 have a token [1, 1, D] whichever way they pool.
+        habits["global_pool"] = "avg" if absent else "token"
+    if any(name.endswith(".to_out.weight") for name in names):
+        habits["proj_bias"] = False  # in SimpleViT the projection is a layer of its own, without a bias
+    if absent:
+        habits |= {"class_token": False} | ({} if "pos_embed" in native else {"pos_embed": "sincos2d"})
+    if "fc_norm.weight" in native:
+        habits["fc_norm"] = True
+    return habits
+
+
+def _with_registers(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Return the tensors of a DINOv2 model with registers as timm has them.
+
+    DINOv2 gives registers no position; timm's model has none for CLS either, so it is added to its token here.
+    """
+    registers, positions = (
+        tuple(tensors[name].shape) if name in tensors else () for name in ("register_tokens", "pos_embed")
+    )
+    if len(registers) != 3 or len(positions) != 3 or positions[1] < 2:
+        raise CheckpointError(f"{where}: pos_embed has shape {list(positions)}: expected [1, tokens, width]")
+    width = positions[2]
+    table = taken(tensors, "pos_embed", (1, positions[1], width), where)
+    tensors["reg_token"] = taken(tensors, "register_tokens", (1, registers[1], width), where)
+    tensors["cls_token"] = taken(tensors, "cls_token", (1, 1, width), where) + table[:, :1]
+    return tensors | {"pos_embed": table[:, 1:]}

@@ -1,0 +1,142 @@
+"""LoRA folders of PEFT (`adapter_config.json`): the adapter is merged into its base's tensors while they are read.
+
+W + B A alpha / r, as `merge_and_unload` of peft/tuners/lora/layer.py. Other kinds of adapters are refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import PurePosixPath
+from typing import Any, Final
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.checkpoint import huggingface
+from model.checkpoint.files import Files
+from model.checkpoint.refusals import required
+from model.errors import CheckpointError
+
+ADAPTER_CONFIG: Final = "adapter_config.json"
+_WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
+_PREFIX: Final = "base_model.model."
+Renaming = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+"""From the names of a library's files, or of its memory, which adapters are saved under, to one of both."""
+
+_LORA: Final = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.(weight|bias)")
+_WHOLE: Final = re.compile(r"\.(?:modules_to_save(?:\.default)?|base_layer)\.")
+_READ: Final = frozenset(
+    {"lora_alpha", "r", "use_rslora", "alpha_pattern", "peft_type", "auto_mapping", "base_model_name_or_path"}
+    | {"revision", "task_type", "inference_mode", "peft_version", "bias", "target_modules", "exclude_modules"}
+    | {"modules_to_save", "layers_to_transform", "layers_pattern", "lora_dropout", "rank_pattern", "lora_bias"}
+    | {"fan_in_fan_out", "megatron_core", "ensure_weight_tying", "loftq_config", "eva_config", "runtime_config"}
+    | {"init_lora_weights", "qalora_group_size"}
+)
+"""Fields that are read, that the tensors themselves answer, or that training alone reads.
+
+PEFT puts `fan_in_fan_out` aside for linear layers, and the networks that are read here have no others that it is for.
+"""
+_MERGE: Final = "merge the adapter where it was trained, with merge_and_unload(), and save the model"
+_PLAIN_STARTS: Final = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Of `init_lora_weights`: those that leave the base as it is."""
+
+
+def adapter_base(adapter: Files, base: str | None) -> str:
+    """Return the base of an adapter: the operator's (`VIT_BASE`), else the one that its config names.
+
+    Raises:
+        CheckpointError: it is no LoRA adapter that is read, or nobody names its base.
+    """
+    where = adapter.where(ADAPTER_CONFIG)
+    config = adapter.json(ADAPTER_CONFIG)
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(f"{where}: peft_type {config.get('peft_type')!r:.100} is not read; LORA is")
+    unknown = sorted(key for key, value in config.items() if value and key not in _READ)
+    if config.get("init_lora_weights") not in _PLAIN_STARTS:
+        unknown.append(f"init_lora_weights {config['init_lora_weights']!r:.100}")
+    if unknown:
+        raise CheckpointError(f"{where}: {unknown[0]} is not read: {_MERGE}")
+    named, revision = config.get("base_model_name_or_path"), config.get("revision")
+    if base is None and (not isinstance(named, str) or not named):
+        raise CheckpointError(f"{where}: base_model_name_or_path is missing: set VIT_BASE to the checkpoint it adapts")
+    return base or (f"{named}@{revision}" if isinstance(revision, str) and revision else str(named))
+
+
+def adapt(base: Files, adapter: Files) -> None:
+    """Let a base give its tensors with an adapter merged into them.
+
+    Raises:
+        CheckpointError: the adapter has no weights that can be read.
+    """
+    where = f"{adapter.place} (base {base.place})"
+    base.source, base.overlay = adapter.source, adapter
+    config = adapter.json(ADAPTER_CONFIG)
+    weights = _WEIGHTS[0] if adapter.path(_WEIGHTS[0]) is not None else _WEIGHTS[1]
+    changes = {name.removeprefix(_PREFIX): tensor for name, tensor in adapter.part(weights).items()}
+    renaming: Renaming = dict
+    if huggingface.recognises(base):
+        mapping = config.get("auto_mapping")
+        class_name = mapping.get("base_model_class") if isinstance(mapping, dict) else None
+        head = next((tensor for name, tensor in changes.items() if name.endswith("classifier.weight")), None)
+        classes = None if head is None or not head.ndim else head.shape[0]
+        renaming = huggingface.adapted(base, PurePosixPath(adapter.place).name, class_name, classes)
+    base.merge = lambda tensors: _merged(renaming(tensors), changes, config, renaming, where)
+
+
+def _merged(
+    base: dict[str, Tensor], adapter: Mapping[str, Tensor], config: Mapping[str, Any], renaming: Renaming, where: str
+) -> dict[str, Tensor]:
+    pairs: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in adapter.items():
+        match = _LORA.fullmatch(name)
+        if match is not None:
+            pairs.setdefault(match[1], {})[f"{match[2]}.{match[3]}"] = tensor
+        elif "lora_" in name:
+            raise CheckpointError(f"{where}: {name!r} is not of plain LoRA: {_MERGE}")
+        else:  # saved whole, as `modules_to_save` and `bias` ask for
+            base |= renaming({_WHOLE.sub(".", name): tensor})
+    if not pairs:
+        raise CheckpointError(f"{where}: the adapter has no tensors of LoRA")
+    for module, parts in pairs.items():
+        scale = _scale(config, module, parts, where)
+        changes = {f"{module}.weight": _change(parts)}
+        if "B.bias" in parts:
+            changes[f"{module}.bias"] = parts["B.bias"].float()
+        for name, change in changes.items():
+            [target] = renaming({name: parts["B.weight"]})
+            if target not in base:
+                raise CheckpointError(f"{where}: the adapter changes {module!r}, which the base does not have")
+            if change is None or change.shape != base[target].shape:
+                shapes = ", ".join(str(list(part.shape)) for part in parts.values())
+                raise CheckpointError(
+                    f"{where}: the adapter of {module!r}, {shapes}, is not for {list(base[target].shape)}"
+                )
+            base[target] = base[target].float() + change * scale
+    return base
+
+
+def _change(parts: Mapping[str, Tensor]) -> Tensor | None:
+    """Return B A, as a weight of a linear layer or of a convolution, or None where they do not fit together."""
+    down, up = parts["A.weight"].float(), parts["B.weight"].float()
+    if up.ndim != down.ndim or up.ndim not in (2, 4) or up.shape[1] != down.shape[0]:
+        return None
+    if up.ndim == 4:
+        return F.conv2d(down.transpose(0, 1), up).transpose(0, 1)
+    return up @ down
+
+
+def _scale(config: Mapping[str, Any], module: str, parts: Mapping[str, Tensor], where: str) -> float:
+    if not {"A.weight", "B.weight"} <= parts.keys():
+        raise CheckpointError(f"{where}: the adapter changes {module!r} in part")
+    patterns = config.get("alpha_pattern") or {}
+    # PEFT's keys are regular expressions: few of them take exponential time, and those of models have `.*` at most.
+    plain = isinstance(patterns, dict) and all(re.fullmatch(r"[\w.]+(?:\.\*[\w.]*)?", str(key)) for key in patterns)
+    if not plain:
+        raise CheckpointError(f"{where}: alpha_pattern is not of names of modules: {_MERGE}")
+    found = [value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)]
+    alpha = found[0] if found else required(config, "lora_alpha", where)
+    rank = parts["A.weight"].shape[0] if parts["A.weight"].ndim else 0
+    if not isinstance(alpha, int | float) or not rank:
+        raise CheckpointError(f"{where}: lora_alpha {alpha!r:.100}: expected a number")
+    return float(alpha / rank**0.5 if config.get("use_rslora") else alpha / rank)

@@ -1,0 +1,110 @@
+"""JPEG (ITU-T T.81, annex B): the header, and the file without what a decoder need not see.
+
+A multi-picture MPO begins with a whole JPEG and is read as JPEG.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from itertools import islice
+
+from model.errors import InvalidImage, UnsupportedImageFormat
+from model.images.orientation import read_orientation
+
+MAX_PARTS = 16_384
+"""Segments or chunks of a file. Honest files have at most a few thousand."""
+
+_MARKER = re.compile(rb"\xff[^\x00\xff]")
+_STANDALONE = {0x01, *range(0xD0, 0xDA), 0xC8, *range(0xF0, 0xFE)}
+"""Markers that no length follows, as libjpeg and Pillow take them: TEM, RST, SOI, EOI and the reserved JPGn."""
+
+_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
+_ARITHMETIC = {marker for marker in _FRAMES if marker > 0xC8}
+_SEQUENTIAL, _PROGRESSIVE = {0xC0, 0xC1}, {0xC2}
+_SCAN, _APP1 = 0xDA, 0xE1
+_METADATA = {*range(0xE0, 0xF0), 0xFE}
+_COLOUR_SEGMENTS = (b"JFIF\0", b"Adobe")
+"""The application segments that say which colours the components are."""
+
+_EXIF, _XMP = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0"
+
+_MAX_BOUNDED_SEGMENTS = 256
+_MAX_BOUNDED_FILE = 16_777_216
+_MAX_BOUNDED_PIXELS = 26_000_000
+"""A photo of 24 megapixels; 0.1 to 0.3 s."""
+
+_MAX_GAP = 16
+"""Bytes between two segments of a bounded file: fill bytes, of which honest files have at most a few."""
+
+
+def is_bounded(data: bytes | bytearray) -> bool:
+    """Return whether the header bounds the work of decoding: one scan with Huffman codes, of moderate size.
+
+    A file of several scans, such as a progressive one, may have any number of them, and each goes over the whole
+    picture.
+    """
+    frame = b""
+    for marker, _, start, end in islice(_segments(data, _MAX_GAP), _MAX_BOUNDED_SEGMENTS):
+        if marker == _SCAN:
+            height, width = int.from_bytes(frame[3:5], "big"), int.from_bytes(frame[5:7], "big")
+            return (
+                frame[2:3] == b"\x08"
+                and width * height <= _MAX_BOUNDED_PIXELS
+                and len(data) <= _MAX_BOUNDED_FILE
+                and data[start + 2 : start + 3] >= frame[7:8]  # the scan has all components
+            )
+        if marker in _FRAMES:
+            if marker not in _SEQUENTIAL:
+                return False
+            frame = bytes(data[start:end])
+    return False
+
+
+def strip(data: bytes | bytearray) -> tuple[bytes, int]:
+    """Return the file without application segments and comments, and the orientation that stands in them.
+
+    Raises:
+        InvalidImage: it is made of absurdly many segments, or its frame is none of cosine transforms, which could not
+            be scaled.
+        UnsupportedImageFormat: arithmetic coding, whose decoder reads zeros past the end of the data for ever.
+    """
+    view = memoryview(data)
+    kept = [view[:2]]
+    exif = xmp = None
+    for marker, begin, start, end in _segments(data, sys.maxsize):
+        if marker == _SCAN:
+            kept.append(view[begin:])
+            break
+        if marker in _ARITHMETIC:
+            raise UnsupportedImageFormat("JPEG pictures with arithmetic coding are not read: no browser shows them")
+        if marker in _FRAMES - _SEQUENTIAL - _PROGRESSIVE:
+            raise InvalidImage("the JPEG picture does not decode: it is lossless or hierarchical")
+        if marker not in _METADATA or data.startswith(_COLOUR_SEGMENTS, start + 2):
+            kept.append(view[begin:end])
+        elif marker == _APP1:
+            segment = bytes(view[start + 2 : end])
+            if exif is None and segment.startswith(_EXIF):
+                exif = segment
+            elif xmp is None and segment.startswith(_XMP):
+                xmp = segment
+    return b"".join(kept), read_orientation(exif, xmp)
+
+
+def _segments(data: bytes | bytearray, max_gap: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (marker, where it begins, where its payload begins, where that ends) of each segment up to a large gap.
+
+    Fill bytes and rubbish before a marker are legal. Pillow goes through them one by one.
+    """
+    position = 2
+    for _ in range(MAX_PARTS):
+        match = _MARKER.search(data, position, min(position + max_gap, len(data)))
+        if match is None:
+            return
+        start = position = match.end()
+        marker = match[0][1]
+        if marker not in _STANDALONE:
+            position += max(2, int.from_bytes(data[start : start + 2], "big"))
+        yield marker, match.start(), start, position
+    raise InvalidImage(f"the file is made of more than {MAX_PARTS} parts")

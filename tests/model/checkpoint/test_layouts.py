@@ -1,0 +1,199 @@
+"""State dicts of known libraries are read exactly by their own names; others are refused with the way out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from model.checkpoint import load_checkpoint
+from model.errors import CheckpointError
+from tests.model.checkpoint import test_huggingface
+from tests.model.checkpoint.home_made import PLAIN, load, made
+from tests.model.checkpoint.parity import TOLERANCE, assert_same_logits, pictures, randomise, relative_error
+from tests.timm_reference import declare_torchvision_operators
+
+
+def vit_pytorch() -> Any:
+    declare_torchvision_operators()
+    pytest.importorskip("einops", reason="einops is not installed")
+    return pytest.importorskip("vit_pytorch", reason="vit-pytorch is not installed")
+
+
+SMALL = {"image_size": 16, "patch_size": 4, "num_classes": 5, "dim": 48, "depth": 2, "mlp_dim": 64}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "architecture"),
+    [
+        ("ViT", {"heads": 4, "dim_head": 16}, "vit,num_heads=4"),  # inner width 64
+        ("ViT", {"heads": 3, "dim_head": 16, "pool": "mean"}, "vit,num_heads=3"),
+        ("ViT", {"heads": 2, "dim_head": 24, "mlp_dim": 48}, "vit,num_heads=2"),  # square layers
+        ("SimpleViT", {"heads": 3, "dim_head": 16}, "vit,num_heads=3"),  # positions that no tensor holds
+    ],
+)
+def test_vit_pytorch(kind: str, options: dict[str, Any], architecture: str, tmp_path: Path) -> None:
+    model = getattr(vit_pytorch(), kind)(**(SMALL | options)).eval()
+    randomise(model)
+    with pytest.raises(CheckpointError, match=r"its num_heads: .* --architecture vit,num_heads=N --"):
+        load(model.state_dict(), tmp_path)
+    checkpoint = load(model.state_dict(), tmp_path, architecture)
+    assert_same_logits(checkpoint, model, f"vit-pytorch {kind} {options}")
+    assert "act_layer=gelu, as vit-pytorch has it (VIT_ARCHITECTURE)" in checkpoint.assumed
+
+
+def test_vit_pytorch_of_2021(tmp_path: Path) -> None:
+    model = made()
+    names = {
+        ".norm1.": ".0.norm.", ".norm2.": ".1.norm.", ".attn.qkv.": ".0.fn.to_qkv.", ".attn.proj.": ".0.fn.to_out.0.",
+        ".mlp.fc1.": ".1.fn.net.0.", ".mlp.fc2.": ".1.fn.net.3.", "blocks.": "transformer.layers.",
+        "head.": "mlp_head.1.", "pos_embed": "pos_embedding", "patch_embed.proj.": "to_patch_embedding.1.",
+    }  # fmt: skip
+    state = {}
+    for name, tensor in model.state_dict().items():
+        new = name
+        for ours, theirs in names.items():
+            new = new.replace(ours, theirs)
+        new = re.sub("^norm", "mlp_head.0", new)
+        state[new] = tensor.permute(0, 2, 3, 1).flatten(1) if tensor.ndim == 4 else tensor
+    given = "vit,num_heads=3,norm_eps=1e-6,global_pool=token"
+    assert_same_logits(load(state, tmp_path, given), model, "vit-pytorch of 2021")
+
+
+class EncoderViT(nn.Module):
+    """A ViT around torch's own encoder, which most people's second attempt is."""
+
+    def __init__(self, *, norm_first: bool, activation: str = "gelu", hidden: int = 64) -> None:
+        super().__init__()
+        self.patch_embedding = nn.Conv2d(3, 48, 4, 4)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, 48))
+        self.pos_embedding = nn.Parameter(torch.zeros(1, 17, 48))
+        layer = nn.TransformerEncoderLayer(
+            48, 3, hidden, activation=activation, batch_first=True, norm_first=norm_first
+        )
+        self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(48), enable_nested_tensor=False)
+        self.classifier = nn.Sequential(nn.Dropout(0.1), nn.Linear(48, 5))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = self.patch_embedding(pixels).flatten(2).transpose(1, 2)
+        x = torch.cat((self.cls_token.expand(len(x), -1, -1), x), dim=1) + self.pos_embedding
+        y: Tensor = self.classifier(self.encoder(x)[:, 0])
+        return y
+
+
+@pytest.mark.parametrize("order", ["pre", "post"])
+@pytest.mark.parametrize(("activation", "hidden"), [("relu", 64), ("gelu", 48)])
+def test_torchs_own_encoder(order: str, activation: str, hidden: int, tmp_path: Path) -> None:
+    model = EncoderViT(norm_first=order == "pre", activation=activation, hidden=hidden).eval()
+    randomise(model)
+    with pytest.raises(CheckpointError, match=r"norm_order=pre,act_layer=gelu,global_pool=token.*only usual"):
+        load(model.state_dict(), tmp_path)
+    given = f"vit,num_heads=3,norm_order={order},act_layer={activation},global_pool=token"
+    assert_same_logits(load(model.state_dict(), tmp_path, given), model, f"TransformerEncoder {order}")
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_a_state_dict_of_transformers_without_its_config(original: bool, tmp_path: Path) -> None:
+    model = test_huggingface.make("vit", tmp_path, save_original_format=original)
+    source = tmp_path / "model.safetensors"
+    source.rename(tmp_path / "alone.safetensors")
+    size = model.config.image_size
+    edge = {"size": [size] * 2, "resize": "squash", "resize_size": [size] * 2, "interpolation": "bilinear"}
+    import json
+
+    preprocess = json.dumps(edge | {"mean": [0.5] * 3, "std": [0.5] * 3})
+    given = f"vit,num_heads={model.config.num_attention_heads}"
+    checkpoint = load_checkpoint(
+        str(tmp_path / "alone.safetensors"), architecture=given, preprocess=preprocess, labels="numbers"
+    )
+    assert_same_logits(checkpoint, lambda pixels: model(pixels).logits, "transformers without a config")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["conv1.weight", "bn1.weight", "layer1.0.conv1.weight"],
+        ["patch_embed.proj.weight", "layers.0.blocks.0.norm1.weight", "head.weight"],
+        ["stem.weight", "h.0.ln.weight", "h.0.kqv.weight"],
+    ],
+)
+def test_names_of_no_known_layout_are_shown_with_the_way_out(names: list[str], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"a layout that is not known .*, such as '.*VIT_KEYS says which") as said:
+        load({name: torch.zeros(4, 4) for name in names}, tmp_path, "vit_tiny_patch16_224")
+    assert "\n" not in str(said.value)
+
+
+def test_a_post_norm_network_under_timms_names_is_never_taken_for_a_pre_norm_one(tmp_path: Path) -> None:
+    """The names and shapes are the same."""
+    model = made(norm_first=False)
+    given = "vit_tiny_patch16_224,embed_dim=48,depth=2,num_heads=3,patch_size=4"
+    with pytest.raises(CheckpointError, match="norm_order=pre"):
+        load(model.state_dict(), tmp_path, given)
+    assert_same_logits(load(model.state_dict(), tmp_path, f"{given},norm_order=post"), model, "post-norm")
+
+
+def test_the_number_of_heads_is_not_guessed(tmp_path: Path) -> None:
+    model = made(heads=4)
+    given = "vit_small_patch16_224,embed_dim=48,depth=2,patch_size=4"  # whose own heads are 6
+    with pytest.raises(CheckpointError, match="num_heads=N"):
+        load(model.state_dict(), tmp_path, given)
+    assert_same_logits(load(model.state_dict(), tmp_path, f"{given},num_heads=4,norm_order=pre"), model, "heads")
+
+
+def test_what_a_name_says_and_no_file_is_listed_with_the_option_that_says_it(tmp_path: Path) -> None:
+    model = made(width=192, hidden=768, depth=12)
+    given = "vit_tiny_patch16_224,patch_size=4,act_layer=gelu"
+    assert load(model.state_dict(), tmp_path, given).assumed == tuple(
+        f"{value}, as vit_tiny_patch16_224 has it (VIT_ARCHITECTURE)"
+        for value in ("num_heads=3", "norm_order=pre", "norm_eps=1e-06", "global_pool=token")
+    )
+
+
+GREY = {"size": 28, "patch": 4, "channels": 1, "hidden": 64, "activation": "relu", "eps": 1e-5, "final_norm": False}
+
+
+def test_a_grey_model_without_a_last_norm_and_with_the_mean_of_patches(tmp_path: Path) -> None:
+    model = made(**GREY, pool="avg")
+    preprocess = '{"size": [28, 28], "resize": "squash", "resize_size": [28, 28], "interpolation": "bilinear", '
+    preprocess += '"mean": [0.1307], "std": [0.3081]}'
+    given = "vit,num_heads=3,norm_order=pre,act_layer=relu,norm_eps=1e-5,global_pool=avg,pool_include_prefix=false"
+    with pytest.raises(
+        CheckpointError, match=r"its final_norm, preprocessing, labels: .*,final_norm=false --preprocess"
+    ):
+        load(model.state_dict(), tmp_path, given, preprocess=None, labels=None)
+    checkpoint = load(model.state_dict(), tmp_path, f"{given},final_norm=false", preprocess=preprocess)
+    assert_same_logits(checkpoint, model, "grey 28 px in patches of 4")
+    assert checkpoint.assumed == ()
+
+
+@pytest.mark.parametrize(
+    "given", [PLAIN, "vit_tiny_patch16_224,embed_dim=48,depth=2,patch_size=4,num_heads=3,norm_order=pre"]
+)
+def test_a_backbone_without_a_head_is_one_where_that_is_stated(given: str, tmp_path: Path) -> None:
+    model = made(hidden=192)
+    state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("head.")}
+    with pytest.raises(
+        CheckpointError, match=r"no file says its num_classes: .*,num_classes=0 --preprocess \S+ \(it has"
+    ):
+        load(state, tmp_path, given, labels=None)
+    checkpoint = load(state, tmp_path, f"{given},num_classes=0", labels=None)
+    assert checkpoint.labels == ()
+    pixels = pictures(checkpoint)
+    model.head = nn.Identity()
+    with torch.inference_mode():
+        assert relative_error(checkpoint.build()(pixels).embeddings["head"], model(pixels)) < TOLERANCE
+    with pytest.raises(CheckpointError, match="tell num_classes=5, but VIT_ARCHITECTURE says num_classes=0"):
+        load(made().state_dict(), tmp_path, f"{given},num_classes=0")
+
+
+def test_what_is_absent_has_to_be_stated_and_what_is_there_cannot_be_denied(tmp_path: Path) -> None:
+    state = dict(made().state_dict())
+    without = {name: tensor for name, tensor in state.items() if not name.startswith("norm.")}
+    with pytest.raises(CheckpointError, match="final_norm=false"):
+        load(without, tmp_path, PLAIN)
+    with pytest.raises(CheckpointError, match=r"final_norm=false, but 'norm\.weight' is there"):
+        load(state, tmp_path, f"{PLAIN},final_norm=false")

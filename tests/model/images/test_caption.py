@@ -1,0 +1,163 @@
+"""Captions below maps: whatever the label, the map and the size of the drawing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageFont
+
+from model.images.caption import caption_height, caption_of, drawable, fit_text, with_colorbar
+from model.images.heatmap import MAX_SIZE, Look, draw_heatmap, full_scale
+from model.images.sheet import draw_maps
+from model.outputs import AttentionMap, MapRequest
+
+PICTURE = np.full((40, 40, 3), 90, np.uint8)
+PEAK = np.array([[1, 0], [0, 0]], np.float32)
+
+
+def of_class(evidence: float = 1.0, score: float = 0.6312, index: int = 0) -> AttentionMap:
+    faded = (evidence * PEAK + (1 - evidence) / 4).astype(np.float32)
+    return AttentionMap(MapRequest("relevance", index), faded, 1.0, score, evidence)
+
+
+@pytest.mark.parametrize(
+    ("attention", "lines"),
+    [
+        (of_class(), ("tabby, tabby cat: 63.1%", "relevance, evidence: strong (1.00)")),
+        (of_class(0.0312, 0.00001), ("tabby, tabby cat: < 0.1%", "relevance, evidence: none (0.03)")),
+        (of_class(0.05, index=1), ("uber alles...? (Kafer): 63.1%", "relevance, evidence: little (0.05)")),
+        (of_class(0.2, index=2), ("class 2: 63.1%", "relevance, evidence: some (0.20)")),
+        (AttentionMap(MapRequest.row(3, "max"), PEAK, 1.0), ("attention of one layer", "cls, layer 3, head max")),
+        (
+            AttentionMap(MapRequest.of_rollout("min", 0.9), PEAK, 1.0),
+            ("attention through all layers", "rollout, fusion min, discard 0.9"),
+        ),
+    ],
+)
+def test_a_caption_says_class_score_method_and_evidence(attention: AttentionMap, lines: tuple[str, str]) -> None:
+    assert (
+        caption_of(attention, ["tabby, tabby cat", "\u00fcber\nalles\u2026\u732b (K\u00e4fer)", "\u732b\u3001\u72ac"])
+        == lines
+    )
+
+
+@given(st.text(max_size=600))
+def test_any_label_becomes_one_line_that_the_font_has(label: str) -> None:
+    shown = drawable(label)
+    assert shown.isascii()
+    assert shown.isprintable()
+    assert len(shown) <= 500
+    font = ImageFont.load_default(12)
+    assert font.getlength(fit_text(label, font, 80)) <= 80
+
+
+def test_a_long_label_is_cut_before_its_score() -> None:
+    font, labels = ImageFont.load_default(12), ["hippopotamus, hippo, river horse, Hippopotamus amphibius"]
+    drawn, score = caption_of(of_class(), labels)[0].rsplit(": ", 1)
+    shown = fit_text(drawn, font, 180, f": {score}")
+    assert shown.startswith("hippopotamus, ")
+    assert shown.endswith("...: 63.1%")
+    assert font.getlength(shown) <= 180
+    look: dict[str, Any] = {"picture": PICTURE, "size": 240}
+    scores = [np.asarray(draw_maps([of_class(score=score)], labels, **look)) for score in (0.6, 0.7)]
+    assert (scores[0] != scores[1]).any(), "the score is seen"
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.tuples(st.integers(1, 300), st.integers(1, 300)),
+    st.integers(1, 600),
+    st.text(max_size=30),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_drawing_with_its_caption_keeps_the_longer_side(
+    shape: tuple[int, int], size: int, label: str, colorbar: bool, overlay: bool
+) -> None:
+    picture, look = np.zeros((*shape, 3), np.uint8), {"size": size, "colorbar": colorbar, "overlay": overlay}
+    drawn = draw_maps([of_class()], [label], picture=picture, **look)  # type: ignore[arg-type]
+    if not colorbar:  # which makes it wider
+        assert max(drawn.size) == size
+    plain = draw_maps([of_class()], None, picture=picture, **look)  # type: ignore[arg-type]
+    assert (drawn.size == plain.size) == (size < 160) or shape[1] > shape[0]
+
+
+def test_no_drawing_is_larger_than_allowed_with_its_caption() -> None:
+    tall = np.zeros((2048, 2048, 3), np.uint8)
+    drawn = draw_maps([of_class()], ["a"], picture=tall)
+    assert drawn.size == (MAX_SIZE - caption_height(MAX_SIZE), MAX_SIZE)
+    row = draw_maps([of_class()] * 8, ["a"], picture=PICTURE, max_width=MAX_SIZE)
+    assert 2000 < row.width <= MAX_SIZE
+    below = np.asarray(row)[-caption_height(252) :]
+    inked = [(below[:, 256 * place : 256 * (place + 1)] < 90).any() for place in range(8)]
+    assert all(inked), "each class has its own"
+
+
+def ink(image: Image.Image, top: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    pixels = np.asarray(image)[top:].astype(int)
+    coloured: np.ndarray[Any, np.dtype[np.bool_]] = pixels.max(axis=2) - pixels.min(axis=2) > 60
+    return coloured
+
+
+def test_the_colours_stand_below_in_words_unless_none_are_drawn() -> None:
+    for alpha, coloured in ((0.7, True), (0.0, False)):
+        drawn = draw_heatmap(PEAK, Look(size=384, alpha=alpha), picture=PICTURE, caption=("a", "b"))
+        assert ink(drawn, drawn.height - caption_height(384)).any() == coloured
+    assert ink(draw_heatmap(PEAK, Look(size=384), picture=PICTURE), 0).any()
+    words = [draw_heatmap(PEAK, Look(size=384), picture=PICTURE, caption=(text, "")) for text in ("a", "b")]
+    assert words[0].tobytes() != words[1].tobytes()
+
+
+def test_a_faded_map_looks_faded_beside_others_and_alone() -> None:
+    look: dict[str, Any] = {"picture": np.zeros((64, 64, 3), np.uint8), "size": 64, "smooth": False, "colormap": "gray"}
+
+    def brightest(maps: list[AttentionMap]) -> list[int]:
+        row = np.asarray(draw_maps(maps, None, **look))
+        return [int(row[:, 68 * place : 68 * place + 64].max()) for place in range(len(maps))]
+
+    [whole] = brightest([of_class()])
+    assert whole == pytest.approx(0.7 * 255, abs=3)
+    for evidence in (0.5, 0.2, 0.05):
+        [faded] = brightest([of_class(evidence)])
+        r = 1 + evidence * 3
+        level = np.log(r) / np.log(4)
+        assert faded == pytest.approx(0.7 * level * 255 * level, abs=4)
+        assert brightest([of_class(evidence), of_class()]) == pytest.approx([faded, whole], abs=4)
+    assert brightest([of_class(0.0)]) == [0]
+
+
+def test_the_scale_of_a_faded_map_is_that_of_the_whole() -> None:
+    peaked = np.zeros((4, 4), np.float32)
+    peaked[1, 2] = 1
+    assert full_scale(peaked) == 16
+    for evidence in (1.0, 0.5, 0.01):
+        faded = replace(of_class(), values=(evidence * peaked + (1 - evidence) / 16).astype(np.float32)).values
+        assert full_scale(faded, evidence) == pytest.approx(16, rel=1e-3)
+    assert full_scale(np.full((4, 4), 1 / 16, np.float32), 0.0) == 4
+    assert full_scale(peaked, 1e-30) == 16, "no more than all patches have"
+
+
+@pytest.mark.parametrize("full_scale", [1.5, 4.0, 150.0, 1e9])
+@pytest.mark.parametrize("height", [96, 384, 1000])
+def test_a_tick_of_the_colour_bar_stands_beside_the_colour_of_its_ratio(height: int, full_scale: float) -> None:
+    levels = np.full((256, 3), (7, 0, 200), np.uint8)
+    levels[:, 1] = np.arange(256)  # a colour tells its level, and is told from the greys of writing
+    added = np.asarray(with_colorbar(Image.new("RGB", (50, height), "red"), levels, full_scale))[:, 50:]
+    rows, columns = np.nonzero((added[:, :, [0, 2]] == (7, 200)).all(axis=2))
+    assert len(rows) == (np.ptp(rows) + 1) * (np.ptp(columns) + 1), "nothing lies over the bar"
+    bar = added[rows.min() : rows.max() + 1]
+    level = bar[:, columns.min(), 1].astype(int)
+    ticks = np.nonzero((bar[:, columns.max() + 1 : columns.max() + 3] == 0).all(axis=(1, 2)))[0]
+    assert level[0] >= 250
+    assert level[-1] <= 5
+    assert (np.diff(level) <= 0).all()
+    assert (ticks[0], ticks[-1]) == (0, len(level) - 1)
+    octave = np.log(2) / np.log(full_scale)
+    for tick in ticks[1:-1]:
+        octaves = level[tick] / 255 / octave
+        assert abs(octaves - round(octaves)) * octave < 1 / len(level) + 2 / 255
