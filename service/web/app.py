@@ -15,8 +15,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from service.engine.messages import EngineStatus, ModelInfo
-from service.engine.swapping import Swappable
 from service.lifecycle import Lifecycle
+from service.models.model import ServedModel
 from service.observe.metrics import Metrics, Sources
 from service.settings import MEMORY, Settings, exports_spans, parse_keys
 from service.web.admission import ByteBudget, Limiter, Receiving, RefusalPace
@@ -72,7 +72,7 @@ def image_store_of(settings: Settings, metrics: Metrics, clock: Callable[[], flo
 
 def create_app(
     settings: Settings,
-    engine: Swappable,
+    engine: ServedModel,
     metrics: Metrics,
     lifecycle: Lifecycle | None = None,
     on_engine_change: Callable[[], None] = lambda: None,
@@ -146,7 +146,7 @@ def create_app(
             statuses=lambda: [replica.status for replica in engine.current.engine.engines],
             recent=images.usage,
             places=lambda: (limiter.taken, limiter.capacity),
-            reloads=lambda: engine.reloads,
+            reloads=lambda: engine.loads,
         )
     )
 

@@ -34,7 +34,6 @@ from model.outputs import RequestedOutputs
 from model.zero_shot import of_image
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
-from service.engine.swapping import Generation, Swappable
 from service.errors import (
     ClientDisconnected,
     DeadlineExceeded,
@@ -47,6 +46,7 @@ from service.errors import (
 )
 from service.http import connection_of
 from service.lifecycle import Lifecycle
+from service.models.model import Generation, ServedModel
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.web.admission import Body, Limiter, Permit, Receiving
@@ -78,7 +78,7 @@ _TEXTS_AT_ONCE: Final = 8
 class Lanes:
     """The queues of a web process before everything that is scarce."""
 
-    def __init__(self, settings: Settings, models: Swappable, decoders: Decoders, clock: Callable[[], float]) -> None:
+    def __init__(self, settings: Settings, models: ServedModel, decoders: Decoders, clock: Callable[[], float]) -> None:
         threads = -(-min(usable_cores(), 16) // settings.workers)
 
         def batches(number: int) -> int:
@@ -102,7 +102,7 @@ class Lanes:
 class Model:
     """The model of a request: the generation that it belongs to, and its description."""
 
-    generation: Generation
+    generation: Generation[Engine]
     info: ModelInfo
 
     @property
@@ -115,7 +115,7 @@ class Model:
 class Service:
     """Everything that the requests of a web process share; `clock` gives monotonic seconds."""
 
-    models: Swappable
+    models: ServedModel
     settings: Settings
     metrics: Metrics
     limiter: Limiter

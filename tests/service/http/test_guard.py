@@ -261,3 +261,15 @@ async def test_a_refused_caller_that_never_closes_makes_room() -> None:
         await refused.send(b"\x00\r\n")
         assert (await refused.answer()).status == 400
         assert (await server.ask(GET)).status == 200
+
+
+@on_a_loop
+async def test_a_body_that_is_on_its_way_for_longest_makes_room_and_is_told_so() -> None:
+    async with listening(max_connections=1) as server, server.connect() as crawler:
+        await crawler.send(post(bytes(100))[:-50])
+        await until(lambda: server.app.metric("vit_inflight_requests") == 1)
+        assert (await server.ask(post(png(1)))).status == 200
+        answer = await crawler.answer()
+        assert (answer.code, answer.headers["connection"]) == ("request_timeout", "close")
+    assert server.app.metric("vit_requests_total", endpoint="/classify", code="408") == 1
+    assert server.app.metric("vit_cancelled_total") == 0

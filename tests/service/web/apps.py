@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from service.engine.swapping import Unswapped
 from service.lifecycle import Lifecycle
+from service.models.model import LocalModel
 from service.observe.metrics import Metrics
 from service.settings import Settings, load_settings
 from service.web.admission import ByteBudget
@@ -45,7 +45,7 @@ class App:
     def __post_init__(self) -> None:
         self.asgi = create_app(
             self.settings,
-            cast(Any, self.engine) if hasattr(self.engine, "current") else Unswapped(self.engine),
+            cast(Any, self.engine) if hasattr(self.engine, "current") else LocalModel(lambda _: self.engine),
             self.metrics,
             self.lifecycle,
             clock=self.clock,

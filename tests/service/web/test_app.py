@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from service.engine.swapping import Unswapped
+from service.models.model import LocalModel
 from service.observe.metrics import Metrics
 from service.settings import load_settings
 from service.web import app as app_module
@@ -80,7 +80,7 @@ async def test_such_a_refusal_is_held_back_for_half_a_second(monkeypatch: pytest
 
     engine = FakeEngine()
     engine.state = "loading"
-    asgi = create_app(load_settings(), Unswapped(engine), Metrics())
+    asgi = create_app(load_settings(), LocalModel(lambda _: engine), Metrics())
     monkeypatch.undo()  # in the other tests it is shorter
     monkeypatch.setattr(asyncio, "sleep", sleep)
     headers = {"content-type": "image/png"}

@@ -12,10 +12,10 @@ import pytest
 
 from model.checkpoint import load_checkpoint
 from service.engine.loading import load_predictor
-from service.engine.swapping import LocalSwap
+from service.engine.local import engine_of
+from service.models.model import LocalModel
 from service.settings import load_settings
 from service.web.inference_protocol.descriptions import model_metadata
-from service.web.single_process import engine_of
 from tests.e2e.checkpoints import write_checkpoint
 from tests.model.checkpoint.test_timm_library import make
 from tests.service.fakes import CLASSES, LIBRARY, model_info, on_a_loop, png
@@ -93,7 +93,7 @@ async def test_a_vision_transformer_gives_way_to_a_convnext_and_back(tmp_path: P
         own = settings if checkpoint is None else settings.model_copy(update={"checkpoint": checkpoint})
         return engine_of(own, load_predictor, lambda report: None)
 
-    swap = LocalSwap(make_engine)
+    swap = LocalModel(make_engine)
     service = App(settings, engine=cast(Any, swap))
     swap.start(lambda: None)
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from service.engine.swapping import Generation, Reloads
+from service.models.model import Generation, Loads
 from service.settings import load_settings
 from tests.service.fakes import SIZE, model_info, on_a_loop, png
 from tests.service.web.apps import App, kept, until
@@ -30,7 +30,7 @@ def other_model() -> FakeEngine:
 class FakeSwap:
     """Swaps at once, for the engine that it is given."""
 
-    reloads = Reloads()
+    loads = Loads()
 
     def __init__(self) -> None:
         self.old, self.new = FakeEngine(), other_model()

@@ -179,13 +179,6 @@ async def test_a_service_that_stops_loads_nothing() -> None:
 
 
 @on_a_loop
-async def test_an_engine_that_cannot_swap_says_so() -> None:
-    answer = await post(app(admin_key="admin"))
-    assert answer.status == 403
-    assert "not swapped" in answer.json["error"]
-
-
-@on_a_loop
 @pytest.mark.parametrize("body", [None, {"ready": True}])
 async def test_the_index_lists_the_one_model(body: Any) -> None:
     answer = await post(app(), "/v2/repository/index", body=body)
