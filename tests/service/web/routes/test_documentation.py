@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gzip
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from service.web.routes import pages
 from tests.service.fakes import on_a_loop
 from tests.service.web.apps import app
 
@@ -251,9 +249,3 @@ async def test_large_files_are_compressed_for_those_who_accept_it(path: str, acc
         assert file.content == plain.content
     again = await service.get(path, **{"accept-encoding": accepted, "if-none-match": file.headers["etag"]})
     assert (again.status, again.content, again.headers["etag"]) == (304, b"", file.headers["etag"])
-
-
-def test_the_script_of_the_page_names_no_address_but_relative_ones() -> None:
-    script = (Path(pages.__file__).parents[1] / "static/docs/docs.js").read_text()
-    assert re.findall(r'fetch\("([^"]+)"\)', script) == ["openapi.json"]
-    assert "://" not in script
