@@ -89,6 +89,15 @@ class Limiter(_Usage):
         """Give back `count` places."""
         self._add(-count)
 
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Give one place back until the context ends, and then take it again, even if none is free."""
+        self._add(-1)
+        try:
+            yield
+        finally:
+            self._add(1)
+
     def permit(self) -> Permit:
         """Take one place, and return the permit that holds it; raises `QueueFull` if none is free."""
         permit = Permit(self)
@@ -129,6 +138,10 @@ class Permit:
         for _ in range(count):
             self._limiter.acquire()
             self._held += 1
+
+    def lent(self) -> AbstractContextManager[None]:
+        """Lend one of its places to others until the context ends, while its work waits for something else."""
+        return self._limiter.lent()
 
     def __enter__(self) -> Self:
         return self

@@ -15,17 +15,18 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from service.engine.messages import EngineStatus, ModelInfo
-from service.engine.swapping import Generation, Swappable
 from service.lifecycle import Lifecycle
+from service.models.model import ServedModel
 from service.observe.metrics import Metrics, Sources
 from service.settings import MEMORY, Settings, exports_spans, parse_keys
 from service.web.admission import ByteBudget, Limiter, Receiving, RefusalPace
 from service.web.api_keys import ApiKeyMiddleware, KeyGuard, KeyLimiter
-from service.web.image_stores import KeptPictures
-from service.web.image_stores.memory import AtHand, ImageStore, MemoryImageStore
+from service.web.decoders import Decoders
+from service.web.image_stores import ImageStore
+from service.web.image_stores.memory import MemoryImageStore
 from service.web.image_stores.redis import RedisImageStore
 from service.web.middleware import PROBES, ProblemMiddleware, RequestContextMiddleware
-from service.web.pipeline import Pipeline, Pipelines, Pools
+from service.web.request import Lanes, Service
 from service.web.routes import (
     attention,
     classify,
@@ -42,7 +43,7 @@ from vitserve import __version__
 logger = logging.getLogger("vitserve")
 
 _ROUTERS = (
-    pages.page,
+    pages.router,
     classify.router,
     embed.router,
     attention.router,
@@ -50,26 +51,28 @@ _ROUTERS = (
     other_servers.router,
     inference_protocol.router,
     model_repository.router,
-    pages.documentation,
 )
 _PUBLIC = pages.PUBLIC | inference_protocol.PUBLIC | other_servers.PUBLIC | {"/healthz", "/readyz"}
 
 
-def kept_pictures(
-    settings: Settings, store: ImageStore | None, metrics: Metrics, clock: Callable[[], float]
-) -> KeptPictures:
-    """Return where pictures are kept: in Redis, in `store`, or in memory of this process; raises `SettingsError`."""
-    limits = {"ttl": settings.recent_ttl, "max_bytes": settings.recent_bytes, "clock": clock}
+def image_store_of(settings: Settings, metrics: Metrics, clock: Callable[[], float]) -> ImageStore:
+    """Return the image store of the settings: in Redis, or in memory of this process; raises `SettingsError`."""
     url = settings.recent_url.get_secret_value()
     if url == MEMORY:
-        return AtHand(store or MemoryImageStore(**limits))  # type: ignore[arg-type]
-    name = settings.model_name or settings.checkpoint
-    return RedisImageStore(url, name=name, failed=metrics.recent_errors.inc, **limits)  # type: ignore[arg-type]
+        return MemoryImageStore(ttl=settings.recent_ttl, max_bytes=settings.recent_bytes, clock=clock)
+    return RedisImageStore(
+        url,
+        name=settings.model_name or settings.checkpoint,
+        ttl=settings.recent_ttl,
+        max_bytes=settings.recent_bytes,
+        failed=metrics.recent_errors.inc,
+        clock=clock,
+    )
 
 
 def create_app(
     settings: Settings,
-    engine: Swappable,
+    engine: ServedModel,
     metrics: Metrics,
     lifecycle: Lifecycle | None = None,
     on_engine_change: Callable[[], None] = lambda: None,
@@ -91,14 +94,16 @@ def create_app(
     """
     lifecycle = lifecycle or Lifecycle()
     limiter = limiter or Limiter(settings.queue_size)
-    pictures = kept_pictures(settings, image_store, metrics, clock)
+    images = image_store or image_store_of(settings, metrics, clock)
     receiving = Receiving(
         byte_budget or ByteBudget(settings.max_receiving_bytes),
         spacious=max(1, settings.queue_size // 8),
         turnover=settings.request_timeout / 2,
         clock=clock,
     )
-    pools = Pools(settings, metrics.decoder_restarts.inc)
+    decoders = Decoders(settings, on_restart=metrics.decoder_restarts.inc)
+    lanes = Lanes(settings, engine, decoders, clock)
+    service = Service(engine, settings, metrics, limiter, receiving, images, lifecycle, lanes, decoders, clock)
 
     def engine_changed() -> None:
         for replica in engine.current.engine.engines:
@@ -113,13 +118,14 @@ def create_app(
             if settings.grpc_port is not None:
                 from service.web.grpc.server import serving  # noqa: PLC0415  it needs the extra `grpc`
 
-                await beside.enter_async_context(serving(pipelines, guard, outermost.count, settings.grpc_port))
+                await beside.enter_async_context(serving(service, guard, outermost.count, settings.grpc_port))
             yield
         await engine.close()
-        pools.close()
+        lanes.close()
+        decoders.close()
         if tracing is not None:
             await tracing.close()
-        await pictures.close()
+        await images.close()
         outermost.log.end_second()
 
     app = Application(
@@ -131,19 +137,16 @@ def create_app(
         openapi_url=None,  # `service.web.routes.pages` has it
     )
 
-    def make_pipeline(generation: Generation) -> Pipeline:
-        return Pipeline(generation, settings, metrics, limiter, receiving, pictures, lifecycle, pools, clock)
-
-    app.state.pipelines = pipelines = Pipelines(engine, make_pipeline)
+    app.state.service = service
     app.set_routes([route for router in _ROUTERS for route in router.routes])
     app.router.default = no_such_path
 
     metrics.watch(
         Sources(
             statuses=lambda: [replica.status for replica in engine.current.engine.engines],
-            recent=pictures.usage,
+            recent=images.usage,
             places=lambda: (limiter.taken, limiter.capacity),
-            reloads=lambda: engine.reloads,
+            reloads=lambda: engine.loads,
         )
     )
 

@@ -29,7 +29,7 @@ from model.images.preprocess import ModelInput
 from model.images.region import Region
 from service.errors import DeadlineExceeded, EngineUnavailable
 from service.settings import Settings
-from service.web.work import Deadline
+from service.web.lanes import Deadline
 
 logger = logging.getLogger("vitserve")
 
@@ -87,7 +87,11 @@ class _Decoder:
 
 
 class Decoders:
-    """Decodes files in processes of their own, one for each core at most; `on_restart` is called for each that died."""
+    """Decodes files in processes of their own, a job each; `on_restart` is called for each that died.
+
+    Attributes:
+        processes: jobs that may run at the same time, one for each core at most; callers see to it.
+    """
 
     def __init__(self, settings: Settings, *, on_restart: Callable[[], object] = lambda: None) -> None:
         pixels, file_bytes = settings.max_image_pixels, settings.max_upload_bytes
@@ -100,7 +104,7 @@ class Decoders:
         }
         self._command = [sys.executable, "-P", "-m", "model.images.decoder_process", json.dumps(bounds)]
         self._on_restart = on_restart
-        self._free = asyncio.Semaphore(-(-min(os.cpu_count() or 1, MAX_DECODERS) // settings.workers))
+        self.processes = -(-min(os.cpu_count() or 1, MAX_DECODERS) // settings.workers)
         self._idle: list[_Decoder] = []
         self._is_known = False
 
@@ -126,7 +130,7 @@ class Decoders:
 
     async def _run(self, job: dict[str, Any], data: bytearray, deadline: Deadline, is_shape: _IsShape) -> Decoded:
         try:
-            async with asyncio.timeout(deadline.remaining()), self._free:
+            async with asyncio.timeout(deadline.remaining()):
                 try:
                     return await self._ask(json.dumps(job).encode(), data, is_shape)
                 except _Killed:

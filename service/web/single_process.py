@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from service.engine.base import Engine, ModelRunner
-from service.engine.local import LocalEngine
-from service.engine.messages import BatchReport, ModelInfo
-from service.engine.swapping import LocalSwap
+from service.engine.base import Engine
+from service.engine.local import Loader, LocalEngine, engine_of
+from service.engine.messages import ModelInfo
 from service.http import Server
 from service.lifecycle import Lifecycle, Terminal, freeze_objects, trim_regularly
+from service.models.model import LocalModel
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.web.app import create_app, log_model
@@ -27,9 +27,6 @@ _WILDCARDS = ("0.0.0.0", "::")
 _CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv", "/var/run/secrets/kubernetes.io")
 """Paths of which one exists in a container of Docker, Podman or Kubernetes."""
 
-Loader = Callable[[Settings], tuple[ModelRunner, ModelInfo]]
-"""Loads the model that the settings name onto their device."""
-
 
 def run_single_process(settings: Settings, load: Loader) -> int:
     """Run the service until a signal ends it, and return the exit code; `load` is called on the engine's thread."""
@@ -38,13 +35,12 @@ def run_single_process(settings: Settings, load: Loader) -> int:
 
     def make(checkpoint: str | None) -> LocalEngine:
         own = settings if checkpoint is None else settings.model_copy(update={"checkpoint": checkpoint})
-        load_timeout = settings.load_timeout if served else None
-        return engine_of(own, load, metrics.observe_batch, load_timeout=load_timeout)
+        return engine_of(own, load, metrics.observe_batch)
 
-    swap = LocalSwap(make, on_retired=freeze_objects)
+    model = LocalModel(make, on_retired=freeze_objects)
 
     def engine_changed() -> None:
-        engine = swap.current.engine
+        engine = model.current.engine
         if engine.status.state == "failed":
             server.stop(exit_code=1)
         elif engine.status.state == "ready" and engine.info is not None:
@@ -54,32 +50,11 @@ def run_single_process(settings: Settings, load: Loader) -> int:
                 _announce(engine, settings, server)
             served[:] = [engine.info]
 
-    app = create_app(settings, swap, metrics, lifecycle, engine_changed)
-    server = Server(app, settings, lifecycle, on_hang_up=partial(terminal.hang_up, swap.reload))
+    app = create_app(settings, model, metrics, lifecycle, engine_changed)
+    server = Server(app, settings, lifecycle, on_hang_up=partial(terminal.hang_up, model.reload))
     trim_regularly()
     server.run()
     return lifecycle.exit_code
-
-
-def engine_of(
-    settings: Settings,
-    load: Loader,
-    on_batch: Callable[[BatchReport], None],
-    *,
-    load_timeout: float | None = None,
-    on_queue: Callable[[int], None] | None = None,
-) -> LocalEngine:
-    """Return an engine of this process; it calls `load` on its thread, and `on_batch` with each batch."""
-    return LocalEngine(
-        lambda: load(settings),
-        device=settings.device,
-        queue_size=settings.queue_size,
-        max_delay=settings.max_delay_ms / 1000,
-        batch_timeout=settings.batch_timeout,
-        load_timeout=load_timeout,
-        on_batch=on_batch,
-        on_queue=on_queue,
-    )
 
 
 def log_address(

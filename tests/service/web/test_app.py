@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from service.engine.swapping import Unswapped
+from service.models.model import LocalModel
 from service.observe.metrics import Metrics
 from service.settings import load_settings
 from service.web import app as app_module
 from service.web import middleware
 from service.web.app import create_app, log_model
 from tests.service.fakes import SIZE, model_info, on_a_loop, png
-from tests.service.web.apps import Clock, app, form, kept, pipeline_of, settle, until
+from tests.service.web.apps import Clock, app, form, kept, service_in, settle, until
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
 from vitserve import __version__
@@ -68,7 +68,7 @@ async def test_a_refusal_for_want_of_an_engine_is_held_back_but_probes_and_other
 
 @pytest.mark.parametrize(("places", "spacious"), [(80, 10), (4, 1)])
 def test_slow_bodies_give_way_when_an_eighth_of_the_places_arrives(places: int, spacious: int) -> None:
-    assert pipeline_of(app(queue_size=places)).receiving._spacious == spacious
+    assert service_in(app(queue_size=places)).receiving._spacious == spacious
 
 
 @on_a_loop
@@ -80,7 +80,7 @@ async def test_such_a_refusal_is_held_back_for_half_a_second(monkeypatch: pytest
 
     engine = FakeEngine()
     engine.state = "loading"
-    asgi = create_app(load_settings(), Unswapped(engine), Metrics())
+    asgi = create_app(load_settings(), LocalModel(lambda _: engine), Metrics())
     monkeypatch.undo()  # in the other tests it is shorter
     monkeypatch.setattr(asyncio, "sleep", sleep)
     headers = {"content-type": "image/png"}
@@ -95,7 +95,7 @@ def test_replicas_of_a_model_share_their_pictures_by_its_name(
     names: list[str] = []
     monkeypatch.setattr(app_module, "RedisImageStore", lambda url, *, name, **_: names.append(name))
     settings = load_settings({"recent_url": "redis://127.0.0.1", **changes})
-    app_module.kept_pictures(settings, None, Metrics(), Clock())
+    app_module.image_store_of(settings, Metrics(), Clock())
     assert names == [name]
 
 
@@ -174,7 +174,7 @@ async def test_a_defect_of_ours_is_a_problem_document_that_says_nothing(caplog: 
     assert "secret" in caplog.text
     assert response.headers["x-request-id"] in caplog.text
     assert service.metric("vit_requests_total", endpoint="/classify", code="500") == 1
-    assert pipeline_of(service).limiter.in_use == 0
+    assert service_in(service).limiter.in_use == 0
 
 
 @on_a_loop

@@ -11,7 +11,7 @@ from service.errors import QueueFull, ReceivingFull
 from service.web.admission import MIN_BODY_RATE as RATE
 from service.web.admission import Body, ByteBudget, Receiving
 from tests.service.fakes import on_a_loop, png
-from tests.service.web.apps import App, Clock, app, budget_of, form, pipeline_of, until
+from tests.service.web.apps import App, Clock, app, budget_of, form, service_in, until
 from tests.service.web.http_communicator import HttpCommunicator
 
 
@@ -89,7 +89,7 @@ def test_those_who_came_together_do_not_all_give_way_together() -> None:
 
 def test_a_service_keeps_an_eighth_of_its_places_for_those_who_crawl_and_lets_them_go_in_half_its_patience() -> None:
     for places, spacious in ((24, 3), (4, 1)):
-        receiving = pipeline_of(app(queue_size=places, request_timeout=40)).receiving
+        receiving = service_in(app(queue_size=places, request_timeout=40)).receiving
         assert (receiving._spacious, receiving._turnover) == (spacious, 20)
 
 
@@ -213,14 +213,14 @@ async def test_a_request_takes_its_place_when_its_body_is_here_and_503_if_others
     await until(lambda: slow.received == fast.received == 1)
     fast.feed(png(1), more=False)
     await until(lambda: service.engine.waiting == 1)
-    assert pipeline_of(service).limiter.in_use == 1
+    assert service_in(service).limiter.in_use == 1
     slow.feed(png(2), more=False)
     await running[0]
     assert (slow.status, slow.code) == (503, "queue_full")
     service.engine.gate.set()
     await running[1]
     assert fast.status == 200
-    assert pipeline_of(service).limiter.in_use == 0
+    assert service_in(service).limiter.in_use == 0
 
 
 @on_a_loop
@@ -293,17 +293,15 @@ def test_a_moment_is_a_tenth_of_a_second_and_ends_after_it() -> None:
 @on_a_loop
 async def test_bodies_that_have_begun_keep_places_for_a_moment_but_never_all() -> None:
     clock = Clock()
-    pipeline = pipeline_of(app(clock=clock, queue_size=4))
+    service = service_in(app(clock=clock, queue_size=4))
     with ExitStack() as stack:
         for _ in range(3):
-            stack.enter_context(
-                pipeline.receiving.arriving(stack.enter_context(pipeline.receiving.body()), lambda: None)
-            )
-        pipeline.check_room()  # two of four places are kept, two are free
-        with pipeline.admit():
-            pipeline.check_room()
-            with pipeline.admit():
+            stack.enter_context(service.receiving.arriving(stack.enter_context(service.receiving.body()), lambda: None))
+        service.check_room()  # two of four places are kept, two are free
+        with service.limiter.permit():
+            service.check_room()
+            with service.limiter.permit():
                 with pytest.raises(QueueFull):
-                    pipeline.check_room()
+                    service.check_room()
                 clock.now += 0.2
-                pipeline.check_room()
+                service.check_room()

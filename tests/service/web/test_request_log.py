@@ -13,7 +13,7 @@ from service.observe.logs import JsonFormatter
 from service.web.request_log import LINES_A_SECOND, RequestLog
 from tests.service.fakes import on_a_loop, png
 from tests.service.http.listening import GET, listening, post
-from tests.service.web.apps import pipeline_of, until
+from tests.service.web.apps import service_in, until
 
 
 class Clock:
@@ -70,7 +70,7 @@ async def test_refusals_of_a_flood_are_all_counted_and_few_are_logged(caplog: py
     caplog.set_level(logging.INFO)
     refused = LINES_A_SECOND + 5
     async with listening(queue_size=1) as server:
-        with pipeline_of(server.app).limiter.permit():
+        with service_in(server.app).limiter.permit():
             for _ in range(refused):
                 assert (await server.ask(post(png(1)))).status == 503
         assert server.app.metric("vit_requests_total", endpoint="/classify", code="503") == refused

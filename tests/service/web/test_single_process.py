@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from model.zero_shot import ZeroShot
+from service.engine.local import LocalEngine
 from service.lifecycle import Terminal
 from service.settings import load_settings
 from service.web import single_process
@@ -79,24 +80,6 @@ def test_in_a_container_the_hint_names_no_address_as_none_is_known(
     assert "ready: http://10.0.0.7:8000" in hint.text
 
 
-def test_the_engine_is_made_as_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Made(Exception):
-        """The engine has been made."""
-
-    def make(load: object, *, on_batch: object, **options: object) -> None:
-        raise Made(options)
-
-    monkeypatch.setattr(single_process, "LocalEngine", make)
-    wanted = {"device": "cpu", "queue_size": 9, "max_delay_ms": 5, "batch_timeout": 7}
-    with pytest.raises(Made) as made:
-        run_single_process(load_settings(wanted), lambda _: (FakePredictor(), model_info()))
-    asked = {"device": "cpu", "queue_size": 9, "max_delay": 0.005, "batch_timeout": 7}
-    options = made.value.args[0]
-    assert options.pop("load_timeout") is None  # the first checkpoint may take any time
-    assert options.pop("on_queue") is None  # nobody counts what waits
-    assert options == asked
-
-
 def test_a_model_is_announced_once_each_next_one_is_logged_and_a_failed_engine_ends_the_service(
     hint: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +114,7 @@ def test_a_model_is_announced_once_each_next_one_is_logged_and_a_failed_engine_e
             assert self._hung_up()
             self._lifecycle.exit_code = 7
 
-    parts = {"LocalSwap": lambda make, on_retired: swap, "create_app": make_app, "Server": Server}
+    parts = {"LocalModel": lambda make, on_retired: swap, "create_app": make_app, "Server": Server}
     parts |= {"Terminal": lambda: terminal, "freeze_objects": lambda: None}
     parts |= {"trim_regularly": lambda: done.append("trimming")}
     for name, part in parts.items():
@@ -176,11 +159,16 @@ async def test_the_hint_is_a_request_that_a_model_without_labels_answers(
 
 
 def test_a_batch_that_never_ends_is_503_for_its_caller_and_ends_the_service_with_one(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def engine_of(settings: object, load: Any, on_batch: Any) -> LocalEngine:
+        own: dict[str, Any] = {"device": "cpu", "queue_size": 4, "max_delay": 0, "batch_seconds": 0.2}
+        return LocalEngine(lambda: load(settings), on_batch=on_batch, **own)
+
+    monkeypatch.setattr(single_process, "engine_of", engine_of)
     predictor, port = FakePredictor(), free_port()
     predictor.gate.clear()
-    settings = load_settings({"port": port, "batch_timeout": 0.2, "drain_delay": 600, "drain_timeout": 600})
+    settings = load_settings({"port": port, "drain_delay": 600, "drain_timeout": 600})
 
     def ask() -> httpx.Response:
         until(lambda: "ready:" in caplog.text)
