@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vitserve")
 
 _ROUTERS = (
-    pages.page,
+    pages.router,
     classify.router,
     embed.router,
     attention.router,
@@ -56,7 +56,6 @@ _ROUTERS = (
     other_servers.router,
     inference_protocol.router,
     model_repository.router,
-    pages.documentation,
 )
 _PUBLIC = pages.PUBLIC | inference_protocol.PUBLIC | other_servers.PUBLIC | {"/healthz", "/readyz"}
 
