@@ -302,13 +302,6 @@ class Settings(BaseSettings):
         gt=0,
         description="bytes of all bodies that are being received or wait for their answers, over all workers",
     )
-    max_connections: int = Field(
-        2048,
-        ge=1,
-        le=1_000_000,
-        description="open connections of each worker; beyond it, those that wait for a request are closed, oldest "
-        "first",
-    )
     max_image_pixels: int = Field(
         64_000_000, ge=1, description="pixels of a picture, else 413; decoding takes up to 6.5 bytes for each"
     )

@@ -43,7 +43,7 @@ from vitserve import __version__
 logger = logging.getLogger("vitserve")
 
 _ROUTERS = (
-    pages.page,
+    pages.router,
     classify.router,
     embed.router,
     attention.router,
@@ -51,7 +51,6 @@ _ROUTERS = (
     other_servers.router,
     inference_protocol.router,
     model_repository.router,
-    pages.documentation,
 )
 _PUBLIC = pages.PUBLIC | inference_protocol.PUBLIC | other_servers.PUBLIC | {"/healthz", "/readyz"}
 

@@ -9,7 +9,7 @@ from typing import Final
 
 import grpc
 
-from service.http import connection_limit
+from service.http import MAX_CONNECTIONS, connection_limit
 from service.settings import Settings
 from service.web.api_keys import KeyGuard
 from service.web.grpc.calls import Calls, Count
@@ -33,11 +33,11 @@ logging.getLogger("grpc").setLevel(logging.CRITICAL)
 def server_options(settings: Settings) -> list[tuple[str, int]]:
     """Return the library's options: https://grpc.github.io/grpc/core/group__grpc__arg__keys.html."""
     # As many as over HTTP, or what is left of the open files that the system allows.
-    connections = max(1, connection_limit(2 * settings.max_connections) - settings.max_connections)
+    connections = max(1, connection_limit(2 * MAX_CONNECTIONS) - MAX_CONNECTIONS)
     return [
         ("grpc.max_receive_message_length", settings.max_request_bytes),
         ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
-        ("grpc.max_concurrent_streams", settings.max_connections),
+        ("grpc.max_concurrent_streams", MAX_CONNECTIONS),
         ("grpc.max_allowed_incoming_connections", connections),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MILLISECONDS),
         ("grpc.max_connection_idle_ms", _IDLE_MILLISECONDS),
@@ -58,7 +58,7 @@ async def serving(service: Service, guard: KeyGuard, count: Count, port: int) ->
     settings = service.settings
     calls = Calls(service, guard, count)
     handlers = {name: calls.handler(name, method, public=name in PUBLIC) for name, method in METHODS.items()}
-    server = grpc.aio.server(options=server_options(settings), maximum_concurrent_rpcs=settings.max_connections)
+    server = grpc.aio.server(options=server_options(settings), maximum_concurrent_rpcs=MAX_CONNECTIONS)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(GRPC_SERVICE, handlers),))
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     chosen: int = server.add_insecure_port(f"{host}:{port}")
