@@ -297,11 +297,6 @@ class Settings(BaseSettings):
         ByteSize(20 << 20), gt=0, description="bytes of a file, else 413; `20MiB` and `20MB` work too"
     )
     max_request_bytes: ByteSize = Field(ByteSize(128 << 20), gt=0, description="bytes of a request's body, else 413")
-    max_receiving_bytes: ByteSize = Field(
-        ByteSize(512 << 20),
-        gt=0,
-        description="bytes of all bodies that are being received or wait for their answers, over all workers",
-    )
     max_image_pixels: int = Field(
         64_000_000, ge=1, description="pixels of a picture, else 413; decoding takes up to 6.5 bytes for each"
     )

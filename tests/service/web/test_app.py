@@ -66,11 +66,6 @@ async def test_a_refusal_for_want_of_an_engine_is_held_back_but_probes_and_other
     assert (await service.classify()).code == "draining"
 
 
-@pytest.mark.parametrize(("places", "spacious"), [(80, 10), (4, 1)])
-def test_slow_bodies_give_way_when_an_eighth_of_the_places_arrives(places: int, spacious: int) -> None:
-    assert service_in(app(queue_size=places)).receiving._spacious == spacious
-
-
 @on_a_loop
 async def test_such_a_refusal_is_held_back_for_half_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []

@@ -1,15 +1,17 @@
-"""Whatever the bytes: a picture or an ImageError, in bounded time."""
+"""Whatever the bytes: a picture or an `ImageError` in one line, in bounded time."""
 
 from __future__ import annotations
 
 import functools
+import struct
 import time
 import warnings
+import zlib
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -25,9 +27,7 @@ MAGICS = [
     b"RIFF\x40\0\0\0WEBPVP8 ",
     b"RIFF\x40\0\0\0WEBPVP8X",
     b"RIFF\x40\0\0\0WEBPVP8L",
-    b"GIF87a",
     b"GIF89a\x10\0\x10\0\x80\0\0",
-    b"BM",
     b"BM\0\0\0\0\0\0\0\0\x36\0\0\0\x28\0\0\0",
     b"II*\0\x08\0\0\0",
     b"MM\0*\0\0\0\x08",
@@ -57,14 +57,12 @@ def valid_files() -> list[bytes]:
         encode(grey, "GIF", interlace=1),
         encode(picture, "BMP"),
         encode(picture.quantize(16), "BMP"),
-        encode(grey.convert("1"), "BMP"),
         encode(picture, "TIFF", orientation=5),
         encode(picture, "TIFF", big_tiff=True),
         encode(picture, "AVIF", orientation=6),
         *(encode(picture, "TIFF", compression=name) for name in ("tiff_lzw", "jpeg", "tiff_adobe_deflate", "packbits")),
         encode(grey.convert("1"), "TIFF", compression="group4"),
         encode(grey.convert("F"), "TIFF"),
-        encode(grey.convert("I"), "TIFF", compression="tiff_lzw"),
         encode(picture.convert("LAB"), "TIFF"),
     ]
 
@@ -76,39 +74,48 @@ def answer(data: bytes, *, scaled_decode: bool = True) -> None:
             pixels = preprocess(data, config((16, 24), (20, 28)), scaled_decode=scaled_decode)
         except ImageError as error:
             message = str(error)
-            assert message and "\n" not in message and len(message) < 300
+            assert message
+            assert "\n" not in message
+            assert len(message) < 300
         else:
             assert pixels.shape == (16, 24, 3)
     assert time.thread_time() - start < 2
 
 
-@settings(max_examples=300, deadline=None)
+def with_checksums(data: bytearray) -> bytes:
+    """A PNG whose chunks have the checksums of what is in them: else few faults come past these."""
+    fixed, place = bytearray(data), 8
+    while place + 12 <= len(fixed):
+        end = place + 8 + int.from_bytes(fixed[place : place + 4], "big")
+        if end + 4 > len(fixed):
+            break
+        struct.pack_into(">I", fixed, end, zlib.crc32(fixed[place + 4 : end]))
+        place = end + 4
+    return bytes(fixed)
+
+
 @given(st.sampled_from(MAGICS), st.binary(max_size=400))
-def test_anything_after_a_magic_is_answered(magic, rest):
+def test_anything_after_a_magic_is_answered(magic: bytes, rest: bytes) -> None:
     answer(magic + rest)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=64))
-def test_any_bytes_are_answered(data):
+def test_any_bytes_are_answered(data: bytes) -> None:
     answer(data)
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.data(), st.booleans())
-def test_damaged_files_are_answered(draw, scaled_decode):
-    files = valid_files()
-    data = bytearray(files[draw.draw(st.integers(0, len(files) - 1), label="file")])
+@given(st.data(), st.integers(0, 24), st.booleans())
+def test_damaged_files_are_answered(draw: st.DataObject, number: int, scaled_decode: bool) -> None:
+    data = bytearray(valid_files()[number])
     # Most of what matters is in the first few hundred bytes.
     places = st.integers(0, len(data) - 1) | st.integers(0, min(len(data) - 1, 300))
     for place in draw.draw(st.lists(places, min_size=1, max_size=6), label="places"):
-        kind = draw.draw(st.sampled_from(("set", "set", "flip", "insert", "delete", "repeat", "cut")), label="kind")
-        if place >= len(data):
-            continue
+        kind = draw.draw(st.sampled_from(("set", "set", "number", "insert", "delete", "repeat", "cut")), label="kind")
         if kind == "set":
-            data[place] = draw.draw(st.sampled_from((0, 1, 2, 127, 128, 254, 255)) | st.integers(0, 255))
-        elif kind == "flip":
-            data[place] ^= 1 << draw.draw(st.integers(0, 7))
+            data[place : place + 1] = draw.draw(st.binary(min_size=1, max_size=1))
+        elif kind == "number":
+            value = draw.draw(st.sampled_from((0, 1, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF)))
+            data[place : place + 4] = value.to_bytes(4, draw.draw(st.sampled_from(("big", "little"))))
         elif kind == "insert":
             data[place:place] = draw.draw(st.binary(max_size=12))
         elif kind == "delete":
@@ -117,23 +124,22 @@ def test_damaged_files_are_answered(draw, scaled_decode):
             data[place:place] = data[place : place + 40] * 3
         else:
             del data[place:]
-    answer(bytes(data), scaled_decode=scaled_decode)
+    answer(with_checksums(data) if data.startswith(b"\x89PNG") else bytes(data), scaled_decode=scaled_decode)
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.data())
-def test_the_head_of_one_file_on_the_tail_of_another_is_answered(draw):
-    files = valid_files()
-    head, tail = (files[draw.draw(st.integers(0, len(files) - 1))] for _ in range(2))
+@given(st.data(), st.integers(0, 24), st.integers(0, 24))
+def test_the_head_of_one_file_on_the_tail_of_another_is_answered(draw: st.DataObject, one: int, other: int) -> None:
+    head, tail = valid_files()[one], valid_files()[other]
     answer(head[: draw.draw(st.integers(0, len(head)))] + tail[draw.draw(st.integers(0, len(tail))) :])
 
 
-@pytest.mark.parametrize("number", range(len(MAGICS)))
-def test_a_magic_alone_is_answered(number):
-    for length in range(len(MAGICS[number]) + 1):
-        answer(MAGICS[number][:length])
+@pytest.mark.parametrize("magic", MAGICS)
+def test_a_magic_alone_is_answered(magic: bytes) -> None:
+    for length in range(len(magic) + 1):
+        answer(magic[:length])
 
 
-def test_the_files_that_are_damaged_here_are_valid():
+def test_the_files_that_are_damaged_here_are_valid() -> None:
+    assert len(valid_files()) == 25
     for data in valid_files():
         assert preprocess(data, config()).shape == (32, 32, 3)
