@@ -131,6 +131,8 @@ class _Request:
             self._content += size
             self._guard.overhead -= size
             self.more_body = message["more_body"]
+            if not self.more_body:
+                self._guard.connections.waiting.pop(self._guard, None)
             chunks = (self._guard.overhead - self._size) // _CHUNK_FRAMING
             if self._chunked and chunks > 64 + self._content // 32:
                 self._guard.is_closing_soon = True
@@ -173,6 +175,7 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
         left: done when the caller is gone.
         refused_at: seconds of the application's clock at which it last refused a request here for want of room.
         overhead: bytes since the last request that are no content of a body, as far as the application has read it.
+        connections: of which it is one.
         transport: of the socket.
         is_closing_soon: nothing that arrives now is parsed.
         holds_head: what is written next is a head, which goes out in one packet with the begin of its body.
@@ -180,7 +183,7 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
 
     def __init__(self, connections: Connections, protocol: Callable[[dict[str, Any]], asyncio.Protocol]) -> None:
         super().__init__()
-        self._connections = connections
+        self.connections = connections
         self._loop = asyncio.get_running_loop()
         self._protocol: asyncio.Protocol | None = protocol({_CONNECTION: self})
         self._request: _Request | None = None
@@ -202,11 +205,11 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
         if self._protocol is not None:
             self._protocol.connection_made(self)
-        self._connections.add(self)
+        self.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell uvicorn and the application that the caller is gone."""
-        self._connections.remove(self)
+        self.connections.remove(self)
         self._release(exc)
         self.left.set_result(None)
 
@@ -218,7 +221,7 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return where the next bytes go."""
-        return self._connections.buffer[: _HEAD_READ if self._request is None else _BODY_READ]
+        return self.connections.buffer[: _HEAD_READ if self._request is None else _BODY_READ]
 
     def buffer_updated(self, nbytes: int) -> None:
         """Hand bytes to uvicorn's protocol, which starts a request's task when its head is complete."""
@@ -228,7 +231,7 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
         if self._request is None and self._waits_since is None:
             self._waits_since = self._loop.time()
         self._is_parsing = True
-        data = bytes(self._connections.buffer[:nbytes])
+        data = bytes(self.connections.buffer[:nbytes])
         if self._request is None and _OFFER.search(data):
             head, end, rest = data.partition(b"\r\n\r\n")
             data = _OFFER.sub(b"\nX-Offer:", head) + end + rest
@@ -314,13 +317,16 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
             self._release()
             return
         self._request, self._waits_since = request, None
-        self._connections.waiting.pop(self, None)
+        self.connections.waiting.pop(self, None)
+        if request.more_body:
+            self.connections.waiting[self] = None
         try:
-            await self._connections.app(scope, request.receive, request.send)
+            await self.connections.app(scope, request.receive, request.send)
         finally:
             if self._request is request:  # else uvicorn has started the next, which came before the answer
                 self._request, self.overhead = None, 0
-                self._connections.waiting[self] = None
+                self.connections.waiting.pop(self, None)
+                self.connections.waiting[self] = None
             if self.is_closing_soon and self._protocol is not None:
                 self.transport.close()
 
@@ -330,7 +336,7 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
             return
         self.is_closing_soon = True
         if self._request is None:
-            self.answer(*self._connections.app.refuse(error, headers))
+            self.answer(*self.connections.app.refuse(error, headers))
         elif self._request.more_body and not self._request.answered:
             self._request.error = error
             self._release()  # the application hears of it when it reads on
@@ -342,9 +348,17 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
         self.transport.write(b"\r\n".join([*lines, b"", content]))
         self._linger()
 
+    def give_way(self) -> None:
+        """End the connection for another."""
+        if self._request is None:
+            self.connections.remove(self)
+            self.transport.abort()
+        else:
+            self.refuse(RequestTimeout("the body came too slowly while others waited for its connection"))
+
     def _linger(self) -> None:
         self._release()
-        self._connections.waiting[self] = None
+        self.connections.waiting[self] = None
         if not self.transport.is_closing():
             self.transport.write_eof()
             self.transport.resume_reading()
@@ -371,7 +385,7 @@ class Connections:
     Attributes:
         app: that they serve.
         buffer: where any of them reads.
-        waiting: those that wait for a request, the longest first.
+        waiting: those that wait for a request, or for its body, the longest first.
     """
 
     def __init__(self, app: Application, most: int = MAX_CONNECTIONS) -> None:
@@ -396,15 +410,15 @@ class Connections:
             await guard.serve(scope, receive, send)
 
     def add(self, guard: Guard) -> None:
-        """Add a connection; if there are too many, end the one that has waited longest for a request, or refuse it."""
-        if len(self.open) >= self._most and self.waiting:
-            oldest = next(iter(self.waiting))
-            oldest.transport.abort()
-            self.remove(oldest)
+        """Add a connection; if there are too many, end the one that has waited longest for its caller, or refuse it."""
+        is_full = len(self.open) >= self._most
+        if is_full and self.waiting:
+            next(iter(self.waiting)).give_way()
+            is_full = False
         self.open.add(guard)
         if len(self.open) > self._most + _MOST_REFUSED:
             guard.transport.abort()
-        elif len(self.open) > self._most:
+        elif is_full:
             guard.refuse(ReceivingFull(f"all {self._most} connections are in use"))
         else:
             self.waiting[guard] = None

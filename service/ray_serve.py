@@ -19,14 +19,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from model.errors import first_problem
 from service.engine.devices import fit_to_machine
 from service.engine.loading import load_predictor
-from service.engine.swapping import Unswapped
-from service.errors import EngineUnavailable, SettingsError
+from service.engine.local import BATCH_SECONDS, Loader, LocalEngine, engine_of
+from service.errors import EngineUnavailable, Forbidden, SettingsError
 from service.lifecycle import freeze_objects, trim_regularly
+from service.models.model import LocalModel
 from service.observe import logs
 from service.observe.metrics import Metrics, render_replicas
 from service.settings import MEMORY, Settings, load_settings, unknown_variables
 from service.web.app import create_app, log_model
-from service.web.single_process import Loader, engine_of
 
 try:
     from ray import serve
@@ -83,7 +83,7 @@ def app(arguments: dict[str, Any]) -> serve.Application:
         # A replica refuses by itself what it has no place for; beyond this number requests wait in Ray's proxy.
         max_ongoing_requests=2 * settings.queue_size,
         health_check_period_s=_HEALTH_SECONDS,
-        health_check_timeout_s=settings.batch_timeout,
+        health_check_timeout_s=BATCH_SECONDS,
         graceful_shutdown_timeout_s=settings.drain_timeout,
         ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
         logging_config={"enable_access_log": False},  # the service logs each request itself, with its path
@@ -120,7 +120,8 @@ class Replica:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application to which Ray passes all requests, and the beginning and end of the replica."""
         changed = self._on_engine_change
-        service = create_app(self._settings, Unswapped(self._engine), self._metrics, on_engine_change=changed)
+        model = _FixedModel(lambda _: self._engine)
+        service = create_app(self._settings, model, self._metrics, on_engine_change=changed)
 
         async def application(scope: Scope, receive: Receive, send: Send) -> None:
             await service(scope, receive, partial(_send_without_request_id, send))
@@ -145,6 +146,14 @@ class Replica:
         if self._engine.ready and self._engine.info is not None:
             freeze_objects()
             log_model(self._engine.status, self._engine.info)
+
+
+class _FixedModel(LocalModel[LocalEngine]):
+    """A model that is not replaced: one replica would have another one than the others."""
+
+    async def replace(self, checkpoint: str | None) -> None:
+        """Raise `Forbidden`."""
+        raise Forbidden("here the checkpoint is not swapped: start the service again with another one")
 
 
 async def _send_without_request_id(send: Send, message: Message) -> None:

@@ -9,7 +9,6 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -57,23 +56,19 @@ def parse_keys(written: Iterable[str]) -> list[ApiKey]:
         keys.append(ApiKey(named[1], named[2].strip().encode()) if named else ApiKey(f"key{place}", text.encode()))
     if not all(key.secret for key in keys):
         raise ValueError("expected a key after each name, as in NAME:KEY")
-    if len({key.name for key in keys}) < len(keys):
-        raise ValueError("expected a name for one key only")
-    if len({key.secret for key in keys}) < len(keys):
-        raise ValueError("expected each key once")
+    if min(len({key.name for key in keys}), len({key.secret for key in keys})) < len(keys):
+        raise ValueError("expected each name and each key once")
     return keys
 
 
 def _image_size(value: object) -> object:
     """Parse `384` or `384x256` (rows x columns)."""
-    if value in (None, ""):
-        return None
-    if isinstance(value, str):
-        match = re.fullmatch(r"(\d{1,5})(?:x(\d{1,5}))?", value.strip())
-        if match is None:
-            raise ValueError("expected pixels like 384, or rows x columns like 384x256")
-        return int(match[1]), int(match[2] or match[1])
-    return value
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"(\d{1,5})(?:x(\d{1,5}))?", value.strip())
+    if match is None:
+        raise ValueError("expected pixels like 384, or rows x columns like 384x256")
+    return int(match[1]), int(match[2] or match[1])
 
 
 def _comma_separated(value: object) -> object:
@@ -86,14 +81,12 @@ _GPU = r"(?:\d+|(?:GPU|MIG)-[\w/-]{1,48})"
 """A GPU's number, or the identifier of a GPU or of an instance of MIG."""
 
 
-def _device(value: object) -> object:
-    if isinstance(value, str) and not re.fullmatch(rf"auto|cpu|all|cuda(:{_GPU})?(,cuda:{_GPU})*", value):
+def _device(value: str) -> str:
+    if not re.fullmatch(rf"auto|cpu|all|cuda(:{_GPU})?(,cuda:{_GPU})*", value):
         raise ValueError("expected auto, cpu, all, cuda, cuda:0, cuda:GPU-..., cuda:MIG-... or cuda:0,cuda:1")
-    if isinstance(value, str) and "," in value:
-        devices = ["cuda:0" if device == "cuda" else device for device in value.split(",")]
-        if len(set(devices)) < len(devices):
-            raise ValueError("expected each device once")
-        _check_platform("one device")
+    devices = ["cuda:0" if device == "cuda" else device for device in value.split(",")]
+    if len(set(devices)) < len(devices):
+        raise ValueError("expected each device once")
     return value
 
 
@@ -129,7 +122,7 @@ def _recent_url(value: SecretStr) -> SecretStr:
         _ = urlsplit(url).port
     except ValueError:
         raise ValueError("expected a port from 0 to 65535 after the host") from None
-    if url != MEMORY and importlib.util.find_spec("redis") is None:
+    if url != MEMORY and not _is_installed("redis"):
         raise ValueError("it needs the package redis: pip install -e '.[redis]' in the clone")
     return value
 
@@ -166,18 +159,6 @@ def _bounds_pings() -> bool:
     return (int(major), int(minor)) >= (1, 81)
 
 
-def _workers(value: int) -> int:
-    if value > 1:
-        _check_platform("1")
-    return value
-
-
-def _check_platform(instead: str) -> None:
-    """Refuse several processes where they cannot share memory and sockets as on Linux."""
-    if not sys.platform.startswith("linux"):
-        raise ValueError(f"several processes need Linux: expected {instead}")
-
-
 Seconds = Annotated[float, Field(ge=0, le=31_536_000, allow_inf_nan=False)]
 Timeout = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
@@ -193,19 +174,23 @@ class Settings(BaseSettings):
     # The model.
     checkpoint: Name = Field("bundled", description="`bundled`, a folder, a file, or a hub id `owner/name[@revision]`")
     preprocess: Name | None = Field(
-        None, description="JSON, a file of it, or a preset's name, for formats that carry no preprocessing"
+        None,
+        description="JSON, a file of it, or a preset's name, for formats that carry no preprocessing. "
+        "Default: the checkpoint's",
     )
     labels: Name | None = Field(
         None,
         description="file or preset's name, for formats that carry no labels; with a text tower also names, "
-        'comma-separated: `cat,dog,"a red car"`',
+        'comma-separated: `cat,dog,"a red car"`. Default: the checkpoint\'s',
     )
     architecture: Name | None = Field(
         None,
         description="for plain state dicts: timm's name of the architecture, or `vit` for the tensors' own sizes, and "
-        "arguments after commas",
+        "arguments after commas. Default: the checkpoint's",
     )
-    base: Name | None = Field(None, description="checkpoint that a LoRA folder adapts, instead of the one it names")
+    base: Name | None = Field(
+        None, description="checkpoint that a LoRA folder adapts. Default: the one that the folder names"
+    )
     keys: Name | None = Field(
         None, description="TOML file that maps the names of a state dict, and says which copy of a network is served"
     )
@@ -217,32 +202,34 @@ class Settings(BaseSettings):
         None,
         gt=0,
         lt=1,
-        description="`0.95`: answers have the set of labels that holds the right one so often, of a checkpoint that "
-        "`vitserve calibrate` has calibrated. Default: no sets",
+        description="`0.95`: answers have the set of labels that holds the right one for 95 % of pictures like those "
+        "that `vitserve calibrate` was given, or `abstained`: for callers who prefer no answer to a wrong one",
     )
     model_name: str | None = Field(
-        None, min_length=1, max_length=200, description="name in answers and metrics. Default: the checkpoint's"
+        None, min_length=1, max_length=200, description="name in answers, metrics and /v2. Default: the checkpoint's"
     )
 
     # What computes it, and how.
-    device: Annotated[str, BeforeValidator(_device)] = Field(
+    device: Annotated[str, AfterValidator(_device)] = Field(
         "auto",
         description="`auto`, `cpu`, `cuda`, `cuda:0` or `cuda:0,cuda:1` (one engine a device), `all` GPUs and "
-        "instances of MIG, or a device by its identifier: `cuda:MIG-...`",
+        "instances of MIG, or a device by its identifier: `cuda:MIG-...`. Numbers count the visible devices",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="`auto` is the fastest dtype native to the device",
+        description="`auto`: the fastest dtype native to the device; where the model overflows in float16, float32. "
+        "`bfloat16` is refused where it is only emulated",
     )
     compile: Literal["auto", "on", "off"] = Field(
         "auto",
         description="`auto`: on a CPU OpenVINO where it is installed, else torch; on a GPU torch.compile, and one CUDA "
-        "graph a batch size. `on`: torch.compile, on a CPU too. `off`: plain torch",
+        "graph a batch size. `on`: torch.compile, on a CPU too. `off`: plain torch. A failure is logged, and shown by "
+        "/model",
     )
     cache_dir: Annotated[Name | None, AfterValidator(_of_known_home)] = Field(
         None,
         description="folder that keeps OpenVINO's graphs for the next start, or `off`. Default: `vitserve` in the "
-        "user's cache folder (XDG_CACHE_HOME, or ~/.cache)",
+        "user's cache folder (`XDG_CACHE_HOME`, or `~/.cache`); a volume in the container",
     )
 
     # Where it listens.
@@ -252,18 +239,24 @@ class Settings(BaseSettings):
         None,
         ge=0,
         le=65535,
-        description="port for the Open Inference Protocol over gRPC; 0 picks a free port. Default: no gRPC",
+        description="port of the Open Inference Protocol over gRPC, on the same host; 0 picks a free port. It needs "
+        "the extra `grpc`. Default: no gRPC",
     )
-    workers: Annotated[int, AfterValidator(_workers)] = Field(
+    workers: int = Field(
         1,
         ge=1,
         le=256,
-        description="web processes; with several, and on a GPU, each engine is a process of its own. Default on "
-        "a GPU: half of the cores, at most 8",
+        description="web processes; with several, and on a GPU, each engine is a process of its own. Default: 1; on "
+        "a GPU half of the cores, at most 8",
     )
 
     # Batches and the queue.
-    max_batch: int | None = Field(None, ge=1, le=4096, description="largest batch. Default: 32 on the CPU, 64 on CUDA")
+    max_batch: int | None = Field(
+        None,
+        ge=1,
+        le=4096,
+        description="largest batch. Default: 32 on the CPU, 64 on CUDA, or less where memory is short",
+    )
     max_delay_ms: Annotated[float, Field(ge=0, le=10_000, allow_inf_nan=False)] = Field(
         0, description="hold an incomplete batch back until its oldest image is this old; 0 never waits"
     )
@@ -271,37 +264,24 @@ class Settings(BaseSettings):
         256,
         ge=1,
         le=1_000_000,
-        description="images in the service at once: received, decoded, queued or computed. Default: 256, or two "
-        "largest batches a stream where that is more",
+        description="images in the service at once, over all workers: received, decoded, queued or computed; more are "
+        "refused (503). Default: 256, or two largest batches a stream where that is more",
     )
     request_timeout: Timeout = Field(
-        10, description="seconds from the request's head within which its image must be launched"
-    )
-
-    batch_timeout: Timeout = Field(
-        30, description="seconds that one batch may compute; after them the device is taken for hung and replaced"
-    )
-    load_timeout: Timeout = Field(
-        600, description="seconds in which the next checkpoint must be loaded and warm, or the swap is refused"
+        10,
+        description="seconds from the request's head; an image that is not launched by then is answered 504, an "
+        "incomplete body 408",
     )
 
     # What may be sent.
-    max_upload_bytes: ByteSize = Field(ByteSize(20 << 20), gt=0, description="per file; `20MiB` and `20MB` work too")
-    max_request_bytes: ByteSize = Field(ByteSize(128 << 20), gt=0, description="per request body")
-    max_receiving_bytes: ByteSize = Field(
-        ByteSize(512 << 20),
-        gt=0,
-        description="bytes of all bodies that are being received or wait for their answers, over all workers",
+    max_upload_bytes: ByteSize = Field(
+        ByteSize(20 << 20), gt=0, description="bytes of a file, else 413; `20MiB` and `20MB` work too"
     )
-    max_connections: int = Field(
-        2048,
-        ge=1,
-        le=1_000_000,
-        description="open connections of each worker; beyond it, those that wait for a request are closed, oldest "
-        "first",
+    max_request_bytes: ByteSize = Field(ByteSize(128 << 20), gt=0, description="bytes of a request's body, else 413")
+    max_image_pixels: int = Field(
+        64_000_000, ge=1, description="pixels of a picture, else 413; decoding takes up to 6.5 bytes for each"
     )
-    max_image_pixels: int = Field(64_000_000, ge=1, description="pixels of one picture")
-    max_images_per_request: int = Field(64, ge=1, description="files of one POST /classify/batch")
+    max_images_per_request: int = Field(64, ge=1, description="files of one POST /classify/batch, else 413")
     scaled_decode: bool = Field(
         True, description="decode large JPEGs at 1/2, 1/4 or 1/8, never below twice the target size"
     )
@@ -311,12 +291,11 @@ class Settings(BaseSettings):
         Field((), description="comma-separated, each KEY or NAME:KEY; when set, `Authorization: Bearer KEY` is needed")
     )
     key_max_requests: int = Field(
-        0, ge=0, le=1_000_000, description="requests in flight that one key may have, over all workers; 0: no limit"
+        0, ge=0, le=1_000_000, description="requests in flight that each key may have, over all workers; 0: no limit"
     )
     admin_key: Annotated[SecretStr | None, AfterValidator(_admin_key)] = Field(
         None,
-        description="`Authorization: Bearer KEY` for POST /v2/repository/models/NAME/load, which swaps the checkpoint; "
-        "without the key it is refused",
+        description="key of POST /v2/repository/models/NAME/load, which swaps the checkpoint; without it nobody may",
     )
     checkpoint_folder: Name | None = Field(
         None, description="folder below which that request may name a checkpoint; without it `checkpoint` is reloaded"
@@ -324,13 +303,18 @@ class Settings(BaseSettings):
     metrics_public: bool = Field(True, description="whether /metrics is open when keys are set")
 
     # Pictures that are kept.
-    recent_ttl: Seconds = Field(600, description="seconds that a picture is kept for GET /attention; 0 keeps none")
+    recent_ttl: Seconds = Field(
+        600,
+        description="seconds that a picture, as the model saw it, is kept for GET /attention; 0 keeps none",
+    )
     recent_bytes: ByteSize = Field(
         ByteSize(256 << 20), ge=0, description="memory for kept pictures, oldest out first; 0 keeps none"
     )
 
     recent_url: Annotated[SecretStr, AfterValidator(_recent_url)] = Field(
-        SecretStr(MEMORY), description="where pictures are kept: `memory://`, or `redis://…` for all replicas together"
+        SecretStr(MEMORY),
+        description="where pictures are kept: in the service, or by `redis://...` for all replicas together. "
+        "Default: `memory://`",
     )
 
     # How it stops, and the rest.
@@ -351,6 +335,17 @@ class Settings(BaseSettings):
     def one_process(self) -> bool:
         """Return whether web worker and engine share the only process."""
         return self.workers == 1 and len(self.devices) == 1
+
+
+def described(name: str) -> tuple[str, str]:
+    """Return the meaning of a setting and its default in words, `none` if it has none."""
+    field = Settings.model_fields[name]
+    meaning, _, default = str(field.description).partition(". Default: ")
+    if isinstance(field.default, ByteSize):
+        default = f"{field.default // 2**20}MiB"
+    elif field.default is not None and field.default != () and not default:
+        default = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+    return meaning, default or "none"
 
 
 def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:

@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from model.calibration import Calibration
 from model.checkpoint.refusals import validating
 from model.checkpoint.resizing import resized_config, resized_positions, resized_preprocess
 from model.checkpoint.tensors import checked
 from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, Size, ViTConfig
-from model.conformal import Calibration
 from model.errors import CheckpointError
 from model.network.library import LibraryNetwork, library_config, meta_tensors
 from model.network.vit import VisionTransformer, checkpoint_shapes, meta_model, placeholder_heads

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors.torch import save_file
 from torch import Tensor
 
+from model.calibration import CALIBRATION_FILE, Calibration
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files, Folder
 from model.checkpoint.local_files import open_file
@@ -25,7 +26,6 @@ from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.refusals import reading, validating
 from model.checkpoint.timm_architectures import runs_in_library
 from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, ViTConfig
-from model.conformal import CALIBRATION_FILE, Calibration
 from model.errors import CheckpointError
 
 FORMAT = "vitserve"

@@ -75,7 +75,8 @@ def _text_size(longer: int) -> int:
 
 def caption_height(longer: int) -> int:
     """Return how many pixels a caption takes below a drawing whose longer side, with it, is `longer`."""
-    return 0 if longer < _MIN_CAPTIONED else round(3.5 * 1.3 * _text_size(longer))
+    line = round(1.3 * _text_size(longer))
+    return 0 if longer < _MIN_CAPTIONED else 3 * line + line // 2
 
 
 def with_caption(

@@ -15,8 +15,11 @@ from model.images.heatmap import MAX_SIZE, Look, draw_heatmap, full_scale
 from model.images.region import Region
 from model.outputs import AttentionMap
 
+_ROW_GAP: Final = 4
+"""White pixels between two maps of a row."""
+
 _GAP: Final = 8
-"""White pixels between two pictures."""
+"""White pixels between two pictures of a sheet."""
 
 _MAX_CELL: Final = 320
 """Pixels of a cell's height on a sheet of few pictures."""
@@ -53,7 +56,7 @@ def draw_maps(
     panels = [(each.values, chosen, caption_of(each, labels) if labels else (), overlay) for each in maps]
     if name is not None:
         panels.insert(0, (maps[0].values, Look(alpha=0.0, size=chosen.size), (name,) if labels else (), True))
-    share = MAX_SIZE if max_width is None else (max_width - _GAP * (len(panels) - 1)) // len(panels)
+    share = MAX_SIZE if max_width is None else (max_width - _ROW_GAP * (len(panels) - 1)) // len(panels)
     drawings = []
     for values, its_look, caption, over in panels:
         under = picture if over else None
@@ -65,12 +68,12 @@ def draw_maps(
         drawings.append(drawing)
     if len(drawings) == 1:
         return drawings[0]
-    width = sum(each.width + _GAP for each in drawings) - _GAP
+    width = sum(each.width + _ROW_GAP for each in drawings) - _ROW_GAP
     row = Image.new("RGB", (width, max(each.height for each in drawings)), "white")
     left = 0
     for drawing in drawings:
         row.paste(drawing, (left, 0))
-        left += drawing.width + _GAP
+        left += drawing.width + _ROW_GAP
     return row
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from service.engine.loading import load_predictor
 from service.engine.messages import ModelInfo
-from service.settings import ENV_PREFIX, Settings, load_settings
+from service.settings import ENV_PREFIX, Settings, described, load_settings
 
 if TYPE_CHECKING:
     from model.runtime.predictor import Predictor
@@ -23,17 +23,14 @@ MODEL_FLAGS = ("checkpoint", *CHECKPOINT_FLAGS, "device", "dtype")
 def add_setting_flags(parser: argparse.ArgumentParser, names: Iterable[str] = MODEL_FLAGS) -> None:
     """Add a flag for each of these settings; each is an environment variable too."""
     for name in names:
-        field = Settings.model_fields[name]
-        # Defaults that depend on the machine or the checkpoint stand in the description.
-        default = "" if "Default:" in str(field.description) or field.default in (None, ()) else field.default
+        meaning, default = described(name)
+        shown = f"{meaning}. Default: {default}. [{ENV_PREFIX}{name.upper()}]"
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             dest=name,
             metavar="VALUE",
             default=argparse.SUPPRESS,
-            help=f"{field.description}.{default and f' Default: {default}.'} [{ENV_PREFIX}{name.upper()}]".replace(
-                "%", "%%"
-            ),
+            help=shown.replace("%", "%%"),
         )
 
 

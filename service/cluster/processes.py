@@ -1,7 +1,8 @@
-"""Wraps the operating system for the supervisor: a clock, signals, and processes by fork."""
+"""Wraps the operating system for the supervisor: a clock, signals, processes by fork, and what these report."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import logging
@@ -9,17 +10,76 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
+
+import msgspec
 
 from service.lifecycle import exit_now, stop_signals
 
 logger = logging.getLogger("vitserve")
 
-_PR_SET_PDEATHSIG = 1
-_ARGUMENTS = slice(45, 47)
+BEAT_SECONDS: Final = 0.5
+"""Seconds between two signs of life of a process."""
+
+RUNNING: Final = 1
+"""State of a process that does its work: a worker listens, an engine is warm."""
+
+SERVING: Final = 2
+"""State of a worker that knows of a model as well, and of an engine."""
+
+_PR_SET_PDEATHSIG: Final = 1
+_ARGUMENTS: Final = slice(45, 47)
 """Where the arguments of a process begin and end in its memory, of the fields of /proc/PID/stat after its name."""
+
+
+class Report(msgspec.Struct, omit_defaults=True):
+    """A process' message to the supervisor; an empty one says that its event loop turns.
+
+    Attributes:
+        state: `RUNNING` or `SERVING`, if that has changed.
+        generation, checkpoint: of the model that has taken over; None is the configured checkpoint.
+        options: settings that its successors are to start with instead of those of the service.
+    """
+
+    state: int = 0
+    generation: int = 0
+    checkpoint: str | None = None
+    options: dict[str, str | int] = {}
+
+
+class Link:
+    """A pipe from a process to the supervisor, made before the process is forked and inherited by its successors."""
+
+    def __init__(self) -> None:
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        os.set_blocking(self._write_end, False)
+        self._rest = b""
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when reports have come."""
+        return self._read_end
+
+    def send(self, report: Report) -> None:
+        """Send a report; one that finds no room, as the supervisor stands still, is dropped."""
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._write_end, msgspec.json.encode(report) + b"\n")
+
+    def receive(self) -> list[Report]:
+        """Return the reports that have come."""
+        with contextlib.suppress(BlockingIOError):
+            self._rest += os.read(self._read_end, 1 << 16)
+        *lines, self._rest = self._rest.split(b"\n")
+        return [msgspec.json.decode(line, type=Report) for line in lines]
+
+    async def beat(self, publish: Callable[[], None] = lambda: None) -> None:
+        """Send an empty report and call `publish` again and again, until cancelled."""
+        while True:
+            self.send(Report())
+            publish()
+            await asyncio.sleep(BEAT_SECONDS)
 
 
 class OperatingSystem:
@@ -30,7 +90,7 @@ class OperatingSystem:
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        self._signals = {*stop_signals(), signal.SIGCHLD, signal.SIGUSR1}
+        self._signals = {*stop_signals(), signal.SIGCHLD}
         for number in self._signals:
             signal.signal(number, _ignore)
 
@@ -59,10 +119,10 @@ class OperatingSystem:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def wait_for_signals(self, seconds: float) -> list[int]:
-        """Return the signals that arrived, as soon as there are any, at the latest after `seconds`."""
-        readable, _, _ = select.select([self._read_end], [], [], seconds)
-        return list(os.read(self._read_end, 1024)) if readable else []
+    def wait(self, seconds: float, links: Sequence[Link]) -> list[int]:
+        """Return the signals that arrived, once there are any, or reports have come, or some seconds have passed."""
+        readable, _, _ = select.select([self._read_end, *(link.fileno() for link in links)], [], [], seconds)
+        return list(os.read(self._read_end, 1024)) if self._read_end in readable else []
 
     def reap(self) -> list[tuple[int, int]]:
         """Return (pid, exit code) of the processes that ended since the last call; -N after signal N."""

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import gc
+import logging
+import os
+import shutil
 import signal
-import time
-from collections.abc import Callable
+import socket
+import tempfile
 from functools import partial
+from pathlib import Path
+from typing import Final, Self
 
-from service.cluster.engine_process import STOP, run_engine
-from service.cluster.processes import OperatingSystem
-from service.cluster.shared_resources import SharedResources
+from prometheus_client import values
+from prometheus_client.multiprocess import mark_process_dead
+
+from service.cluster.engine_process import STOP, Served, run_engine
+from service.cluster.processes import RUNNING, OperatingSystem, Report
 from service.cluster.supervisor import Child, Supervisor
-from service.cluster.swap import Swap
-from service.cluster.swap_board import GROUPS
-from service.cluster.worker import run_web
+from service.cluster.worker import RELOAD, run_web, worker_settings
+from service.engine.local import Loader
+from service.errors import SettingsError
+from service.http import address_family
 from service.lifecycle import Terminal
-from service.observe.metrics import Metrics, count_in_files
+from service.observe.metrics import Metrics
 from service.settings import Settings
-from service.web.single_process import Loader, log_address
+from service.web.single_process import log_address
+
+logger = logging.getLogger("vitserve")
+
+_LONGEST_PATH: Final = 90
+"""Bytes of the folder's path: the path of a socket in it has at most 107."""
 
 
 def run_cluster(settings: Settings, load: Loader) -> int:
@@ -26,113 +39,129 @@ def run_cluster(settings: Settings, load: Loader) -> int:
 
     `load` is called in each engine's process, with that engine's device in the settings.
     """
-    shared, system, terminal = SharedResources(settings), OperatingSystem(), Terminal()
-    workers = [worker_child(settings, shared, index) for index in range(settings.workers)]
-    engines = [
-        [engine_child(settings, shared, index, load, group) for index in range(len(settings.devices))]
-        for group in range(GROUPS)
-    ]
-    swap = Swap(shared, engines, workers, system, settings.checkpoint)
-    ticker = Ticker(settings, shared)
-
-    def tick() -> None:
-        ticker()
-        swap.tick()
-
-    def drain() -> None:
-        shared.stop_listening()
-        swap.abandon()
-
-    supervisor = Supervisor(
-        workers,
-        [child for group in engines for child in group],
-        system,
-        drain_timeout=settings.drain_timeout,
-        on_tick=tick,
-        on_drain=drain,
-        on_hang_up=partial(terminal.hang_up, swap.reload),
-    )
-    gc.freeze()  # else the collector would write to pages that the children share, and copy them
-    try:
+    with Cluster(settings, load) as cluster:
+        gc.freeze()  # else the collector would write to pages that the children share, and copy them
+        supervisor = Supervisor(
+            cluster.workers, cluster.engines, cluster.system, cluster, drain_timeout=settings.drain_timeout
+        )
         return supervisor.run()
-    finally:
-        shared.close()
 
 
-def worker_child(settings: Settings, shared: SharedResources, index: int) -> Child:
-    """Return the child process of one web worker."""
-    counters = shared.counters
-    return Child(
-        f"worker {index}",
-        partial(_be_worker, settings, shared, index),
-        signal.SIGTERM,
-        is_running=lambda: bool(counters.worker_state[index]),
-        beats=lambda: int(counters.worker_beats[index]),
-        on_death=partial(_forget_worker, shared, index),
-    )
+class Cluster:
+    """The processes of one service, and what they inherit; see `service.cluster.supervisor.Events`.
 
+    The folder has the engines' sockets, and the files in which each process counts its metrics
+    (`prometheus_client.multiprocess`): the worker that is scraped adds them up.
 
-def engine_child(settings: Settings, shared: SharedResources, index: int, load: Loader, group: int = 0) -> Child:
-    """Return the child process of one device's engine; only engines of the first group are started at once."""
-    channel = shared.groups[group][index]
-    counters = channel.counters
-    child = Child(
-        "engine" if channel.device == "auto" else f"engine {channel.device}",
-        partial(_be_engine, settings, shared, index, load, group),
-        STOP,
-        is_running=lambda: bool(counters.engine_ready[index]),
-        beats=lambda: int(counters.engine_beats[index]),
-        on_death=partial(counters.forget_engine, index),
-        on_restart=partial(counters.count_restart, index),
-    )
-    if group:
-        child.spare, child.start_at = True, None
-    return child
+    Raises:
+        SettingsError: there is no place for the folder.
+        OSError: the address is not available.
+    """
 
-
-class Ticker:
-    """Publishes the seconds of the service's life; logs once where it answers, when all is ready and not draining."""
-
-    def __init__(
-        self, settings: Settings, shared: SharedResources, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, settings: Settings, load: Loader) -> None:
         self._settings = settings
-        self._shared = shared
-        self._clock = clock
-        self._started = clock()
-        self._announced = False
+        self._load = load
+        self._terminal = Terminal()
+        self._served = Served()
+        self.system = OperatingSystem()
+        self.listeners = listen(settings.host, settings.port, settings.workers)
+        self.folder = _private_folder()
+        self.workers = [
+            Child(f"worker {index}", partial(self._be_worker, index), signal.SIGTERM)
+            for index in range(settings.workers)
+        ]
+        self.engines = [
+            Child("engine" if device == "auto" else f"engine {device}", partial(self._be_engine, index), STOP)
+            for index, device in enumerate(settings.devices)
+        ]
 
-    def __call__(self) -> None:
-        """Look at the clock and at the counters."""
-        counters = self._shared.counters
-        counters.seconds[0] = int(self._clock() - self._started)
-        if not self._announced and self._shared.listening and counters.all_ready():
-            self._announced = True
-            log_address(self._settings, self._shared.port)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.draining()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # What the supervisor tells.
+
+    def reported(self, report: Report) -> None:
+        """Let engines that are started again load what has taken over."""
+        if report.generation > self._served.generation:
+            self._served = Served(report.generation, report.checkpoint)
+
+    def ended(self, pid: int) -> None:
+        """Forget what a process counted of the present; what it counted of the past is not lost."""
+        mark_process_dead(pid, str(self.folder))  # type: ignore[no-untyped-call]
+
+    def ready(self) -> None:
+        """Log where the service answers."""
+        log_address(self._settings, self.listeners[0].getsockname()[1])
+
+    def draining(self) -> None:
+        """Close this process's listeners; the workers still have theirs."""
+        for listener in self.listeners:
+            listener.close()
+
+    def hung_up(self) -> bool:
+        """Let a worker load the configured checkpoint again, unless a terminal was closed."""
+        return self._terminal.hang_up(self._reload)
+
+    def _reload(self) -> None:
+        running = [child.pid for child in self.workers if child.pid is not None and child.state >= RUNNING]
+        if running:
+            self.system.kill(running[0], RELOAD)
+        else:
+            logger.warning("not reloaded: no worker is there")
+
+    # The processes.
+
+    def _be_worker(self, index: int, child: Child) -> int:
+        own = self.listeners[index]
+        for listener in self.listeners:
+            if listener is not own:
+                listener.close()
+        sockets = [self._socket(engine) for engine in range(len(self.engines))]
+        settings = worker_settings(self._settings, index)
+        return run_web(settings, child, own, sockets, metrics_in(self.folder), is_first=index == 0)
+
+    def _be_engine(self, index: int, child: Child) -> int:
+        self.draining()
+        own = {"device": self._settings.devices[index], **child.options}
+        settings = self._settings.model_copy(update=own)
+        return run_engine(settings, child, self._socket(index), self._load, metrics_in(self.folder), self._served)
+
+    def _socket(self, engine: int) -> Path:
+        return self.folder / f"engine-{engine}"
 
 
-def _be_worker(settings: Settings, shared: SharedResources, index: int) -> int:
-    for other in {*shared.listeners} - {shared.listeners[index]}:
-        other.close()
-    count_in_files(shared.metrics.folder, f"worker-{index}")
-    return run_web(settings, shared, index, Metrics(shared.metrics.folder))
+def metrics_in(folder: Path) -> Metrics:
+    """Return the metrics of this process, which counts in files of its own in a folder."""
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
+    values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
+    return Metrics(folder)
 
 
-def _be_engine(settings: Settings, shared: SharedResources, index: int, load: Loader, group: int) -> int:
-    shared.stop_listening()
-    channel = shared.groups[group][index]
-    count_in_files(shared.metrics.folder, f"engine-{group * len(settings.devices) + index}")
-    own = {"device": channel.device, "checkpoint": shared.board.checkpoints[group].read()}
-    return run_engine(
-        settings.model_copy(update=own | channel.changed_options()),
-        channel,
-        load,
-        Metrics(shared.metrics.folder),
-        load_timeout=None if group == shared.board.group else settings.load_timeout,
-    )
+def listen(host: str, port: int, count: int) -> list[socket.socket]:
+    """Return `count` listening sockets on one address; raises `OSError` when it cannot be had.
+
+    The kernel spreads connections evenly over sockets of their own (SO_REUSEPORT), where workers that share one
+    would take whole bursts each. The supervisor keeps them open, so that connections that wait for a worker that dies
+    are its successor's.
+    """
+    listeners: list[socket.socket] = []
+    for _ in range(count):
+        listeners.append(socket.create_server((host, port), family=address_family(host), backlog=2048, reuse_port=True))
+        port = listeners[0].getsockname()[1]
+    return listeners
 
 
-def _forget_worker(shared: SharedResources, index: int) -> None:
-    for [channel, *_] in shared.groups:
-        channel.counters.forget_worker(index)
-    shared.board.forget_worker(index)
+def _private_folder() -> Path:
+    """Return a new folder that only this user may enter."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="vitserve-"))
+    except OSError as error:
+        raise SettingsError(f"several processes need a folder for temporary files (TMPDIR): {error}") from None
+    if len(os.fsencode(folder)) > _LONGEST_PATH:
+        folder.rmdir()
+        raise SettingsError(f"TMPDIR={folder.parent}: expected a shorter path, for sockets in it")
+    return folder

@@ -5,14 +5,14 @@
 * A child that dies is started again, at once the first time, then after a delay that doubles up to
   `_MAX_DELAY`; a child that lived for `_LONG_LIFE` begins anew. Meanwhile the others go on: workers answer 503
   when no engine is left, and connections of a worker wait for its successor.
-* A child that is frozen (`service.cluster.heartbeat`) is killed.
+* A child that is frozen is killed: without a sign of its event loop and without processor time for a short while, or
+  without a sign for a long one. A busy machine may delay the turn of a healthy event loop by seconds, but it lets a
+  process use some processor time.
 * A child that ends before it ever ran ends the service with 1: what cannot start will not start by itself. So does one
   that was started again `_MOST_FAILED_RESTARTS` times in a row and failed each time: a GPU that is lost inside of a
   container comes back in a new container only.
-* A child that ends with `TRY_AGAIN` is started again at once, whether it ever ran or not: it has recorded the
+* A child that ends with `TRY_AGAIN` is started again at once, whether it ever ran or not: it has reported the
   option that its successor is to change.
-* A child that is spare, the engine of another generation than the current one (`service.cluster.swap`), is not started
-  again when it ends.
 * SIGTERM, SIGINT or SIGHUP: the workers drain, then the engines end, exit code 0. A second SIGTERM or SIGINT ends
   all at once. SIGHUP does so only if `on_hang_up` has not done what it asks for.
 * When the supervisor itself is killed, the kernel kills its children.
@@ -26,20 +26,51 @@ import logging
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Protocol
 
-from service.cluster.heartbeat import Pulse
-from service.cluster.processes import OperatingSystem
+from service.cluster.processes import RUNNING, SERVING, Link, OperatingSystem, Report
 
 logger = logging.getLogger("vitserve")
 
-TRY_AGAIN = 75
+TRY_AGAIN: Final = 75
 """Exit code of a child whose successor starts with another option (EX_TEMPFAIL of sysexits.h)."""
 
-_MAX_DELAY = 30.0
-_MOST_FAILED_RESTARTS = 5
-_LONG_LIFE = 60.0
-_GRACE = 5.0
-_LONGEST_WAIT = 1.0
+_MAX_DELAY: Final = 30.0
+_MOST_FAILED_RESTARTS: Final = 5
+_LONG_LIFE: Final = 60.0
+_GRACE: Final = 5.0
+_LONGEST_WAIT: Final = 1.0
+
+_FROZEN_SECONDS: Final = 3.0
+_STUCK_SECONDS: Final = 30.0
+_FROZEN_AT_START_SECONDS: Final = 60.0
+"""A process that maps a gigabyte of libraries may wait for the disk while it holds the interpreter's lock."""
+
+_LONGEST_LOOK: Final = 1.5
+"""Seconds that count between two looks at most: the supervisor may have been stopped, too, with the whole machine."""
+
+
+@dataclass(eq=False)
+class Pulse:
+    """For how long a process gave no sign of life: `silent` is without a report, `idle` without processor time too."""
+
+    silent: float = 0.0
+    idle: float = 0.0
+    cpu_seconds: float = 0.0
+    looked_at: float | None = None
+    reported: bool = True
+
+    def is_frozen(self, now: float, cpu_seconds: float, *, starting: bool) -> bool:
+        """Look at a process, about every second, and return whether it is frozen; a `starting` one has longer calls."""
+        passed = 0.0 if self.looked_at is None else min(now - self.looked_at, _LONGEST_LOOK)
+        self.silent = 0.0 if self.reported else self.silent + passed
+        works = self.reported or cpu_seconds != self.cpu_seconds
+        self.idle = 0.0 if works else self.idle + passed
+        self.cpu_seconds, self.looked_at, self.reported = cpu_seconds, now, False
+        if starting:
+            return self.idle >= _FROZEN_AT_START_SECONDS
+        return self.idle >= _FROZEN_SECONDS or self.silent >= _STUCK_SECONDS
 
 
 @dataclass(eq=False)
@@ -49,29 +80,47 @@ class Child:
     Attributes:
         main: the work of the process; its result is the exit code.
         stop: the signal that ends it in order.
-        is_running: whether the process does its work, as its shared cells say.
-        beats: the count of its event loop, see `service.cluster.heartbeat`.
-        on_death: clears what the process left behind.
+        link: by which it reports.
+        state: see `Report`; 0 while it starts.
+        options: settings that it starts with instead of those of the service.
+        restarts: how often it was started again.
         failures: how often in a row it ended with an exit code soon after its start; what a signal ends did not fail.
         start_at: when it is to be started; None while it runs or is not to be started any more.
-        spare: whether the service does without it.
     """
 
     name: str
-    main: Callable[[], int]
+    main: Callable[[Child], int]
     stop: signal.Signals
-    is_running: Callable[[], bool]
-    beats: Callable[[], int]
-    on_death: Callable[[], None] = lambda: None
-    on_restart: Callable[[], None] = lambda: None
+    link: Link = field(default_factory=Link)
+    state: int = 0
+    options: dict[str, str | int] = field(default_factory=dict)
     ever_ran: bool = False
+    restarts: int = 0
     pid: int | None = None
     started: float = 0.0
     delay: float = 0.0
     failures: int = 0
     start_at: float | None = 0.0
-    spare: bool = False
     pulse: Pulse = field(default_factory=Pulse)
+
+
+class Events(Protocol):
+    """What a service does when its supervisor has news."""
+
+    def reported(self, report: Report) -> None:
+        """Note that another model has taken over."""
+
+    def ended(self, pid: int) -> None:
+        """Clear what a child left behind."""
+
+    def ready(self) -> None:
+        """Announce that all children serve; called once."""
+
+    def draining(self) -> None:
+        """Note that no worker is to be started any more."""
+
+    def hung_up(self) -> bool:
+        """Do what SIGHUP asks for, and return whether that was done."""
 
 
 class Supervisor:
@@ -79,9 +128,6 @@ class Supervisor:
 
     Args:
         drain_timeout: seconds within which workers end by themselves.
-        on_tick: called at least every second, and when a child has something to say.
-        on_drain: called when no worker is to be started any more.
-        on_hang_up: returns whether it has done what SIGHUP asks for.
     """
 
     def __init__(
@@ -89,39 +135,41 @@ class Supervisor:
         workers: Sequence[Child],
         engines: Sequence[Child],
         system: OperatingSystem,
+        events: Events,
         *,
         drain_timeout: float,
-        on_tick: Callable[[], None],
-        on_drain: Callable[[], None],
-        on_hang_up: Callable[[], bool] = lambda: False,
     ) -> None:
         self._workers = workers
         self._engines = engines
         self._children = (*engines, *workers)
         self._system = system
+        self._events = events
         self._drain_timeout = drain_timeout
-        self._on_tick = on_tick
-        self._on_drain = on_drain
-        self._on_hang_up = on_hang_up
+        self._announced = False
+        self._look_at = 0.0
         self._kill_at: float | None = None
         self._hung_up = False
         self._exit_code = 0
 
     def run(self) -> int:
         """Run until every child has ended, and return the exit code of the service."""
-        while True:
+        while self._kill_at is None or not self._has_ended():
             self._start_due()
-            for received in self._system.wait_for_signals(self._seconds_to_wait()):
+            for received in self._system.wait(self._seconds_to_wait(), [child.link for child in self._children]):
                 if received in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                     self._on_signal(signal.Signals(received))
+            for child in self._children:
+                self._read_reports(child)
             for pid, code in self._system.reap():
                 for child in self._children:
                     if child.pid == pid:
-                        self._on_end(child, code)
-            self._kill_frozen()
-            self._on_tick()
-            if self._kill_at is not None and self._has_ended():
-                return self._exit_code
+                        self._read_reports(child)  # the last one tells how its successor starts
+                        self._events.ended(pid)
+                        self._ended(child, code)
+            if self._kill_at is None:  # else a child that does not end in time is killed anyway
+                self._kill_frozen()
+                self._look_whether_ready()
+        return self._exit_code
 
     def _seconds_to_wait(self) -> float:
         """Return the seconds until the next child is to be started, at most `_LONGEST_WAIT`."""
@@ -134,34 +182,45 @@ class Supervisor:
             now = self._system.now()
             if child.start_at is not None and child.start_at <= now:
                 child.started, child.start_at = now, None
-                child.pid = self._system.spawn(child.name, child.main)
+                child.state, child.pulse = 0, Pulse()
+                child.pid = self._system.spawn(child.name, partial(child.main, child))
+
+    def _read_reports(self, child: Child) -> None:
+        for report in child.link.receive():
+            child.pulse.reported = True
+            child.state = max(child.state, report.state)
+            child.ever_ran |= child.state >= RUNNING
+            child.options |= report.options
+            if report.generation:
+                self._events.reported(report)
+
+    def _look_whether_ready(self) -> None:
+        if not self._announced and all(child.state == SERVING for child in self._children):
+            self._announced = True
+            self._events.ready()
 
     def _kill_frozen(self) -> None:
-        if self._kill_at is not None:  # a child that does not end in time is killed anyway
-            return
         now = self._system.now()
+        if now < self._look_at:
+            return
+        self._look_at = now + _LONGEST_WAIT
         for child in self._children:
             if child.pid is None:
                 continue
-            starting = not child.is_running()
-            if child.pulse.is_frozen(now, child.beats(), self._system.cpu_seconds(child.pid), starting=starting):
-                logger.error("%s is frozen: no sign of life for %.0f s", child.name, child.pulse.silent_seconds)
+            cpu_seconds = self._system.cpu_seconds(child.pid)
+            if child.pulse.is_frozen(now, cpu_seconds, starting=child.state < RUNNING):
+                logger.error("%s is frozen: no sign of life for %.0f s", child.name, child.pulse.silent)
                 child.pulse = Pulse()
                 self._system.kill(child.pid, signal.SIGKILL)
 
-    def _on_end(self, child: Child, code: int) -> None:
-        child.ever_ran |= child.is_running()
-        child.pid = None
-        child.on_death()
+    def _ended(self, child: Child, code: int) -> None:
+        child.pid, child.state = None, 0
         if self._kill_at is not None:
             return
         now = self._system.now()
         if code == TRY_AGAIN:
-            if not child.spare:
-                child.on_restart()
+            child.restarts += 1
             child.start_at = now
-            return
-        if child.spare:
             return
         how = f"signal {-code}" if code < 0 else f"code {code}"
         if not child.ever_ran:
@@ -177,13 +236,13 @@ class Supervisor:
             self._drain(exit_code=1)
             return
         logger.error("%s ended with %s: starting it again in %g s", child.name, how, child.delay)
-        child.on_restart()
+        child.restarts += 1
         child.start_at = now + child.delay
         child.delay = min(_MAX_DELAY, 2 * child.delay or 1.0)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._kill_at is None:
-            if number == signal.SIGHUP and self._on_hang_up():
+            if number == signal.SIGHUP and self._events.hung_up():
                 return
             logger.info("%s: draining", number.name)
             self._drain(exit_code=0)
@@ -191,7 +250,7 @@ class Supervisor:
             logger.warning("%s again: ending at once", number.name)
             self._exit_code, self._kill_at = 128 + number, self._system.now()
             self._signal(self._children, signal.SIGKILL)
-        # SIGHUP comes together with SIGTERM, or twice: see `service.http`.
+        # systemd may send SIGHUP together with SIGTERM, and terminals send it twice: both ask for one stop.
         self._hung_up = number == signal.SIGHUP
 
     def _drain(self, exit_code: int) -> None:
@@ -199,7 +258,7 @@ class Supervisor:
         self._kill_at = self._system.now() + self._drain_timeout + _GRACE
         for child in self._children:
             child.start_at = None
-        self._on_drain()
+        self._events.draining()
         self._signal(self._workers)
 
     def _has_ended(self) -> bool:

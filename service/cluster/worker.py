@@ -6,72 +6,81 @@ No torch: a worker starts fast and stays small.
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
+import socket
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
 
-from service.cluster.channel import EngineChannel
-from service.cluster.heartbeat import keep_beating
-from service.cluster.remote_engine import Balancer, RemoteEngine
-from service.cluster.remote_swap import RemoteSwap
-from service.cluster.shared_image_store import SharedImageStore
-from service.cluster.shared_memory import SharedCounters
-from service.cluster.shared_resources import SharedResources
-from service.cluster.swap_board import CHANGED
-from service.engine.base import Engine
+from service.cluster.processes import RUNNING, SERVING, Report
+from service.cluster.remote_model import EngineClient, RemoteImageStore, RemoteModel
+from service.cluster.supervisor import Child
 from service.http import Server
 from service.lifecycle import Lifecycle, freeze_objects, trim_regularly
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.web.app import create_app, log_model
 
+RELOAD: Final = signal.SIGUSR1
+"""Lets a worker load the configured checkpoint again."""
 
-def run_web(settings: Settings, shared: SharedResources, worker: int, metrics: Metrics) -> int:
-    """Run one web worker until a signal ends it, and return its exit code."""
-    counters = shared.counters
-    engines = [_engine(group, worker) for group in shared.groups]
-    swap = RemoteSwap(shared.board, worker, engines, wake=lambda: os.kill(shared.supervisor, CHANGED))
-    lifecycle = Lifecycle()
+
+def share(total: int, index: int, settings: Settings, *, least: int = 1) -> int:
+    """Return a worker's part of what all workers may take together; at least `least`, so that one request fits."""
+    count = settings.workers
+    return max(total // count + (index < total % count), min(total, least))
+
+
+def worker_settings(settings: Settings, index: int) -> Settings:
+    """Return the settings of one worker, whose places and requests of a key are its share.
+
+    A batch that one process would take is not refused for ever: a share holds the largest request.
+    """
+    own = {
+        "queue_size": share(settings.queue_size, index, settings, least=settings.max_images_per_request),
+        "key_max_requests": share(settings.key_max_requests, index, settings),
+    }
+    return settings.model_copy(update=own)
+
+
+def run_web(
+    settings: Settings,
+    child: Child,
+    listener: socket.socket,
+    sockets: Sequence[Path],
+    metrics: Metrics,
+    *,
+    is_first: bool,
+) -> int:
+    """Run one web worker until a signal ends it, and return its exit code.
+
+    Args:
+        settings: of this worker, see `worker_settings`.
+        child: this process, as the supervisor knows it.
+        sockets: of the engines, by device.
+        is_first: whether this worker logs for all what is served.
+    """
+    engines = [EngineClient(path, device) for path, device in zip(sockets, settings.devices, strict=True)]
+    model, lifecycle = RemoteModel(engines), Lifecycle()
+    logged = 0
 
     async def beside() -> None:
-        asyncio.get_running_loop().add_signal_handler(CHANGED, swap.adopt)
-        swap.adopt()  # a signal may have come before
-        await keep_beating(counters.worker_beats, worker)
+        asyncio.get_running_loop().add_signal_handler(RELOAD, model.reload)
+        child.link.send(Report(RUNNING))
+        await child.link.beat(metrics.publish)
 
-    def engine_changed() -> None:
-        engine = swap.current.engine
-        serving = engine.status.state == "ready"
-        counters.worker_state[worker] = SharedCounters.SERVING if serving else SharedCounters.LISTENING
-        if serving and worker == 0 and engine.info is not None:
-            log_model(engine.status, engine.info)
-        if serving:
+    def changed() -> None:
+        nonlocal logged
+        engine = model.current.engine
+        if engine.info is not None and engine.ready and logged != model.current.number:
+            logged = model.current.number
+            child.link.send(Report(SERVING))
             freeze_objects()
-        os.kill(shared.supervisor, CHANGED)
+            if is_first:
+                log_model(engine.status, engine.info)
 
-    app = create_app(
-        settings,
-        swap,
-        metrics,
-        lifecycle,
-        engine_changed,
-        counters.limiter(worker),
-        SharedImageStore(
-            shared.image_file,
-            ttl=settings.recent_ttl,
-            max_bytes=settings.recent_bytes,
-            clock=lambda: int(counters.seconds[0]),
-        ),
-        counters.byte_budget(worker, settings.max_receiving_bytes),
-        counters.key_limiter(worker, settings.key_max_requests),
-    )
+    app = create_app(settings, model, metrics, lifecycle, changed, image_store=RemoteImageStore(engines[0]))
     server = Server(app, settings, lifecycle, beside, is_supervised=True)
-    signal.signal(CHANGED, signal.SIG_IGN)  # from now on it may come
-    counters.worker_state[worker] = SharedCounters.LISTENING
     trim_regularly()
-    server.run(sockets=[shared.listeners[worker]])
+    server.run(sockets=[listener])
     return lifecycle.exit_code
-
-
-def _engine(channels: Sequence[EngineChannel], worker: int) -> Engine:
-    engines = [RemoteEngine(channel, worker) for channel in channels]
-    return engines[0] if len(engines) == 1 else Balancer(engines)

@@ -51,8 +51,8 @@ class ModelRunner(Protocol):
         """Return the features of texts, float32 [N, D]; for models with a text tower. One thread calls it."""
 
 
-class Engine(Protocol):
-    """The interface of an engine, which computes images for the web side."""
+class Device(Protocol):
+    """One device on which an engine computes."""
 
     @property
     def info(self) -> ModelInfo | None:
@@ -60,18 +60,19 @@ class Engine(Protocol):
 
     @property
     def status(self) -> EngineStatus:
-        """Return the engine's current status."""
+        """Return the current status."""
+
+
+class Engine(Device, Protocol):
+    """The interface of an engine, which computes images for the web side."""
 
     @property
-    def engines(self) -> Sequence[Engine]:
-        """Return the engines that compute: this one, or those of a group, one a device."""
+    def engines(self) -> Sequence[Device]:
+        """Return the engines that compute, one a device."""
 
     @property
     def ready(self) -> bool:
         """Return whether `status` says "ready"; cheap enough for each request."""
-
-    def start(self, on_change: Callable[[], None]) -> None:
-        """Begin loading; `on_change` is called on the event loop whenever the state changes."""
 
     async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
         """Return the result of one image, which must be launched within `timeout` seconds from now.
@@ -93,6 +94,13 @@ class Engine(Protocol):
         Raises:
             DeadlineExceeded, InferenceFailed, EngineUnavailable, QueueFull: as `infer`.
         """
+
+
+class OwnEngine(Engine, Protocol):
+    """An engine that is started and closed where it is used."""
+
+    def start(self, on_change: Callable[[], None]) -> None:
+        """Begin loading; `on_change` is called on the event loop whenever the state changes."""
 
     async def close(self) -> None:
         """Finish the launched batches, and refuse all other images."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
@@ -104,7 +105,8 @@ def _load(settings: Settings) -> tuple[Predictor, ModelInfo]:
     """Return what `load_predictor` does, made of the checkpoint with torch."""
     device = settings.device
     if device.startswith("cuda"):
-        os.environ[VISIBLE], device = visible_devices(device), "cuda:0"
+        _show_alone(device)
+        device = "cuda:0"
     entry = _entry(settings)
     from model.checkpoint.local_files import recording  # noqa: PLC0415  torch takes seconds to import
     from model.runtime.device import unusable_reason  # noqa: PLC0415
@@ -130,9 +132,15 @@ def _load(settings: Settings) -> tuple[Predictor, ModelInfo]:
     return predictor, _described(settings, checkpoint, predictor)
 
 
+@functools.cache
+def _show_alone(device: str) -> None:
+    """Let this process see one device alone; what it loads later finds that done."""
+    os.environ[VISIBLE] = visible_devices(device)
+
+
 def _require_coverage(settings: Settings, checkpoint: Checkpoint | KeptCheckpoint) -> None:
     """Refuse a coverage that the checkpoint is not calibrated for, before anything is compiled."""
-    from model.conformal import label_sets_of  # noqa: PLC0415
+    from model.calibration import label_sets_of  # noqa: PLC0415
 
     if settings.coverage is not None:
         label_sets_of(checkpoint.calibration, settings.coverage, checkpoint.source)

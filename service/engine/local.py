@@ -6,10 +6,9 @@
        ^                                              |
        +------ one call_soon_threadsafe a batch ------+
 
-Every image that is put gets exactly one outcome: its result, an error of its own, or cancellation. The nearest deadline
-is a timer of the event loop, which answers however busy the threads are; the queue launches nothing later. A batch
-that computes longer than `batch_timeout` fails the engine, though its thread never comes back; so does a model that
-loads longer than `load_timeout`.
+Every image that is put gets exactly one outcome: its result, an error of its own, or cancellation. Its deadline is a
+timer of the event loop, which answers however busy the threads are; the queue launches nothing later. A batch that
+computes longer than `batch_seconds` fails the engine, though its thread never comes back.
 """
 
 from __future__ import annotations
@@ -17,13 +16,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import math
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Self
+from typing import Final, Self
 
 from model.errors import VitError
 from service.engine.base import ModelRunner
@@ -32,9 +29,16 @@ from service.engine.messages import BatchReport, EngineState, EngineStatus, Infe
 from service.engine.streams import Outcome, Streams, Waiting, reason_of
 from service.engine.texts import Floats, TextFeatures
 from service.errors import DeadlineExceeded, EngineUnavailable
-from service.timers import Timers
+from service.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+BATCH_SECONDS: Final = 30.0
+"""Seconds that one batch may compute; after them the device is taken for hung."""
+
+
+Loader = Callable[[Settings], tuple[ModelRunner, ModelInfo]]
+"""Loads the model that the settings name onto their device."""
 
 
 class LocalEngine:
@@ -44,16 +48,15 @@ class LocalEngine:
     batches from the same queue; the first failure ends them all.
 
     Args:
-        load: builds the runner and says what was loaded; called on the engine's thread.
-        device: what the status says until the runner is there.
-        batch_timeout: seconds that one batch may compute.
-        load_timeout: seconds that the model may load and warm up beside another that serves, and whose owner then
-            says why it is not swapped; None: no other model serves, and loading may take any time.
+        load: builds the runner and describes what was loaded; called on the engine's thread.
+        device: of the status until the runner is there.
         on_batch: called with the report of every launch, on the event loop; for metrics.
-        queue_size, max_delay, on_queue, clock: see `Streams`.
+        batch_seconds: see `BATCH_SECONDS`.
+        queue_size, max_delay, clock: see `Streams`.
 
     Attributes:
-        failure: what ended the engine, where that is an error of ours.
+        info: the description of the model; None before it is loaded.
+        failure: the error that ended the engine, where it is an error of ours.
     """
 
     def __init__(
@@ -64,9 +67,7 @@ class LocalEngine:
         queue_size: int,
         max_delay: float,
         on_batch: Callable[[BatchReport], None],
-        batch_timeout: float = math.inf,
-        load_timeout: float | None = None,
-        on_queue: Callable[[int], None] | None = None,
+        batch_seconds: float = BATCH_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.info: ModelInfo | None = None
@@ -74,21 +75,12 @@ class LocalEngine:
         self._load = load
         self._device = device
         self._on_batch = on_batch
-        self._batch_timeout = batch_timeout
-        self._load_timeout = load_timeout
-        self._hung = False
+        self._batch_seconds = batch_seconds
         self._state: EngineState = "loading"
         self._reason = "the model is loading"
         self._runner: ModelRunner | None = None
-        self._callers: dict[Waiting, Callable[[Outcome], None]] = {}
-        self._timers = Timers()
-        self._streams = Streams(
-            queue_size=queue_size,
-            max_delay=max_delay,
-            deliver=lambda outcomes, report: self._call_loop(self._deliver, outcomes, report),
-            on_queue=on_queue or (lambda depth: None),
-            clock=clock,
-        )
+        self._callers: dict[Waiting, asyncio.Future[InferenceResult]] = {}
+        self._streams = Streams(queue_size=queue_size, max_delay=max_delay, deliver=self._on_launched, clock=clock)
         self._texts = TextFeatures(self._texts_of_runner)
         self._on_change: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -124,46 +116,23 @@ class LocalEngine:
         self._on_change = on_change
         self._thread.start()
         self._look_at_batches()
-        if self._load_timeout is not None:
-            self._loop.call_later(self._load_timeout, self._look_at_loading, self._load_timeout)
 
     async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
         """Return one image's result; see `Engine.infer`."""
-        future: asyncio.Future[InferenceResult] = self._loop.create_future()
-
-        def done(outcome: Outcome) -> None:
-            if future.done():  # its caller went away
-                return
-            if isinstance(outcome, InferenceResult):
-                future.set_result(outcome)
-            else:
-                future.set_exception(outcome)
-
-        entry = self.submit(request, timeout, done)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self.cancel(entry)
-            raise
-
-    def submit(self, request: InferenceRequest, timeout: float, done: Callable[[Outcome], None]) -> Waiting:
-        """Take one image, without a task for it: `done` is called once, on the event loop, with its outcome.
-
-        Raises:
-            EngineUnavailable, QueueFull: see `Engine.infer`.
-        """
         if not self.ready:
             raise EngineUnavailable(self._reason)
         entry = self._streams.put(request, timeout)
-        self._callers[entry] = done
-        self._timers.set(entry, timeout, partial(self._expire, entry))
-        return entry
-
-    def cancel(self, entry: Waiting) -> None:
-        """Forget an image that nobody waits for; it is not launched if it was not yet."""
-        self._callers.pop(entry, None)
-        self._timers.clear(entry)
-        self._streams.cancel(entry)
+        future: asyncio.Future[InferenceResult] = self._loop.create_future()
+        self._callers[entry] = future
+        timer = self._loop.call_later(timeout, self._expire, entry)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._streams.cancel(entry)
+            raise
+        finally:
+            timer.cancel()
+            self._callers.pop(entry, None)
 
     async def embed_texts(self, texts: Sequence[str], *, timeout: float) -> Floats:
         """Return the features of texts; see `Engine.embed_texts`."""
@@ -178,9 +147,14 @@ class LocalEngine:
         return runner.embed_texts(texts)
 
     async def close(self) -> None:
-        """Finish the running batches; what still waits is answered `EngineUnavailable`."""
+        """Finish the running batches; what still waits is answered `EngineUnavailable`.
+
+        A model that is still being loaded is not awaited: its thread lets go of it when it is loaded.
+        """
         self._streams.stop()
-        if self._thread.is_alive() and not self._hung:
+        if self._state == "loading":
+            self._change("closed", "the engine is closed")
+        elif self._thread.is_alive() and self._state == "ready":
             await asyncio.to_thread(self._thread.join)
 
     # The event loop's side.
@@ -193,13 +167,13 @@ class LocalEngine:
 
     def _deliver(self, outcomes: Iterable[tuple[Waiting, Outcome]], report: BatchReport | None = None) -> None:
         for entry, outcome in outcomes:
-            self._timers.clear(entry)
-            done = self._callers.pop(entry, None)
-            if done is not None:  # else its caller went away, or was answered already
-                try:
-                    done(outcome)
-                except Exception:  # a defect costs its own image alone
-                    logger.exception("an image's outcome reached nobody")
+            future = self._callers.get(entry)
+            if future is None or future.done():  # its caller went away, or was answered already
+                continue
+            if isinstance(outcome, InferenceResult):
+                future.set_result(outcome)
+            else:
+                future.set_exception(outcome)
         if report is not None:
             self._on_batch(report)
 
@@ -207,26 +181,20 @@ class LocalEngine:
         """Fail the engine if a batch has computed for too long; else look again soon."""
         if self._state in ("failed", "closed"):
             return
-        if self._streams.computing_seconds() <= self._batch_timeout:
-            self._loop.call_later(min(1.0, self._batch_timeout / 4), self._look_at_batches)
+        if self._streams.computing_seconds() <= self._batch_seconds:
+            self._loop.call_later(min(1.0, self._batch_seconds / 4), self._look_at_batches)
             return
-        reason = f"a batch computed for more than {self._batch_timeout:g} s: the device hangs"
-        logger.critical("engine %s: %s", self.status.device, reason)
-        self._give_up(reason)
-
-    def _look_at_loading(self, seconds: float) -> None:
-        if self._state == "loading":
-            self._give_up(f"the checkpoint was not loaded and warm within {seconds:g} s (VIT_LOAD_TIMEOUT)")
-
-    def _give_up(self, reason: str) -> None:
-        """Fail, and wait no more for the engine's thread."""
-        self._hung = True
+        reason = f"a batch computed for more than {self._batch_seconds:g} s: the device hangs"
         self._streams.stop()
+        self._end("failed", reason)
+
+    def _end(self, state: EngineState, reason: str) -> None:
+        """Answer whoever waits still, and take nothing more."""
         self._deliver([(entry, EngineUnavailable(reason)) for entry in list(self._callers)])
-        self._change("failed", reason)
+        self._change(state, reason)
 
     def _change(self, state: EngineState, reason: str, info: ModelInfo | None = None) -> None:
-        if self._state == "failed":  # what hung came back after all
+        if self._state in ("failed", "closed"):  # what hung, or was given up, came back after all
             return
         self._state, self._reason, self.info = state, reason, info or self.info
         if state != "ready":
@@ -235,16 +203,18 @@ class LocalEngine:
 
     # The engine thread's side.
 
+    def _on_launched(self, outcomes: Iterable[tuple[Waiting, Outcome]], report: BatchReport | None) -> None:
+        self._call_loop(self._deliver, outcomes, report)
+
     def _run(self) -> None:
         state: EngineState = "failed"
-        reason, started = "the engine stopped", False
+        reason = "the engine stopped"
         try:
             self._runner, info = self._load()
-            if not self._hung:
+            if self._state == "loading":
                 self._runner.warm_up()
-            started = True
-            self._call_loop(self._change, "ready", "", info)
-            self._streams.run(self._runner)
+                self._call_loop(self._change, "ready", "", info)
+                self._streams.run(self._runner)
             state, reason = "closed", "the engine is closed"
         except (VitError, EngineUnavailable) as error:
             self.failure, reason = error, reason_of(error)
@@ -255,18 +225,10 @@ class LocalEngine:
             reason = reason_of(error)
             raise
         finally:
-            if state == "failed" and (started or self._load_timeout is None):
-                named = "" if self._device in ("auto", "cpu") else f" on {self._device}"
-                what = f"engine {self.status.device}" if started else f"cannot start{named}"
-                logger.critical("%s: %s", what, reason)
             # The model's memory is released with this thread, even if the engine is still referenced.
             self._device, self._runner = self.status.device, None
-            # An image that is just being put is either refused or handed back here.
-            left = [(entry, EngineUnavailable(reason)) for entry in self._streams.close()]
-            self._call_loop(self._deliver, left)
-            # What the queue found out of time waits for its timer, and nothing else does.
-            self._call_loop(self._timers.ring)
-            self._call_loop(self._change, state, reason)
+            self._streams.close()  # whoever is just being put is refused; who was put is answered now
+            self._call_loop(self._end, state, reason)
 
     def _call_loop(self, function: Callable[..., None], *arguments: object) -> None:
         try:
@@ -274,6 +236,17 @@ class LocalEngine:
         except RuntimeError:
             # The loop is closed: the process is ending and nobody waits any more.
             logger.debug("the event loop is closed")
+
+
+def engine_of(settings: Settings, load: Loader, on_batch: Callable[[BatchReport], None]) -> LocalEngine:
+    """Return an engine of this process, not started yet; it calls `load` on its thread."""
+    return LocalEngine(
+        lambda: load(settings),
+        device=settings.device,
+        queue_size=settings.queue_size,
+        max_delay=settings.max_delay_ms / 1000,
+        on_batch=on_batch,
+    )
 
 
 def _release(error: BaseException | None) -> None:

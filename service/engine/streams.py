@@ -3,8 +3,8 @@
 Every image of a launch gets an outcome, and an image that the model fails on fails alone.
 
 Maps that need a pass of their own have a queue and a thread of their own, behind classification: a small batch is
-launched only while no other image waits, or when a map has waited for long, and its thread has a lower priority.
-What the runner has still to load something for, as torch, goes there too, until that is loaded.
+launched only while no other image waits, or when a map has waited for long. Images for which the runner has still to
+load something, as torch, go there too, until that is loaded.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from model.errors import CheckpointChanged, VitError
@@ -20,7 +22,6 @@ from service.engine.base import ModelRunner
 from service.engine.batching import BatchQueue, Entry, Poll
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, Release
 from service.errors import EngineUnavailable, InferenceFailed, ServiceError
-from service.priority import lower_priority, seconds_without_core
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +38,43 @@ Waiting = Entry[InferenceRequest]
 Deliver = Callable[[Iterable[tuple[Waiting, Outcome]], BatchReport | None], None]
 
 
+def seconds_without_core(thread: int) -> float:
+    """Return for how long a thread of this process, named by its native id, could run and had to wait for a core.
+
+    0 where the system has no such figure: only Linux has, unless it is built without statistics of its scheduler.
+    """
+    try:
+        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
+class _Lane:
+    """A queue, and the condition that its threads wait for; all lanes of an engine share a lock."""
+
+    def __init__(self, queue: BatchQueue[InferenceRequest], lock: threading.Lock) -> None:
+        self.queue = queue
+        self.wake = threading.Condition(lock)
+
+
+@dataclass(slots=True)
+class _Launched:
+    """When a thread's batch was launched, and for how long the thread had waited for a core at the first look at it."""
+
+    began: float
+    waited_before: float | None = None
+
+
 class Streams:
     """Two batch queues behind a lock, with a thread for each stream of the runner, and a thread for explanations.
 
-    Streams and explanations wait for conditions of their own: to wake the thread of explanations with each image that
-    is to be classified would cost a request two switches of threads.
+    Each queue has a condition of its own: to wake the thread of explanations with each image that is to be classified
+    would cost a request two switches of threads.
 
     Args:
         queue_size, max_delay, clock: see `BatchQueue`; each queue is of that size, and explanations are never delayed.
         deliver: called on a stream's thread after each launch, with each image's outcome and the report of the
             launch, or None if the launch ended the engine.
-        on_queue: called with the number of waiting images whenever it changes, on any thread.
         without_core: returns for how many seconds of its life the thread of a native id has waited for a core.
     """
 
@@ -57,66 +84,55 @@ class Streams:
         queue_size: int,
         max_delay: float,
         deliver: Deliver,
-        on_queue: Callable[[int], None],
         clock: Callable[[], float],
         without_core: Callable[[int], float] = seconds_without_core,
     ) -> None:
-        self._queue: BatchQueue[InferenceRequest] = BatchQueue(capacity=queue_size, max_delay=max_delay, clock=clock)
-        self._explanations: BatchQueue[InferenceRequest] = BatchQueue(capacity=queue_size, max_delay=0.0, clock=clock)
+        self._lock = threading.Lock()
+        self._images = _Lane(BatchQueue(capacity=queue_size, max_delay=max_delay, clock=clock), self._lock)
+        self._explanations = _Lane(BatchQueue(capacity=queue_size, max_delay=0.0, clock=clock), self._lock)
         self._deliver = deliver
-        self._on_queue = on_queue
         self._clock = clock
         self._without_core = without_core
-        lock = threading.Lock()
-        self._wake, self._wake_explanations = threading.Condition(lock), threading.Condition(lock)
         self._stopping = False
-        self._defers: Callable[[RequestedOutputs], bool] = _never
-        self._launched_at: dict[int, float] = {}
-        self._waited_before: dict[tuple[int, float], float] = {}
+        self._defers: Callable[[RequestedOutputs], bool] = lambda _: False
+        self._launched: dict[int, _Launched] = {}
         self._failures: list[BaseException] = []
 
     def __len__(self) -> int:
         """Return the number of images that wait."""
-        return len(self._queue) + len(self._explanations)
+        return len(self._images.queue) + len(self._explanations.queue)
 
     def put(self, request: InferenceRequest, timeout: float) -> Waiting:
         """Add an image that must be launched within `timeout` seconds from now; raises as `BatchQueue.put`."""
-        with self._wake:
-            queue = self._queue_of(request)
-            entry = queue.put(request, deadline=self._clock() + timeout)
-            self._on_queue(len(self))
-            self._condition_of(queue).notify()
+        with self._lock:
+            is_slow = request.requested.needs_pass or self._defers(request.requested)
+            lane = self._explanations if is_slow else self._images
+            entry = lane.queue.put(request, deadline=self._clock() + timeout)
+            lane.wake.notify()
         return entry
 
     def cancel(self, entry: Waiting) -> None:
         """Take an image out of the queue if it is still there."""
-        with self._wake:
-            (self._explanations if entry in self._explanations else self._queue).cancel(entry)
-            self._on_queue(len(self))
+        with self._lock:
+            lane = self._explanations if entry in self._explanations.queue else self._images
+            lane.queue.cancel(entry)
             self._wake_if_explanations_alone_wait()
-
-    def _wake_if_explanations_alone_wait(self) -> None:
-        if len(self._explanations) and not len(self._queue):
-            self._wake_explanations.notify()
-
-    def _queue_of(self, request: InferenceRequest) -> BatchQueue[InferenceRequest]:
-        is_slow = request.requested.needs_pass or self._defers(request.requested)
-        return self._explanations if is_slow else self._queue
-
-    def _condition_of(self, queue: BatchQueue[InferenceRequest]) -> threading.Condition:
-        return self._wake_explanations if queue is self._explanations else self._wake
 
     def computing_seconds(self) -> float:
         """Return for how long the oldest batch under way has been computed, in seconds; 0 without a batch.
 
         From the first look at a batch on, time for which its thread waits for a core does not count: on a machine that
-        others keep busy, a thread of low priority may wait for longer than any batch computes.
+        others keep busy, a thread may wait for longer than any batch computes.
         """
-        with self._wake:
-            now, batches = self._clock(), list(self._launched_at.items())
-        waited = {batch: self._without_core(batch[0]) for batch in batches}
-        self._waited_before = {batch: self._waited_before.get(batch, waited[batch]) for batch in batches}
-        return max((now - batch[1] - (waited[batch] - self._waited_before[batch]) for batch in batches), default=0.0)
+        with self._lock:
+            now, batches = self._clock(), list(self._launched.items())
+        longest = 0.0
+        for thread, batch in batches:
+            waited = self._without_core(thread)
+            if batch.waited_before is None:
+                batch.waited_before = waited
+            longest = max(longest, now - batch.began - (waited - batch.waited_before))
+        return longest
 
     def run(self, runner: ModelRunner) -> None:
         """Launch batches until `stop`: on this thread, a thread for each further stream, and a thread for explanations.
@@ -124,17 +140,18 @@ class Streams:
         The error of the first stream that fails ends the others too, and is raised.
         """
         self._defers = runner.defers
+        maps = min(runner.max_batch, MAX_EXPLANATION_BATCH)
+        work = [(self._images, runner.max_batch, f"engine-{number}") for number in range(1, runner.streams)]
         others = [
-            threading.Thread(target=self._classify, args=(runner,), name=f"engine-{number}", daemon=True)
-            for number in range(1, runner.streams)
+            threading.Thread(target=self._launch_all, args=(runner, lane, max_batch), name=name, daemon=True)
+            for lane, max_batch, name in [*work, (self._explanations, maps, "engine-maps")]
         ]
-        others.append(threading.Thread(target=self._explain, args=(runner,), name="engine-maps", daemon=True))
         for thread in others:
             thread.start()
-        self._classify(runner)
+        self._launch_all(runner, self._images, runner.max_batch)
         for thread in others:
             thread.join()
-        self._defers = _never  # whoever holds this engine does not hold the model
+        self._defers = lambda _: False  # whoever holds this engine does not hold the model
         for failure in self._failures[1:]:
             logger.error("another stream failed too", exc_info=failure)
         if self._failures:
@@ -142,29 +159,24 @@ class Streams:
 
     def stop(self) -> None:
         """End each stream after the batch that it computes; what waits is left in the queue."""
-        with self._wake:
+        with self._lock:
             self._stopping = True
-            self._wake.notify_all()
-            self._wake_explanations.notify_all()
+            self._images.wake.notify_all()
+            self._explanations.wake.notify_all()
 
     def close(self) -> list[Waiting]:
         """Refuse further images and hand back those that wait, oldest first."""
-        with self._wake:
-            returned = self._queue.close() + self._explanations.close()
-            self._on_queue(0)
-        return returned
+        with self._lock:
+            return self._images.queue.close() + self._explanations.queue.close()
 
-    def _explain(self, runner: ModelRunner) -> None:
-        lower_priority()
-        self._launch_all(runner, self._explanations, min(runner.max_batch, MAX_EXPLANATION_BATCH))
+    def _wake_if_explanations_alone_wait(self) -> None:
+        if len(self._explanations.queue) and not len(self._images.queue):
+            self._explanations.wake.notify()
 
-    def _classify(self, runner: ModelRunner) -> None:
-        self._launch_all(runner, self._queue, runner.max_batch)
-
-    def _launch_all(self, runner: ModelRunner, queue: BatchQueue[InferenceRequest], max_batch: int) -> None:
+    def _launch_all(self, runner: ModelRunner, lane: _Lane, max_batch: int) -> None:
         batch: list[Waiting] = []
         try:
-            while (poll := self._next(queue, max_batch)) is not None:
+            while (poll := self._next(lane, max_batch)) is not None:
                 batch = poll.batch
                 outcomes, report = launch(runner, batch, poll.release, self._clock)
                 self._deliver(list(zip(batch, outcomes, strict=True)), report)
@@ -174,29 +186,25 @@ class Streams:
             self._failures.append(error)
             self.stop()
 
-    def _next(self, queue: BatchQueue[InferenceRequest], max_batch: int) -> Poll[InferenceRequest] | None:
-        """Return the next batch of a queue as soon as the queue releases it, or None when the stream is to end."""
-        stream, condition = threading.get_native_id(), self._condition_of(queue)
-        with condition:
-            self._launched_at.pop(stream, None)
+    def _next(self, lane: _Lane, max_batch: int) -> Poll[InferenceRequest] | None:
+        """Return the next batch of a lane as soon as its queue releases it, or None when the stream is to end."""
+        thread = threading.get_native_id()
+        with self._lock:
+            self._launched.pop(thread, None)
             while not self._stopping:
-                if queue is self._explanations and len(self._queue) and (age := queue.age()) < MAX_EXPLANATION_WAIT:
-                    condition.wait(MAX_EXPLANATION_WAIT - age if len(queue) else None)
+                age = lane.queue.age()
+                if lane is self._explanations and len(self._images.queue) and age < MAX_EXPLANATION_WAIT:
+                    lane.wake.wait(MAX_EXPLANATION_WAIT - age if len(lane.queue) else None)
                     continue
-                waited = len(queue)
-                poll = queue.poll(max_batch)
-                self._on_queue(len(self))
-                if queue is self._queue and len(queue) < waited:  # images were taken, or were out of time
+                before = len(lane.queue)
+                poll = lane.queue.poll(max_batch)
+                if lane is self._images and len(lane.queue) < before:  # images were taken, or were out of time
                     self._wake_if_explanations_alone_wait()
                 if poll.batch:
-                    self._launched_at[stream] = self._clock()
+                    self._launched[thread] = _Launched(self._clock())
                     return poll
-                condition.wait(poll.wait)
+                lane.wake.wait(poll.wait)
         return None
-
-
-def _never(requested: RequestedOutputs) -> bool:
-    return False
 
 
 def reason_of(error: BaseException) -> str:

@@ -9,7 +9,6 @@ them up (`prometheus_client.multiprocess`) and adds what is read instead of coun
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from prometheus_client import (
     Metric,
     disable_created_metrics,
     generate_latest,
-    values,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.gc_collector import GCCollector
@@ -45,30 +43,6 @@ stage_recorder: ContextVar[Callable[[str, float, int | None], None] | None] = Co
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _SCORES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
-
-_HEAD_BYTES = 8
-"""Bytes of a file's head, in which `prometheus_client` writes how much of it is used; zeros in an empty file."""
-
-
-def files_of(process: str) -> dict[str, int]:
-    """Return the names of the files that a process counts in, each with more bytes than all its series need."""
-    sizes = {"counter": 128 << 10, "histogram": 256 << 10, "gauge_livesum": 4 << 10, "gauge_mostrecent": 4 << 10}
-    return {f"{kind}_{process}.db": size for kind, size in sizes.items()}
-
-
-def count_in_files(folder: Path, process: str) -> None:
-    """Make this process count into files of its own that others can read; call it before `Metrics`.
-
-    Args:
-        folder: the same for all processes of the service.
-        process: unique among those that run. A process that takes over a name goes on counting where its predecessor
-            stopped, so that no sum ever falls; what is being handled (`vit_inflight_requests`) begins at zero.
-    """
-    for gauge in folder.glob(f"gauge_*_{process}.db"):
-        with gauge.open("r+b") as file:  # others may have it open, and its memory is taken already
-            file.write(bytes(_HEAD_BYTES))
-    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
-    values.ValueClass = values.MultiProcessValue(lambda: process)  # type: ignore[no-untyped-call]
 
 
 _Row = tuple[str, str, list[str], Mapping[tuple[str, ...], float]]
@@ -93,7 +67,7 @@ class Sources:
 
 
 class Metrics(Collector):
-    """The service's metrics; with several processes they count in `folder`, see `count_in_files`."""
+    """The service's metrics; with several processes they count in files in `folder` (`service.cluster.run`)."""
 
     def __init__(self, folder: Path | None = None) -> None:
         # The moment at which each series began would be a second series beside it.
@@ -134,6 +108,8 @@ class Metrics(Collector):
         )
         self.batch_padding = counter("vit_batch_padding_total", "Rows launched beside images", ["device"])
         self.inflight = gauge("vit_inflight_requests", "Requests being handled")
+        self.admitted = gauge("vit_admitted_images", "Images in the service, of all stages")
+        self.admitted_limit = gauge("vit_admitted_images_limit", "Images that the service admits at once")
         self.key_requests = counter("vit_key_requests_total", "Requests answered, by API key", ["key", "code"])
         self.key_inflight = gauge("vit_key_inflight_requests", "Requests being handled, by API key", ["key"])
         self.rejected = counter("vit_rejected_total", "Images and requests refused, by problem code", ["reason"])
@@ -186,8 +162,15 @@ class Metrics(Collector):
         """Return all metrics of the service in Prometheus' text format."""
         return generate_latest(self)
 
+    def publish(self) -> None:
+        """Let the scrapes of other processes see what this one reads at its own."""
+        taken, limit = self._state.sources.places()
+        self.admitted.set(taken)
+        self.admitted_limit.set(limit)
+
     def collect(self) -> Iterator[Metric]:
         """Return the metrics of all processes."""
+        self.publish()
         if self._folder is not None:
             counted = CollectorRegistry()
             MultiProcessCollector(counted, str(self._folder))  # type: ignore[no-untyped-call]
@@ -208,7 +191,6 @@ class _StateCollector(Collector):
         engines: dict[tuple[str, ...], EngineStatus] = {(status.device,): status for status in self.sources.statuses()}
         pictures, size, evicted = self.sources.recent()
         served, refused, successful = self.sources.reloads()
-        taken, limit = self.sources.places()
         model = ["model", "architecture", "device", "dtype", "version", "checkpoint"]
         up = {device: float(status.state == "ready") for device, status in engines.items()}
         depth = {device: status.queue_depth for device, status in engines.items()}
@@ -227,8 +209,6 @@ class _StateCollector(Collector):
             ("vit_recent_images", "Pictures kept for GET /attention", [], {(): pictures}),
             ("vit_recent_bytes", "Memory of the kept pictures", [], {(): size}),
             ("vit_last_reload_successful", last, [], {(): float(successful)}),
-            ("vit_admitted_images", "Images in the service, of all stages", [], {(): taken}),
-            ("vit_admitted_images_limit", "Images that the service admits at once", [], {(): limit}),
             *((name, GAUGES[name], ["gpu"], samples) for name, samples in self.gpus.samples().items()),
         ]
         counters: list[_Row] = [

@@ -6,10 +6,13 @@ import asyncio
 import io
 import math
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import wraps
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -19,13 +22,13 @@ from PIL import Image
 from model.config import LibraryConfig, PreprocessConfig, ViTConfig
 from model.errors import DeviceError
 from model.outputs import POOLINGS, AttentionMap, EmbeddingRequest, Outputs, RequestedOutputs
-from service.cluster.channel import EngineChannel
-from service.cluster.engine_server import EngineServer
-from service.cluster.remote_engine import RemoteEngine
-from service.cluster.shared_memory import SharedCounters
+from service.cluster.engine_process import EngineServer
+from service.cluster.remote_model import EngineClient, RemoteModel
 from service.engine.base import Engine
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, ModelInfo
+from service.models.model import LocalModel, ServedModel
+from service.web.image_stores.memory import MemoryImageStore
 
 PATIENCE = 30.0
 """Seconds after which a test gives up; nothing ever waits this long when the code is right."""
@@ -208,11 +211,15 @@ def request_for(red: int, *, top_k: int = 3, **requested: Any) -> InferenceReque
 class Rig:
     """A running engine and what it told; `close` closes it where it runs."""
 
-    engine: Engine
+    model: ServedModel
     close: Callable[[], Coroutine[Any, Any, None]]
     predictor: FakePredictor
     reports: list[BatchReport] = field(default_factory=list)
     states: list[str] = field(default_factory=list)
+
+    @property
+    def engine(self) -> Engine:
+        return self.model.current.engine
 
     async def ask(self, red: int, *, timeout: float = PATIENCE, **requested: Any) -> InferenceResult:
         return await self.engine.infer(request_for(red, **requested), timeout=timeout)
@@ -232,10 +239,15 @@ class Rig:
             while self.engine.status.queue_depth != count:
                 await asyncio.sleep(0.001)
 
+    async def until_ready(self) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not self.engine.ready:
+                assert self.engine.status.state != "failed", self.engine.status.reason
+                await asyncio.sleep(0.001)
+
     async def until_state(self, state: str) -> None:
         async with asyncio.timeout(PATIENCE):
-            while (status := self.engine.status).state != state:
-                assert status.state != "failed", status.reason
+            while self.engine.status.state != state:
                 await asyncio.sleep(0.001)
 
 
@@ -246,46 +258,48 @@ async def running(
     load: Callable[[], tuple[FakePredictor, ModelInfo]] | None = None,
     queue_size: int = 100,
     max_delay: float = 0.0,
-    batch_timeout: float = math.inf,
+    batch_seconds: float = math.inf,
+    clock: Callable[[], float] = time.monotonic,
     ready: bool = True,
     remote: bool = False,
 ) -> AsyncIterator[Rig]:
-    """An engine with a fake predictor; `remote`: asked as from another process, over a socket and shared memory."""
+    """An engine with a fake predictor; `remote`: asked as from another process, over a socket."""
     predictor = predictor or FakePredictor()
-    rig: Rig
-
-    def on_batch(report: BatchReport) -> None:
-        rig.reports.append(report)
-
-    def told() -> None:
-        rig.states.append(rig.engine.status.state)
-
+    reports: list[BatchReport] = []
+    states: list[str] = []
+    engine = LocalEngine(
+        load or (lambda: (predictor, model_info(max_batch=predictor.max_batch))),
+        device="auto",
+        queue_size=queue_size,
+        max_delay=max_delay,
+        batch_seconds=batch_seconds,
+        on_batch=reports.append,
+        clock=clock,
+    )
+    own = LocalModel(lambda _: engine)
     async with AsyncExitStack() as stack:
-        counters = stack.enter_context(closing(SharedCounters(workers=1, engines=1, capacity=queue_size)))
-        engine = LocalEngine(
-            load or (lambda: (predictor, model_info(max_batch=predictor.max_batch))),
-            device="auto",
-            queue_size=queue_size,
-            max_delay=max_delay,
-            batch_timeout=batch_timeout,
-            on_batch=on_batch,
-            on_queue=lambda depth: counters.queue_depth.__setitem__(0, depth),
-        )
         if remote:
-            channel = EngineChannel(0, "auto", counters, slots=2 * queue_size)
-            stack.callback(channel.close)
-            server = EngineServer(engine, channel, workers=1)
-            rig = Rig(RemoteEngine(channel, 0), server.close, predictor)
-            await server.start()
-            stack.push_async_callback(rig.engine.close)
+            folder = Path(stack.enter_context(TemporaryDirectory()))
+            images = MemoryImageStore(ttl=60, max_bytes=1 << 20)
+            server = EngineServer(own, images, refresh_seconds=0.01)
+            other = RemoteModel([EngineClient(folder / "engine", "auto")])
+            rig = Rig(other, server.close, predictor, reports, states)
+            await server.start(folder / "engine")
+            stack.push_async_callback(other.close)
         else:
-            rig = Rig(engine, engine.close, predictor)
-        rig.engine.start(told)
+            rig = Rig(own, own.close, predictor, reports, states)
+
+        def told() -> None:
+            state = rig.engine.status.state
+            if not states or states[-1] != state:
+                states.append(state)
+
+        rig.model.start(told)
         try:
             if ready:
-                await rig.until_state("ready")
+                await rig.until_ready()
             yield rig
         finally:
             predictor.gate.set()
             await rig.close()
-            await rig.until_state("failed" if "failed" in rig.states else "closed")
+            await rig.until_state("failed" if "failed" in states else "closed")

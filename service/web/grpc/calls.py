@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from contextlib import asynccontextmanager, nullcontext
 from http import HTTPStatus
 from typing import Any, Final
 
 import grpc
 from starlette.types import Message
 
-from service.errors import MalformedRequest, RequestTimeout, UploadTooLarge
+from service.errors import DeadlineExceeded, MalformedRequest, RequestTimeout, UploadTooLarge
+from service.web.admission import RECEIVING_BYTES
 from service.web.api_keys import KeyGuard
-from service.web.grpc.arrivals import Arrivals
 from service.web.inference_protocol import GRPC_SERVICE
+from service.web.lanes import Deadline, TurnLane
 from service.web.middleware import PROBES, hold_back, request_id_from
-from service.web.pipeline import Pipelines
 from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, Problem, problem_of, refusal_of
+from service.web.request import Service
 from service.web.request_log import Answered
 
 logger = logging.getLogger(__name__)
@@ -42,20 +43,25 @@ STATUS_CODES: Final = {
 _MAX_QUESTION_BYTES: Final = 64 << 10
 """Bytes of a message with a question about the server or a model."""
 
+_GRACE_SECONDS: Final = 1.0
+"""Time in which a message must arrive once others wait."""
+
+_FEWEST_ARRIVALS: Final = 8
+
 Count = Callable[..., None]
 """`RequestContextMiddleware.count`."""
 
 
 class Call:
-    """A call whose message is still to come, from a `caller`: the number of its key, or else its connection."""
+    """A call whose message is still to come, from a `caller`: the name of its key, or else its address."""
 
-    def __init__(self, context: Any, arrivals: Arrivals, started: float, timeout: float) -> None:
-        self.started = started
-        self._timeout = timeout
+    def __init__(self, context: Any, arrivals: TurnLane, service: Service) -> None:
+        self.started = service.clock()
+        self.deadline = Deadline(self.started + service.settings.request_timeout, service.clock)
         # Of repeated headers the first counts.
         self.metadata: dict[str, str | bytes] = dict(reversed(context.invocation_metadata()))
         self.request_id = request_id_from(str(self.metadata.get("x-request-id", "")))
-        self.caller: int | str = context.peer()
+        self.caller: Hashable = context.peer().rpartition(":")[0]  # without the port
         self._context = context
         self._arrivals = arrivals
 
@@ -67,42 +73,65 @@ class Call:
         return {"type": "http.request", "body": data, "more_body": False}
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Wait until the message may arrive, see `Arrivals.turn`; raises `RequestTimeout` if the time is up before."""
-        async with AsyncExitStack() as stack:
+    async def arrival(self) -> AsyncIterator[None]:
+        """Wait until the message may arrive; it does while the context lasts.
+
+        The library holds the bytes of a message until it is whole, and does not count them. So few messages arrive at
+        the same time. One that takes longer than a second gives way when others wait.
+
+        Raises:
+            QueueFull, RequestTimeout: others are read for all of the request's time; or it came too slowly.
+        """
+        with self._arrivals.turn(self.caller, 1, self.deadline) as turn:
             try:
-                async with asyncio.timeout(self._timeout):
-                    await stack.enter_async_context(self._arrivals.turn(self.caller))
+                await turn
+            except DeadlineExceeded:
+                raise RequestTimeout("other messages were read for all of the request's time") from None
+            try:
+                async with asyncio.timeout(self.deadline.remaining()) as limit:
+                    look = asyncio.get_running_loop().call_later(_GRACE_SECONDS, self._look, limit)
+                    try:
+                        yield
+                    finally:
+                        look.cancel()
             except TimeoutError:
-                raise RequestTimeout(f"other messages were read for {self._timeout:g} s") from None
-            yield
+                if not limit.expired():
+                    raise
+                raise RequestTimeout("the message did not arrive in time") from None
+
+    def _look(self, limit: asyncio.Timeout) -> None:
+        loop = asyncio.get_running_loop()
+        if limit.expired():
+            return
+        if self._arrivals.waiting:
+            limit.reschedule(loop.time())
+        else:
+            loop.call_later(_GRACE_SECONDS / 16, self._look, limit)
 
     async def question(self) -> bytes:
-        """Return a message with a question about the server or a model; raises `RequestTimeout`, `UploadTooLarge`."""
-        try:
-            async with asyncio.timeout(self._timeout), self._arrivals.turn(self.caller):
-                data: bytes = (await self.receive())["body"]
-        except TimeoutError:
-            raise RequestTimeout(f"the message did not arrive within {self._timeout:g} s") from None
+        """Return a message with a question about the server or a model; raises `UploadTooLarge`, and as `arrival`."""
+        async with self.arrival():
+            data: bytes = (await self.receive())["body"]
         if len(data) > _MAX_QUESTION_BYTES:
             raise UploadTooLarge(f"{len(data)} bytes: at most {_MAX_QUESTION_BYTES} are allowed")
         return data
 
 
-Method = Callable[[Pipelines, Call], Awaitable[bytes]]
+Method = Callable[[Service, Call], Awaitable[bytes]]
 """Returns the encoded answer to a call."""
 
 
 class Calls:
     """Answers calls: gives each its id, checks its key, counts and logs it, and answers errors by status codes."""
 
-    def __init__(self, pipelines: Pipelines, guard: KeyGuard, count: Count) -> None:
-        self._pipelines = pipelines
-        pipeline = pipelines.current()
-        self._clock, self._metrics, self._settings = pipeline.clock, pipeline.metrics, pipeline.settings
+    def __init__(self, service: Service, guard: KeyGuard, count: Count) -> None:
+        self._service = service
         self._guard = guard
         self._count = count
-        self._arrivals = Arrivals.of(self._settings)
+        settings = service.settings
+        # As many as largest bodies fit into this worker's part of the bytes to be received.
+        most = max(_FEWEST_ARRIVALS, RECEIVING_BYTES // settings.max_request_bytes // settings.workers)
+        self._arrivals = TurnLane("messages", lambda: most, clock=service.clock)
 
     def handler(self, name: str, method: Method, *, public: bool) -> grpc.RpcMethodHandler:
         """Return what grpcio calls for a method, which needs no key if it is `public`.
@@ -118,19 +147,19 @@ class Calls:
         return grpc.stream_unary_rpc_method_handler(handle)
 
     async def _answer(self, path: str, method: Method, context: Any, *, public: bool) -> bytes:
-        clock, metrics = self._clock, self._metrics
-        call = Call(context, self._arrivals, clock(), self._settings.request_timeout)
+        metrics = self._service.metrics
+        call = Call(context, self._arrivals, self._service)
         trailers = [("x-request-id", call.request_id)]
-        status, key, refusal = CLIENT_DISCONNECTED, None, None
+        status, name, refusal = CLIENT_DISCONNECTED, None, None
         counted = path not in PROBES
         if counted:
             metrics.inflight.inc()
         try:
-            if not public:
-                key = self._guard.find(str(call.metadata.get("authorization", "")))
-                call.caller = call.caller if key is None else key
+            key = None if public else self._guard.find(str(call.metadata.get("authorization", "")))
+            if key is not None:
+                name = call.caller = self._guard.name(key)
             with self._guard.request(key) if key is not None else nullcontext():
-                answer = await method(self._pipelines, call)
+                answer = await method(self._service, call)
             context.set_trailing_metadata(trailers)
             status = HTTPStatus.OK
             return answer
@@ -141,18 +170,17 @@ class Calls:
             metrics.rejected.labels(problem.code).inc()
             await hold_back(error)
             status, refusal = problem.status, refusal_of(problem)
-            return await self._refuse(context, problem, trailers)
+            return await _refuse(context, problem, trailers)
         finally:
             if counted:
                 metrics.inflight.dec()
-            seconds = clock() - call.started
-            name = None if key is None else self._guard.name(key)
+            seconds = self._service.clock() - call.started
             self._count(Answered("gRPC", path, status, seconds, call.request_id, name), path, refusal=refusal)
 
-    @staticmethod
-    async def _refuse(context: Any, problem: Problem, trailers: list[tuple[str, str]]) -> bytes:
-        seconds = problem.headers.get("Retry-After")
-        if seconds is not None:  # https://github.com/grpc/proposal/blob/master/A6-client-retries.md#pushback
-            trailers = [*trailers, ("grpc-retry-pushback-ms", f"{seconds}000")]
-        await context.abort(STATUS_CODES[HTTPStatus(problem.status)], problem.detail, tuple(trailers))
-        raise AssertionError("a call that was ended goes on")
+
+async def _refuse(context: Any, problem: Problem, trailers: list[tuple[str, str]]) -> bytes:
+    seconds = problem.headers.get("Retry-After")
+    if seconds is not None:  # https://github.com/grpc/proposal/blob/master/A6-client-retries.md#pushback
+        trailers = [*trailers, ("grpc-retry-pushback-ms", f"{seconds}000")]
+    await context.abort(STATUS_CODES[HTTPStatus(problem.status)], problem.detail, tuple(trailers))
+    raise AssertionError("a call that was ended goes on")

@@ -31,7 +31,7 @@ from service.web.inference_protocol.descriptions import (
     server_metadata,
 )
 from service.web.inference_protocol.inference import find_model, infer, read_inputs
-from service.web.pipeline import Pipelines
+from service.web.request import Service
 from vitserve import __version__
 
 
@@ -40,76 +40,63 @@ def _encode(document: dict[str, Any], message: Message) -> bytes:
     return bytes(json_format.ParseDict(document, message).SerializeToString())
 
 
-async def server_live(pipelines: Pipelines, call: Call) -> bytes:
-    """Answer as long as the process lives; the message is not read, as its caller may have no key."""
-    return _encode({"live": True}, ServerLiveResponse())
+async def _server_live(service: Service, call: Call) -> bytes:
+    return _encode({"live": True}, ServerLiveResponse())  # the message is not read, as its caller may have no key
 
 
-async def server_ready(pipelines: Pipelines, call: Call) -> bytes:
-    """Return whether the model is ready; the message is not read."""
-    return _encode({"ready": _is_ready(pipelines)}, ServerReadyResponse())
+async def _server_ready(service: Service, call: Call) -> bytes:
+    return _encode({"ready": _is_ready(service)}, ServerReadyResponse())
 
 
-async def model_ready(pipelines: Pipelines, call: Call) -> bytes:
-    """Return whether this model is ready; a model of another name is not."""
+async def _model_ready(service: Service, call: Call) -> bytes:
     question = parse(ModelRequest, await call.question())
-    return _encode({"ready": _is_ready(pipelines, question.name, question.version)}, ModelReadyResponse())
+    return _encode({"ready": _is_ready(service, question.name, question.version)}, ModelReadyResponse())
 
 
-def _is_ready(pipelines: Pipelines, name: str | None = None, version: str = "") -> bool:
+def _is_ready(service: Service, name: str | None = None, version: str = "") -> bool:
     try:
-        pipeline = pipelines.current()
-        pipeline.check_ready()
-        find_model(pipeline, name, version)
+        service.check_open()
+        find_model(service, name, version)
     except (NotFound, Unavailable):
         return False
     return True
 
 
-async def server_description(pipelines: Pipelines, call: Call) -> bytes:
-    """Describe the server."""
+async def _server_metadata(service: Service, call: Call) -> bytes:
     await call.question()
     return _encode(server_metadata(__version__, swaps=False), ServerMetadataResponse())
 
 
-async def model_description(pipelines: Pipelines, call: Call) -> bytes:
-    """Describe the model: its inputs and outputs."""
-    info = await _named(pipelines, call)
-    return _encode(model_metadata(info), ModelMetadataResponse())
+async def _model_metadata(service: Service, call: Call) -> bytes:
+    return _encode(model_metadata(await _named(service, call)), ModelMetadataResponse())
 
 
-async def model_config(pipelines: Pipelines, call: Call) -> bytes:
-    """Return the model's configuration."""
-    info = await _named(pipelines, call)
-    return _encode({"config": model_configuration(info)}, ModelConfigResponse())
+async def _model_config(service: Service, call: Call) -> bytes:
+    return _encode({"config": model_configuration(await _named(service, call))}, ModelConfigResponse())
 
 
-async def statistics(pipelines: Pipelines, call: Call) -> bytes:
-    """Return the statistics of the model since the start; its name may be left out."""
+async def _model_statistics(service: Service, call: Call) -> bytes:
+    return _encode(model_statistics(await _named(service, call), service.metrics), ModelStatisticsResponse())
+
+
+async def _named(service: Service, call: Call) -> ModelInfo:
+    """Return the model that a question names; an empty name is any."""
     question = parse(ModelRequest, await call.question())
-    info = find_model(pipelines.current(), question.name or None, question.version)
-    return _encode(model_statistics(info, pipelines.current().metrics), ModelStatisticsResponse())
+    return find_model(service, question.name or None, question.version).info
 
 
-async def model_infer(pipelines: Pipelines, call: Call) -> bytes:
+async def _model_infer(service: Service, call: Call) -> bytes:
     """Classify the pictures of the tensor `image` or `pixels`."""
-    pipeline = pipelines.current()
-    pipeline.check_room()
-    deadline = pipeline.deadline_of(call.started)
-    with pipeline.upload() as upload:
-        async with call.turn():  # before its turn a message cannot crawl
-            message = read_inference(await pipeline.receive(call.receive, upload, deadline, _whole))
-        info = find_model(pipeline, message.name, message.version)
+    service.check_room()
+    async with service.admit_from(call.caller, call.started, service.model()) as admitted:
+        admitted.source, admitted.watches = call.receive, False  # grpcio cancels the call itself
+        async with call.arrival():  # before its turn a message cannot crawl
+            message = read_inference(await admitted.read(_whole))
+        info = find_model(service, message.name, message.version).info
         header = message.header
-        inputs = read_inputs(header, message.raw, info, limit=pipeline.settings.max_images_per_request)
+        inputs = read_inputs(header, message.raw, info, limit=service.settings.max_images_per_request)
         del message  # its bytes are copied, or held by the pixels
-        encode = partial(encode_response, info.name, VERSION, header.id)
-        return await infer(pipeline, upload, header, inputs, info, deadline, encode)
-
-
-async def _named(pipelines: Pipelines, call: Call) -> ModelInfo:
-    question = parse(ModelRequest, await call.question())
-    return find_model(pipelines.current(), question.name, question.version)
+        return await infer(admitted, header, inputs, partial(encode_response, info.name, VERSION, header.id))
 
 
 async def _whole(receive: Receive) -> bytes:
@@ -118,14 +105,14 @@ async def _whole(receive: Receive) -> bytes:
 
 
 METHODS: Final[dict[str, Method]] = {
-    "ServerLive": server_live,
-    "ServerReady": server_ready,
-    "ModelReady": model_ready,
-    "ServerMetadata": server_description,
-    "ModelMetadata": model_description,
-    "ModelConfig": model_config,
-    "ModelStatistics": statistics,
-    "ModelInfer": model_infer,
+    "ServerLive": _server_live,
+    "ServerReady": _server_ready,
+    "ModelReady": _model_ready,
+    "ServerMetadata": _server_metadata,
+    "ModelMetadata": _model_metadata,
+    "ModelConfig": _model_config,
+    "ModelStatistics": _model_statistics,
+    "ModelInfer": _model_infer,
 }
 
 PUBLIC: Final = frozenset({"ServerLive", "ServerReady"})

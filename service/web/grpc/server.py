@@ -9,13 +9,13 @@ from typing import Final
 
 import grpc
 
-from service.http import connection_limit
+from service.http import MAX_CONNECTIONS, connection_limit
 from service.settings import Settings
 from service.web.api_keys import KeyGuard
 from service.web.grpc.calls import Calls, Count
 from service.web.grpc.methods import METHODS, PUBLIC
 from service.web.inference_protocol import GRPC_SERVICE
-from service.web.pipeline import Pipelines
+from service.web.request import Service
 
 _IDENTITY_ONLY: Final = 1
 """Of the set of compressions: what is compressed would be made large before anybody counts it."""
@@ -26,23 +26,18 @@ _PING_MILLISECONDS: Final = 30_000
 _FASTEST_PINGS_MILLISECONDS: Final = 10_000
 
 
-def is_of_a_call_that_ended(record: logging.LogRecord) -> bool:
-    """Return whether the library logs an answer that was not sent because its caller had left."""
-    return record.exc_info is not None and isinstance(record.exc_info[1], grpc._cython.cygrpc.ExecuteBatchError)
-
-
-# Callers could fill the log.
-logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: not is_of_a_call_that_ended(record))
+# It logs each answer that was not sent because its caller had left, by which callers could fill the log.
+logging.getLogger("grpc").setLevel(logging.CRITICAL)
 
 
 def server_options(settings: Settings) -> list[tuple[str, int]]:
     """Return the library's options: https://grpc.github.io/grpc/core/group__grpc__arg__keys.html."""
     # As many as over HTTP, or what is left of the open files that the system allows.
-    connections = max(1, connection_limit(2 * settings.max_connections) - settings.max_connections)
+    connections = max(1, connection_limit(2 * MAX_CONNECTIONS) - MAX_CONNECTIONS)
     return [
         ("grpc.max_receive_message_length", settings.max_request_bytes),
         ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
-        ("grpc.max_concurrent_streams", settings.max_connections),
+        ("grpc.max_concurrent_streams", MAX_CONNECTIONS),
         ("grpc.max_allowed_incoming_connections", connections),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MILLISECONDS),
         ("grpc.max_connection_idle_ms", _IDLE_MILLISECONDS),
@@ -55,15 +50,15 @@ def server_options(settings: Settings) -> list[tuple[str, int]]:
 
 
 @asynccontextmanager
-async def serving(pipelines: Pipelines, guard: KeyGuard, count: Count, port: int) -> AsyncIterator[int]:
+async def serving(service: Service, guard: KeyGuard, count: Count, port: int) -> AsyncIterator[int]:
     """Serve on this port as long as the context lasts, and then until the accepted calls are answered.
 
     Yields the port, which the system chose if it was 0. Raises `RuntimeError` if it is not available.
     """
-    settings = pipelines.current().settings
-    calls = Calls(pipelines, guard, count)
+    settings = service.settings
+    calls = Calls(service, guard, count)
     handlers = {name: calls.handler(name, method, public=name in PUBLIC) for name, method in METHODS.items()}
-    server = grpc.aio.server(options=server_options(settings), maximum_concurrent_rpcs=settings.max_connections)
+    server = grpc.aio.server(options=server_options(settings), maximum_concurrent_rpcs=MAX_CONNECTIONS)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(GRPC_SERVICE, handlers),))
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     chosen: int = server.add_insecure_port(f"{host}:{port}")

@@ -1,4 +1,4 @@
-"""The store of kept pictures in memory of this process."""
+"""The image store in memory of this process."""
 
 from __future__ import annotations
 
@@ -6,58 +6,18 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
 
 from model.images.preprocess import ModelInput
+from service.web.image_stores import StoreUsage
 
 _OVERHEAD_BYTES = 768
 """What a picture takes beside its pixels: an array's header, the region's numbers, the dictionary's entry."""
 
 
-class StoreUsage(NamedTuple):
-    """The pictures that a store holds, their bytes, and how many were pushed out before their time, since the start."""
-
-    pictures: int = 0
-    size: int = 0
-    evicted: int = 0
-
-
-class ImageStore(Protocol):
-    """Keeps pictures, each with its region of the original, under unguessable ids."""
-
-    def put(self, picture: ModelInput) -> str | None:
-        """Keep a picture, and return its id, or None if nothing is kept."""
-
-    def get(self, image_id: str) -> ModelInput | None:
-        """Return the picture, or None if it is unknown, expired or pushed out."""
-
-    def usage(self) -> StoreUsage:
-        """Return what is kept now."""
-
-
-class AtHand:
-    """A store in memory with methods that are awaited, as those of `RedisImageStore`."""
-
-    def __init__(self, store: ImageStore) -> None:
-        self._store = store
-        self.usage = store.usage
-
-    async def put(self, picture: ModelInput) -> str | None:
-        """Keep a picture; see `ImageStore.put`."""
-        return self._store.put(picture)
-
-    async def get(self, image_id: str) -> ModelInput | None:
-        """Return the picture, or None; see `ImageStore.get`."""
-        return self._store.get(image_id)
-
-    async def close(self) -> None:
-        """Do nothing: memory goes with its process."""
-
-
 class MemoryImageStore:
-    """Keeps at most `max_bytes` of pictures, each for `ttl` seconds of the monotonic `clock`; the oldest goes first.
+    """Stores at most `max_bytes` of pictures, each for `ttl` seconds of the monotonic `clock`; the oldest goes first.
 
-    A limit of 0 keeps nothing. Belongs to one event loop.
+    A limit of 0 stores nothing. Belongs to one event loop.
     """
 
     def __init__(self, *, ttl: float, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -68,8 +28,8 @@ class MemoryImageStore:
         self._bytes = 0
         self._evicted = 0
 
-    def put(self, picture: ModelInput) -> str | None:
-        """Keep a picture, and return its id, 128 bits of the system's randomness, or None if nothing is kept."""
+    async def put(self, picture: ModelInput) -> str | None:
+        """Store a picture; see `ImageStore.put`."""
         cost = picture.pixels.nbytes + _OVERHEAD_BYTES
         if self._ttl == 0 or cost > self._max_bytes:
             return None
@@ -82,16 +42,19 @@ class MemoryImageStore:
         self._bytes += cost
         return image_id
 
-    def get(self, image_id: str) -> ModelInput | None:
-        """Return the picture, or None if it is unknown, expired or pushed out."""
+    async def get(self, image_id: str) -> ModelInput | None:
+        """Return the picture; see `ImageStore.get`."""
         self._drop_expired()
         _, picture = self._pictures.get(image_id, (0.0, None))
         return picture
 
     def usage(self) -> StoreUsage:
-        """Return what is kept now."""
+        """Return what is stored now."""
         self._drop_expired()
         return StoreUsage(len(self._pictures), self._bytes, self._evicted)
+
+    async def close(self) -> None:
+        """Do nothing: memory goes with its process."""
 
     def _drop_expired(self) -> None:
         now = self._clock()

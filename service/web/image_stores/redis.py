@@ -20,7 +20,7 @@ import numpy as np
 
 from model.images.preprocess import ModelInput
 from model.images.region import Region
-from service.web.image_stores.memory import StoreUsage
+from service.web.image_stores import StoreUsage
 
 logger = logging.getLogger("vitserve")
 

@@ -34,8 +34,7 @@ from service.web.inference_protocol.tensors import (
     bytes_elements,
     uint8_elements,
 )
-from service.web.pipeline import Pipeline, Upload
-from service.web.work import Deadline, all_of
+from service.web.request import AdmittedRequest, Model, Service, all_of
 
 T = TypeVar("T")
 
@@ -103,17 +102,15 @@ def outputs_of(info: ModelInfo) -> Mapping[str, Output]:
     return {name: output for name, output in OUTPUTS.items() if name not in lacking}
 
 
-def find_model(pipeline: Pipeline, name: str | None, version: str = "") -> ModelInfo:
-    """Return the model of a name and version; None is any name, and an empty version is any.
+def find_model(service: Service, name: str | None, version: str = "") -> Model:
+    """Return the model of a name and version; None is the default, and an empty version is any.
 
-    Raises `NotFound` if there is no such model, `EngineUnavailable` if no model is ready.
+    Raises `NotFound` if there is no such model, `EngineUnavailable` if it is not ready.
     """
-    info = pipeline.model()
-    if name not in (None, info.name):
-        raise NotFound(f"{name!r:.200}: no such model; there is {info.name!r}")
+    model = service.model(name)
     if version not in ("", VERSION):
         raise NotFound(f"version {version!r:.40}: the model has {VERSION} only")
-    return info
+    return model
 
 
 def read_inputs(header: InferenceHeader, binary: Mapping[str, memoryview], info: ModelInfo, *, limit: int) -> Inputs:
@@ -230,12 +227,9 @@ def _count(parameters: dict[str, Any], name: str, classes: int) -> int | None:
 
 
 async def infer(
-    pipeline: Pipeline,
-    upload: Upload,
+    admitted: AdmittedRequest,
     header: InferenceHeader,
     inputs: Inputs,
-    info: ModelInfo,
-    deadline: Deadline,
     encode: Callable[[list[OutputTensor]], T],
     *,
     binary: bool = False,
@@ -250,43 +244,38 @@ async def infer(
         QueueFull: there are not as many places as pictures.
         ImageError, ServiceError: of the first picture that failed, its position named if there are several.
     """
+    info = admitted.model.info
     selection = Selection.of(header, info, binary=binary)
     if len(inputs) == 0:
         raise InvalidParameter("there is no picture in the request")
-    upload.permit.extend(len(inputs))
-    results = await _compute(pipeline, inputs, selection.requested, deadline)
+    admitted.take(len(inputs))
+    results = await all_of(_compute(admitted, inputs, position, selection.requested) for position in range(len(inputs)))
+    admitted.service.metrics.images.inc(len(results))
+    for result in results if info.config.num_classes else ():
+        admitted.service.metrics.observe_classes(result.outputs)
 
     def answer() -> T:
         return encode(make_outputs(results, selection, selection.requested.labels or info.labels))
 
-    size = len(inputs) * selection.size(info)
-    return await pipeline.pools.documents.run_large(answer, deadline, size=size)
+    return await admitted.write(answer, size=len(inputs) * selection.size(info))
 
 
 async def _compute(
-    pipeline: Pipeline, inputs: Inputs, requested: RequestedOutputs, deadline: Deadline
-) -> list[InferenceResult]:
-    """Return the result of each picture, in order; raises as `infer`."""
-
-    async def compute(position: int) -> InferenceResult:
-        picture = inputs[position]
-        try:
-            if not isinstance(picture, bytearray):
-                return await pipeline.infer(picture, deadline, requested)
-            limit = pipeline.settings.max_upload_bytes
-            if len(picture) > limit:
-                raise UploadTooLarge(f"{len(picture)} bytes: at most {limit} are allowed")
-            return (await pipeline.compute(picture, deadline, requested))[1]
-        except (ImageError, ServiceError) as error:
-            if len(inputs) == 1:
-                raise
-            raise at_position(error, position) from None
-
-    results = await all_of(compute(position) for position in range(len(inputs)))
-    pipeline.metrics.images.inc(len(results))
-    for result in results if pipeline.model().config.num_classes else ():
-        pipeline.metrics.observe_classes(result.outputs)
-    return results
+    admitted: AdmittedRequest, inputs: Inputs, position: int, requested: RequestedOutputs
+) -> InferenceResult:
+    """Return the result of the picture at a position; raises as `infer`."""
+    picture = inputs[position]
+    try:
+        if not isinstance(picture, bytearray):
+            return await admitted.infer(picture, requested)
+        limit = admitted.service.settings.max_upload_bytes
+        if len(picture) > limit:
+            raise UploadTooLarge(f"{len(picture)} bytes: at most {limit} are allowed")
+        return (await admitted.classify(picture, requested))[1]
+    except (ImageError, ServiceError) as error:
+        if len(inputs) == 1:
+            raise
+        raise at_position(error, position) from None
 
 
 def at_position(error: ImageError | ServiceError, position: int) -> ImageError | ServiceError:

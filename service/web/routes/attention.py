@@ -24,15 +24,16 @@ from model.outputs import (
     AttentionMap,
     Fusion,
     MapRequest,
+    Outputs,
     RequestedOutputs,
     evidence_in_words,
     parse_maps,
 )
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, NotFound
-from service.web.pipeline import Pipeline, pipeline_of
+from service.web.decoders import Decoded
+from service.web.request import AdmittedRequest, all_of, model_of, service_of
 from service.web.routes.endpoint import BINARY, ONE_PICTURE, Endpoint, npy_response, problems
-from service.web.work import Deadline, all_of, unless_disconnected
 from vitserve.documents import AttentionDocument, RegionDocument, significant
 
 router = APIRouter(tags=["attention"], route_class=Endpoint)
@@ -109,7 +110,7 @@ class AttentionQuery(BaseModel, frozen=True):
     ] = None
 
 
-class KeptPictureQuery(AttentionQuery):
+class StoredPictureQuery(AttentionQuery):
     """The query of GET /attention."""
 
     id: Annotated[str, Field(description="from the answer of /classify")]
@@ -119,18 +120,20 @@ class KeptPictureQuery(AttentionQuery):
 
 
 @router.get("/attention", response_class=Response, responses=_ANSWERS | problems(404, 422, 503, 504))
-async def attention_of_kept_picture(request: Request, query: Annotated[KeptPictureQuery, Query()]) -> Response:
-    """Draw the map of a picture that was classified before and is still kept."""
-    picture = await pipeline_of(request).pictures.get(query.id)
+async def attention_of_kept_picture(request: Request, query: Annotated[StoredPictureQuery, Query()]) -> Response:
+    """Draw the map of a picture that was classified before and is still stored."""
+    service = service_of(request)
+    picture = await service.images.get(query.id)
     # Only now: while the picture came, another model may have taken over.
-    pipeline = pipeline_of(request)
-    map_requests = _map_requests(query, pipeline.model())
-    # A picture that another replica keeps may have the size of the model before an update.
-    if picture is None or picture.pixels.shape != pipeline.model().input_shape:
+    model = model_of(request)
+    map_requests = _map_requests(query, model.info)
+    # A picture that another replica stored may have the size of the model before an update.
+    if picture is None or picture.pixels.shape != model.info.input_shape:
         raise NotFound("no picture of this id is kept: it is unknown, expired or pushed out")
-    with pipeline.admit():
-        answer = _answer(pipeline, query, map_requests, picture, pipeline.deadline(request), image_id=query.id)
-        return await unless_disconnected(request.receive, answer)
+    async with service.admit(request, model) as admitted:
+        admitted.take(1)
+        explained = await _explain(admitted, map_requests, picture)
+        return await _answer(admitted, query, explained, picture, query.id)
 
 
 @router.post(
@@ -141,62 +144,67 @@ async def attention_of_kept_picture(request: Request, query: Annotated[KeptPictu
 )
 async def attention(request: Request, query: Annotated[AttentionQuery, Query()]) -> Response:
     """Draw the map of the picture in the body."""
-    pipeline = pipeline_of(request)
-    map_requests = _map_requests(query, pipeline.model())
-    deadline = pipeline.deadline(request)
+    model = model_of(request)
+    map_requests = _map_requests(query, model.info)
+    async with service_of(request).admit(request, model) as admitted:
+        file = await admitted.read_picture()
+        decoded = await admitted.decode(file)
+        picture = decoded.picture
+        explained = await _explain(admitted, map_requests, picture)
+        admitted.service.metrics.images.inc()
+        if model.info.config.num_classes:
+            admitted.service.metrics.top1_score.observe(float(explained[0].scores[0]))
+        image_id = await admitted.service.images.put(picture)
+        photo = await _photo(admitted, query, decoded, file)
+        return await _answer(admitted, query, explained, picture, image_id, photo)
 
-    async def answer(file: bytearray) -> Response:
-        decoded = await pipeline.decode(file, deadline)
-        return await _answer(pipeline, query, map_requests, decoded.picture, deadline, file=file)
 
-    return await pipeline.answer_picture(request, answer)
+async def _explain(admitted: AdmittedRequest, map_requests: Sequence[MapRequest], picture: ModelInput) -> list[Outputs]:
+    """Return the outputs for a picture that have its maps, in the order of the requests for them."""
+    results = await all_of(
+        admitted.infer(picture.pixels, RequestedOutputs(1, map_request)) for map_request in map_requests
+    )
+    return [result.outputs for result in results]
+
+
+async def _photo(
+    admitted: AdmittedRequest, query: AttentionQuery, decoded: Decoded, file: bytearray
+) -> ModelInput | None:
+    """Return the photo in a file if the maps are drawn over it, and None if over what the model saw."""
+    view = query.view or default_view(admitted.model.info.config.image_size)
+    if query.format != "png" or view != "photo" or query.overlay is False:
+        return None
+    # Decoded a second time, so that no photo is in memory while its map is computed.
+    return await admitted.photo(file, decoded.picture.region, query.size)
 
 
 async def _answer(
-    pipeline: Pipeline,
+    admitted: AdmittedRequest,
     query: AttentionQuery,
-    map_requests: list[MapRequest],
+    explained: Sequence[Outputs],
     picture: ModelInput,
-    deadline: Deadline,
-    *,
-    image_id: str | None = None,
-    file: bytearray | None = None,
+    image_id: str | None,
+    photo: ModelInput | None = None,
 ) -> Response:
-    """Compute the maps and return them in the format of the query; keep the picture unless `image_id` is given.
-
-    `file` is the upload that the picture comes from.
-    """
-    results = await all_of(
-        pipeline.infer(picture.pixels, deadline, RequestedOutputs(1, map_request)) for map_request in map_requests
-    )
-    maps = [result.outputs.map for result in results if result.outputs.map is not None]
-    assert len(maps) == len(map_requests), "the engine answers each request for a map"
-    if image_id is None:
-        pipeline.metrics.images.inc()
-        if pipeline.model().config.num_classes:
-            pipeline.metrics.top1_score.observe(float(results[0].outputs.scores[0]))
-        image_id = await pipeline.pictures.put(picture)
+    """Return maps in the format of the query; PNG over the photo, if there is one, else over the picture."""
+    maps = [outputs.map for outputs in explained if outputs.map is not None]
     # A map shows the caller's picture: no shared cache may keep it, and no browser may take it for something else.
     headers = {"Cache-Control": "private", "X-Content-Type-Options": "nosniff"}
     if image_id is not None:
         headers["Content-Location"] = f"/attention?id={image_id}"
+    labels = admitted.model.info.labels
     if query.format == "json":
-        labels, region = pipeline.model().labels, region_document(picture.region)
+        region = region_document(picture.region)
         documents = [AttentionDocument(id=image_id, region=region, **map_fields(each, labels)) for each in maps]
         content = _JSON.dump_json(documents[0] if len(maps) == 1 else documents, exclude_none=True, by_alias=True)
         return Response(content, media_type="application/json", headers=headers)
     if query.format == "npy":
         values = np.stack([each.values for each in maps]).astype(np.float32)
         return npy_response(values[0] if len(maps) == 1 else values, headers)
-    shown, covered = picture.pixels, None
-    view = query.view or default_view(pipeline.model().config.image_size)
-    if view == "photo" and query.overlay is not False and file is not None:
-        # Decoded a second time, so that no photo is in memory while its map is computed.
-        photo = await pipeline.pools.decoders.photo(file, picture.region, query.size, deadline)
-        shown, covered = photo.picture.pixels, photo.picture.region
-    draw = partial(_png, maps, pipeline.model().labels, shown, covered, query)
-    png = await pipeline.pools.drawing.run(draw, deadline)
-    return Response(png, media_type="image/png", headers=headers)
+    shown, covered = (picture.pixels, None) if photo is None else (photo.pixels, photo.region)
+    draw = partial(_png, maps, labels, shown, covered, query)
+    size = len(maps) * (query.size or max(shown.shape)) ** 2
+    return Response(await admitted.draw(draw, size=size), media_type="image/png", headers=headers)
 
 
 def _png(

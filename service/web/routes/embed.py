@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -13,16 +14,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from model.errors import ImageError
-from model.images.preprocess import ModelInput
 from model.outputs import Pooling, RequestedOutputs, parse_embedding
 from model.zero_shot import MAX_TEXTS, checked_texts, normalized
+from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, ServiceError, UploadTooLarge
 from service.web.inference_protocol.inference import at_position
-from service.web.pipeline import Pipeline, pipeline_of
-from service.web.routes.classify import answer_batch, to_json
-from service.web.routes.endpoint import BINARY, ONE_PICTURE, SEVERAL_PICTURES, Endpoint, npy_response, problems
+from service.web.request import AdmittedRequest, Model, all_of, model_of, service_of
+from service.web.routes.classify import answer_each
+from service.web.routes.endpoint import (
+    BINARY,
+    ONE_PICTURE,
+    SEVERAL_PICTURES,
+    Endpoint,
+    npy_response,
+    problems,
+    to_json,
+)
 from service.web.upload import UploadedFile
-from service.web.work import unless_disconnected
 from vitserve.documents import BatchEmbedding, Embedding, TextEmbeddings
 
 router = APIRouter(tags=["embed"], route_class=Endpoint)
@@ -64,13 +72,15 @@ def _answers(model: Any) -> dict[int | str, dict[str, Any]]:
 )
 async def embed(request: Request, query: Annotated[EmbedOneQuery, Query()]) -> Response:
     """Return the embedding of one picture: a multipart field `file`, or the raw body; or those of texts."""
-    pipeline = pipeline_of(request)
+    model = model_of(request)
     if query.text:
-        return await _embed_texts(pipeline, request, query)
-    embedder = _Embedder(pipeline, request, query)
-    if query.format == "npy":
-        return npy_response((await pipeline.answer_picture(request, embedder.embed))[1])
-    return Response(await pipeline.answer_picture(request, embedder.document), media_type="application/json")
+        return await _embed_texts(request, query, model)
+    requested = _requested(query, model.info)
+    async with service_of(request).admit(request, model) as admitted:
+        picture = await admitted.read_picture()
+        if query.format == "npy":
+            return npy_response(await _embed(admitted, requested, picture))
+        return Response(await _answer(admitted, query, requested, picture), media_type="application/json")
 
 
 @router.post(
@@ -84,32 +94,74 @@ async def embed_batch(request: Request, query: Annotated[EmbedQuery, Query()]) -
 
     Each gets its own answer or its own error; with `npy`, the first that fails is the error of the request.
     """
-    pipeline = pipeline_of(request)
-    embedder = _Embedder(pipeline, request, query)
-    if query.format == "npy":
-        return npy_response(np.stack(await pipeline.answer_pictures(request, embedder.row)))
-    return await answer_batch(pipeline, request, embedder.document)
+    model = model_of(request)
+    requested = _requested(query, model.info)
+    async with service_of(request).admit(request, model) as admitted:
+        pictures = await admitted.read_pictures(admitted.service.settings.max_images_per_request)
+        if query.format == "npy":
+            rows = await all_of(_row(admitted, requested, *each) for each in enumerate(pictures))
+            return npy_response(np.stack(rows))
+        return await answer_each(admitted, pictures, partial(_answer, admitted, query, requested))
 
 
-async def _embed_texts(pipeline: Pipeline, request: Request, query: EmbedOneQuery) -> Response:
+def _requested(query: EmbedQuery, info: ModelInfo) -> RequestedOutputs:
+    """Return what is asked of each picture; raises `InputError` if the model has no such pool."""
+    return RequestedOutputs(1, embedding=parse_embedding(info.config, query.pool, query.normalize))
+
+
+async def _embed(admitted: AdmittedRequest, requested: RequestedOutputs, picture: bytearray) -> NDArray[np.float32]:
+    """Return the embedding of a picture, float32 [D]."""
+    _, result = await admitted.classify(picture, requested)
+    admitted.service.metrics.images.inc()
+    return _embedding(result)
+
+
+def _embedding(result: InferenceResult) -> NDArray[np.float32]:
+    assert result.outputs.embedding is not None, "the engine answers each request for an embedding"
+    return result.outputs.embedding
+
+
+async def _answer(
+    admitted: AdmittedRequest, query: EmbedQuery, requested: RequestedOutputs, picture: bytearray
+) -> bytes:
+    """Return a picture's `Embedding` as JSON; the picture is put into the image store."""
+    decoded, result = await admitted.classify(picture, requested)
+    image_id = await admitted.service.images.put(decoded.picture)
+    admitted.service.metrics.images.inc()
+    embedding = _written(_embedding(result), query)
+    return to_json(Embedding(id=image_id, model=admitted.model.info.name, pool=query.pool, embedding=embedding))
+
+
+async def _row(
+    admitted: AdmittedRequest, requested: RequestedOutputs, position: int, picture: UploadedFile
+) -> NDArray[np.float32]:
+    """Return the embedding of one picture of a batch, float32 [D]; its error names its position."""
+    try:
+        if isinstance(picture, UploadTooLarge):
+            raise picture
+        return await _embed(admitted, requested, picture)
+    except (ImageError, ServiceError) as error:
+        raise at_position(error, position) from None
+
+
+async def _embed_texts(request: Request, query: EmbedOneQuery, model: Model) -> Response:
     """Return the features of texts, [N, D], which are compared with embeddings of pictures."""
-    info = pipeline.model()
-    if info.zero_shot is None:
+    if model.info.zero_shot is None:
         raise InvalidParameter("text: the model has no text tower")
     if query.pool != "head":
         raise InvalidParameter("pool: does not apply to texts")
     texts = checked_texts(query.text, "text", MAX_TEXTS)
-    with pipeline.admit_upload(request) as upload:
-        if await pipeline.read_body(request, upload):
+    async with service_of(request).admit(request, model) as admitted:
+        if await admitted.read_body():
             raise InvalidParameter("text: there is a body, too: send a picture or texts")
-        upload.permit.extend(1)
-        features = await unless_disconnected(request.receive, pipeline.embed_texts(texts, pipeline.deadline(request)))
+        admitted.take(1)
+        features = await admitted.embed_texts(texts)
     if query.normalize:
         features = normalized(features)
     if query.format == "npy":
         return npy_response(features)
     embeddings = [_written(row, query) for row in features]
-    content = to_json(TextEmbeddings(model=info.name, texts=list(texts), embeddings=embeddings))
+    content = to_json(TextEmbeddings(model=model.info.name, texts=list(texts), embeddings=embeddings))
     return Response(content, media_type="application/json")
 
 
@@ -117,38 +169,3 @@ def _written(values: NDArray[np.float32], query: EmbedQuery) -> list[float] | st
     """Return an embedding as the query's format says."""
     as_text = query.format == "base64"
     return base64.b64encode(values.astype("<f4").tobytes()).decode() if as_text else values.tolist()
-
-
-class _Embedder:
-    """Embeds the files of one request; raises `EngineUnavailable`, or `InputError` if the model has no such pool."""
-
-    def __init__(self, pipeline: Pipeline, request: Request, query: EmbedQuery) -> None:
-        self._pipeline = pipeline
-        self._query = query
-        self._info = pipeline.model()
-        embedding = parse_embedding(self._info.config, query.pool, query.normalize)
-        self._requested = RequestedOutputs(1, embedding=embedding)
-        self._deadline = pipeline.deadline(request)
-
-    async def embed(self, file: bytearray) -> tuple[ModelInput, NDArray[np.float32]]:
-        """Decode and compute a picture; return it with its embedding [D]; raises `ImageError` or `ServiceError`."""
-        decoded, result = await self._pipeline.compute(file, self._deadline, self._requested)
-        self._pipeline.metrics.images.inc()
-        assert result.outputs.embedding is not None, "the engine answers each request for an embedding"
-        return decoded.picture, result.outputs.embedding
-
-    async def row(self, position: int, file: UploadedFile) -> NDArray[np.float32]:
-        """Return the embedding of one picture of a batch; its error names its position."""
-        try:
-            if isinstance(file, UploadTooLarge):
-                raise file
-            return (await self.embed(file))[1]
-        except (ImageError, ServiceError) as error:
-            raise at_position(error, position) from None
-
-    async def document(self, file: bytearray) -> bytes:
-        """Return the answer to a picture, which is kept, as JSON; raises as `embed`."""
-        picture, values = await self.embed(file)
-        image_id = await self._pipeline.pictures.put(picture)
-        embedding = _written(values, self._query)
-        return to_json(Embedding(id=image_id, model=self._info.name, pool=self._query.pool, embedding=embedding))

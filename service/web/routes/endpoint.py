@@ -127,6 +127,11 @@ def json_response(document: Any) -> Response:
     return Response(msgspec.json.encode(document), media_type="application/json")
 
 
+def to_json(document: BaseModel) -> bytes:
+    """Return a document as JSON, without the fields that are None."""
+    return document.model_dump_json(exclude_none=True, by_alias=True).encode()
+
+
 def npy_response(values: NDArray[np.float32], headers: Mapping[str, str] | None = None) -> Response:
     """Return an array as a NumPy file."""
     buffer = io.BytesIO()

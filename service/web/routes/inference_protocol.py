@@ -23,9 +23,8 @@ from service.web.inference_protocol.descriptions import (
 )
 from service.web.inference_protocol.inference import Inputs, find_model, infer, read_inputs
 from service.web.inference_protocol.tensors import InferenceHeader, encode_answer, split_body, take_binary
-from service.web.pipeline import Pipeline, Upload, pipeline_of
+from service.web.request import AdmittedRequest, Model, service_of
 from service.web.routes.endpoint import Endpoint, json_response
-from service.web.work import Deadline, unless_disconnected
 from vitserve import __version__
 
 # The protocol has an OpenAPI document of its own, so these routes are not in ours.
@@ -43,16 +42,16 @@ _MODEL: Final = "/models/{name:path}"
 _VERSIONED: Final = "/models/{name:path}/versions/{version}"
 
 
-def _model(request: Request) -> ModelInfo:
+def _model(request: Request) -> Model:
     """Return the model of the path's name, if it has any; raises as `find_model`."""
     parameters = request.path_params
-    return find_model(pipeline_of(request), parameters.get("name"), parameters.get("version", VERSION))
+    return find_model(service_of(request), parameters.get("name"), parameters.get("version", VERSION))
 
 
 @router.get("")
 async def v2_server(request: Request) -> Response:
     """Describe the server."""
-    swaps = pipeline_of(request).settings.admin_key is not None
+    swaps = service_of(request).settings.admin_key is not None
     return json_response(server_metadata(__version__, swaps=swaps))
 
 
@@ -65,7 +64,7 @@ async def v2_live(request: Request) -> Response:
 @router.get("/health/ready")
 async def v2_ready(request: Request) -> Response:
     """Answer 200 when the model is ready, else 503."""
-    pipeline_of(request).check_ready()
+    service_of(request).check_open()
     return Response()
 
 
@@ -73,7 +72,7 @@ async def v2_ready(request: Request) -> Response:
 @router.get(f"{_VERSIONED}/ready")
 async def v2_model_ready(request: Request) -> Response:
     """Answer 200 when this model is ready, else 503."""
-    pipeline_of(request).check_ready()
+    service_of(request).check_open()
     _model(request)
     return Response()
 
@@ -82,7 +81,7 @@ async def v2_model_ready(request: Request) -> Response:
 @router.get(f"{_VERSIONED}/config")
 async def v2_configuration(request: Request) -> Response:
     """Return the model's configuration."""
-    return json_response(model_configuration(_model(request)))
+    return json_response(model_configuration(_model(request).info))
 
 
 @router.get("/models/stats")
@@ -90,37 +89,33 @@ async def v2_configuration(request: Request) -> Response:
 @router.get(f"{_VERSIONED}/stats")
 async def v2_statistics(request: Request) -> Response:
     """Return the statistics of the model since the start; its name may be left out."""
-    return json_response(model_statistics(_model(request), pipeline_of(request).metrics))
+    return json_response(model_statistics(_model(request).info, service_of(request).metrics))
 
 
 @router.post(f"{_MODEL}/infer")
 @router.post(f"{_VERSIONED}/infer")
 async def v2_infer(request: Request) -> Response:
     """Classify the pictures of the tensor `image` or `pixels`."""
-    pipeline = pipeline_of(request)
-    info = _model(request)
-    with pipeline.admit_upload(request) as upload:
-        body = await pipeline.read_body(request, upload)
-        work = _infer(pipeline, upload, body, _header_length(request), info, pipeline.deadline(request))
-        content, header_length = await unless_disconnected(request.receive, work)
+    async with service_of(request).admit(request, _model(request)) as admitted:
+        body = await admitted.read_body()
+        content, header_length = await _infer(admitted, body, _header_length(request))
     if header_length is None:
         return Response(content, media_type="application/json")
     return Response(content, headers={_HEADER_LENGTH: str(header_length)}, media_type="application/octet-stream")
 
 
-async def _infer(
-    pipeline: Pipeline, upload: Upload, body: bytearray, length: int | None, info: ModelInfo, deadline: Deadline
-) -> tuple[bytes, int | None]:
+async def _infer(admitted: AdmittedRequest, body: bytearray, length: int | None) -> tuple[bytes, int | None]:
     """Return the answer to a body whose JSON has `length` bytes; None: all. See `encode_answer`."""
     inputs: Inputs
+    info = admitted.model.info
     if length == 0:  # the body is one picture and nothing else
         header, inputs, binary = InferenceHeader([]), [body], True
     else:
-        read = partial(_read, body, length, info, pipeline.settings.max_images_per_request)
-        header, inputs = await pipeline.pools.documents.run_large(read, deadline, size=len(body) // _BYTES_A_VALUE)
+        read = partial(_read, body, length, info, admitted.service.settings.max_images_per_request)
+        header, inputs = await admitted.write(read, size=len(body) // _BYTES_A_VALUE)
         binary = False
     encode = partial(encode_answer, info.name, VERSION, header.id)
-    return await infer(pipeline, upload, header, inputs, info, deadline, encode, binary=binary)
+    return await infer(admitted, header, inputs, encode, binary=binary)
 
 
 def _read(body: bytearray, length: int | None, info: ModelInfo, limit: int) -> tuple[InferenceHeader, Inputs]:
@@ -150,4 +145,4 @@ def _header_length(request: Request) -> int | None:
 @router.get(_VERSIONED)
 async def v2_model(request: Request) -> Response:
     """Describe the model: its inputs and outputs."""
-    return json_response(model_metadata(_model(request)))
+    return json_response(model_metadata(_model(request).info))

@@ -21,7 +21,7 @@ from service.settings import Settings
 from service.web.api_keys import bearer_token
 from service.web.inference_protocol.descriptions import repository_index
 from service.web.inference_protocol.inference import find_model
-from service.web.pipeline import Pipelines, pipeline_of
+from service.web.request import Model, model_of, service_of
 from service.web.routes.endpoint import Endpoint, json_response
 
 # The protocol has an OpenAPI document of its own, so these routes are not in ours.
@@ -41,29 +41,28 @@ class _Body(msgspec.Struct):
 @router.post("/index")
 async def v2_repository_index(request: Request) -> Response:
     """List the only model, which is ready."""
-    await _read(request)
-    return json_response(repository_index(pipeline_of(request).model()))
+    await _read(request, model_of(request))
+    return json_response(repository_index(model_of(request).info))
 
 
 @router.post("/models/{name:path}/load")
 async def v2_load(request: Request) -> Response:
     """Load a checkpoint beside the current model, and answer when it has taken over."""
-    pipeline = pipeline_of(request)
-    _require_admin(request, pipeline.settings)
-    find_model(pipeline, request.path_params["name"])
-    checkpoint = _checkpoint(await _read(request), pipeline.settings)
-    pipeline_of(request).check_open()
-    pipelines: Pipelines = request.app.state.pipelines
-    await pipelines.engine.load(checkpoint)
-    return json_response(repository_index(pipeline_of(request).model())[0])
+    service = service_of(request)
+    _require_admin(request, service.settings)
+    model = find_model(service, request.path_params["name"])
+    checkpoint = _checkpoint(await _read(request, model), service.settings)
+    service.check_open()
+    await service.models.load(checkpoint)
+    return json_response(repository_index(service.model().info)[0])
 
 
 @router.post("/models/{name:path}/unload")
 async def v2_unload(request: Request) -> Response:
     """Refuse: raises `Forbidden`. A service without a model would answer nobody."""
-    pipeline = pipeline_of(request)
-    _require_admin(request, pipeline.settings)
-    find_model(pipeline, request.path_params["name"])
+    service = service_of(request)
+    _require_admin(request, service.settings)
+    find_model(service, request.path_params["name"])
     raise Forbidden("the service has this one model, which is never unloaded: load another checkpoint, or stop it")
 
 
@@ -78,11 +77,10 @@ def _require_admin(request: Request, settings: Settings) -> None:
         raise Unauthorized(wrong)
 
 
-async def _read(request: Request) -> _Body:
+async def _read(request: Request, model: Model) -> _Body:
     """Return the body, which may be empty; raises `MalformedRequest`, `RequestTimeout` and what `read_whole` raises."""
-    pipeline = pipeline_of(request)
-    with pipeline.upload() as upload:
-        body = await pipeline.read_body(request, upload, _MAX_BODY)
+    async with service_of(request).admit(request, model, needs_place=False) as admitted:
+        body = await admitted.read_body(_MAX_BODY)
     try:
         return msgspec.json.decode(body or b"{}", type=_Body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -14,7 +14,7 @@ from model.config import ViTConfig
 from model.outputs import methods_of
 from service.engine.messages import attributes
 from service.observe.metrics import CONTENT_TYPE
-from service.web.pipeline import pipeline_of
+from service.web.request import model_of, service_of
 from service.web.routes.endpoint import Endpoint, problems
 from vitserve.documents import Labels, ModelDescription
 
@@ -31,11 +31,10 @@ router = APIRouter(tags=["operations"], route_class=Endpoint)
 @router.get("/model", response_model=ModelDescription, responses=problems(503))
 async def model(request: Request) -> ModelDescription:
     """Describe the served model."""
-    pipeline = pipeline_of(request)
-    info = pipeline.model()
-    config = info.config
+    current = model_of(request)
+    info, config = current.info, current.info.config
     return ModelDescription(
-        **attributes(ModelDescription.model_fields, info, config, pipeline.engine.status),
+        **attributes(ModelDescription.model_fields, info, config, current.engine.status),
         input_size=config.image_size,
         channels=config.in_channels,
         layers=config.depth if isinstance(config, ViTConfig) else None,
@@ -50,7 +49,7 @@ async def model(request: Request) -> ModelDescription:
 @router.get("/labels", response_model=Labels, responses=problems(503))
 async def labels(request: Request) -> Labels:
     """Return the classes in index order."""
-    info = pipeline_of(request).model()
+    info = model_of(request).info
     return Labels(model=info.name, labels=list(info.labels))
 
 
@@ -65,12 +64,12 @@ async def healthz(request: Request) -> Status:
 @router.get("/readyz", response_model=Status, responses=problems(503))
 async def readyz(request: Request) -> Status:
     """Answer 200 only when the model is loaded and warm, and the service is not about to stop."""
-    pipeline_of(request).check_ready()
+    service_of(request).check_open()
     return Status(status="ready")
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Return the metrics in Prometheus' text format."""
-    content = await pipeline_of(request).metrics.gather()
+    content = await service_of(request).metrics.gather()
     return Response(content, headers={"Content-Type": CONTENT_TYPE})

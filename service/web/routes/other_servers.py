@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from model.outputs import DEFAULT_TOP_K, RequestedOutputs
 from model.zero_shot import labels_of_request
 from service.web.inference_protocol.inference import find_model
-from service.web.pipeline import pipeline_of
+from service.web.request import model_of, service_of
 from service.web.routes.classify import ClassifyQuery, classify
 from service.web.routes.endpoint import ONE_PICTURE, Endpoint, problems
 from vitserve.documents import FIELD, Classification, significant
@@ -45,7 +45,7 @@ class Health(BaseModel):
 @router.get("/ping", response_model=Health, responses=problems(503))
 async def ping(request: Request) -> Health:
     """Answer 200 when the model is ready, as /readyz."""
-    pipeline_of(request).check_ready()
+    service_of(request).check_open()
     return Health(status="Healthy")
 
 
@@ -71,27 +71,25 @@ async def predictions(request: Request) -> Response:
 
     The picture is the body, or a multipart field `data`, `body` or `file`. `labels` is that of POST /classify.
     """
-    pipeline = pipeline_of(request)
     path: str = request.path_params["name"]  # a model's name may have slashes, and a version may follow it
-    name, _, version = (path, "", "") if path == pipeline.model().name else path.rpartition("/")
-    info = find_model(pipeline, name or path, version.removesuffix(".0") if name else "")
+    name, _, version = (path, "", "") if path == model_of(request).info.name else path.rpartition("/")
+    model = find_model(service_of(request), name or path, version.removesuffix(".0") if name else "")
+    info = model.info
     labels = labels_of_request(request.query_params.get("labels"), info.zero_shot, info.config)
     names = labels or info.labels
     label_set = info.coverage is not None
     requested = RequestedOutputs(min(DEFAULT_TOP_K, len(names)), labels=labels, label_set=label_set)
-
-    async def scores(file: bytearray) -> dict[str, float]:
-        _, result = await pipeline.compute(file, pipeline.deadline(request), requested)
-        pipeline.metrics.images.inc()
-        outputs = result.outputs
-        pipeline.metrics.count_abstained(outputs)
-        count = None if outputs.label_set is None else len(outputs.label_set)  # they are the best ones
-        by_label: dict[str, float] = {}
-        for index, score in zip(outputs.indices[:count].tolist(), outputs.scores[:count].tolist(), strict=True):
-            by_label.setdefault(names[index], significant(score))
-        return by_label
-
-    return JSONResponse(await pipeline.answer_picture(request, scores, _FIELDS))
+    async with service_of(request).admit(request, model) as admitted:
+        picture = await admitted.read_picture(_FIELDS)
+        _, result = await admitted.classify(picture, requested)
+    outputs, metrics = result.outputs, admitted.service.metrics
+    metrics.images.inc()
+    metrics.count_abstained(outputs)
+    count = None if outputs.label_set is None else len(outputs.label_set)  # they are the best ones
+    by_label: dict[str, float] = {}
+    for index, score in zip(outputs.indices[:count].tolist(), outputs.scores[:count].tolist(), strict=True):
+        by_label.setdefault(names[index], significant(score))
+    return JSONResponse(by_label)
 
 
 @router.put(_PATH, response_model=dict[str, float], openapi_extra=_PREDICTION, responses=_REFUSALS)

@@ -118,7 +118,7 @@ def test_a_faded_map_looks_faded_beside_others_and_alone() -> None:
 
     def brightest(maps: list[AttentionMap]) -> list[int]:
         row = np.asarray(draw_maps(maps, None, **look))
-        return [int(row[:, 72 * place : 72 * place + 64].max()) for place in range(len(maps))]
+        return [int(row[:, 68 * place : 68 * place + 64].max()) for place in range(len(maps))]
 
     [whole] = brightest([of_class()])
     assert whole == pytest.approx(0.7 * 255, abs=3)

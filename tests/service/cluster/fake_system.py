@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from service.cluster.processes import OperatingSystem
+from service.cluster.processes import SERVING, Link, OperatingSystem, Report
 from service.cluster.supervisor import Child
-from service.cluster.swap_board import CHANGED
 
 START = 1000.0
 MOST_TURNS = 1000
 """More turns than any test needs: a supervisor that takes them spins."""
+
+
+class FakeLink(Link):
+    """A pipe from a process of a `FakeSystem`, which always has something to say unless it is silent."""
+
+    def __init__(self, system: FakeSystem, name: str) -> None:
+        self._system = system
+        self._name = name
+
+    def receive(self) -> list[Report]:
+        system, name = self._system, self._name
+        if name not in system.alive.values() or name in system.silent:
+            return []
+        return [Report(SERVING if name in system.serving else 0)]
 
 
 @dataclass
@@ -23,6 +36,7 @@ class FakeSystem(OperatingSystem):
         alive: name of each process by its pid.
         spawned: (seconds, name) of each start.
         sent: (seconds, name, signal) of each signal that was sent.
+        serving: names of the processes that report that they serve.
         stubborn: names of the processes that only SIGKILL ends.
         silent: names of the processes whose event loop does not beat, and since when.
         idle: names of the processes that use no processor time, and since when.
@@ -33,6 +47,7 @@ class FakeSystem(OperatingSystem):
     alive: dict[int, str] = field(default_factory=dict)
     spawned: list[tuple[float, str]] = field(default_factory=list)
     sent: list[tuple[float, str, signal.Signals]] = field(default_factory=list)
+    serving: set[str] = field(default_factory=lambda: {"engine", "worker 0", "worker 1"})
     stubborn: set[str] = field(default_factory=set)
     silent: dict[str, float] = field(default_factory=dict)
     idle: dict[str, float] = field(default_factory=dict)
@@ -106,16 +121,13 @@ class FakeSystem(OperatingSystem):
         self.sent.append((self.time - START, name, number))
         if number == signal.SIGKILL:
             self._events.insert(0, (self.time, lambda: self._end(name, -signal.SIGKILL) if pid in self.alive else []))
-        elif name not in self.stubborn and not (number == CHANGED and name.startswith("worker")):
+        elif name not in self.stubborn:
             self._events.insert(0, (self.time, lambda: self._end(name, 0) if pid in self.alive else []))
 
     def cpu_seconds(self, pid: int) -> float:
         return self.idle.get(self.alive[pid], self.time)
 
-    def beats_of(self, name: str) -> int:
-        return int(2 * self.silent.get(name, self.time))
-
-    def wait_for_signals(self, seconds: float) -> list[int]:
+    def wait(self, seconds: float, links: Sequence[Link]) -> list[int]:
         assert 0 <= seconds <= 1
         self.turns += 1
         assert self.turns < MOST_TURNS, "the supervisor spins"

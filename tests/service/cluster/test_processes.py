@@ -15,14 +15,14 @@ pytestmark = pytest.mark.timeout(60)  # processes start
 
 PROLOGUE = """
 import os, signal
-from service.cluster.processes import OperatingSystem
+from service.cluster.processes import Link, OperatingSystem, Report
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
 system = OperatingSystem()
 
 def until_ended():
     while not (ended := system.reap()):
-        system.wait_for_signals(60)
+        system.wait(60, [])
     [(pid, code)] = ended
     return pid, code
 """
@@ -98,14 +98,21 @@ for number in (signal.SIGTERM, signal.SIGKILL):
     assert run(PROLOGUE + script) == "True\nTrue"
 
 
-def test_signals_are_received_and_nothing_else_ends_the_wait() -> None:
+def test_signals_and_reports_end_the_wait() -> None:
     script = """
-assert system.wait_for_signals(0) == []
-for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+assert system.wait(0, []) == []
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     os.kill(os.getpid(), number)
-print(system.wait_for_signals(60) == [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+print(system.wait(60, []) == [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+link = Link()
+system.spawn("child", lambda: link.send(Report(2, 3, "a\\nb", {"max_batch": 4})) or link.send(Report()) or 0)
+reports = []
+while len(reports) < 2:
+    system.wait(60, [link])
+    reports += link.receive()
+print(reports == [Report(2, 3, "a\\nb", {"max_batch": 4}), Report()])
 """
-    assert run(PROLOGUE + script) == "True"
+    assert run(PROLOGUE + script) == "True\nTrue"
 
 
 def test_a_process_uses_processor_time_unless_it_is_stopped() -> None:

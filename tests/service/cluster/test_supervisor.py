@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from service.cluster.processes import Report
 from service.cluster.supervisor import TRY_AGAIN, Child, Supervisor
-from tests.service.cluster.fake_system import FakeSystem
+from tests.service.cluster.fake_system import START, FakeLink, FakeSystem
 
 STOP = signal.SIGUSR1
 DRAIN_TIMEOUT = 20
@@ -18,40 +19,35 @@ GRACE = 5
 
 @dataclass
 class Service:
-    """Two workers and an engine under a supervisor, with what it told them."""
+    """Two workers and an engine under a supervisor, with what it told of them."""
 
     system: FakeSystem = field(default_factory=FakeSystem)
-    running: set[str] = field(default_factory=lambda: {"engine", "worker 0", "worker 1"})
     told: list[str] = field(default_factory=list)
-    ticks: int = 0
 
     def __post_init__(self) -> None:
         self.engine = self._child("engine", STOP)
         self.workers = [self._child(f"worker {index}", signal.SIGTERM) for index in (0, 1)]
 
     def _child(self, name: str, stop: signal.Signals) -> Child:
-        return Child(
-            name,
-            main=lambda: 0,
-            stop=stop,
-            is_running=lambda: name in self.running,
-            beats=lambda: self.system.beats_of(name),
-            on_death=lambda: self.told.append(f"{name} died"),
-            on_restart=lambda: self.told.append(f"{name} restarts"),
-        )
+        return Child(name, lambda child: 0, stop, FakeLink(self.system, name))
 
-    def _tick(self) -> None:
-        self.ticks += 1
+    def reported(self, report: Report) -> None:
+        self.told.append(f"generation {report.generation}")
+
+    def ended(self, pid: int) -> None:
+        self.told.append("ended")
+
+    def ready(self) -> None:
+        self.told.append(f"ready at {self.system.time - START:g}")
+
+    def draining(self) -> None:
+        self.told.append("drain")
+
+    def hung_up(self) -> bool:
+        return False
 
     def run(self) -> int:
-        supervisor = Supervisor(
-            self.workers,
-            [self.engine],
-            self.system,
-            drain_timeout=DRAIN_TIMEOUT,
-            on_tick=self._tick,
-            on_drain=lambda: self.told.append("drain"),
-        )
+        supervisor = Supervisor(self.workers, [self.engine], self.system, self, drain_timeout=DRAIN_TIMEOUT)
         code = supervisor.run()
         assert self.system.alive == {}
         return code
@@ -62,19 +58,18 @@ def service() -> Service:
     return Service()
 
 
-def test_all_are_started_at_once_and_it_looks_at_them_every_second(service: Service) -> None:
+def test_all_are_started_at_once_and_announced_when_all_serve(service: Service) -> None:
+    service.system.serving.remove("engine")
+
+    def serves() -> list[int]:
+        service.system.serving.add("engine")
+        return []
+
+    service.system.at(5, serves)
     service.system.signal_at(60, signal.SIGTERM)
     assert service.run() == 0
     assert service.system.spawned == [(0, "engine"), (0, "worker 0"), (0, "worker 1")]
-    assert 60 <= service.ticks <= 70
-
-
-def test_a_signal_that_a_child_sends_makes_it_look_at_once(service: Service) -> None:
-    for hundredth in range(50):
-        service.system.signal_at(hundredth / 100, signal.SIGUSR1)
-    service.system.signal_at(0.5, signal.SIGTERM)
-    assert service.run() == 0
-    assert service.ticks >= 50
+    assert service.told[:2] == ["ready at 5", "drain"]
 
 
 # Started again
@@ -108,38 +103,12 @@ def test_a_child_that_lived_for_long_is_started_again_at_once(service: Service) 
     assert service.system.starts_of(service.engine) == [0, 10, 12, 15, 80, 82]
 
 
-def test_a_child_that_lived_for_just_a_minute_has_not_lived_for_long(service: Service) -> None:
-    for seconds in (10, 70):
-        service.system.end_at(seconds, "engine")
-    service.system.signal_at(100, signal.SIGTERM)
-    assert service.run() == 0
-    assert service.system.starts_of(service.engine) == [0, 10, 71]
-
-
-def test_of_several_that_are_due_the_first_is_waited_for(service: Service) -> None:
-    for seconds in (10, 11):
-        service.system.end_at(seconds, "engine")
-        service.system.end_at(seconds + 0.5, "worker 0")
-    service.system.signal_at(20, signal.SIGTERM)
-    assert service.run() == 0
-    assert service.system.starts_of(service.engine) == [0, 10, 12]
-    assert service.system.starts_of(service.workers[0]) == [0, 10.5, 12.5]
-
-
-def test_what_a_dead_child_left_behind_is_seen_to_before_its_successor_starts(service: Service) -> None:
-    service.system.end_at(10, "engine", -11)
-    service.system.signal_at(20, signal.SIGTERM)
-    assert service.run() == 0
-    assert service.told[:3] == ["engine died", "engine restarts", "drain"]
-    assert sorted(service.told[3:]) == ["engine died", "worker 0 died", "worker 1 died"]
-
-
 @pytest.mark.parametrize(("code", "how"), [(1, "code 1"), (0, "code 0"), (-9, "signal 9")])
 @pytest.mark.parametrize("name", ["engine", "worker 0"])
 def test_a_child_that_never_ran_ends_the_service_with_one(
     name: str, code: int, how: str, service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
-    service.running.remove(name)
+    service.system.serving.remove(name)
     service.system.end_at(3, name, code)
     assert service.run() == 1
     assert len(service.system.spawned) == 3
@@ -147,7 +116,7 @@ def test_a_child_that_never_ran_ends_the_service_with_one(
 
 
 def test_the_first_signal_while_a_service_that_cannot_start_drains_ends_it_at_once(service: Service) -> None:
-    service.running.remove("engine")
+    service.system.serving.remove("engine")
     service.system.stubborn = {"worker 0"}
     service.system.end_at(3, "engine", 1)
     service.system.signal_at(5, signal.SIGTERM)
@@ -158,7 +127,7 @@ def test_the_first_signal_while_a_service_that_cannot_start_drains_ends_it_at_on
 
 def test_a_child_that_ran_once_is_started_again_even_if_its_successor_never_runs(service: Service) -> None:
     def forget() -> list[int]:
-        service.running.remove("engine")
+        service.system.serving.remove("engine")
         return []
 
     service.system.end_at(3, "engine")
@@ -211,13 +180,13 @@ def test_failures_count_only_in_a_row(other: tuple[int, int], service: Service) 
 
 
 def test_a_child_that_will_go_about_it_otherwise_is_started_at_once_though_it_never_ran(service: Service) -> None:
-    service.running.remove("engine")
+    service.system.serving.remove("engine")
     for seconds in (3, 5, 7):
         service.system.end_at(seconds, "engine", TRY_AGAIN)
     service.system.signal_at(10, signal.SIGTERM)
     assert service.run() == 0
     assert service.system.starts_of(service.engine) == [0, 3, 5, 7]
-    assert service.told.count("engine restarts") == 3
+    assert service.engine.restarts == 3
 
 
 # Frozen
@@ -235,19 +204,6 @@ def test_a_child_that_is_stopped_is_killed_and_started_again_within_five_seconds
     assert 12 <= killed <= 15
     assert [(seconds, other) for seconds, other in service.system.spawned if seconds] == [(killed, name)]
     assert caplog.text.count(f"{name} is frozen") == 1
-
-
-def test_the_successor_of_a_frozen_child_has_as_much_time_as_any(service: Service) -> None:
-    service.system.at(10.2, service.system.freezes("engine"))
-
-    def like_its_predecessor() -> None:
-        service.system.silent["engine"] = service.system.idle["engine"] = 1010.2
-
-    service.engine.on_restart = like_its_predecessor
-    service.system.signal_at(20, signal.SIGTERM)
-    assert service.run() == 0
-    killed = [when for when, name, number in service.system.sent if (name, number) == ("engine", signal.SIGKILL)]
-    assert 3 <= killed[1] - killed[0] <= 5
 
 
 def test_a_frozen_child_is_noticed_while_another_waits_to_be_started_again(service: Service) -> None:
@@ -278,16 +234,9 @@ def test_an_event_loop_that_never_gets_its_turn_is_killed(service: Service) -> N
     assert 39 <= restarted <= 42
 
 
-def test_an_idle_child_that_beats_is_left_alone(service: Service) -> None:
-    service.system.idle = dict.fromkeys(("engine", "worker 0", "worker 1"), 0.0)
-    service.system.signal_at(200, signal.SIGTERM)
-    assert service.run() == 0
-    assert len(service.system.spawned) == 3
-
-
 def test_a_child_that_starts_may_be_silent_for_longer(service: Service) -> None:
     """It maps large libraries, with the interpreter's lock held, from a slow disk."""
-    service.running.remove("engine")
+    service.system.serving.remove("engine")
     service.system.freezes("engine")()
     service.system.at(50, service.system.thaws("engine"))
     service.system.signal_at(60, signal.SIGTERM)
@@ -296,7 +245,7 @@ def test_a_child_that_starts_may_be_silent_for_longer(service: Service) -> None:
 
 
 def test_a_child_that_never_begins_to_start_ends_the_service(service: Service) -> None:
-    service.running.remove("engine")
+    service.system.serving.remove("engine")
     service.system.at(0, service.system.freezes("engine"))
     assert service.run() == 1
     [(killed, _)] = service.system.sent_to("engine")
@@ -388,11 +337,11 @@ def test_a_second_signal_kills_all_at_once(service: Service, caplog: pytest.LogC
 
 def test_nothing_is_started_and_nothing_spins_while_it_drains(service: Service) -> None:
     """A child that awaits its restart is due all the time, and is not to be started any more."""
-    for seconds in (1, 2, 4):
+    for seconds in (2, 3, 5):
         service.system.end_at(seconds, "worker 1")
     service.system.stubborn = {"worker 0"}
-    service.system.signal_at(5, signal.SIGTERM)
+    service.system.signal_at(6, signal.SIGTERM)
     service.system.end_at(20, "worker 0", 0)
     assert service.run() == 0
-    assert service.system.starts_of(service.workers[1]) == [0, 1, 3]
+    assert service.system.starts_of(service.workers[1]) == [0, 2, 4]
     assert service.system.turns <= 35

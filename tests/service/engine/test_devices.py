@@ -131,7 +131,7 @@ def test_gpus_are_found_by_their_files(
         ({"device": "cpu"}, 16, True, (1, 256)),
         ({"device": "cuda", "workers": 1}, 16, True, (1, 256)),
         ({"device": "cuda", "workers": 3, "max_batch": 256}, 16, True, (3, 1024)),
-        ({"device": "cuda", "max_batch": 128, "streams": 4}, 16, True, (8, 1024)),
+        ({"device": "cuda", "max_batch": 128}, 16, True, (8, 512)),
         ({"device": "cuda", "max_batch": 256, "queue_size": 7}, 16, True, (8, 7)),
     ],
     ids=str,

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
-import uvloop
 
 from model.outputs import MapRequest
-from service.engine.local import LocalEngine
 from service.errors import DeadlineExceeded, InferenceFailed, QueueFull
 from tests.service.engine.conftest import Running
-from tests.service.fakes import BAD, NAN, PATIENCE, FakePredictor, Rig, expected_indices, model_info, on_a_loop
-
-
-@on_a_loop
-async def test_every_image_gets_its_own_result_however_they_are_batched(running: Running) -> None:
-    async with running() as rig:
-        results = await asyncio.gather(*(rig.ask(red) for red in range(100)))
-    for red, result in enumerate(results):
-        assert result.outputs.indices.tolist() == expected_indices(red, 3)
-    assert sorted(red for batch in rig.predictor.launched for red in batch) == list(range(100))
+from tests.service.fakes import BAD, NAN, PATIENCE, FakePredictor, expected_indices, on_a_loop
+from tests.service.fakes import running as running_engine
 
 
 @on_a_loop
@@ -132,15 +119,6 @@ async def test_a_deadline_that_passes_while_the_device_is_busy_is_answered_at_on
 
 
 @on_a_loop
-async def test_a_deadline_that_passes_while_an_image_is_held_back_is_answered_at_once(running: Running) -> None:
-    async with running(max_delay=3600) as rig:
-        with pytest.raises(DeadlineExceeded):
-            await rig.ask(1, timeout=0.01)
-        assert rig.engine.status.queue_depth == 0
-    assert rig.predictor.launched == []
-
-
-@on_a_loop
 async def test_each_image_expires_at_its_own_deadline_whatever_the_order(running: Running) -> None:
     async with running(max_delay=3600) as rig:
         expired: list[int] = []
@@ -153,39 +131,6 @@ async def test_each_image_expires_at_its_own_deadline_whatever_the_order(running
         await asyncio.gather(ask(3, 0.12), ask(1, 0.02), ask(2, 0.06))
         assert expired == [1, 2, 3]
     assert rig.predictor.launched == []
-
-
-@on_a_loop
-async def test_deadlines_that_lie_close_together_share_one_look_at_all_that_wait() -> None:
-    async with running_by(Clock()) as rig:
-        first = await rig.keep_busy(0)
-        engine = rig.engine
-        assert isinstance(engine, LocalEngine)
-        tasks = [rig.ask_soon(red, timeout=3600 + red / 10_000) for red in range(1, 10)]
-        await rig.until_queued(9)
-        looks = 0
-        while engine.status.queue_depth:
-            looks += 1
-            engine._timers.ring()  # as the loop would call it, at the moment that was set
-        assert looks <= 4
-        for task in tasks:
-            with pytest.raises(DeadlineExceeded):
-                await task
-        rig.predictor.gate.set()
-        await first
-
-
-def test_a_moment_that_is_past_when_the_timer_is_set_is_no_trouble_for_the_loop_that_serves(running: Running) -> None:
-    # uvloop, unlike asyncio, gives no timer for it but a plain handle.
-    async def expire() -> None:
-        async with asyncio.timeout(PATIENCE), running(max_delay=3600) as rig:
-            for timeout in (0.0, 0.01, 0.0):
-                with pytest.raises(DeadlineExceeded):
-                    await rig.ask(1, timeout=timeout)
-        assert rig.predictor.launched == []
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(expire())
 
 
 @on_a_loop
@@ -261,27 +206,6 @@ async def test_a_full_queue_refuses(running: Running) -> None:
         await asyncio.gather(first, *waiting)
 
 
-@on_a_loop
-async def test_one_wake_up_of_the_event_loop_a_batch(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running(FakePredictor(max_batch=8)) as rig:
-        tasks = [await rig.keep_busy(0), *(rig.ask_soon(red) for red in range(1, 17))]
-        await rig.until_queued(16)
-        wake_ups: list[Any] = []
-        monkeypatch.setattr(LocalEngine, "_call_loop", _counting(LocalEngine._call_loop, wake_ups))
-        rig.predictor.gate.set()
-        await asyncio.gather(*tasks)
-        assert rig.predictor.launched[1:] == [list(range(1, 9)), list(range(9, 17))]
-        assert len(wake_ups) == 3
-
-
-def _counting(original: Callable[..., None], calls: list[Any]) -> Callable[..., None]:
-    def call(self: LocalEngine, function: Callable[..., None], *arguments: object) -> None:
-        calls.append(function)
-        original(self, function, *arguments)
-
-    return call
-
-
 class Clock:
     """The clock that a local engine reads; the event loop's timers go by real time."""
 
@@ -292,27 +216,10 @@ class Clock:
         return self.now
 
 
-@asynccontextmanager
-async def running_by(clock: Clock) -> AsyncIterator[Rig]:
-    predictor, ready = FakePredictor(), asyncio.Event()
-    engine = LocalEngine(
-        lambda: (predictor, model_info()),
-        device="auto",
-        queue_size=10,
-        max_delay=0,
-        on_batch=lambda _: None,
-        clock=clock,
-    )
-    engine.start(ready.set)
-    await ready.wait()
-    yield Rig(engine, engine.close, predictor)
-    await engine.close()
-
-
 @on_a_loop
 async def test_times_are_of_the_image_itself() -> None:
     clock = Clock()
-    async with running_by(clock) as rig:
+    async with running_engine(clock=clock) as rig:
         first = await rig.keep_busy(1)
         second = rig.ask_soon(2)
         await rig.until_queued(1)
@@ -326,7 +233,7 @@ async def test_times_are_of_the_image_itself() -> None:
 @on_a_loop
 async def test_an_image_whose_timer_is_late_is_not_launched_after_its_deadline() -> None:
     clock = Clock()
-    async with running_by(clock) as rig:
+    async with running_engine(clock=clock) as rig:
         first = await rig.keep_busy(1)
         late = rig.ask_soon(2)
         await rig.until_queued(1)
@@ -341,7 +248,7 @@ async def test_an_image_whose_timer_is_late_is_not_launched_after_its_deadline()
 @on_a_loop
 async def test_the_timer_answers_for_an_image_that_the_queue_has_dropped() -> None:
     clock = Clock()
-    async with running_by(clock) as rig:
+    async with running_engine(clock=clock) as rig:
         first = await rig.keep_busy(1)
         late = rig.ask_soon(2, timeout=0.1)
         await rig.until_queued(1)

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from model.calibration import Calibration
 from model.checkpoint import native
 from model.checkpoint.files import Folder
-from model.conformal import Calibration
 from model.errors import CheckpointError, DeviceError
 from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.openvino.network import OpenVinoNetwork
@@ -96,6 +96,7 @@ def test_the_predictor_is_made_as_the_settings_say_and_notes_are_logged(
 def test_a_gpu_is_the_first_that_its_process_sees_and_keeps_its_name(
     device: str, used: str, name: str | None, visible: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    loading._show_alone.cache_clear()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     made: list[dict[str, Any]] = []
 

@@ -30,14 +30,14 @@ def on_stand_in(ops: StandInOps) -> Predictor:
 
 @asynccontextmanager
 async def serving(
-    predictor: Predictor, *, batch_timeout: float = math.inf, state: str = "ready"
+    predictor: Predictor, *, batch_seconds: float = math.inf, state: str = "ready"
 ) -> AsyncIterator[LocalEngine]:
     engine = LocalEngine(
         lambda: (predictor, model_info()),
         device="cuda",
         queue_size=8,
         max_delay=0,
-        batch_timeout=batch_timeout,
+        batch_seconds=batch_seconds,
         on_batch=lambda _: None,
     )
     changed = asyncio.Event()
@@ -52,7 +52,7 @@ async def serving(
 async def test_a_device_that_never_answers_fails_the_engine_in_the_time_of_a_batch() -> None:
     ops = StandInOps()
     answers = threading.Event()
-    async with serving(on_stand_in(ops), batch_timeout=0.05) as engine:
+    async with serving(on_stand_in(ops), batch_seconds=0.05) as engine:
         ops.before_synchronize = lambda: answers.wait(PATIENCE)
         try:
             with pytest.raises(EngineUnavailable, match="the device hangs"):

@@ -6,14 +6,14 @@ import asyncio
 import gc
 import threading
 import weakref
-from types import SimpleNamespace
 
 import pytest
 
 from model.errors import CheckpointError, DeviceError
 from service.engine.local import LocalEngine
 from service.engine.messages import ModelInfo
-from service.errors import EngineUnavailable, InferenceFailed
+from service.errors import EngineUnavailable
+from service.models.model import LocalModel
 from tests.service.engine.conftest import Running
 from tests.service.fakes import BAD, PATIENCE, FakePredictor, expected_indices, model_info, on_a_loop
 from tests.service.fakes import running as running_engine
@@ -109,11 +109,13 @@ async def test_a_failed_load_names_the_device_where_there_may_be_several(
     def load() -> tuple[FakePredictor, ModelInfo]:
         raise CheckpointError("no")
 
-    engine = LocalEngine(load, device=device, queue_size=1, max_delay=0, on_batch=lambda report: None)
+    model = LocalModel(
+        lambda _: LocalEngine(load, device=device, queue_size=1, max_delay=0, on_batch=lambda report: None)
+    )
     failed = asyncio.Event()
-    engine.start(failed.set)
+    model.start(failed.set)
     await failed.wait()
-    await engine.close()
+    await model.close()
     assert [record.message for record in caplog.records] == [line]
 
 
@@ -173,7 +175,7 @@ async def test_closing_finishes_the_running_batch_and_refuses_what_waits(running
         waits = rig.ask_soon(1)
         await rig.until_queued(1)
         closing = asyncio.create_task(rig.close())
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.02)
         rig.predictor.gate.set()
         await closing
         assert (await launched).outputs.indices.tolist() == expected_indices(0, 3)
@@ -223,7 +225,7 @@ async def test_the_traceback_of_a_defect_is_seen(monkeypatch: pytest.MonkeyPatch
 async def test_a_batch_that_never_ends_fails_the_engine_and_leaves_nobody_waiting(
     running: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running(batch_timeout=0.02) as rig:
+    async with running(batch_seconds=0.02) as rig:
         tasks = [await rig.keep_busy(0), rig.ask_soon(1)]
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [EngineUnavailable] * 2
@@ -240,7 +242,7 @@ async def test_a_batch_that_never_ends_fails_the_engine_and_leaves_nobody_waitin
 
 @on_a_loop
 async def test_an_engine_that_hung_stays_failed_when_its_batch_ends_after_all() -> None:
-    async with running_engine(batch_timeout=0.02) as rig:
+    async with running_engine(batch_seconds=0.02) as rig:
         await asyncio.gather(await rig.keep_busy(0), return_exceptions=True)
         rig.predictor.gate.set()
         thread = rig.engine._thread  # type: ignore[attr-defined]
@@ -248,39 +250,3 @@ async def test_an_engine_that_hung_stays_failed_when_its_batch_ends_after_all() 
         await asyncio.sleep(0)
         assert rig.engine.status.state == "failed"
         assert rig.states == ["ready", "failed"]
-
-
-@pytest.mark.parametrize(("timeout", "next_look"), [(20.0, 1.0), (2.0, 0.5)])
-def test_batches_are_looked_at_every_second_and_four_times_in_the_time_that_one_may_take(
-    timeout: float, next_look: float
-) -> None:
-    looks: list[float] = []
-    engine = LocalEngine(
-        lambda: (FakePredictor(), model_info()),
-        device="cpu",
-        queue_size=1,
-        max_delay=0,
-        batch_timeout=timeout,
-        on_batch=lambda _: None,
-    )
-    engine._loop = SimpleNamespace(call_later=lambda seconds, _: looks.append(seconds))  # type: ignore[assignment]
-    for computing, state in ((0.0, "loading"), (timeout, "loading"), (timeout + 0.1, "failed"), (0.0, "failed")):
-        engine._streams.computing_seconds = lambda seconds=computing: seconds  # type: ignore[method-assign, misc]
-        engine._look_at_batches()
-        assert engine.status.state == state
-    assert looks == [next_look] * 2
-
-
-@on_a_loop
-async def test_nothing_is_left_of_an_image_when_its_caller_has_its_outcome() -> None:
-    async with running_engine() as rig:
-        await rig.ask(1)
-        with pytest.raises(InferenceFailed):
-            await rig.ask(BAD)
-        busy, gone = await rig.keep_busy(0), rig.ask_soon(2)
-        await rig.until_queued(1)
-        gone.cancel()
-        await asyncio.wait([gone])
-        rig.predictor.gate.set()
-        await busy
-        assert rig.engine._callers == {}  # type: ignore[attr-defined]

@@ -119,7 +119,7 @@ async def test_callers_of_the_same_new_texts_wait_for_one_computation_until_the_
         rig.predictor.gate.set()
         for rows in await asyncio.gather(*pictures):
             np.testing.assert_array_equal(rows[[0, -1]], [text_feature(texts[0]), text_feature(texts[-1])])
-    assert sum(map(len, rig.predictor.embedded)) == len(texts)
+    assert sum(map(len, rig.predictor.embedded)) <= len(texts) + 2 * 16  # what was computed for those who left
 
 
 @on_a_loop
@@ -146,14 +146,14 @@ async def test_an_engine_that_closes_refuses_texts(running: Running) -> None:
 
 
 @on_a_loop
-async def test_the_memory_of_kept_features_is_bounded_oldest_out_first() -> None:
+async def test_the_memory_of_features_is_bounded_oldest_out_first() -> None:
     computed: list[str] = []
 
     def tower(texts: Sequence[str]) -> Floats:
         computed.extend(texts)
         return np.stack([text_feature(text) for text in texts])
 
-    features = TextFeatures(tower, kept_bytes=3 * 1600)
+    features = TextFeatures(tower, cache_bytes=3 * 1600)
     for text in ("a", "b", "c", "a", "d", "a", "b"):  # "b" is the oldest when "d" comes
         await features.embed([text], timeout=PATIENCE)
     assert computed == ["a", "b", "c", "d", "b"]

@@ -17,7 +17,7 @@ from tests.service.fakes import on_a_loop, png
 from tests.service.http.listening import GET, Connection, Listening, listening, post
 from tests.service.http.raw_forms import FORMS
 from tests.service.http.wire import Wire
-from tests.service.web.apps import pipeline_of, until
+from tests.service.web.apps import service_in, until
 
 HALF_A_HEAD = b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: "
 SHORT = [form.sent for form in FORMS.values() if len(form.sent) < 1000]
@@ -163,7 +163,7 @@ async def test_after_a_refusal_a_small_body_is_read_to_its_end_and_the_connectio
     size: int, framing: str, kept: bool
 ) -> None:
     async with listening(queue_size=1, max_upload_bytes=1 << 30) as server, server.connect() as connection:
-        with pipeline_of(server.app).limiter.permit():
+        with service_in(server.app).limiter.permit():
             await connection.send(post(bytes(size), *[framing] * bool(framing)))
             answer = await connection.answer()
         assert (answer.code, "connection" in answer.headers) == ("queue_full", not kept)
@@ -211,7 +211,7 @@ async def test_leaving_cancels_the_request_that_is_being_answered() -> None:
             await until(lambda: server.app.engine.waiting == 1)
         await until(lambda: server.app.metric("vit_cancelled_total") == 1)
         assert server.app.engine.cancelled == 1
-        assert pipeline_of(server.app).limiter.in_use == 0
+        assert service_in(server.app).limiter.in_use == 0
 
 
 # As many connections as there may be
@@ -261,3 +261,15 @@ async def test_a_refused_caller_that_never_closes_makes_room() -> None:
         await refused.send(b"\x00\r\n")
         assert (await refused.answer()).status == 400
         assert (await server.ask(GET)).status == 200
+
+
+@on_a_loop
+async def test_a_body_that_is_on_its_way_for_longest_makes_room_and_is_told_so() -> None:
+    async with listening(max_connections=1) as server, server.connect() as crawler:
+        await crawler.send(post(bytes(100))[:-50])
+        await until(lambda: server.app.metric("vit_inflight_requests") == 1)
+        assert (await server.ask(post(png(1)))).status == 200
+        answer = await crawler.answer()
+        assert (answer.code, answer.headers["connection"]) == ("request_timeout", "close")
+    assert server.app.metric("vit_requests_total", endpoint="/classify", code="408") == 1
+    assert server.app.metric("vit_cancelled_total") == 0

@@ -8,7 +8,7 @@ import json
 from tests.service.fakes import on_a_loop
 from tests.service.http.listening import Connection, Listening, listening
 from tests.service.http.raw_forms import FORMS, RED, Form, get
-from tests.service.web.apps import pipeline_of
+from tests.service.web.apps import service_in
 
 NEXT = get(line=b"GET /labels HTTP/1.1")
 """Sent behind a form: answered only where the connection is kept and nothing of the form is left over."""
@@ -48,4 +48,4 @@ async def test_a_form_is_answered_as_its_row_says() -> None:
         # All at once: the server hears what a refused caller still sends before it closes.
         found = await asyncio.gather(*(seen(server, form) for form in FORMS.values()))
         assert dict(zip(FORMS, found, strict=True)) == FORMS
-        assert pipeline_of(server.app).limiter.in_use == 0
+        assert service_in(server.app).limiter.in_use == 0

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from service.engine.swapping import Unswapped
 from service.lifecycle import Lifecycle
+from service.models.model import LocalModel
 from service.observe.metrics import Metrics
 from service.settings import Settings, load_settings
-from service.web.admission import ByteBudget
+from service.web.admission import Receiving
 from service.web.app import create_app
-from service.web.pipeline import Pipeline, Pipelines
+from service.web.request import Service
 from tests.service.fakes import PATIENCE, png
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
@@ -45,7 +45,7 @@ class App:
     def __post_init__(self) -> None:
         self.asgi = create_app(
             self.settings,
-            cast(Any, self.engine) if hasattr(self.engine, "current") else Unswapped(self.engine),
+            cast(Any, self.engine) if hasattr(self.engine, "current") else LocalModel(lambda _: self.engine),
             self.metrics,
             self.lifecycle,
             clock=self.clock,
@@ -73,23 +73,18 @@ def app(clock: Callable[[], float] = time.monotonic, **settings: Any) -> App:
     return App(load_settings({**settings}), clock=clock)
 
 
-def pipeline_of(running: App) -> Pipeline:
-    """The pipeline inside, to fill its places; found below the middleware."""
-    return pipelines_of(running).current()
-
-
-def pipelines_of(running: App) -> Pipelines:
-    """The pipelines inside, of which one is current."""
+def service_in(running: App) -> Service:
+    """The shared objects inside, to fill its places; found below the middleware."""
     layer: Any = running.asgi
     while not hasattr(layer, "state"):
         layer = getattr(layer, "app", None) or layer._app
-    pipelines: Pipelines = layer.state.pipelines
-    return pipelines
+    service: Service = layer.state.service
+    return service
 
 
-def budget_of(running: App) -> ByteBudget:
+def budget_of(running: App) -> Receiving:
     """The budget of bytes inside."""
-    return pipeline_of(running).receiving._budget
+    return service_in(running).receiving
 
 
 def form(*files: bytes) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from model.images.preprocess import model_input, upright_photo
 from service.errors import DeadlineExceeded, EngineUnavailable
 from service.settings import load_settings
 from service.web.decoders import Decoders
-from service.web.work import Deadline
+from service.web.lanes import Deadline
 from tests.model.images.pictures import FORMATS, black_png, config, encode, noise, scene
 from tests.service.fakes import on_a_loop
 from tests.service.web.apps import app, form, until

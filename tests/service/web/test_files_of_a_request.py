@@ -16,18 +16,18 @@ import numpy as np
 from PIL import Image
 
 from service.engine.loading import load_predictor
-from service.engine.swapping import LocalSwap
+from service.engine.local import engine_of
 from service.http import Server
 from service.lifecycle import Lifecycle
+from service.models.model import LocalModel
 from service.observe.metrics import Metrics
 from service.settings import Settings, load_settings
 from service.web.app import create_app
-from service.web.single_process import engine_of
 from tests.e2e.checkpoints import write_checkpoint
 from tests.launcher import until
 
 REPOSITORY = Path(__file__).parents[3]
-MOST = 34
+MOST = 31
 
 
 class Recorder:
@@ -66,7 +66,7 @@ def files_passed(settings: Settings) -> list[str]:
     sys.setprofile(recorder)
     threading.setprofile(recorder)
     try:
-        engine = LocalSwap(lambda _: engine_of(settings, load_predictor, metrics.observe_batch))
+        engine = LocalModel(lambda _: engine_of(settings, load_predictor, metrics.observe_batch))
         server = Server(create_app(settings, engine, metrics, lifecycle), settings, lifecycle)
 
         def classify(connection: http.client.HTTPConnection) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from service.errors import MalformedRequest
-from service.web import work
+from service.web import request as request_module
 from service.web.inference_protocol import inference, tensors
 from service.web.inference_protocol.tensors import InputTensor, bytes_elements
 from service.web.routes import classify, inference_protocol
@@ -36,7 +36,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
         monkeypatch.setattr(module, name, watched)
 
-    watch(classify, "Classification")
+    watch(classify, "_document")
     watch(inference_protocol, "split_body")
     watch(inference_protocol, "encode_answer")
     watch(inference, "make_outputs")
@@ -48,7 +48,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 async def test_json_of_many_values_does_not_hold_the_event_loop(
     large: int, thread: str, threads: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work, "LARGE", large)
+    monkeypatch.setattr(request_module, "LARGE", large)
     monkeypatch.setattr(inference_protocol, "_BYTES_A_VALUE", 100)
     service = app()
     single = await service.classify(png(7), query=f"top_k={CLASSES}")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.service.fakes import png
-from tests.service.web.apps import App, app, pipeline_of
+from tests.service.web.apps import App, app, service_in
 
 KEY = "s3cret"
 BOUNDARY = "b0undary"
@@ -93,10 +93,10 @@ def code_of(service: App, draft: Draft, *, chunked: bool = False) -> str:
     service.lifecycle.draining = draft.draining
     with ExitStack() as stack:
         if draft.full:
-            stack.enter_context(pipeline_of(service).limiter.permit())
+            stack.enter_context(service_in(service).limiter.permit())
         code = asyncio.run(ask())
     service.lifecycle.draining = False
-    assert pipeline_of(service).limiter.in_use == 0
+    assert service_in(service).limiter.in_use == 0
     return code
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from service.engine.swapping import Generation, Reloads
+from service.models.model import Generation, Loads
 from service.settings import load_settings
 from tests.service.fakes import SIZE, model_info, on_a_loop, png
-from tests.service.web.apps import App, app, kept, pipeline_of, until
+from tests.service.web.apps import App, kept, until
 from tests.service.web.fake_engine import FakeEngine
 
 LABELS = tuple(f"other {index}" for index in range(10))
@@ -30,7 +30,7 @@ def other_model() -> FakeEngine:
 class FakeSwap:
     """Swaps at once, for the engine that it is given."""
 
-    reloads = Reloads()
+    loads = Loads()
 
     def __init__(self) -> None:
         self.old, self.new = FakeEngine(), other_model()
@@ -156,8 +156,3 @@ async def test_everything_that_describes_the_model_follows() -> None:
         assert (await service.get("/v2/models/fake")).status == 404
         metadata = (await service.get("/v2/models/other")).json
         assert metadata["inputs"][1]["shape"] == [-1, 2 * SIZE, SIZE, 3]
-
-
-def test_one_pipeline_serves_as_long_as_its_model() -> None:
-    service = app()
-    assert pipeline_of(service) is pipeline_of(service)

@@ -26,7 +26,8 @@ async def test_no_more_connections_are_open_than_the_setting_and_the_open_files_
     files: int, connections: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "connection_limit", lambda wanted: min(wanted, files))
-    async with calling(max_connections=4) as caller:
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 4)
+    async with calling() as caller:
         with ExitStack() as stack:
             for number in range(connections + 2):
                 one = stack.enter_context(socket.create_connection(("127.0.0.1", caller.port), PATIENCE))

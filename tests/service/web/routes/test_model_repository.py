@@ -10,7 +10,7 @@ import pytest
 
 from service.errors import CheckpointRefused, EngineUnavailable, SwapUnderWay
 from tests.service.fakes import on_a_loop
-from tests.service.web.apps import App, app, pipelines_of
+from tests.service.web.apps import App, app, service_in
 from tests.service.web.http_communicator import HttpCommunicator
 
 LOAD = "/v2/repository/models/fake/load"
@@ -29,7 +29,7 @@ def swapping(folder: Path | None = None, error: Exception | None = None, **setti
         if error is not None:
             raise error
 
-    pipelines_of(service).engine.load = load  # type: ignore[method-assign]
+    service_in(service).models.load = load  # type: ignore[method-assign]
     return service, loaded
 
 
@@ -124,14 +124,6 @@ async def test_the_answer_says_why_nothing_was_swapped(error: Exception, status:
 
 
 @on_a_loop
-async def test_the_name_is_that_of_the_model() -> None:
-    service, loaded = swapping()
-    answer = await post(service, "/v2/repository/models/another/load")
-    assert (answer.status, loaded) == (404, [])
-    assert answer.json == {"error": "'another': no such model; there is 'fake'"}
-
-
-@on_a_loop
 @pytest.mark.parametrize("path", [LOAD, UNLOAD])
 async def test_without_an_admin_key_in_the_settings_nobody_may_load(path: str) -> None:
     service, loaded = swapping(admin_key=None)
@@ -179,21 +171,7 @@ async def test_a_service_that_stops_loads_nothing() -> None:
 
 
 @on_a_loop
-async def test_an_engine_that_cannot_swap_says_so() -> None:
-    answer = await post(app(admin_key="admin"))
-    assert answer.status == 403
-    assert "not swapped" in answer.json["error"]
-
-
-@on_a_loop
 @pytest.mark.parametrize("body", [None, {"ready": True}])
 async def test_the_index_lists_the_one_model(body: Any) -> None:
     answer = await post(app(), "/v2/repository/index", body=body)
     assert answer.json == [{"name": "fake", "version": "1", "state": "READY", "reason": ""}]
-
-
-@on_a_loop
-@pytest.mark.parametrize(("settings", "named"), [({}, False), ({"admin_key": "admin"}, True)])
-async def test_the_extension_is_named_where_it_is_served(settings: dict[str, Any], named: bool) -> None:
-    extensions = (await app(**settings).get("/v2")).json["extensions"]
-    assert ("model_repository" in extensions) is named

@@ -1,0 +1,291 @@
+"""One name that is served, and its model's versions: a generation is one version, with an engine of its own.
+
+A request belongs to one generation from its head to its answer, and with it to its labels, input size and
+preprocessing. The next generation is loaded beside the one that serves:
+
+    load(checkpoint) --> prepare: read, check, warm up --> take over --> requests of the old one end --> it is closed
+                           fails: CheckpointRefused, and the old one goes on
+
+`LocalModel` has its engines in this process. With several processes it runs in each engine's process, and
+`service.cluster.remote_model` is what web workers have in its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final, Generic, NamedTuple, TypeVar
+
+from service.engine.base import Engine, OwnEngine
+from service.errors import CheckpointRefused, EngineUnavailable, ServiceError, SwapUnderWay
+
+logger = logging.getLogger("vitserve")
+
+LOAD_SECONDS: Final = 600.0
+"""Seconds in which the next checkpoint must be loaded and warm, or it is refused. The first may take any time."""
+
+UNDER_WAY: Final = "another checkpoint is being loaded: try again when that is done"
+
+_RETRY_SECONDS: Final = 0.5
+
+E = TypeVar("E", bound=OwnEngine)
+E_co = TypeVar("E_co", bound=Engine, covariant=True)
+
+
+class Generation(Generic[E_co]):
+    """One version of a model, and the requests that it answers.
+
+    Attributes:
+        number: counts up with each version that is loaded.
+        checkpoint: what was loaded; None: the configured checkpoint.
+        requests: those that have not ended.
+    """
+
+    def __init__(self, engine: E_co, number: int = 1, checkpoint: str | None = None) -> None:
+        self._engine = engine
+        self.number = number
+        self.checkpoint = checkpoint
+        self.requests = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def engine(self) -> E_co:
+        """Return the engine that computes it."""
+        return self._engine
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Keep the generation until the context ends, whatever takes over meanwhile."""
+        self.requests += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.requests -= 1
+            if not self.requests:
+                self._idle.set()
+
+    async def idle(self) -> None:
+        """Return when no request is left."""
+        while self.requests:
+            await self._idle.wait()
+
+
+class Loads(NamedTuple):
+    """Counts of the checkpoints that took over and that were refused since the start; whether the last one serves."""
+
+    served: int = 0
+    refused: int = 0
+    last_successful: bool = True
+
+    def counted(self, *, served: bool) -> Loads:
+        """Return the counts with one load more."""
+        return Loads(self.served + served, self.refused + (not served), served)
+
+
+class ServedModel(ABC):
+    """A name that is served.
+
+    Attributes:
+        current: the generation that requests belong to which begin now.
+    """
+
+    current: Generation[Engine]
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._reloading: asyncio.Task[None] | None = None
+        self._reload_again = False
+
+    @property
+    @abstractmethod
+    def loads(self) -> Loads:
+        """Return the counts of loads, over all processes of the service."""
+
+    @abstractmethod
+    def start(self, on_change: Callable[[], None]) -> None:
+        """Begin loading the configured checkpoint.
+
+        `on_change` is called on the event loop when the state of the current generation changes, or another one is
+        current.
+        """
+
+    @abstractmethod
+    async def replace(self, checkpoint: str | None) -> None:
+        """Load a checkpoint and let it take over; as `load`, but a caller who is cancelled ends it."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close all generations."""
+
+    async def load(self, checkpoint: str | None) -> None:
+        """Load a checkpoint (None: the configured one), and return when it answers new requests.
+
+        A caller who leaves does not end it.
+
+        Raises:
+            CheckpointRefused: it cannot be served; the old one goes on.
+            SwapUnderWay: another checkpoint is being loaded.
+            EngineUnavailable: no model is ready yet.
+        """
+        await asyncio.shield(self._task(self.replace(checkpoint)))
+
+    def reload(self) -> None:
+        """Begin to load the configured checkpoint as it is now, after what is being loaded; the log says how it ends.
+
+        What is being loaded may have been read before the file was replaced.
+        """
+        self._reload_again = True
+        if self._reloading is None or self._reloading.done():
+            self._reloading = self._task(self._reload())
+
+    async def _reload(self) -> None:
+        while self._reload_again:
+            self._reload_again = False
+            try:
+                await self.replace(None)
+            except SwapUnderWay:
+                self._reload_again = True
+                await asyncio.sleep(_RETRY_SECONDS)
+            except ServiceError as error:
+                logger.warning("not reloaded: %s", error)
+
+    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # a caller who has left asks for it no more
+
+
+class LocalModel(ServedModel, Generic[E]):
+    """A model whose engines run in this process.
+
+    Args:
+        make: returns an engine, not started yet, for a checkpoint (None: the configured checkpoint).
+        checkpoint, number: of the first generation.
+        on_retired: called when an old generation is closed and forgotten.
+        load_seconds: see `LOAD_SECONDS`.
+    """
+
+    current: Generation[E]
+
+    def __init__(
+        self,
+        make: Callable[[str | None], E],
+        checkpoint: str | None = None,
+        number: int = 1,
+        *,
+        on_retired: Callable[[], None] = lambda: None,
+        load_seconds: float = LOAD_SECONDS,
+    ) -> None:
+        super().__init__()
+        self.current = Generation(make(checkpoint), number, checkpoint)
+        self.next: Generation[E] | None = None
+        self._make = make
+        self._on_retired = on_retired
+        self._load_seconds = load_seconds
+        self._on_change: Callable[[], None] = lambda: None
+        self._retiring: asyncio.Task[None] | None = None
+        self._open = {self.current}
+        self._loads = Loads()
+
+    @property
+    def loads(self) -> Loads:
+        """Return the counts of loads."""
+        return self._loads
+
+    def start(self, on_change: Callable[[], None]) -> None:
+        """Begin loading the configured checkpoint; see `ServedModel.start`."""
+        self._on_change = on_change
+        self._start(self.current)
+
+    async def replace(self, checkpoint: str | None) -> None:
+        """Load a checkpoint and let it take over; see `ServedModel.replace`."""
+        await self.prepare(checkpoint)
+        self.take_over()
+
+    async def prepare(self, checkpoint: str | None) -> None:
+        """Load a checkpoint beside the one that serves; it is `next`, and takes over or is discarded.
+
+        Whoever cancels this call discards it, too.
+
+        Raises:
+            CheckpointRefused, SwapUnderWay, EngineUnavailable: see `ServedModel.load`.
+        """
+        if self.next is not None:
+            raise SwapUnderWay(UNDER_WAY)
+        if not self.current.engine.ready:
+            raise EngineUnavailable(self.current.engine.status.reason)
+        logger.info("loading %s beside the model that is served", checkpoint or "the configured checkpoint")
+        self.next = following = Generation(self._make(checkpoint), self.current.number + 1, checkpoint)
+        self._open.add(following)
+        try:
+            if self._retiring is not None:  # there are never three models in memory
+                await asyncio.wait([self._retiring])
+            ended = self._start(following)
+            async with asyncio.timeout(self._load_seconds):
+                await ended.wait()
+            reason = following.engine.status.reason
+        except TimeoutError:
+            reason = f"it was not loaded and warm within {self._load_seconds:g} s"
+        if reason:
+            await self.discard(reason)
+            raise CheckpointRefused(reason)
+
+    def take_over(self) -> None:
+        """Let `next` answer new requests; the old generation is closed when its last request ended."""
+        assert self.next is not None, "it was prepared"
+        previous, self.current, self.next = self.current, self.next, None
+        self._loads = self._loads.counted(served=True)
+        self._on_change()
+        self._retiring = self._task(self._retire(previous))
+
+    async def discard(self, reason: str) -> None:
+        """Close `next`, which is not to take over."""
+        assert self.next is not None, "it is being prepared, or is"
+        logger.error("the next checkpoint is refused, and the old one goes on: %s", reason)
+        self._loads = self._loads.counted(served=False)
+        discarded, self.next = self.next, None
+        await self._forget(discarded)
+
+    async def close(self) -> None:
+        """Close all generations."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*(generation.engine.close() for generation in self._open))
+
+    def _start(self, generation: Generation[E]) -> asyncio.Event:
+        """Start a generation's engine; return the event that it is loaded, or has failed."""
+        ended = asyncio.Event()
+        generation.engine.start(partial(self._changed, generation, ended))
+        return ended
+
+    def _changed(self, generation: Generation[E], ended: asyncio.Event) -> None:
+        status = generation.engine.status
+        if generation is self.current:
+            if status.state == "failed":
+                where = "" if status.device in ("auto", "cpu") else f" on {status.device}"
+                what = f"engine {status.device}" if ended.is_set() else f"cannot start{where}"
+                logger.critical("%s: %s", what, status.reason)
+            self._on_change()
+        ended.set()
+
+    async def _retire(self, generation: Generation[E]) -> None:
+        await generation.idle()
+        await self._forget(generation)
+        self._on_retired()
+        logger.info("the old model is closed")
+
+    async def _forget(self, generation: Generation[E]) -> None:
+        await generation.engine.close()
+        self._open.discard(generation)

@@ -1,0 +1,447 @@
+"""One fair queue before everything that is scarce: threads, decoder processes, the text tower, explanations.
+
+    enter() --> waits behind its own caller's jobs --> turn of the caller that has had least --> works --> leaves
+
+    in time    a job that cannot begin before its deadline, with the work ahead at its measured cost, is refused at once
+    fair       callers have their turns by the seconds of work that they have had: a caller delays itself first
+    dropped    a job whose caller leaves or whose time is up while it waits is never begun
+
+`FairQueue` decides, and knows neither threads nor asyncio. Start-time fair queuing: Goyal, Vin and Cheng 1996,
+https://doi.org/10.1145/248156.248171.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Generator, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any, Final, Generic, Self, TypeVar
+
+from service.errors import DeadlineExceeded, QueueFull
+from service.priority import lower_priority
+
+T = TypeVar("T")
+
+_DECAY: Final = 0.98
+"""Share of the measured cost that stays with each further job: about the last 50 jobs count."""
+
+_MOST_SHARES: Final = 4096
+"""Callers that are remembered, before those are forgotten that have no job now."""
+
+_SWEEP_SECONDS: Final = 0.25
+"""Time between two looks for waiting jobs whose time is up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """The reading `at` of the monotonic `clock`, seconds, at which a request's time is up."""
+
+    at: float
+    clock: Callable[[], float] = time.monotonic
+
+    def remaining(self) -> float:
+        """Return the seconds left, never below zero."""
+        return max(0.0, self.at - self.clock())
+
+
+class Entry:
+    """A job in a queue.
+
+    Attributes:
+        size: in any unit that its cost grows with, the same for all jobs of a queue.
+        deadline: reading of the clock before which it must begin.
+        is_waiting, is_under_way: its state; neither before it is added, and once it is gone.
+        began: reading of the clock at which it began.
+        charged: seconds of work that its caller is charged for it.
+    """
+
+    share: _Share[Any]
+
+    def __init__(self, size: float, deadline: float) -> None:
+        self.size = size
+        self.deadline = deadline
+        self.is_waiting = self.is_under_way = False
+        self.began = self.charged = 0.0
+
+
+E = TypeVar("E", bound=Entry)
+
+
+@dataclass(slots=True, eq=False)
+class _Share(Generic[E]):
+    """The part of one caller: seconds of work that it has had, on a scale that all callers share, and what waits."""
+
+    used: float
+    waiting: deque[E] = field(default_factory=deque)
+    size: float = 0.0
+    under_way: int = 0
+    turn: int = -1
+
+
+class FairQueue(Generic[E]):
+    """Jobs that wait for one of several servers, in turns by caller.
+
+    The cost of a job is its size times the measured seconds of work for a unit of size, until it has worked; then its
+    caller is charged the seconds that it took.
+
+    Args:
+        servers: returns how many jobs may be under way.
+        on_late: called with each job whose time is up while it waits.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, servers: Callable[[], int], on_late: Callable[[E], object], clock: Callable[[], float]) -> None:
+        self._servers = servers
+        self._on_late = on_late
+        self._clock = clock
+        self._shares: dict[Hashable, _Share[E]] = {}
+        self._turns: list[tuple[float, int, _Share[E]]] = []
+        self._numbers = count()
+        self._now = 0.0  # what the caller had used whose job began last
+        self.waiting = 0
+        self.under_way = 0
+        self._size_under_way = 0.0
+        self._sizes, self._worked, self._held = 0.0, 0.0, 0.0
+
+    @property
+    def can_begin(self) -> bool:
+        """Return whether a job waits and a server is free."""
+        return self.waiting > 0 and self.under_way < self._servers()
+
+    def add(self, entry: E, caller: Hashable) -> None:
+        """Let a job of a caller wait; raises `QueueFull` if it cannot begin before its deadline."""
+        share = self._share(caller)
+        if self.waiting and self._wait(share) > entry.deadline - self._clock():
+            raise QueueFull("the work that is ahead takes longer than the request's time")
+        entry.share, entry.is_waiting = share, True
+        share.waiting.append(entry)
+        share.size += entry.size
+        self.waiting += 1
+        if len(share.waiting) == 1:
+            self._line_up(share)
+
+    def begin(self) -> E | None:
+        """Return the job that begins now, None if none waits or no server is free."""
+        while self._turns and self.can_begin:
+            _, turn, share = heappop(self._turns)
+            if turn != share.turn:  # it was charged since, or its last job is gone
+                continue
+            entry = share.waiting[0]
+            self._remove(entry)
+            if entry.deadline <= self._clock():
+                self._on_late(entry)
+                continue
+            self._now = max(self._now, share.used)
+            entry.is_under_way, entry.began = True, self._clock()
+            self.under_way += 1
+            share.under_way += 1
+            self._size_under_way += entry.size
+            self.charge(entry, entry.size * self._pace)
+            return entry
+        return None
+
+    def charge(self, entry: E, seconds: float) -> None:
+        """Charge the caller of a job that is under way the seconds of work that it took."""
+        entry.share.used += seconds - entry.charged
+        entry.charged = seconds
+        if entry.share.waiting:
+            self._line_up(entry.share)
+
+    def leave(self, entry: E) -> None:
+        """Give back the server of a job, or drop it while it waits; a job that is gone stays so."""
+        if entry.is_waiting:
+            self._remove(entry)
+        elif entry.is_under_way:
+            entry.is_under_way = False
+            self._sizes = self._sizes * _DECAY + entry.size
+            self._worked = self._worked * _DECAY + entry.charged
+            self._held = self._held * _DECAY + self._clock() - entry.began
+            entry.share.under_way -= 1
+            self.under_way -= 1
+            self._size_under_way -= entry.size
+
+    def drop_late(self) -> None:
+        """Drop the jobs whose time is up while they wait."""
+        now = self._clock()
+        late = [entry for share in self._shares.values() for entry in share.waiting if entry.deadline <= now]
+        for entry in late:
+            self._remove(entry)
+            self._on_late(entry)
+
+    @property
+    def _pace(self) -> float:
+        """Return the measured seconds of work for a unit of size."""
+        return self._worked / self._sizes if self._sizes else 0.0
+
+    def _wait(self, share: _Share[E]) -> float:
+        """Return the seconds until a further job of a caller would begin."""
+        pace = self._pace
+        turn = share.used + share.size * pace
+        ahead = share.size * pace + self._size_under_way * pace / 2
+        for other in self._shares.values():
+            if other.waiting and other is not share:
+                ahead += min(other.size * pace, max(0.0, turn - other.used))
+        # A server may be held for longer than the work itself takes.
+        held = self._held / self._worked if self._worked else 0.0
+        return ahead * held / max(1, self._servers())
+
+    def _share(self, caller: Hashable) -> _Share[E]:
+        share = self._shares.get(caller)
+        if share is None:
+            if len(self._shares) >= _MOST_SHARES:
+                busy = {name: each for name, each in self._shares.items() if each.waiting or each.under_way}
+                self._shares = busy
+            share = self._shares[caller] = _Share(self._now)
+        elif not share.waiting:
+            share.used = max(share.used, self._now)
+        return share
+
+    def _line_up(self, share: _Share[E]) -> None:
+        share.turn = next(self._numbers)
+        heappush(self._turns, (share.used, share.turn, share))
+
+    def _remove(self, entry: E) -> None:
+        share = entry.share
+        entry.is_waiting = False
+        share.waiting.remove(entry)
+        share.size -= entry.size
+        self.waiting -= 1
+        share.turn = -1
+        if share.waiting:
+            self._line_up(share)
+
+
+class Job(Entry, Generic[T]):
+    """Work of one caller in a lane, or its turn there.
+
+    A context manager: leaving it gives its server back, or drops it while it waits. Awaited, it returns what its work
+    returns, or None once it is its turn.
+    """
+
+    def __init__(
+        self, size: float, deadline: float, work: Callable[[], T] | None, leave: Callable[[Job[Any]], object]
+    ) -> None:
+        super().__init__(size, deadline)
+        self.future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self.on_thread = False
+        self.left = False
+        self.work = work
+        self._leave = leave
+        self.outcome: tuple[Any, BaseException | None] = (None, None)
+
+    def fail(self, error: Exception) -> None:
+        """Set the outcome of a job that does not begin."""
+        self.outcome = (None, error)
+
+    def publish(self) -> None:
+        """Set the result of the future, on the event loop, unless the caller has left."""
+        (result, error), self.outcome = self.outcome, (None, None)
+        if self.future.done():
+            return
+        if error is None:
+            self.future.set_result(result)
+        else:
+            self.future.set_exception(error)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self.future.__await__()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.left = True
+        if not self.future.cancel() and not self.future.cancelled():
+            self.future.exception()  # seen, though nobody asks for it
+        self._leave(self)
+
+
+class Lane(ABC):
+    """Jobs that wait for something scarce, of callers on one event loop.
+
+    Args:
+        name: what they wait for, in messages to callers.
+        servers: returns how many jobs may be under way.
+    """
+
+    def __init__(self, name: str, servers: Callable[[], int], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name = name
+        self._clock = clock
+        self._queue: FairQueue[Job[Any]] = FairQueue(servers, self._late, clock)
+        self._lock = threading.Lock()  # of the queue
+        self._sweeper: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Return how many jobs wait."""
+        return self._queue.waiting
+
+    def _enter(self, work: Callable[[], T] | None, caller: Hashable, size: float, deadline: Deadline) -> Job[T]:
+        job = Job(size, self._clock() + deadline.remaining(), work, self._leave)
+        with self._lock:
+            self._queue.add(job, caller)
+        loop = asyncio.get_running_loop()
+        if self._sweeper is not loop:
+            self._sweeper = loop
+            loop.call_later(_SWEEP_SECONDS, self._sweep, loop)
+        self._advance()
+        return job
+
+    @abstractmethod
+    def _leave(self, job: Job[Any]) -> None:
+        """Give back what a job has of the lane."""
+
+    @abstractmethod
+    def _advance(self) -> None:
+        """Begin what can begin."""
+
+    @abstractmethod
+    def _publish(self, job: Job[Any]) -> None:
+        """Let the caller of a job have its outcome."""
+
+    def _late(self, job: Job[Any]) -> None:
+        job.fail(DeadlineExceeded(f"the time was up before {self._name} was free"))
+        self._publish(job)
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock:
+            self._queue.drop_late()
+        if self._queue.waiting:
+            loop.call_later(_SWEEP_SECONDS, self._sweep, loop)
+        else:
+            self._sweeper = None
+
+
+class TurnLane(Lane):
+    """Turns at something scarce: a job awaits its turn and then works."""
+
+    def turn(self, caller: Hashable, size: float, deadline: Deadline) -> Job[None]:
+        """Return a turn that waits; raises `QueueFull` if it cannot begin in time, see `FairQueue.add`.
+
+        To await it raises `DeadlineExceeded` if its time is up before it begins.
+        """
+        return self._enter(None, caller, size, deadline)
+
+    def _leave(self, job: Job[Any]) -> None:
+        if job.is_under_way:
+            self._queue.charge(job, self._clock() - job.began)
+        self._queue.leave(job)
+        self._advance()
+
+    def _advance(self) -> None:
+        while (job := self._queue.begin()) is not None:
+            self._publish(job)
+
+    def _publish(self, job: Job[Any]) -> None:
+        job.publish()
+
+
+class ThreadLane(Lane):
+    """Threads that do the work of jobs, one after the other while any wait.
+
+    What has ended until the event loop comes to it wakes the loop once. Threads start at the loop's next turn, as they
+    compete with the rest of this one for the interpreter's lock. A thread finishes what it has begun.
+
+    Args:
+        threads: how many there are.
+        servers: returns how many jobs may have begun and not been left; None: a job leaves with its thread.
+        background: leave the processor to every other thread that needs it (Linux).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        threads: int,
+        *,
+        servers: Callable[[], int] | None = None,
+        background: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(name, servers or (lambda: threads), clock=clock)
+        self._leaves_at_once = servers is None
+        self._executor = ThreadPoolExecutor(
+            threads, thread_name_prefix=name, initializer=lower_priority if background else None
+        )
+        self._free = threads
+        self._ended: deque[Job[Any]] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._woken: asyncio.AbstractEventLoop | None = None  # the loop that will look at what has ended
+
+    def work(self, work: Callable[[], T], caller: Hashable, size: float, deadline: Deadline) -> Job[T]:
+        """Return the job of a thread, which waits; raises `QueueFull` if it cannot begin in time.
+
+        To await it raises `DeadlineExceeded` if its time is up before it begins, and what the work raises.
+        """
+        self._loop = asyncio.get_running_loop()
+        return self._enter(work, caller, size, deadline)
+
+    def close(self) -> None:
+        """Take nothing more, without waiting for the threads."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _leave(self, job: Job[Any]) -> None:
+        with self._lock:
+            if not job.on_thread:
+                self._queue.leave(job)
+        self._advance()
+
+    def _advance(self) -> None:
+        if self._free and self._queue.can_begin:
+            asyncio.get_running_loop().call_soon(self._start)
+
+    def _start(self) -> None:
+        with self._lock:
+            if not (self._free and self._queue.can_begin):
+                return
+            self._free -= 1
+        self._executor.submit(self._work_off)
+
+    def _work_off(self) -> None:
+        while True:
+            with self._lock:
+                job = self._queue.begin()
+                if job is None:
+                    self._free += 1
+                    return
+                job.on_thread = True
+            began = self._clock()
+            job.outcome, job.work = _outcome(job.work), None
+            with self._lock:
+                self._queue.charge(job, self._clock() - began)
+                if self._leaves_at_once:
+                    self._queue.leave(job)
+            self._publish(job)
+            del job  # it holds the picture
+
+    def _publish(self, job: Job[Any]) -> None:
+        """Wake the event loop to look at a job that has ended."""
+        self._ended.append(job)
+        loop = self._loop
+        if not (loop is None or loop is self._woken or loop.is_closed()):
+            self._woken = loop
+            loop.call_soon_threadsafe(self._publish_ended)
+
+    def _publish_ended(self) -> None:
+        self._woken = None  # before the look: what ends after it wakes the loop again
+        while self._ended:
+            job = self._ended.popleft()
+            job.publish()
+            job.on_thread = False
+            if job.left:
+                self._leave(job)
+
+
+def _outcome(work: Callable[[], T] | None) -> tuple[T | None, BaseException | None]:
+    """Return what the work returns, or what it raises; no frame of the error's traceback holds its job."""
+    assert work is not None, "the jobs of threads have work"
+    try:
+        return work(), None
+    except BaseException as error:  # noqa: BLE001  raised where the job is awaited
+        return None, error

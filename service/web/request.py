@@ -1,0 +1,487 @@
+"""One request's way through the service: admitted, its body read, its picture decoded, the model's answer inferred.
+
+    async with service_of(request).admit(request, model_of(request)) as admitted:
+        picture = await admitted.read_picture()
+        decoded, result = await admitted.classify(picture, requested)
+
+Everything that a request holds is given back where `admit` ends: its places, the bytes of its body, its turns, and the
+model, which stays the same on the whole way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import Message, Receive
+
+from model.config import PreprocessConfig
+from model.cores import usable_cores
+from model.images.formats import is_bounded
+from model.images.preprocess import ModelInput, model_input
+from model.images.region import Region
+from model.outputs import RequestedOutputs
+from model.zero_shot import of_image
+from service.engine.base import Engine
+from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
+from service.errors import (
+    ClientDisconnected,
+    DeadlineExceeded,
+    Draining,
+    EngineUnavailable,
+    MissingImage,
+    NotFound,
+    RequestTimeout,
+    UploadTooLarge,
+)
+from service.http import connection_of
+from service.lifecycle import Lifecycle
+from service.models.model import Generation, ServedModel
+from service.observe.metrics import Metrics
+from service.settings import Settings
+from service.web.admission import Body, Limiter, Permit, Receiving
+from service.web.decoders import Decoded, Decoders
+from service.web.image_stores import ImageStore
+from service.web.lanes import Deadline, Job, ThreadLane, TurnLane
+from service.web.middleware import request_context
+from service.web.upload import UploadedFile, UploadLimits, read_files, read_whole
+from vitserve.documents import FIELD
+
+T = TypeVar("T")
+
+LATE_SECONDS: Final = 0.5
+"""Nobody waits longer than a second more than the request's time; what is left is for the answer's way."""
+
+LARGE: Final = 2000
+"""Values from which on a document is read or written by a thread: it would hold the event loop for 5 to 10 ms."""
+
+_BATCHES_AHEAD: Final = 4
+"""Batches of each engine whose pictures are decoded, or being decoded, at once: two under way, and two that wait.
+
+Decoding that runs further ahead would take the processors from the batches that are to be answered first.
+"""
+
+_TEXTS_AT_ONCE: Final = 8
+"""Requests whose texts the tower computes in turn."""
+
+
+class Lanes:
+    """The queues of a web process before everything that is scarce."""
+
+    def __init__(self, settings: Settings, models: ServedModel, decoders: Decoders, clock: Callable[[], float]) -> None:
+        threads = -(-min(usable_cores(), 16) // settings.workers)
+
+        def batches(number: int) -> int:
+            engine = models.current.engine
+            return number * len(engine.engines) * (1 if engine.info is None else engine.info.max_batch)
+
+        self.pictures = ThreadLane("decode", threads, servers=lambda: batches(_BATCHES_AHEAD), clock=clock)
+        self.decoders = TurnLane("decoders", lambda: decoders.processes, clock=clock)
+        self.documents = ThreadLane("documents", 1, background=True, clock=clock)
+        self.drawings = ThreadLane("drawing", 1, background=True, clock=clock)
+        self.texts = TurnLane("texts", lambda: _TEXTS_AT_ONCE, clock=clock)
+        self.explanations = TurnLane("explanations", lambda: batches(2), clock=clock)
+
+    def close(self) -> None:
+        """Begin nothing more, without waiting for the threads."""
+        for lane in (self.pictures, self.documents, self.drawings):
+            lane.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The model of a request: the generation that it belongs to, and its description."""
+
+    generation: Generation[Engine]
+    info: ModelInfo
+
+    @property
+    def engine(self) -> Engine:
+        """Return the engine that computes it."""
+        return self.generation.engine
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Everything that the requests of a web process share; `clock` gives monotonic seconds."""
+
+    models: ServedModel
+    settings: Settings
+    metrics: Metrics
+    limiter: Limiter
+    receiving: Receiving
+    images: ImageStore
+    lifecycle: Lifecycle
+    lanes: Lanes
+    decoders: Decoders
+    clock: Callable[[], float] = time.monotonic
+
+    def model(self, name: str | None = None) -> Model:
+        """Return the model of a name, None for the default, as it is current now.
+
+        It may be gone as soon as another took over, unless a request is admitted with it.
+
+        Raises:
+            NotFound: there is no such model.
+            EngineUnavailable: it is not ready.
+        """
+        generation = self.models.current
+        info = generation.engine.info
+        if info is None or not generation.engine.ready:
+            raise EngineUnavailable(generation.engine.status.reason)
+        if name not in (None, info.name):
+            raise NotFound(f"{name!r:.200}: no such model; there is {info.name!r}")
+        return Model(generation, info)
+
+    def check_open(self) -> None:
+        """Raise `Draining` or `EngineUnavailable` if the service takes no requests."""
+        if self.lifecycle.draining:
+            raise Draining("the service is about to stop: try another instance")
+        self.model()
+
+    def check_room(self) -> None:
+        """Raise `QueueFull`, or what `check_open` raises, if a request would get no place; it takes none.
+
+        Bodies that have just begun to arrive will take places. Without counting them, many callers would be admitted
+        for each free place, and most of them refused when their bodies are here. Such bodies keep at most half of the
+        places, as a caller can begin a body and never end it.
+        """
+        self.check_open()
+        self.limiter.check()
+        free = self.limiter.capacity - self.limiter.in_use
+        if free <= self.limiter.capacity // 2:
+            self.limiter.check(1 + self.receiving.newcomers(free))
+
+    @asynccontextmanager
+    async def admit(
+        self, request: Request, model: Model, *, needs_place: bool = True
+    ) -> AsyncIterator[AdmittedRequest]:
+        """Admit a request over HTTP, until the context ends; its places are taken when its body is here.
+
+        One that `needs_place` is refused now if there is none.
+
+        Raises:
+            QueueFull, Draining, EngineUnavailable: there is no room.
+            RequestTimeout, DeadlineExceeded: its time was up before its body was here, or before it was answered.
+            ClientDisconnected: the caller left.
+        """
+        if needs_place:
+            self.check_room()
+        context = request_context(request.scope)
+        caller = context.key_name or (request.client.host if request.client else "")
+        async with self.admit_from(caller, context.started, model) as admitted:
+            connection = connection_of(request.scope)
+            admitted.left = None if connection is None else connection.left
+            admitted.source, admitted.headers = request.receive, request.headers
+            admitted.request_id = context.request_id
+            yield admitted
+
+    @asynccontextmanager
+    async def admit_from(self, caller: Hashable, started: float, model: Model) -> AsyncIterator[AdmittedRequest]:
+        """Admit a request from a caller, whose head came at this reading of the clock; see `admit`."""
+        deadline = Deadline(started + self.settings.request_timeout, self.clock)
+        with self.receiving.body() as body, Permit(self.limiter) as permit, model.generation.request():
+            admitted = AdmittedRequest(self, model, caller, deadline, body, permit)
+            try:
+                async with admitted.limit:
+                    yield admitted
+            except TimeoutError:
+                if not admitted.limit.expired():
+                    raise
+                raise admitted.time_is_up() from None
+            except asyncio.CancelledError:
+                if not admitted.caller_left or admitted.task.cancelling() > 1:
+                    raise
+                admitted.task.uncancel()
+                raise ClientDisconnected("the caller went away") from None
+            finally:
+                admitted.close()
+
+
+def service_of(request: Request) -> Service:
+    """Return the service that a request came to."""
+    return cast(Service, request.app.state.service)
+
+
+def model_of(request: Request) -> Model:
+    """Return the model of a request; raises `EngineUnavailable` if none is ready."""
+    return service_of(request).model()
+
+
+class AdmittedRequest:
+    """A request on its way, with all that it holds.
+
+    Attributes:
+        model: that answers it.
+        started: monotonic seconds at which its head had been read.
+        deadline: when its time is up.
+        limit: ends it when its time is up.
+        caller_left: whether the caller was seen to leave.
+    """
+
+    source: Receive
+    headers: Headers
+    request_id: str
+    left: asyncio.Future[None] | None = None
+    watches = True
+
+    def __init__(
+        self,
+        service: Service,
+        model: Model,
+        caller: Hashable,
+        deadline: Deadline,
+        body: Body,
+        permit: Permit,
+    ) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "a request is a task"
+        self.service = service
+        self.model = model
+        self.started = deadline.at - service.settings.request_timeout
+        self.deadline = deadline
+        self.limit = asyncio.timeout(None)
+        self.task = task
+        self.caller_left = False
+        self._caller = caller
+        self._body = body
+        self._permit = permit
+        self._reading = False
+        self._watcher: asyncio.Future[None] | None = None
+
+    # The body is read
+
+    async def read_picture(self, fields: Collection[str] = (FIELD,)) -> bytearray:
+        """Return the only picture in the body, and take its place; its part of a form has one of the names `fields`.
+
+        Raises `QueueFull`, and what `read` and `service.web.upload.read_files` raise.
+        """
+        [file] = await self.read_pictures(1, fields)
+        if isinstance(file, UploadTooLarge):
+            raise file
+        return file
+
+    async def read_pictures(self, most: int, fields: Collection[str] = (FIELD,)) -> list[UploadedFile]:
+        """Return the pictures in the body, at most so many, and take a place for each; see `read_picture`."""
+        settings, limiter = self.service.settings, self.service.limiter
+        limits = UploadLimits(settings.max_upload_bytes, settings.max_request_bytes, most, fields)
+        numbers = itertools.count(2)
+        files = await self.read(
+            lambda receive: read_files(self.headers, receive, limits, lambda: limiter.check(next(numbers)))
+        )
+        self.take(len(files))
+        return files
+
+    async def read_body(self, limit: int | None = None) -> bytearray:
+        """Return the whole body, which is no picture; it takes no place.
+
+        `limit` is how many bytes it may have, if not those of the settings. Raises as `read`.
+        """
+        most = limit or self.service.settings.max_request_bytes
+        return await self.read(lambda receive: read_whole(self.headers, receive, limit=most))
+
+    async def read(self, reader: Callable[[Receive], Awaitable[T]]) -> T:
+        """Return what `reader` makes of the body, whose bytes and time are bounded.
+
+        Raises:
+            ReceivingFull: there is no memory for the body.
+            What the reader raises; and the context of the request `RequestTimeout`, where the body did not arrive in
+            time, or crawled while others needed its room.
+        """
+        started, self._reading = self.service.clock(), True
+        self._end_in(self.deadline.remaining())
+        with self.service.receiving.arriving(self._body, partial(self._end_in, 0.0)):
+            content = await reader(self._receive)
+        self._reading = False
+        self.service.metrics.observe_stage("read", self.service.clock() - started)
+        return content
+
+    async def _receive(self) -> Message:
+        message = await self.source()
+        self.service.receiving.add(self._body, len(message.get("body", b"")))
+        return message
+
+    def take(self, places: int) -> None:
+        """Take so many places, all or none, now that the body is here; raises `QueueFull`.
+
+        From now on the request ends when its caller leaves.
+        """
+        self._permit.extend(places)
+        self._end_in(self.deadline.remaining() + LATE_SECONDS)
+        if self.watches:
+            self._watcher = self.left or asyncio.ensure_future(_disconnected(self.source))
+            self._watcher.add_done_callback(self._leave)
+
+    # It is decoded
+
+    async def decode(self, data: bytearray) -> Decoded:
+        """Return the picture in a file, of the model's size.
+
+        A thread decodes a file whose header bounds the work, a process of its own any other.
+
+        Raises `MissingImage` if there are no bytes, `QueueFull`, and what `Decoders.model_input` raises.
+        """
+        if not data:
+            raise MissingImage("the picture is empty")
+        if is_bounded(data):
+            with self._decoding(data) as job:
+                decoded = await job
+        else:
+            with self._permit.lent(), self._decoder() as turn:
+                await turn
+                decoded = await self.service.decoders.model_input(data, self.model.info.preprocess, self.deadline)
+        self.service.metrics.observe_stage("decode", decoded.seconds)
+        return decoded
+
+    def _decoding(self, data: bytearray) -> Job[Decoded]:
+        work = partial(_decode, data, self.model.info.preprocess, self.service.settings)
+        return self.service.lanes.pictures.work(work, self._caller, len(data), self.deadline)
+
+    def _decoder(self) -> Job[None]:
+        return self.service.lanes.decoders.turn(self._caller, 1, self.deadline)
+
+    async def photo(self, data: bytearray, region: Region, size: int | None) -> ModelInput:
+        """Return the photo in a file, at most so large, with the region of it that the model saw."""
+        with self._permit.lent(), self._decoder() as turn:
+            await turn
+            return (await self.service.decoders.photo(data, region, size, self.deadline)).picture
+
+    # The model answers
+
+    async def classify(self, data: bytearray, requested: RequestedOutputs) -> tuple[Decoded, InferenceResult]:
+        """Return the picture in a file as the model saw it, and the answer; raises as `decode` and `infer`.
+
+        The turn of a picture that a thread decodes lasts until it is answered, so that decoding does not run far ahead
+        of the model. Pictures of which a map is asked keep none: they may wait for long.
+        """
+        if requested.map is not None or not data or not is_bounded(data):
+            decoded = await self.decode(data)
+            return decoded, await self.infer(decoded.picture.pixels, requested)
+        with self._decoding(data) as job:
+            decoded = await job
+            self.service.metrics.observe_stage("decode", decoded.seconds)
+            return decoded, await self.infer(decoded.picture.pixels, requested)
+
+    async def infer(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
+        """Return the model's answer to one picture, uint8 [H, W, C]; raises as `Engine.infer`.
+
+        Labels of the request are compared with the picture's embedding here; their texts are none of the batch's. A map
+        of the best of them, which is known only then, is asked for on its own.
+        """
+        if not requested.labels:
+            return await self._infer(pixels, requested)
+        zero_shot = self.model.info.zero_shot
+        assert zero_shot is not None, "routes refuse labels for other models"
+        result = await self._infer(pixels, of_image(requested))
+        texts = await self.embed_texts(zero_shot.prompts(requested.labels))
+        features = zero_shot.label_features(texts)
+        outputs = zero_shot.compare(result.outputs, features, requested)
+        if requested.map is not None and requested.map.of_best_class:
+            of_label = RequestedOutputs(1, zero_shot.map_of_best(result.outputs, features))
+            explained = await self._infer(pixels, of_label)
+            assert explained.outputs.map is not None, "the engine answers each request for a map"
+            outputs = zero_shot.with_map(outputs, explained.outputs.map)
+            result = replace(
+                result,
+                queue_seconds=result.queue_seconds + explained.queue_seconds,
+                inference_seconds=result.inference_seconds + explained.inference_seconds,
+            )
+        return replace(result, outputs=outputs)
+
+    async def _infer(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
+        """Return the engine's answer to one picture; raises as `Engine.infer`.
+
+        A picture that was launched in time may be answered late, up to `LATE_SECONDS`: an engine may never answer.
+        """
+        if requested.map is not None and requested.map.needs_pass:
+            with self._permit.lent(), self.service.lanes.explanations.turn(self._caller, 1, self.deadline) as turn:
+                await turn
+                result = await self._ask(pixels, requested)
+        else:
+            result = await self._ask(pixels, requested)
+        self.service.metrics.observe_stage("queue", result.queue_seconds)
+        self.service.metrics.observe_stage("inference", result.inference_seconds, result.batch_size)
+        return result
+
+    async def _ask(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
+        return await self.model.engine.infer(InferenceRequest(pixels, requested), timeout=self.deadline.remaining())
+
+    async def embed_texts(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Return the features of texts, [N, D]; raises as `Engine.embed_texts`."""
+        with self._permit.lent(), self.service.lanes.texts.turn(self._caller, len(texts), self.deadline) as turn:
+            await turn
+            return await self.model.engine.embed_texts(texts, timeout=self.deadline.remaining())
+
+    # The answer is written
+
+    async def write(self, work: Callable[[], T], *, size: int) -> T:
+        """Return what `work` returns: here, or from a thread if it handles many values."""
+        if size < LARGE:
+            return work()
+        with self.service.lanes.documents.work(work, self._caller, size, self.deadline) as job:
+            return await job
+
+    async def draw(self, work: Callable[[], T], *, size: int) -> T:
+        """Return what a thread draws, of so many pixels."""
+        with self._permit.lent(), self.service.lanes.drawings.work(work, self._caller, size, self.deadline) as job:
+            return await job
+
+    # It ends
+
+    def _end_in(self, seconds: float) -> None:
+        self.limit.reschedule(asyncio.get_running_loop().time() + seconds)
+
+    def _leave(self, _: object) -> None:
+        self.caller_left = True
+        self.task.cancel()
+
+    def time_is_up(self) -> Exception:
+        """Return the error of a request whose time is up."""
+        if self._body.gave_way:
+            return RequestTimeout("the body came too slowly while others waited for its room")
+        if self._reading:
+            return RequestTimeout(f"the body did not arrive within {self.service.settings.request_timeout:g} s")
+        return DeadlineExceeded("the request was not answered in time")
+
+    def close(self) -> None:
+        """Watch the caller no more."""
+        if self._watcher is not None:
+            self._watcher.remove_done_callback(self._leave)
+            if self._watcher is not self.left:
+                self._watcher.cancel()
+
+
+def _decode(data: bytearray, config: PreprocessConfig, settings: Settings) -> Decoded:
+    started = time.perf_counter()
+    picture = model_input(data, config, max_pixels=settings.max_image_pixels, scaled_decode=settings.scaled_decode)
+    return Decoded(picture, time.perf_counter() - started)
+
+
+async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines side by side and return their results, in order.
+
+    When a coroutine fails, the others are cancelled. Its error is raised after they have ended, because until then
+    they hold memory of the request.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in work]
+    except ExceptionGroup as failed:
+        failed.__traceback__ = None  # a frame of it holds the group itself, and the tasks with all that they were given
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

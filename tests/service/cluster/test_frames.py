@@ -1,0 +1,168 @@
+"""Frames: whatever is sent is what arrives, however the stream is cut."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from model.images.preprocess import ModelInput
+from model.images.region import Region
+from model.outputs import (
+    FUSIONS,
+    METHODS,
+    POOLINGS,
+    AttentionMap,
+    EmbeddingRequest,
+    Head,
+    MapRequest,
+    Outputs,
+    RequestedOutputs,
+)
+from service.cluster import frames
+from service.engine.messages import EngineStatus, InferenceResult
+from service.errors import CheckpointRefused, QueueFull
+from service.models.model import Loads
+from service.web.image_stores import StoreUsage
+from tests.service.fakes import LIBRARY, model_info, on_a_loop
+
+IDS = st.integers(0, 2**64 - 1)
+SMALL = st.integers(0, 2**31 - 1)
+SECONDS = st.floats(0, 1e9)
+HEADS: st.SearchStrategy[Head] = st.one_of(st.just("mean"), st.just("max"), st.integers(0, 255))
+
+MAPS = st.builds(
+    MapRequest,
+    st.sampled_from(METHODS),
+    st.none() | SMALL,
+    st.none() | st.integers(0, 255),
+    st.none() | HEADS,
+    st.none() | st.sampled_from(FUSIONS),
+    st.none() | st.floats(0, 1),
+    st.none() | arrays.arrays(np.float32, 5, elements=st.floats(-1, 1, width=32)),
+)
+EMBEDDINGS = st.builds(EmbeddingRequest, st.sampled_from(POOLINGS), st.booleans())
+
+
+def floats(shape: Any) -> st.SearchStrategy[Any]:
+    return arrays.arrays(np.float32, shape, elements=st.floats(0, 1, width=32))
+
+
+@st.composite
+def results(draw: st.DrawFn) -> InferenceResult:
+    top_k = draw(st.integers(1, 20))
+    found = None
+    if draw(st.booleans()):
+        grid = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
+        found = AttentionMap(draw(MAPS), draw(floats(grid)), *(draw(st.floats(0, 1)) for _ in range(3)))
+    indices = draw(arrays.arrays(np.int64, top_k, elements=SMALL))
+    times = draw(SECONDS), draw(SECONDS)
+    logits, embedding = draw(st.none() | floats(20)), draw(st.none() | floats(12))
+    label_set = draw(st.none() | arrays.arrays(np.int64, st.integers(0, 9), elements=SMALL))
+    outputs = Outputs(draw(floats(top_k)), indices, found, logits, embedding, label_set=label_set)
+    return InferenceResult(outputs, draw(SMALL), *times)
+
+
+PIXELS = arrays.arrays(np.uint8, (3, 2, 3))
+PICTURES = st.builds(ModelInput, PIXELS, st.builds(Region, *[st.floats(0, 100)] * 4))
+REQUESTED = st.builds(RequestedOutputs, SMALL, st.none() | MAPS, st.booleans(), st.none() | EMBEDDINGS)
+STATUSES = st.builds(
+    EngineStatus,
+    st.text(),
+    st.sampled_from(["loading", "ready", "failed", "closed"]),
+    st.text(),
+    st.text(),
+    st.none() | st.lists(SMALL).map(tuple),
+    SMALL,
+    SMALL,
+)
+FRAMES: st.SearchStrategy[frames.Frame] = st.one_of(
+    st.builds(frames.Adopted, SMALL),
+    st.builds(frames.Released, SMALL),
+    st.builds(frames.Submit, IDS, SMALL, PIXELS, REQUESTED, SECONDS),
+    st.builds(frames.Cancel, IDS),
+    st.builds(frames.EmbedTexts, IDS, SMALL, st.lists(st.text(), max_size=9).map(tuple), SECONDS),
+    st.builds(frames.Load, IDS, st.none() | st.text()),
+    st.builds(frames.TakeOver, IDS),
+    st.builds(frames.Discard, IDS, st.text()),
+    st.builds(frames.Put, IDS, PICTURES),
+    st.builds(frames.Get, IDS, st.text()),
+    st.builds(
+        frames.StatusChanged,
+        STATUSES,
+        st.builds(Loads, SMALL, SMALL, st.booleans()),
+        st.builds(StoreUsage, SMALL, SMALL, SMALL),
+    ),
+    st.builds(frames.Serving, SMALL, st.sampled_from([model_info(), model_info(config=LIBRARY, labels=())])),
+    st.builds(frames.Completed, IDS, results()),
+    st.builds(frames.TextsEmbedded, IDS, floats((3, 5))),
+    st.builds(frames.Kept, IDS, st.none() | st.text()),
+    st.builds(frames.Found, IDS, st.none() | PICTURES),
+    st.builds(frames.Done, IDS),
+    st.builds(frames.Failed, IDS, st.integers(0, len(frames.ERRORS) - 1), st.text()),
+)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two frames hold the same, arrays and their dtypes included."""
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if dataclasses.is_dataclass(one):
+        return type(one) is type(other) and all(
+            equal(getattr(one, each.name), getattr(other, each.name)) for each in dataclasses.fields(one)
+        )
+    if hasattr(one, "__struct_fields__"):
+        return type(one) is type(other) and all(
+            equal(getattr(one, name), getattr(other, name)) for name in one.__struct_fields__
+        )
+    return bool(one == other)
+
+
+async def received(*pieces: bytes) -> list[frames.Frame]:
+    reader = asyncio.StreamReader()
+    for piece in pieces:
+        reader.feed_data(piece)
+    reader.feed_eof()
+    return [frame async for frame in frames.frames(reader)]
+
+
+@given(sent=st.lists(FRAMES, max_size=4), cut=st.integers(0, 100))
+def test_what_is_sent_is_what_arrives_however_the_stream_is_cut(sent: list[frames.Frame], cut: int) -> None:
+    data = b"".join(map(frames.encode, sent))
+    found = asyncio.run(received(data[:cut], data[cut:]))
+    assert len(found) == len(sent)
+    assert all(map(equal, sent, found))
+
+
+@given(sent=FRAMES, missing=st.integers(1, 9))
+def test_a_frame_that_is_cut_off_is_none(sent: frames.Frame, missing: int) -> None:
+    assert asyncio.run(received(frames.encode(sent)[:-missing])) == []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (frames.MAX_BYTES + 1).to_bytes(4, "little"),
+        b"\1\0\0\0\xc0",
+        b"\3\0\0\0\x92\x7f\x00",
+        frames.encode(frames.Cancel(1))[:-1] + b"\xc0",
+        frames.encode(frames.Failed(1, 0, "x")).replace(b"\x00\xa1", b"\x7e\xa1"),
+    ],
+    ids=["too long", "nothing", "of an unknown kind", "of another type", "of no known error"],
+)
+@on_a_loop
+async def test_bytes_that_no_frame_has_are_refused(data: bytes) -> None:
+    with pytest.raises(frames.FrameError):
+        await received(data)
+
+
+def test_an_error_keeps_its_type_and_its_message() -> None:
+    for error in (QueueFull("all places are taken"), CheckpointRefused("no such file")):
+        found = frames.Failed.of(7, error).error()
+        assert (type(found), str(found)) == (type(error), str(error))

@@ -1,0 +1,340 @@
+"""Workers and engines over sockets: whose answers are whose, who learns of what, and swaps that all take or none."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from model.errors import CheckpointError
+from model.images.preprocess import ModelInput
+from model.images.region import Region
+from service.cluster import frames
+from service.cluster.engine_process import EngineServer
+from service.cluster.remote_model import EngineClient, RemoteImageStore, RemoteModel
+from service.engine.local import LocalEngine
+from service.engine.messages import InferenceResult, ModelInfo
+from service.errors import CheckpointRefused, EngineUnavailable, SwapUnderWay
+from service.models.model import LocalModel
+from service.web.image_stores.memory import MemoryImageStore
+from tests.service.fakes import PATIENCE, FakePredictor, expected_indices, model_info, on_a_loop, pixels, request_for
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+@dataclass
+class Device:
+    """What an engine loads: each checkpoint has a predictor; `broken` ones cannot be read, and `gate` holds loading."""
+
+    path: Path
+    broken: set[str] = field(default_factory=set)
+    gate: threading.Event = field(default_factory=threading.Event)
+    predictors: dict[str, FakePredictor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    async def start(self, served: str | None = None, generation: int = 1) -> None:
+        self.model = LocalModel(self._make, served, generation)
+        images = MemoryImageStore(ttl=60, max_bytes=1 << 20)
+        self.server = EngineServer(self.model, images, refresh_seconds=0.01)
+        await self.server.start(self.path)
+
+    async def die(self) -> None:
+        """As its process would: without a word, and its socket stays."""
+        for worker in list(self.server.workers):
+            worker._writer.transport.abort()
+        await self.server.close()
+
+    def _make(self, checkpoint: str | None) -> LocalEngine:
+        name = checkpoint or "configured"
+
+        def load() -> tuple[FakePredictor, ModelInfo]:
+            assert self.gate.wait(PATIENCE)
+            if name in self.broken:
+                raise CheckpointError(f"{name}: no such file")
+            self.predictors[name] = FakePredictor()
+            return self.predictors[name], model_info(name=name)
+
+        return LocalEngine(load, device="cpu", queue_size=50, max_delay=0, on_batch=lambda _: None)
+
+
+@dataclass
+class Service:
+    """Engines of one service, and the workers that use them."""
+
+    devices: list[Device]
+    workers: list[RemoteModel] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)
+
+    async def worker(self) -> RemoteModel:
+        """One more worker, which knows all engines."""
+        model = RemoteModel([EngineClient(device.path, "cpu") for device in self.devices])
+        model.start(lambda: self.changes.append(name_of(model)))
+        self.workers.append(model)
+        await until(lambda: all(engine.models for engine in model.engines) and model.current.engine.ready)
+        return model
+
+
+def name_of(model: RemoteModel) -> str:
+    info = model.current.engine.info
+    return info.name if info is not None and model.current.engine.ready else model.current.engine.status.reason
+
+
+@asynccontextmanager
+async def running(engines: int = 1) -> AsyncIterator[Service]:
+    with TemporaryDirectory() as folder:
+        service = Service([Device(Path(folder, str(index))) for index in range(engines)])
+        for device in service.devices:
+            await device.start()
+        try:
+            yield service
+        finally:
+            for device in service.devices:
+                device.gate.set()
+                for predictor in device.predictors.values():
+                    predictor.gate.set()
+            for worker in service.workers:
+                await worker.close()
+            for device in service.devices:
+                await device.server.close()
+
+
+def ask(model: RemoteModel, red: int, timeout: float = PATIENCE) -> asyncio.Task[InferenceResult]:
+    return asyncio.create_task(model.current.engine.infer(request_for(red), timeout=timeout))
+
+
+async def check(answers: Iterable[asyncio.Task[InferenceResult]], reds: Iterable[int]) -> None:
+    for answer, red in zip(answers, reds, strict=True):
+        assert (await answer).outputs.indices.tolist() == expected_indices(red, 3)
+
+
+@on_a_loop
+async def test_requests_of_all_workers_meet_in_batches_and_each_gets_its_own_answer() -> None:
+    async with running() as service:
+        workers = [await service.worker() for _ in range(3)]
+        predictor = service.devices[0].predictors["configured"]
+        predictor.gate.clear()
+        answers = [ask(workers[red % 3], red) for red in range(30)]
+        await until(lambda: service.devices[0].model.current.engine.status.queue_depth >= 25)
+        predictor.gate.set()
+        await check(answers, range(30))
+        assert any(len({red % 3 for red in batch}) > 1 for batch in predictor.launched)
+
+
+@on_a_loop
+async def test_a_worker_that_dies_takes_its_own_requests_along_and_no_others() -> None:
+    async with running() as service:
+        dies, stays = [await service.worker() for _ in range(2)]
+        predictor = service.devices[0].predictors["configured"]
+        predictor.gate.clear()
+        busy = ask(stays, 0)
+        await predictor.wait_until_busy()
+        gone = ask(dies, 1)
+        kept = ask(stays, 2)
+        await until(lambda: service.devices[0].model.current.engine.status.queue_depth == 2)
+        await dies.close()
+        with pytest.raises(EngineUnavailable):
+            await gone
+        await until(lambda: service.devices[0].model.current.engine.status.queue_depth == 1)
+        predictor.gate.set()
+        await check([busy, kept], [0, 2])
+        assert predictor.launched == [[0], [2]]
+
+
+@on_a_loop
+async def test_an_engine_that_dies_is_an_error_for_whom_it_had_and_its_successor_answers_the_next() -> None:
+    async with running() as service:
+        model = await service.worker()
+        [device] = service.devices
+        device.predictors["configured"].gate.clear()
+        lost = ask(model, 1)
+        await device.predictors["configured"].wait_until_busy()
+        dying = asyncio.create_task(device.die())
+        with pytest.raises(EngineUnavailable, match="the engine ended and is being started again"):
+            await lost
+        with pytest.raises(EngineUnavailable, match="the engine ended"):
+            await ask(model, 2)
+        device.predictors["configured"].gate.set()
+        await dying
+        await device.start()
+        await until(lambda: model.current.engine.ready)
+        await check([ask(model, 3)], [3])
+        assert service.changes[-1] == "configured"
+
+
+@on_a_loop
+async def test_images_go_to_the_engine_with_the_fewest_and_around_one_that_died() -> None:
+    async with running(engines=2) as service:
+        model = await service.worker()
+        one, other = (device.predictors["configured"] for device in service.devices)
+        one.gate.clear()
+        other.gate.clear()
+        answers = [ask(model, red) for red in range(6)]
+        await until(lambda: [engine.outstanding for engine in model.engines] == [3, 3])
+        one.gate.set()
+        await until(lambda: model.engines[0].outstanding == 0)
+        answers += [ask(model, red) for red in (6, 7)]
+        await until(lambda: sum(map(len, one.launched)) == 5)
+        other.gate.set()
+        await check(answers, range(8))
+        await service.devices[0].die()
+        await until(lambda: model.engines[0].status.state == "failed")
+        await check([ask(model, red) for red in range(4)], range(4))
+        await service.devices[0].start()
+
+
+@on_a_loop
+async def test_a_deadline_and_a_caller_who_leaves_reach_the_engine() -> None:
+    async with running() as service:
+        model = await service.worker()
+        predictor = service.devices[0].predictors["configured"]
+        predictor.gate.clear()
+        busy = ask(model, 0)
+        await predictor.wait_until_busy()
+        leaves, stays = ask(model, 1), ask(model, 2)
+        await until(lambda: service.devices[0].model.current.engine.status.queue_depth == 2)
+        leaves.cancel()
+        await until(lambda: service.devices[0].model.current.engine.status.queue_depth == 1)
+        predictor.gate.set()
+        await check([busy, stays], [0, 2])
+        assert predictor.launched == [[0], [2]]
+        assert model.engines[0].outstanding == 0
+
+
+@on_a_loop
+async def test_a_kept_picture_is_found_by_every_worker() -> None:
+    async with running() as service:
+        stores = [RemoteImageStore((await service.worker()).engines[0]) for _ in range(2)]
+        picture = ModelInput(pixels(9), Region(1, 2, 3, 4))
+        image_id = await stores[0].put(picture)
+        assert image_id is not None
+        for store in stores:
+            found = await store.get(image_id)
+            assert found is not None
+            assert (found.region, found.pixels.tolist()) == (picture.region, picture.pixels.tolist())
+            assert await store.get("nobody") is None
+        await until(lambda: all(store.usage().pictures == 1 for store in stores))
+        await service.devices[0].die()
+        await until(lambda: service.workers[0].engines[0].status.state == "failed")
+        assert (await stores[0].put(picture), await stores[0].get(image_id)) == (None, None)
+        await service.devices[0].start()
+
+
+# Swaps
+
+
+@on_a_loop
+async def test_all_engines_and_workers_turn_to_the_next_model_and_old_requests_are_answered_by_the_old_one() -> None:
+    async with running(engines=2) as service:
+        leads, follows = [await service.worker() for _ in range(2)]
+        old = follows.current
+        with old.request():
+            await leads.load("next")
+            assert [name_of(worker) for worker in service.workers] == ["next", "next"]
+            assert leads.current.number == follows.current.number == 2
+            before = await old.engine.infer(request_for(4), timeout=PATIENCE)
+            assert before.outputs.indices.tolist() == expected_indices(4, 3)
+            assert [4] in [batch for each in service.devices for batch in each.predictors["configured"].launched]
+            await check([ask(worker, 5) for worker in service.workers], [5, 5])
+            assert sum(sum(map(len, each.predictors["next"].launched)) for each in service.devices) == 2
+            assert all(len(each.model._open) == 2 for each in service.devices)
+        await until(lambda: all(len(each.model._open) == 1 for each in service.devices))
+        await until(lambda: follows.loads == (1, 0, True))
+        follows.reload()
+        await until(lambda: [name_of(worker) for worker in service.workers] == ["configured"] * 2)
+
+
+@on_a_loop
+async def test_one_engine_that_refuses_a_checkpoint_keeps_all_from_taking_it_over() -> None:
+    async with running(engines=2) as service:
+        model = await service.worker()
+        service.devices[1].broken = {"bad"}
+        with pytest.raises(CheckpointRefused, match="bad: no such file"):
+            await model.load("bad")
+        assert name_of(model) == "configured"
+        assert all(each.model.next is None and len(each.model._open) == 1 for each in service.devices)
+        await until(lambda: model.loads == (0, 1, False))
+        await model.load("good")
+        assert name_of(model) == "good"
+
+
+@on_a_loop
+async def test_of_two_workers_that_load_at_once_one_is_refused() -> None:
+    async with running() as service:
+        first, second = [await service.worker() for _ in range(2)]
+        [device] = service.devices
+        device.gate.clear()
+        loading = asyncio.create_task(first.load("next"))
+        await until(lambda: device.model.next)
+        for model in (first, second):
+            with pytest.raises(SwapUnderWay):
+                await model.load("other")
+        device.gate.set()
+        await loading
+        assert name_of(second) == "next"
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["loading", "loaded"])
+@on_a_loop
+async def test_what_a_worker_asked_for_that_died_does_not_take_over(loaded: bool) -> None:
+    async with running() as service:
+        dies, stays = [await service.worker() for _ in range(2)]
+        [device] = service.devices
+        if not loaded:
+            device.gate.clear()
+        asking = asyncio.create_task(dies.engines[0].ask(lambda id_: frames.Load(id_, "next")))
+        await until(lambda: device.model.next)
+        if loaded:
+            await asking
+        await dies.close()
+        await until(lambda: device.model.next is None)
+        device.gate.set()
+        asking.cancel()
+        await stays.load("other")
+        assert name_of(stays) == "other"
+
+
+@on_a_loop
+async def test_an_engine_that_dies_while_it_loads_ends_the_swap_and_its_successor_serves_what_the_others_do() -> None:
+    async with running(engines=2) as service:
+        model = await service.worker()
+        service.devices[1].gate.clear()
+        loading = asyncio.create_task(model.load("next"))
+        await until(lambda: service.devices[1].model.next)
+        dying = asyncio.create_task(service.devices[1].die())
+        with pytest.raises(EngineUnavailable):
+            await loading
+        assert service.devices[0].model.next is None
+        service.devices[1].gate.set()
+        await dying
+        await service.devices[1].start()
+        await until(lambda: all(engine.models for engine in model.engines))
+        await model.load("next")
+        await service.devices[1].die()
+        await service.devices[1].start("next", generation=2)
+        await until(lambda: [set(engine.models) for engine in model.engines] == [{2}, {2}])
+        await check([ask(model, red) for red in range(4)], range(4))
+        assert service.devices[1].predictors["next"].launched != []
+
+
+@on_a_loop
+async def test_a_peer_that_sends_nonsense_loses_its_connection_alone(caplog: pytest.LogCaptureFixture) -> None:
+    async with running() as service:
+        model = await service.worker()
+        for nonsense in (b"\1\0\0\0\xc0", frames.encode(frames.Kept(1, None)), b"\xff\xff\xff\xff"):
+            reader, writer = await asyncio.open_unix_connection(service.devices[0].path)
+            writer.write(nonsense)
+            await reader.read()  # to the end
+            writer.close()
+        assert caplog.text.count("connection of a worker") == 3
+        await check([ask(model, 1)], [1])

@@ -1,0 +1,276 @@
+"""Swapping a model: who answers whom, what a failed load leaves, and when the old model is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from model.errors import CheckpointError
+from service.engine.local import LocalEngine
+from service.engine.messages import InferenceResult, ModelInfo
+from service.errors import CheckpointRefused, EngineUnavailable, SwapUnderWay
+from service.models.model import Generation, LocalModel
+from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, request_for
+
+
+class Models:
+    """Checkpoints by name, each with a predictor; loading one waits for `gate`, and `broken` ones cannot be read."""
+
+    def __init__(self) -> None:
+        self.predictors: dict[str, FakePredictor] = {}
+        self.engines: list[LocalEngine] = []
+        self.broken: set[str] = set()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.retired = 0
+        self.changes: list[str] = []
+        self.now = 100.0
+
+    def make(self, checkpoint: str | None) -> LocalEngine:
+        name = checkpoint or "configured"
+
+        def load() -> tuple[FakePredictor, ModelInfo]:
+            assert self.gate.wait(PATIENCE)
+            if name in self.broken:
+                raise CheckpointError(f"{name}: no such file")
+            self.predictors[name] = FakePredictor()
+            return self.predictors[name], model_info(name=name)
+
+        engine = LocalEngine(
+            load,
+            device="cpu",
+            queue_size=100,
+            max_delay=0,
+            on_batch=lambda _: None,
+            clock=lambda: self.now,
+        )
+        self.engines.append(engine)
+        return engine
+
+    def retire(self) -> None:
+        self.retired += 1
+
+    @property
+    def open_engines(self) -> int:
+        return sum(engine.status.state in ("loading", "ready") for engine in self.engines)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def running(load_seconds: float = PATIENCE) -> AsyncIterator[tuple[LocalModel[LocalEngine], Models]]:
+    models = Models()
+    swap = LocalModel(models.make, on_retired=models.retire, load_seconds=load_seconds)
+    swap.start(
+        lambda: models.changes.append(
+            swap.current.engine.info.name if swap.current.engine.info else swap.current.engine.status.reason
+        )
+    )
+    await until(lambda: swap.current.engine.ready)
+    try:
+        yield swap, models
+    finally:
+        models.gate.set()
+        for predictor in models.predictors.values():
+            predictor.gate.set()
+        await swap.close()
+        assert models.open_engines == 0
+
+
+def ask(generation: Generation[LocalEngine], red: int, timeout: float = PATIENCE) -> asyncio.Task[InferenceResult]:
+    return asyncio.create_task(generation.engine.infer(request_for(red), timeout=timeout))
+
+
+@on_a_loop
+async def test_requests_that_began_with_the_old_model_are_answered_by_it_and_others_by_the_next() -> None:
+    async with running() as (swap, models):
+        old, before = swap.current, models.predictors["configured"]
+        with old.request():
+            before.gate.clear()
+            launched = ask(old, 1)
+            await before.wait_until_busy()
+            waiting = ask(old, 2)
+            await swap.load("next")
+            after = models.predictors["next"]
+            assert (swap.current.engine.info and swap.current.engine.info.name, after.warm_ups) == ("next", 1)
+            prepared = ask(old, 3)  # decoded for the old model while the next one took over
+            assert (await ask(swap.current, 4)).batch_size == 1
+            before.gate.set()
+            assert [(await task).batch_size for task in (launched, waiting, prepared)] == [1, 2, 2]
+            assert models.retired == 0
+        await until(lambda: models.retired == 1)
+        assert (before.launched, after.launched) == ([[1], [2, 3]], [[4]])
+        assert models.engines[0].status.state == "closed"
+        assert models.changes == ["configured", "next"]
+
+
+@on_a_loop
+async def test_the_old_model_is_gone_with_its_engine_and_no_garbage_collection_is_waited_for() -> None:
+    async with running() as (swap, models):
+        old = weakref.ref(models.predictors.pop("configured"))
+        gc.disable()
+        try:
+            await swap.load("next")
+            await until(lambda: models.retired == 1)
+            assert old() is None
+            assert swap._open == {swap.current}
+        finally:
+            gc.enable()
+
+
+@on_a_loop
+async def test_a_deadline_counts_for_the_old_model_as_ever() -> None:
+    async with running() as (swap, models):
+        old, before = swap.current, models.predictors["configured"]
+        with old.request():
+            before.gate.clear()
+            launched = ask(old, 1)
+            await before.wait_until_busy()
+            late = ask(old, 2, timeout=5)
+            await swap.load("next")
+            models.now += 5
+            before.gate.set()
+            await launched
+            await until(lambda: models.engines[0].status.queue_depth == 0)
+            assert before.launched == [[1]]
+            late.cancel()
+
+
+@on_a_loop
+async def test_a_checkpoint_that_cannot_be_read_leaves_the_old_model_serving(caplog: pytest.LogCaptureFixture) -> None:
+    async with running() as (swap, models):
+        models.broken = {"bad"}
+        with pytest.raises(CheckpointRefused, match="bad: no such file"):
+            await swap.load("bad")
+        assert swap._open == {swap.current}
+        assert (await ask(swap.current, 1)).batch_size == 1
+        assert models.predictors["configured"].launched == [[1]]
+        refusal = "the next checkpoint is refused, and the old one goes on: bad: no such file"
+        assert [record[1:] for record in caplog.record_tuples] == [(logging.ERROR, refusal)]
+        assert (models.changes, swap.loads) == (["configured"], (0, 1, False))
+        await swap.load("good")
+        assert swap.loads == (1, 1, True)
+        assert swap.current.engine.info is not None
+        assert swap.current.engine.info.name == "good"
+
+
+@on_a_loop
+async def test_a_checkpoint_that_does_not_load_in_time_is_refused_and_the_next_one_is_served() -> None:
+    async with running(load_seconds=0.05) as (swap, models):
+        models.gate.clear()
+        with pytest.raises(CheckpointRefused, match=r"^it was not loaded and warm within 0.05 s"):
+            await swap.load("hangs")
+        assert (await ask(swap.current, 1)).batch_size == 1
+        assert swap._open == {swap.current}
+        models.gate.set()
+        hung = models.engines[-1]
+        await until(lambda: "hangs" in models.predictors)  # it comes back after all, is not warmed up, and given back
+        await swap.load("next")
+        assert (models.predictors["hangs"].warm_ups, hung.status.state) == (0, "closed")
+        assert swap.current.engine.info is not None
+        assert swap.current.engine.info.name == "next"
+
+
+@on_a_loop
+async def test_of_two_loads_at_once_the_second_is_refused_and_reloads_are_done_once_afterwards() -> None:
+    async with running() as (swap, models):
+        models.gate.clear()
+        first = asyncio.create_task(swap.load("first"))
+        await until(lambda: len(models.engines) == 2)
+        with pytest.raises(SwapUnderWay, match="another checkpoint is being loaded"):
+            await swap.load("second")
+        swap.reload()
+        swap.reload()  # the file may have been replaced after it was read
+        models.gate.set()
+        await first
+        await until(lambda: models.changes == ["configured", "first", "configured"])
+        assert len(models.engines) == 3
+
+
+@on_a_loop
+async def test_the_next_load_waits_until_the_old_model_is_given_back() -> None:
+    async with running() as (swap, models):
+        with swap.current.request():
+            await swap.load("second")
+            third = asyncio.create_task(swap.load("third"))
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert (models.open_engines, swap.next is not None) == (3, True)
+        await third
+        assert models.engines[0].status.state == "closed"
+
+
+@on_a_loop
+async def test_a_caller_who_leaves_does_not_end_the_load() -> None:
+    async with running() as (swap, models):
+        models.gate.clear()
+        caller = asyncio.create_task(swap.load("next"))
+        await until(lambda: len(models.engines) == 2)
+        caller.cancel()
+        await asyncio.wait((caller,))
+        models.gate.set()
+        await until(lambda: swap.current.engine.info is not None and swap.current.engine.info.name == "next")
+
+
+@on_a_loop
+async def test_a_reload_takes_the_configured_checkpoint_as_it_is_now(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with running() as (swap, models):
+        await swap.load("other")
+        await until(lambda: models.retired == 1)
+        swap.reload()
+        await until(lambda: models.retired == 2)
+        assert models.changes == ["configured", "other", "configured"]
+    beside, closed = "beside the model that is served", "the old model is closed"
+    assert [message for message in caplog.messages if message.startswith(("loading", "the old"))] == [
+        f"loading other {beside}", closed, f"loading the configured checkpoint {beside}", closed
+    ]  # fmt: skip
+
+
+@on_a_loop
+async def test_the_old_model_waits_for_its_last_request_though_it_had_none_before() -> None:
+    async with running() as (swap, models):
+        with swap.current.request():
+            pass
+        with swap.current.request():
+            await swap.load("next")
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert models.retired == 0
+        await until(lambda: models.retired == 1)
+
+
+@on_a_loop
+async def test_nothing_is_loaded_beside_a_model_that_is_loading() -> None:
+    models = Models()
+    models.gate.clear()
+    swap = LocalModel(models.make)
+    swap.start(lambda: None)
+    with pytest.raises(EngineUnavailable, match="the model is loading"):
+        await swap.load("next")
+    models.gate.set()
+    await swap.close()
+
+
+@on_a_loop
+async def test_a_service_that_ends_while_it_loads_closes_both_engines(caplog: pytest.LogCaptureFixture) -> None:
+    async with running() as (swap, models):
+        models.gate.clear()
+        swap.reload()
+        await until(lambda: len(models.engines) == 2)
+        closing = asyncio.create_task(swap.close())
+        await asyncio.sleep(0)
+        models.gate.set()
+        await closing
+        assert swap.current.engine is models.engines[0]
+        assert "refused" not in caplog.text

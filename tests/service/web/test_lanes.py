@@ -1,0 +1,400 @@
+"""The fair queue by a clock of the test's own, and lanes on real threads."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import heapq
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from service.errors import DeadlineExceeded, QueueFull
+from service.web.lanes import Deadline, Entry, FairQueue, ThreadLane, TurnLane
+from tests.service.fakes import PATIENCE, on_a_loop
+from tests.service.web.apps import Clock, settle, until
+
+# The queue
+
+
+class Numbered(Entry):
+    def __init__(self, item: int, size: float, deadline: float) -> None:
+        super().__init__(size, deadline)
+        self.item = item
+
+
+class Arrival(Entry):
+    def __init__(self, caller: str, seconds: float, moment: float, patience: float) -> None:
+        super().__init__(1, moment + patience)
+        self.caller, self.seconds, self.moment = caller, seconds, moment
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Jobs of a few callers, numbered in their order, with work of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.servers = 2
+        self.late: list[int] = []
+        self.queue: FairQueue[Numbered] = FairQueue(
+            lambda: self.servers, lambda entry: self.late.append(entry.item), self.clock
+        )
+        self.number = 0
+        self.waiting: dict[int, tuple[str, Numbered]] = {}
+        self.under_way: list[Numbered] = []
+        self.begun: list[int] = []
+
+    @rule(caller=st.sampled_from("abc"), size=st.integers(1, 100), seconds=st.floats(0.01, 20))
+    def add(self, caller: str, size: int, seconds: float) -> None:
+        self.number += 1
+        entry = Numbered(self.number, size, self.clock.now + seconds)
+        try:
+            self.queue.add(entry, caller)
+        except QueueFull:
+            assert self.queue.waiting, "whoever begins at once is not refused"
+        else:
+            self.waiting[self.number] = caller, entry
+
+    @rule()
+    def begin(self) -> None:
+        timely = [entry for _, entry in self.waiting.values() if entry.deadline > self.clock.now]
+        entry = self.queue.begin()
+        for number in self.late:
+            assert self.waiting.pop(number, None) is None or self.late.count(number) == 1
+        if entry is None:
+            assert not timely or len(self.under_way) >= self.servers, "a server idles while a job waits"
+            return
+        caller, _ = self.waiting.pop(entry.item)
+        assert entry.deadline > self.clock.now, "too late to be answered"
+        assert all(entry.item < other for other, (whose, _) in self.waiting.items() if whose == caller)
+        self.under_way.append(entry)
+        self.begun.append(entry.item)
+
+    @rule(seconds=st.floats(0, 5), which=st.integers(0, 9))
+    def end(self, seconds: float, which: int) -> None:
+        if self.under_way:
+            entry = self.under_way.pop(which % len(self.under_way))
+            self.clock.now += seconds
+            self.queue.charge(entry, seconds)
+            self.queue.leave(entry)
+            self.queue.leave(entry)  # whoever leaves twice gives back once
+
+    @rule(which=st.integers(0, 9))
+    def drop(self, which: int) -> None:
+        if self.waiting:
+            number = list(self.waiting)[which % len(self.waiting)]
+            self.queue.leave(self.waiting.pop(number)[1])
+
+    @rule(servers=st.integers(1, 4))
+    def change_servers(self, servers: int) -> None:
+        self.servers = servers
+
+    @rule()
+    def drop_late(self) -> None:
+        self.queue.drop_late()
+        for number, (_, entry) in list(self.waiting.items()):
+            if entry.deadline <= self.clock.now:
+                assert number in self.late
+                del self.waiting[number]
+
+    @invariant()
+    def counts_hold(self) -> None:
+        waiting = [number for number in self.waiting if number not in self.late]
+        assert (self.queue.waiting, self.queue.under_way) == (len(waiting), len(self.under_way))
+        assert len(set(self.begun)) == len(self.begun)
+        assert not set(self.begun) & set(self.late)
+
+
+TestQueue = QueueMachine.TestCase
+TestQueue.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+@dataclass
+class Simulation:
+    """Jobs arrive at moments and take seconds of one server; the outcome of each is counted by caller."""
+
+    servers: int = 1
+    clock: Clock = field(default_factory=Clock)
+    answered: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    late: Counter[str] = field(default_factory=Counter)
+    waits: list[tuple[str, float]] = field(default_factory=list)
+
+    def run(self, arrivals: list[tuple[float, str, float]], *, patience: float = 10.0) -> None:
+        """Serve `arrivals` (moment, caller, seconds of work), each with `patience` seconds to begin in."""
+        queue: FairQueue[Arrival] = FairQueue(
+            lambda: self.servers, lambda job: self.late.update([job.caller]), self.clock
+        )
+        numbers, start = count(), self.clock.now
+        jobs = [Arrival(caller, seconds, start + moment, patience) for moment, caller, seconds in arrivals]
+        events = [(job.moment, next(numbers), job) for job in jobs]
+        heapq.heapify(events)
+        while events:
+            self.clock.now, _, job = heapq.heappop(events)
+            if job.is_under_way:
+                queue.charge(job, job.seconds)
+                queue.leave(job)
+                self.answered[job.caller] += 1
+            else:
+                try:
+                    queue.add(job, job.caller)
+                except QueueFull:
+                    self.refused[job.caller] += 1
+            while (begun := queue.begin()) is not None:
+                self.waits.append((begun.caller, self.clock.now - begun.moment))
+                heapq.heappush(events, (self.clock.now + begun.seconds, next(numbers), begun))
+
+
+def test_one_caller_with_costly_work_delays_itself_first() -> None:
+    simulation = Simulation(servers=2)
+    hostile = [(0.25 * burst, "hostile", 0.15) for burst in range(80) for _ in range(64)]
+    honest = [(0.05 * number, "honest", 0.01) for number in range(400)]
+    simulation.run([*hostile, *honest])
+    assert simulation.answered["honest"] == 400
+    assert max(wait for caller, wait in simulation.waits if caller == "honest") < 0.4
+    assert simulation.refused["hostile"] > 4000
+
+
+def test_whoever_would_begin_too_late_is_refused_at_once_and_nearly_nobody_waits_in_vain() -> None:
+    simulation = Simulation()
+    simulation.run([(0.02 * number, "only", 0.1) for number in range(1000)], patience=2.0)
+    assert simulation.refused["only"] > 700
+    assert simulation.late["only"] < 20
+    assert simulation.answered["only"] > 180
+    assert max(wait for _, wait in simulation.waits) < 2.0
+
+
+@given(st.lists(st.floats(0.01, 0.3), min_size=2, max_size=4))
+@settings(max_examples=30, deadline=None)
+def test_callers_that_always_wait_have_the_same_seconds_of_work(costs: list[float]) -> None:
+    simulation = Simulation()
+    callers = [f"{number}" for number in range(len(costs))]
+    work = dict(zip(callers, costs, strict=True))
+    jobs = {caller: int(5 / seconds) for caller, seconds in work.items()}
+    simulation.run([(0.0, caller, work[caller]) for caller in callers for _ in range(jobs[caller])], patience=1e9)
+    had, most = Counter[str](), max(costs)
+    for caller, _ in simulation.waits:
+        waits = [each for each in callers if had[each] + work[each] / 2 < jobs[each] * work[each]]
+        if len(waits) == len(callers) and min(had.values(), default=0.0) > most:
+            assert max(had.values()) - min(had.values()) <= 3 * most
+        had[caller] += work[caller]  # type: ignore[assignment]
+
+
+def test_a_caller_that_was_quiet_saves_up_no_turns() -> None:
+    simulation = Simulation()
+    busy = [(0.0, "busy", 0.1) for _ in range(100)]
+    simulation.run([*busy, *((5.0, "quiet", 0.1) for _ in range(50))], patience=1e9)
+    after = [caller for caller, _ in simulation.waits][52:92]
+    assert 18 <= Counter(after)["quiet"] <= 22
+
+
+def test_callers_of_long_ago_are_forgotten() -> None:
+    clock = Clock()
+    queue: FairQueue[Entry] = FairQueue(lambda: 1, lambda _: None, clock)
+    for number in range(20_000):
+        queue.add(Entry(1, clock.now + 1), number)
+        entry = queue.begin()
+        assert entry is not None
+        queue.charge(entry, 0.001)
+        queue.leave(entry)
+    assert sys.getsizeof(queue._shares) < 1 << 20
+
+
+# Lanes
+
+
+@pytest.fixture
+def lane() -> Iterator[ThreadLane]:
+    made = ThreadLane("a test", 1)
+    yield made
+    made.close()
+
+
+class Blocker:
+    """Work that runs until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self) -> str:
+        self.begun.set()
+        assert self.go_on.wait(PATIENCE)
+        return "done"
+
+    async def wait_until_begun(self) -> None:
+        assert await asyncio.to_thread(self.begun.wait, PATIENCE)
+
+
+def soon(seconds: float = PATIENCE) -> Deadline:
+    return Deadline(time.monotonic() + seconds)
+
+
+async def run(lane: ThreadLane, work: Callable[[], object], deadline: Deadline | None = None) -> object:
+    with lane.work(work, "caller", 1, deadline or soon()) as job:
+        return await job
+
+
+@on_a_loop
+async def test_threads_return_results_and_raise_errors(lane: ThreadLane) -> None:
+    assert await asyncio.gather(*(run(lane, partial(int, str(number))) for number in range(20))) == list(range(20))
+    with pytest.raises(ZeroDivisionError):
+        await run(lane, lambda: 1 / 0)
+    assert await run(lane, lambda: None) is None
+
+
+@on_a_loop
+async def test_what_waits_is_dropped_when_its_caller_leaves_and_let_go_of(lane: ThreadLane) -> None:
+    class Picture:
+        pass
+
+    blocker, picture, ran = Blocker(), Picture(), list[object]()
+    running = asyncio.create_task(run(lane, blocker))
+    await blocker.wait_until_begun()
+    held = weakref.ref(picture)
+    waiting = asyncio.create_task(run(lane, partial(ran.append, picture)))
+    del picture
+    await settle()
+    assert lane.waiting == 1
+    waiting.cancel()
+    await asyncio.wait((waiting,))
+    assert lane.waiting == 0
+    del waiting
+    await settle()
+    assert held() is None
+    blocker.go_on.set()
+    assert await running == "done"
+    assert ran == []
+
+
+@on_a_loop
+async def test_what_waits_is_told_when_its_time_is_up_though_no_thread_is_free(lane: ThreadLane) -> None:
+    blocker, ran = Blocker(), list[int]()
+    running = asyncio.create_task(run(lane, blocker))
+    await blocker.wait_until_begun()
+    with pytest.raises(DeadlineExceeded, match="before a test was free"):
+        await run(lane, partial(ran.append, 1), soon(0.05))
+    assert not running.done()
+    blocker.go_on.set()
+    await running
+    assert ran == []
+
+
+@on_a_loop
+async def test_a_thread_is_busy_until_it_has_ended_though_its_caller_left(lane: ThreadLane) -> None:
+    complaints = list[object]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+
+    def fail() -> None:
+        blocker()
+        raise ValueError("nobody asks for it any more")
+
+    blocker = Blocker()
+    left = asyncio.create_task(run(lane, fail))
+    await blocker.wait_until_begun()
+    left.cancel()
+    await asyncio.wait((left,))
+    following = asyncio.create_task(run(lane, lambda: 3))
+    await settle()
+    assert not following.done()
+    blocker.go_on.set()
+    assert await following == 3
+    gc.collect()
+    assert complaints == []
+
+
+@on_a_loop
+async def test_work_keeps_its_server_until_it_is_left() -> None:
+    lane, began = ThreadLane("a test", 2, servers=lambda: 1), list[int]()
+    with lane.work(lambda: began.append(1), "caller", 1, soon()) as first:
+        await first
+        second = lane.work(lambda: began.append(2), "caller", 1, soon())
+        await settle()
+        assert began == [1]
+    with second:
+        await second
+    assert began == [1, 2]
+    lane.close()
+
+
+@on_a_loop
+async def test_jobs_that_end_while_the_loop_is_busy_wake_it_once(
+    lane: ThreadLane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, wakes = threading.Event(), list[str]()
+
+    class Loop:
+        """The running loop, which counts how often other threads wake it."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(loop, name)
+
+        def call_soon_threadsafe(self, *arguments: Any) -> object:
+            wakes.append(threading.current_thread().name)
+            return loop.call_soon_threadsafe(*arguments)
+
+    loop, counting = asyncio.get_running_loop(), Loop()
+    monkeypatch.setattr("service.web.lanes.asyncio.get_running_loop", lambda: counting)
+    jobs = [lane.work(work, "caller", 1, soon()) for work in [*[lambda: 0] * 5, ended.set]]
+    monkeypatch.undo()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert ended.wait(PATIENCE)  # the loop stands still meanwhile
+    for job in jobs:
+        with job:
+            await job
+    assert len(wakes) <= 2, "the last job may end after the loop has looked"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
+@on_a_loop
+async def test_a_background_lane_gives_way_to_other_threads() -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    here = os.getpriority(os.PRIO_PROCESS, 0)
+    for background, expected in ((False, here), (True, max(here, 10))):
+        made = ThreadLane("a test", 1, background=background)
+        assert await run(made, niceness) == expected
+        made.close()
+
+
+def test_a_lane_serves_one_event_loop_after_another(lane: ThreadLane) -> None:
+    for number in range(20):
+        assert asyncio.run(run(lane, partial(int, number))) == number
+
+
+@on_a_loop
+async def test_turns_are_taken_one_after_the_other_and_dropped_with_their_caller() -> None:
+    lane, order = TurnLane("a test", lambda: 1), list[str]()
+
+    async def work(name: str, caller: str) -> None:
+        with lane.turn(caller, 1, soon()) as turn:
+            await turn
+            order.append(name)
+            await asyncio.sleep(0.01)
+
+    names = [("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b")]
+    tasks = [asyncio.create_task(work(*each)) for each in names]
+    await settle()
+    tasks[1].cancel()
+    await asyncio.wait(tasks)
+    assert order == ["a1", "b1", "a3"]
+    with lane.turn("c", 1, soon()) as turn:
+        await turn
+        with pytest.raises(DeadlineExceeded), lane.turn("c", 1, soon(0.01)) as late:
+            await late
+    await until(lambda: lane.waiting == 0)

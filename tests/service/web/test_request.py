@@ -1,0 +1,207 @@
+"""A request's way: its time, its places, its turns, and what a caller who leaves gives back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from service.errors import InferenceFailed
+from service.web import request as request_module
+from service.web.lanes import Deadline
+from service.web.request import all_of
+from tests.service.fakes import PATIENCE, model_info, on_a_loop, png
+from tests.service.web.apps import App, Clock, app, budget_of, form, service_in, settle, until
+
+
+@on_a_loop
+@pytest.mark.parametrize("path", ["/classify", "/classify/batch", "/attention"])
+async def test_the_time_left_for_the_engine_counts_from_the_requests_head(path: str) -> None:
+    clock = Clock()
+    service = app(clock, request_timeout=10)
+    communicator = service.communicator("POST", path, headers={"content-type": "image/png"}, body=None)
+    running = communicator.start()
+    await until(lambda: communicator.received == 1)
+    clock.now += 4  # a slow body
+    communicator.feed(png(1), more=False)
+    await running
+    assert service.engine.timeouts == [6]
+
+
+@on_a_loop
+async def test_a_body_that_does_not_arrive_in_time_is_408_and_leaves_nothing_behind() -> None:
+    service = app(request_timeout=0.05, queue_size=1)
+    communicator = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=None)
+    communicator.feed(png(1)[:10])
+    running = communicator.start()
+    await until(lambda: communicator.answered)
+    assert (communicator.status, communicator.code) == (408, "request_timeout")
+    assert service_in(service).limiter.in_use == 0
+    assert budget_of(service).in_use == 0
+    communicator.disconnect()
+    await running
+
+
+@on_a_loop
+@pytest.mark.parametrize("path", ["/classify", "/attention"])
+async def test_nobody_waits_for_an_engine_that_never_answers(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_module, "LATE_SECONDS", 0.0)
+    service = app(request_timeout=0.4)
+    service.engine.gate.clear()
+    answer = await service.classify(path=path)
+    assert (answer.status, answer.code) == (504, "deadline_exceeded")
+    assert service.engine.cancelled == 1
+    assert service_in(service).limiter.in_use == 0
+
+
+@on_a_loop
+async def test_a_caller_that_goes_away_while_sending_leaves_nothing_behind() -> None:
+    service = app(queue_size=1)
+    budget_of(service).capacity = 500
+    communicator = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=None)
+    communicator.feed(png(1)[:10])
+    running = communicator.start()
+    await until(lambda: communicator.received == 2)
+    assert budget_of(service).in_use == 10
+    communicator.disconnect()
+    await running
+    assert not communicator.answered
+    assert service_in(service).limiter.in_use == 0
+    assert budget_of(service).in_use == 0
+    assert service.metric("vit_cancelled_total") == 1
+    assert service.metric("vit_inflight_requests") == 0
+    assert (await service.classify()).status == 200
+
+
+@on_a_loop
+async def test_a_caller_that_goes_away_while_waiting_takes_its_image_out_of_the_queue() -> None:
+    service = app(queue_size=1)
+    service.engine.gate.clear()
+    communicator = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=png(1))
+    running = communicator.start()
+    await until(lambda: service.engine.waiting == 1)
+    assert service.metric("vit_inflight_requests") == 1
+    communicator.disconnect()
+    await running
+    assert not communicator.answered
+    assert service.engine.cancelled == 1
+    assert service_in(service).limiter.in_use == 0
+    assert service.metric("vit_cancelled_total") == 1
+    assert service.metric("vit_inflight_requests") == 0
+
+
+@on_a_loop
+async def test_a_caller_of_a_batch_that_goes_away_takes_all_its_images_out() -> None:
+    service = app(queue_size=5)
+    service.engine.gate.clear()
+    communicator = service.communicator("POST", "/classify/batch", **form(*(png(red) for red in range(5))))
+    running = communicator.start()
+    await until(lambda: service.engine.waiting == 5)
+    communicator.disconnect()
+    await running
+    assert service.engine.cancelled == 5
+    assert service_in(service).limiter.in_use == 0
+
+
+def decoded_by(service: App) -> float:
+    return service.metric("vit_stage_duration_seconds_count", stage="decode")
+
+
+@on_a_loop
+async def test_decoding_runs_four_batches_ahead_of_the_model_and_no_further() -> None:
+    service = app()
+    service.engine.info = model_info(max_batch=1)
+    service.engine.gate.clear()
+    callers = [asyncio.create_task(service.classify(png(red))) for red in range(6)]
+    await until(lambda: service.engine.waiting == 4)
+    await settle()
+    assert decoded_by(service) == 4
+    callers[0].cancel()
+    await until(lambda: decoded_by(service) == 5)
+    service.engine.gate.set()
+    assert [each.status for each in await asyncio.gather(*callers[1:])] == [200] * 5
+    assert decoded_by(service) == 6
+
+
+@on_a_loop
+async def test_a_picture_that_was_launched_in_time_may_be_answered_late() -> None:
+    service = app(request_timeout=0.2)
+    service.engine.gate.clear()
+    answer = asyncio.create_task(service.classify())
+    await until(lambda: service.engine.waiting == 1)
+    await asyncio.sleep(0.3)
+    service.engine.gate.set()
+    assert (await answer).status == 200
+
+
+@on_a_loop
+async def test_what_waits_in_a_side_lane_holds_no_place() -> None:
+    service = app(queue_size=2)
+    inside = service_in(service)
+    lane = inside.lanes.explanations
+    turns = [lane.turn("other", 1, Deadline(inside.clock() + PATIENCE)) for _ in range(8)]
+    answer = asyncio.create_task(service.classify(query="method=rollout&format=json", path="/attention"))
+    await until(lambda: lane.waiting == 1)
+    assert inside.limiter.in_use == 0
+    for turn in turns:
+        turn.__exit__()
+    assert (await answer).status == 200
+    assert inside.limiter.in_use == 0
+
+
+@on_a_loop
+async def test_a_batch_delays_its_own_caller_and_no_others() -> None:
+    service = app(queue_size=64)
+    service.engine.info = model_info(max_batch=1)
+    service.engine.gate.clear()
+    batch = service.communicator("POST", "/classify/batch", **form(*(png(red) for red in range(40))))
+    running = batch.start()
+    await until(lambda: service.engine.waiting == 4)
+    other = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=png(77))
+    other.scope["client"] = ("127.0.0.2", 1)
+    asked = other.start()
+    await until(lambda: service_in(service).lanes.pictures.waiting == 37)
+    service.engine.gate.set()
+    await asked
+    assert not running.done()
+    assert other.json["predictions"][0]["index"] == 7
+    await running
+    assert len(batch.json["results"]) == 40
+
+
+@on_a_loop
+async def test_results_are_in_order_and_when_one_fails_the_others_have_ended() -> None:
+    ended: list[str] = []
+
+    async def returns(value: int, turns: int = 0) -> int:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        return value
+
+    async def hangs() -> int:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("hangs")
+        return 0
+
+    async def fails() -> int:
+        raise InferenceFailed("this one")
+
+    assert await all_of([returns(1, turns=3), returns(2), returns(3, turns=1)]) == [1, 2, 3]
+    with pytest.raises(InferenceFailed, match="this one"):
+        await all_of([hangs(), fails(), hangs()])
+    assert ended == ["hangs"] * 2
+
+
+@on_a_loop
+async def test_whoever_cancels_a_request_ends_its_work() -> None:
+    service = app()
+    service.engine.gate.clear()
+    running = service.communicator("POST", "/classify", body=png(1)).start()
+    await until(lambda: service.engine.waiting == 1)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert service.engine.cancelled == 1
+    assert service_in(service).limiter.in_use == 0
