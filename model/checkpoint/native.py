@@ -46,13 +46,13 @@ class NativeConfig(BaseModel, Generic[Architecture]):
     architecture: Architecture
     preprocess: PreprocessConfig
     labels: tuple[str, ...]
+    # `vitserve train` fits 0.05 to 20; far below, scores overflow.
     temperature: Annotated[float, Field(ge=1e-3, le=1e3)]
-    """`vitserve train` fits 0.05 to 20; far below, scores overflow."""
     multi_label: bool
+    # What the files that it was converted from did not say; see `Checkpoint`.
     assumed: tuple[str, ...] = ()
-    """What the files that it was converted from did not say; see `Checkpoint`."""
+    # How the checkpoint came about (recipe, accuracy, versions), for people; the service never reads it.
     training: dict[str, Any] = Field(default_factory=dict)
-    """How the checkpoint came about (recipe, accuracy, versions), for people; the service never reads it."""
 
 
 def recognises(files: Files) -> bool:
