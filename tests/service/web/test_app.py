@@ -80,7 +80,7 @@ async def test_such_a_refusal_is_held_back_for_half_a_second(monkeypatch: pytest
 
     engine = FakeEngine()
     engine.state = "loading"
-    asgi = create_app(load_settings(), LocalModel(lambda _: engine), Metrics())
+    asgi = create_app(load_settings(), LocalModel(lambda _: engine), Metrics())  # type: ignore[arg-type,return-value]
     monkeypatch.undo()  # in the other tests it is shorter
     monkeypatch.setattr(asyncio, "sleep", sleep)
     headers = {"content-type": "image/png"}
