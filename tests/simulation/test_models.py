@@ -95,7 +95,6 @@ class Request:
     version: int
     held: ExitStack = field(default_factory=ExitStack)
     answer: asyncio.Task[InferenceResult] | None = None
-    deadline: float = 0.0
     gone: bool = False
 
 
@@ -110,6 +109,8 @@ class ModelMachine(RuleBasedStateMachine):
         self.versions = itertools.count(1)
         self.runners: dict[int, Runner] = {}
         self.requests: list[Request] = []
+        self.deadlines: dict[int, float] = {}
+        self.dropped: set[int] = set()
         self.loading: asyncio.Task[None] | None = None
         self.load_gate = threading.Event()
         self.broken = False
@@ -181,16 +182,27 @@ class ModelMachine(RuleBasedStateMachine):
     def body(self, data: st.DataObject, explained: bool) -> None:
         """Its picture is here, and asks for an answer; sometimes for a map of its own pass."""
         request = data.draw(st.sampled_from([each for each in self.requests if each.answer is None]))
-        pixels = np.full((1, 1, 3), request.number, np.uint8)
-        wanted = InferenceRequest(pixels, RequestedOutputs(1, GAE if explained else None))
-
-        async def ask() -> InferenceResult:
-            with request.held:
-                return await request.generation.engine.infer(wanted, timeout=SECONDS)
-
-        request.deadline = self.now + SECONDS
-        request.answer = self.loop.create_task(ask())
+        self.ask(request, GAE if explained else None)
         self.wait(self.settle())
+
+    @precondition(lambda self: len(self.requests) < 20)
+    @rule(count=st.integers(2, 2 * MAX_BATCH))
+    def burst(self, count: int) -> None:
+        """Several callers come at the same time."""
+        for _ in range(count):
+            self.head()
+            self.ask(self.requests[-1], None)
+        self.wait(self.settle())
+
+    def ask(self, request: Request, wanted: MapRequest | None) -> None:
+        image = InferenceRequest(np.full((1, 1, 3), request.number, np.uint8), RequestedOutputs(1, wanted))
+
+        async def answer() -> InferenceResult:
+            with request.held:
+                return await request.generation.engine.infer(image, timeout=SECONDS)
+
+        self.deadlines[request.number] = self.now + SECONDS
+        request.answer = self.loop.create_task(answer())
 
     @precondition(lambda self: any(each.answer is not None for each in self.requests))
     @rule(data=st.data())
@@ -199,6 +211,9 @@ class ModelMachine(RuleBasedStateMachine):
         assert request.answer is not None
         request.gone = not request.answer.done()
         request.answer.cancel()
+        launched = [number for runner in self.runners.values() for batch, _ in runner.launched for number in batch]
+        if request.number not in launched:
+            self.dropped.add(request.number)
         self.wait(self.settle())
 
     @rule(seconds=st.sampled_from([0.1, 2, SECONDS]))
@@ -259,7 +274,10 @@ class ModelMachine(RuleBasedStateMachine):
     @invariant()
     def bounds_hold(self) -> None:
         for runner in self.runners.values():
-            assert all(len(numbers) <= MAX_BATCH for numbers, _ in runner.launched)
+            for numbers, at in runner.launched:
+                assert len(numbers) <= MAX_BATCH
+                assert all(at < self.deadlines[number] for number in numbers), "launched after its deadline"
+                assert self.dropped.isdisjoint(numbers), "launched for nobody"
             assert runner.waiting <= 3  # two streams, and the thread of maps
         assert len(self.model._open) <= 3  # the current one, one that retires, and one that waits to be loaded
         for request in self.requests:
@@ -295,7 +313,7 @@ class ModelMachine(RuleBasedStateMachine):
 
 TestModels = ModelMachine.TestCase
 TestModels.settings = settings(
-    max_examples=25,
+    max_examples=40,
     stateful_step_count=20,
     deadline=None,
     derandomize=True,

@@ -92,4 +92,4 @@ def test_keys_of_the_environment_that_no_server_takes_are_one_line(monkeypatch: 
     monkeypatch.setenv("VIT_API_KEYS", "web:topsecret,web:other")
     with pytest.raises(InputError) as caught:
         server_flags.api_key_for("http://localhost:8000", None)
-    assert str(caught.value) == "VIT_API_KEYS=***: expected a name for one key only"
+    assert str(caught.value) == "VIT_API_KEYS=***: expected each name and each key once"
