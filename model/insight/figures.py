@@ -1,4 +1,4 @@
-"""Figures of what a Vision Transformer learned and of how faithful maps of it are, as PNG files.
+"""Figures of what a Vision Transformer learned, as PNG files.
 
 Figures are drawn with matplotlib (the optional extra `figures`), never with torch, and by the Agg canvas: the global
 list of figures in `pyplot` would keep them alive, and its backend would look for a display. Each function that draws
@@ -8,7 +8,6 @@ writes a PNG to `path` and raises FigureError where matplotlib is missing or the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -25,9 +24,6 @@ DPI: Final = 110
 _TILE_COLUMNS: Final = 7
 _MAX_MAPS: Final = 16
 """Positions drawn at most along each axis of the grid; a finer grid is thinned out evenly."""
-
-_Interval = tuple[float, float, float]
-"""A mean, and the ends of its confidence interval."""
 
 
 def available() -> bool:
@@ -136,39 +132,4 @@ def attention_distance(distance: NDArray[np.float64], path: Path, *, even: float
     axes.locator_params(axis="x", integer=True)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    save(figure, path)
-
-
-def faithfulness(
-    methods: Sequence[tuple[str, _Interval, _Interval, _Interval | None, _Interval | None]], path: Path, *, title: str
-) -> None:
-    """Draw the four measures side by side: a dot a method with its interval, a dotted line through the baseline.
-
-    Args:
-        methods: (name, deletion, insertion, mosaic share, peak of absent classes) of each, from top to bottom; the
-            first is the baseline.
-        title: model, pictures and steps.
-    """
-    figure = canvas(12, 1.6 + 0.3 * len(methods))
-    places = range(len(methods))
-    panels: tuple[tuple[str, list[_Interval | None]], ...] = (
-        ("deletion: area, lower is better", [method[1] for method in methods]),
-        ("insertion: area, higher is better", [method[2] for method in methods]),
-        ("mosaic: share, higher is better", [method[3] for method in methods]),
-        ("absent classes: peak, lower is better", [method[4] for method in methods]),
-    )
-    for axes, (name, values) in zip(figure.subplots(1, 4, sharey=True), panels, strict=True):
-        if values[0] is not None:
-            axes.axvline(values[0][0], color="tab:gray", linestyle=":", linewidth=1)
-        for place, value in zip(places, values, strict=True):
-            if value is not None:
-                mean, low, high = value
-                axes.plot([low, high], [place, place], "-", color="tab:blue", linewidth=1.5)
-                axes.plot([mean], [place], "o", color="tab:blue", markersize=5)
-        axes.set(xlabel=name)
-        axes.set_yticks(places, [method for method, *_ in methods])
-        axes.locator_params(axis="x", nbins=5)
-        axes.grid(alpha=0.3, axis="x")
-    figure.axes[0].set_ylim(len(methods) - 0.5, -0.5)
-    figure.suptitle(title, fontsize=9)
     save(figure, path)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final, Self, Unpack, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from model.calibration import LabelSets, label_sets_of
 from model.config import ViTConfig
-from model.conformal import LabelSets, label_sets_of
 from model.errors import DeviceError, NotFinite, first_line
 from model.explanation.maps import Floats, attention_maps, sharpened_maps
 from model.outputs import (

@@ -140,7 +140,7 @@ def _show_alone(device: str) -> None:
 
 def _require_coverage(settings: Settings, checkpoint: Checkpoint | KeptCheckpoint) -> None:
     """Refuse a coverage that the checkpoint is not calibrated for, before anything is compiled."""
-    from model.conformal import label_sets_of  # noqa: PLC0415
+    from model.calibration import label_sets_of  # noqa: PLC0415
 
     if settings.coverage is not None:
         label_sets_of(checkpoint.calibration, settings.coverage, checkpoint.source)

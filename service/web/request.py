@@ -152,7 +152,7 @@ class Service:
         """
         self.check_open()
         self.limiter.check()
-        free = self.limiter.capacity - self.limiter.taken
+        free = self.limiter.capacity - self.limiter.in_use
         if free <= self.limiter.capacity // 2:
             self.limiter.check(1 + self.receiving.newcomers(free))
 

@@ -36,8 +36,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors.numpy import load_file, save_file
 
+from model.calibration import CALIBRATION_FILE, Calibration
 from model.config import LibraryConfig, PreprocessConfig, ViTConfig
-from model.conformal import CALIBRATION_FILE, Calibration
 from model.errors import first_line, first_problem
 from model.runtime.batches import BatchOutputs, BatchRequest
 from model.runtime.openvino.graph import core, openvino_package

@@ -13,6 +13,7 @@ import grpc
 from starlette.types import Message
 
 from service.errors import DeadlineExceeded, MalformedRequest, RequestTimeout, UploadTooLarge
+from service.web.admission import RECEIVING_BYTES
 from service.web.api_keys import KeyGuard
 from service.web.inference_protocol import GRPC_SERVICE
 from service.web.lanes import Deadline, Lane
@@ -129,7 +130,7 @@ class Calls:
         self._count = count
         settings = service.settings
         # As many as largest bodies fit into this worker's part of the bytes to be received.
-        most = max(_FEWEST_ARRIVALS, settings.max_receiving_bytes // settings.max_request_bytes // settings.workers)
+        most = max(_FEWEST_ARRIVALS, RECEIVING_BYTES // settings.max_request_bytes // settings.workers)
         self._arrivals = Lane("messages", lambda: most, clock=service.clock)
 
     def handler(self, name: str, method: Method, *, public: bool) -> grpc.RpcMethodHandler:

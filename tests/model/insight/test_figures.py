@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from model.errors import FigureError
 from model.insight import figures
-from tests.model.insight.drawn import near, read
+from tests.model.insight.drawn import read
 
 pytestmark = pytest.mark.timeout(90)  # matplotlib draws
 
@@ -51,20 +50,3 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file, not a folder")
     with pytest.raises(FigureError, match="taken"):
         figures.attention_distance(np.ones((2, 2)), tmp_path / "taken" / "c.png", even=1.0)
-
-
-def test_a_methods_dots_are_where_its_means_are_and_what_was_not_measured_is_not_drawn(tmp_path: Path) -> None:
-    def dots(deletion: float, mosaic: tuple[float, float, float] | None) -> NDArray[np.bool_]:
-        baseline = ("random", (0.1, 0.1, 0.1), (0.9, 0.9, 0.9), mosaic, mosaic)
-        other = ("other", (deletion, 0.1, 0.9), (0.5, 0.4, 0.6), mosaic, mosaic)
-        figures.faithfulness([baseline, other], tmp_path / "f.png", title="a model")
-        return near(read(tmp_path / "f.png"), (31, 119, 180))
-
-    left, right = dots(0.2, (0.3, 0.2, 0.4)), dots(0.8, (0.3, 0.2, 0.4))
-    panel = slice(0, left.shape[1] * 3 // 10)
-    lower = slice(left.shape[0] // 2, None)
-    assert np.nonzero(left[lower, panel].any(axis=0))[0].size  # the interval itself is as wide in both
-    assert np.nonzero(left[lower, panel])[1].mean() < np.nonzero(right[lower, panel])[1].mean()
-    last = slice(left.shape[1] * 6 // 10, None)
-    assert left[:, last].any()
-    assert not dots(0.2, None)[:, last].any()

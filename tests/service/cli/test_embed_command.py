@@ -80,16 +80,6 @@ def test_each_row_is_the_embedding_of_the_file_that_the_table_names(
         np.testing.assert_allclose(row, expected.embedding, atol=1e-4)
 
 
-def test_nothing_is_written_where_no_file_has_an_embedding(
-    checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "features.npy"
-    code, _, err = run(capsys, "embed", pictures / "aa.png", "-o", output, "--checkpoint", checkpoint)
-    assert code == 1
-    assert "1 of 1 files have no embedding" in err
-    assert not output.exists()
-
-
 def test_a_server_is_asked_for_the_same(
     pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

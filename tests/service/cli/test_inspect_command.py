@@ -90,7 +90,7 @@ def test_what_cannot_be_drawn_is_one_line(
         "no pictures": (["--figures", tmp_path / "out", "--images", empty], "no pictures in this folder"),
         "all bad": (["--figures", tmp_path / "out", "--images", bad], "no images to measure"),
         "no matplotlib": (["--figures", tmp_path / "out"], "pip install -e '.[figures]'"),
-        "a file": (["--figures", tmp_path / "file"], "file: cannot be made"),
+        "a file": (["--figures", tmp_path / "file"], "file: cannot be written"),
     }[missing]
     code, _, err = run(capsys, "inspect", write(tmp_path / "m"), *flags)
     assert code == 1

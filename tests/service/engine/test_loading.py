@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from model.calibration import Calibration
 from model.checkpoint import native
 from model.checkpoint.files import Folder
-from model.conformal import Calibration
 from model.errors import CheckpointError, DeviceError
 from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.openvino.network import OpenVinoNetwork

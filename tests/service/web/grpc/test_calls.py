@@ -199,7 +199,8 @@ async def test_a_message_that_does_not_arrive_is_not_waited_for(method: str) -> 
 
 @on_a_loop
 async def test_messages_are_bounded_and_not_compressed() -> None:
-    async with calling(max_request_bytes=100_000, max_receiving_bytes=50_000) as caller:
+    async with calling(max_request_bytes=100_000) as caller:
+        service_in(caller.service).receiving.capacity = 50_000
         assert (await caller.refusal(bytes(100_001))).code() == Code.RESOURCE_EXHAUSTED
         refused = await caller.refusal(raw("image", "BYTES", [1], bytes(60_000)))
         assert (refused.code(), "being received" in refused.details()) == (Code.UNAVAILABLE, True)
@@ -208,7 +209,7 @@ async def test_messages_are_bounded_and_not_compressed() -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="at most 65536"):
             await caller.call("ModelReady", bytes(70_000))
         await caller.infer(image(png(1)))
-        assert service_in(caller.service).receiving._budget.in_use == 0
+        assert service_in(caller.service).receiving.in_use == 0
 
 
 @on_a_loop

@@ -1,4 +1,4 @@
-"""Sets of labels: their coverage, their finite-sample correction, and when they are empty."""
+"""The temperature; sets of labels: their coverage, their finite-sample correction, and when they are empty."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ import pytest
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from model.conformal import Calibration, LabelSets, pictures_needed, scores_and_energies
+from model.calibration import (
+    MIN_PICTURES,
+    Calibration,
+    LabelSets,
+    MeasuredSets,
+    calibrate,
+    fit_temperature,
+    pictures_needed,
+    scores_and_energies,
+)
+from model.errors import DatasetError
 
 
 @pytest.mark.parametrize(
@@ -91,3 +101,53 @@ def test_a_calibration_that_none_was_written_as_is_refused(changes: dict[str, ob
     assert (written.scores, written.energies) == ((0.1, 0.9), (1.0, 3.0))
     with pytest.raises(ValidationError, match=message):
         Calibration.model_validate(written.model_dump() | changes)
+
+
+def calibrated_logits(count: int = 4000) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Labels drawn from softmax(logits): the right temperature is 1 by construction."""
+    generator = np.random.default_rng(0)
+    logits = 2 * generator.normal(size=(count, 5)).astype(np.float32)
+    return logits, np.array([generator.choice(5, p=row) for row in scores_and_energies(logits, 1.0)[0]])
+
+
+@pytest.mark.parametrize("truth", [0.4, 1.0, 3.0])
+def test_the_fitted_temperature_makes_the_labels_likeliest(truth: float) -> None:
+    logits, labels = calibrated_logits()
+    logits = truth * logits
+    fitted = fit_temperature(logits, labels)
+    assert fitted == pytest.approx(truth, rel=0.06)
+
+    def loss(temperature: float) -> float:
+        return -float(np.log(scores_and_energies(logits, temperature)[0][np.arange(len(labels)), labels]).mean())
+
+    assert all(loss(fitted) <= loss(fitted * factor) for factor in (0.1, 0.9, 0.99, 1.01, 1.1, 6.0))
+
+
+def test_a_temperature_is_not_fitted_to_a_few_pictures_or_where_all_are_answered_right() -> None:
+    """Each of the cases gives another temperature to whoever fits it all the same."""
+    logits, labels = calibrated_logits(MIN_PICTURES)
+    assert fit_temperature(3 * logits, labels) != 1.0
+    assert fit_temperature(3 * logits[1:], labels[1:]) == 1.0
+    assert fit_temperature(3 * logits, logits.argmax(axis=1)) == 1.0
+
+
+def test_a_calibration_fits_the_temperature_to_a_fifth_and_measures_sets_on_the_rest() -> None:
+    logits, labels = calibrated_logits(1000)
+    calibration, fitted, measured = calibrate(2 * logits, labels, 9.0, "made", (0.95, 0.9, 0.999))
+    assert fitted == 200
+    assert calibration.temperature == pytest.approx(2, rel=0.3)
+    assert (calibration.pictures, len(calibration.scores)) == (1000, 800)
+    assert list(measured) == [0.9, 0.95]  # 1,999 pictures are needed for the third
+    assert [sets.covered for sets in measured.values()] == pytest.approx([0.91, 0.955], abs=0.015)
+    assert measured[0.9].abstained == pytest.approx(0.05, abs=0.01)
+    assert 1 < measured[0.9].labels < measured[0.95].labels < 5
+    members = np.array([[1, 1, 0], [0, 0, 0], [0, 1, 0], [1, 0, 0]], dtype=np.bool_)
+    assert MeasuredSets.of(members, np.array([1, 0, 1, 2])) == MeasuredSets(0.5, 1.0, 0.25)
+
+
+def test_few_pictures_leave_the_temperature_and_fewer_are_refused_with_what_is_enough() -> None:
+    logits, labels = calibrated_logits(39)
+    calibration, fitted, _ = calibrate(logits, labels, 1.25, "made", (0.95,))
+    assert (calibration.temperature, fitted, len(calibration.scores)) == (1.25, 0, 39)
+    with pytest.raises(DatasetError, match=r"^made: 38 pictures .* 0.95: 39 are enough, and these for 0.94 \(--cov"):
+        calibrate(logits[:38], labels[:38], 1.25, "made", (0.95,))
