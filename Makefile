@@ -17,9 +17,7 @@ help:
 	@echo "             make run TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu"
 	@echo "make test    install what is missing and run the whole test suite"
 	@echo "make test-ray  install Ray (300 MB) and run the tests of the service on Ray Serve"
-	@echo "make fuzz    send a server damaged pictures and requests for MINUTES=3; SEED=1 sends those of that seed again,"
-	@echo "             ONLY=structures measures pictures that cost more than they look, one by one,"
-	@echo "             ONLY=checkpoints hostile and damaged checkpoints"
+	@echo "make fuzz    damaged pictures and requests, EXAMPLES=5000 of each kind"
 	@echo "make check   lint, format, types and import contracts"
 	@echo "make format  format the code"
 	@echo "make chaos   hurt a running service in every way under load; WORKERS=2, ONLY='heic swaps'"
@@ -78,8 +76,7 @@ test-ray: $(VENV)/.test
 	$(BIN)/pytest -m "ray or not ray" tests/service/test_ray_serve.py tests/e2e/test_ray_serve.py
 
 fuzz: $(VENV)/.test
-	@$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),3) $(if $(SEED),--seed $(SEED)) \
-		$(if $(ONLY),--only $(ONLY))
+	EXAMPLES=$(or $(EXAMPLES),5000) $(BIN)/pytest -n0 --timeout 0 tests/fuzz $(if $(SEED),--hypothesis-seed $(SEED))
 
 check: $(VENV)/.check
 	$(BIN)/ruff check .

@@ -13,42 +13,33 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+# (rows, columns) in pixels or patches.
 Size = tuple[Annotated[int, Field(ge=1, le=16384)], Annotated[int, Field(ge=1, le=16384)]]
-"""(rows, columns) in pixels or patches."""
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"]
 Pool = Literal["cls", "mean", "max", "mean_max", "cls_mean", "attention"]
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu", "tanh"]
 AttentionSource = Literal["cls", "patch_mean", "pool_query"]
 Mean = Annotated[float, Field(ge=-1e3, le=1e3)]
+# Standard deviation of pixels of 0...1. Divided by less, pixels would overflow in the network.
 Deviation = Annotated[float, Field(ge=1e-3, le=1e3)]
-"""Standard deviation of pixels of 0...1. Divided by less, pixels would overflow in the network."""
 
 _MAX_TOKENS = 65536
-_MAX_RELATIVE_TOKENS = 4096
-_MAX_PARAMETERS = 50_000_000_000
+# Numbers that one layer may give for one image: 512 MiB. ViT-H/16 gives 84 million at 2048 px.
 LARGEST_LAYER = 1 << 27
-"""Numbers that one layer may give for one image: 512 MiB. ViT-H/16 gives 84 million at 2048 px."""
-_LARGEST_STEM = 1 << 23
-"""Of each of a stem's convolutions, whose widths are free: ten times what a ResNet's stem gives at 224 px."""
-_MAX_LAYERS = 256
-"""Of a library's network, which is made in Python, layer by layer: twice what the deepest of timm's have."""
-_MAX_SIDE = 2048
-"""Pixels of a side of its input: some of timm's make their tables of positions number by number."""
 _MAX_NUMBER = 16384
-_MAX_NUMBERS = 64
 
-_LAYERS = re.compile("depths?|depth_token_only|layers|cls_attn_layers|num_blocks|reg_tokens")
 _CHOICES = re.compile("(act|aa|norm)_layer|global_pool|pad_type|pos_embed|stem_type|weight_init")
+# What an architecture may be made with: the number of layers, choices by name, and sizes.
 _ARGUMENTS = re.compile(
-    f"{_LAYERS.pattern}|{_CHOICES.pattern}|((attn|head|patch|path|pos|proj)_)?drop_rate|drop_(block|path)_rate"
+    f"{_CHOICES.pattern}|depths?|depth_token_only|layers|cls_attn_layers|num_blocks|reg_tokens"
+    "|((attn|head|patch|path|pos|proj)_)?drop_rate|drop_(block|path)_rate"
     "|channels|class_token|conv_mlp|dims?|distilled|down_kernel_size|dynamic_img_size|embed_dims?|expand_ratio|fc_norm"
     "|final_norm|fix_init|growth_rate|head_dim|head_hidden_size|head_init_scale|head_norm_first|img_size|kernel_sizes?"
     "|(ls_init|layer_scale_init)_value|init_values|mlp_ratios?|no_embed_class|norm_eps|num_features|num_heads|patch_size"
     "|pre_norm|qk_norm|qkv_bias|stem_size|stem_width|strict_img_size|use_(abs_pos_emb|fc_norm|rel_pos_bias)"
     "|window_size|zero_init_last"
 )
-"""What an architecture may be made with: the number of layers, choices by name, and sizes."""
 
 
 class Frozen(BaseModel):
@@ -64,10 +55,10 @@ class ResNetStem(Frozen):
     the first halves the resolution, and the root halves it twice.
     """
 
+    # Bottleneck blocks of each stage; none at all is the root alone.
     layers: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], Field(max_length=4)]
-    """Bottleneck blocks of each stage; none at all is the root alone."""
+    # TensorFlow's padding, which is asymmetric where the stride does not divide the size.
     same_padding: bool = True
-    """TensorFlow's padding, which is asymmetric where the stride does not divide the size."""
 
     @property
     def channels(self) -> int:
@@ -89,8 +80,8 @@ class ConvolutionalStem(Frozen):
     widths: Annotated[tuple[Annotated[int, Field(ge=1, le=4096)], ...], Field(min_length=1, max_length=8)]
     kernels: tuple[Annotated[int, Field(ge=1, le=15)], ...]
     strides: tuple[Annotated[int, Field(ge=1, le=8)], ...]
+    # Edge of the squares whose maximum each convolution hands to its activation; none at all is 1 for each.
     pools: tuple[Annotated[int, Field(ge=1, le=8)], ...] = ()
-    """Edge of the squares whose maximum each convolution hands to its activation; none at all is 1 for each."""
     activation: Activation = "relu"
 
     @property
@@ -120,16 +111,16 @@ class ConvolutionalStem(Frozen):
 class RotaryPositions(Frozen):
     """Queries and keys are turned by angles that are places times frequencies; see `model.network.layers.rotary`."""
 
+    # Each head of each block has frequencies of its own, mixed of both axes; else they fall geometrically.
     learned: bool = False
-    """Each head of each block has frequencies of its own, mixed of both axes; else they fall geometrically."""
+    # What the frequencies fall to a fraction of, where they are not learned.
     temperature: Annotated[float, Field(gt=1, le=1e9)] = 10_000.0
-    """What the frequencies fall to a fraction of, where they are not learned."""
+    # Places are -2 pi to 2 pi along each axis whatever the grid is (DINOv3); else they count patches.
     centred: bool = False
-    """Places are -2 pi to 2 pi along each axis whatever the grid is (DINOv3); else they count patches."""
+    # Place of the first patch that is counted.
     offset: Annotated[float, Field(ge=-16, le=16)] = 0.0
-    """Place of the first patch that is counted."""
+    # (rows, columns) that counted places are scaled to, those of pre-training (EVA-02).
     reference_grid: Size | None = None
-    """(rows, columns) that counted places are scaled to, those of pre-training (EVA-02)."""
 
 
 class NetworkConfig(Frozen):
@@ -139,13 +130,13 @@ class NetworkConfig(Frozen):
         pydantic.ValidationError: a field is missing, unknown, or out of range; or fields disagree.
     """
 
+    # (rows, columns) of the input in pixels.
     image_size: Size
-    """(rows, columns) of the input in pixels."""
+    # 0 is a network without a classification head: it gives embeddings, and a ViT maps of its attention.
     num_classes: Annotated[int, Field(ge=0, le=1_000_000)]
-    """0 is a network without a classification head: it gives embeddings, and a ViT maps of its attention."""
     in_channels: Annotated[int, Field(ge=1, le=4)] = 3
+    # Dimension of a Transformer's tokens, or of what another network's head reads.
     width: Annotated[int, Field(ge=1, le=16384)]
-    """Dimension of a Transformer's tokens, or of what another network's head reads."""
 
     @property
     def logits(self) -> int:
@@ -170,12 +161,12 @@ class LibraryConfig(NetworkConfig):
     """
 
     library: Literal["timm"]
+    # Without a tag; no name that the library would look up on a disk or a hub.
     architecture: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_]{1,100}$")]
-    """Without a tag; no name that the library would look up on a disk or a hub."""
+    # What the architecture is made with, beside classes, channels and input size.
     arguments: dict[str, Any]
-    """What the architecture is made with, beside classes, channels and input size."""
+    # Whether the input size is an argument of the architecture.
     fixed_size: bool
-    """Whether the input size is an argument of the architecture."""
 
     @property
     def runtime(self) -> str:
@@ -187,13 +178,6 @@ class LibraryConfig(NetworkConfig):
         """Return what messages call a network of this configuration."""
         return f"{self.library}'s {self.architecture}"
 
-    @field_validator("image_size")
-    @classmethod
-    def _not_too_large(cls, size: Size) -> Size:
-        if max(size) > _MAX_SIDE:
-            raise ValueError(f"{size[0]}x{size[1]} pixels: a library's network takes at most {_MAX_SIDE} along a side")
-        return size
-
     @field_validator("arguments")
     @classmethod
     def _allowed(cls, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -203,12 +187,8 @@ class LibraryConfig(NetworkConfig):
             if _CHOICES.fullmatch(name) and isinstance(value, str) and re.fullmatch("[a-z0-9_]{0,40}", value):
                 continue
             numbers = _numbers(value)
-            most = _MAX_SIDE if name == "img_size" else _MAX_NUMBER
-            sane = all(isinstance(number, int | float) and abs(number) <= most for number in numbers)
-            if len(numbers) > _MAX_NUMBERS or not sane:
-                raise ValueError(f"argument {name} {value!r:.100}: expected numbers up to {most}")
-            if _LAYERS.fullmatch(name) and sum(map(abs, numbers)) > _MAX_LAYERS:
-                raise ValueError(f"argument {name} {value!r:.100}: more than the {_MAX_LAYERS} that are allowed")
+            if not all(isinstance(number, int | float) and abs(number) <= _MAX_NUMBER for number in numbers):
+                raise ValueError(f"argument {name} {value!r:.100}: expected numbers up to {_MAX_NUMBER}")
         return arguments
 
 
@@ -218,147 +198,141 @@ class ViTConfig(NetworkConfig):
     Each side of `image_size` is a multiple of `patch_size` unless `drop_remainder`.
     """
 
+    # Input pixels along a patch's edge; with a stem, the stem's stride times its own patches' edge.
     patch_size: Annotated[int, Field(ge=1, le=1024)]
-    """Input pixels along a patch's edge; with a stem, the stem's stride times its own patches' edge."""
     depth: Annotated[int, Field(ge=1, le=256)]
     heads: Annotated[int, Field(ge=1, le=256)]
+    # Hidden dimension of the MLP, 4 x width in the paper; with SwiGLU the dimension after gating.
     mlp_width: Annotated[int, Field(ge=1, le=131072)]
-    """Hidden dimension of the MLP, 4 x width in the paper; with SwiGLU the dimension after gating."""
+    # Rows and columns at the bottom and right that fill no patch are dropped (SigLIP, 384 px by 14).
     drop_remainder: bool = False
-    """Rows and columns at the bottom and right that fill no patch are dropped (SigLIP, 384 px by 14)."""
 
     stem: ResNetStem | None = None
     conv_stem: ConvolutionalStem | None = None
+    # How patches become tokens; both compute the same map.
     patch_embedding: Literal["convolution", "linear"] = "convolution"
-    """How patches become tokens; both compute the same map."""
     patch_bias: bool = True
+    # A LayerNorm over each flattened patch and one over its token (vit-pytorch); needs 'linear'.
     patch_norms: bool = False
-    """A LayerNorm over each flattened patch and one over its token (vit-pytorch); needs 'linear'."""
+    # sincos2d is fixed (Beyer et al. 2022, https://arxiv.org/abs/2205.01580).
     position_embedding: Literal["learned", "sincos2d", "none"] = "learned"
-    """sincos2d is fixed (Beyer et al. 2022, https://arxiv.org/abs/2205.01580)."""
+    # The position embedding has entries for the prefix tokens too (timm: not `no_embed_class`).
     position_prefix: bool = True
-    """The position embedding has entries for the prefix tokens too (timm: not `no_embed_class`)."""
+    # Each block adds a learned bias for each head and offset to its attention scores (BEiT).
     relative_position_bias: bool = False
-    """Each block adds a learned bias for each head and offset to its attention scores (BEiT)."""
     rotary: RotaryPositions | None = None
 
     class_token: bool = True
+    # A second token after CLS (Touvron et al. 2020, DeiT).
     distillation_token: bool = False
-    """A second token after CLS (Touvron et al. 2020, DeiT)."""
+    # Tokens that belong to no patch and no class (Darcet et al. 2023).
     registers: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Tokens that belong to no patch and no class (Darcet et al. 2023)."""
 
+    # A LayerNorm stands between the embedding and the first block (CLIP).
     norm_before_blocks: bool = False
-    """A LayerNorm stands between the embedding and the first block (CLIP)."""
+    # Where the blocks' norms are: pre, on each branch's way in; post, after each sum (Vaswani et al. 2017); res_post,
+    # on each branch's way out (Liu et al. 2022, Swin V2).
     norm_order: Literal["pre", "post", "res_post"] = "pre"
-    """Where the blocks' norms are: pre, on each branch's way in; post, after each sum (Vaswani et al. 2017); res_post,
-    on each branch's way out (Liu et al. 2022, Swin V2)."""
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
+    # Dimension of queries, keys and values over all heads; None is `width`.
     attention_width: Annotated[int, Field(ge=1, le=16384)] | None = None
-    """Dimension of queries, keys and values over all heads; None is `width`."""
     qkv_bias: bool = True
+    # The attention's output projection and the MLP have biases.
     projection_bias: bool = True
-    """The attention's output projection and the MLP have biases."""
+    # Each head has a LayerNorm over queries and keys (Dehghani et al. 2023).
     qk_norm: bool = False
-    """Each head has a LayerNorm over queries and keys (Dehghani et al. 2023)."""
+    # A LayerNorm stands between the heads' values and their output projection (EVA-02's CLIP models, BEiT-3).
     attention_norm: bool = False
-    """A LayerNorm stands between the heads' values and their output projection (EVA-02's CLIP models, BEiT-3)."""
+    # swiglu: act(gate) * value (Shazeer 2020), gate and value in one projection, gate first.
     mlp: Literal["plain", "swiglu"] = "plain"
-    """swiglu: act(gate) * value (Shazeer 2020), gate and value in one projection, gate first."""
+    # A LayerNorm stands between the activation, or the gated values, and the second projection (EVA-02, BEiT-3).
     mlp_norm: bool = False
-    """A LayerNorm stands between the activation, or the gated values, and the second projection (EVA-02, BEiT-3)."""
     activation: Activation = "gelu"
+    # Both residual branches have a learned factor for each channel (Touvron et al. 2021, CaiT).
     layer_scale: bool = False
-    """Both residual branches have a learned factor for each channel (Touvron et al. 2021, CaiT)."""
 
+    # mean_max is half their sum; cls_mean is the concatenation [CLS, mean] (DINOv2's linear head).
     pool: Pool = "cls"
-    """mean_max is half their sum; cls_mean is the concatenation [CLS, mean] (DINOv2's linear head)."""
+    # Mean, max and attention pooling include the prefix tokens.
     pool_prefix: bool = False
-    """Mean, max and attention pooling include the prefix tokens."""
+    # Of attention pooling; None is `heads`.
     pool_heads: Annotated[int, Field(ge=1, le=256)] | None = None
-    """Of attention pooling; None is `heads`."""
+    # Hidden dimension of the attention pooling's MLP; None is `mlp_width`.
     pool_mlp_width: Annotated[int, Field(ge=1, le=131072)] | None = None
-    """Hidden dimension of the attention pooling's MLP; None is `mlp_width`."""
     final_norm: bool = True
+    # The final LayerNorm stands after the pooling (timm's `fc_norm`) instead of before it.
     norm_after_pool: bool = False
-    """The final LayerNorm stands after the pooling (timm's `fc_norm`) instead of before it."""
+    # What is pooled is projected to this width, without a bias (CLIP); the head reads that.
     projection_width: Annotated[int, Field(ge=1, le=16384)] | None = None
-    """What is pooled is projected to this width, without a bias (CLIP); the head reads that."""
+    # The head reads its input divided by its L2 norm; its rows are features of texts times a scale (CLIP, SigLIP).
     normalized_head: bool = False
-    """The head reads its input divided by its L2 norm; its rows are features of texts times a scale (CLIP, SigLIP)."""
+    # Hidden dimension of a head of two layers; None is one layer.
     head_width: Annotated[int, Field(ge=1, le=131072)] | None = None
-    """Hidden dimension of a head of two layers; None is one layer."""
+    # Between the two layers of the head.
     head_activation: Activation = "tanh"
-    """Between the two layers of the head."""
+    # The distillation token has a linear head of its own; the logits of both are averaged.
     distillation_head: bool = False
-    """The distillation token has a linear head of its own; the logits of both are averaged."""
 
     @model_validator(mode="after")
-    def _sizes_agree(self) -> Self:
-        rows, columns = self.image_size
-        if (rows % self.patch_size or columns % self.patch_size) and not self.drop_remainder:
-            raise ValueError(f"image_size {rows}x{columns} is not a multiple of patch_size {self.patch_size}")
-        if rows < self.patch_size or columns < self.patch_size:
-            raise ValueError(f"image_size {rows}x{columns} is smaller than patch_size {self.patch_size}")
-        for stem in (self.stem, self.conv_stem):
-            if stem is not None and self.patch_size % stem.stride:
-                raise ValueError(f"patch_size {self.patch_size} is not a multiple of the stem's stride {stem.stride}")
-            if stem is not None and self.patch_embedding != "convolution":
-                raise ValueError("a stem needs patch_embedding 'convolution'")
-        if self.stem is not None and self.conv_stem is not None:
-            raise ValueError("there is one stem, not two")
-        if self.inner_width % self.heads:
-            raise ValueError(f"width {self.inner_width} is not a multiple of heads {self.heads}")
-        if self.pool == "attention" and self.width % (self.pool_heads or self.heads):
-            raise ValueError(f"width {self.width} is not a multiple of pool_heads {self.pool_heads or self.heads}")
-        if self.rotary is not None and self.inner_width // self.heads % 4:
-            raise ValueError(f"rotary needs heads of a multiple of 4, not {self.inner_width // self.heads}")
-        if self.patch_norms and self.patch_embedding != "linear":
-            raise ValueError("patch_norms needs patch_embedding 'linear'")
-        if self.position_embedding == "sincos2d" and self.width % 4:
-            raise ValueError(f"position_embedding 'sincos2d' needs a width that is a multiple of 4, not {self.width}")
+    def _is_consistent(self) -> Self:
+        for problem, is_there in self._problems().items():
+            if is_there:
+                raise ValueError(problem)
         return self
 
-    @model_validator(mode="after")
-    def _bounded(self) -> Self:
-        """Refuse absurd sizes before anything of them is allocated, even without storage."""
-        if self.tokens > _MAX_TOKENS:
-            raise ValueError(f"{self.tokens} tokens are more than the {_MAX_TOKENS} that are allowed")
-        if self.depth * self.width * (4 * self.inner_width + 2 * self.mlp_width) > _MAX_PARAMETERS:
-            raise ValueError(f"more than the {_MAX_PARAMETERS:,} parameters that are allowed")
-        if self.relative_position_bias and self.tokens > _MAX_RELATIVE_TOKENS:
-            raise ValueError(f"relative_position_bias with {self.tokens} tokens, at most {_MAX_RELATIVE_TOKENS}")
-        if self.conv_stem is not None and (stem := self.conv_stem.largest_layer(self.image_size)) > _LARGEST_STEM:
-            raise ValueError(f"conv_stem: {stem:,} numbers in a feature map: at most {_LARGEST_STEM:,} are allowed")
-        if self.largest_layer > LARGEST_LAYER:
-            raise ValueError(f"{self.largest_layer:,} numbers in a layer: at most {LARGEST_LAYER:,} are allowed")
-        return self
-
-    @model_validator(mode="after")
-    def _tokens_agree(self) -> Self:
-        if self.pool in ("cls", "cls_mean") and not self.class_token:
-            raise ValueError(f"pool {self.pool!r} needs class_token")
-        if self.distillation_token and (not self.class_token or self.registers):
-            raise ValueError("distillation_token needs class_token and no registers")
-        if self.relative_position_bias and self.prefix_tokens > self.class_token:
-            raise ValueError("relative_position_bias allows no prefix token but class_token")
-        return self
-
-    @model_validator(mode="after")
-    def _head_agrees(self) -> Self:
-        if self.distillation_head and (not self.distillation_token or self.pool != "cls" or self.norm_after_pool):
-            raise ValueError("distillation_head needs distillation_token, pool 'cls' and the norm before the pooling")
-        if self.head_width is not None and not self.num_classes:
-            raise ValueError("head_width needs num_classes")
-        if self.distillation_head and self.head_width is not None:
-            raise ValueError("distillation_head needs a head of one layer")
-        if (self.projection_width or self.normalized_head) and (self.distillation_head or self.head_width is not None):
-            raise ValueError("projection_width and normalized_head need a head of one layer, and only one head")
-        if self.norm_after_pool and (not self.final_norm or self.pool == "cls_mean"):
-            raise ValueError("norm_after_pool needs final_norm and another pool than 'cls_mean'")
-        if self.pool == "attention" and (self.mlp != "plain" or self.mlp_norm):
-            raise ValueError("pool 'attention' needs mlp 'plain' without mlp_norm")
-        return self
+    def _problems(self) -> dict[str, bool]:
+        """Return what fields that disagree, or are together absurd, are refused with, and whether each is there."""
+        (rows, columns), patch, width = self.image_size, self.patch_size, self.width
+        two_heads, is_layered = self.distillation_head, self.head_width is not None
+        head_width = self.inner_width // self.heads
+        stride = 1 if self.stem is None else self.stem.stride
+        stride = stride if self.conv_stem is None else self.conv_stem.stride
+        has_stem = self.stem is not None or self.conv_stem is not None
+        for_texts = self.normalized_head or self.projection_width is not None
+        pool_heads = self.pool_heads or self.heads
+        return {
+            f"image_size {rows}x{columns} is not a multiple of patch_size {patch}": (
+                bool(rows % patch or columns % patch) and not self.drop_remainder
+            ),
+            f"image_size {rows}x{columns} is smaller than patch_size {patch}": rows < patch or columns < patch,
+            f"patch_size {patch} is not a multiple of the stem's stride {stride}": patch % stride != 0,
+            "a stem needs patch_embedding 'convolution'": has_stem and self.patch_embedding != "convolution",
+            "there is one stem, not two": self.stem is not None and self.conv_stem is not None,
+            f"width {self.inner_width} is not a multiple of heads {self.heads}": self.inner_width % self.heads != 0,
+            f"width {width} is not a multiple of pool_heads {pool_heads}": (
+                self.pool == "attention" and width % pool_heads != 0
+            ),
+            f"rotary needs heads of a multiple of 4, not {head_width}": self.rotary is not None and head_width % 4 != 0,
+            "patch_norms needs patch_embedding 'linear'": self.patch_norms and self.patch_embedding != "linear",
+            f"position_embedding 'sincos2d' needs a width that is a multiple of 4, not {width}": (
+                self.position_embedding == "sincos2d" and width % 4 != 0
+            ),
+            f"{self.tokens} tokens are more than the {_MAX_TOKENS} that are allowed": self.tokens > _MAX_TOKENS,
+            f"{self.largest_layer:,} numbers in a layer: at most {LARGEST_LAYER:,} are allowed": (
+                self.largest_layer > LARGEST_LAYER
+            ),
+            f"pool {self.pool!r} needs class_token": self.pool in ("cls", "cls_mean") and not self.class_token,
+            "distillation_token needs class_token and no registers": (
+                self.distillation_token and (not self.class_token or self.registers > 0)
+            ),
+            "relative_position_bias allows no prefix token but class_token": (
+                self.relative_position_bias and self.prefix_tokens > self.class_token
+            ),
+            "distillation_head needs distillation_token, pool 'cls' and the norm before the pooling": (
+                two_heads and (not self.distillation_token or self.pool != "cls" or self.norm_after_pool)
+            ),
+            "head_width needs num_classes": is_layered and not self.num_classes,
+            "distillation_head needs a head of one layer": two_heads and is_layered,
+            "projection_width and normalized_head need a head of one layer, and only one head": (
+                for_texts and (two_heads or is_layered)
+            ),
+            "norm_after_pool needs final_norm and another pool than 'cls_mean'": (
+                self.norm_after_pool and (not self.final_norm or self.pool == "cls_mean")
+            ),
+            "pool 'attention' needs mlp 'plain' without mlp_norm": (
+                self.pool == "attention" and (self.mlp != "plain" or self.mlp_norm)
+            ),
+        }
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -433,16 +407,16 @@ class PreprocessConfig(Frozen):
         pydantic.ValidationError: a field is missing, unknown, or out of range; or fields disagree.
     """
 
+    # (rows, columns) of the model's input in pixels.
     size: Size
-    """(rows, columns) of the model's input in pixels."""
     resize: Literal["shortest_edge", "squash", "border"]
+    # (rows, columns) before the centre crop; each at least `size`.
     resize_size: Size
-    """(rows, columns) before the centre crop; each at least `size`."""
     interpolation: Interpolation
+    # How the start of the crop is rounded if the margin is odd: as in torchvision or as in transformers.
     crop_rounding: Literal["half_even", "down"] = "half_even"
-    """How the start of the crop is rounded if the margin is odd: as in torchvision or as in transformers."""
+    # Mean of each channel, of pixels scaled to 0...1.
     mean: Annotated[tuple[Mean, ...], Field(min_length=1, max_length=4)]
-    """Mean of each channel, of pixels scaled to 0...1."""
     std: Annotated[tuple[Deviation, ...], Field(min_length=1, max_length=4)]
 
     @model_validator(mode="after")
@@ -454,6 +428,7 @@ class PreprocessConfig(Frozen):
         return self
 
 
+# The paper's variants (Dosovitskiy et al. 2020, table 1), and Tiny and Small (Touvron et al. 2020).
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"width": 192, "depth": 12, "heads": 3, "mlp_width": 768},
     "small": {"width": 384, "depth": 12, "heads": 6, "mlp_width": 1536},
@@ -461,4 +436,3 @@ SIZES: dict[str, dict[str, int]] = {
     "large": {"width": 1024, "depth": 24, "heads": 16, "mlp_width": 4096},
     "huge": {"width": 1280, "depth": 32, "heads": 16, "mlp_width": 5120},
 }
-"""The paper's variants (Dosovitskiy et al. 2020, table 1), and Tiny and Small (Touvron et al. 2020)."""

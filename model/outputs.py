@@ -354,7 +354,7 @@ class Outputs:
         embedding: float32 [D], `embedding_width` of the request.
         finite: whether all scores of the image are finite; the other values mean nothing where they are not.
         label_set: int64 [size], the labels that hold the right one with the model's coverage, best first; none: the
-            model abstains. See `model.conformal`.
+            model abstains. See `model.calibration`.
     """
 
     scores: NDArray[np.float32]

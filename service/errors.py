@@ -70,18 +70,6 @@ class UnsupportedMediaType(ServiceError):
     """The body is of a kind that holds no image."""
 
 
-class ExpectationFailed(ServiceError):
-    """The caller expects what this server does not do."""
-
-
-class UnsupportedTransferCoding(ServiceError):
-    """The body is encoded for its transfer in a way that this server does not know."""
-
-
-class HttpVersionNotSupported(ServiceError):
-    """The request is in a version of HTTP that this server does not speak."""
-
-
 class InvalidParameter(ServiceError):
     """A query parameter is out of range or does not apply."""
 

@@ -9,7 +9,6 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -57,23 +56,19 @@ def parse_keys(written: Iterable[str]) -> list[ApiKey]:
         keys.append(ApiKey(named[1], named[2].strip().encode()) if named else ApiKey(f"key{place}", text.encode()))
     if not all(key.secret for key in keys):
         raise ValueError("expected a key after each name, as in NAME:KEY")
-    if len({key.name for key in keys}) < len(keys):
-        raise ValueError("expected a name for one key only")
-    if len({key.secret for key in keys}) < len(keys):
-        raise ValueError("expected each key once")
+    if min(len({key.name for key in keys}), len({key.secret for key in keys})) < len(keys):
+        raise ValueError("expected each name and each key once")
     return keys
 
 
 def _image_size(value: object) -> object:
     """Parse `384` or `384x256` (rows x columns)."""
-    if value in (None, ""):
-        return None
-    if isinstance(value, str):
-        match = re.fullmatch(r"(\d{1,5})(?:x(\d{1,5}))?", value.strip())
-        if match is None:
-            raise ValueError("expected pixels like 384, or rows x columns like 384x256")
-        return int(match[1]), int(match[2] or match[1])
-    return value
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"(\d{1,5})(?:x(\d{1,5}))?", value.strip())
+    if match is None:
+        raise ValueError("expected pixels like 384, or rows x columns like 384x256")
+    return int(match[1]), int(match[2] or match[1])
 
 
 def _comma_separated(value: object) -> object:
@@ -86,14 +81,12 @@ _GPU = r"(?:\d+|(?:GPU|MIG)-[\w/-]{1,48})"
 """A GPU's number, or the identifier of a GPU or of an instance of MIG."""
 
 
-def _device(value: object) -> object:
-    if isinstance(value, str) and not re.fullmatch(rf"auto|cpu|all|cuda(:{_GPU})?(,cuda:{_GPU})*", value):
+def _device(value: str) -> str:
+    if not re.fullmatch(rf"auto|cpu|all|cuda(:{_GPU})?(,cuda:{_GPU})*", value):
         raise ValueError("expected auto, cpu, all, cuda, cuda:0, cuda:GPU-..., cuda:MIG-... or cuda:0,cuda:1")
-    if isinstance(value, str) and "," in value:
-        devices = ["cuda:0" if device == "cuda" else device for device in value.split(",")]
-        if len(set(devices)) < len(devices):
-            raise ValueError("expected each device once")
-        _check_platform("one device")
+    devices = ["cuda:0" if device == "cuda" else device for device in value.split(",")]
+    if len(set(devices)) < len(devices):
+        raise ValueError("expected each device once")
     return value
 
 
@@ -166,18 +159,6 @@ def _bounds_pings() -> bool:
     return (int(major), int(minor)) >= (1, 81)
 
 
-def _workers(value: int) -> int:
-    if value > 1:
-        _check_platform("1")
-    return value
-
-
-def _check_platform(instead: str) -> None:
-    """Refuse several processes where they cannot share memory and sockets as on Linux."""
-    if not sys.platform.startswith("linux"):
-        raise ValueError(f"several processes need Linux: expected {instead}")
-
-
 Seconds = Annotated[float, Field(ge=0, le=31_536_000, allow_inf_nan=False)]
 Timeout = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
@@ -229,7 +210,7 @@ class Settings(BaseSettings):
     )
 
     # What computes it, and how.
-    device: Annotated[str, BeforeValidator(_device)] = Field(
+    device: Annotated[str, AfterValidator(_device)] = Field(
         "auto",
         description="`auto`, `cpu`, `cuda`, `cuda:0` or `cuda:0,cuda:1` (one engine a device), `all` GPUs and "
         "instances of MIG, or a device by its identifier: `cuda:MIG-...`. Numbers count the visible devices",
@@ -261,7 +242,7 @@ class Settings(BaseSettings):
         description="port of the Open Inference Protocol over gRPC, on the same host; 0 picks a free port. It needs "
         "the extra `grpc`. Default: no gRPC",
     )
-    workers: Annotated[int, AfterValidator(_workers)] = Field(
+    workers: int = Field(
         1,
         ge=1,
         le=256,
@@ -297,11 +278,6 @@ class Settings(BaseSettings):
         ByteSize(20 << 20), gt=0, description="bytes of a file, else 413; `20MiB` and `20MB` work too"
     )
     max_request_bytes: ByteSize = Field(ByteSize(128 << 20), gt=0, description="bytes of a request's body, else 413")
-    max_receiving_bytes: ByteSize = Field(
-        ByteSize(512 << 20),
-        gt=0,
-        description="bytes of all bodies that are being received or wait for their answers, over all workers",
-    )
     max_image_pixels: int = Field(
         64_000_000, ge=1, description="pixels of a picture, else 413; decoding takes up to 6.5 bytes for each"
     )
@@ -370,15 +346,6 @@ def described(name: str) -> tuple[str, str]:
     elif field.default is not None and field.default != () and not default:
         default = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
     return meaning, default or "none"
-
-
-def table() -> str:
-    """Return every setting as a row of Markdown, for docs/settings.md."""
-    rows = ["| variable | default | meaning |", "|---|---|---|"]
-    for name in Settings.model_fields:
-        meaning, default = described(name)
-        rows.append(f"| `{ENV_PREFIX}{name.upper()}` | {default} | {meaning} |")
-    return "\n".join(rows)
 
 
 def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:

@@ -125,10 +125,12 @@ class _Service:
 
         A model with a text tower takes `labels` in place of its classes.
         """
-        options = requests.body(image) | requests.query(
-            top_k=top_k, attention=attention, embedding=embedding, labels=requests.json_array(labels)
+        return Request(
+            "POST",
+            "/classify",
+            Classification.model_validate_json,
+            requests.body(image) | requests.query(top_k=top_k, attention=attention, embedding=embedding, labels=labels),
         )
-        return Request("POST", "/classify", Classification.model_validate_json, options)
 
     @_Method
     def classify_batch(
@@ -140,32 +142,46 @@ class _Service:
         labels: Sequence[str] | None = None,
     ) -> Request[BatchClassification]:
         """Classify several images; the results are in their order, each an answer or an error of its own."""
-        options = requests.form(images) | requests.query(
-            top_k=top_k, attention=attention, labels=requests.json_array(labels)
+        return Request(
+            "POST",
+            "/classify/batch",
+            BatchClassification.model_validate_json,
+            requests.form(images) | requests.query(top_k=top_k, attention=attention, labels=labels),
         )
-        return Request("POST", "/classify/batch", BatchClassification.model_validate_json, options)
 
     @_Method
     def embed(
         self, image: ImageSource, *, pool: Pooling | None = None, normalize: bool | None = None
     ) -> Request[Array]:
         """Return the embedding of one image, float32 [D]."""
-        options = requests.body(image) | requests.query(pool=pool, normalize=normalize, format="npy")
-        return Request("POST", "/embed", requests.array, options)
+        return Request(
+            "POST",
+            "/embed",
+            requests.array,
+            requests.body(image) | requests.query(pool=pool, normalize=normalize, format="npy"),
+        )
 
     @_Method
     def embed_batch(
         self, images: Sequence[ImageSource], *, pool: Pooling | None = None, normalize: bool | None = None
     ) -> Request[Array]:
         """Return the embeddings of several images, float32 [N, D]; one that cannot be read fails all of them."""
-        options = requests.form(images) | requests.query(pool=pool, normalize=normalize, format="npy")
-        return Request("POST", "/embed/batch", requests.array, options)
+        return Request(
+            "POST",
+            "/embed/batch",
+            requests.array,
+            requests.form(images) | requests.query(pool=pool, normalize=normalize, format="npy"),
+        )
 
     @_Method
     def embed_texts(self, texts: Sequence[str], *, normalize: bool | None = None) -> Request[Array]:
         """Return the features of texts, float32 [N, D], of a model with a text tower."""
-        options = requests.query(text=list(texts), normalize=normalize, format="npy")
-        return Request("POST", "/embed", requests.array, options)
+        return Request(
+            "POST",
+            "/embed",
+            requests.array,
+            requests.query(text=texts, normalize=normalize, format="npy"),
+        )
 
     @_Method
     def attention(

@@ -93,14 +93,8 @@ def form(images: Sequence[ImageSource]) -> dict[str, Any]:
 
 def query(**parameters: object) -> dict[str, Any]:
     """Return httpx's arguments of a request with options; one that is None is the service's default."""
-    parameters = {name.rstrip("_"): value for name, value in parameters.items() if value is not None}
-    # A list of texts is repeated, as texts may have commas.
-    return {"params": {name: value if name == "text" else _text(value) for name, value in parameters.items()}}
-
-
-def json_array(values: Sequence[str] | None) -> str | None:
-    """Return texts, which may have commas, as a JSON array."""
-    return None if values is None else json.dumps(list(values), ensure_ascii=False)
+    given = {name.rstrip("_"): value for name, value in parameters.items() if value is not None}
+    return {"params": {name: _text(name, value) for name, value in given.items()}}
 
 
 def map_of(image: ImageSource | Classification, parse: Callable[[bytes], Answer], **options: object) -> Request[Answer]:
@@ -112,12 +106,15 @@ def map_of(image: ImageSource | Classification, parse: Callable[[bytes], Answer]
     return Request("GET", "/attention", parse, query(id=image.id, **options))
 
 
-def _text(value: object) -> str:
+def _text(name: str, value: object) -> str | list[str]:
+    """Return a parameter's value as the service reads it; labels and texts may have commas."""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return ",".join(map(str, value))
-    return str(value)
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return str(value)
+    if name == "text":
+        return list(value)
+    return json.dumps(list(value), ensure_ascii=False) if name == "labels" else ",".join(map(str, value))
 
 
 def documents(content: bytes) -> list[AttentionDocument]:

@@ -25,8 +25,8 @@ from model.errors import CheckpointError
 
 __all__ = ["BUNDLED", "LABEL_PRESETS", "PREPROCESS_PRESETS", "Checkpoint", "load_checkpoint"]
 
+# The checkpoint that travels with the code.
 BUNDLED: Final = Path(__file__).resolve().parent.parent / "weights" / "cifar10"
-"""The checkpoint that travels with the code."""
 
 _WEIGHTS: Final = re.compile(r".+\.(safetensors|pth|pt|bin|ckpt|pth\.tar)")
 _TRAINING: Final = re.compile(r"optimizer|scheduler|scaler|rng_state|training_args|random_states|adapter_model")

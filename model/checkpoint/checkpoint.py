@@ -12,20 +12,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from model.calibration import Calibration
 from model.checkpoint.refusals import validating
 from model.checkpoint.resizing import resized_config, resized_positions, resized_preprocess
 from model.checkpoint.tensors import checked
 from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, Size, ViTConfig
-from model.conformal import Calibration
 from model.errors import CheckpointError
 from model.heads import ZeroShot
 from model.network.library import LibraryNetwork, library_config, meta_tensors
 from model.network.vit import VisionTransformer, checkpoint_shapes, meta_model, placeholder_heads
 
+# Characters of a label and of a name: every answer repeats them.
 MAX_TEXT: Final = 1000
-"""Characters of a label and of a name: every answer repeats them."""
+# Steers a terminal, ends a line, turns the text after it around, or is half a character.
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Steers a terminal, ends a line, turns the text after it around, or is half a character."""
 
 
 @dataclass(frozen=True)

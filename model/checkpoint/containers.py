@@ -14,16 +14,16 @@ from torch import Tensor
 
 from model.errors import CheckpointError
 
+# Keys of a training checkpoint whose tensors are no weights.
 _TRAINING: Final = re.compile(r"optim|sched|scaler|^amp$|callback|loops|hyper_?param|rng", re.IGNORECASE)
-"""Keys of a training checkpoint whose tensors are no weights."""
+# Names of tensors in state dicts that have no part in classification.
 _ASIDE: Final = re.compile(
     r"(.*\.)?((step|decay|loss\w*|criterion\w*|\w*metrics?)(\..*)?|n_averaged|initted|num_updates|mask_token)"
 )
-"""Names of tensors in state dicts that have no part in classification."""
 _AVERAGED: Final = re.compile(r"ema|averag|shadow|swa|teacher|momentum|target", re.IGNORECASE)
 _MAX_DEPTH: Final = 5
+# Names in common from which two parts are copies of one network; a block alone has twelve.
 _FEW: Final = 8
-"""Names in common from which two parts are copies of one network; a block alone has twelve."""
 
 Tensors = dict[str, Tensor]
 

@@ -8,7 +8,6 @@ first: a repository that is not a ViT costs no download of weights.
 from __future__ import annotations
 
 import re
-import threading
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -22,10 +21,8 @@ _HUB_ID: Final = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>[\w./-]{1,200}))?"
 )
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
-_TIMEOUT: Final = 10.0
-"""Seconds to wait for a file's metadata."""
-_ANSWER_TIMEOUT: Final = 5.0
-"""Seconds within which the hub answers, its name's resolution included, else only the cache is read."""
+_TIMEOUT: Final = 10.0  # seconds to wait for a file's metadata
+_ANSWER_TIMEOUT: Final = 5.0  # seconds within which the hub answers, else only the cache is read
 _OFFLINE: Final = "offline mode (HF_HUB_OFFLINE) is on"
 
 
@@ -71,53 +68,50 @@ class Repository(Files):
     @cached_property
     def from_cache(self) -> str:
         """Why only the cache is read, or an empty text where the hub is asked; the client itself retries for long."""
-        if self._hub.constants.HF_HUB_OFFLINE:
-            reason = _OFFLINE
-        else:
-            failure = unreachable(self._hub, _ANSWER_TIMEOUT)
-            reason = f"the hub cannot be reached: {failure}" if failure else ""
-        if reason:
-            self.place += f" (from the cache: {reason})"
+        reason = _OFFLINE
+        if not self._hub.constants.HF_HUB_OFFLINE:
+            try:
+                self._hub.utils.get_session().head(self._hub.constants.ENDPOINT, timeout=_ANSWER_TIMEOUT)
+            except self._failures as error:
+                reason = f"the hub cannot be reached: {first_line(error)}"
+            else:
+                return ""
+        self.place += f" (from the cache: {reason})"
         return reason
+
+    @property
+    def _failures(self) -> tuple[type[Exception], ...]:
+        """Return what requests raise; the bases are the HTTP client's errors, whichever client this version has."""
+        return (OSError, ValueError, RuntimeError, *self._hub.errors.HfHubHTTPError.__bases__)
 
     def _fetch(self, name: str) -> Path | None:
         errors = self._hub.errors
         arguments: dict[str, Any] = {"revision": self.revision or self.requested_revision, "etag_timeout": _TIMEOUT}
         arguments["local_files_only"] = bool(self.from_cache)
+        refusals = {
+            errors.GatedRepoError: "gated: accept its terms on its page, then set HF_TOKEN or run `hf auth login`",
+            errors.RevisionNotFoundError: f"the repository has no revision {self.requested_revision!r}",
+            errors.RepositoryNotFoundError: (
+                "no such repository, or a private one that this token (HF_TOKEN) may not read"
+            ),
+        }
         try:
             path = Path(self._hub.hf_hub_download(self.repository, name, **arguments))
-        except errors.GatedRepoError:
-            raise CheckpointError(
-                f"{self._id}: gated: accept its terms on its page, then set HF_TOKEN or run `hf auth login`"
-            ) from None
-        except errors.RevisionNotFoundError:
-            raise CheckpointError(f"{self._id}: the repository has no revision {self.requested_revision!r}") from None
-        except errors.RepositoryNotFoundError:
-            raise self._not_here(
-                "on the hub: no such repository, or a private one that this token (HF_TOKEN) may not read"
-            ) from None
+        except tuple(refusals) as error:
+            failure = next(text for kind, text in refusals.items() if isinstance(error, kind))
+            raise self._not_here(failure) from None
         except errors.LocalEntryNotFoundError as error:
-            return self._not_cached(name, error)
+            if self.from_cache and (self._found.get(CONFIG_FILE) is not None or self._is_cached()):
+                return None  # the cached repository lacks this part
+            cause = self.from_cache or f"the hub cannot be reached: {first_line(error.__cause__ or error)}"
+            raise self._not_here(f"{name} is not in the cache and {cause}") from None
         except errors.EntryNotFoundError:
             return None
-        except errors.OfflineModeIsEnabled:
-            raise self._not_here(f"on the hub: {name} is not in the cache and {_OFFLINE}") from None
-        except errors.HfHubHTTPError as error:
-            status = getattr(error.response, "status_code", "no status")
-            raise self._not_here(f"the hub answered {status} for {name}: {first_line(error)}") from None
-        except (OSError, ValueError, RuntimeError, *errors.HfHubHTTPError.__bases__) as error:
-            # The bases are those of the HTTP client's errors, whichever client this version is built on.
-            raise self._not_here(f"on the hub: {name} could not be fetched: {first_line(error)}") from None
+        except self._failures as error:
+            raise self._not_here(f"{name} could not be fetched: {first_line(error)}") from None
         if self.revision is None:  # all files are of the same commit
             self.revision = next(filter(_COMMIT.fullmatch, reversed(path.parts)), None)
         return resolved_part(path.parent, path.name, self.where(name))
-
-    def _not_cached(self, name: str, error: BaseException) -> Path | None:
-        """Return None for a part that the cached repository lacks; refuse a part that only the network could give."""
-        if self.from_cache and (self._found.get(CONFIG_FILE) is not None or self._is_cached()):
-            return None
-        cause = self.from_cache or f"the hub cannot be reached: {first_line(error.__cause__ or error)}"
-        raise self._not_here(f"on the hub: {name} is not in the cache and {cause}") from None
 
     def _is_cached(self) -> bool:
         """Return whether the cache has any file of this revision: an adapter, for example, has no `config.json`."""
@@ -131,34 +125,11 @@ class Repository(Files):
     def _not_here(self, failure: str) -> CheckpointError:
         """Return the error for a failure of the hub, which leads with the folder where nothing of the id was found."""
         place = f"{self._id}: " if self.revision else _no_folder(self._id)
-        return CheckpointError(f"{place}{failure}")
+        return CheckpointError(f"{place}on the hub: {failure}")
 
 
 def _no_folder(source: str) -> str:
     return f"no folder {source} here (write ./ before a folder's name); "
-
-
-def unreachable(hub: ModuleType, timeout: float) -> str:
-    """Return why the hub answers nothing at all, or an empty text where it answers.
-
-    Args:
-        hub: its client, which knows endpoint and proxies.
-        timeout: in seconds; the name's resolution, which the system bounds otherwise, counts too.
-    """
-    failures: list[str] = []
-
-    def ask() -> None:
-        try:
-            hub.utils.get_session().head(hub.constants.ENDPOINT, timeout=timeout)
-        except (OSError, ValueError, RuntimeError, *hub.errors.HfHubHTTPError.__bases__) as error:
-            failures.append(first_line(error))
-        else:
-            failures.append("")
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(timeout)
-    return failures[0] if failures else f"no answer in {timeout:g} s"
 
 
 def _huggingface_hub(source: str) -> ModuleType:

@@ -24,10 +24,10 @@ from model.errors import CheckpointError
 
 FORMAT: Final = "jax"
 
+# Of the network's arrays in those of an optimiser, or of a model of two towers.
 _PREFIXES: Final = ("opt/target/", "params/img/", "params/")
-"""Of the network's arrays in those of an optimiser, or of a model of two towers."""
+# AugReg's fine-tuned files, e.g. `Ti_16-i21k-…--imagenet2012-steps_20k-lr_0.03-res_224.npz`.
 _RELEASED: Final = re.compile(r".*imagenet2012.*-res_(224|384)\.npz")
-"""AugReg's fine-tuned files, e.g. `Ti_16-i21k-…--imagenet2012-steps_20k-lr_0.03-res_224.npz`."""
 _BLOCK: Final = "Transformer/encoderblock"
 _RULES: Final[Rules] = (
     (r"/(kernel|scale)$", "/weight"),

@@ -19,11 +19,11 @@ from typing import Any, BinaryIO, Final
 from model.checkpoint.refusals import reading
 from model.errors import CheckpointError
 
+# Of a JSON file or a file of labels: what is larger is another file.
 _MAX_TEXT_BYTES: Final = 10 << 20
-"""Of a JSON file or a file of labels: what is larger is another file."""
 
+# Of a file or folder: its number, size and time of change in nanoseconds; None where there is nothing.
 Signature = tuple[int, int, int] | None
-"""Of a file or folder: its number, size and time of change in nanoseconds; None where there is nothing."""
 
 _recorded: ContextVar[dict[Path, Signature] | None] = ContextVar("recorded", default=None)
 

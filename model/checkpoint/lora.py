@@ -21,11 +21,14 @@ from model.errors import CheckpointError
 ADAPTER_CONFIG: Final = "adapter_config.json"
 _WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX: Final = "base_model.model."
+# From the names of a library's files, or of its memory, which adapters are saved under, to one of both.
 Renaming = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-"""From the names of a library's files, or of its memory, which adapters are saved under, to one of both."""
 
 _LORA: Final = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.(weight|bias)")
 _WHOLE: Final = re.compile(r"\.(?:modules_to_save(?:\.default)?|base_layer)\.")
+# Fields that are read, that the tensors themselves answer, or that training alone reads.
+#
+# PEFT puts `fan_in_fan_out` aside for linear layers, and the networks that are read here have no others that it is for.
 _READ: Final = frozenset(
     {"lora_alpha", "r", "use_rslora", "alpha_pattern", "peft_type", "auto_mapping", "base_model_name_or_path"}
     | {"revision", "task_type", "inference_mode", "peft_version", "bias", "target_modules", "exclude_modules"}
@@ -33,13 +36,9 @@ _READ: Final = frozenset(
     | {"fan_in_fan_out", "megatron_core", "ensure_weight_tying", "loftq_config", "eva_config", "runtime_config"}
     | {"init_lora_weights", "qalora_group_size"}
 )
-"""Fields that are read, that the tensors themselves answer, or that training alone reads.
-
-PEFT puts `fan_in_fan_out` aside for linear layers, and the networks that are read here have no others that it is for.
-"""
 _MERGE: Final = "merge the adapter where it was trained, with merge_and_unload(), and save the model"
+# Of `init_lora_weights`: those that leave the base as it is.
 _PLAIN_STARTS: Final = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Of `init_lora_weights`: those that leave the base as it is."""
 
 
 def adapter_base(adapter: Files, base: str | None) -> str:

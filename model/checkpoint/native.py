@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors.torch import save_file
 from torch import Tensor
 
+from model.calibration import CALIBRATION_FILE, Calibration
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files, Folder
 from model.checkpoint.local_files import open_file
@@ -25,7 +26,6 @@ from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.refusals import reading, validating
 from model.checkpoint.timm_architectures import runs_in_library
 from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, ViTConfig
-from model.conformal import CALIBRATION_FILE, Calibration
 from model.errors import CheckpointError
 
 FORMAT = "vitserve"
@@ -46,13 +46,13 @@ class NativeConfig(BaseModel, Generic[Architecture]):
     architecture: Architecture
     preprocess: PreprocessConfig
     labels: tuple[str, ...]
+    # `vitserve train` fits 0.05 to 20; far below, scores overflow.
     temperature: Annotated[float, Field(ge=1e-3, le=1e3)]
-    """`vitserve train` fits 0.05 to 20; far below, scores overflow."""
     multi_label: bool
+    # What the files that it was converted from did not say; see `Checkpoint`.
     assumed: tuple[str, ...] = ()
-    """What the files that it was converted from did not say; see `Checkpoint`."""
+    # How the checkpoint came about (recipe, accuracy, versions), for people; the service never reads it.
     training: dict[str, Any] = Field(default_factory=dict)
-    """How the checkpoint came about (recipe, accuracy, versions), for people; the service never reads it."""
 
 
 def recognises(files: Files) -> bool:

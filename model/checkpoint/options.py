@@ -14,17 +14,16 @@ from model.checkpoint.refusals import validating
 from model.config import PreprocessConfig, Size
 from model.errors import CheckpointError
 
+# Published evaluation preprocessing of released models, by name.
+#
+# Sources: torchvision/models/vision_transformer.py, `ViT_*_Weights`; google-research/vision_transformer,
+# vit_jax/input_pipeline.py; facebookresearch/deit, datasets.py, `build_transform`.
 PREPROCESS_PRESETS: Final[dict[str, PreprocessConfig]] = TypeAdapter(dict[str, PreprocessConfig]).validate_json(
     resources.files("model.checkpoint").joinpath("preprocess_presets.json").read_bytes()
 )
-"""Published evaluation preprocessing of released models, by name.
 
-Sources: torchvision/models/vision_transformer.py, `ViT_*_Weights`; google-research/vision_transformer,
-vit_jax/input_pipeline.py; facebookresearch/deit, datasets.py, `build_transform`.
-"""
-
+# `imagenet-1k`: the 1,000 classes of ILSVRC 2012 in their usual order; `numbers`: each class's index.
 LABEL_PRESETS: Final = ("imagenet-1k", "numbers")
-"""`imagenet-1k`: the 1,000 classes of ILSVRC 2012 in their usual order; `numbers`: each class's index."""
 
 
 @dataclass(frozen=True)

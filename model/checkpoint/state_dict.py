@@ -26,7 +26,6 @@ from model.checkpoint.layouts import Layout, in_layout
 from model.checkpoint.options import CheckpointOptions, indexed_labels
 from model.checkpoint.refusals import validating
 from model.checkpoint.tensors import shape_of
-from model.checkpoint.timm import preprocess_of
 from model.checkpoint.timm_architectures import (
     TimmArguments,
     architectures,
@@ -34,41 +33,53 @@ from model.checkpoint.timm_architectures import (
     parse_arguments,
     runs_in_library,
 )
-from model.checkpoint.timm_eva import EvaArguments
-from model.config import PreprocessConfig, ViTConfig
+from model.checkpoint.timm_eva import POOL, EvaArguments
+from model.config import NetworkConfig, PreprocessConfig, Size, ViTConfig
 from model.errors import CheckpointError
 from model.network import library
 from model.network.vit import meta_model
 
 FORMAT: Final = "state_dict"
+OWN: Final = "vit"  # the architecture whose sizes are those of the tensors
 
-OWN: Final = "vit"
-"""The architecture whose sizes are those of the tensors."""
+# What is shown for what is asked; what is not here is a part that is absent, and false.
+_USUAL: Final = {
+    "num_heads": "N",
+    "norm_order": "pre",
+    "act_layer": "gelu",
+    "norm_eps": 1e-6,
+    "qkv_order": "3hd",
+    "global_pool": "token",
+    "pos_embed": "none",
+    "patch_order": "channels_last",
+    "head_act": "tanh",
+    "num_classes": 0,
+}
+# Arguments that no tensor tells, and the fields of `ViTConfig` that they become.
+_UNSAID: Final = {"num_heads": "heads", "norm_order": "norm_order", "act_layer": "activation", "norm_eps": "norm_eps"}
+_STATED: Final = _UNSAID | {
+    "fc_norm": "norm_after_pool",
+    "pool_include_prefix": "pool_prefix",
+    "head_act": "head_activation",
+}
+_PRESENT: Final = {  # arguments that are false where a network has none of these tensors, and their fields
+    "class_token": ("class_token", "cls_token"),
+    "patch_bias": ("patch_bias", "patch_embed.proj.bias"),
+    "qkv_bias": ("qkv_bias", "blocks.0.attn.qkv.bias", "blocks.0.attn.q_bias"),
+    "proj_bias": ("projection_bias", "blocks.0.attn.proj.bias"),
+    "final_norm": ("final_norm", "norm.weight", "fc_norm.weight"),
+}
 _INFERRED: Final = frozenset({"img_size", "num_classes", "in_chans", "head_hidden"})
 _SIZES: Final = frozenset({"embed_dim", "depth", "num_heads", "mlp_ratio", "final_norm"})
-_OF_LAYOUT: Final = ("qkv_order", "patch_order")
-"""Arguments of the tensors' layout, which are none of the network's."""
+_OF_LAYOUT: Final = frozenset({"qkv_order", "patch_order"})
+# How the rows of a fused projection are counted: 3 of queries, keys and values, h heads, d numbers of a head.
 _ORDERS: Final = ("3hd", "3dh", "h3d", "hd3", "d3h", "dh3")
-"""How the rows of a fused projection are counted: 3 of queries, keys and values, h heads, d numbers of a head."""
-_UNSAID: Final = {"num_heads": "heads", "norm_order": "norm_order", "act_layer": "activation", "norm_eps": "norm_eps"}
-"""Arguments whose values no tensor tells, and the fields of `ViTConfig` that they become."""
-_PRESENT: Final = {
-    "class_token": ("cls_token",),
-    "patch_bias": ("patch_embed.proj.bias",),
-    "qkv_bias": ("blocks.0.attn.qkv.bias", "blocks.0.attn.q_bias"),
-    "proj_bias": ("blocks.0.attn.proj.bias",),
-    "final_norm": ("norm.weight", "fc_norm.weight"),
-}
-"""Arguments that are false where a network has none of these tensors."""
-_HINTS: Final = {
-    "num_heads": "N is the number of heads",
-    "norm_order": "norm_order is pre, post or res_post",
-    "num_classes": "it has no classification head: num_classes=0 serves its embeddings alone; the file head.pth of its "
-    "folder is read with it",
-    "qkv_order": "qkv_order is how its code counts rows: 3 of queries, keys, values; h heads; d numbers of one",
-    "pos_embed": "rotary positions leave no tensor: a network that has them needs timm's name",
-}
-TORCHVISION_FILE: Final = re.compile(r"(vit_[blh]_\d\d)(_lc_swag|_swag)?-[0-9a-f]{8}\.(?:pth|safetensors)")
+_PREPROCESS: Final = (
+    '{"size": [ROWS, COLUMNS], "resize": "squash", "resize_size": [ROWS, COLUMNS], "interpolation": "bilinear", '
+    '"mean": [MEAN], "std": [STD]}'
+)
+
+# torchvision's models and its released files: name and heads by width, edge of a patch, depth and width of the MLP.
 TORCHVISION: Final = {
     (768, 16, 12, 3072): ("vit_b_16", 12),
     (768, 32, 12, 3072): ("vit_b_32", 12),
@@ -76,7 +87,7 @@ TORCHVISION: Final = {
     (1024, 32, 24, 4096): ("vit_l_32", 16),
     (1280, 14, 32, 5120): ("vit_h_14", 16),
 }
-"""Name and heads of torchvision's models, by width, edge of a patch, depth and width of the MLP."""
+TORCHVISION_FILE: Final = re.compile(r"(vit_[blh]_\d\d)(_lc_swag|_swag)?-[0-9a-f]{8}\.(?:pth|safetensors)")
 TORCHVISION_PRESETS: Final = {
     ("vit_b_16", None): "torchvision-224",
     ("vit_b_32", None): "torchvision-224",
@@ -89,25 +100,38 @@ TORCHVISION_PRESETS: Final = {
     ("vit_l_16", "_lc_swag"): "torchvision-swag-linear-224",
     ("vit_h_14", "_lc_swag"): "torchvision-swag-linear-224",
 }
-"""Preset of each of torchvision's released files, by the start of its name."""
 
 
 def recognises(files: Files) -> bool:
     """Return whether it is a single file; readers that know it better are asked first."""
-    return isinstance(files, SingleFile) and files.file.suffix.lower() != ".npz"
+    return isinstance(files, SingleFile)
 
 
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a state dict."""
     assert isinstance(files, SingleFile)
-    torchvisions = {name for name, _ in TORCHVISION.values()}
-    named = options.architecture if options.architecture in torchvisions else None
+    where = files.place
+    named = options.architecture if options.architecture in [name for name, _ in TORCHVISION.values()] else None
     name, given = parse_architecture(options.architecture) if options.architecture and not named else ("", {})
-    if name not in ("", OWN) and runs_in_library(name, "VIT_ARCHITECTURE"):
-        return _of_library(files, options, name, given)
     tensors = mapped(files.tensors(), files.keys)
-    layout, tensors = in_layout(tensors, files.place)
-    return _Network(files, options, name, given, layout, tensors).checkpoint(named)
+    if name not in ("", OWN) and runs_in_library(name, "VIT_ARCHITECTURE"):
+        return _of_library(files, options, name, given, tensors)
+    layout, tensors = in_layout(tensors, where)
+    network = _Network(where, name, given, layout, tensors, {**layout.habits, **given})
+    if any(len(entry.source) == 1 and ".qkv." in entry.to for entry in files.keys.tensor) and "qkv_order" not in given:
+        del network.stated["qkv_order"]  # the map names it, and says nothing of its rows
+    label, assumed = "", files.assumed
+    if layout.name == "torchvision" and not name:
+        label, preset = network.torchvisions(files.file.name)
+        options, published = options.with_published(files.file.name, preset, network.classes)
+        assumed += published
+    if named not in (None, label):
+        raise CheckpointError(f"{where}: is {f'a {label}' if label else 'none of torchvision'}, not a {named}")
+    asked = network.asked() or ([] if options.architecture or label else ["architecture"])
+    _require(files, options, name or OWN, given, asked, has_classes=bool(network.classes))
+    config = network.config(options.preprocess_or(None, where))
+    shown = label or name
+    return _checkpoint(files, options, shown, config, network.laid_out(config), (*network.assumed(config), *assumed))
 
 
 def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
@@ -133,370 +157,301 @@ def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
     return name, given
 
 
-def _of_library(files: SingleFile, options: CheckpointOptions, name: str, given: dict[str, Any]) -> Checkpoint:
+def _of_library(
+    files: SingleFile, options: CheckpointOptions, name: str, given: dict[str, Any], tensors: Mapping[str, Tensor]
+) -> Checkpoint:
     """Read the state dict of a network that timm's own code runs; its classes and channels are those of the file."""
-    where, published = files.place, library.published(name)
-    tensors = mapped(files.tensors(), files.keys)
-    if options.preprocess is None or (options.labels is None and files.labels is None):
-        carried = preprocess_of(published, "timm").model_dump_json(exclude_defaults=True)
-        note = "this preprocessing is that of timm's first weights of the name, and yours may have another"
-        raise _question(files, options, _written(name, given), [], carried, [note])
-    preprocess = options.preprocess_or(None, where)
+    _require(files, options, name, given, [], has_classes=True)
+    preprocess, published = options.preprocess_or(None, files.place), library.published(name)
     heads = published.get("classifier") or "head"
     head = f"{heads if isinstance(heads, str) else heads[0]}.weight"
-    classes = shape_of(tensors, head, where, 1, 2, 4)[0]
+    classes = shape_of(tensors, head, files.place, 1, 2, 4)[0]
     fixed = bool(published.get("fixed_input_size"))
-    with validating(where):
+    with validating(files.place):
         config = library.library_config(name, given, classes, len(preprocess.mean), preprocess.size, fixed_size=fixed)
-    labels = None if files.labels is None else indexed_labels(files.labels, classes, where)
+    return _checkpoint(files, options, name, config, library.renamed_by_library(config, tensors), files.assumed)
+
+
+def _checkpoint(
+    files: SingleFile,
+    options: CheckpointOptions,
+    architecture: str,
+    config: NetworkConfig,
+    tensors: Mapping[str, Tensor],
+    assumed: tuple[str, ...],
+) -> Checkpoint:
+    classes = config.num_classes
+    labels = None if files.labels is None or not classes else indexed_labels(files.labels, classes, files.place)
     return Checkpoint(
         name=files.file.stem,
         source=files.source,
         format=FORMAT,
-        architecture=name,
+        architecture=architecture,
         config=config,
-        preprocess=preprocess,
-        labels=options.labels_or(labels, classes, where),
-        tensors=native_tensors(library.renamed_by_library(config, tensors), config, where),
+        preprocess=options.preprocess_or(None, files.place),
+        labels=options.labels_or(labels, classes, files.place),
+        tensors=native_tensors(tensors, config, files.place),
         notes=files.notes,
-        assumed=files.assumed,
+        assumed=assumed,
     )
 
 
-@dataclass
+def _require(
+    files: SingleFile,
+    options: CheckpointOptions,
+    name: str,
+    given: dict[str, Any],
+    asked: list[str],
+    *,
+    has_classes: bool,
+) -> None:
+    """Raise CheckpointError where something is missing, with the command that would serve the file."""
+    needs_labels = has_classes and options.labels is None and files.labels is None
+    missing = asked + (["preprocessing"] if options.preprocess is None else []) + (["labels"] if needs_labels else [])
+    if not missing:
+        return
+    arguments = given | {key: _USUAL.get(key, False) for key in asked if key != "architecture"}
+    values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+    command = ["vitserve", "serve", "--checkpoint", files.source, "--architecture"]
+    command += [",".join([name, *(f"{key}={value}" for key, value in values.items())])]
+    command += ["--preprocess", options.preprocess or _PREPROCESS]
+    command += ["--labels", options.labels or "numbers"] if needs_labels or options.labels else []
+    command += ["--keys", options.keys] if options.keys else []
+    hint = "what stands here is only usual; a name of timm says all of it"
+    hint += "; num_classes=0 is a network without a head, which gives embeddings" if "num_classes" in asked else ""
+    raise CheckpointError(
+        f"{files.place}: no file says its {', '.join(missing)}: with the values of its training code, this serves it: "
+        f"{shlex.join(command)} ({hint}: docs/checkpoints.md#plain-state-dicts)"
+    )
+
+
+@dataclass(frozen=True)
 class _Network:
     """A Vision Transformer whose architecture is put together of tensors, of what is stated, and of habits.
 
     Attributes:
-        files, options: of the operator.
+        where: what messages call the file.
         name: of timm's architecture, `vit`, or empty where none was stated.
-        given: arguments that were stated.
+        given: arguments that the operator stated.
         layout: of the file's tensors.
         tensors: by timm's names.
+        stated: what was given, else what code of this layout does.
     """
 
-    files: SingleFile
-    options: CheckpointOptions
+    where: str
     name: str
     given: dict[str, Any]
     layout: Layout
     tensors: dict[str, Tensor]
-
-    def checkpoint(self, named: str | None) -> Checkpoint:
-        """Return the checkpoint; `named` is the torchvision name that was stated."""
-        where, assumed = self.files.place, self.files.assumed
-        habits = dict(self.layout.habits)
-        if any(len(entry.source) == 1 and ".qkv." in entry.to for entry in self.files.keys.tensor):
-            habits.pop("qkv_order", None)  # the map names it, and says nothing of its rows
-        label = ""
-        if self.layout.name == "torchvision" and not self.name:
-            label, published = self._of_torchvision(habits)
-            self.name, assumed = OWN if label else "", (*assumed, *published)
-        if named not in (None, label):
-            raise CheckpointError(f"{where}: is {f'a {label}' if label else 'none of torchvision'}, not a {named}")
-        if self.layout.name == "timm" and self.name not in ("", OWN):
-            habits["patch_order"] = "channels_first"  # as timm reads linear patches of models from before it had none
-        stated = habits | self.given
-        preprocess = self.options.preprocess_or(None, where) if self.options.preprocess else None
-        if "num_classes" in self.given and "head.weight" in self.tensors:
-            classes = len(self.tensors["head.weight"])
-            raise CheckpointError(
-                f"{where}: its tensors tell num_classes={classes}, but VIT_ARCHITECTURE says num_classes=0"
-            )
-        asked, arguments = self._own(stated) if self.name in ("", OWN) else self._timms(stated)
-        if "head.weight" not in self.tensors and "num_classes" not in self.given:
-            asked["num_classes"] = 0
-        has_labels = self.options.labels or self.files.labels is not None or "head.weight" not in self.tensors
-        if asked or not self.name or preprocess is None or not has_labels:
-            raise self._question(asked)
-        config = self._config(arguments, stated, preprocess)
-        classes = config.num_classes
-        labels = None if self.files.labels is None else indexed_labels(self.files.labels, classes, where)
-        return Checkpoint(
-            name=self.files.file.stem,
-            source=self.files.source,
-            format=FORMAT,
-            architecture=label or self.name,
-            config=config,
-            preprocess=preprocess,
-            labels=self.options.labels_or(labels, classes, where),
-            tensors=native_tensors(self._laid_out(arguments, config, stated), config, where),
-            notes=self.files.notes,
-            assumed=(*self._assumed(config), *assumed),
-        )
-
-    def _of_torchvision(self, habits: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
-        """Return torchvision's name of the model and what was assumed for a released file; heads go to the habits."""
-        width, _, patch = shape_of(self.tensors, "patch_embed.proj.weight", self.files.place, 4)[:3]
-        hidden = shape_of(self.tensors, "blocks.0.mlp.fc1.weight", self.files.place, 2)[0]
-        label, heads = TORCHVISION.get((width, patch, self._depth, hidden), ("", None))
-        if heads is not None:
-            habits["num_heads"] = heads
-        match = TORCHVISION_FILE.fullmatch(self.files.file.name)
-        preset = TORCHVISION_PRESETS.get((label, match[2])) if match is not None and match[1] == label else None
-        classes = self.tensors["head.weight"].shape[0] if "head.weight" in self.tensors else 0
-        self.options, assumed = self.options.with_published(self.files.file.name, preset, classes)
-        return label, assumed
+    stated: dict[str, Any]
 
     @property
-    def _depth(self) -> int:
+    def is_own(self) -> bool:
+        """Return whether its sizes are those of the tensors."""
+        return self.name in ("", OWN)
+
+    @property
+    def classes(self) -> int:
+        """Return the number of classes; 0 without a head."""
+        return self._shape("head.weight", 2)[0] if "head.weight" in self.tensors else 0
+
+    @property
+    def depth(self) -> int:
+        """Return the number of blocks."""
         return len({name.split(".")[1] for name in self.tensors if name.startswith("blocks.")})
 
-    def _timms(self, stated: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what is to be asked of a network under timm's name, and its arguments."""
-        own = architectures()[self.name]
-        known = (EvaArguments if own.get("family") == "eva" else TimmArguments).model_fields
-        arguments = own | {key: value for key, value in stated.items() if key in self.given or key in known}
-        asked: dict[str, Any] = {}
-        if self.given.get("embed_dim", own["embed_dim"]) != own["embed_dim"] and "num_heads" not in stated:
-            asked["num_heads"] = "N"
-        if self.given.keys() & _SIZES and "norm_order" not in stated and own.get("family") != "eva":
-            asked["norm_order"] = "pre"
-        if "qkv_order" not in stated:
-            asked["qkv_order"] = "3hd"
-        patch = self.tensors.get("patch_embed.proj.weight")
-        if patch is not None and patch.ndim == 2 and "patch_order" not in stated:
-            asked["patch_order"] = "channels_last"
-        arguments = {key: value for key, value in arguments.items() if key not in _OF_LAYOUT}
-        with validating(self.files.place):
-            # An image of one patch always fits, and tells everything that does not depend on the size.
-            made = parse_arguments(arguments | {"img_size": 1, "num_classes": 0})
-            probe = made.model_copy(update={"img_size": (made.patch_edge, made.patch_edge)}).vit_config()
-        return asked, arguments | {"in_chans": self._channels(probe)}
+    def torchvisions(self, file: str) -> tuple[str, str | None]:
+        """Return torchvision's name of the model, whose heads it tells, and the preset of a released file."""
+        width, _, patch = self._shape("patch_embed.proj.weight", 4)[:3]
+        sizes = width, patch, self.depth, self._shape("blocks.0.mlp.fc1.weight", 2)[0]
+        label, heads = TORCHVISION.get(sizes, ("", None))
+        if heads is not None:
+            self.stated["num_heads"] = heads
+        match = TORCHVISION_FILE.fullmatch(file)
+        return label, TORCHVISION_PRESETS.get((label, match[2])) if match is not None and match[1] == label else None
 
-    def _own(self, stated: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what is to be asked of a network of its own sizes, and its arguments in the words of timm."""
-        tensors, where = self.tensors, self.files.place
-        present = {key: any(name in tensors for name in names) for key, names in _PRESENT.items()}
-        for key, value in self.given.items():
-            if value is False and present.get(key):
-                raise CheckpointError(f"{where}: VIT_ARCHITECTURE has {key}=false, but {_PRESENT[key][0]!r} is there")
-        width = shape_of(tensors, "blocks.0.attn.qkv.weight", where, 2)[1]
-        hidden = shape_of(tensors, "blocks.0.mlp.fc2.weight", where, 2)[1]
-        gates = shape_of(tensors, "blocks.0.mlp.fc1.weight", where, 2)[0] // hidden
-        patch = shape_of(tensors, "patch_embed.proj.weight", where, 2, 4)
-        channels, edge = (patch[1], patch[2]) if len(patch) == 4 else _edge_of_flat(patch[1], where)
-        pool = stated.get("global_pool", "token" if present["class_token"] else "avg")
-        usual: dict[str, Any] = {"num_heads": "N", "norm_order": "pre", "act_layer": "silu" if gates == 2 else "gelu"}
-        usual |= {"norm_eps": 1e-6, "qkv_order": "3hd", "global_pool": pool}
-        usual |= {key: False for key, is_present in present.items() if not is_present}
-        if "pos_embed" not in tensors:
-            usual["pos_embed"] = "none"
-        if pool in ("avg", "avgmax", "max"):
-            usual |= {"fc_norm": False} if "norm.weight" in tensors else {}
-            usual |= {"pool_include_prefix": False} if present["class_token"] else {}
-        if len(patch) == 2 and channels > 1:
-            usual["patch_order"] = "channels_last"
-        if "pre_logits.fc.weight" in tensors:
-            usual["head_act"] = "tanh"
-        arguments = {key: value for key, value in stated.items() if not present.get(key) and key not in _OF_LAYOUT}
-        arguments |= {"embed_dim": width, "patch_size": edge, "in_chans": channels, "depth": self._depth}
-        arguments |= {"fc_norm": True} if "fc_norm.weight" in tensors else {}
-        return {key: value for key, value in usual.items() if key not in stated}, arguments
-
-    def _config(self, arguments: dict[str, Any], stated: dict[str, Any], preprocess: PreprocessConfig) -> ViTConfig:
-        """Return the architecture, its image's size by the positions and the preprocessing."""
-        where, tensors = self.files.place, self.tensors
-        head = shape_of(tensors, "head.weight", where, 2)[0] if "head.weight" in tensors else 0
-        arguments = arguments | {"num_classes": head}
-        if "pre_logits.fc.weight" in tensors:
-            arguments["head_hidden"] = shape_of(tensors, "pre_logits.fc.weight", where, 2)[0]
-        with validating(where):
-            if self.name != OWN:
-                made = parse_arguments(arguments | {"img_size": 1})
-                probe = made.model_copy(update={"img_size": (made.patch_edge, made.patch_edge)}).vit_config()
-                prefix = probe.prefix_tokens if probe.position_prefix else 0
-                size = self._image_size(made.patch_edge, prefix, preprocess, probe.position_embedding == "none")
-                return parse_arguments(arguments | {"img_size": size}).vit_config()
-            # The number of heads has to divide the width of the attention, which may be another than the tokens'.
-            heads = TimmArguments(img_size=(1, 1), num_classes=1, num_heads=stated["num_heads"]).num_heads
-            fields = self._own_fields(preprocess.size, arguments["patch_size"]) | {"heads": heads}
-            prefix = fields.pop("prefix")
-            size = self._image_size(arguments["patch_size"], prefix, preprocess, "pos_embed" not in tensors)
-            positions = {"pos_embed": "learn"} if "pos_embed" in tensors else {}
-            plain = TimmArguments.model_validate(arguments | positions | {"img_size": size, "num_heads": 1})
-            return ViTConfig.model_validate(plain.vit_config().model_dump() | fields)
-
-    def _own_fields(self, size: tuple[int, int], edge: int) -> dict[str, Any]:
-        """Return the fields that the tensors tell, and how many prefix tokens have positions (`prefix`)."""
-        tensors, where = self.tensors, self.files.place
-        rows, width = shape_of(tensors, "blocks.0.attn.qkv.weight", where, 2)
-        hidden = shape_of(tensors, "blocks.0.mlp.fc2.weight", where, 2)[1]
-        tokens = {name: shape_of(tensors, name, where, 3)[1] for name in _TOKENS if name in tensors}
-        positions = shape_of(tensors, "pos_embed", where, 3)[1] if "pos_embed" in tensors else 0
-        alone = positions == math.prod(length // edge for length in size) or math.isqrt(positions) ** 2 == positions
-        over_prefix = not alone or not tokens
-        return {
-            "prefix": sum(tokens.values()) if over_prefix else 0,
-            "position_prefix": over_prefix,
-            "mlp": "swiglu" if len(tensors["blocks.0.mlp.fc1.weight"]) == 2 * hidden else "plain",
-            "mlp_width": hidden,
-            "attention_width": None if rows == 3 * width else rows // 3,
-            "qk_norm": "blocks.0.attn.q_norm.weight" in tensors,
-            "attention_norm": "blocks.0.attn.norm.weight" in tensors,
-            "mlp_norm": "blocks.0.mlp.norm.weight" in tensors,
-            "relative_position_bias": any(
-                re.search(r"relative_position_bias_table$|rel_pos\.mlp\.", n) for n in tensors
-            ),
-            "projection_bias": "blocks.0.mlp.fc1.bias" in tensors,
-            "layer_scale": "blocks.0.ls1.gamma" in tensors or "blocks.0.gamma_1" in tensors,
-            "norm_before_blocks": "norm_pre.weight" in tensors,
-            "patch_norms": "patch_embed.norm_in.weight" in tensors,
-            "patch_embedding": "linear" if "patch_embed.norm_in.weight" in tensors else "convolution",
-            "distillation_token": "dist_token" in tokens,
-            "distillation_head": "head_dist.weight" in tensors,
-            "registers": tokens.get("reg_token", 0),
-        }
-
-    def _channels(self, probe: ViTConfig) -> int:
-        """Return the channels of pictures, once patches, depth and width are those of timm's architecture."""
-        where, patch = self.files.place, probe.patch_size
-        stem = probe.stem is not None
-        name = "patch_embed.proj.weight"
-        if stem:
-            name = next(
-                (n for n in self.tensors if re.fullmatch(r"patch_embed\.backbone\.(stem\.)?conv\.weight", n)), name
-            )
-        shape = shape_of(self.tensors, name, where, 2, 4)
-        if len(shape) == 2 and shape[1] % patch**2 == 0:
-            shape = shape[0], shape[1] // patch**2, patch, patch
-        if len(shape) != 4 or (shape[2:] != (patch, patch) and not stem):
+    def asked(self) -> list[str]:
+        """Return the arguments that no tensor tells and nobody stated."""
+        if "num_classes" in self.given and self.classes:
             raise CheckpointError(
-                f"{where}: {name} has shape {list(shape)}, {self.name} has patches of {patch}x{patch}"
+                f"{self.where}: its tensors tell num_classes={self.classes}, but VIT_ARCHITECTURE says num_classes=0"
             )
-        if self._depth != probe.depth:
-            raise CheckpointError(f"{where}: has {self._depth} blocks, {self.name} has {probe.depth}")
-        width = shape_of(self.tensors, "patch_embed.proj.weight", where, 2, 4)[0]
-        if width != probe.width:
-            raise CheckpointError(f"{where}: is {width} wide, {self.name} is {probe.width}")
-        return shape[1]
+        needed = ["qkv_order"]
+        if self.is_own:
+            needed += [*_UNSAID, "global_pool", *self._absent()]
+            needed += [] if "pos_embed" in self.tensors else ["pos_embed"]
+            needed += ["head_act"] if "pre_logits.fc.weight" in self.tensors else []
+            if self.stated.get("global_pool") in ("avg", "avgmax", "max"):
+                needed += ["fc_norm"] if "norm.weight" in self.tensors else []
+                needed += ["pool_include_prefix"] if "cls_token" in self.tensors else []
+        else:
+            self._compare(self._timms_config((1, 1)))
+            own = architectures()[self.name]
+            needed += ["num_heads"] if self.given.get("embed_dim", own["embed_dim"]) != own["embed_dim"] else []
+            needed += ["norm_order"] if self.given.keys() & _SIZES and own.get("family") != "eva" else []
+        patch = self._shape("patch_embed.proj.weight", 2, 4)
+        # timm reads linear patches of models from before it had none as channels first.
+        if len(patch) == 2 and math.isqrt(patch[1]) ** 2 != patch[1] and (self.is_own or self.layout.name != "timm"):
+            needed.append("patch_order")
+        needed += [] if self.classes else ["num_classes"]
+        return [argument for argument in needed if argument not in self.stated]
 
-    def _image_size(self, patch: int, prefix: int, preprocess: PreprocessConfig, free: bool) -> tuple[int, int]:
-        """Return (rows, columns) in pixels: the preprocessing's where they have as many patches, else a square.
+    def config(self, preprocess: PreprocessConfig) -> ViTConfig:
+        """Return the architecture; its image's size is that of the positions and the preprocessing."""
+        if self.is_own:
+            return self._own_config(preprocess)
+        probe = self._timms_config((1, 1))
+        prefix = probe.prefix_tokens if probe.position_prefix else 0
+        return self._timms_config(self._size(probe.patch_size, prefix, preprocess, probe.position_embedding != "none"))
 
-        Args:
-            patch: edge of one.
-            prefix: how many prefix tokens have positions.
-            preprocess: the operator's.
-            free: whether there are no positions.
-        """
-        rows, columns = (edge // patch for edge in preprocess.size)
-        if free:
-            return preprocess.size
-        shape = shape_of(self.tensors, "pos_embed", self.files.place, 3)
-        count = shape[1] - prefix
-        if count == rows * columns:
-            return preprocess.size
-        edge = math.isqrt(max(count, 0))
-        if edge < 1 or edge * edge != count:
-            raise CheckpointError(
-                f"{self.files.place}: pos_embed has shape {list(shape)}: with {prefix} prefix tokens "
-                f"no square grid, and not the {rows}x{columns} of its preprocessing"
-            )
-        return edge * patch, edge * patch
-
-    def _laid_out(self, arguments: dict[str, Any], config: ViTConfig, stated: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the tensors as the model has them: patches, rows of projections, and what is stated to be absent."""
-        timms: TimmArguments | EvaArguments = TimmArguments(img_size=(1, 1), num_classes=0)
-        if self.name != OWN:
-            timms = parse_arguments(arguments | {"img_size": 1, "num_classes": 0})
-        tensors = _with_patches(self.tensors, config, stated.get("patch_order"))
-        tensors = _in_order(tensors, config, str(stated["qkv_order"]))
-        tensors = native_names(tensors, timms, config, self.files.place)
-        if self.name != OWN:
-            return tensors
-        if config.position_embedding == "sincos2d":
-            tensors["pos_embed"] = meta_model(config).fixed_position_embedding()
-        if config.projection_bias and not any(name.endswith(".attn.proj.bias") for name in tensors):
-            tensors |= {f"blocks.{i}.attn.proj.bias": torch.zeros(config.width) for i in range(config.depth)}
-        if config.norm_after_pool and "fc_norm.weight" not in tensors:
-            tensors = {re.sub(r"^norm\.", "fc_norm.", name): tensor for name, tensor in tensors.items()}
-        return tensors
-
-    def _assumed(self, config: ViTConfig) -> tuple[str, ...]:
+    def assumed(self, config: ViTConfig) -> tuple[str, ...]:
         """Return what no tensor says and was not stated either, with whose code has it so."""
-        pools = {"cls": "token", "mean": "avg", "mean_max": "avgmax", "attention": "map"}
         values = {key: getattr(config, field) for key, field in _UNSAID.items()}
-        values["global_pool"] = pools.get(config.pool, config.pool)
-        whose = self.layout.name if self.name == OWN else self.name
+        values["global_pool"] = next((theirs for theirs, ours in POOL.items() if ours == config.pool), config.pool)
+        whose = self.layout.name if self.is_own else self.name
         return tuple(
             f"{key}={value}, as {whose} has it (VIT_ARCHITECTURE)"
             for key, value in values.items()
             if key not in self.given
         )
 
-    def _question(self, asked: dict[str, Any]) -> CheckpointError:
-        """Return the error that asks for all that is missing at once."""
-        name = self.name
-        if not name:
-            name, asked = self._timms_name(asked) or (OWN, asked)
-        hints = [text for key, text in _HINTS.items() if key in asked]
-        usual = [key for key in asked if key not in ("num_heads", "num_classes")]
-        if usual:
-            hints.append(f"what stands here for {', '.join(usual)} is only usual: see what its code has")
-        preprocess = '{"size": [ROWS, COLUMNS], "resize": "squash", "resize_size": [ROWS, COLUMNS], '
-        preprocess += '"interpolation": "bilinear", "mean": [MEAN], "std": [STD]}'
-        if self.options.preprocess is None:
-            hints.append("MEAN and STD are those of its training for each channel, for pixels of 0...1")
-        missing = [*asked] or ([] if self.options.architecture else ["architecture"])
-        return _question(
-            self.files, self.options, _written(name, self.given | asked), missing, preprocess, hints,
-            labels="head.weight" in self.tensors,
-        )  # fmt: skip
+    def laid_out(self, config: ViTConfig) -> dict[str, Tensor]:
+        """Return the tensors as the model has them: patches, rows of projections, and what is stated to be absent."""
+        tensors = _with_patches(self.tensors, config, self.stated.get("patch_order"))
+        tensors = _in_order(tensors, config, str(self.stated["qkv_order"]))
+        arguments = TimmArguments(img_size=(1, 1), num_classes=0) if self.is_own else self._arguments((1, 1))
+        tensors = native_names(tensors, arguments, config, self.where)
+        if self.is_own and config.position_embedding == "sincos2d":
+            tensors["pos_embed"] = meta_model(config).fixed_position_embedding()
+        if self.is_own and config.projection_bias and "blocks.0.attn.proj.bias" not in tensors:
+            tensors |= {f"blocks.{i}.attn.proj.bias": torch.zeros(config.width) for i in range(config.depth)}
+        if self.is_own and config.norm_after_pool and "fc_norm.weight" not in tensors:
+            tensors = {re.sub(r"^norm\.", "fc_norm.", name): tensor for name, tensor in tensors.items()}
+        return tensors
 
-    def _timms_name(self, asked: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
-        """Return timm's name of an architecture that has these tensors, and what is asked of it."""
-        patch, hidden = (self.tensors[name].shape for name in ("patch_embed.proj.weight", "blocks.0.mlp.fc1.weight"))
-        parts = re.compile("ls1|q_norm|norm_pre|pre_logits|dist_token|reg_token|norm_in|attn_pool|backbone|rel_pos")
-        if self.layout.name != "timm" or len(patch) != 4 or any(parts.search(name) for name in self.tensors):
-            return None
-        for size in ("tiny", "small", "base", "large"):
-            name = f"vit_{size}_patch{patch[3]}_224"
-            own = architectures().get(name, {})
-            if (own.get("embed_dim"), own.get("depth"), 4 * patch[0]) == (patch[0], self._depth, hidden[0]):
-                return name, {key: value for key, value in asked.items() if key == "num_classes"}
-        return None
+    def _shape(self, name: str, *dimensions: int) -> tuple[int, ...]:
+        return shape_of(self.tensors, name, self.where, *dimensions)
+
+    def _absent(self) -> list[str]:
+        """Return the parts that the network has no tensors of, which may be lost; none that is denied is there."""
+        absent = []
+        for argument, (_, *names) in _PRESENT.items():
+            found = [name for name in names if name in self.tensors]
+            if found and self.given.get(argument) is False:
+                raise CheckpointError(f"{self.where}: VIT_ARCHITECTURE has {argument}=false, but {found[0]!r} is there")
+            absent += [] if found else [argument]
+        return absent
+
+    def _arguments(self, size: Size) -> TimmArguments | EvaArguments:
+        """Return timm's arguments at an image size, which (1, 1) makes one patch."""
+        own = architectures()[self.name]
+        known = (EvaArguments if own.get("family") == "eva" else TimmArguments).model_fields.keys() | self.given.keys()
+        stated = {key: value for key, value in self.stated.items() if key in known - _OF_LAYOUT}
+        head: dict[str, Any] = {"num_classes": self.classes, "in_chans": self._channels()}
+        if "pre_logits.fc.weight" in self.tensors:
+            head["head_hidden"] = self._shape("pre_logits.fc.weight", 2)[0]
+        with validating(self.where):
+            made = parse_arguments(own | stated | head | {"img_size": size})
+        return made if size != (1, 1) else made.model_copy(update={"img_size": (made.patch_edge, made.patch_edge)})
+
+    def _timms_config(self, size: Size) -> ViTConfig:
+        with validating(self.where):
+            return self._arguments(size).vit_config()
+
+    def _channels(self) -> int:
+        """Return the channels of pictures, by the first convolution."""
+        stem = [name for name in self.tensors if re.fullmatch(r"patch_embed\.backbone\.(stem\.)?conv\.weight", name)]
+        shape = self._shape(stem[0] if stem else "patch_embed.proj.weight", 2, 4)
+        return shape[1] if len(shape) == 4 else _flat_patch(shape[1], self.where)[0]
+
+    def _compare(self, config: ViTConfig) -> None:
+        """Refuse a file of another depth, width or patch than timm's architecture has."""
+        width, *patch = self._shape("patch_embed.proj.weight", 2, 4)
+        edge = patch[1] if len(patch) == 3 else _flat_patch(patch[0], self.where)[1]
+        if config.stem is None and edge != config.patch_size:
+            raise CheckpointError(
+                f"{self.where}: patch_embed.proj.weight has shape {[width, *patch]}, {self.name} has patches of "
+                f"{config.patch_size}x{config.patch_size}"
+            )
+        if self.depth != config.depth:
+            raise CheckpointError(f"{self.where}: has {self.depth} blocks, {self.name} has {config.depth}")
+        if width != config.width:
+            raise CheckpointError(f"{self.where}: is {width} wide, {self.name} is {config.width}")
+
+    def _own_config(self, preprocess: PreprocessConfig) -> ViTConfig:
+        """Return the architecture that tensors tell, with what is stated of it."""
+        tensors, stated = self.tensors, self.stated
+        unknown = (
+            stated.keys() - _STATED.keys() - _PRESENT.keys() - _OF_LAYOUT - {"global_pool", "pos_embed", "num_classes"}
+        )
+        if unknown:
+            raise CheckpointError(f"VIT_ARCHITECTURE: {min(unknown)} is no argument of {OWN}")
+        rows, width = self._shape("blocks.0.attn.qkv.weight", 2)
+        hidden = self._shape("blocks.0.mlp.fc2.weight", 2)[1]
+        patch = self._shape("patch_embed.proj.weight", 2, 4)
+        edge = patch[2] if len(patch) == 4 else _flat_patch(patch[1], self.where)[1]
+        tokens = {name: self._shape(name, 3)[1] for name in ("cls_token", "dist_token", "reg_token") if name in tensors}
+        positions = self._shape("pos_embed", 3)[1] if "pos_embed" in tensors else 0
+        over_patches = math.prod(length // edge for length in preprocess.size), math.isqrt(positions) ** 2
+        prefix = 0 if tokens and positions in over_patches else sum(tokens.values())
+        fields: dict[str, Any] = {field: stated[key] for key, field in _STATED.items() if key in stated}
+        fields |= {field: any(name in tensors for name in names) for field, *names in _PRESENT.values()}
+        fields |= {
+            "image_size": self._size(edge, prefix, preprocess, positions > 0),
+            "patch_size": edge,
+            "width": width,
+            "depth": self.depth,
+            "num_classes": self.classes,
+            "in_channels": self._channels(),
+            "pool": POOL.get(stated["global_pool"], stated["global_pool"]),
+            "position_embedding": "learned" if positions else stated.get("pos_embed"),
+            "position_prefix": bool(prefix) or not tokens,
+            "mlp": "swiglu" if self._shape("blocks.0.mlp.fc1.weight", 2)[0] == 2 * hidden else "plain",
+            "mlp_width": hidden,
+            "attention_width": None if rows == 3 * width else rows // 3,
+            "qk_norm": "blocks.0.attn.q_norm.weight" in tensors,
+            "attention_norm": "blocks.0.attn.norm.weight" in tensors,
+            "mlp_norm": "blocks.0.mlp.norm.weight" in tensors,
+            "relative_position_bias": any(re.search(r"_position_bias_table$|rel_pos\.mlp\.", name) for name in tensors),
+            "projection_bias": "blocks.0.mlp.fc1.bias" in tensors,
+            "layer_scale": "blocks.0.ls1.gamma" in tensors or "blocks.0.gamma_1" in tensors,
+            "norm_before_blocks": "norm_pre.weight" in tensors,
+            "norm_after_pool": fields["final_norm"]
+            and ("fc_norm.weight" in tensors or fields.get("norm_after_pool", False)),
+            "patch_norms": "patch_embed.norm_in.weight" in tensors,
+            "patch_embedding": "linear" if "patch_embed.norm_in.weight" in tensors else "convolution",
+            "head_width": self._shape("pre_logits.fc.weight", 2)[0] if "pre_logits.fc.weight" in tensors else None,
+            "distillation_token": "dist_token" in tokens,
+            "distillation_head": "head_dist.weight" in tensors,
+            "registers": tokens.get("reg_token", 0),
+        }
+        with validating(self.where):
+            return ViTConfig.model_validate(fields)
+
+    def _size(self, patch: int, prefix: int, preprocess: PreprocessConfig, has_positions: bool) -> Size:
+        """Return (rows, columns) in pixels: the preprocessing's where they have as many patches, else a square.
+
+        Args:
+            patch: edge of one.
+            prefix: how many prefix tokens have positions.
+            preprocess: the operator's.
+            has_positions: whether there are any.
+        """
+        rows, columns = (edge // patch for edge in preprocess.size)
+        shape = self._shape("pos_embed", 3) if has_positions else (1, rows * columns + prefix)
+        count = shape[1] - prefix
+        if count == rows * columns:
+            return preprocess.size
+        edge = math.isqrt(max(count, 0))
+        if edge < 1 or edge * edge != count:
+            raise CheckpointError(
+                f"{self.where}: pos_embed has shape {list(shape)}: with {prefix} prefix tokens "
+                f"no square grid, and not the {rows}x{columns} of its preprocessing"
+            )
+        return edge * patch, edge * patch
 
 
-_TOKENS: Final = ("cls_token", "dist_token", "reg_token")
-
-
-def _question(
-    files: SingleFile,
-    options: CheckpointOptions,
-    architecture: str,
-    missing: list[str],
-    preprocess: str,
-    hints: list[str],
-    *,
-    labels: bool = True,
-) -> CheckpointError:
-    """Return the error that asks for what is missing, with the command that would serve the file.
-
-    Args:
-        architecture: complete, as VIT_ARCHITECTURE takes it.
-        preprocess: what is shown in the place of a missing preprocessing.
-        labels: whether the network has classes.
-    """
-    asks_labels = labels and options.labels is None and files.labels is None
-    missing = missing + (["preprocessing"] if options.preprocess is None else []) + (["labels"] if asks_labels else [])
-    command = ["vitserve", "serve", "--checkpoint", files.source, "--architecture", architecture]
-    command += ["--preprocess", options.preprocess or preprocess]
-    command += ["--labels", options.labels or "numbers"] if asks_labels or options.labels else []
-    command += ["--keys", options.keys] if options.keys else []
-    hint = f" ({'; '.join(hints)})" if hints else ""
-    return CheckpointError(
-        f"{files.place}: no file says its {', '.join(missing)}: with the values of its training code, this serves it: "
-        f"{shlex.join(command)}{hint}"
-    )
-
-
-def _written(name: str, arguments: Mapping[str, Any]) -> str:
-    values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
-    return ",".join([name, *(f"{key}={value}" for key, value in values.items())])
-
-
-def _edge_of_flat(inputs: int, where: str) -> tuple[int, int]:
+def _flat_patch(inputs: int, where: str) -> tuple[int, int]:
     """Return channels and edge of patches that a linear layer reads."""
     for channels in (1, 3):
         edge = math.isqrt(inputs // channels)
@@ -507,8 +462,7 @@ def _edge_of_flat(inputs: int, where: str) -> tuple[int, int]:
 
 def _with_patches(tensors: Mapping[str, Tensor], config: ViTConfig, order: str | None) -> dict[str, Tensor]:
     """Return the tensors with the embedding of patches as the model counts a patch's numbers: channels first."""
-    result = dict(tensors)
-    channels, edge = config.in_channels, config.patch_size
+    result, channels, edge = dict(tensors), config.in_channels, config.patch_size
     for name in ("patch_embed.proj.weight", "patch_embed.norm_in.weight", "patch_embed.norm_in.bias"):
         flat = result.get(name)
         if flat is None or flat.ndim == 4 or config.stem is not None or flat.shape[-1] != channels * edge**2:
@@ -516,10 +470,8 @@ def _with_patches(tensors: Mapping[str, Tensor], config: ViTConfig, order: str |
         if order == "channels_last":
             flat = flat.reshape(-1, edge, edge, channels).permute(0, 3, 1, 2)
         flat = flat.reshape(-1, channels, edge, edge)
-        if "norm_in" in name:
-            result[name] = flat.flatten()
-        else:
-            result[name] = flat.flatten(1) if config.patch_embedding == "linear" else flat
+        is_linear = "norm_in" in name or config.patch_embedding == "linear"
+        result[name] = flat.flatten(0 if "norm_in" in name else 1) if is_linear else flat
     return result
 
 

@@ -35,6 +35,7 @@ _TRANSFORMERS_ADVICE: Final = (
 )
 _PROGRAM: Final = "a {} program, which is code: where it may run, save its weights alone with torch.save({}, FILE)"
 _TORCHSCRIPT: Final = _PROGRAM.format("TorchScript", "torch.jit.load({}).state_dict()")
+# What files of other kinds are, and how to get at a state dict; by suffix.
 _FOREIGN: Final = {
     ".pt2": _PROGRAM.format("torch.export", "torch.export.load({}).state_dict"),
     **dict.fromkeys(
@@ -43,18 +44,18 @@ _FOREIGN: Final = {
         "from, saved where it was trained with torch.save(model.state_dict(), FILE)",
     ),
 }
-"""What files of other kinds are, and how to get at a state dict; by suffix."""
 
 SUFFIXES: Final = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl", ".npz", ".mar")
 _POINTER: Final = b"version https://git-lfs"
+# What torch, safetensors, NumPy and the standard library raise on damaged files.
 _MALFORMED: Final = (
     *(RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError, MemoryError),
     *(ImportError, ArithmeticError, pickle.PickleError, struct.error, zipfile.BadZipFile, SafetensorError),
 )
-"""What torch, safetensors, NumPy and the standard library raise on damaged files."""
 
 _SCALAR: Final = np.float64(0).__reduce__()[0]
 _ARRAY: Final = np.zeros(1).__reduce__()[0]
+# What training scripts save beside tensors: values that hold data alone, by the names of NumPy 1 and 2.
 _BESIDE: Final[list[Any]] = [
     *(argparse.Namespace, pathlib.PosixPath, np.dtype, np.ndarray),
     *(
@@ -63,7 +64,6 @@ _BESIDE: Final[list[Any]] = [
     ),
     *(_SCALAR, (_SCALAR, "numpy.core.multiarray.scalar"), _ARRAY, (_ARRAY, "numpy.core.multiarray._reconstruct")),
 ]
-"""What training scripts save beside tensors: values that hold data alone, by the names of NumPy 1 and 2."""
 
 
 class Held(NamedTuple):

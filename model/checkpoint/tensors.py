@@ -11,8 +11,8 @@ from torch import Tensor
 from model.checkpoint.refusals import first_and_count
 from model.errors import CheckpointError
 
+# Patterns of names and their replacements, applied in order; `model.network.vit` has the names that they lead to.
 Rules = Sequence[tuple[str, str]]
-"""Patterns of names and their replacements, applied in order; `model.network.vit` has the names that they lead to."""
 
 
 def renamed(tensors: Mapping[str, Tensor], rules: Rules, where: str) -> dict[str, Tensor]:

@@ -1,1 +1,1 @@
-"""Evaluation of a model on pictures: accuracy, calibration, robustness, and how faithful maps of it are."""
+"""Evaluation of a model on labelled pictures: accuracy, loss, calibration error."""

@@ -98,7 +98,7 @@ def decode(data: bytes | bytearray, *, max_pixels: int, min_size: MinSize | None
         if scale == 1:  # Pillow turns a TIFF as it loads it
             size = image.size
         if orientation is None:
-            orientation = read_orientation(image.info.get("exif"), image.info.get("xmp"))
+            orientation = read_orientation(image.info.get("exif"))
     except Image.DecompressionBombError as error:
         raise ImageTooLarge(f"the {encoded.name} picture is larger than Pillow decodes: {error}") from error
     except MemoryError as error:

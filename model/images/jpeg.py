@@ -28,7 +28,7 @@ _METADATA = {*range(0xE0, 0xF0), 0xFE}
 _COLOUR_SEGMENTS = (b"JFIF\0", b"Adobe")
 """The application segments that say which colours the components are."""
 
-_EXIF, _XMP = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0"
+_EXIF = b"Exif\0\0"
 
 _MAX_BOUNDED_SEGMENTS = 256
 _MAX_BOUNDED_FILE = 16_777_216
@@ -72,7 +72,7 @@ def strip(data: bytes | bytearray) -> tuple[bytes, int]:
     """
     view = memoryview(data)
     kept = [view[:2]]
-    exif = xmp = None
+    exif = None
     for marker, begin, start, end in _segments(data, sys.maxsize):
         if marker == _SCAN:
             kept.append(view[begin:])
@@ -83,13 +83,9 @@ def strip(data: bytes | bytearray) -> tuple[bytes, int]:
             raise InvalidImage("the JPEG picture does not decode: it is lossless or hierarchical")
         if marker not in _METADATA or data.startswith(_COLOUR_SEGMENTS, start + 2):
             kept.append(view[begin:end])
-        elif marker == _APP1:
-            segment = bytes(view[start + 2 : end])
-            if exif is None and segment.startswith(_EXIF):
-                exif = segment
-            elif xmp is None and segment.startswith(_XMP):
-                xmp = segment
-    return b"".join(kept), read_orientation(exif, xmp)
+        elif exif is None and marker == _APP1 and data.startswith(_EXIF, start + 2):
+            exif = bytes(view[start + 2 : end])
+    return b"".join(kept), read_orientation(exif)
 
 
 def _segments(data: bytes | bytearray, max_gap: int) -> Iterator[tuple[int, int, int, int]]:

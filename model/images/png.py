@@ -9,11 +9,6 @@ from model.images.jpeg import MAX_PARTS
 from model.images.orientation import read_orientation
 
 _PICTURE_CHUNKS = {b"IHDR", b"PLTE", b"IDAT", b"IEND"}
-_TEXT_CHUNKS = {b"tEXt", b"zTXt", b"iTXt"}
-_XMP = b"XML:com.adobe.xmp\0"
-_RAW_PROFILE = b"Raw profile type exif\0"
-
-_MAX_PROFILE_BYTES = 65_536
 _MAX_BOUNDED_FILE = 8_388_608
 _MAX_BOUNDED_BYTES = 16_777_216
 """Pixels, and bytes of all samples: some 0.1 s of deflate's fastest data and of Paeth's filter."""
@@ -42,7 +37,7 @@ def strip(data: bytes | bytearray) -> tuple[bytes, int]:
     """
     view = memoryview(data)
     kept = [view[:8]]
-    exif = xmp = profile = None
+    exif = None
     position, previous, pixels_ended = 8, b"", False
     for _ in range(MAX_PARTS):
         body, kind = position + 8, bytes(view[position + 4 : position + 8])
@@ -57,23 +52,7 @@ def strip(data: bytes | bytearray) -> tuple[bytes, int]:
             kept.append(view[position:end])
         elif kind == b"eXIf":
             exif = bytes(view[body : end - 4])
-        elif kind in _TEXT_CHUNKS and data.startswith(_XMP, body):
-            xmp = bytes(view[body : end - 4])
-        elif kind in _TEXT_CHUNKS and profile is None and data.startswith(_RAW_PROFILE, body):
-            profile = _raw_profile(bytes(view[body + len(_RAW_PROFILE) : end - 4]), compressed=kind == b"zTXt")
         position, previous = end, kind
         if kind == b"IEND" or position >= len(data):
-            return b"".join(kept), read_orientation(exif or profile, xmp)
+            return b"".join(kept), read_orientation(exif)
     raise InvalidImage(f"the file is made of more than {MAX_PARTS} parts")
-
-
-def _raw_profile(text: bytes, *, compressed: bool) -> bytes:
-    """Return Exif as ImageMagick wrote it before PNG had a chunk for it: hexadecimal digits in a text chunk."""
-    try:
-        if compressed:
-            text = zlib.decompressobj().decompress(text[1:], _MAX_PROFILE_BYTES)
-        # A line break, the name, the length, then the digits, of which there may be more than are read.
-        digits = b"".join(text[:_MAX_PROFILE_BYTES].split(b"\n")[3:])
-        return bytes.fromhex(digits[: len(digits) // 2 * 2].decode("ascii"))
-    except (ValueError, zlib.error):
-        return b""

@@ -208,17 +208,9 @@ def _bicubic(x: Floats) -> Floats:
     return np.where(x < 1.0, inner, np.where(x < 2.0, (((x - 5) * x + 8) * x - 4) * -0.5, 0.0))
 
 
-def _sinc(x: Floats) -> Floats:
-    scaled = np.where(x == 0.0, 1.0, x * np.pi)
-    # By C's function, as Pillow calls it; NumPy's own may differ in the last bit.
-    sines = np.fromiter(map(math.sin, scaled.ravel().tolist()), np.float64, x.size).reshape(x.shape)
-    return np.where(x == 0.0, 1.0, sines / scaled)
-
-
 _FILTERS: dict[Image.Resampling, tuple[float, Callable[[Floats], Floats]]] = {
     Image.Resampling.BILINEAR: (1.0, lambda x: np.maximum(1.0 - np.abs(x), 0.0)),
     Image.Resampling.BICUBIC: (2.0, _bicubic),
-    Image.Resampling.LANCZOS: (3.0, lambda x: np.where((x >= -3.0) & (x < 3.0), _sinc(x) * _sinc(x / 3), 0.0)),
 }
 """Radius of each filter, in output pixels when it shrinks, and its function (Pillow's libImaging/Resample.c)."""
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from model.calibration import LabelSets, label_sets_of
 from model.config import ViTConfig
-from model.conformal import LabelSets, label_sets_of
 from model.errors import DeviceError, NotFinite, first_line
 from model.explanation.maps import attention_maps, sharpened_maps
 from model.heads import Floats, own_head

@@ -1,4 +1,4 @@
-"""The folder of a run: checks before the run, its lock, and the files that the run writes.
+"""The folder of a run: checks before the run, and the files that the run writes.
 
 Each file is whole or absent, whenever the process ends. The state to resume from never holds code.
 """
@@ -6,11 +6,10 @@ Each file is whole or absent, whenever the process ends. The state to resume fro
 from __future__ import annotations
 
 import csv
-import fcntl
-import os
+import json
 import pickle
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,23 +17,18 @@ from typing import Any, Final
 
 import torch
 
-from model.config import Frozen
-from model.data.datasets import Dataset, FolderDataset
+from model.data.datasets import Dataset
 from model.errors import TrainingError
-from model.training.recipe import Recipe, parse_recipe, to_toml
+from model.training.recipe import Recipe
 
 STATE_FILE: Final = "last.pt"
-BEST_FILE: Final = "best.pt"
 TEACHER_FILE: Final = "teacher.pt"
 METRICS_FILE: Final = "metrics.csv"
-RECIPE_FILE: Final = "recipe.toml"
-SPLIT_FILE: Final = "split.csv"
+RECIPE_FILE: Final = "recipe.json"
+SPLIT_FILE: Final = "split.json"
 CARD_FILE: Final = "MODEL_CARD.md"
-LAST_FOLDER: Final = "last"
-_LEFT_BEFORE_FIRST_EPOCH: Final = frozenset({RECIPE_FILE, SPLIT_FILE, METRICS_FILE, TEACHER_FILE})
+_LEFT_BEFORE_FIRST_EPOCH: Final = frozenset({RECIPE_FILE, SPLIT_FILE, TEACHER_FILE})
 """What a run that was ended before its first epoch may have left behind."""
-_VERSION: Final = 1
-"""Of the state."""
 
 
 @dataclass(frozen=True)
@@ -43,88 +37,59 @@ class EpochMetrics:
 
     Attributes:
         epoch: counted from 1.
-        images: number of images trained on in this epoch.
         learning_rate: of AdamW (of the head, where it differs by layer), at the epoch's last step.
         train_loss, train_accuracy: means over the epoch's augmented images as they were seen; a mixed
             image counts as its own, unmixed label.
-        validation_loss, validation_accuracy: without augmentation or smoothing; None where not evaluated.
+        validation_loss, validation_accuracy: without augmentation or smoothing.
         images_per_second: of training alone.
         seconds: wall time since the run began, evaluation included, interruptions and the teacher not.
         cpu_seconds: CPU time of all threads over the same span.
     """
 
     epoch: int
-    images: int
     learning_rate: float
     train_loss: float
     train_accuracy: float
-    validation_loss: float | None
-    validation_accuracy: float | None
+    validation_loss: float
+    validation_accuracy: float
     images_per_second: float
     seconds: float
-    cpu_seconds: float = 0.0
+    cpu_seconds: float
 
 
-def prepare_folder(out: Path, dataset: Dataset, data: Path, *, resume: bool) -> None:
+def prepare_folder(out: Path, data: Path, *, resume: bool) -> None:
     """Make the folder of a run, and check that a run may begin or resume in it.
 
     Raises:
         TrainingError: it lies in the data, holds something already, or nothing that could be resumed.
     """
-    if isinstance(dataset, FolderDataset) and out.resolve().is_relative_to(data.resolve()):
+    if out.resolve().is_relative_to(data.resolve()):
         raise TrainingError(f"{out}: lies in the data, where it would be taken for a class; choose another folder")
     try:
         out.mkdir(parents=True, exist_ok=True)
         there = {path.name for path in out.iterdir()}
     except OSError as error:
         raise TrainingError(f"{out}: cannot be made: {error.strerror}") from error
-    if resume:
-        if not there & {STATE_FILE, RECIPE_FILE}:
-            raise TrainingError(f"{out}: nothing to resume: no {STATE_FILE}")
-    elif STATE_FILE in there:
+    if resume and not there & {STATE_FILE, RECIPE_FILE}:
+        raise TrainingError(f"{out}: nothing to resume: no {STATE_FILE}")
+    if not resume and STATE_FILE in there:
         raise TrainingError(f"{out}: holds a run already; resume it or choose another folder")
-    elif others := there - _LEFT_BEFORE_FIRST_EPOCH:
+    if not resume and (others := there - _LEFT_BEFORE_FIRST_EPOCH):
         raise TrainingError(f"{out}: is not empty ({min(others)}); choose another folder")
 
 
-@contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold a folder for this process; the kernel lets go of it however the process ends.
-
-    The folder itself is locked, so that no file is left behind.
-
-    Raises:
-        TrainingError: another process holds it, or its file system has no locks.
-    """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TrainingError(f"{folder}: another run is writing here; wait, or choose another folder") from None
-        except OSError as error:
-            raise TrainingError(f"{folder}: cannot be locked: {error.strerror}") from error
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def record_start(out: Path, recipe: Recipe, dataset: Dataset, *, resume: bool) -> None:
+def record_start(out: Path, recipe: Recipe, dataset: Dataset) -> None:
     """Write recipe and split down or, where a run is resumed, check that the split is still the same.
 
     Raises:
         TrainingError: the pictures or their split are not those that the run began with; or nothing can be written.
     """
-    split = dataset.split_csv()
-    resumed = resume and (out / STATE_FILE).exists()
+    split, path = json.dumps(dataset.split(), indent=0, ensure_ascii=False), out / SPLIT_FILE
     try:
-        if split is not None:
-            path = out / SPLIT_FILE
-            if resumed and path.exists() and path.read_text(encoding="utf-8") != split:
-                raise TrainingError(f"{path}: the data now hold other files, or split them otherwise; start afresh")
-            write_text(path, split)
-        if not resumed:  # else the state says whether this recipe is the same
-            write_text(out / RECIPE_FILE, to_toml(recipe))
+        if (out / STATE_FILE).exists() and path.exists() and path.read_text(encoding="utf-8") != split:
+            raise TrainingError(f"{path}: the data now hold other files, or split them otherwise; start afresh")
+        write_text(path, split)
+        write_text(out / RECIPE_FILE, recipe.model_dump_json(indent=2))
     except OSError as error:
         raise TrainingError(f"{out}: cannot be written to: {error.strerror}") from error
 
@@ -135,7 +100,7 @@ def write_text(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
 
 
-def write_metrics(folder: Path, history: Iterable[EpochMetrics]) -> None:
+def write_metrics(folder: Path, history: Sequence[EpochMetrics]) -> None:
     """Write `metrics.csv`."""
     with _replaced(folder / METRICS_FILE) as part, part.open("w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(EpochMetrics)])
@@ -143,17 +108,17 @@ def write_metrics(folder: Path, history: Iterable[EpochMetrics]) -> None:
         writer.writerows(vars(row) for row in history)
 
 
-def write_state(path: Path, recipe: Frozen, state: dict[str, Any]) -> None:
+def write_state(path: Path, recipe: Recipe, state: dict[str, Any]) -> None:
     """Replace the state on disk."""
     with _replaced(path) as part:
-        torch.save({"version": _VERSION, "recipe": recipe.model_dump_json(), **state}, part)
+        torch.save({"recipe": recipe.model_dump_json(), **state}, part)
 
 
-def read_state(path: Path, recipe: Frozen, device: torch.device) -> dict[str, Any]:
+def read_state(path: Path, recipe: Recipe, device: torch.device) -> dict[str, Any]:
     """Read the state that `write_state` wrote.
 
     Args:
-        recipe: the run's recipe. The state's must equal it, with defaults for fields that it does not name.
+        recipe: the run's recipe, which the state's must equal.
         device: where the tensors go.
 
     Raises:
@@ -161,15 +126,13 @@ def read_state(path: Path, recipe: Frozen, device: torch.device) -> dict[str, An
     """
     try:
         with warnings.catch_warnings(action="ignore"):  # torch's remarks on pickles that it refuses
-            state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+            state: object = torch.load(path, map_location=device, weights_only=True)
     except OSError as error:
         raise TrainingError(f"{path}: nothing to resume: {error.strerror}") from error
     except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         # Torch's own message advises to load it without the protection against code.
         raise TrainingError(f"{path}: not a training state, or damaged; start afresh in another folder") from error
-    if not isinstance(state, dict) or state.get("version") != _VERSION:
-        raise TrainingError(f"{path}: not a training state of this version; start afresh in another folder")
-    if parse_recipe(str(state.get("recipe")), str(path), type(recipe)) != recipe:
+    if not isinstance(state, dict) or state.get("recipe") != recipe.model_dump_json():
         raise TrainingError(f"{path}: made with another recipe; resume with that recipe or start in another folder")
     return state
 

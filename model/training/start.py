@@ -8,23 +8,18 @@ from typing import Final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from model.checkpoint import Checkpoint, load_checkpoint
 from model.config import PreprocessConfig, Size, ViTConfig
 from model.errors import TrainingError
-from model.network.layers.patch_embed import ConvStem
 from model.network.layers.position import sincos2d_position_embedding
 from model.network.vit import VisionTransformer
 from model.training.recipe import Recipe
-from model.training.training_data import TrainingData
 
 _TEMPERATURE: Final = 100.0
 """The lowest frequency of the code is above 1/_TEMPERATURE; grids are small, so it is far below the papers' 10,000."""
 _POSITION_SCALE: Final = 0.3
-_PATCH_SCALE: Final = 0.5
-_WHITENING_IMAGES: Final = 5000
-_WHITENING_PIXELS: Final = _WHITENING_IMAGES * 32 * 32
 _WHITENING_FLOOR: Final = 1e-2
 """Added to the patches' variances, so that directions without content are not blown up."""
 
@@ -97,26 +92,18 @@ def _from_checkpoint(recipe: Recipe, source: str, classes: int) -> Start:
     return Start(config, checkpoint.preprocess, weights, checkpoint.name)
 
 
-def initial_model(
-    recipe: Recipe, config: ViTConfig, data: TrainingData, initial: Mapping[str, Tensor] | None
-) -> VisionTransformer:
+def initial_model(config: ViTConfig, seed: int, initial: Mapping[str, Tensor] | None) -> VisionTransformer:
     """Make the float32 model that training starts with, on the CPU.
 
     Args:
-        data: its images may decide where the patch embedding starts.
-        initial: all weights by the model's parameter names; None: the recipe's initialisation.
+        initial: all weights by the model's parameter names; None: drawn by the seed, and positions a sine-cosine code.
     """
-    model = VisionTransformer(config, drop_path=recipe.drop_path)
+    model = VisionTransformer(config)
     if initial is not None:
         model.load_state_dict(initial)
         return model
-    model.reset_parameters(torch.Generator().manual_seed(recipe.seed))
-    if recipe.initialisation.positions == "sincos":
-        start_positions(model)
-    if isinstance(model.patch_embed.backbone, ConvStem):
-        start_stem(model.patch_embed.backbone, torch.Generator().manual_seed(recipe.seed + 1))
-    if recipe.initialisation.whiten_patches:
-        start_patches(model, data.normalise(whitening_sample(data.pixels)).cpu())
+    model.reset_parameters(torch.Generator().manual_seed(seed))
+    start_positions(model)
     return model
 
 
@@ -127,7 +114,7 @@ def whitening_filters(pixels: Tensor, patch_size: int) -> Tensor:
     https://arxiv.org/abs/2404.00498, section 3.2.
 
     Args:
-        pixels: float32 [N, C, H, W], normalised; H, W multiples of `patch_size`.
+        pixels: float32 [N, C, H, W], normalised.
 
     Returns:
         float32 [C*patch_size**2, C, patch_size, patch_size], most variance first.
@@ -136,18 +123,6 @@ def whitening_filters(pixels: Tensor, patch_size: int) -> Tensor:
     variance, direction = torch.linalg.eigh(patches.T @ patches / len(patches))
     filters: Tensor = (direction / (variance.clamp_min(0) + _WHITENING_FLOOR).sqrt()).T.flip(0)
     return filters.reshape(-1, pixels.shape[1], patch_size, patch_size)
-
-
-def whitening_sample(pixels: Tensor) -> Tensor:
-    """Return as many pictures of [N, C, H, W] as the patches' covariance needs, as a view: only they are read.
-
-    They are the first 5000, or fewer of pictures larger than 32 x 32 so that they fit in memory as float32; these
-    come from all over the data, which may be sorted by class.
-    """
-    count = max(1, _WHITENING_PIXELS // (pixels.shape[2] * pixels.shape[3]))
-    if count >= _WHITENING_IMAGES:
-        return pixels[:_WHITENING_IMAGES]
-    return pixels[:: max(1, len(pixels) // count)][:count]
 
 
 @torch.no_grad()
@@ -162,29 +137,3 @@ def start_positions(model: VisionTransformer) -> None:
     quarter = config.width // 4
     code = sincos2d_position_embedding(config.grid, config.width, temperature=_TEMPERATURE ** ((quarter - 1) / quarter))
     model.pos_embed[0, config.prefix_tokens :] = _POSITION_SCALE * code[0].roll(2 * quarter, dims=1)
-
-
-def start_stem(stem: ConvStem, generator: torch.Generator) -> None:
-    """Initialise a stem's convolutions so that they keep the variance (He et al. 2015, arXiv 1502.01852).
-
-    The norms that they lack would hide their scale; without these it has to be right.
-    """
-    for convolution in stem:
-        assert isinstance(convolution, nn.Conv2d)
-        nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu", generator=generator)
-
-
-@torch.no_grad()
-def start_patches(model: VisionTransformer, pixels: Tensor) -> None:
-    """Put whitening filters and their negatives, as many as fit, into the patch embedding, or its stem's first layer.
-
-    Args:
-        pixels: float32 [N, C, H, W], normalised training pictures.
-    """
-    stem = model.patch_embed.backbone
-    first = stem[0] if isinstance(stem, ConvStem) else model.patch_embed.proj
-    assert isinstance(first, nn.Conv2d)  # recipes train models of this embedding
-    weight = first.weight  # [outputs, C, edge, edge]
-    filters = whitening_filters(pixels, weight.shape[-1])[: len(weight) // 2]
-    signed = torch.cat([filters, -filters])
-    weight[: len(signed)] = _PATCH_SCALE * signed

@@ -1,4 +1,4 @@
-"""The training and validation tensors of a run, and an epoch's augmented batches of them."""
+"""The pictures of a run, and an epoch's augmented batches of them."""
 
 from __future__ import annotations
 
@@ -7,37 +7,53 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
-import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
-from model.config import ViTConfig
-from model.training.augment.augment import augment, random_erasing
-from model.training.augment.mixing import mix
-from model.training.recipe import Recipe
+from model.config import Size
+from model.data.pictures import Images
+from model.runtime.device import choose_dtype
+from model.training.augment import augment
+from model.training.recipe import Augmentation
 
-Key = TypeVar("Key")
-Value = TypeVar("Value")
+_VALIDATION_PIXELS = 500 * 32 * 32
+"""Bounds a validation batch of large images, and so its memory."""
+
+Item = TypeVar("Item")
+Read = TypeVar("Read")
+
+
+class Arithmetic:
+    """The device that a run computes on, and its dtype of activations and gradients; weights are float32."""
+
+    def __init__(self, precision: str, device: torch.device) -> None:
+        self.device, self.dtype = device, choose_dtype(precision, device)
+        if self.dtype == torch.float16:  # would need loss scaling; only devices older than 2020 get here
+            self.dtype = torch.float32
+        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Training and validation images on the training device, or on the CPU, in memory or mapped from a file.
+    """Training and validation images, in memory or mapped from a file.
 
     Attributes:
-        pixels: uint8 [N, C, H, W], not smaller than the model's input unless the recipe resizes crops.
-        labels: int64 [N].
-        validation_pixels: uint8 [M, C, H, W] of the size of the model's input.
-        validation_labels: int64 [M].
+        train: not smaller than the model's input unless the recipe resizes crops.
+        validation: of the size of the model's input.
         mean, std: of each channel of the training images, scaled to 0...1.
     """
 
-    pixels: Tensor
-    labels: Tensor
-    validation_pixels: Tensor
-    validation_labels: Tensor
+    train: Images
+    validation: Images
     mean: tuple[float, ...]
     std: tuple[float, ...]
+
+    @property
+    def size(self) -> Size:
+        """Return (rows, columns) of the model's input."""
+        return self.validation.pixels.shape[2], self.validation.pixels.shape[3]
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """Return uint8 [B, C, H, W] as float32, normalised as the service will do it."""
@@ -45,63 +61,40 @@ class TrainingData:
         std = torch.tensor(self.std, device=pixels.device).reshape(1, -1, 1, 1)
         return (pixels.float() / 255 - mean) / std
 
+    def epoch(
+        self, batch_size: int, settings: Augmentation, generator: np.random.Generator
+    ) -> Iterator[tuple[NDArray[np.int64], Tensor, Tensor]]:
+        """Yield an epoch's batches, each augmented while the one before it is used; a last, smaller one is left out.
 
-def augmented_batches(
-    data: TrainingData, recipe: Recipe, config: ViTConfig, generator: torch.Generator, progress: float
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield an epoch's augmented batches on the generator's device; the last, smaller batch is left out.
+        Yields:
+            Indices of training images, int64 [B]; their pixels, uint8 [B, C, rows, columns]; their labels, int64 [B].
+        """
+        order = generator.permutation(len(self.train))
+        batches = order[: len(order) - len(order) % batch_size].reshape(-1, batch_size)
 
-    Args:
-        generator: source of all that is random; on the training device.
-        progress: share of the schedule that is done when the epoch begins.
+        def read(indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], Tensor, Tensor]:
+            pixels = augment(self.train.pixels[indices], self.size, settings, generator)
+            return indices, torch.from_numpy(pixels), torch.from_numpy(self.train.labels[indices])
 
-    Yields:
-        Normalised pixels, float32 [B, C, H, W]; their own labels, int64 [B]; and the targets of the loss:
-        the same labels, or float32 [B, num_classes] where images are mixed.
-    """
-    augmentation, mixing = recipe.augmentation, recipe.mixing
-    order = torch.randperm(len(data.labels), generator=generator, device=generator.device)
-    indices = order.to(data.pixels.device)
-    batches = torch.split(indices, recipe.batch_size)[: len(indices) // recipe.batch_size]
-    for stored, labels in _stored_batches(data, batches, generator.device):
-        pixels = data.normalise(augment(stored, config.image_size, augmentation, generator, progress))
-        pixels = random_erasing(pixels, augmentation.erasing, augmentation.erasing_fill, generator)
-        targets = labels
-        if (mixing.mixup or mixing.cutmix) and progress < mixing.until:
-            targets = F.one_hot(labels, config.num_classes).float()
-            pixels, targets = mix(pixels, targets, mixing, generator)
-        yield pixels, labels, targets
+        return read_ahead(read, batches)
+
+    def validation_batches(self) -> Iterator[Tensor]:
+        """Yield the validation images, uint8 [B, C, rows, columns], in order."""
+        batch = max(1, _VALIDATION_PIXELS // (self.size[0] * self.size[1]))
+        for start in range(0, len(self.validation), batch):
+            yield torch.from_numpy(self.validation.pixels[start : start + batch])
 
 
-def _stored_batches(
-    data: TrainingData, batches: tuple[Tensor, ...], device: torch.device
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield stored pixels and labels by batches of indices, on `device`; from another device they are read ahead."""
-
-    def read(batch: Tensor) -> tuple[Tensor, Tensor]:
-        return data.pixels[batch], data.labels[batch]
-
-    def read_pinned(batch: Tensor) -> tuple[Tensor, Tensor]:
-        pixels, labels = read(batch)
-        return pixels.pin_memory(), labels.pin_memory()
-
-    if data.pixels.device.type == device.type:
-        yield from map(read, batches)
-        return
-    for pixels, labels in read_ahead(read_pinned if device.type == "cuda" else read, batches):
-        yield pixels.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-
-
-def read_ahead(read: Callable[[Key], Value], keys: Iterable[Key]) -> Iterator[Value]:
-    """Yield `read(key)` of each key; a thread reads the next item while the present one is used.
+def read_ahead(read: Callable[[Item], Read], items: Iterable[Item]) -> Iterator[Read]:
+    """Yield `read(item)` of each item; a thread reads the next one while the present one is used.
 
     Raises:
         Exception: whatever `read` raises, in place of its item.
     """
     with ThreadPoolExecutor(1) as reader:
         following = None
-        for key in keys:
-            present, following = following, reader.submit(read, key)
+        for item in items:
+            present, following = following, reader.submit(read, item)
             if present is not None:
                 yield present.result()
         if following is not None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
+from model.calibration import MeasuredSets, calibrate, require_pictures
+from model.data.datasets import open_evaluation_set
 from model.errors import InputError
 from model.outputs import RequestedOutputs, require_classes
 from service.cli.image_files import require_empty, writing
@@ -16,11 +18,10 @@ from service.cli.setting_flags import CHECKPOINT_FLAGS, add_setting_flags, serve
 from service.engine.loading import checkpoint_from, load_predictor
 from service.settings import Settings
 
-if TYPE_CHECKING:
-    from model.evaluation.calibration import MeasuredSets
-
 _COVERAGE: Final = 0.95
 _MEASURED: Final = (0.8, 0.9, 0.95, 0.99)
+_MOST_PICTURES: Final = 12_000
+"""The most that are made use of."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,12 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         require_empty(arguments.out)
     from model.checkpoint import native  # noqa: PLC0415  torch takes seconds to import
-    from model.evaluation.calibration import MOST_PICTURES, calibrate, require_pictures  # noqa: PLC0415
-    from model.evaluation.evaluate import outputs_of_uploads  # noqa: PLC0415
-    from model.evaluation.evaluation_set import open_evaluation_set  # noqa: PLC0415
+    from model.evaluation.evaluate import logits_of, outputs_of_files  # noqa: PLC0415
 
     pictures = open_evaluation_set(arguments.data)
-    require_pictures(len(pictures), coverage, pictures.source)
+    require_pictures(len(pictures.files), coverage, pictures.source)
     predictor, info = load_predictor(settings.model_copy(update={"coverage": None}))
     checkpoint = predictor.checkpoint
     require_classes(checkpoint.config)
@@ -71,26 +70,13 @@ def run(arguments: argparse.Namespace) -> int:
     truth = pictures.truth(info.labels, info.name)
     predictor.warm_up()
 
-    drawn = np.random.default_rng(arguments.seed).permutation(len(pictures))[:MOST_PICTURES]
-    outputs = outputs_of_uploads(
-        predictor,
-        RequestedOutputs(1, logits=True),
-        len(drawn),
-        lambda number: pictures.upload(int(drawn[number])),
-        name=lambda number: pictures.name(int(drawn[number])),
-        progress=True,
-    )
-    logits = np.stack([each.logits for each in outputs if each.logits is not None])
+    drawn = np.random.default_rng(arguments.seed).permutation(len(truth))[:_MOST_PICTURES]
+    logits = logits_of(outputs_of_files(predictor, pictures.files.take(drawn), RequestedOutputs(1, logits=True)))
     if not np.isfinite(logits).all():
         raise InputError("data", f"{info.name}: gives scores that are not finite for these pictures")
+    coverages = (coverage, *(each for each in _MEASURED if each != coverage))
     calibration, fitted, measured = calibrate(
-        logits,
-        truth[drawn],
-        checkpoint.temperature,
-        arguments.data.name,
-        coverage,
-        coverages=sorted({*_MEASURED, coverage}),
-        seed=arguments.seed,
+        logits, truth[drawn], checkpoint.temperature, arguments.data.name, coverages, seed=arguments.seed
     )
     folder = arguments.out or Path(settings.checkpoint).expanduser()
     with writing(folder):
@@ -110,6 +96,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _print(measured: dict[float, MeasuredSets], count: int) -> None:
+    """Print how the sets of each coverage do."""
+    if measured:
+        print(f"sets of labels, measured on halves of {count} pictures while the other halves calibrate:")  # noqa: T201
+        print("  coverage  holds the right label  labels in a set  abstained")  # noqa: T201
+    for coverage, sets in measured.items():
+        print(f"  {coverage:8g}  {sets.covered:21.2%}  {sets.labels:15.2f}  {sets.abstained:9.2%}")  # noqa: T201
+
+
 def _require_own_folder(settings: Settings) -> None:
     """Raise `InputError` where a calibration cannot be put beside the checkpoint."""
     from model.checkpoint.files import Folder  # noqa: PLC0415  torch takes seconds to import
@@ -125,13 +120,3 @@ def _require_own_folder(settings: Settings) -> None:
     else:
         return
     raise InputError("out", f"{settings.checkpoint}: {why}: give --out DIR, which gets a calibrated copy")
-
-
-def _print(measured: dict[float, MeasuredSets], count: int) -> None:
-    """Print how the sets of each coverage do."""
-    if not measured:
-        return
-    print(f"sets of labels, measured on halves of {count} pictures while the other halves calibrate:")  # noqa: T201
-    print("  coverage  holds the right label  labels in a set  abstained")  # noqa: T201
-    for coverage, sets in measured.items():
-        print(f"  {coverage:8g}  {sets.covered:21.2%}  {sets.labels:15.2f}  {sets.abstained:9.2%}")  # noqa: T201

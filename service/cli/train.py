@@ -29,10 +29,8 @@ OVERRIDES: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "name": (str, "NAME", "what the service calls the model (default: the name of --out; of CIFAR-10, the recipe's)"),
     "image-size": (_size, "N|RxC", "pixels of the model's input; position embeddings are interpolated"),
     "epochs": (int, "N", "times that every picture is seen"),
-    "minutes": (float, "N", "wall time after which a shortened schedule ends"),
     "batch-size": (int, "N", "pictures a step"),
     "validation": (_share_or_count, "N", "size of the validation set (100 or 0.1), where --data has none"),
-    "keep": (str, "best|last", "which weights are served"),
     "precision": (str, "NAME", "auto, float32 or bfloat16"),
     "seed": (int, "N", "decides the split and all random choices"),
     "threads": (int, "N", "threads of one operator on the CPU"),
@@ -40,8 +38,7 @@ OVERRIDES: dict[str, tuple[Callable[[str], Any], str, str]] = {
 """Each flag (a field of the recipe, with dashes): its type, the name of its value, and its help."""
 
 
-_OF_PROBE = ("name", "image-size", "precision", "seed", "threads")
-"""Those that --probe takes, too."""
+_NOT_OF_PROBE = ("recipe", "resume", "set", "epochs", "batch-size", "validation")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,16 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="TOML, or a bundled one's name (docs/training.md lists them); default: by --data and --from",
     )
-    parser.add_argument(
-        "--probe",
-        action="store_true",
-        help="with --from: fit a new head alone, in seconds; pictures that cannot be read are left out",
-    )
+    parser.add_argument("--probe", action="store_true", help="with --from: fit a new head alone, in seconds")
     parser.add_argument("--resume", action="store_true", help="go on from the last finished epoch in --out")
     parser.add_argument("--device", default=argparse.SUPPRESS, metavar="NAME", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument(
-        "--memory", type=float, default=4.0, metavar="GIB", help="decoded pictures kept in memory; more go to a file"
-    )
     for name in ("preprocess", "architecture"):
         parser.add_argument(
             f"--{name}",
@@ -92,7 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         recipe.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
     recipe.add_argument(
         "--set",
-        dest="fields",
         action="append",
         default=[],
         metavar="FIELD=VALUE",
@@ -104,22 +93,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Train, or fit a head alone, measure, and write the folder."""
     if arguments.probe:
         _check_probe(arguments)
-    from model.training import probe, train  # noqa: PLC0415  torch takes seconds to import
-    from model.training.recipe import RECIPES, read_recipe  # noqa: PLC0415
+    from model.training import new_head, train  # noqa: PLC0415  torch takes seconds to import
+    from model.training.recipe import read_recipe  # noqa: PLC0415
 
     logs.configure("text", "info")
-    path = _recipe_path(arguments)
-    # Those of these recipes, which are for any pictures, would name all results alike.
-    named = (
-        {"name": arguments.out.resolve().name} if path in (RECIPES / "finetune.toml", RECIPES / "folder.toml") else {}
-    )
-    recipe = read_recipe(path).override(named | _overrides(arguments))
+    recipe = read_recipe(_recipe_path(arguments)).override(_overrides(arguments))
     device = getattr(arguments, "device", None) or os.environ.get(f"{ENV_PREFIX}DEVICE", "auto")
-    memory = int(arguments.memory * 2**30)
     if arguments.probe:
-        probe.run(arguments.data, arguments.out, recipe, device=device, memory=memory)
+        new_head.run(arguments.data, arguments.out, recipe, device=device)
     else:
-        train.run(arguments.data, arguments.out, recipe, resume=arguments.resume, device=device, memory=memory)
+        train.run(arguments.data, arguments.out, recipe, resume=arguments.resume, device=device)
     print(f"{arguments.out}: serve it with: {serve_command(arguments.out)}")  # noqa: T201
     return 0
 
@@ -128,9 +111,9 @@ def _check_probe(arguments: argparse.Namespace) -> None:
     """Raise TrainingError where --from is missing, or a flag is given that has no meaning for a probe."""
     if arguments.checkpoint is None:
         raise TrainingError("--probe: needs --from CHECKPOINT, whose features it reads")
-    for name in ("recipe", "resume", "set", *OVERRIDES):
-        if name not in _OF_PROBE and getattr(arguments, "fields" if name == "set" else name.replace("-", "_")):
-            raise TrainingError(f"--probe: --{name} does not apply; allowed are --{', --'.join(_OF_PROBE)}")
+    given = [name for name in _NOT_OF_PROBE if getattr(arguments, name.replace("-", "_"))]
+    if given:
+        raise TrainingError(f"--probe: --{given[0]} does not apply")
 
 
 def _recipe_path(arguments: argparse.Namespace) -> Path:
@@ -141,10 +124,8 @@ def _recipe_path(arguments: argparse.Namespace) -> Path:
     if arguments.recipe is not None:
         bundled = RECIPES / f"{arguments.recipe}.toml"
         return bundled if bundled.parent == RECIPES and bundled.is_file() else Path(arguments.recipe)
-    begun: Path = arguments.out / RECIPE_FILE
     if arguments.resume:  # any other recipe would be a guess
-        if not begun.is_file():
-            raise TrainingError(f"{arguments.out}: nothing to resume: no {RECIPE_FILE}")
+        begun: Path = arguments.out / RECIPE_FILE
         return begun
     return default_recipe(arguments.data, arguments.checkpoint)
 
@@ -153,9 +134,11 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     fields = ("checkpoint", *(name.replace("-", "_") for name in OVERRIDES))
     given = {name: value for name in fields if (value := getattr(arguments, name)) is not None}
     if "checkpoint" in given:
+        # The recipe's name, which is for any pictures, would name all results alike.
+        given = {"name": arguments.out.resolve().name} | given
         options = ("checkpoint_preprocess", "checkpoint_architecture")
         given |= {name: value for name in options if (value := getattr(arguments, name)) is not None}
-    for text in arguments.fields:
+    for text in arguments.set:
         name, equals, value = text.partition("=")
         if not equals:
             raise TrainingError(f"--set {text}: expected FIELD=VALUE")

@@ -3,7 +3,7 @@
     web worker                                     engine process
     ----------                                     --------------
     RemoteEngine.infer                             EngineServer
-      Submit          --- Unix socket, frames -->    Generation.engine.submit -> batch queue
+      Submit          --- Unix socket, frames -->    LocalEngine.infer -> batch queue
       future  <-- Completed or Failed, ------------  answers of a batch leave together,
                   one wake-up a batch                so a worker wakes up once
 
@@ -24,7 +24,6 @@ import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -33,8 +32,7 @@ from service.cluster import frames
 from service.cluster.processes import SERVING, Report
 from service.cluster.supervisor import TRY_AGAIN, Child
 from service.engine.local import Loader, LocalEngine, engine_of
-from service.engine.messages import InferenceRequest, InferenceResult
-from service.engine.streams import Waiting
+from service.engine.messages import InferenceRequest
 from service.errors import CheckpointRefused, EngineUnavailable, InferenceFailed, ServiceError
 from service.lifecycle import freeze_objects, trim_regularly
 from service.models.model import LocalModel
@@ -47,6 +45,8 @@ logger = logging.getLogger("vitserve")
 STOP: Final = signal.SIGUSR1
 """Ends an engine process in order. An engine outlives its workers, and SIGTERM, SIGINT and SIGHUP may go to all at
 once."""
+
+_FINISH_SECONDS: Final = 1.0
 
 _LOOK_SECONDS: Final = 0.01
 """Seconds between two looks whether all workers have adopted what has taken over."""
@@ -71,7 +71,7 @@ class EngineServer:
 
     def __init__(
         self,
-        model: LocalModel[LocalEngine],
+        model: LocalModel,
         images: MemoryImageStore,
         *,
         restarts: int = 0,
@@ -98,7 +98,7 @@ class EngineServer:
         self._refresher.cancel()
         self._server.close()
         await self.model.close()
-        self._publish_status()
+        self.publish_status()
         for worker in list(self.workers):
             await worker.finish()
 
@@ -131,15 +131,16 @@ class EngineServer:
     def _changed(self) -> None:
         for worker in self.workers:
             worker.announce()
-        self._publish_status()
+        self.publish_status()
         self._on_change()
 
     async def _refresh(self) -> None:
         while True:
             await asyncio.sleep(self._refresh_seconds)
-            self._publish_status()
+            self.publish_status()
 
-    def _publish_status(self) -> None:
+    def publish_status(self) -> None:
+        """Send all workers the status if it has changed."""
         status = self.status
         if status != self._last_status:
             self._last_status = status
@@ -159,7 +160,6 @@ class _Worker:
         self._server = server
         self._writer = writer
         self._generations: dict[int, tuple[LocalEngine, ExitStack]] = {}
-        self._images: dict[int, tuple[LocalEngine, Waiting]] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def send(self, frame: frames.Frame) -> None:
@@ -180,14 +180,14 @@ class _Worker:
     def handle(self, frame: frames.Frame) -> None:
         """Handle a request."""
         match frame:
-            case frames.Submit():
-                self._submit(frame)
             case frames.Adopted(generation):
                 self.adopted = generation
             case frames.Released(generation) if generation in self._generations:
                 self._generations.pop(generation)[1].close()
-            case frames.Cancel(id_):
-                self._cancel(id_)
+            case frames.Cancel(id_) if id_ in self._tasks:
+                self._tasks[id_].cancel()
+            case frames.Cancel():
+                pass  # its answer is on the way
             case _ if isinstance(frame, frames.Request):
                 task = asyncio.create_task(self._answer(frame))
                 self._tasks[frame.id] = task
@@ -196,61 +196,32 @@ class _Worker:
                 raise frames.FrameError(f"{type(frame).__name__} out of order")
 
     async def finish(self) -> None:
-        """Send the answers to images that are still owed, and close."""
-        while self._images:  # their outcomes are callbacks of this event loop
-            await asyncio.sleep(0)
+        """Send the answers that are still owed, and close."""
+        if self._tasks:
+            await asyncio.wait(self._tasks.values(), timeout=_FINISH_SECONDS)
         self._writer.close()
 
     async def close(self) -> None:
         """Cancel the worker's requests: nobody waits for them."""
         self._writer.close()
-        for id_ in [*self._images, *self._tasks]:
-            self._cancel(id_)
+        for task in self._tasks.values():
+            task.cancel()
         await self._discard("the web worker that asked for it ended")
         for _, held in self._generations.values():
             held.close()
-
-    def _submit(self, frame: frames.Submit) -> None:
-        """Hand an image to the engine without a task of its own, which would take twice the time."""
-        try:
-            engine = self._engine(frame.generation)
-            request = InferenceRequest(frame.pixels, frame.requested)
-            entry = engine.submit(request, frame.timeout, partial(self._computed, frame.id))
-        except Exception as error:  # noqa: BLE001  a defect costs its own image alone
-            self._fail(frame.id, error)
-        else:
-            self._images[frame.id] = engine, entry
 
     def _engine(self, generation: int) -> LocalEngine:
         if generation not in self._generations:
             raise EngineUnavailable("the engine has another model now")
         return self._generations[generation][0]
 
-    def _cancel(self, id_: int) -> None:
-        engine, entry = self._images.pop(id_, (None, None))
-        if engine is not None and entry is not None:
-            engine.cancel(entry)
-        elif id_ in self._tasks:
-            self._tasks[id_].cancel()
-
-    def _computed(self, id_: int, outcome: InferenceResult | ServiceError) -> None:
-        self._images.pop(id_, None)
-        if isinstance(outcome, InferenceResult):
-            self.send(frames.Completed(id_, outcome))
-        else:
-            self._fail(id_, outcome)
-
-    def _fail(self, id_: int, error: Exception) -> None:
-        if isinstance(error, ServiceError) and type(error) in frames.ERRORS:
-            self.send(frames.Failed.of(id_, error))
-        else:
-            logger.error("a request failed", exc_info=error)
-            self.send(frames.Failed.of(id_, InferenceFailed("the engine failed on this request")))
-
     async def _answer(self, frame: frames.Request) -> None:
-        reply: frames.Reply = frames.Done(frame.id)
+        reply: frames.Reply | frames.Failed = frames.Done(frame.id)
         try:
             match frame:
+                case frames.Submit(id_, generation, pixels, requested, timeout):
+                    request = InferenceRequest(pixels, requested)
+                    reply = frames.Completed(id_, await self._engine(generation).infer(request, timeout=timeout))
                 case frames.EmbedTexts(id_, generation, texts, timeout):
                     features = await self._engine(generation).embed_texts(texts, timeout=timeout)
                     reply = frames.TextsEmbedded(id_, features)
@@ -264,9 +235,13 @@ class _Worker:
                     await self._take_over()
                 case frames.Discard(_, reason):
                     await self._discard(reason)
-            self.send(reply)
-        except Exception as error:  # noqa: BLE001  a defect costs its own request alone
-            self._fail(frame.id, error)
+        except Exception as error:  # a defect costs its own request alone
+            if not isinstance(error, ServiceError) or type(error) not in frames.ERRORS:
+                logger.exception("a request failed")
+                error = InferenceFailed("the engine failed on this request")
+            self._server.publish_status()  # it has the count of a load that failed
+            reply = frames.Failed.of(frame.id, error)
+        self.send(reply)
 
     # The next checkpoint, on behalf of the worker that asked for it.
 

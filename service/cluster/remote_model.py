@@ -189,15 +189,8 @@ class RemoteEngine:
 
     @property
     def status(self) -> EngineStatus:
-        """Return the status of the first engine that serves, with the devices, queue depths and restarts of all."""
-        statuses = [engine.status for engine in self.engines]
-        first = self._serving[0].status if self._serving else statuses[0]
-        return replace(
-            first,
-            device=",".join(status.device for status in statuses),
-            queue_depth=sum(status.queue_depth for status in statuses),
-            restarts=sum(status.restarts for status in statuses),
-        )
+        """Return the status of the first engine that serves, or else of the first one."""
+        return (self._serving or self.engines)[0].status
 
     def refresh(self) -> None:
         """Look at the engines, one of which has changed."""

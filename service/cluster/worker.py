@@ -32,13 +32,12 @@ def share(total: int, index: int, settings: Settings, *, least: int = 1) -> int:
 
 
 def worker_settings(settings: Settings, index: int) -> Settings:
-    """Return the settings of one worker, whose places, bytes and requests of a key are its share.
+    """Return the settings of one worker, whose places and requests of a key are its share.
 
     A batch that one process would take is not refused for ever: a share holds the largest request.
     """
     own = {
         "queue_size": share(settings.queue_size, index, settings, least=settings.max_images_per_request),
-        "max_receiving_bytes": share(settings.max_receiving_bytes, index, settings, least=settings.max_request_bytes),
         "key_max_requests": share(settings.key_max_requests, index, settings),
     }
     return settings.model_copy(update=own)

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 from model.errors import VitError
 from service.engine.base import ModelRunner
@@ -39,13 +39,6 @@ BATCH_SECONDS: Final = 30.0
 
 Loader = Callable[[Settings], tuple[ModelRunner, ModelInfo]]
 """Loads the model that the settings name onto their device."""
-
-
-class _Caller(NamedTuple):
-    """Who waits for an image: called once, on the event loop, with its outcome; and the timer of its deadline."""
-
-    done: Callable[[Outcome], None]
-    timer: asyncio.TimerHandle
 
 
 class LocalEngine:
@@ -86,7 +79,7 @@ class LocalEngine:
         self._state: EngineState = "loading"
         self._reason = "the model is loading"
         self._runner: ModelRunner | None = None
-        self._callers: dict[Waiting, _Caller] = {}
+        self._callers: dict[Waiting, asyncio.Future[InferenceResult]] = {}
         self._streams = Streams(queue_size=queue_size, max_delay=max_delay, deliver=self._on_launched, clock=clock)
         self._texts = TextFeatures(self._texts_of_runner)
         self._on_change: Callable[[], None] = lambda: None
@@ -126,41 +119,20 @@ class LocalEngine:
 
     async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
         """Return one image's result; see `Engine.infer`."""
-        future: asyncio.Future[InferenceResult] = self._loop.create_future()
-
-        def done(outcome: Outcome) -> None:
-            if future.done():  # its caller went away
-                return
-            if isinstance(outcome, InferenceResult):
-                future.set_result(outcome)
-            else:
-                future.set_exception(outcome)
-
-        entry = self.submit(request, timeout, done)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self.cancel(entry)
-            raise
-
-    def submit(self, request: InferenceRequest, timeout: float, done: Callable[[Outcome], None]) -> Waiting:
-        """Take one image, without a task for it: `done` is called once, on the event loop, with its outcome.
-
-        Raises:
-            EngineUnavailable, QueueFull: see `Engine.infer`.
-        """
         if not self.ready:
             raise EngineUnavailable(self._reason)
         entry = self._streams.put(request, timeout)
-        self._callers[entry] = _Caller(done, self._loop.call_later(timeout, self._expire, entry))
-        return entry
-
-    def cancel(self, entry: Waiting) -> None:
-        """Forget an image that nobody waits for; it is not launched if it was not yet."""
-        caller = self._callers.pop(entry, None)
-        if caller is not None:
-            caller.timer.cancel()
-        self._streams.cancel(entry)
+        future: asyncio.Future[InferenceResult] = self._loop.create_future()
+        self._callers[entry] = future
+        timer = self._loop.call_later(timeout, self._expire, entry)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._streams.cancel(entry)
+            raise
+        finally:
+            timer.cancel()
+            self._callers.pop(entry, None)
 
     async def embed_texts(self, texts: Sequence[str], *, timeout: float) -> Floats:
         """Return the features of texts; see `Engine.embed_texts`."""
@@ -195,13 +167,13 @@ class LocalEngine:
 
     def _deliver(self, outcomes: Iterable[tuple[Waiting, Outcome]], report: BatchReport | None = None) -> None:
         for entry, outcome in outcomes:
-            caller = self._callers.pop(entry, None)
-            if caller is not None:  # else it went away, or was answered already
-                caller.timer.cancel()
-                try:
-                    caller.done(outcome)
-                except Exception:  # a defect costs its own image alone
-                    logger.exception("result callback failed")
+            future = self._callers.get(entry)
+            if future is None or future.done():  # its caller went away, or was answered already
+                continue
+            if isinstance(outcome, InferenceResult):
+                future.set_result(outcome)
+            else:
+                future.set_exception(outcome)
         if report is not None:
             self._on_batch(report)
 

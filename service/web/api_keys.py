@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -27,36 +25,21 @@ def needs_admin_key(path: str) -> bool:
 
 
 class KeyLimiter:
-    """Counts the requests in flight of each key, at most `limit` each; 0 is no limit. Belongs to one event loop.
+    """Counts the requests in flight of each key, at most `limit` each; 0 is no limit. Belongs to one event loop."""
 
-    Args:
-        cells: [workers, keys], the requests in flight of each; several workers share them.
-        locked: guards what is read and written in one step.
-    """
-
-    def __init__(
-        self,
-        keys: int,
-        limit: int,
-        cells: Sequence[MutableSequence[int]] | NDArray[np.uint64] | None = None,
-        worker: int = 0,
-        locked: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self.limit = limit
-        self._cells = [[0] * keys] if cells is None else cells
-        self._own = self._cells[worker]
-        self._locked = locked
+    def __init__(self, keys: int, limit: int) -> None:
+        self._limit = limit
+        self._in_flight = [0] * keys
 
     def acquire(self, key: int) -> None:
         """Count one request more; raises `TooManyRequests` when the key has as many as it may."""
-        with self._locked():  # others can only release meanwhile
-            if self.limit and sum(of_worker[key] for of_worker in self._cells) >= self.limit:
-                raise TooManyRequests(f"this key has {self.limit} requests in flight already, and may have no more")
-            self._own[key] += 1
+        if self._limit and self._in_flight[key] >= self._limit:
+            raise TooManyRequests(f"this key has {self._limit} requests in flight already, and may have no more")
+        self._in_flight[key] += 1
 
     def release(self, key: int) -> None:
         """Count one request less."""
-        self._own[key] -= 1
+        self._in_flight[key] -= 1
 
 
 class KeyGuard:

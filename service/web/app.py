@@ -9,6 +9,8 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -19,7 +21,7 @@ from service.lifecycle import Lifecycle
 from service.models.model import ServedModel
 from service.observe.metrics import Metrics, Sources
 from service.settings import MEMORY, Settings, exports_spans, parse_keys
-from service.web.admission import ByteBudget, Limiter, Receiving, RefusalPace
+from service.web.admission import RECEIVING_BYTES, Limiter, Receiving, RefusalPace
 from service.web.api_keys import ApiKeyMiddleware, KeyGuard, KeyLimiter
 from service.web.decoders import Decoders
 from service.web.image_stores import ImageStore
@@ -32,7 +34,6 @@ from service.web.routes import (
     classify,
     embed,
     inference_protocol,
-    model_repository,
     operations,
     other_servers,
     pages,
@@ -40,18 +41,19 @@ from service.web.routes import (
 from service.web.routes.endpoint import Application, Endpoint, no_such_path
 from vitserve import __version__
 
+if TYPE_CHECKING:
+    from service.observe.spans import Tracing
+
 logger = logging.getLogger("vitserve")
 
 _ROUTERS = (
-    pages.page,
+    pages.router,
     classify.router,
     embed.router,
     attention.router,
     operations.router,
     other_servers.router,
     inference_protocol.router,
-    model_repository.router,
-    pages.documentation,
 )
 _PUBLIC = pages.PUBLIC | inference_protocol.PUBLIC | other_servers.PUBLIC | {"/healthz", "/readyz"}
 
@@ -73,90 +75,75 @@ def image_store_of(settings: Settings, metrics: Metrics, clock: Callable[[], flo
 
 def create_app(
     settings: Settings,
-    engine: ServedModel,
+    model: ServedModel,
     metrics: Metrics,
     lifecycle: Lifecycle | None = None,
     on_engine_change: Callable[[], None] = lambda: None,
-    limiter: Limiter | None = None,
     image_store: ImageStore | None = None,
-    byte_budget: ByteBudget | None = None,
-    key_limiter: KeyLimiter | None = None,
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> RequestContextMiddleware:
-    """Return the ASGI application around an engine.
+    """Return the ASGI application around a model.
 
     Args:
-        engine: of the models that are served one after another; started and closed with the application.
+        model: started and closed with the application.
         metrics: the same that the engine's owner counts batches in.
         lifecycle: shared with the server that decides when to stop.
         on_engine_change: called on the event loop after each change of the engine's state.
-        limiter, image_store, byte_budget, key_limiter: shared with other processes; by default this application's own.
+        image_store: shared with other processes; by default this application's own.
     """
-    lifecycle = lifecycle or Lifecycle()
-    limiter = limiter or Limiter(settings.queue_size)
     images = image_store or image_store_of(settings, metrics, clock)
-    receiving = Receiving(
-        byte_budget or ByteBudget(settings.max_receiving_bytes),
-        spacious=max(1, settings.queue_size // 8),
-        turnover=settings.request_timeout / 2,
-        clock=clock,
-    )
     decoders = Decoders(settings, on_restart=metrics.decoder_restarts.inc)
-    lanes = Lanes(settings, engine, decoders, clock)
-    service = Service(engine, settings, metrics, limiter, receiving, images, lifecycle, lanes, decoders, clock)
-
-    def engine_changed() -> None:
-        for replica in engine.current.engine.engines:
-            if replica.info is not None:
-                metrics.set_model(replica.info, __version__)
-        on_engine_change()
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        engine.start(engine_changed)
-        async with AsyncExitStack() as beside:
-            if settings.grpc_port is not None:
-                from service.web.grpc.server import serving  # noqa: PLC0415  it needs the extra `grpc`
-
-                await beside.enter_async_context(serving(service, guard, outermost.count, settings.grpc_port))
-            yield
-        await engine.close()
-        lanes.close()
-        decoders.close()
-        if tracing is not None:
-            await tracing.close()
-        await images.close()
-        outermost.log.end_second()
-
+    service = Service(
+        model,
+        settings,
+        metrics,
+        Limiter(settings.queue_size),
+        Receiving(max(RECEIVING_BYTES // settings.workers, settings.max_request_bytes), clock),
+        images,
+        lifecycle or Lifecycle(),
+        Lanes(settings, model, decoders, clock),
+        decoders,
+        clock,
+    )
+    metrics.watch(_sources(service))
     app = Application(
         title="vitserve",
         version=__version__,
         description="Image classification with a Vision Transformer.",
-        lifespan=lifespan,
+        lifespan=_lifespan,
         redirect_slashes=False,
         openapi_url=None,  # `service.web.routes.pages` has it
     )
-
-    app.state.service = service
     app.set_routes([route for router in _ROUTERS for route in router.routes])
     app.router.default = no_such_path
+    keys = parse_keys(key.get_secret_value() for key in settings.api_keys)
+    app.state.service = service
+    app.state.keys_required = bool(keys)
+    app.state.public = _PUBLIC | {"/metrics"} if settings.metrics_public else _PUBLIC
+    app.state.guard = KeyGuard(keys, KeyLimiter(len(keys), settings.key_max_requests), metrics)
+    app.state.on_engine_change = partial(_publish_model, service, on_engine_change)
+    app.state.tracing = _tracing()
+    app.state.outermost = outermost = _surrounded(app, service)
+    return outermost
 
-    metrics.watch(
-        Sources(
-            statuses=lambda: [replica.status for replica in engine.current.engine.engines],
-            recent=images.usage,
-            places=lambda: (limiter.taken, limiter.capacity),
-            reloads=lambda: engine.loads,
-        )
+
+def _sources(service: Service) -> Sources:
+    """Return what metrics read at every scrape."""
+    model, limiter = service.models, service.limiter
+    return Sources(
+        statuses=lambda: [replica.status for replica in model.current.engine.engines],
+        recent=service.images.usage,
+        places=lambda: (limiter.in_use, limiter.capacity),
+        reloads=lambda: model.loads,
     )
 
-    app.state.public = public = _PUBLIC | {"/metrics"} if settings.metrics_public else _PUBLIC
-    keys = parse_keys(key.get_secret_value() for key in settings.api_keys)
-    app.state.keys_required = bool(keys)
-    guard = KeyGuard(keys, key_limiter or KeyLimiter(len(keys), settings.key_max_requests), metrics)
-    layers: ASGIApp = ApiKeyMiddleware(app, guard, public) if keys else app
-    layers = ProblemMiddleware(layers, metrics, RefusalPace(clock))
+
+def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
+    """Return the application inside its middleware, see `service.web.middleware`."""
+    state, settings, metrics = app.state, service.settings, service.metrics
+    layers: ASGIApp = ApiKeyMiddleware(app, state.guard, state.public) if state.keys_required else app
+    layers = ProblemMiddleware(layers, metrics, RefusalPace(service.clock))
     if settings.cors_origins:
         layers = CORSMiddleware(
             layers,
@@ -165,15 +152,49 @@ def create_app(
             allow_headers=["Authorization", "Content-Type", "X-Request-ID", "traceparent", "tracestate"],
             expose_headers=["X-Request-ID", "Retry-After", "Content-Location", "traceresponse"],
         )
-    tracing = None
-    if exports_spans():
-        from service.observe.spans import Tracing  # noqa: PLC0415  it needs the extra `otel`
-
-        tracing = Tracing()
-        layers = tracing.around(layers, PROBES)
+    if state.tracing is not None:
+        layers = state.tracing.around(layers, PROBES)
     endpoints = {route.path for route in app.router.routes if isinstance(route, Endpoint)}
-    outermost = RequestContextMiddleware(layers, metrics, endpoints, lifecycle, clock=clock)
-    return outermost
+    return RequestContextMiddleware(layers, metrics, endpoints, service.lifecycle, clock=service.clock)
+
+
+def _tracing() -> Tracing | None:
+    """Return what makes spans, if they are exported."""
+    if not exports_spans():
+        return None
+    from service.observe.spans import Tracing  # noqa: PLC0415  it needs the extra `otel`
+
+    return Tracing()
+
+
+def _publish_model(service: Service, on_engine_change: Callable[[], None]) -> None:
+    """Publish which model the engines have, and tell their owner of the change."""
+    for replica in service.models.current.engine.engines:
+        if replica.info is not None:
+            service.metrics.set_model(replica.info, __version__)
+    on_engine_change()
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Start the model and the port of gRPC; in the end, close what requests need."""
+    state = app.state
+    service: Service = state.service
+    service.models.start(state.on_engine_change)
+    async with AsyncExitStack() as beside:
+        if service.settings.grpc_port is not None:
+            from service.web.grpc.server import serving  # noqa: PLC0415  it needs the extra `grpc`
+
+            grpc = serving(service, state.guard, state.outermost.count, service.settings.grpc_port)
+            await beside.enter_async_context(grpc)
+        yield
+    await service.models.close()
+    service.lanes.close()
+    service.decoders.close()
+    if state.tracing is not None:
+        await state.tracing.close()
+    await service.images.close()
+    state.outermost.log.end_second()
 
 
 def log_model(status: EngineStatus, info: ModelInfo) -> None:

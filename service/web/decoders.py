@@ -49,11 +49,9 @@ _SPARE_BYTES: Final = 64 << 20
 
 _KEPT_VARIABLES: Final = ("LD_LIBRARY_PATH", "PYTHONHOME")
 """What an interpreter may need to start. Other variables may hold keys."""
-_ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-"""Each thread of these libraries takes address space, which is what memory is limited by."""
 
-_IsShape = Callable[[tuple[int, ...]], bool]
-"""Whether pixels of this shape may be the answer to a job."""
+Answer = tuple[int, bytearray, bytearray]
+"""Status, JSON and pixels, as they came."""
 
 
 class _Killed(Exception):
@@ -68,22 +66,69 @@ class Decoded:
     seconds: float
 
 
-@dataclass(slots=True)
 class _Decoder:
-    process: subprocess.Popen[bytes]
-    socket: socket.socket
-    is_ready: bool = False
-    is_slow: bool = False
+    """A process, `is_ready` when it has said so, and `is_slow` once it left the processor to others."""
 
-    def lower_priority(self) -> None:
+    def __init__(self, bounds: dict[str, Any]) -> None:
+        path = os.pathsep.join(str(Path(each).absolute()) for each in sys.path)
+        kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "model.images.decoder_process", json.dumps(bounds)],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                cwd="/",
+                # Each thread of these libraries takes address space, which is what memory is limited by.
+                env={"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", **kept},
+                start_new_session=True,  # signals to the service's group are not for those that it still needs
+            )
+        self.is_ready = self.is_slow = False
+
+    async def ask(self, header: bytes, data: bytearray) -> Answer:
+        """Return the answer to a job; raises `ConnectionError` if there is none, and `ValueError` if it is too long."""
+        loop = asyncio.get_running_loop()
+        if not self.is_ready:
+            confined = await self._receive(len(CONFINED)) == CONFINED
+            more = "and a filter of system calls" if confined else "alone: pip install -e '.[isolation]' adds a filter"
+            logger.info("decoder process %d is held by resource limits %s", self._process.pid, more)
+            self.is_ready = True
+        slow = loop.call_later(_SLOW_SECONDS, self._lower_priority)
+        try:
+            await loop.sock_sendall(self._socket, JOB.pack(len(header), len(data)) + header)
+            await loop.sock_sendall(self._socket, data)
+            status, text_bytes, pixel_bytes = ANSWER.unpack(await self._receive(ANSWER.size))
+            if text_bytes > _MAX_TEXT or pixel_bytes > MAX_SIZE * MAX_SIZE * 3:
+                raise ValueError("too long")
+            return status, await self._receive(text_bytes), await self._receive(pixel_bytes)
+        finally:
+            slow.cancel()
+
+    async def _receive(self, size: int) -> bytearray:
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            count = await asyncio.get_running_loop().sock_recv_into(self._socket, view)
+            if count == 0:
+                raise ConnectionResetError
+            view = view[count:]
+        return data
+
+    def _lower_priority(self) -> None:
         self.is_slow = True
-        if self.process.poll() is None:
-            os.setpriority(os.PRIO_PROCESS, self.process.pid, os.getpriority(os.PRIO_PROCESS, 0) + _MORE_NICENESS)
+        if self._process.poll() is None:
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0) + _MORE_NICENESS)
 
-    def end(self) -> None:
-        self.socket.close()
-        self.process.kill()
-        self.process.wait()
+    def end(self, patience: float = 0.0) -> int:
+        """End the process unless it ends by itself within so many seconds; return its exit code, 0 if it did not."""
+        self._socket.close()
+        try:
+            return self._process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return 0
 
 
 class Decoders:
@@ -95,18 +140,16 @@ class Decoders:
 
     def __init__(self, settings: Settings, *, on_restart: Callable[[], object] = lambda: None) -> None:
         pixels, file_bytes = settings.max_image_pixels, settings.max_upload_bytes
-        bounds = {
+        self._bounds = {
             "max_pixels": pixels,
             "scaled_decode": settings.scaled_decode,
             "seconds": SECONDS,
             # The file, what its format makes of it, and what the reader holds.
             "max_bytes": math.ceil(pixels * _PIXEL_BYTES) + _SPARE_BYTES + 3 * file_bytes,
         }
-        self._command = [sys.executable, "-P", "-m", "model.images.decoder_process", json.dumps(bounds)]
         self._on_restart = on_restart
         self.processes = -(-min(os.cpu_count() or 1, MAX_DECODERS) // settings.workers)
         self._idle: list[_Decoder] = []
-        self._is_known = False
 
     async def model_input(self, data: bytearray, config: PreprocessConfig, deadline: Deadline) -> Decoded:
         """Return the picture in a file as the model sees it; see `model.images.preprocess.model_input`.
@@ -114,93 +157,52 @@ class Decoders:
         Raises `ImageError`, `ImageTooCostly` where it takes too long, `DeadlineExceeded`, and `EngineUnavailable` if no
         process can be started.
         """
-        shape = (*config.size, len(config.mean))
-        return await self._run({"config": config.model_dump(mode="json")}, data, deadline, lambda got: got == shape)
+        return await self._run({"config": config.model_dump(mode="json")}, data, deadline)
 
     async def photo(self, data: bytearray, region: Region, size: int | None, deadline: Deadline) -> Decoded:
         """Return the photo in a file and where the region lies in it; see `model.images.preprocess.upright_photo`.
 
         Raises as `model_input`.
         """
+        return await self._run({"region": region, "size": size}, data, deadline)
 
-        def is_photo(shape: tuple[int, ...]) -> bool:
-            return len(shape) == 3 and shape[2] == 3 and 0 < min(shape) <= max(shape) <= MAX_SIZE
-
-        return await self._run({"region": region, "size": size}, data, deadline, is_photo)
-
-    async def _run(self, job: dict[str, Any], data: bytearray, deadline: Deadline, is_shape: _IsShape) -> Decoded:
+    async def _run(self, job: dict[str, Any], data: bytearray, deadline: Deadline) -> Decoded:
         try:
             async with asyncio.timeout(deadline.remaining()):
                 try:
-                    return await self._ask(json.dumps(job).encode(), data, is_shape)
+                    answer = await self._ask(job, data)
                 except _Killed:
-                    return await self._ask(json.dumps(job).encode(), data, is_shape)
+                    answer = await self._ask(job, data)
         except TimeoutError:
             raise DeadlineExceeded("the time was up before the picture was decoded") from None
         except _Killed:
             raise InvalidImage("the picture does not decode: its decoder was killed, twice") from None
+        if isinstance(answer, ImageError):
+            raise answer
+        return answer
 
-    async def _ask(self, header: bytes, data: bytearray, is_shape: _IsShape) -> Decoded:
+    async def _ask(self, job: dict[str, Any], data: bytearray) -> Decoded | ImageError:
         """Return a decoder's answer to a job; the decoder ends where its answer is invalid or the caller leaves."""
-        decoder = self._idle.pop() if self._idle else self._start()
-        loop, slow = asyncio.get_running_loop(), None
+        decoder = self._idle.pop() if self._idle else _Decoder(self._bounds)
         try:
-            if not decoder.is_ready:
-                self._say_once(await _receive(decoder.socket, len(CONFINED)))
-                decoder.is_ready = True
-            slow = loop.call_later(_SLOW_SECONDS, decoder.lower_priority)
-            await loop.sock_sendall(decoder.socket, JOB.pack(len(header), len(data)) + header)
-            await loop.sock_sendall(decoder.socket, data)
-            status, text_bytes, pixel_bytes = ANSWER.unpack(await _receive(decoder.socket, ANSWER.size))
-            if text_bytes > _MAX_TEXT or pixel_bytes > MAX_SIZE * MAX_SIZE * 3:
-                raise ValueError("too long")
-            text, pixels = await _receive(decoder.socket, text_bytes), await _receive(decoder.socket, pixel_bytes)
-            answer = _answer(status, text, pixels, is_shape)
+            answer = _checked(await decoder.ask(json.dumps(job).encode(), data), job)
         except BaseException as error:
-            code = decoder.process.wait(1) if isinstance(error, ConnectionError) else None
-            decoder.end()
             self._on_restart()
+            code = decoder.end(patience=1.0 if isinstance(error, ConnectionError) else 0.0)
             if code == -signal.SIGKILL:
                 raise _Killed from None
-            if code is not None and not decoder.is_ready:
+            if code and not decoder.is_ready:
                 raise EngineUnavailable("no process that decodes pictures can be started") from error
             if code == -signal.SIGPROF:
                 raise ImageTooCostly(f"decoding the picture takes more than {SECONDS:g} s of a processor") from None
             if isinstance(error, ConnectionError | ValueError | LookupError | TypeError):
                 raise InvalidImage("the picture does not decode: its decoder crashed") from error
             raise
-        finally:
-            if slow is not None:
-                slow.cancel()
         if decoder.is_slow:  # a process cannot take its priority back, and may hold much memory
             decoder.end()
         else:
             self._idle.append(decoder)
-        if isinstance(answer, ImageError):
-            raise answer
         return answer
-
-    def _start(self) -> _Decoder:
-        path = os.pathsep.join(str(Path(each).absolute()) for each in sys.path)
-        kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        with theirs:
-            process = subprocess.Popen(
-                self._command,
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                cwd="/",
-                env={"PYTHONPATH": path, **kept, **_ONE_THREAD},
-                start_new_session=True,  # signals to the service's group are not for those that it still needs
-            )
-        return _Decoder(process, ours)
-
-    def _say_once(self, hello: bytearray) -> None:
-        if not self._is_known:
-            self._is_known = True
-            more = " and a filter of system calls" if hello == CONFINED else ": without libseccomp, no filter of calls"
-            logger.info("decoder processes are held by resource limits%s", more)
 
     def close(self) -> None:
         """End all processes that have no job; the others end with their jobs."""
@@ -208,24 +210,17 @@ class Decoders:
             self._idle.pop().end()
 
 
-def _answer(status: int, text: bytearray, pixels: bytearray, is_shape: _IsShape) -> Decoded | ImageError:
+def _checked(answer: Answer, job: dict[str, Any]) -> Decoded | ImageError:
     """Return the picture or the error in an answer; raises `ValueError`, `LookupError` or `TypeError` if invalid."""
+    status, text, pixels = answer
     if status != DONE:
         return ERRORS[status - 1](text.decode(errors="replace"))
     facts = json.loads(text)
     shape, region = tuple(map(int, facts["shape"])), Region(*map(float, facts["region"]))
-    if not is_shape(shape) or not all(map(math.isfinite, region)):
+    if "config" in job:
+        is_shape = shape == (*job["config"]["size"], len(job["config"]["mean"]))
+    else:
+        is_shape = len(shape) == 3 and shape[2] == 3 and 0 < min(shape) <= max(shape) <= MAX_SIZE
+    if not is_shape or not all(map(math.isfinite, region)):
         raise ValueError("pixels of another shape")
     return Decoded(ModelInput(np.frombuffer(pixels, np.uint8).reshape(shape), region), float(facts["seconds"]))
-
-
-async def _receive(source: socket.socket, size: int) -> bytearray:
-    """Return so many bytes; raises `ConnectionError` if they end before."""
-    data = bytearray(size)
-    view = memoryview(data)
-    while view:
-        count = await asyncio.get_running_loop().sock_recv_into(source, view)
-        if count == 0:
-            raise ConnectionResetError
-        view = view[count:]
-    return data

@@ -17,7 +17,6 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import cast
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -56,7 +55,8 @@ def request_id_from(given: str) -> str:
 
 def request_context(scope: Scope) -> RequestContext:
     """Return the context of a request that came through `RequestContextMiddleware`."""
-    return cast(RequestContext, scope[_CONTEXT])
+    context: RequestContext = scope[_CONTEXT]
+    return context
 
 
 async def hold_back(error: Exception) -> None:

@@ -58,7 +58,6 @@ TABLE: dict[type[Exception], tuple[int, str]] = {
     errors.TooManyImages: (413, "too_many_images"),
     errors.UnsupportedMediaType: (415, "unsupported_media_type"),
     model_errors.UnsupportedImageFormat: (415, "unsupported_media_type"),
-    errors.ExpectationFailed: (417, "expectation_failed"),
     model_errors.InvalidImage: (422, "invalid_image"),
     model_errors.ImageTooCostly: (422, "image_too_costly"),
     errors.MissingImage: (422, "invalid_image"),
@@ -67,13 +66,11 @@ TABLE: dict[type[Exception], tuple[int, str]] = {
     errors.CheckpointRefused: (422, "checkpoint_refused"),
     errors.TooManyRequests: (429, "too_many_requests"),
     errors.InferenceFailed: (500, "inference_failed"),
-    errors.UnsupportedTransferCoding: (501, "not_implemented"),
     errors.QueueFull: (503, "queue_full"),
     errors.ReceivingFull: (503, "receiving_full"),
     errors.EngineUnavailable: (503, "engine_unavailable"),
     errors.Draining: (503, "draining"),
     errors.DeadlineExceeded: (504, "deadline_exceeded"),
-    errors.HttpVersionNotSupported: (505, "http_version_not_supported"),
 }
 
 CLIENT_DISCONNECTED = 499

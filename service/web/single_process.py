@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from service.engine.base import Engine
 from service.engine.local import Loader, LocalEngine, engine_of
 from service.engine.messages import ModelInfo
 from service.http import Server
@@ -30,31 +29,49 @@ _CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv", "/var/run/secrets/kuber
 
 def run_single_process(settings: Settings, load: Loader) -> int:
     """Run the service until a signal ends it, and return the exit code; `load` is called on the engine's thread."""
-    lifecycle, metrics, terminal = Lifecycle(), Metrics(), Terminal()
-    served: list[ModelInfo] = []
-
-    def make(checkpoint: str | None) -> LocalEngine:
-        own = settings if checkpoint is None else settings.model_copy(update={"checkpoint": checkpoint})
-        return engine_of(own, load, metrics.observe_batch)
-
-    model = LocalModel(make, on_retired=freeze_objects)
-
-    def engine_changed() -> None:
-        engine = model.current.engine
-        if engine.status.state == "failed":
-            server.stop(exit_code=1)
-        elif engine.status.state == "ready" and engine.info is not None:
-            if served:
-                log_model(engine.status, engine.info)
-            else:
-                _announce(engine, settings, server)
-            served[:] = [engine.info]
-
-    app = create_app(settings, model, metrics, lifecycle, engine_changed)
-    server = Server(app, settings, lifecycle, on_hang_up=partial(terminal.hang_up, model.reload))
+    process = SingleProcess(settings, load)
     trim_regularly()
-    server.run()
-    return lifecycle.exit_code
+    process.server.run()
+    return process.lifecycle.exit_code
+
+
+class SingleProcess:
+    """A model, the application around it, and its server."""
+
+    def __init__(self, settings: Settings, load: Loader) -> None:
+        self.lifecycle = Lifecycle()
+        self._settings = settings
+        self._load = load
+        self._metrics = Metrics()
+        self._is_announced = False
+        self._model = LocalModel(self._engine, on_retired=freeze_objects)
+        app = create_app(settings, self._model, self._metrics, self.lifecycle, self._on_engine_change)
+        hang_up = partial(Terminal().hang_up, self._model.reload)
+        self.server = Server(app, settings, self.lifecycle, on_hang_up=hang_up)
+
+    def _engine(self, checkpoint: str | None) -> LocalEngine:
+        own = self._settings if checkpoint is None else self._settings.model_copy(update={"checkpoint": checkpoint})
+        return engine_of(own, self._load, self._metrics.observe_batch)
+
+    def _on_engine_change(self) -> None:
+        engine = self._model.current.engine
+        if engine.status.state == "failed":
+            self.server.stop(exit_code=1)
+        elif engine.status.state == "ready" and engine.info is not None:
+            self._announce(engine.info)
+
+    def _announce(self, info: ModelInfo) -> None:
+        """Log what is served, and once where, as soon as the server listens."""
+        if not self.server.is_listening:  # a model that loads before the listener is up
+            asyncio.get_running_loop().call_later(0.05, self._announce, info)
+            return
+        log_model(self._model.current.engine.status, info)
+        if not self._is_announced:
+            self._is_announced = True
+            freeze_objects()
+            # A model without labels refuses the plain call.
+            bare = "/classify?labels=cat,dog" if info.zero_shot else "/embed"
+            log_address(self._settings, self.server.port, path="/classify" if info.labels else bare)
 
 
 def log_address(
@@ -74,21 +91,6 @@ def log_address(
     logger.info("ready: %s (API: %s/docs). Try:", base, base)
     key = '-H "Authorization: Bearer $VIT_API_KEY" ' if settings.api_keys else ""
     logger.info("  curl %s-F file=@%s '%s%s'", key, picture, base, path)
-
-
-def _announce(engine: Engine, settings: Settings, server: Server) -> None:
-    """Log what is served and where, once the server listens."""
-    info = engine.info
-    if info is None:
-        return
-    if not server.is_listening:  # a model that loads before the listener is up
-        asyncio.get_running_loop().call_later(0.05, _announce, engine, settings, server)
-        return
-    freeze_objects()
-    log_model(engine.status, info)
-    # A model without labels refuses the plain call.
-    bare = "/classify?labels=cat,dog" if info.zero_shot else "/embed"
-    log_address(settings, server.port, path="/classify" if info.labels else bare)
 
 
 def _reachable(host: str) -> str:

@@ -15,7 +15,7 @@ from PIL import Image
 
 from model.checkpoint import BUNDLED, load_checkpoint
 from model.data import cifar10
-from model.data.labelled_images import Images
+from model.data.pictures import Images
 from model.evaluation.evaluate import measure, predict_scores
 from model.runtime.predictor import Predictor
 from tests.launcher import ServerProcess
@@ -36,7 +36,8 @@ def data(shared: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def images(data: Path) -> Images:
-    return cifar10.read_test(data).take(np.arange(COUNT))
+    test = cifar10.read(data, cifar10.TEST_FILES)
+    return Images(test.pixels[:COUNT], test.labels[:COUNT])
 
 
 @pytest.fixture(scope="module")

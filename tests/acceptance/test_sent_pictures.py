@@ -11,9 +11,11 @@ import pytest
 from numpy.typing import NDArray
 
 from model.checkpoint import load_checkpoint
-from model.evaluation.evaluate import predict_uploads
-from model.evaluation.evaluation_set import EvaluationSet, open_evaluation_set
+from model.data.datasets import open_evaluation_set
+from model.data.pictures import PictureFiles
+from model.evaluation.evaluate import predict_scores
 from model.runtime.predictor import Predictor
+from tests.acceptance.as_sent import as_sent
 
 pytestmark = pytest.mark.timeout(400)  # two thousand pictures are made, sent and answered before the first test
 
@@ -23,17 +25,17 @@ PROMISED = 0.015
 
 
 @pytest.fixture(scope="module")
-def pictures(shared: Path) -> EvaluationSet:
-    return open_evaluation_set(shared / "data" / "cifar-10-batches-bin")
+def pictures(shared: Path) -> PictureFiles:
+    return open_evaluation_set(shared / "data" / "cifar-10-batches-bin").files.take(np.arange(COUNT))
 
 
 @pytest.fixture(scope="module")
-def answers(pictures: EvaluationSet) -> dict[str, NDArray[np.int64]]:
+def answers(pictures: PictureFiles) -> dict[str, NDArray[np.int64]]:
     """The class that each variant of each picture is answered with."""
     predictor = Predictor(load_checkpoint("bundled"), device="cpu", dtype="float32", compile_mode="off")
     return {
-        name.rpartition(", ")[2]: predict_uploads(predictor, COUNT, upload).argmax(axis=1)
-        for name, upload in pictures.variants.items()
+        name.rpartition(", ")[2]: predict_scores(predictor, variant).argmax(axis=1)
+        for name, variant in as_sent(pictures).items()
     }
 
 
@@ -41,10 +43,10 @@ def answers(pictures: EvaluationSet) -> dict[str, NDArray[np.int64]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["JPEG 85", "turned by Exif"])
 def test_a_picture_is_answered_alike_when_it_is_enlarged_compressed_and_turned(
-    variant: str, answers: dict[str, NDArray[np.int64]], pictures: EvaluationSet
+    variant: str, answers: dict[str, NDArray[np.int64]], pictures: PictureFiles
 ) -> None:
-    truth = pictures.labels[:COUNT]
-    right = answers["PNG"] == truth
+    truth = pictures.labels
+    right = answers["as stored"] == truth
     right_as_sent = answers[variant] == truth
     lost = right.mean() - right_as_sent.mean()
     # Five hundred images stand for all ten thousand. Only those whose answer changes can move the difference, each by
@@ -64,9 +66,9 @@ def test_turning_by_exif_changes_almost_no_answer(answers: dict[str, NDArray[np.
 @pytest.mark.shared
 @pytest.mark.slow
 def test_a_picture_without_colour_is_still_answered_well(
-    answers: dict[str, NDArray[np.int64]], pictures: EvaluationSet, record_property: Callable[[str, object], None]
+    answers: dict[str, NDArray[np.int64]], pictures: PictureFiles, record_property: Callable[[str, object], None]
 ) -> None:
-    truth = pictures.labels[:COUNT]
+    truth = pictures.labels
     accuracy = float((answers["greyscale"] == truth).mean())
     record_property("greyscale_accuracy", accuracy)
     assert accuracy > 0.5  # five times what guessing gives

@@ -1,6 +1,6 @@
 """The table of docs/settings.md comes from the settings: `python -m tests.deploy.settings_page` writes it."""
 
-from service.settings import table
+from service.settings import ENV_PREFIX, Settings, described
 from tests.conftest import REPOSITORY
 
 PAGE = REPOSITORY / "docs/settings.md"
@@ -9,7 +9,12 @@ PAGE = REPOSITORY / "docs/settings.md"
 def page() -> str:
     """The page with the table as it is to be."""
     head, _, rest = PAGE.read_text().partition("| variable |")
-    return f"{head}{table()}\n\n{rest.partition(chr(10) * 2)[2]}"
+    rows = ["| variable | default | meaning |", "|---|---|---|"]
+    for name in Settings.model_fields:
+        meaning, default = described(name)
+        rows.append(f"| `{ENV_PREFIX}{name.upper()}` | {default} | {meaning} |")
+    _, end, tail = rest.partition("\n\n")
+    return head + "\n".join(rows) + end + tail
 
 
 if __name__ == "__main__":

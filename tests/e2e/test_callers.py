@@ -111,15 +111,3 @@ def test_attention_asks_a_server_for_what_it_would_compute_itself(
     found = np.load(tmp_path / "x.npy")
     assert found.shape[0] == 2
     np.testing.assert_allclose(found, np.load(tmp_path / "y.npy"), atol=1e-4)
-
-
-def test_bench_sends_the_example_and_prints_a_row_a_figure(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["bench", "--url", server.url, "--concurrency", "2", "--seconds", "0.2", "--api-key"]
-    assert main([*arguments, "right"]) == 0
-    rows = {line[:12].strip(): line[12:].strip() for line in capsys.readouterr().out.splitlines()}
-    assert list(rows)[4:] == ["answered", "requests/s", "p50", "p99", "mean batch"]
-    assert rows["model"].startswith(f"{CHECKPOINT_NAME}, cpu")
-    assert rows["load"] == "2 clients, 1 picture(s), attention false"
-    assert 1 <= float(rows["mean batch"]) <= 2
-    assert main([*arguments, "wrong"]) == 1
-    assert "401" in capsys.readouterr().err

@@ -193,7 +193,7 @@ def test_a_checkpoint_that_cannot_be_served_changes_nothing(
     workers: int, serve: Serve, pictures: Pictures, folder: Path
 ) -> None:
     options: dict[str, Any] = {"checkpoint": folder / CHECKPOINT_NAME, "checkpoint_folder": folder}
-    server = serve(workers=workers, admin_key="admin", load_timeout=20, **options)
+    server = serve(workers=workers, admin_key="admin", **options)
     names = spoilt(folder)
     for count, name in enumerate(names, 1):
         refused = load(server, CHECKPOINT_NAME, name)

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.data.cifar10 import read_train, split_validation
+from model.data.datasets import open_dataset
+from model.data.pictures import decode
 from model.training.recipe import Recipe
 from model.training.training_data import TrainingData
+from tests.model.data.configs import bicubic_config
 from tests.model.training.synthetic import write_cifar
 
 
@@ -23,15 +25,9 @@ def cifar(tmp_path: Path) -> Path:
 @pytest.fixture
 def data(cifar: Path, recipe: Recipe) -> TrainingData:
     """The training pictures, split as the recipe says."""
-    train, validation = split_validation(read_train(cifar), int(recipe.validation), recipe.seed)
-    return TrainingData(
-        torch.from_numpy(train.pixels),
-        torch.from_numpy(train.labels),
-        torch.from_numpy(validation.pixels),
-        torch.from_numpy(validation.labels),
-        mean=(0.5, 0.5, 0.5),
-        std=(0.25, 0.25, 0.25),
-    )
+    dataset = open_dataset(cifar, recipe.validation, recipe.seed)
+    train, validation = (decode(part, bicubic_config(32, 32), cifar) for part in (dataset.train, dataset.validation))
+    return TrainingData(train, validation, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
 
 
 @pytest.fixture(autouse=True)
@@ -57,9 +53,7 @@ def tiny_recipe() -> Recipe:
             "batch_size": 40,
             "validation": 80,
             "label_smoothing": 0.0,
-            "drop_path": 0.1,
             "precision": "float32",
-            "compile": False,
             "architecture": {"patch_size": 8, "width": 32, "depth": 2, "heads": 2, "mlp_width": 64},
             "optimiser": {"learning_rate": 3e-3, "muon_learning_rate": 5e-3},
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import io
 import json
 from collections.abc import Callable
@@ -245,12 +244,6 @@ def test_embeddings_are_an_array(call: Call, method: str, image: Any, shape: tup
     assert b"p" in server.request.content
 
 
-def test_an_embedding_comes_with_a_classification(call: Call) -> None:
-    server = Recorder(200, json=CAT | {"embedding": [0.25, 1.5]})
-    assert call(server, "classify", b"p", embedding=True).embedding == [0.25, 1.5]
-    assert server.request.url.query.endswith(b"&embedding=true")
-
-
 def test_labels_are_sent_as_json_and_texts_one_by_one(call: Call) -> None:
     server = Recorder(200, json=CAT)
     call(server, "classify", b"p", labels=["cat", "a red car, parked"])
@@ -284,12 +277,6 @@ def test_the_map_of_a_classification_is_that_of_its_picture(call: Call) -> None:
     assert (server.request.method, str(server.request.url)) == ("GET", f"{URL}/attention?id=kept&size=100")
     with pytest.raises(ValueError, match="kept no picture"):
         call(server, "attention", Classification.model_validate(CAT))
-
-
-def test_classification_asks_for_relevance(call: Call) -> None:
-    server = Recorder(200, json=CAT)
-    call(server, "classify", b"pixels", attention="relevance")
-    assert str(server.request.url) == f"{URL}/classify?attention=relevance"
 
 
 def test_labels_are_a_list(call: Call) -> None:
@@ -371,11 +358,3 @@ def test_an_error_names_the_address_without_a_password() -> None:
         pytest.raises(Unreachable, match=r"^http://there:8000/vit: refused$"),
     ):
         client.labels()
-
-
-@pytest.mark.parametrize("client", [Client, AsyncClient])
-def test_help_shows_what_a_method_takes(client: type[Client | AsyncClient]) -> None:
-    signature = inspect.signature(client.classify)
-    assert list(signature.parameters) == ["self", "image", "top_k", "attention", "embedding", "labels"]
-    assert "Classify one image" in (inspect.getdoc(client.classify) or "")
-    assert inspect.iscoroutinefunction(client.classify) == (client is AsyncClient)

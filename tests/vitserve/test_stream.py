@@ -134,17 +134,6 @@ def test_images_are_taken_as_there_is_room(ordered: bool, held: int) -> None:
     assert source.taken < 20
 
 
-@pytest.mark.parametrize(("ordered", "held"), [(True, 4), (False, 2)])
-@on_a_loop
-async def test_images_are_taken_as_there_is_room_asynchronously(ordered: bool, held: int) -> None:
-    source = Source(1000)
-    async with asynchronous(answer) as client:
-        answers = client.stream(source, client.classify, concurrency=2, ordered=ordered)
-        for given in range(1, 10):
-            await anext(answers)
-            assert source.taken <= given - 1 + held
-
-
 def test_answers_come_as_they_are_ready() -> None:
     release = threading.Event()
 
@@ -161,23 +150,6 @@ def test_answers_come_as_they_are_ready() -> None:
                 release.set()
     assert set(order[:3]) == {b"1", b"2", b"3"}
     assert order[3] == b"0"
-
-
-@on_a_loop
-async def test_answers_come_as_they_are_ready_asynchronously() -> None:
-    release = asyncio.Event()
-
-    async def ask(image: bytes) -> None:
-        if image == b"0":
-            await release.wait()
-
-    async with asynchronous(answer) as client:
-        order = []
-        async for image, _ in client.stream(Source(4), ask, concurrency=2, ordered=False):
-            order.append(image)
-            if len(order) == 3:
-                release.set()
-    assert order == [b"1", b"2", b"3", b"0"]
 
 
 @on_a_loop
@@ -211,16 +183,6 @@ def test_an_error_of_the_caller_ends_the_stream() -> None:
 
     with blocking(answer) as client, pytest.raises(KeyError):
         list(client.stream(Source(3), ask))
-
-
-@on_a_loop
-async def test_an_error_of_the_caller_ends_the_stream_asynchronously() -> None:
-    async def ask(image: bytes) -> bytes:
-        raise KeyError(image)
-
-    async with asynchronous(answer) as client:
-        with pytest.raises(KeyError):
-            [item async for item in client.stream(Source(3), ask)]
 
 
 def test_any_function_of_an_image_can_be_asked() -> None:

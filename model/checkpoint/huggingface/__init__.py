@@ -28,12 +28,12 @@ FORMAT: Final = "huggingface"
 _EACH_ITS_SIZE: Final = "its image processor gives each picture a size by its aspect, and one size is served:"
 
 _BY_CLASS: Final = {family.class_name: family for family in FAMILIES}
+# Families by their classes without a head.
 _BACKBONES: Final = {
     f"{family.class_name.partition('For')[0]}Model": family
     for family in reversed(FAMILIES)
     if not family.vision_defaults
 }
-"""Families by their classes without a head."""
 
 
 def recognises(files: Files) -> bool:

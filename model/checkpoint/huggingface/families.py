@@ -26,9 +26,10 @@ from model.network.layers.position import relative_table_size
 
 Json = Mapping[str, Any]
 Tensors = dict[str, Tensor]
+# An architecture at the input size that it is served at, and the tensors of its positions and what hangs on them.
 Placed = tuple[ViTConfig, Tensors]
-"""An architecture at the input size that it is served at, and the tensors of its positions and what hangs on them."""
 
+# transformers/activations.py, ACT2FN.
 _ACTIVATIONS: Final[dict[str, Activation]] = {
     "gelu": "gelu",
     "gelu_python": "gelu",
@@ -39,8 +40,8 @@ _ACTIVATIONS: Final[dict[str, Activation]] = {
     "silu": "silu",
     "swish": "silu",
 }
-"""transformers/activations.py, ACT2FN."""
 
+# Fields of `ViTConfig`, and what every `config.json` calls them. None has a default: the files on the hub name all.
 _FIELDS: Final = {
     "width": "hidden_size",
     "depth": "num_hidden_layers",
@@ -51,9 +52,9 @@ _FIELDS: Final = {
     "patch_size": "patch_size",
     "in_channels": "num_channels",
 }
-"""Fields of `ViTConfig`, and what every `config.json` calls them. None has a default: the files on the hub name all."""
 _NAMES: Final = {**_FIELDS, "mlp_width": "intermediate_size", "registers": "num_register_tokens"}
 
+# ViT, ViT-MSN, I-JEPA, DeiT, DINOv2, BEiT and data2vec-vision.
 ENCODER: Final[Rules] = (
     (r"^(vit|ijepa|deit|dinov2|dinov2_with_registers|beit|data2vec_vision)\.", ""),
     (r"^embeddings\.position_embeddings$", "pos_embed"),
@@ -79,8 +80,8 @@ ENCODER: Final[Rules] = (
     (r"^(?:cls_)?classifier\.", "head."),
     (r"^distillation_classifier\.", "head_dist."),
 )
-"""ViT, ViT-MSN, I-JEPA, DeiT, DINOv2, BEiT and data2vec-vision."""
 
+# CLIP and SigLIP: the image's tower and the text's.
 _TOWERS: Final[Rules] = (
     (r"^vision_model\.embeddings\.patch_embedding\.", "patch_embed.proj."),
     (r"^vision_model\.embeddings\.class_embedding$", "cls_token"),
@@ -100,7 +101,6 @@ _TOWERS: Final[Rules] = (
     (r"^visual_projection\.", "projection."),
     (r"^(?:classifier|text_projection|text_model\.head)\.", "head."),
 )
-"""CLIP and SigLIP: the image's tower and the text's."""
 
 
 @dataclass(frozen=True)
@@ -378,13 +378,13 @@ CLIP: Final = replace(
     unused=r"vision_model\.embeddings\.position_ids",
     architecture={"patch_bias": False, "norm_before_blocks": True, "normalized_head": True},
 )
+# CLIP and SigLIP whole, SigLIP 2 of one resolution among them.
 SIGLIP: Final = replace(
     _SIGLIP,
     class_name="SiglipModel",
     unused=r"vision_model\.embeddings\.position_ids",
     architecture={"class_token": False, "pool": "attention", "normalized_head": True},
 )
-"""CLIP and SigLIP whole, SigLIP 2 of one resolution among them."""
 
 FAMILIES: Final[tuple[Family, ...]] = (
     _VIT,

@@ -7,28 +7,34 @@ filter) must be in the file.
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from model.checkpoint.files import Files
 from model.checkpoint.huggingface.families import Family
-from model.checkpoint.refusals import required, validating
+from model.checkpoint.refusals import validating
 from model.config import PreprocessConfig
 from model.errors import CheckpointError
 
 PREPROCESSOR_FILE: Final = "preprocessor_config.json"
+# Of a processor with several parts; transformers 5 writes its image processor nowhere else.
 PROCESSOR_FILE: Final = "processor_config.json"
-"""Of a processor with several parts; transformers 5 writes its image processor nowhere else."""
 
-_RESAMPLING: Final = dict(enumerate(("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")))
-"""PIL.Image.Resampling, by the numbers that the files hold."""
+# PIL.Image.Resampling, by the numbers that the files hold.
+_RESAMPLING: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 
 
 class _Attributes(NamedTuple):
-    """Defaults of a class for fields that the file leaves out (models/*/image_processing_*.py)."""
+    """Defaults of a class for fields that the file leaves out (models/*/image_processing_*.py).
+
+    Attributes:
+        center_crop: whether a centre is cut out.
+        square: whether a `size` that is one number means a square, or the shorter edge (`default_to_square`).
+    """
 
     center_crop: bool
     square: bool
-    """Whether a `size` that is one number means a square, or the shorter edge (`default_to_square`)."""
 
 
 _PROCESSORS: Final = {
@@ -43,6 +49,40 @@ _PROCESSORS: Final = {
 _SUFFIXES: Final = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")
 _CLASSES: Final = {name + suffix: attributes for name, attributes in _PROCESSORS.items() for suffix in _SUFFIXES}
 
+Edge = Annotated[int, Field(ge=1)]
+Resized = tuple[Literal["squash", "shortest_edge"], tuple[int, int]]
+
+
+class _Sides(BaseModel):
+    """A size as an object: both sides, or the shorter one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    height: Edge | None = None
+    width: Edge | None = None
+    shortest_edge: Edge | None = None
+    longest_edge: None = None
+
+
+class _Processor(BaseModel):
+    """The fields of an image processor's JSON that change pixels; steps that are not read must be off."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    do_resize: Literal[True] | None = None
+    do_rescale: Literal[True] | None = None
+    do_normalize: bool | None = None
+    do_center_crop: bool | None = None
+    do_pad: Literal[False] | None = None
+    use_square_size: Literal[False] | None = None
+    default_to_square: bool | None = None
+    rescale_factor: Annotated[float, Field(ge=0.999999 / 255, le=1.000001 / 255)] = 1 / 255
+    size: Edge | _Sides
+    crop_size: Edge | _Sides | None = None
+    resample: Annotated[int, Field(ge=0, le=5)]
+    image_mean: list[float] | None = None
+    image_std: list[float] | None = None
+
 
 def carried_preprocess(files: Files, family: Family) -> PreprocessConfig | None:
     """Return the preprocessing that a folder carries, or None where no file describes one.
@@ -51,7 +91,7 @@ def carried_preprocess(files: Files, family: Family) -> PreprocessConfig | None:
     transformers prefers it (image_processing_base.py).
 
     Raises:
-        CheckpointError: as `read_preprocessor`.
+        CheckpointError: a processor or step that is not read here, or a number that is missing.
     """
     if files.overlay is not None and (files.overlay.path(PROCESSOR_FILE) or files.overlay.path(PREPROCESSOR_FILE)):
         files = files.overlay
@@ -72,76 +112,44 @@ def read_preprocessor(json: dict[str, Any], family: Family, files: Files, where:
     Raises:
         CheckpointError: a processor or step that is not read here, or a number that is missing.
     """
-    named = (
-        json.get("image_processor_type"),
-        json.get("feature_extractor_type"),
-        (files.config or {}).get("image_processor_type"),
-    )
-    kind = next((name for name in named if name is not None), family.image_processor)
+    named = [json.get(key) for key in ("image_processor_type", "feature_extractor_type")]
+    named += [(files.config or {}).get("image_processor_type"), family.image_processor]
+    kind = next(name for name in named if name is not None)
     if not isinstance(kind, str) or kind not in _CLASSES:
         raise CheckpointError(f"{where}: image_processor_type {kind!r:.100} is not read by this version")
-    attributes = _CLASSES[kind]
-    if not _flag(json, "do_resize", True, where):
-        raise CheckpointError(f"{where}: do_resize is false: the service needs one input size")
-    if not _flag(json, "do_rescale", True, where):
-        raise CheckpointError(f"{where}: do_rescale is false: pixels are always scaled to 0...1")
-    factor = json.get("rescale_factor", 1 / 255)
-    # Not `math.isclose`: JSON's integers may be too large for a float.
-    if not _number(factor) or not abs(factor * 255 - 1) <= 1e-6:
-        raise CheckpointError(f"{where}: rescale_factor {factor!r:.100}: expected 1/255")
-    for step in ("do_pad", "use_square_size"):
-        if _flag(json, step, False, where):
-            raise CheckpointError(f"{where}: {step} is not read by this version")
-
-    square = _flag(json, "default_to_square", attributes.square, where)
-    resize, resize_size = _size(json, "size", square, where)
+    center_crop, square = _CLASSES[kind]
+    with validating(where):
+        processor = _Processor.model_validate(json)
+    is_square = square if processor.default_to_square is None else processor.default_to_square
+    resize, resize_size = _sized(processor.size, is_square, f"{where}: size")
     size = resize_size
-    if _flag(json, "do_center_crop", attributes.center_crop, where):
-        crop, size = _size(json, "crop_size", True, where)
+    if center_crop if processor.do_center_crop is None else processor.do_center_crop:
+        crop, size = _sized(processor.crop_size, True, f"{where}: crop_size")
         if crop == "shortest_edge":
             raise CheckpointError(f"{where}: crop_size is a shortest_edge: expected a number, or height and width")
     elif resize == "shortest_edge":
         raise CheckpointError(f"{where}: size keeps the aspect and do_center_crop is false: no one input size")
-    normalize = _flag(json, "do_normalize", True, where)
-    resample = required(json, "resample", where)
-    if type(resample) is not int or resample not in _RESAMPLING:
-        raise CheckpointError(f"{where}: resample {resample!r:.100}: expected one of {sorted(_RESAMPLING)}")
+    is_raw = processor.do_normalize is False
     fields = {
         "size": size,
         "resize": resize,
         "resize_size": resize_size,
-        "interpolation": _RESAMPLING[resample],
+        "interpolation": _RESAMPLING[processor.resample],
         "crop_rounding": "down",
-        "mean": required(json, "image_mean", where) if normalize else (0.0, 0.0, 0.0),
-        "std": required(json, "image_std", where) if normalize else (1.0, 1.0, 1.0),
+        "mean": (0.0, 0.0, 0.0) if is_raw else processor.image_mean,
+        "std": (1.0, 1.0, 1.0) if is_raw else processor.image_std,
     }
-    with validating(where):
+    with validating(where, "image_"):
         return PreprocessConfig.model_validate(fields)
 
 
-def _size(json: dict[str, Any], key: str, square: bool, where: str) -> tuple[str, tuple[int, int]]:
+def _sized(value: int | _Sides | None, square: bool, where: str) -> Resized:
     """Return how a picture is resized, and to what (rows, columns)."""
-    value = required(json, key, where)
-    if type(value) is int:
+    if isinstance(value, int):
         return ("squash" if square else "shortest_edge"), (value, value)
-    if isinstance(value, dict):
-        numbers = {key: number for key, number in value.items() if number is not None}
-        if all(type(number) is int for number in numbers.values()):
-            if numbers.keys() == {"height", "width"}:
-                return "squash", (numbers["height"], numbers["width"])
-            if numbers.keys() == {"shortest_edge"}:
-                return "shortest_edge", (numbers["shortest_edge"], numbers["shortest_edge"])
-    raise CheckpointError(f"{where}: {key} {value!r:.100}: expected a number, height and width, or shortest_edge")
-
-
-def _flag(json: dict[str, Any], key: str, default: bool, where: str) -> bool:
-    value = json.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise CheckpointError(f"{where}: {key} {value!r:.100}: expected true or false")
-    return value
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    sides = value or _Sides()
+    if sides.height and sides.width and sides.shortest_edge is None:
+        return "squash", (sides.height, sides.width)
+    if sides.shortest_edge and sides.height is None and sides.width is None:
+        return "shortest_edge", (sides.shortest_edge, sides.shortest_edge)
+    raise CheckpointError(f"{where}: expected a number, height and width, or shortest_edge")

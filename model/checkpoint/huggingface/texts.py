@@ -35,12 +35,12 @@ _TOKENIZER_FILES: Final = (*_VOCABULARIES, "merges.txt", "special_tokens_map.jso
 _INSTALL: Final = "pip install -e '.[text]' in the clone"
 _MAX_LABELS: Final = 100_000
 _BATCH: Final = 32
+# What transformers' pipeline pads a text of SigLIP to, as in training.
 _SIGLIP_TOKENS: Final = 64
-"""What transformers' pipeline pads a text of SigLIP to, as in training."""
+# `eos_token_id` of CLIP's first files, whose texts end with the highest number (transformers #24773).
 _WRONG_END: Final = 2
-"""`eos_token_id` of CLIP's first files, whose texts end with the highest number (transformers #24773)."""
+# Else the library warns of its own defaults, which no tokenizer reads.
 _NO_ENDS: Final = {"bos_token_id": None, "eos_token_id": None}
-"""Else the library warns of its own defaults, which no tokenizer reads."""
 
 _CLIP_DEFAULTS: Final = {
     "vocab_size": 49408,
@@ -53,6 +53,7 @@ _CLIP_DEFAULTS: Final = {
     "layer_norm_eps": 1e-5,
     "eos_token_id": 49407,
 }
+# Of CLIPTextConfig and SiglipTextConfig: nested configs name only what differs from the defaults of their class.
 _SIGLIP_DEFAULTS: Final = _CLIP_DEFAULTS | {
     "vocab_size": 32000,
     "hidden_size": 768,
@@ -62,7 +63,6 @@ _SIGLIP_DEFAULTS: Final = _CLIP_DEFAULTS | {
     "hidden_act": "gelu_pytorch_tanh",
     "layer_norm_eps": 1e-6,
 }
-"""Of CLIPTextConfig and SiglipTextConfig: nested configs name only what differs from the defaults of their class."""
 _NAMES: Final = {
     "vocabulary": "vocab_size",
     "positions": "max_position_embeddings",

@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors.numpy import load_file, save_file
 
+from model.calibration import CALIBRATION_FILE, Calibration
 from model.config import LibraryConfig, PreprocessConfig, ViTConfig
-from model.conformal import CALIBRATION_FILE, Calibration
 from model.errors import first_line
 from model.heads import Floats, ZeroShot
 from model.runtime.batches import BatchOutputs, BatchRequest

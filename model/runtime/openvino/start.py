@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from model.conformal import CALIBRATION_FILE
+from model.calibration import CALIBRATION_FILE
 from model.cores import compute_threads
 from model.errors import CheckpointChanged, DeviceError, VitError
 from model.heads import Floats, own_head

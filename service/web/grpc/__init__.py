@@ -5,7 +5,7 @@
                          methods.py   a function for each method
                          messages.py  messages, bounded, as what `service.web.inference_protocol` reads and writes
 
-What a request may be and what becomes of it is decided in `service.web.inference_protocol` and `service.web.pipeline`,
+What a request may be and what becomes of it is decided in `service.web.inference_protocol` and `service.web.request`,
 as over HTTP. Nothing here is imported unless `VIT_GRPC_PORT` is set: it needs the extra `grpc`.
 """
 

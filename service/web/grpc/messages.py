@@ -19,17 +19,16 @@ from service.web.inference_protocol.tensors import InferenceHeader, InputTensor,
 _RAW: Final = ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
 _DESCRIPTOR: Final = ModelInferRequest.DESCRIPTOR
 
-_VARINT: Final = 0
-_FIXED64: Final = 1
-_BYTES: Final = 2
-_FIXED32: Final = 5
-_FIXED: Final = {_FIXED64: 8, _FIXED32: 4}
+# Wire types; of fields of a fixed size by their bytes.
+_VARINT, _BYTES = 0, 2
+_FIXED: Final = {1: 8, 5: 4}
 
 _MAX_VARINT_BYTES: Final = 10
 
+# About the time and memory of the largest JSON that is read: each byte of packed numbers costs 1.
 _MAX_COST: Final = 1_000_000
-"""About the time and memory of the largest JSON that is read: each byte of packed numbers costs 1."""
 _FIELD_COST: Final = 100
+_TOO_MANY: Final = "the message has more fields or numbers than are read: send tensors as raw_input_contents"
 
 M = TypeVar("M", ModelRequest, ModelInferRequest)
 
@@ -105,7 +104,7 @@ def encode_response(model: str, version: str, request_id: str | None, outputs: S
     return bytes(response.SerializeToString())
 
 
-class Field(NamedTuple):
+class _Field(NamedTuple):
     """A field of a message: its number and wire type, where it begins, and where its content starts and ends."""
 
     number: int
@@ -115,18 +114,16 @@ class Field(NamedTuple):
     end: int
 
 
-def fields(message: memoryview) -> Iterator[Field]:
+def _fields(message: memoryview) -> Iterator[_Field]:
     """Yield the fields of a message, without those of the messages within; raises `MalformedRequest`."""
-    position = 0
-    while position < len(message):
-        begin = position
-        tag, position = _varint(message, position)
-        number, wire_type = tag >> 3, tag & 7
-        start = position
+    end = 0
+    while (begin := end) < len(message):
+        tag, start = _varint(message, begin)
+        wire_type = tag & 7
         if wire_type == _VARINT:
-            _, end = _varint(message, position)
+            _, end = _varint(message, start)
         elif wire_type == _BYTES:
-            length, start = _varint(message, position)
+            length, start = _varint(message, start)
             end = start + length
         elif wire_type in _FIXED:
             end = start + _FIXED[wire_type]
@@ -134,8 +131,7 @@ def fields(message: memoryview) -> Iterator[Field]:
             raise MalformedRequest(f"not a message: wire type {wire_type}")
         if end > len(message):
             raise MalformedRequest("not a message: it ends within a field")
-        yield Field(number, wire_type, begin, start, end)
-        position = end
+        yield _Field(tag >> 3, wire_type, begin, start, end)
 
 
 def _varint(message: memoryview, position: int) -> tuple[int, int]:
@@ -154,33 +150,30 @@ def split(message: memoryview, number: int, descriptor: Any) -> tuple[bytes, lis
     `descriptor` is protobuf's, of the message. Raises `MalformedRequest` if it is no message, or `UploadTooLarge` if it
     has very many fields or numbers.
     """
-    rest, contents, left = bytearray(), [], _MAX_COST
-    for field in fields(message):
+    rest, contents, cost = bytearray(), [], 0
+    for field in _fields(message):
         if field.number == number and field.wire_type == _BYTES:
             contents.append(message[field.start : field.end])
-            left = _spend(left, _FIELD_COST)
+            cost += _FIELD_COST
         else:
             rest += message[field.begin : field.end]
-            left = _cost(message, field, descriptor, left)
+            cost = _cost(message, field, descriptor, cost)
+        if cost > _MAX_COST:
+            raise UploadTooLarge(_TOO_MANY)
     return bytes(rest), contents
 
 
-def _cost(message: memoryview, field: Field, descriptor: Any, left: int) -> int:
-    """Return what is left after a field and all that is within it; raises `UploadTooLarge` if that is nothing."""
-    left = _spend(left, _FIELD_COST)
+def _cost(message: memoryview, field: _Field, descriptor: Any, cost: int) -> int:
+    """Return the cost with a field and all that is within it; raises `UploadTooLarge` as soon as that is too much."""
+    cost += _FIELD_COST
     known = descriptor.fields_by_number.get(field.number)
-    if known is None or field.wire_type != _BYTES:
-        return left
-    if known.message_type is not None:
-        content = message[field.start : field.end]
-        for inner in fields(content):
-            left = _cost(content, inner, known.message_type, left)
-    elif known.type not in (known.TYPE_STRING, known.TYPE_BYTES):  # numbers, packed
-        left = _spend(left, field.end - field.start)
-    return left
-
-
-def _spend(left: int, cost: int) -> int:
-    if cost > left:
-        raise UploadTooLarge("the message has more fields or numbers than are read: send tensors as raw_input_contents")
-    return left - cost
+    if known is not None and field.wire_type == _BYTES:
+        if known.message_type is not None:
+            content = message[field.start : field.end]
+            for inner in _fields(content):
+                cost = _cost(content, inner, known.message_type, cost)
+        elif known.type not in (known.TYPE_STRING, known.TYPE_BYTES):  # numbers, packed
+            cost += field.end - field.start
+    if cost > _MAX_COST:
+        raise UploadTooLarge(_TOO_MANY)
+    return cost

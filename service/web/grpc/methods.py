@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -35,23 +36,20 @@ from service.web.request import Service
 from vitserve import __version__
 
 
-def _encode(document: dict[str, Any], message: Message) -> bytes:
+def _encode(document: Mapping[str, Any], message: Message) -> bytes:
     """Return a document of the protocol, which is the same over HTTP, as a message."""
     return bytes(json_format.ParseDict(document, message).SerializeToString())
 
 
-async def server_live(service: Service, call: Call) -> bytes:
-    """Answer as long as the process lives; the message is not read, as its caller may have no key."""
-    return _encode({"live": True}, ServerLiveResponse())
+async def _server_live(service: Service, call: Call) -> bytes:
+    return _encode({"live": True}, ServerLiveResponse())  # the message is not read, as its caller may have no key
 
 
-async def server_ready(service: Service, call: Call) -> bytes:
-    """Return whether the model is ready; the message is not read."""
+async def _server_ready(service: Service, call: Call) -> bytes:
     return _encode({"ready": _is_ready(service)}, ServerReadyResponse())
 
 
-async def model_ready(service: Service, call: Call) -> bytes:
-    """Return whether this model is ready; a model of another name is not."""
+async def _model_ready(service: Service, call: Call) -> bytes:
     question = parse(ModelRequest, await call.question())
     return _encode({"ready": _is_ready(service, question.name, question.version)}, ModelReadyResponse())
 
@@ -65,32 +63,23 @@ def _is_ready(service: Service, name: str | None = None, version: str = "") -> b
     return True
 
 
-async def server_description(service: Service, call: Call) -> bytes:
-    """Describe the server."""
+async def _server_metadata(service: Service, call: Call) -> bytes:
     await call.question()
     return _encode(server_metadata(__version__, swaps=False), ServerMetadataResponse())
 
 
-async def model_description(service: Service, call: Call) -> bytes:
-    """Describe the model: its inputs and outputs."""
-    info = await _named(service, call)
-    return _encode(model_metadata(info), ModelMetadataResponse())
+def _described(describe: Callable[[ModelInfo, Service], Mapping[str, Any]], kind: type[Message]) -> Method:
+    """Return the method that describes the model that a question names; an empty name is any."""
+
+    async def method(service: Service, call: Call) -> bytes:
+        question = parse(ModelRequest, await call.question())
+        info = find_model(service, question.name or None, question.version).info
+        return _encode(describe(info, service), kind())
+
+    return method
 
 
-async def model_config(service: Service, call: Call) -> bytes:
-    """Return the model's configuration."""
-    info = await _named(service, call)
-    return _encode({"config": model_configuration(info)}, ModelConfigResponse())
-
-
-async def statistics(service: Service, call: Call) -> bytes:
-    """Return the statistics of the model since the start; its name may be left out."""
-    question = parse(ModelRequest, await call.question())
-    info = find_model(service, question.name or None, question.version).info
-    return _encode(model_statistics(info, service.metrics), ModelStatisticsResponse())
-
-
-async def model_infer(service: Service, call: Call) -> bytes:
+async def _model_infer(service: Service, call: Call) -> bytes:
     """Classify the pictures of the tensor `image` or `pixels`."""
     service.check_room()
     async with service.admit_from(call.caller, call.started, service.model()) as admitted:
@@ -104,25 +93,22 @@ async def model_infer(service: Service, call: Call) -> bytes:
         return await infer(admitted, header, inputs, partial(encode_response, info.name, VERSION, header.id))
 
 
-async def _named(service: Service, call: Call) -> ModelInfo:
-    question = parse(ModelRequest, await call.question())
-    return find_model(service, question.name, question.version).info
-
-
 async def _whole(receive: Receive) -> bytes:
     body: bytes = (await receive())["body"]
     return body
 
 
 METHODS: Final[dict[str, Method]] = {
-    "ServerLive": server_live,
-    "ServerReady": server_ready,
-    "ModelReady": model_ready,
-    "ServerMetadata": server_description,
-    "ModelMetadata": model_description,
-    "ModelConfig": model_config,
-    "ModelStatistics": statistics,
-    "ModelInfer": model_infer,
+    "ServerLive": _server_live,
+    "ServerReady": _server_ready,
+    "ModelReady": _model_ready,
+    "ServerMetadata": _server_metadata,
+    "ModelMetadata": _described(lambda info, _: model_metadata(info), ModelMetadataResponse),
+    "ModelConfig": _described(lambda info, _: {"config": model_configuration(info)}, ModelConfigResponse),
+    "ModelStatistics": _described(
+        lambda info, service: model_statistics(info, service.metrics), ModelStatisticsResponse
+    ),
+    "ModelInfer": _model_infer,
 }
 
 PUBLIC: Final = frozenset({"ServerLive", "ServerReady"})

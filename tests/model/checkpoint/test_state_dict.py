@@ -221,7 +221,7 @@ def test_a_grid_that_is_not_square_is_known_from_the_preprocessing(tmp_path: Pat
 @pytest.mark.parametrize(
     ("architecture", "message"),
     [
-        (None, "--architecture vit_tiny_patch16_224 --preprocess"),
+        (None, "--architecture vit,num_heads=N,.* a name of timm says all of it"),
         ("vit_nothing", f"'vit_nothing' is none of the {len(architectures())} architectures of timm"),
         ("vit_small_patch16_224", "is 192 wide, vit_small_patch16_224 is 384"),
         ("vit_tiny_patch16_224,depth=11", "has 12 blocks, vit_tiny_patch16_224 has 11"),
@@ -273,8 +273,8 @@ def test_labels_come_from_a_file_of_lines_or_json(content: str, suffix: str, tin
             {"preprocess": "google-224", "labels": "numbers"},
             r"preprocessing gives \(224, 224\), the model takes \(48, 48\)",
         ),
-        ({"preprocess": "nothing"}, "neither a file nor one of"),
-        ({"preprocess": "FILE"}, "no file says its labels: .* --labels numbers$"),
+        ({"preprocess": "nothing", "labels": "numbers"}, "neither a file nor one of"),
+        ({"preprocess": "FILE"}, "no file says its labels: .* --labels numbers "),
         ({"preprocess": "FILE", "labels": "nothing"}, "neither a file nor one of"),
         ({"preprocess": "FILE", "labels": "imagenet-1k"}, "1000 labels for 3 classes"),
     ],

@@ -244,7 +244,7 @@ def test_it_has_no_maps_and_one_embedding_and_says_so(tmp_path: Path) -> None:
         ({"model_args": {"img_size": 64}}, "timm does not make it"),
         ({"num_classes": 16384}, "num_classes is 16384, but 5 in model_args"),
         ({"num_classes": "5"}, "num_classes"),
-        ({"pretrained_cfg": {"input_size": [3, 10**9, 10**9]}}, "image_size"),
+        ({"pretrained_cfg": {"input_size": [3, 10**9, 10**9]}}, "size"),
         ({"pretrained_cfg": {"input_size": [3, 64, 4096]}}, "64x4096 pixels: .* at most 2048 along a side"),
         ({"pretrained_cfg": {"input_size": [3, 1, 1]}}, "does not take 1x1 pixels of 3 channels"),
         ({"pretrained_cfg": {"input_size": [4, 64, 96]}}, "in_chans is not the 4 of"),

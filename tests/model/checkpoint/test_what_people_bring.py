@@ -285,7 +285,7 @@ REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
     "two copies, of which none is averaged": (_held(_pair("first", "second")), 'VIT_KEYS: weights = "first"'),
     "a backbone without a head": (
         _held(lambda model: _backbone_and_head(model)["backbone"]),
-        "it has no classification head: num_classes=0 serves its embeddings alone",
+        "num_classes=0 is a network without a head, which gives embeddings",
     ),
     "a head beside a model that has one": (_second_head, r"'head\.weight', and head\.pth beside it holds another"),
     "an optimiser's state": (

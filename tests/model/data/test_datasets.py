@@ -1,118 +1,133 @@
 from __future__ import annotations
 
-import csv
-import logging
-import shutil
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
-from model.data.cifar10 import read_train
-from model.data.datasets import Cifar10Dataset, FolderDataset, open_dataset
-from model.data.labelled_images import PixelStorage
+from model.data import cifar10, pictures
+from model.data.datasets import open_dataset, stratify
+from model.data.image_folder import find_pictures
+from model.data.pictures import PictureFiles, decode
 from model.errors import DatasetError
+from model.images.preprocess import preprocess
 from tests.model.data.configs import bicubic_config
-from tests.model.data.picture_folders import write_folder
+from tests.model.data.picture_folders import write_class, write_folder
+
+CONFIG = bicubic_config(16, 24, resize_size=(18, 27))
 
 
-def rows_of(dataset: FolderDataset) -> list[dict[str, str]]:
-    return list(csv.DictReader(dataset.split_csv().splitlines()))
+def files_of(counts: list[int], seed: int) -> PictureFiles:
+    labels = np.repeat(np.arange(len(counts)), counts)
+    np.random.default_rng(seed).shuffle(labels)
+    return PictureFiles(labels, lambda number: bytes([number]), str)
 
 
-def test_the_kind_of_data_is_recognised(cifar: Path, tmp_path: Path) -> None:
-    assert isinstance(open_dataset(cifar, 80, 0), Cifar10Dataset)
-    assert isinstance(open_dataset(write_folder(tmp_path / "data", 3), 0.3, 0), FolderDataset)
-    (tmp_path / "batches.meta").touch()
-    with pytest.raises(DatasetError, match="the Python version of CIFAR-10"):
-        open_dataset(tmp_path, 0.3, 0)
+@given(st.lists(st.integers(2, 60), min_size=2, max_size=12), st.floats(0.001, 0.999), st.integers(0, 1000))
+def test_no_picture_is_lost_or_on_both_sides_and_every_class_is_on_either(
+    counts: list[int], validation: float, seed: int
+) -> None:
+    files, names = files_of(counts, seed), [str(index) for index in range(len(counts))]
+    kept, aside = stratify(files, names, validation, seed)
+    numbers = [int(part.name(number)) for part in (kept, aside) for number in range(len(part))]
+    assert sorted(numbers) == list(range(len(files)))
+    assert files.labels[numbers].tolist() == [*kept.labels, *aside.labels]
+    for index, count in enumerate(counts):
+        expected = min(max(validation * count, 1), count - 1)
+        assert (aside.labels == index).sum() == pytest.approx(expected, abs=0.5 + 1e-6)
+    again = stratify(files, names, round(validation * len(files)) or 1, seed)
+    assert len(again[0]) + len(again[1]) == len(files)
 
 
-def test_cifar_pictures_stay_as_they_are_at_their_own_size(cifar: Path, tmp_path: Path) -> None:
-    dataset = open_dataset(cifar, 0.2, 0)
-    assert (dataset.train_count, dataset.validation_count) == (320, 80)
-    train, validation = dataset.load(
-        bicubic_config(32, 32), bicubic_config(32, 32), PixelStorage(tmp_path), progress=False
-    )
-    both = np.concatenate([train.pixels, validation.pixels]).reshape(400, -1)
-    assert sorted(map(bytes, both)) == sorted(map(bytes, read_train(cifar).pixels.reshape(400, -1)))
+def test_a_class_of_one_picture_and_a_share_of_all_or_none_are_refused() -> None:
+    with pytest.raises(DatasetError, match="class 'b' has 1 picture: it needs one to train on"):
+        stratify(files_of([4, 1], 0), ("a", "b"), 0.5, 0)
+    with pytest.raises(DatasetError, match="class 'b' has no pictures"):
+        stratify(files_of([4], 0), ("a", "b"), 0.5, 0)
+    for count in (0, 8, 9):
+        with pytest.raises(DatasetError, match=f"cannot set {count} of 8 pictures aside"):
+            stratify(files_of([4, 4], 0), ("a", "b"), count, 0)
 
 
-def test_cifar_pictures_are_resized_as_an_upload_would_be(cifar: Path, tmp_path: Path) -> None:
+def test_cifar_pictures_stay_as_they_are_at_their_own_size_and_are_resized_as_an_upload_would_be(
+    cifar: Path, tmp_path: Path
+) -> None:
     dataset = open_dataset(cifar, 80, 0)
-    small, _ = dataset.load(bicubic_config(32, 32), bicubic_config(32, 32), PixelStorage(tmp_path), progress=False)
-    large, validation = dataset.load(
-        bicubic_config(48, 48), bicubic_config(40, 24), PixelStorage(tmp_path), progress=False
+    assert dataset.test is not None
+    assert (len(dataset.train), len(dataset.validation), len(dataset.test)) == (320, 80, 100)
+    parts = [decode(files, bicubic_config(32, 32), tmp_path) for files in (dataset.train, dataset.validation)]
+    both = np.concatenate([part.pixels for part in parts]).reshape(400, -1)
+    assert sorted(map(bytes, both)) == sorted(
+        map(bytes, cifar10.read(cifar, cifar10.TRAIN_FILES).pixels.reshape(400, -1))
     )
-    assert validation.pixels.shape == (80, 3, 40, 24)
-    resized = Image.fromarray(small.pixels[7].transpose(1, 2, 0)).resize((48, 48), Image.Resampling.BICUBIC)
+    large = decode(dataset.train, bicubic_config(48, 48), tmp_path)
+    resized = Image.fromarray(parts[0].pixels[7].transpose(1, 2, 0)).resize((48, 48), Image.Resampling.BICUBIC)
     np.testing.assert_array_equal(large.pixels[7].transpose(1, 2, 0), np.asarray(resized))
-    assert large.labels.tolist() == small.labels.tolist()
+    assert large.labels.tolist() == parts[0].labels.tolist()
 
 
-def test_a_folder_is_split_by_class_and_the_split_is_told(tmp_path: Path) -> None:
-    dataset = FolderDataset(write_folder(tmp_path / "data", 10), 0.2, 0)
-    rows = rows_of(dataset)
-    assert (dataset.train_count, dataset.validation_count) == (24, 6)
-    assert [row["class"] for row in rows if row["split"] == "validation"] == ["blue"] * 2 + ["green"] * 2 + ["red"] * 2
-    assert len({row["file"] for row in rows}) == 30
-    assert all((tmp_path / "data" / row["file"]).is_file() for row in rows)
-    assert FolderDataset(tmp_path / "data", 0.2, 1).split_csv() != dataset.split_csv()
-
-
-def test_a_split_that_is_given_is_used_whatever_the_recipe_says(tmp_path: Path) -> None:
-    dataset = _with_test_set(tmp_path / "data")
-    train, validation = dataset.load(
-        bicubic_config(18, 18), bicubic_config(16, 16), PixelStorage(tmp_path), progress=False
-    )
-    test = dataset.load_test(bicubic_config(16, 16), PixelStorage(tmp_path), progress=False)
-    assert [len(images) for images in (train, validation, test)] == [15, 9, 6]
-    assert [images.pixels.shape[2:] for images in (train, validation, test)] == [(18, 18), (16, 16), (16, 16)]
-    assert [row["file"].split("/")[0] for row in rows_of(dataset)] == ["train"] * 15 + ["val"] * 9 + ["test"] * 6
-
-
-def test_the_test_set_too_goes_to_a_file_where_memory_is_short(cifar: Path, tmp_path: Path) -> None:
-    storage = PixelStorage(tmp_path, memory=0)
-    for dataset in (open_dataset(cifar, 80, 0), _with_test_set(tmp_path / "data")):
-        assert isinstance(dataset.load_test(bicubic_config(16, 16), storage, progress=False).pixels, np.memmap)
-
-
-def _with_test_set(root: Path) -> FolderDataset:
+def test_a_folder_is_split_by_class_unless_it_has_a_split_and_the_split_is_told(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "data", 10)
+    split = open_dataset(root, 0.2, 0).split()
+    assert {name: len(files) for name, files in split.items()} == {"train": 24, "validation": 6}
+    assert [Path(file).parent.name for file in split["validation"]] == ["blue"] * 2 + ["green"] * 2 + ["red"] * 2
+    assert len({*split["train"], *split["validation"]}) == 30
+    assert open_dataset(root, 0.2, 1).split() != split
     for seed, (name, count) in enumerate({"train": 5, "val": 3, "test": 2}.items()):
-        write_folder(root / name, count, seed=seed)
-    return FolderDataset(root, 5000, 0)
+        write_folder(tmp_path / "given" / name, count, seed=seed)
+    dataset = open_dataset(tmp_path / "given", 5000, 0)
+    assert dataset.own_validation
+    assert [len(files) for files in dataset.split().values()] == [15, 9, 6]
 
 
-def test_bad_pictures_of_all_splits_are_told_before_training(tmp_path: Path) -> None:
-    root = tmp_path / "data"
-    for name in ("train", "val", "test"):
-        write_folder(root / name, 2)
-        (root / name / "red" / "bad.jpg").write_bytes(b"\xff\xd8\xff")
+@pytest.mark.parametrize("memory", [0, 1 << 30], ids=["from a file", "in memory"])
+def test_pictures_are_those_that_the_service_would_see(
+    tmp_path: Path, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "MEMORY", memory)
+    root = write_folder(tmp_path / "data", 4)
+    write_class(root / "red", "red", 2, seed=1, suffix=".jpg")
+    Image.new("LA", (40, 30), (90, 10)).save(root / "blue" / "grey.png")
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    Image.effect_noise((50, 30), 60).convert("RGB").save(root / "blue" / "turned.jpg", exif=turned)
+    files = find_pictures(root).train
+    images = decode(files, CONFIG, tmp_path)
+    assert images.pixels.shape == (len(files), 3, 16, 24)
+    for number, pixels in enumerate(images.pixels):
+        np.testing.assert_array_equal(pixels.transpose(1, 2, 0), preprocess(files.read(number), CONFIG))
+    assert isinstance(images.pixels, np.memmap) == (memory == 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_all_bad_files_are_told_at_once_with_their_reasons_and_many_are_counted(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "data", 4)
+    good = (root / "red" / "000.png").read_bytes()
+    (root / "red" / "notes.txt").write_text("not a picture")
+    (root / "red" / "empty.png").touch()
+    (root / "green" / "cut.png").write_bytes(good[: len(good) // 2])
+    (root / "green" / "gone.png").symlink_to(root / "nowhere.png")
+    (root / "green" / "loop").symlink_to(root)
+    os.mkfifo(root / "blue" / "pipe.png")  # neither read nor waited for
     with pytest.raises(DatasetError) as caught:
-        FolderDataset(root, 0.2, 0).load(
-            bicubic_config(16, 16), bicubic_config(16, 16), PixelStorage(tmp_path), progress=False
-        )
-    assert [Path(line.split(": ")[0]).parts[-3] for line in str(caught.value).splitlines()[1:]] == [
-        "test",
-        "train",
-        "val",
+        decode(find_pictures(root).train, CONFIG, tmp_path)
+    first, *rest = str(caught.value).splitlines()
+    assert first == "5 files in class folders cannot be read as pictures:"
+    named = dict(line.strip().split(": ", 1) for line in rest)
+    assert list(named) == [
+        str(root / name) for name in ("green/cut.png", "green/gone.png", "green/loop", "red/empty.png", "red/notes.txt")
     ]
+    assert named[str(root / "green/gone.png")] == "No such file or directory"
+    for number in range(30):
+        (root / "red" / f"bad{number}.png").write_bytes(b"x")
+    with pytest.raises(DatasetError, match=r"35 files(.*\n){21}  and 15 more$"):
+        decode(find_pictures(root).train, CONFIG, tmp_path)
 
 
-def test_copies_across_splits_and_classes_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    root = tmp_path / "data"
-    for seed, name in enumerate(("train", "val")):
-        write_folder(root / name, 3, seed=seed)
-    load = (bicubic_config(16, 16), bicubic_config(16, 16), PixelStorage(tmp_path))
-    with caplog.at_level(logging.WARNING):
-        FolderDataset(root, 0.2, 0).load(*load, progress=False)
-    assert caplog.messages == []
-    shutil.copy(root / "train" / "red" / "001.png", root / "val" / "red" / "copy.png")
-    shutil.copy(root / "train" / "blue" / "001.png", root / "train" / "green" / "copy.png")
-    with caplog.at_level(logging.WARNING):
-        FolderDataset(root, 0.2, 0).load(*load, progress=False)
-    assert caplog.messages == [
-        f"{root}: 1 validation pictures are copies of training pictures",
-        f"{root}: 1 pictures are in more than one class",
-    ]
+def test_a_disk_that_is_too_small_is_said_before_anything_is_decoded(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"no room for .* GiB"):
+        pictures.allocate((1 << 50,), tmp_path)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,14 +10,15 @@ import torch
 
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
-from model.data.cifar10 import read_test
+from model.data import cifar10
+from model.data.datasets import open_evaluation_set
 from model.errors import DatasetError
-from model.evaluation.evaluate import Evaluation, measure, predict_scores, predict_uploads
-from model.evaluation.evaluation_set import open_evaluation_set
+from model.evaluation.evaluate import Evaluation, calibration_error, measure, predict_scores
 from model.network.vit import VisionTransformer
 from model.outputs import Outputs, RequestedOutputs
 from model.runtime.batches import Images
 from model.runtime.predictor import Predictor
+from tests.model.data.picture_folders import write_folder
 from tests.model.training.synthetic import LABELS
 
 
@@ -61,7 +63,7 @@ def evaluate_cifar10(predictor: Predictor, data: Path) -> Evaluation:
     pictures = open_evaluation_set(data)
     labels = predictor.checkpoint.labels
     truth = pictures.truth(labels, predictor.checkpoint.name)
-    return measure(predict_uploads(predictor, len(pictures), pictures.upload), truth, labels)
+    return measure(predict_scores(predictor, pictures.files), truth, labels)
 
 
 def write_test_images(folder: Path, truth: list[int], said: list[int], percent: list[int]) -> None:
@@ -80,14 +82,13 @@ def test_accuracy_per_class_loss_and_calibration_of_known_answers(cifar: Path) -
     assert found.calibration_error == pytest.approx((abs(2 - 2.1) + abs(2 - 1.9)) / 5, abs=1e-6)
     assert np.sum(found.confusion) == 5
     assert (found.confusion[0][:2], found.confusion[9][9]) == ((2, 1), 2)
-    assert [(one.count, one.accuracy) for one in found.confidence_bins if one.count] == [(3, 2 / 3), (2, 1.0)]
     assert "confusion" not in found.record()
 
 
 def test_every_image_keeps_its_own_scores_across_batches(cifar: Path) -> None:
     said = [n % 10 for n in range(23)]  # three full batches of seven and a rest
     write_test_images(cifar, truth=said, said=said, percent=[50 + n for n in range(23)])
-    scores = predict_scores(FirstPixelPredictor(make_checkpoint()), read_test(cifar).pixels)
+    scores = predict_scores(FirstPixelPredictor(make_checkpoint()), cifar10.read(cifar, cifar10.TEST_FILES).pixels)
     assert scores.argmax(axis=1).tolist() == said
     np.testing.assert_allclose(scores.max(axis=1), [(50 + n) / 100 for n in range(23)], rtol=1e-6)
     np.testing.assert_allclose(scores.sum(axis=1), 1, rtol=1e-5)
@@ -134,3 +135,34 @@ def test_measuring_agrees_with_torch() -> None:
     found = measure(logits.softmax(dim=1).numpy(), labels.numpy(), ("a", "b", "c", "d"))
     assert found.loss == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-5)
     assert found.accuracy == pytest.approx((logits.argmax(dim=1) == labels).float().mean().item())
+
+
+@pytest.mark.parametrize(
+    ("confidence", "correct", "bins", "error"),
+    [
+        ([0.9, 0.9, 0.5, 0.5], [True, False, True, True], 10, 0.45),  # gaps of 0.4 and 0.5
+        ([0.85, 0.95], [True, False], 5, 0.4),  # within a bin gaps cancel
+        ([0.85, 0.95], [True, False], 10, 0.55),
+        ([0.5, 0.75, 0.75, 0.75, 0.75], [True, True, True, True, False], 2, 0.1),  # an upper edge is of the bin below
+    ],
+)
+def test_calibration_error_of_known_cases(
+    confidence: list[float], correct: list[bool], bins: int, error: float
+) -> None:
+    found = calibration_error(np.array(confidence, np.float32), np.array(correct), bins=bins)
+    assert found == pytest.approx(error, abs=1e-6)
+
+
+def test_a_folder_is_measured_on_its_test_set_or_else_its_validation_set_or_all(tmp_path: Path) -> None:
+    for name, count in (("train", 4), ("val", 3), ("test", 2)):
+        write_folder(tmp_path / name, count)
+    for split, count in (("test", 6), ("validation", 9), ("", 12)):
+        found = open_evaluation_set(tmp_path)
+        assert (found.split, len(found.files), found.names) == (split, count, ("blue", "green", "red"))
+        for name in {"test": ["test"], "validation": ["val"], "": []}[split]:
+            shutil.rmtree(tmp_path / name)
+    assert found.truth(("red", "x", "green", "blue"), "m").tolist() == [3] * 4 + [2] * 4 + [0] * 4
+    bad = tmp_path / "train" / "blue" / "000.png"
+    bad.write_bytes(bad.read_bytes()[:60])
+    with pytest.raises(DatasetError, match=r"000\.png: "):
+        predict_scores(FirstPixelPredictor(make_checkpoint()), open_evaluation_set(tmp_path).files)

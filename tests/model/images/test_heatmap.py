@@ -33,41 +33,10 @@ def drawn(values: npt.ArrayLike, picture: np.ndarray | None = None, **options) -
     return np.asarray(image)
 
 
-def test_the_names_of_matplotlib_are_on_offer():
-    assert {"viridis", "inferno", "magma", "plasma", "turbo", "jet", "hot", "gray"} <= set(COLORMAPS)
-
-
-@pytest.mark.parametrize(
-    ("name", "lowest", "middle", "highest"),
-    [
-        # matplotlib.colormaps[name]([0, 128, 255], bytes=True)
-        ("viridis", (68, 1, 84), (32, 144, 140), (253, 231, 36)),
-        ("inferno", (0, 0, 3), (188, 55, 84), (252, 254, 164)),
-        ("magma", (0, 0, 3), (183, 55, 121), (251, 252, 191)),
-        ("plasma", (12, 7, 134), (204, 71, 120), (239, 248, 33)),
-        ("jet", (0, 0, 127), (124, 255, 121), (127, 0, 0)),
-        ("gray", (0, 0, 0), (128, 128, 128), (255, 255, 255)),
-    ],
-)
-def test_colours_are_those_of_matplotlib(name, lowest, middle, highest):
-    table = colour_table(name)
-
-    assert difference(table[[0, 128, 255]], np.array([lowest, middle, highest])) <= 1
-
-
 def test_no_colour_of_any_table_changes():
     tables = np.stack([colour_table(name) for name in COLORMAPS])
 
     assert hashlib.sha256(tables.tobytes()).hexdigest().startswith("db8b959d8003613546c9c1839efbca1f")
-
-
-@pytest.mark.parametrize("name", COLORMAPS)
-def test_every_table_has_256_colours_and_is_read_only(name):
-    table = colour_table(name)
-
-    assert table.shape == (256, 3) and table.dtype == np.uint8
-    assert len(np.unique(table, axis=0)) > 120
-    assert not table.flags.writeable
 
 
 def test_the_highest_value_is_brightest_and_in_its_patch():
@@ -110,12 +79,6 @@ def test_a_colour_says_how_many_times_the_even_share_a_patch_has(times_even, lev
 def test_an_even_map_is_even_and_leaves_the_picture_as_it_is(values, smooth):
     assert np.array_equal(np.unique(drawn(values, size=32).reshape(-1, 3), axis=0), colour_table("turbo")[:1])
     assert np.array_equal(drawn(values, PICTURE, size=96, alpha=1.0, smooth=smooth), PICTURE)
-
-
-def test_an_almost_even_map_stays_pale():
-    values = 1 + 0.1 * np.random.default_rng(0).standard_normal((14, 14)).clip(-3, 3)
-
-    assert difference(drawn(values, PICTURE, size=96), PICTURE) < 0.7 * 0.19 * 255 + 1
 
 
 def test_where_the_map_is_low_the_pictures_pixels_stay():
@@ -169,10 +132,6 @@ def test_any_map_can_be_drawn(values, size):
         assert max(drawn(values, size=size).shape[:2]) == size
 
 
-def test_without_alpha_the_picture_is_left_alone():
-    assert np.array_equal(drawn(RAMP, PICTURE, alpha=0.0, size=96), PICTURE)
-
-
 def test_with_full_alpha_the_highest_patch_is_covered_and_the_rest_less():
     values = [[8, 0, 4, 0], [0, 0, 0, 0]]
 
@@ -185,13 +144,6 @@ def test_with_full_alpha_the_highest_patch_is_covered_and_the_rest_less():
     through = (white - black)[0, :, 0] / 255
     expected = 1 - np.log([16 / 3, 1, 8 / 3, 1]) / np.log(16 / 3)
     assert np.abs(through[::2] - expected).max() < 0.01
-
-
-def test_alpha_blends_evenly():
-    half = drawn(RAMP, PICTURE, alpha=0.5, size=96).astype(int)
-    ends = drawn(RAMP, PICTURE, alpha=0.0, size=96).astype(int) + drawn(RAMP, PICTURE, alpha=1.0, size=96)
-
-    assert difference(2 * half, ends) <= 2
 
 
 def test_a_grey_picture_is_drawn_over():
@@ -224,16 +176,6 @@ def test_a_region_that_reaches_beyond_the_photo_shows_its_middle(smooth):
     assert pixels[0, 25].any() and pixels[9, 25].max() <= 4 and not pixels[:, :10].any()
 
 
-def test_the_size_of_the_drawing_does_not_move_the_region():
-    photo = np.zeros((100, 200, 3), np.uint8)
-    region = Region(50.5, 0, 99, 100)
-
-    for size, scale in ((200, 1), (400, 2), (1000, 5)):
-        pixels = drawn([[1, 0], [0, 0]], photo, region=region, alpha=1.0, size=size, smooth=False)
-        _, columns = np.nonzero(pixels.any(axis=2))
-        assert abs(columns.min() - 50.5 * scale) <= 0.5 and abs(columns.max() + 1 - 100 * scale) <= 0.5
-
-
 def test_the_colour_bar_stands_beside_the_picture():
     plain = drawn(RAMP, PICTURE, size=384)
     pixels = drawn(RAMP, PICTURE, size=384, colorbar=True)
@@ -245,13 +187,6 @@ def test_the_colour_bar_stands_beside_the_picture():
     assert last.min() < 60 and first.max() > 230  # highest above, lowest below
     assert (pixels[:, -1] == 255).all()
     assert (pixels[:, 384:] == 0).all(axis=2).any()  # there is writing
-
-
-@pytest.mark.parametrize("size", [1, 7, 2048])
-def test_a_colour_bar_fits_beside_any_size(size):
-    pixels = drawn(RAMP, np.zeros((50, 100, 3), np.uint8), size=size, colorbar=True, smooth=False)
-
-    assert pixels.shape[0] == max(96, round(size / 2)) and size < pixels.shape[1] < size + 400
 
 
 @pytest.mark.parametrize(
@@ -294,8 +229,3 @@ def test_a_parameter_outside_what_is_offered_names_itself(parameter, value):
         Look(**{parameter: value})
 
     assert error.value.parameter == parameter
-
-
-def test_an_unknown_colormap_is_told_the_known_ones():
-    with pytest.raises(InputError, match="viridis"):
-        Look(colormap="rainbows")

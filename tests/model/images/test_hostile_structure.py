@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from model.errors import InvalidImage, UnsupportedImageFormat
-from model.images.formats import unpack
 from model.images.preprocess import preprocess
 from tests.model.images.pictures import (
     config,
@@ -112,20 +111,6 @@ def test_a_jpeg_with_arithmetic_coding_is_not_read(frame):
 
     with pytest.raises(UnsupportedImageFormat, match="arithmetic"):
         preprocess(data, config())
-
-
-def test_the_first_hidden_profile_of_a_png_counts_and_no_other_is_unpacked():
-    def hidden(profile: bytes) -> bytes:
-        return png_chunk(b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(profile, 9))
-
-    exif = struct.pack("<6s2sHLHHHLHHL", b"Exif\0\0", b"II", 42, 8, 1, 274, 3, 1, 6, 0, 0)
-    first = hidden(b"\nexif\n%8d\n" % len(exif) + exif.hex().encode() + b"0" * 100_001)
-    data = encode(noise(8, 8), "PNG")
-    start = time.thread_time()
-
-    assert unpack(insert_after_ihdr(data, first, *[hidden(b"\n" * 1_000_000)] * 100)).orientation == 6
-
-    assert time.thread_time() - start < 0.5  # else it takes seconds
 
 
 def test_a_png_whose_pixels_have_a_wrong_checksum_is_refused_as_browsers_do():

@@ -8,7 +8,7 @@ import warnings
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps, TiffImagePlugin
+from PIL import Image, ImageOps
 
 from model.errors import InvalidImage, UnsupportedImageFormat
 from model.images.formats import SUPPORTED_FORMATS
@@ -46,15 +46,6 @@ def test_every_mode_becomes_the_rgb_that_pillow_converts_to(name, mode):
     expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
 
     assert np.array_equal(seen(data, image), expected)
-
-
-@pytest.mark.parametrize("transparency", [3, bytes(range(64)), bytes([255] * 20 + [0])])
-def test_a_transparent_palette_keeps_its_colours(transparency):
-    image = scene().quantize(64)
-
-    pixels = seen(encode(image, "PNG", transparency=transparency), image)
-
-    assert np.array_equal(pixels, np.asarray(image.convert("RGB")))
 
 
 def test_alpha_is_dropped_and_not_blended():
@@ -161,22 +152,6 @@ def test_of_several_pictures_the_first_counts(name):
 
     assert getattr(Image.open(io.BytesIO(data)), "n_frames", 1) == 3
     assert difference(pixels, np.asarray(frames[0])) <= 3
-
-
-def test_a_later_tiff_page_may_be_anything():
-    data = bytearray(encode(scene(), "TIFF", save_all=True, append_images=[scene()]))
-    with Image.open(io.BytesIO(bytes(data))) as image:
-        assert isinstance(image, TiffImagePlugin.TiffImageFile)
-        image.seek(1)
-        second = image.tag_v2.offset
-    data[second:] = b"\xff" * (len(data) - second)
-
-    assert difference(seen(bytes(data), scene()), np.asarray(scene())) == 0
-
-
-def test_no_bytes_are_an_invalid_image():
-    with pytest.raises(InvalidImage, match="empty"):
-        preprocess(b"", config())
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import zlib
 
 import numpy as np
 import pytest
@@ -15,15 +14,12 @@ from tests.model.images.pictures import (
     config,
     difference,
     encode,
-    insert_after_ihdr,
     insert_after_soi,
     jpeg_segment,
     png_chunk,
     scene,
     seen,
 )
-
-XMP = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -50,40 +46,6 @@ def test_mpo_is_its_first_picture_upright():
     assert Image.open(io.BytesIO(data)).format == "MPO"
     upright = np.asarray(first.transpose(Image.Transpose.ROTATE_270))
     assert difference(pixels, upright) <= 40
-
-
-def test_xmp_turns_a_picture_without_exif():
-    image = scene()
-    packet = b"http://ns.adobe.com/xap/1.0/\0" + XMP
-    in_jpeg = insert_after_soi(encode(image, "JPEG"), jpeg_segment(0xE1, packet))
-    in_png = insert_after_ihdr(encode(image, "PNG"), png_chunk(b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + XMP))
-    in_webp = encode(image, "WEBP", xmp=XMP)
-    in_tiff = encode(image, "TIFF", tiffinfo={700: XMP})
-
-    for data in (in_jpeg, in_png, in_webp):
-        assert decode(data, max_pixels=10**6).orientation == 6
-    turned = decode(in_tiff, max_pixels=10**6)  # by Pillow
-    assert (turned.size, turned.orientation) == (image.size[::-1], 1)
-
-
-def test_exif_comes_before_xmp():
-    data = insert_after_soi(
-        encode(scene(), "JPEG", orientation=3), jpeg_segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0" + XMP)
-    )
-
-    assert decode(data, max_pixels=10**6).orientation == 3
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_exif_in_a_png_text_of_imagemagick_turns_the_picture(packed):
-    exif = Image.Exif()
-    exif[274] = 8
-    body = exif.tobytes()
-    text = b"\nexif\n%8d\n" % len(body) + body.hex().encode() + b"\n"
-    name = b"Raw profile type exif\0"
-    chunk = png_chunk(b"zTXt", name + b"\0" + zlib.compress(text)) if packed else png_chunk(b"tEXt", name + text)
-
-    assert decode(insert_after_ihdr(encode(scene(), "PNG"), chunk), max_pixels=10**6).orientation == 8
 
 
 def test_exif_after_the_pixels_of_a_png_counts():

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from model.config import PreprocessConfig
-from model.images.formats import SUPPORTED_FORMATS
 from model.images.preprocess import preprocess, resized_size
 from tests.model.images.pictures import FORMATS, as_is, config, difference, encode, noise, scene
 from tests.timm_reference import timm
@@ -261,7 +260,3 @@ def test_an_upload_may_be_changed_after_it_was_decoded(name):
     data.clear()  # fails while something holds it
 
     assert pixels.any()
-
-
-def test_the_usual_formats_are_supported_here():
-    assert {"JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF"} <= set(SUPPORTED_FORMATS)

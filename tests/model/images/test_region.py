@@ -96,15 +96,6 @@ def test_a_photo_is_shrunk_and_never_enlarged(size, longer, expected):
     assert region == pytest.approx((0, 0, *expected))
 
 
-@pytest.mark.parametrize("mode", ["L", "1", "LA", "P", "RGBA", "I;16"])
-def test_a_photo_of_any_mode_becomes_rgb(mode):
-    image = scene(40, 30).convert("L").convert(mode) if mode == "I;16" else scene(40, 30).convert(mode)
-
-    photo, _ = upright_photo(encode(image, "PNG"), Region(0, 0, 40, 30))
-
-    assert photo.shape == (30, 40, 3) and photo.dtype == np.uint8
-
-
 def test_a_large_jpeg_is_decoded_no_smaller_than_the_photo_is_drawn():
     data = encode(scene(1600, 800), "JPEG", quality=95)
 

@@ -57,17 +57,6 @@ class TestScaledDecode:
 
         assert self.decoded(data, min_size).size == size
 
-    def test_what_is_enough_is_asked_of_the_upright_picture(self):
-        data = encode(scene(800, 600), "JPEG", orientation=6)
-        asked = []
-
-        def min_size(width: int, height: int) -> tuple[int, int]:
-            asked.append((width, height))
-            return 150, 101
-
-        assert decode(data, max_pixels=10**7, min_size=min_size).image.size == (200, 150)
-        assert asked == [(600, 800)]
-
     @pytest.mark.parametrize("orientation", [1, 3, 6, 7])
     @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
     @pytest.mark.parametrize("size", [(803, 605), (1600, 333)])
@@ -135,15 +124,3 @@ class TestScaledDecode:
             data = file.read_bytes()
             levels = np.abs(preprocess(data, wanted).astype(int) - preprocess(data, wanted, scaled_decode=False))
             assert levels.mean() < 1.5 and levels.max() <= 20, (file.name, levels.mean(), levels.max())
-
-    def test_fine_detail_shows_that_it_is_in_use(self):
-        data = encode(noise(640, 480), "JPEG", quality=95)
-        wanted = config((32, 32))
-
-        assert not np.array_equal(preprocess(data, wanted), preprocess(data, wanted, scaled_decode=False))
-
-    def test_a_picture_less_than_four_times_as_large_is_never_scaled(self):
-        data = encode(noise(255, 127), "JPEG", quality=95)
-        wanted = config((32, 32))
-
-        assert np.array_equal(preprocess(data, wanted), preprocess(data, wanted, scaled_decode=False))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from model.calibration import Calibration, label_sets_of, scores_and_energies
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
-from model.conformal import Calibration, label_sets_of, scores_and_energies
 from model.errors import CheckpointError, DeviceError
 from model.explanation.methods import explain
 from model.heads import Head

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -103,40 +102,6 @@ def test_the_map_lies_over_the_whole_photo(
     assert (pixels[:, [*range(24), *range(126, 150)]] < 128).all()
     assert run(capsys, *common, "-o", tmp_path / "bar.png", "--colorbar", "--no-smooth", "--side-by-side")[0] == 0
     assert size_of(tmp_path / "bar.png")[0] > 2 * 150 + 4
-
-
-@pytest.mark.parametrize("method", ["relevance", "rollout", "gae", "cls"])
-def test_each_method_gives_the_map_of_its_function(
-    method: str, checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import torch
-
-    from model.checkpoint import load_checkpoint
-    from model.explanation.methods import explain
-    from model.images.preprocess import preprocess
-    from model.outputs import MapRequest, RequestedOutputs
-    from model.runtime.predictor import Predictor
-    from model.runtime.torch_pass import Normalise
-
-    files = [pictures / "b.png", pictures / "a.jpg"]
-    flags = ["--method", method]
-    common = [*flags, "--checkpoint", checkpoint, "--dtype", "float32"]
-    assert run(capsys, "attention", *files, "-o", tmp_path / "maps", "--npy", *common)[0] == 0
-    loaded = load_checkpoint(str(checkpoint))
-    request = MapRequest(cast(Any, method))
-    for file in files:
-        pixels = preprocess(file.read_bytes(), loaded.preprocess)[None]
-        predictor = Predictor(loaded, device="cpu", dtype="float32", compile_mode="off")
-        if method == "cls":
-            map_ = predictor.predict(pixels, RequestedOutputs(1, MapRequest.row(1)))[0].map
-            assert map_ is not None
-            expected = map_.values
-        else:
-            top = torch.from_numpy(predictor.predict(pixels, RequestedOutputs(1))[0].indices)
-            normalised = Normalise(loaded.preprocess)(torch.from_numpy(pixels))
-            expected = explain(loaded.build(), normalised, top, request)[0][0].numpy()
-        found = np.load(tmp_path / "maps" / f"{file.stem}.heat.npy", allow_pickle=False)
-        np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_a_bad_file_is_reported_and_the_others_have_their_maps(
@@ -252,12 +217,3 @@ def test_a_server_gives_numbers_and_a_sheet_and_reports_a_bad_file(
     assert np.load(maps / "a.heat.npy").shape == (2, 2)
     assert {query["layer"] for query in server.queries} == {"-2"}
     assert size_of(sheet)[0] > 320
-
-
-def test_a_server_that_is_not_there_is_one_line(
-    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = run(capsys, "attention", pictures, "-o", tmp_path / "maps", "--url", "http://127.0.0.1:1")
-    assert code == 1
-    assert err.startswith("vitserve: http://127.0.0.1:1: ")
-    assert out == ""

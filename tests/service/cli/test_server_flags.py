@@ -2,55 +2,30 @@
 
 from __future__ import annotations
 
-import argparse
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from model.errors import InputError
-from service.cli import classify, server_flags
+from service.cli import server_flags
 from tests.service.cli.command_line import run
 from vitserve.client import Client, ClientError, Unreachable
 
-UNAUTHORIZED = (
-    b'{"type": "about:blank", "title": "Unauthorized", "status": 401, "detail": "no key", "code": "unauthorized", '
-    b'"request_id": "r"}'
-)
-
-
-class _AsksForAKey(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(401)
-        self.send_header("Content-Length", str(len(UNAUTHORIZED)))
-        self.end_headers()
-        self.wfile.write(UNAUTHORIZED)
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
-@pytest.fixture
-def server_with_keys() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), _AsksForAKey) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
+PROBLEM = {"type": "about:blank", "title": "", "status": 401, "detail": "no key", "request_id": "r"}
 
 
 def test_a_missing_key_is_one_line_that_names_where_to_give_it(
-    server_with_keys: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("NO_PROXY", "*")
-    code, out, err = run(capsys, "classify", "examples/dog.jpg", "--url", server_with_keys)
+    answer = httpx.Response(401, json=PROBLEM | {"code": "unauthorized"})
+    transport = httpx.MockTransport(lambda _: answer)
+    monkeypatch.setattr(server_flags, "Client", partial(Client, transport=transport))
+    code, out, err = run(capsys, "classify", "examples/dog.jpg", "--url", "http://there")
     told = "401 unauthorized: no key: give one of the server's keys with --api-key or VIT_API_KEY"
-    assert (code, out, err) == (1, "", f"vitserve: {server_with_keys}: {told}\n")
+    assert (code, out, err) == (1, "", f"vitserve: http://there: {told}\n")
 
 
 class _Streaming(Client):
@@ -81,38 +56,18 @@ def test_a_server_that_is_gone_is_not_asked_about_every_file_that_is_left() -> N
 
 
 @pytest.mark.parametrize(
-    ("environment", "key"),
-    [
-        ({}, None),
-        ({"VIT_API_KEY": "mine"}, "mine"),
-        ({"VIT_API_KEYS": "first,second"}, "first"),
-        ({"VIT_API_KEYS": " , second "}, "second"),
-        ({"VIT_API_KEYS": "web:first,second"}, "first"),
-        ({"VIT_API_KEY": "web:mine", "VIT_API_KEYS": "first"}, "web:mine"),  # a key may have a colon
-        ({"VIT_API_KEY": "mine", "VIT_API_KEYS": "first"}, "mine"),
-        ({"VIT_API_KEY": "", "VIT_API_KEYS": "first"}, "first"),
-        ({"VIT_API_KEY": "", "VIT_API_KEYS": ""}, None),
-    ],
+    ("flags", "sent"), [([], "Bearer mine"), (["--api-key", "web:mine "], "Bearer web:mine"), (["--api-key", ""], None)]
 )
-def test_the_key_is_the_clients_or_else_on_this_machine_the_first_of_the_servers(
-    environment: dict[str, str], key: str | None, monkeypatch: pytest.MonkeyPatch
+def test_the_key_is_that_of_the_flag_or_of_the_environment(
+    flags: list[str], sent: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("VIT_API_KEY", "VIT_API_KEYS"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    parser = argparse.ArgumentParser()
-    classify.add_arguments(parser)
-    given = parser.get_default("api_key")
-    assert server_flags.api_key_for("http://localhost:8000", given) == key
-    assert server_flags.api_key_for("https://elsewhere.example", given) == (environment.get("VIT_API_KEY") or None)
-    shown = " ".join(parser.format_help().split())
-    assert "KEY of NAME:KEY" in shown
-    assert "first" not in shown.replace("first of VIT_API_KEYS", "")
+    asked: list[str | None] = []
 
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.headers.get("authorization"))
+        return httpx.Response(401, json=PROBLEM | {"code": "unauthorized"})
 
-def test_keys_of_the_environment_that_no_server_takes_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VIT_API_KEYS", "web:topsecret,web:other")
-    with pytest.raises(InputError) as caught:
-        server_flags.api_key_for("http://localhost:8000", None)
-    assert str(caught.value) == "VIT_API_KEYS=***: expected a name for one key only"
+    monkeypatch.setenv("VIT_API_KEY", "mine\n")
+    monkeypatch.setattr(server_flags, "Client", partial(Client, transport=httpx.MockTransport(answer)))
+    assert run(capsys, "classify", "examples/dog.jpg", "--url", "http://there", *flags)[0] == 1
+    assert asked == [sent]

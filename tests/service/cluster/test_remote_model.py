@@ -177,7 +177,6 @@ async def test_images_go_to_the_engine_with_the_fewest_and_around_one_that_died(
     async with running(engines=2) as service:
         model = await service.worker()
         one, other = (device.predictors["configured"] for device in service.devices)
-        assert model.current.engine.status.device == "cpu,cpu"
         one.gate.clear()
         other.gate.clear()
         answers = [ask(model, red) for red in range(6)]

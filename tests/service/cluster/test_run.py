@@ -35,7 +35,6 @@ def test_a_share_has_room_for_one_request_of_the_largest_size() -> None:
     settings = load_settings({"workers": 8, "queue_size": 256, "key_max_requests": 3, "max_images_per_request": 64})
     own = worker_settings(settings, 7)
     assert (own.queue_size, own.key_max_requests) == (64, 1)
-    assert own.max_receiving_bytes == own.max_request_bytes
     assert worker_settings(load_settings({"workers": 2, "queue_size": 48}), 0).queue_size == 48
 
 

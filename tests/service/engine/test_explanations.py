@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
-import threading
-from typing import Any
 
 import pytest
 
-from model.outputs import EmbeddingRequest, MapRequest, Outputs, RequestedOutputs
+from model.outputs import EmbeddingRequest, MapRequest
 from service.engine import streams
 from service.errors import DeadlineExceeded, InferenceFailed
 from tests.service.engine.conftest import Running
-from tests.service.fakes import BAD, FakePredictor, expected_indices, on_a_loop, running
+from tests.service.fakes import BAD, FakePredictor, expected_indices, on_a_loop
 
 GAE = MapRequest("gae", 3)
 
@@ -100,27 +96,6 @@ async def test_an_image_that_fails_there_fails_alone(running: Running) -> None:
             await rig.ask(BAD, map=GAE)
         assert (await rig.ask(1, map=GAE)).outputs.map is not None
         assert (await rig.ask(2)).outputs.indices.tolist() == expected_indices(2, 3)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
-@on_a_loop
-async def test_explanations_give_way_to_classification_where_they_compete_for_a_core(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    here = os.getpriority(os.PRIO_PROCESS, 0)
-    niceness: dict[bool, int] = {}
-    predictor = FakePredictor()
-    predict = predictor.predict
-
-    def predict_and_tell(images: Any, requests: list[RequestedOutputs]) -> list[Outputs]:
-        explained = any(requested.map is not None for requested in requests)
-        niceness[explained] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-        return predict(images, requests)
-
-    monkeypatch.setattr(predictor, "predict", predict_and_tell)
-    async with running(predictor) as rig:
-        await asyncio.gather(rig.ask(1), rig.ask(2, map=GAE))
-    assert niceness == {False: here, True: max(here, 10)}
 
 
 @on_a_loop

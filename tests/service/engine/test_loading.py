@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from model.calibration import Calibration
 from model.checkpoint import native
 from model.checkpoint.files import Folder
-from model.conformal import Calibration
 from model.errors import CheckpointError, DeviceError
 from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.openvino.kept import KeptCheckpoint
 from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.predictor import Predictor
 from service.engine import loading
-from service.engine.loading import begin_to_load, load_predictor
+from service.engine.loading import FirstLoad, load_predictor
 from service.settings import Settings, load_settings
 from tests.service.cli.command_line import write_checkpoint
 from tests.service.fakes import PATIENCE, model_info
@@ -203,8 +203,9 @@ def test_a_folder_that_is_served_is_calibrated_for_the_next_start(
         [answer] = predictor.predict(images, RequestedOutputs(1, label_set=True))
         assert answer.label_set is not None
         assert len(answer.label_set) in (1, 2)
-    compiling = "model.runtime.openvino.start.OpenVinoNetwork"
-    monkeypatch.setattr(compiling, lambda *_, **__: pytest.fail("compiled for nothing"))
+    monkeypatch.setattr(
+        "model.runtime.openvino.start.OpenVinoNetwork", lambda *_, **__: pytest.fail("compiled for nothing")
+    )
     with pytest.raises(
         CheckpointError, match=r"39 pictures are too few for a coverage of 0\.96: 49 are enough"
     ) as refused:
@@ -234,7 +235,7 @@ def test_kept_graphs_are_compiled_beside_the_caller_once(tmp_path: Path, monkeyp
     pytest.importorskip("openvino")
     folder = write_checkpoint(tmp_path / "m", ("cat", "dog"))
     settings = load_settings({"checkpoint": str(folder), "device": "cpu", "cache_dir": str(tmp_path / "cache")})
-    load = begin_to_load(settings)  # which finds none
+    load = FirstLoad(settings)  # which finds none
     keep_graph(load(settings)[0])
     released, compiled = threading.Event(), []
 
@@ -244,7 +245,7 @@ def test_kept_graphs_are_compiled_beside_the_caller_once(tmp_path: Path, monkeyp
         return OpenVinoNetwork(*given, **options)
 
     monkeypatch.setattr("model.runtime.openvino.start.OpenVinoNetwork", compile_slowly)
-    load = begin_to_load(settings)
+    load = FirstLoad(settings)
     assert not compiled
     released.set()
     predictor, info = load(settings)
@@ -262,7 +263,7 @@ def test_what_fails_while_graphs_are_read_early_is_raised_by_who_loads(tmp_path:
     given = {"checkpoint": str(folder), "device": "cpu", "cache_dir": str(tmp_path / "cache")}
     keep_graph(load_predictor(load_settings(given))[0])
     settings = load_settings(given | {"coverage": 0.9})
-    load = begin_to_load(settings)
+    load = FirstLoad(settings)
     with pytest.raises(CheckpointError, match="calibrate") as refused:
         load(settings)
     assert "\n" not in str(refused.value)

@@ -1,7 +1,4 @@
-"""Raw HTTP requests (RFC 9110, RFC 9112), and how the service answers each of them.
-
-`make fuzz` takes them as the start of its mutations.
-"""
+"""Raw HTTP requests (RFC 9110, RFC 9112), and how the service answers each of them."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from prometheus_client import values
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.engine.messages import BatchReport, EngineStatus
-from service.observe.metrics import CONTENT_TYPE, Metrics, Sources
+from service.observe.metrics import Metrics, Sources
 from tests.service.fakes import model_info
 
 COUNTERS = {
@@ -138,24 +138,10 @@ def test_the_model_is_told_once() -> None:
     }
 
 
-def test_reloads_are_those_that_were_told(metrics: Metrics) -> None:
-    assert value(metrics, "vit_reloads_total", outcome="served") == 2
-    assert value(metrics, "vit_reloads_total", outcome="refused") == 1
-    assert value(metrics, "vit_last_reload_successful") == 0
-
-
-def test_an_engine_that_never_failed_has_its_series_of_restarts_too(metrics: Metrics) -> None:
-    assert value(metrics, "vit_engine_restarts_total", device="cpu") == 0
-
-
 def test_two_services_in_one_process_do_not_mix() -> None:
     one, other = Metrics(), Metrics()
     one.images.inc()
     assert value(other, "vit_images_total") == 0
-
-
-def test_the_content_type_is_prometheus_text_format() -> None:
-    assert CONTENT_TYPE.startswith("text/plain; version=0.0.4")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from service.lifecycle import Lifecycle
 from service.models.model import LocalModel
 from service.observe.metrics import Metrics
 from service.settings import Settings, load_settings
-from service.web.admission import ByteBudget
+from service.web.admission import Receiving
 from service.web.app import create_app
 from service.web.request import Service
 from tests.service.fakes import PATIENCE, png
@@ -45,7 +45,7 @@ class App:
     def __post_init__(self) -> None:
         self.asgi = create_app(
             self.settings,
-            cast(Any, self.engine) if hasattr(self.engine, "current") else LocalModel(lambda _: self.engine),
+            cast(Any, self.engine) if hasattr(self.engine, "current") else LocalModel(lambda _: cast(Any, self.engine)),
             self.metrics,
             self.lifecycle,
             clock=self.clock,
@@ -82,9 +82,9 @@ def service_in(running: App) -> Service:
     return service
 
 
-def budget_of(running: App) -> ByteBudget:
+def budget_of(running: App) -> Receiving:
     """The budget of bytes inside."""
-    return service_in(running).receiving._budget
+    return service_in(running).receiving
 
 
 def form(*files: bytes) -> dict[str, Any]:

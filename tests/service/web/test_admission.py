@@ -9,13 +9,6 @@ from service.web.admission import Limiter, RefusalPace
 from tests.service.web.apps import Clock
 
 
-def test_places_are_given_back_when_the_context_ends() -> None:
-    limiter = Limiter(2)
-    with limiter.permit(), limiter.permit():
-        assert limiter.in_use == 2
-    assert limiter.in_use == 0
-
-
 def test_a_place_beyond_the_capacity_is_refused_and_takes_nothing() -> None:
     limiter = Limiter(1)
     with limiter.permit():
@@ -31,38 +24,6 @@ def test_a_request_that_gets_too_few_places_gives_all_of_them_back() -> None:
             permit.extend()
             permit.extend()
         assert limiter.in_use == 1
-
-
-def test_a_permit_gives_its_places_back_once() -> None:
-    limiter = Limiter(3)
-    with limiter.permit():
-        permit = limiter.permit()
-        for places in (1, 2):
-            with permit:
-                assert limiter.in_use == 1 + places
-            assert limiter.in_use == 1
-            permit.extend(2)
-        with permit:
-            pass
-        with permit:
-            assert limiter.in_use == 1
-
-
-def test_looking_for_places_takes_none() -> None:
-    limiter = Limiter(3)
-    with limiter.permit():
-        limiter.check(2)
-        with pytest.raises(QueueFull, match="all 3 places"):
-            limiter.check(3)
-        assert limiter.in_use == 1
-
-
-def test_places_are_given_back_after_an_error() -> None:
-    limiter = Limiter(5)
-    with pytest.raises(ZeroDivisionError), limiter.permit() as permit:
-        permit.extend()
-        raise ZeroDivisionError
-    assert limiter.in_use == 0
 
 
 class Connection:

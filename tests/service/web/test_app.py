@@ -10,17 +10,12 @@ from typing import Any
 
 import pytest
 
-from service.models.model import LocalModel
 from service.observe.metrics import Metrics
 from service.settings import load_settings
 from service.web import app as app_module
 from service.web import middleware
-from service.web.app import create_app, log_model
-from tests.service.fakes import SIZE, model_info, on_a_loop, png
+from tests.service.fakes import SIZE, on_a_loop, png
 from tests.service.web.apps import Clock, app, form, kept, service_in, settle, until
-from tests.service.web.fake_engine import FakeEngine
-from tests.service.web.http_communicator import HttpCommunicator
-from vitserve import __version__
 
 
 @on_a_loop
@@ -64,28 +59,6 @@ async def test_a_refusal_for_want_of_an_engine_is_held_back_but_probes_and_other
         assert (await refused).code == "engine_unavailable"
     service.engine.state, service.lifecycle.draining = "ready", True
     assert (await service.classify()).code == "draining"
-
-
-@pytest.mark.parametrize(("places", "spacious"), [(80, 10), (4, 1)])
-def test_slow_bodies_give_way_when_an_eighth_of_the_places_arrives(places: int, spacious: int) -> None:
-    assert service_in(app(queue_size=places)).receiving._spacious == spacious
-
-
-@on_a_loop
-async def test_such_a_refusal_is_held_back_for_half_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        slept.append(seconds)
-
-    engine = FakeEngine()
-    engine.state = "loading"
-    asgi = create_app(load_settings(), LocalModel(lambda _: engine), Metrics())
-    monkeypatch.undo()  # in the other tests it is shorter
-    monkeypatch.setattr(asyncio, "sleep", sleep)
-    headers = {"content-type": "image/png"}
-    refused = await HttpCommunicator(asgi, "POST", "/classify", headers=headers, body=png(1)).run()
-    assert (refused.code, slept) == ("engine_unavailable", [0.5])
 
 
 @pytest.mark.parametrize(("changes", "name"), [({"model_name": "cats"}, "cats"), ({}, load_settings().checkpoint)])
@@ -155,16 +128,6 @@ async def test_requests_are_counted_by_endpoint_and_status() -> None:
 
 
 @on_a_loop
-async def test_probes_are_neither_load_nor_refusals() -> None:
-    service = app()
-    service.engine.state = "loading"
-    text = (await service.get("/metrics")).content.decode()
-    assert "vit_inflight_requests 0.0" in text
-    await service.get("/readyz")
-    assert service.metric("vit_rejected_total", reason="engine_unavailable") == 0
-
-
-@on_a_loop
 async def test_a_defect_of_ours_is_a_problem_document_that_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     service = app()
     service.engine.error = KeyError("secret")
@@ -210,9 +173,3 @@ async def test_the_engine_is_started_and_closed_with_the_application() -> None:
     stop.set()
     await task
     assert service.engine.state == "closed"
-
-
-def test_one_line_of_the_log_says_what_is_served(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    log_model(FakeEngine().status, model_info())
-    assert caplog.messages == [f"vitserve {__version__}: fake from nowhere on cpu in float32, fake 1.0, compile: off"]

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import json
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from model.checkpoint import load_checkpoint
-from service.engine.loading import load_predictor
-from service.engine.local import engine_of
-from service.models.model import LocalModel
 from service.settings import load_settings
 from service.web.inference_protocol.descriptions import model_metadata
-from tests.e2e.checkpoints import write_checkpoint
-from tests.model.checkpoint.test_timm_library import make
 from tests.service.fakes import CLASSES, LIBRARY, model_info, on_a_loop, png
-from tests.service.web.apps import App, until
+from tests.service.web.apps import App
 from tests.service.web.fake_engine import FakeEngine
 from tests.timm_reference import timm
 
@@ -80,33 +72,3 @@ async def test_the_open_inference_protocol_has_no_output_attention() -> None:
     body = json.dumps({"inputs": [pixels], "outputs": [{"name": "attention"}]}).encode()
     response = await library_app().request("POST", "/v2/models/fake/infer", body=body)
     assert (response.status, response.json) == (422, {"error": NONE})
-
-
-@on_a_loop
-async def test_a_vision_transformer_gives_way_to_a_convnext_and_back(tmp_path: Path) -> None:
-    make("convnext", tmp_path / "convnext")
-    vit = write_checkpoint(tmp_path / "vit", "tiny", (16, 16), ("a", "b", "c"), 0)
-    expected = load_checkpoint(str(tmp_path / "convnext"))
-    settings = load_settings({"checkpoint": str(vit), "device": "cpu", "compile": "off"})
-
-    def make_engine(checkpoint: str | None) -> Any:
-        own = settings if checkpoint is None else settings.model_copy(update={"checkpoint": checkpoint})
-        return engine_of(own, load_predictor, lambda report: None)
-
-    swap = LocalModel(make_engine)
-    service = App(settings, engine=cast(Any, swap))
-    swap.start(lambda: None)
-    try:
-        await until(lambda: swap.current.engine.ready)
-        for folder, runtime, labels in (
-            (str(tmp_path / "convnext"), "timm", expected.labels),
-            (str(vit), "vitserve", ("a", "b", "c")),
-        ):
-            await swap.load(folder)
-            answer = await service.classify(png(7))
-            assert {each["label"] for each in answer.json["predictions"]} == set(labels)
-            assert (await service.get("/model")).json["runtime"] == runtime
-            with_map = await service.classify(png(7), query="attention=relevance")
-            assert with_map.status == (422 if runtime == "timm" else 200)
-    finally:
-        await swap.close()

@@ -21,19 +21,16 @@ CONTRACT = {
     (413, "too_many_images"),
     (422, "image_too_costly"),
     (415, "unsupported_media_type"),
-    (417, "expectation_failed"),
     (422, "invalid_image"),
     (422, "invalid_parameter"),
     (422, "checkpoint_refused"),
     (429, "too_many_requests"),
     (500, "inference_failed"),
-    (501, "not_implemented"),
     (503, "queue_full"),
     (503, "receiving_full"),
     (503, "engine_unavailable"),
     (503, "draining"),
     (504, "deadline_exceeded"),
-    (505, "http_version_not_supported"),
 }
 
 NEVER_ANSWERED = {errors.SettingsError, errors.ClientDisconnected}
@@ -65,18 +62,6 @@ def test_an_error_becomes_its_row_with_its_message(kind: type[Exception]) -> Non
     assert problem.detail == "what happened"
 
 
-def test_an_input_error_of_the_model_is_an_invalid_parameter() -> None:
-    problem = problem_of(model_errors.InputError("layer", "layer 99: there is none"))
-    assert (problem.status, problem.code, problem.detail) == (422, "invalid_parameter", "layer 99: there is none")
-
-
-def test_a_subclass_without_a_row_takes_its_parents() -> None:
-    class Cropped(model_errors.InvalidImage):
-        pass
-
-    assert problem_of(Cropped("half of it")).code == "invalid_image"
-
-
 def test_what_is_not_in_the_table_says_nothing_of_itself() -> None:
     problem = problem_of(KeyError("secret"))
     assert problem.status == 500
@@ -95,10 +80,6 @@ def test_a_detail_has_at_most_500_characters_and_keeps_both_ends(length: int, ke
     assert len(detail) == kept
     assert detail.endswith("end")
     assert ("..." in detail) == (length > 500)
-
-
-def test_401_names_the_scheme() -> None:
-    assert problem_of(errors.Unauthorized("who?")).headers == {"WWW-Authenticate": "Bearer"}
 
 
 def test_the_document_is_rfc_9457_with_code_and_request_id() -> None:

@@ -9,195 +9,90 @@ import pytest
 
 from service.errors import QueueFull, ReceivingFull
 from service.web.admission import MIN_BODY_RATE as RATE
-from service.web.admission import Body, ByteBudget, Receiving
+from service.web.admission import Body, Receiving
 from tests.service.fakes import on_a_loop, png
-from tests.service.web.apps import App, Clock, app, budget_of, form, service_in, until
-from tests.service.web.http_communicator import HttpCommunicator
+from tests.service.web.apps import Clock, app, budget_of, form, service_in, until
 
 
 class Bodies:
     """Bodies under a clock; `ended` names those that had to give way, in order."""
 
-    def __init__(self, *, capacity: int = 1_000_000, spacious: int = 2, turnover: float = 0) -> None:
+    def __init__(self, *, capacity: int = 1_000_000) -> None:
         self.clock = Clock()
-        self.budget = ByteBudget(capacity)
-        self.receiving = Receiving(self.budget, spacious=spacious, turnover=turnover, clock=self.clock)
+        self.receiving = Receiving(capacity, self.clock)
         self.ended: list[str] = []
         self.stack = ExitStack()
 
-    def arrive(self, name: str) -> Body:
+    def arrive(self, name: str, size: int = 0) -> Body:
         body = self.stack.enter_context(self.receiving.body())
         self.stack.enter_context(self.receiving.arriving(body, lambda: self.ended.append(name)))
+        self.receiving.add(body, size)
         return body
 
 
-def test_a_body_may_be_a_second_behind_its_rate_before_it_crawls() -> None:
-    bodies = Bodies(spacious=1)
-    bodies.arrive("silent")
-    bodies.clock.now += 1
-    bodies.arrive("newcomer")
-    assert bodies.ended == []
-    bodies.clock.now += 0.01
-    bodies.arrive("newcomer")
-    assert bodies.ended == ["silent"]
+@pytest.mark.parametrize(
+    ("sent", "seconds", "crawls"),
+    [(1, 1.0, False), (1, 1.01, True), (3 * RATE, 1.01, True)],
+    ids=["a second behind its rate", "more", "behind a burst"],
+)
+def test_a_body_crawls_when_it_is_a_second_behind_its_rate(sent: int, seconds: float, crawls: bool) -> None:
+    bodies = Bodies(capacity=4 * RATE)
+    bodies.arrive("slow", sent)
+    bodies.clock.now += seconds
+    bodies.arrive("steady", 4 * RATE - sent)
+    if crawls:
+        bodies.arrive("newcomer", 1)
+    else:
+        with pytest.raises(ReceivingFull):
+            bodies.arrive("newcomer", 1)
+    assert bodies.ended == ["slow"] * crawls
 
 
-def test_for_the_room_of_its_connection_a_body_crawls_when_all_of_it_came_too_slowly() -> None:
-    bodies = Bodies()
-    silent, steady = bodies.arrive("silent"), bodies.arrive("steady")
-    for _ in range(3):
-        bodies.receiving.add(steady, RATE)
-    bodies.clock.now += 0.1
-    assert not bodies.receiving.crawls(silent)
-    bodies.clock.now += 0.01
-    assert bodies.receiving.crawls(silent)
-    bodies.clock.now += 2.9  # a pause after what came faster than it must
-    assert not bodies.receiving.crawls(steady)
-    bodies.clock.now += 0.1
-    assert bodies.receiving.crawls(steady)
-    bodies.stack.close()
-    assert not bodies.receiving.crawls(silent)
-
-
-def test_the_slowest_gives_way_first_and_only_while_room_is_wanted() -> None:
-    bodies = Bodies(spacious=3)
-    slow, slower, fast = (bodies.arrive(name) for name in ("slow", "slower", "fast"))
-    for _ in range(4):
-        bodies.clock.now += 1
-        bodies.receiving.add(slow, RATE // 2)
-        bodies.receiving.add(slower, RATE // 4)
-        bodies.receiving.add(fast, RATE)
-    assert bodies.ended == []
-    for _ in range(3):
-        bodies.arrive("newcomer")
-    assert bodies.ended == ["slower", "slow"]
-    assert (slow.gave_way, slower.gave_way, fast.gave_way) == (True, True, False)
-
-
-def test_those_who_came_together_do_not_all_give_way_together() -> None:
-    bodies = Bodies(spacious=1, turnover=40)
-    for name in "abcd":
-        bodies.arrive(name)
+def test_for_memory_the_largest_that_crawl_give_way_and_no_more_than_must() -> None:
+    bodies = Bodies(capacity=100)
+    for name, size in (("small", 10), ("large", 30), ("larger", 50), ("empty", 0)):
+        bodies.arrive(name, size)
     bodies.clock.now += 2
-    for _ in range(3):
-        bodies.arrive("newcomer")
-    assert bodies.ended == ["a"]
-    bodies.clock.now += 10
-    bodies.arrive("newcomer")
-    assert bodies.ended == ["a", "b"]
-
-
-def test_a_service_keeps_an_eighth_of_its_places_for_those_who_crawl_and_lets_them_go_in_half_its_patience() -> None:
-    for places, spacious in ((24, 3), (4, 1)):
-        receiving = service_in(app(queue_size=places, request_timeout=40)).receiving
-        assert (receiving._spacious, receiving._turnover) == (spacious, 20)
-
-
-def test_a_burst_buys_one_second_and_no_more() -> None:
-    bodies = Bodies(spacious=1)
-    bodies.receiving.add(bodies.arrive("burst"), 100 * RATE)
-    bodies.clock.now += 1.01
-    bodies.arrive("newcomer")
-    assert bodies.ended == ["burst"]
-
-
-def test_a_body_that_goes_on_crawls_no_more() -> None:
-    bodies = Bodies(spacious=1)
-    body = bodies.arrive("late")
-    bodies.clock.now += 5
-    bodies.receiving.add(body, 10 * RATE)
-    bodies.arrive("newcomer")
-    assert bodies.ended == []
+    bodies.arrive("newcomer", 80)
+    assert bodies.ended == ["larger", "large"]
+    assert bodies.receiving.in_use == 90
+    bodies.stack.close()
+    assert bodies.receiving.in_use == 0
 
 
 def test_a_body_that_is_here_gives_way_to_none_and_its_bytes_count_until_it_is_answered() -> None:
-    bodies = Bodies(capacity=100, spacious=1)
+    bodies = Bodies(capacity=100)
     with bodies.receiving.body() as body:
         with bodies.receiving.arriving(body, lambda: bodies.ended.append("whole")):
             bodies.receiving.add(body, 100)
         bodies.clock.now += 10
-        with pytest.raises(ReceivingFull):
-            bodies.receiving.add(bodies.arrive("newcomer"), 1)
-        assert bodies.budget.in_use == 100
-    assert bodies.ended == []
-    assert bodies.budget.in_use == 0
-
-
-def test_bytes_beyond_the_budget_are_refused_and_not_counted() -> None:
-    bodies = Bodies(capacity=100)
-    one, two = bodies.arrive("one"), bodies.arrive("two")
-    bodies.receiving.add(one, 60)
-    bodies.receiving.add(two, 40)
-    with pytest.raises(ReceivingFull, match="100 bytes"):
-        bodies.receiving.add(two, 1)
-    assert bodies.budget.in_use == 100
-    bodies.stack.close()
-    assert bodies.budget.in_use == 0
-
-
-def test_for_memory_the_largest_that_crawl_give_way_and_no_more_than_must() -> None:
-    bodies = Bodies(capacity=100, spacious=10)
-    small, large, larger = (bodies.arrive(name) for name in ("small", "large", "larger"))
-    bodies.arrive("empty")
-    for body, size in ((small, 10), (large, 30), (larger, 50)):
-        bodies.receiving.add(body, size)
-    bodies.clock.now += 2
-    newcomer = bodies.arrive("newcomer")
-    bodies.receiving.add(newcomer, 80)
-    assert bodies.ended == ["larger", "large"]
-    assert bodies.budget.in_use == 90
-    bodies.stack.close()
-    assert bodies.budget.in_use == 0
+        with pytest.raises(ReceivingFull, match="100 bytes"):
+            bodies.arrive("newcomer", 1)
+        assert bodies.receiving.in_use == 100
+    assert (bodies.ended, bodies.receiving.in_use) == ([], 0)
 
 
 def test_a_body_does_not_give_way_to_itself() -> None:
     bodies = Bodies(capacity=100)
-    body = bodies.arrive("only")
-    bodies.receiving.add(body, 99)
+    body = bodies.arrive("only", 99)
     bodies.clock.now += 5
     with pytest.raises(ReceivingFull):
         bodies.receiving.add(body, 2)
     assert bodies.ended == []
 
 
-def crawler(service: App, path: str = "/classify", **headers: str) -> HttpCommunicator:
-    """A caller that sends one byte, and never another."""
-    caller = service.communicator("POST", path, headers={"content-type": "image/png", **headers}, body=None)
-    caller.feed(b"\x89")
-    return caller
-
-
 @on_a_loop
-@pytest.mark.parametrize("path", ["/classify", "/classify/batch", "/attention"])
-@pytest.mark.parametrize("keys", ["", "s3cret"])
-async def test_callers_that_crawl_keep_nobody_out_and_the_slowest_is_408_when_its_room_is_wanted(
-    path: str, keys: str
-) -> None:
-    clock = Clock()
-    service = app(clock, queue_size=8, api_keys=keys, request_timeout=12)
-    headers = {"authorization": "Bearer s3cret"}
-    crawlers = [crawler(service, path, **headers) for _ in range(12)]
-    running = [caller.start() for caller in crawlers]
-    await until(lambda: all(caller.received == 2 for caller in crawlers))
-
-    async def ask() -> int:
-        return (
-            await service.request("POST", "/classify", headers={"content-type": "a/b", **headers}, body=png(7))
-        ).status
-
-    assert [await ask() for _ in range(3)] == [200] * 3  # nobody crawls yet, and nobody is ended
-    assert not any(caller.answered for caller in crawlers)
-    clock.now += 1.5
-    for _ in range(3):
-        assert await ask() == 200
-        clock.now += 0.6  # more than half the timeout divided by twelve
-    await until(lambda: sum(caller.answered for caller in crawlers) == 3)
-    for caller in crawlers[:3]:
-        assert (caller.status, caller.code) == (408, "request_timeout")
-        assert "too slowly" in caller.json["detail"]
-    assert service.metric("vit_rejected_total", reason="request_timeout") == 3
-    for caller in crawlers:
-        caller.disconnect()
+async def test_callers_that_crawl_keep_nobody_out() -> None:
+    service = app(queue_size=8)
+    headers = {"content-type": "image/png"}
+    crawlers = [service.communicator("POST", "/classify", headers=headers, body=None) for _ in range(12)]
+    for crawler in crawlers:
+        crawler.feed(b"\x89")
+    running = [crawler.start() for crawler in crawlers]
+    await until(lambda: all(crawler.received == 2 for crawler in crawlers))
+    assert [(await service.classify(png(7))).status for _ in range(3)] == [200] * 3
+    for crawler in crawlers:
+        crawler.disconnect()
     await asyncio.gather(*running)
     assert budget_of(service).in_use == 0
 
@@ -238,7 +133,8 @@ async def test_a_batch_that_needs_more_places_than_are_free_is_refused_at_the_fi
 
 @on_a_loop
 async def test_more_bytes_than_all_bodies_may_have_are_503_with_a_time_to_try_again() -> None:
-    service = app(max_receiving_bytes=500, queue_size=10)
+    service = app(queue_size=10)
+    budget_of(service).capacity = 500
     hog = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=None)
     hog.feed(bytes(490))
     running = hog.start()
@@ -254,18 +150,6 @@ async def test_more_bytes_than_all_bodies_may_have_are_503_with_a_time_to_try_ag
     assert budget_of(service).in_use == 0
 
 
-@on_a_loop
-async def test_a_picture_counts_until_it_is_answered() -> None:
-    service = app()
-    service.engine.gate.clear()
-    running = asyncio.create_task(service.classify(png(7)))
-    await until(lambda: service.engine.waiting == 1)
-    assert budget_of(service).in_use == len(png(7))
-    service.engine.gate.set()
-    await running
-    assert budget_of(service).in_use == 0
-
-
 def test_those_who_began_a_moment_ago_are_expected_soon() -> None:
     bodies = Bodies()
     assert bodies.receiving.newcomers(9) == 0
@@ -277,16 +161,6 @@ def test_those_who_began_a_moment_ago_are_expected_soon() -> None:
     bodies.clock.now += 0.06
     assert bodies.receiving.newcomers(9) == 3
     bodies.stack.close()
-    assert bodies.receiving.newcomers(9) == 0
-
-
-def test_a_moment_is_a_tenth_of_a_second_and_ends_after_it() -> None:
-    bodies = Bodies()
-    bodies.clock.now = 0.0
-    bodies.arrive("early")
-    bodies.clock.now = 0.1
-    assert bodies.receiving.newcomers(9) == 1
-    bodies.clock.now = 0.1001
     assert bodies.receiving.newcomers(9) == 0
 
 

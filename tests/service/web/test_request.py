@@ -56,7 +56,8 @@ async def test_nobody_waits_for_an_engine_that_never_answers(path: str, monkeypa
 
 @on_a_loop
 async def test_a_caller_that_goes_away_while_sending_leaves_nothing_behind() -> None:
-    service = app(queue_size=1, max_receiving_bytes=500)
+    service = app(queue_size=1)
+    budget_of(service).capacity = 500
     communicator = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=None)
     communicator.feed(png(1)[:10])
     running = communicator.start()

@@ -2,67 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
-from collections.abc import Callable
 
 import pytest
 
-from service.observe.logs import JsonFormatter
-from service.web.request_log import LINES_A_SECOND, RequestLog
+from service.web.request_log import LINES_A_SECOND
 from tests.service.fakes import on_a_loop, png
 from tests.service.http.listening import GET, listening, post
 from tests.service.web.apps import service_in, until
-
-
-class Clock:
-    """An event loop of which only the timers run."""
-
-    def __init__(self) -> None:
-        self._due: list[Callable[[], None]] = []
-
-    def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
-        assert seconds == 1
-        self._due.append(callback)
-
-    def advance(self, _: float) -> None:
-        due, self._due = self._due, []
-        for callback in due:
-            callback()
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(asyncio, "get_running_loop", lambda: clock)
-    return clock
-
-
-def test_the_first_of_each_second_have_their_own_lines_and_the_rest_one_together(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    log = RequestLog()
-    for _ in range(2):
-        own = [log.has_own_line("queue_full") for _ in range(LINES_A_SECOND + 3)]
-        own += [log.has_own_line("draining")]
-        assert own == [True] * LINES_A_SECOND + [False] * 4
-        assert not caplog.records
-        clock.advance(1)
-        [record] = caplog.records
-        assert record.getMessage() == "refused 4 more: 3 queue_full, 1 draining"
-        assert json.loads(JsonFormatter().format(record))["refused"] == {"queue_full": 3, "draining": 1}
-        caplog.clear()
-
-
-def test_a_second_with_few_refusals_has_no_further_line(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    log = RequestLog()
-    assert all(log.has_own_line("queue_full") for _ in range(LINES_A_SECOND))
-    clock.advance(1)
-    assert log.has_own_line("queue_full")
-    assert not caplog.records
 
 
 @on_a_loop

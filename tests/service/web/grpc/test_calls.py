@@ -14,16 +14,14 @@ import numpy as np
 import pytest
 from google.protobuf import json_format
 
-from model.outputs import EmbeddingRequest
 from service.errors import DeadlineExceeded, InferenceFailed, SettingsError
 from service.settings import load_settings
 from service.web.grpc import open_inference_pb2 as messages
 from service.web.grpc.calls import STATUS_CODES
 from service.web.problems import TABLE
-from tests.service.fakes import CLASSES, SIZE, answer, expected_embedding, expected_indices, on_a_loop, pixels, png
+from tests.service.fakes import CLASSES, SIZE, answer, expected_indices, on_a_loop, pixels, png
 from tests.service.web.apps import service_in, settle, until
 from tests.service.web.grpc.caller import Output, arrays, calling, image, number, raw
-from tests.service.web.test_swap import FakeSwap
 
 Code = grpc.StatusCode
 ENDPOINT = "/inference.GRPCInferenceService/ModelInfer"
@@ -74,20 +72,6 @@ async def test_outputs_are_those_that_are_asked_for() -> None:
 
 
 @on_a_loop
-async def test_embeddings_come_beside_labels() -> None:
-    request = image(png(8), png(9))
-    request.outputs.append(Output(name="embedding"))
-    request.outputs.append(Output(name="index"))
-    request.parameters["pool"].string_param = "mean"
-    request.parameters["normalize"].bool_param = True
-    async with calling() as caller:
-        found = arrays(await caller.infer(request))
-    expected = np.stack([expected_embedding(red, EmbeddingRequest("mean", True)) for red in (8, 9)])
-    np.testing.assert_array_equal(found["embedding"], expected)
-    assert found["index"].shape == (2, 5)
-
-
-@on_a_loop
 async def test_documents_are_those_of_http() -> None:
     asked = messages.ModelRequest(name="fake").SerializeToString()
     kinds: list[tuple[str, str, Any, Callable[[Any], Any]]] = [
@@ -121,23 +105,6 @@ async def test_health_follows_the_engine_and_the_drain() -> None:
         service.lifecycle.draining = False
         assert not await ready("ModelReady", name="other")
         assert not await ready("ModelReady", name="fake", version="2")
-
-
-@on_a_loop
-async def test_a_question_is_answered_by_the_model_that_is_current_when_it_is_here() -> None:
-    swap = FakeSwap()
-    asked = messages.ModelRequest(name="fake").SerializeToString()
-    async with calling(swap) as caller:
-        questions = [caller.stream(method) for method in ("ModelReady", "ModelMetadata", "ModelConfig")]
-        await until(lambda: caller.service.metric("vit_inflight_requests") == 3)
-        await swap.load("next")
-        swap.old.state = "closed"
-        for question in questions:
-            await question.write(asked)
-            await question.done_writing()
-        assert messages.ModelReadyResponse.FromString(await questions[0]).ready
-        assert messages.ModelMetadataResponse.FromString(await questions[1]).name == "fake"
-        assert messages.ModelConfigResponse.FromString(await questions[2]).config.name == "fake"
 
 
 def changed(change: Callable[[Any], object]) -> messages.ModelInferRequest:
@@ -231,21 +198,9 @@ async def test_a_message_that_does_not_arrive_is_not_waited_for(method: str) -> 
 
 
 @on_a_loop
-async def test_health_waits_for_no_message_and_in_no_queue() -> None:
-    async with calling(api_keys="KEY") as caller:
-        mine = (("authorization", "Bearer KEY"),)
-        for method in ("ServerLive", "ServerReady"):
-            assert await caller.stream(method)
-        crowd = [caller.stream("ModelInfer", metadata=mine) for _ in range(30)]
-        await until(lambda: caller.service.metric("vit_inflight_requests") == 30)
-        assert messages.ServerReadyResponse.FromString(await caller.call("ServerReady")).ready
-        for call in crowd:
-            call.cancel()
-
-
-@on_a_loop
 async def test_messages_are_bounded_and_not_compressed() -> None:
-    async with calling(max_request_bytes=100_000, max_receiving_bytes=50_000) as caller:
+    async with calling(max_request_bytes=100_000) as caller:
+        service_in(caller.service).receiving.capacity = 50_000
         assert (await caller.refusal(bytes(100_001))).code() == Code.RESOURCE_EXHAUSTED
         refused = await caller.refusal(raw("image", "BYTES", [1], bytes(60_000)))
         assert (refused.code(), "being received" in refused.details()) == (Code.UNAVAILABLE, True)
@@ -254,7 +209,7 @@ async def test_messages_are_bounded_and_not_compressed() -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="at most 65536"):
             await caller.call("ModelReady", bytes(70_000))
         await caller.infer(image(png(1)))
-        assert service_in(caller.service).receiving._budget.in_use == 0
+        assert service_in(caller.service).receiving.in_use == 0
 
 
 @on_a_loop
@@ -342,8 +297,3 @@ def test_without_a_grpcio_that_bounds_pings_the_setting_is_refused_in_one_line(
     assert load_settings().grpc_port is None
     with pytest.raises(SettingsError, match=r"^VIT_GRPC_PORT='1': it needs grpcio 1.81 or newer: pip install -e"):
         load_settings({"grpc_port": "1"})
-
-
-def test_the_port_is_another_one_than_that_of_http() -> None:
-    with pytest.raises(SettingsError, match=r"^VIT_GRPC_PORT='8000': expected another port than VIT_PORT$"):
-        load_settings({"grpc_port": "8000"})

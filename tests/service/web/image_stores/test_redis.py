@@ -19,7 +19,7 @@ from model.images.region import Region
 from service.web.image_stores import redis as redis_image_store
 from service.web.image_stores.redis import RedisImageStore
 from tests.service.fakes import PATIENCE, on_a_loop, png
-from tests.service.web.apps import app, service_in, until
+from tests.service.web.apps import app, service_in
 
 redis = pytest.importorskip("redis", reason="the package redis is not installed")
 
@@ -144,41 +144,6 @@ async def test_a_picture_is_kept_for_its_time(server: Redis) -> None:
 
 
 @on_a_loop
-@pytest.mark.parametrize("wrong", ["", "x", "é" * 22, "A" * 22, "A" * 10_000, "../order", "*" * 22])
-async def test_an_unknown_id_leads_to_nothing(server: Redis, wrong: str) -> None:
-    async with stores(server, 1) as (store,):
-        await put(store, picture(1))
-        assert await store.get(wrong) is None
-
-
-@on_a_loop
-async def test_nobody_waits_longer_than_a_quarter_of_a_second(
-    shared_server: Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    bounds: list[float | None] = []
-    timeout = asyncio.timeout
-
-    def at_once(seconds: float | None) -> asyncio.Timeout:
-        bounds.append(seconds)
-        return timeout(0)
-
-    async with stores(shared_server, 1) as (store,):
-        assert store.usage() == (0, 0, 0)
-        monkeypatch.setattr(asyncio, "timeout", at_once)
-        assert await store.put(picture(1)) is None
-        monkeypatch.undo()
-    assert bounds[0] == 0.25
-    assert caplog.messages == ["kept pictures: Redis does not answer: TimeoutError"]
-
-
-def test_a_time_is_rounded_up_to_a_millisecond() -> None:
-    """To Redis no time at all is an error."""
-    for ttl, milliseconds in ((0.0004, 1), (60, 60_000)):
-        store = RedisImageStore("redis://localhost:1", name="cats", ttl=ttl, max_bytes=1, failed=lambda: None)
-        assert store._milliseconds == milliseconds
-
-
-@on_a_loop
 async def test_nothing_is_kept_where_there_is_no_room_or_no_time(server: Redis) -> None:
     failures: list[None] = []
     for changes in ({"ttl": 0}, {"max_bytes": 0}, {"max_bytes": 1000}, {"max_bytes": COST - 1}):
@@ -189,18 +154,6 @@ async def test_nothing_is_kept_where_there_is_no_room_or_no_time(server: Redis) 
         for value in (1, 2):
             assert await store.get(await put(store, picture(value))) is not None
         assert store.usage() == (1, COST, 1)
-
-
-@on_a_loop
-async def test_a_store_that_is_closed_leaves_no_connection(server: Redis) -> None:
-    client = redis.Redis.from_url(server.url)
-    before = client.client_list()
-    async with stores(server) as made:
-        for store in made:
-            await put(store, picture(1))
-        assert len(client.client_list()) > len(before)
-    await until(lambda: len(client.client_list()) <= len(before))
-    client.close()
 
 
 @on_a_loop
@@ -259,22 +212,6 @@ async def test_what_is_no_picture_of_this_model_is_not_found_and_costs_no_other_
     for query in ("method=cls&format=json", "format=png"):
         assert (await service.get("/attention", f"id={image_id}&{query}")).status == 404
     assert "id" in (await service.classify(png(2))).json
-
-
-@on_a_loop
-async def test_other_values_under_its_keys_cost_the_id_only(server: Redis) -> None:
-    clock = Clock()
-    service = app(clock, recent_url=server.url, recent_ttl=60)
-    assert "id" in (await service.classify(png(1))).json
-    client = redis.Redis.from_url(server.url)
-    for suffix in ("evictions", "order"):
-        [order] = client.keys(f"*{suffix}") or client.keys("*order")
-        client.set(order.replace(b"order", suffix.encode()), "abc")
-        answer = await service.classify(png(2))
-        assert answer.status == 200
-        assert "id" not in answer.json
-        clock.now += 1
-    client.close()
 
 
 @on_a_loop

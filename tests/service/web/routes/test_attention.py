@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from service.engine.messages import InferenceRequest, InferenceResult
 from service.errors import DeadlineExceeded
 from tests.model.images.pictures import encode
 from tests.service.fakes import SIZE, model_info, on_a_loop, png
-from tests.service.web.apps import App, Clock, app, form, kept, service_in
+from tests.service.web.apps import App, app, form, kept, service_in
 
 
 @on_a_loop
@@ -63,20 +62,6 @@ async def test_a_map_is_private_and_is_what_it_says_it_is(format_: str) -> None:
 
 
 @on_a_loop
-async def test_no_more_than_the_best_class_is_asked_for_beside_a_map() -> None:
-    service, asked = app(), list[int]()
-    infer = service.engine.infer
-
-    async def counting(request: InferenceRequest, *, timeout: float) -> InferenceResult:
-        asked.append(request.requested.top_k)
-        return await infer(request, timeout=timeout)
-
-    service.engine.infer = counting  # type: ignore[method-assign]
-    assert (await service.request("POST", "/attention", **form(png(9)))).status == 200
-    assert asked == [1]
-
-
-@on_a_loop
 async def test_a_posted_picture_gets_its_map_and_is_kept() -> None:
     service = app()
     response = await service.request("POST", "/attention", query="format=json", **form(png(9)))
@@ -85,22 +70,6 @@ async def test_a_posted_picture_gets_its_map_and_is_kept() -> None:
     again = await service.get("/attention", f"id={image_id}&format=json")
     assert again.json == response.json
     assert (service.metric("vit_images_total"), service.metric("vit_top1_score_count")) == (1, 1)
-
-
-@on_a_loop
-@pytest.mark.parametrize(("layer", "answered"), [("0", 0), ("2", 2), ("-1", 2), ("-3", 0)])
-async def test_layers_count_from_zero_and_from_the_end(layer: str, answered: int) -> None:
-    service = app()
-    response = await service.get("/attention", f"id={await kept(service)}&format=json&layer={layer}")
-    assert response.json["layer"] == answered
-
-
-@on_a_loop
-@pytest.mark.parametrize(("head", "answered"), [("mean", "mean"), ("max", "max"), ("0", 0), ("1", 1)])
-async def test_heads_are_combined_or_picked(head: str, answered: Any) -> None:
-    service = app()
-    response = await service.get("/attention", f"id={await kept(service)}&format=json&head={head}")
-    assert response.json["head"] == answered
 
 
 @on_a_loop
@@ -325,14 +294,3 @@ async def test_a_map_takes_a_place_and_keeps_the_deadline_like_any_image() -> No
     late = await service.get("/attention", f"id={image_id}")
     assert (late.status, late.code) == (504, "deadline_exceeded")
     assert service_in(service).limiter.in_use == 0
-
-
-@on_a_loop
-async def test_a_kept_picture_is_gone_when_its_time_is_up() -> None:
-    clock = Clock()
-    service = app(clock, recent_ttl=60)
-    image_id = await kept(service)
-    clock.now += 59
-    assert (await service.get("/attention", f"id={image_id}")).status == 200
-    clock.now += 1
-    assert (await service.get("/attention", f"id={image_id}")).status == 404

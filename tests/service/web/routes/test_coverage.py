@@ -77,12 +77,6 @@ async def test_the_inference_protocol_has_the_size_of_the_set_over_http_and_grpc
 
 
 @on_a_loop
-async def test_the_model_says_its_coverage() -> None:
-    answer = (await with_coverage().get("/model")).json
-    assert (answer["coverage"], answer["calibrated_on"]) == (0.95, 50)
-
-
-@on_a_loop
 async def test_without_a_coverage_no_door_says_anything_of_sets() -> None:
     service = app()
     assert fields((await service.classify(png(0))).json) == {}

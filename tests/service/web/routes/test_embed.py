@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from model.outputs import EmbeddingRequest
-from service.errors import DeadlineExceeded
 from tests.service.fakes import SIZE, expected_embedding, model_info, on_a_loop, png
-from tests.service.web.apps import App, app, form, service_in
+from tests.service.web.apps import App, app, form
 from tests.service.web.http_communicator import HttpCommunicator
 
 HEAD = EmbeddingRequest()
@@ -108,18 +107,6 @@ async def test_a_model_without_a_cls_token_has_no_embedding_of_it() -> None:
     assert (response.status, response.code) == (422, "invalid_parameter")
     assert response.json["detail"] == "pool 'cls': the model has no CLS token; expected head or mean"
     assert (await embed(service, "pool=mean")).status == 200
-
-
-@on_a_loop
-async def test_an_embedding_takes_a_place_and_keeps_the_deadline_like_any_image() -> None:
-    service = app(queue_size=1)
-    with service_in(service).limiter.permit():
-        full = await embed(service)
-    assert (full.status, full.code) == (503, "queue_full")
-    service.engine.error = DeadlineExceeded("late")
-    late = await embed(service, "format=npy")
-    assert (late.status, late.code) == (504, "deadline_exceeded")
-    assert service_in(service).limiter.in_use == 0
 
 
 @on_a_loop

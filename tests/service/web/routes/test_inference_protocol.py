@@ -6,8 +6,6 @@ import asyncio
 import base64
 import json
 import struct
-import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -15,8 +13,6 @@ import pytest
 
 from model.outputs import EmbeddingRequest
 from service.web.inference_protocol import tensors
-from service.web.inference_protocol.tensors import split_body
-from service.web.routes import inference_protocol
 from tests.service.fakes import (
     CLASSES,
     SIZE,
@@ -280,24 +276,6 @@ async def test_a_body_that_is_no_request_is_400(body: bytes, headers: dict[str, 
 
 
 @on_a_loop
-async def test_a_large_body_is_read_on_a_decode_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[str] = []
-
-    def read(body: bytearray, length: int | None) -> Any:
-        threads.append(threading.current_thread().name)
-        return split_body(body, length)
-
-    monkeypatch.setattr(inference_protocol, "split_body", read)
-    service = app()
-    for spaces in (0, 2 << 20):
-        body = json.dumps({"inputs": [IMAGE]}).encode() + b" " * spaces
-        assert (await post(service, body)).status == 200
-        assert (await post(service, b"x" + body)).status == 400
-    assert threads[:2] == [threading.current_thread().name] * 2
-    assert [name.startswith("documents") for name in threads] == [False, False, True, True]
-
-
-@on_a_loop
 async def test_one_bad_picture_fails_its_request_and_is_named() -> None:
     tensor = encoded(1, 2)
     tensor["data"][1] = base64.b64encode(b"GIF89a nothing").decode()
@@ -326,26 +304,6 @@ async def test_it_takes_a_place_a_picture_and_gives_them_back() -> None:
     service.engine.gate.set()
     assert (await held).status == 200
     assert (await infer(service, encoded(1, 2, 3))).status == 200
-
-
-@on_a_loop
-async def test_keys_are_asked_for_but_for_health() -> None:
-    service = app(api_keys="one")
-    assert (await service.get("/v2/health/live")).status == 200
-    assert (await service.get("/v2/health/ready")).status == 200
-    refused = await service.get("/v2/models/fake")
-    assert (refused.status, list(refused.json)) == (401, ["error"])
-    assert (await service.get("/v2/models/fake", authorization="Bearer one")).status == 200
-
-
-@on_a_loop
-async def test_requests_are_counted_by_the_form_of_their_path() -> None:
-    service = app()
-    await infer(service, IMAGE)
-    await infer(service, IMAGE, path="/v2/models/other/infer")
-    assert service.metric("vit_requests_total", endpoint="/v2/models/{name}/infer", code="200") == 1
-    assert service.metric("vit_requests_total", endpoint="/v2/models/{name}/infer", code="404") == 1
-    assert service.metric("vit_images_total") == 1
 
 
 @on_a_loop
@@ -391,15 +349,3 @@ async def test_strings_among_pixels_are_refused_before_an_array_is_as_wide_as_th
     response = await post(app(), json.dumps({"inputs": [tensor]}).encode())
     assert response.status == 400
     assert "0 to 255" in response.json["error"]
-
-
-def test_floats_take_no_longer_for_being_large() -> None:
-    """The event loop reads them, and 400,000 of 1e308 took msgspec four seconds, 200 times as long as those of 1.5."""
-
-    def seconds(number: bytes) -> float:
-        body = bytearray(b'{"inputs":[],"parameters":{"a":[' + number + (b"," + number) * 20_000 + b"]}}")
-        start = time.thread_time()
-        tensors.split_body(body, None)
-        return time.thread_time() - start
-
-    assert seconds(b"1e308") < 20 * seconds(b"1.5")

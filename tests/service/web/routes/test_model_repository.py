@@ -124,14 +124,6 @@ async def test_the_answer_says_why_nothing_was_swapped(error: Exception, status:
 
 
 @on_a_loop
-async def test_the_name_is_that_of_the_model() -> None:
-    service, loaded = swapping()
-    answer = await post(service, "/v2/repository/models/another/load")
-    assert (answer.status, loaded) == (404, [])
-    assert answer.json == {"error": "'another': no such model; there is 'fake'"}
-
-
-@on_a_loop
 @pytest.mark.parametrize("path", [LOAD, UNLOAD])
 async def test_without_an_admin_key_in_the_settings_nobody_may_load(path: str) -> None:
     service, loaded = swapping(admin_key=None)
@@ -183,10 +175,3 @@ async def test_a_service_that_stops_loads_nothing() -> None:
 async def test_the_index_lists_the_one_model(body: Any) -> None:
     answer = await post(app(), "/v2/repository/index", body=body)
     assert answer.json == [{"name": "fake", "version": "1", "state": "READY", "reason": ""}]
-
-
-@on_a_loop
-@pytest.mark.parametrize(("settings", "named"), [({}, False), ({"admin_key": "admin"}, True)])
-async def test_the_extension_is_named_where_it_is_served(settings: dict[str, Any], named: bool) -> None:
-    extensions = (await app(**settings).get("/v2")).json["extensions"]
-    assert ("model_repository" in extensions) is named

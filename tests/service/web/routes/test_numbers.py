@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from model.images.region import Region
 from model.outputs import AttentionMap, MapRequest
@@ -16,11 +15,6 @@ LABELS = ("cat", "dog", "eel")
 def test_scores_are_the_shortest_decimals_of_their_floats() -> None:
     predictions = Prediction.ranked(LABELS, [2, 0], np.array([0.83, 1 / 3], np.float32).tolist())
     assert [(each.label, each.index, each.score) for each in predictions] == [("eel", 2, 0.83), ("cat", 0, 0.3333333)]
-
-
-def test_a_class_without_a_score_is_a_defect() -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        Prediction.ranked(LABELS, [2, 0], [0.5])
 
 
 def test_a_region_is_told_to_a_thousandth_of_a_pixel() -> None:

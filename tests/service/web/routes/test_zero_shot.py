@@ -235,18 +235,6 @@ async def test_texts_that_cannot_be_embedded_are_refused(query: str, body: bytes
 
 
 @on_a_loop
-async def test_texts_take_a_place_in_the_service() -> None:
-    served = service()
-    served.engine.gate.clear()
-    waiting = asyncio.create_task(served.request("POST", "/embed", query="text=a"))
-    while served.engine.timeouts == []:
-        await asyncio.sleep(0)
-    assert served.metric("vit_inflight_requests") == 1
-    served.engine.gate.set()
-    assert (await waiting).status == 200
-
-
-@on_a_loop
 async def test_labels_of_v2_are_a_parameter() -> None:
     names = [{"name": name} for name in ("label", "index", "score", "logits", "embedding")]
     response = await infer(service(), encoded(9, 60), outputs=names, parameters={"labels": CSV})
@@ -297,9 +285,3 @@ async def test_other_servers_routes_take_labels() -> None:
     assert scores == pytest.approx(expected_scores(9), abs=1e-6)
     document = (await service().request("POST", "/invocations", query=query, body=png(9))).json
     require_scores(document["predictions"], 9)
-
-
-@on_a_loop
-async def test_the_model_says_what_labels_stand_in() -> None:
-    assert (await service().get("/model")).json["templates"] == list(ZERO_SHOT.templates)
-    assert (await app().get("/model")).json["templates"] is None

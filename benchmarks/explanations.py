@@ -1,0 +1,290 @@
+"""Which maps are faithful to the model: `python -m benchmarks.explanations --data DIR`. It picks the default.
+
+Each map is of the class that the model itself puts first, so pictures need no labels. Three measures:
+
+- Deletion and insertion (Petsiuk et al. 2018, RISE, https://arxiv.org/abs/1806.07421): patches are taken in descending
+  order of the map. Deletion replaces them by the mean colour: after a good map the score falls at once, and the area
+  under it is small. Insertion puts them into a blurred picture: the score rises at once, and the area is large.
+- Mosaic, after the Focus of Arias-Duart et al. 2022 (https://arxiv.org/abs/2109.15035): four pictures at half size
+  stand in a 2 x 2 mosaic, and the number is the share of a class's map that lies in its own quarter; chance is 0.25.
+
+Pictures with patches missing are unlike those that the model was trained on, and only the order of a map counts (Wu et
+al. 2024, https://arxiv.org/abs/2404.01415): compare methods on the same model and pictures, beside the random baseline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.record import table
+from model.checkpoint import Checkpoint, load_checkpoint
+from model.explanation.maps import cls_map
+from model.explanation.methods import EXPLANATIONS, explain
+from model.heads import own_head
+from model.images.preprocess import preprocess
+from model.network.vit import VisionTransformer
+from model.outputs import MapRequest, Method
+from model.runtime.torch_pass import Normalise
+
+Score = Callable[[Tensor], Tensor]
+"""Takes normalised pixels, float32 [B, C, H, W]; returns the score of each class, float32 [B, K], 0...1."""
+
+Maps = Callable[[Tensor, Tensor], Tensor]
+"""Takes normalised pixels, float32 [B, C, H, W], and classes, int64 [B]; returns a map of each, [B, rows, columns]."""
+
+RANDOM: Final = "random"
+CHANCE: Final = 0.25
+TOP: Final = 10
+"""A quarter of a mosaic counts if its class is among so many best ones: of other classes the model saw nothing."""
+
+_SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp")
+_BATCH: Final = 32
+_RESAMPLES: Final = 2000
+_BLUR: Final = 1 / 16
+"""Standard deviation of the blur as a share of the picture's shorter side: 14 pixels of 224, 2 of 32."""
+
+
+class Estimate(NamedTuple):
+    """A mean, and the interval that holds it with a confidence of 95 %."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measurements of a method: an area, 0...1, for each picture, and the shares of its quarters that count."""
+
+    deletion: list[float] = field(default_factory=list)
+    insertion: list[float] = field(default_factory=list)
+    shares: list[list[float]] = field(default_factory=list)
+
+    def estimates(self, seed: int) -> tuple[Estimate | None, ...]:
+        """Return the means of deletion, insertion and mosaic; None where nothing counts."""
+        areas = ([[each] for each in values] for values in (self.deletion, self.insertion))
+        return tuple(estimate_mean(values, seed) for values in (*areas, self.shares))
+
+
+def estimate_mean(values: Sequence[Sequence[float]], seed: int = 0) -> Estimate | None:
+    """Return the mean of all pictures' values and its bootstrap interval (Efron 1979); None where there are no values.
+
+    Values of a picture are alike, so pictures are drawn, with replacement; methods that are compared need one seed.
+    """
+    sums, counts = np.array([sum(each) for each in values]), np.array([len(each) for each in values])
+    if not counts.sum():
+        return None
+    drawn = np.random.default_rng(seed).integers(0, len(sums), (_RESAMPLES, len(sums)))
+    totals = counts[drawn].sum(axis=1)
+    means = sums[drawn].sum(axis=1)[totals > 0] / totals[totals > 0]
+    low, high = np.quantile(means, (0.025, 0.975))
+    return Estimate(float(sums.sum() / counts.sum()), float(low), float(high))
+
+
+def patch_counts(patches: int, steps: int) -> Tensor:
+    """Return how many patches are taken after each of `steps` even steps from none to all: int64, ascending."""
+    return torch.tensor(sorted({round(step * patches / steps) for step in range(steps + 1)}))
+
+
+def replace_patches(start: Tensor, end: Tensor, relevance: Tensor, counts: Tensor) -> Tensor:
+    """Return a picture for each count: `start` with that many of the most relevant patches taken from `end`.
+
+    Args:
+        start: float32 [C, H, W].
+        end: float32 [C, H, W], or what broadcasts to it.
+        relevance: [rows, columns]; patches of equal value are taken row by row.
+        counts: int64 [S].
+
+    Returns:
+        float32 [S, C, H, W].
+    """
+    rank = relevance.flatten().argsort(descending=True, stable=True).argsort()
+    taken = (rank < counts.to(rank.device).unsqueeze(1)).float().reshape(-1, 1, *relevance.shape)
+    return torch.where(F.interpolate(taken, size=start.shape[-2:], mode="nearest-exact").bool(), end, start)
+
+
+@torch.no_grad()
+def area_under_score(score: Score, start: Tensor, end: Tensor, relevance: Tensor, label: int, steps: int) -> float:
+    """Return the area, 0...1, under the score of class `label` while a picture's patches are replaced in a map's order.
+
+    The area is that of trapezoids over the share of patches that are replaced; see `replace_patches`.
+    """
+    counts = patch_counts(relevance.numel(), steps)
+    parts = (replace_patches(start, end, relevance, part) for part in torch.split(counts, _BATCH))
+    scores = torch.cat([score(part)[:, label].double().cpu() for part in parts])
+    return float(torch.trapezoid(scores, counts.double() / relevance.numel()))
+
+
+def blur(picture: Tensor) -> Tensor:
+    """Return a picture, float32 [C, H, W], blurred by a Gaussian of 1/16 of its shorter side; borders are mirrored."""
+    channels, height, width = picture.shape
+    sigma = _BLUR * min(height, width)
+    radius = min(int(np.ceil(3 * sigma)), height - 1, width - 1)
+    kernel = (-(torch.arange(-radius, radius + 1, device=picture.device) ** 2) / (2 * sigma**2)).exp()
+    kernel = (kernel / kernel.sum()).expand(channels, 1, 1, -1)
+    padded = F.pad(picture.unsqueeze(0), (radius, radius, radius, radius), mode="reflect")
+    return F.conv2d(F.conv2d(padded, kernel, groups=channels), kernel.transpose(2, 3), groups=channels).squeeze(0)
+
+
+def mosaic(pictures: Tensor) -> Tensor:
+    """Return four pictures, [4, C, H, W], at half size as a mosaic, [C, H, W], in reading order."""
+    high, wide = ((size // 2, size - size // 2) for size in pictures.shape[-2:])
+    rows = [
+        [F.adaptive_avg_pool2d(pictures[2 * row + column], (high[row], wide[column])) for column in range(2)]
+        for row in range(2)
+    ]
+    return torch.cat([torch.cat(row, dim=-1) for row in rows], dim=-2)
+
+
+def counted_quarters(scores: Tensor, classes: Tensor) -> list[int]:
+    """Return the quarters, 0...3, whose class no other quarter has and is among the best of the mosaic.
+
+    Args:
+        scores: float32 [K], of the mosaic.
+        classes: int64 [4], the best class of each picture by itself.
+    """
+    best = scores.topk(min(TOP, len(scores))).indices.tolist()
+    labels = classes.tolist()
+    return [quarter for quarter, label in enumerate(labels) if labels.count(label) == 1 and label in best]
+
+
+def quarter_share(relevance: Tensor, quarter: int) -> float:
+    """Return the share, 0...1, of the positive part of a map, [rows, columns], that lies in a quarter of it.
+
+    A middle row or column of patches counts by halves. A map without a positive part has the share of an even map.
+    """
+    positive = relevance.double().clamp_min(0).cpu()
+    total = float(positive.sum())
+    if total == 0:
+        return CHANCE
+    down, across = (_half(size, part) for size, part in zip(positive.shape, divmod(quarter, 2), strict=True))
+    return float(down @ positive @ across) / total
+
+
+def _half(size: int, second: int) -> Tensor:
+    """Return the share of each of `size` patches that lies in the first or the second half: float64 [size]."""
+    first = (size / 2 - torch.arange(size, dtype=torch.float64)).clamp(0, 1)
+    return 1 - first if second else first
+
+
+def methods_of(model: VisionTransformer, seed: int) -> dict[str, Maps]:
+    """Return what can be measured, by name: noise as the baseline, the CLS row, and each explanation."""
+    generator = torch.Generator().manual_seed(seed)
+    config = model.config
+
+    def noise(pixels: Tensor, classes: Tensor) -> Tensor:
+        return torch.rand((len(classes), *config.grid), generator=generator).to(pixels.device)
+
+    @torch.no_grad()
+    def cls(pixels: Tensor, classes: Tensor) -> Tensor:
+        rows = model(pixels, (config.depth - 1,)).attention[:, 0].float().cpu().numpy()
+        return torch.from_numpy(cls_map(rows, head="mean", prefix_tokens=config.prefix_tokens, grid=config.grid)[0])
+
+    def of(method: Method, pixels: Tensor, classes: Tensor) -> Tensor:
+        return explain(model, pixels, classes, MapRequest(method))[0]
+
+    return {RANDOM: noise, "cls": cls, **{method: partial(of, method) for method in EXPLANATIONS}}
+
+
+def measure(
+    score: Score, methods: Mapping[str, Maps], read: Callable[[int], Tensor], count: int, *, steps: int, seed: int
+) -> dict[str, Measured]:
+    """Measure each method on maps of the best class of each picture, and of mosaics.
+
+    There are as many mosaics as pictures, in a random order: each picture stands once in every quarter.
+
+    Args:
+        read: takes a picture's number, 0...count-1; returns its normalised pixels, float32 [C, H, W].
+        steps: of each deletion and insertion.
+        seed: of the order in which pictures come together in mosaics.
+    """
+    found = {name: Measured() for name in methods}
+    labels: list[int] = []
+    for number in tqdm(range(count), desc="deletion, insertion", disable=None):
+        picture = read(number)
+        blurred, none = blur(picture), picture.new_zeros(())
+        with torch.no_grad():
+            best = score(picture.unsqueeze(0)).argmax(dim=1)
+        label = int(best)
+        labels.append(label)
+        for name, maps in methods.items():
+            relevance = maps(picture.unsqueeze(0), best)[0].detach()
+            found[name].deletion.append(area_under_score(score, picture, none, relevance, label, steps))
+            found[name].insertion.append(area_under_score(score, blurred, picture, relevance, label, steps))
+            found[name].shares.append([])
+    order = np.random.default_rng(seed).permutation(count)
+    for start in tqdm(range(count if count >= 4 else 0), desc="mosaics", disable=None):
+        members = np.roll(order, -start)[:4].tolist()
+        whole = mosaic(torch.stack([read(number) for number in members])).unsqueeze(0)
+        classes = torch.tensor([labels[number] for number in members], device=whole.device)
+        with torch.no_grad():
+            quarters = counted_quarters(score(whole)[0], classes)
+        for name, maps in methods.items() if quarters else ():
+            relevances = maps(whole.expand(len(quarters), -1, -1, -1), classes[quarters])
+            for quarter, relevance in zip(quarters, relevances, strict=True):
+                found[name].shares[members[quarter]].append(quarter_share(relevance, quarter))
+    return found
+
+
+def score_of(model: VisionTransformer, checkpoint: Checkpoint) -> Score:
+    """Return the function from normalised pixels to the scores that the service would answer."""
+    scores = own_head(checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label)
+    return lambda pixels: torch.from_numpy(scores.scores(model(pixels).logits.float().cpu().numpy()))
+
+
+def _files(data: Path, limit: int | None) -> list[Path]:
+    files = sorted(path for path in data.rglob("*") if path.suffix.lower() in _SUFFIXES)
+    count = min(limit or len(files), len(files))
+    return [files[number * len(files) // count] for number in range(count)]  # evenly spaced
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the methods on a folder of pictures in float32 on the CPU, and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.explanations", description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="pictures, in subfolders too")
+    parser.add_argument("--checkpoint", default="bundled")
+    parser.add_argument("--methods", nargs="*", choices=["cls", *EXPLANATIONS], default=[], help="default: all")
+    parser.add_argument("--steps", type=int, default=28, help="of deletion and insertion (default: %(default)s)")
+    parser.add_argument("--limit", type=int, help="take so many of the pictures, evenly spaced")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args(argv)
+    files = _files(arguments.data, arguments.limit)
+    if not files:
+        parser.error(f"{arguments.data}: no pictures")
+    checkpoint = load_checkpoint(arguments.checkpoint)
+    model, normalise = checkpoint.build(), Normalise(checkpoint.preprocess)
+
+    def read(number: int) -> Tensor:
+        pixels: NDArray[np.uint8] = preprocess(files[number].read_bytes(), checkpoint.preprocess)
+        normalised: Tensor = normalise(torch.from_numpy(pixels).unsqueeze(0))[0]
+        return normalised
+
+    chosen = arguments.methods or ("cls", *EXPLANATIONS)
+    methods = {name: maps for name, maps in methods_of(model, arguments.seed).items() if name in (RANDOM, *chosen)}
+    score = score_of(model, checkpoint)
+    found = measure(score, methods, read, len(files), steps=arguments.steps, seed=arguments.seed)
+    counted = sum(map(len, found[RANDOM].shares))
+    print(f"{checkpoint.name}: {len(files)} pictures, {arguments.steps} steps, {counted} quarters of mosaics count")
+    rows = [(name, *(str(each or "-") for each in one.estimates(arguments.seed))) for name, one in found.items()]
+    print(table(("method", "deletion (lower)", "insertion (higher)", "mosaic (higher)"), rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

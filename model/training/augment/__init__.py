@@ -1,1 +1,0 @@
-"""Augmentation of whole batches of pictures on the device."""

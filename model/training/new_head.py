@@ -1,0 +1,172 @@
+"""A new head on the features of a checkpoint that stays as it is, from a folder of pictures.
+
+    data -> features, once -> head (see `probe`) -> config, weights, confusion matrix
+
+Features are what the head reads, so the new head takes the old one's place.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model.checkpoint import Checkpoint, native
+from model.config import LibraryConfig, NetworkConfig, ViTConfig
+from model.data.datasets import open_dataset
+from model.data.pictures import Images, decode
+from model.errors import CheckpointError, TrainingError
+from model.evaluation.evaluate import Evaluation, measure, predict_embeddings
+from model.network.library import library_config, linear_head
+from model.runtime.device import choose_device
+from model.runtime.predictor import Predictor
+from model.training.probe import Head, fit_head
+from model.training.recipe import Recipe
+from model.training.report import describe_device, installed_versions, write_confusion
+from model.training.run_folder import prepare_folder
+from model.training.start import read_start
+from model.training.train import STORED_DTYPE, rounded
+
+logger = logging.getLogger(__name__)
+
+_ROUNDING: Final = 0.1
+"""How far logits may lie from those of the embedding, relative to their norm: in bfloat16 some percent."""
+_CONFUSIONS: Final = 3
+"""Pairs of classes that are named in the log."""
+
+
+def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evaluation:
+    """Fit a head to a folder of pictures, leave a servable folder, and return what was measured on held-out pictures.
+
+    Args:
+        data, out, device: see `model.training.train.run`.
+        recipe: names the model, the checkpoint with its size and preprocessing, and the precision of its features; the
+            seed decides the folds. Fields on training are not used.
+
+    Raises:
+        DatasetError: the data cannot be read, or a class has less than two pictures.
+        CheckpointError: the checkpoint cannot be read, or its head cannot be replaced.
+        DeviceError: the device is not available here.
+        TrainingError: `out` holds something already.
+    """
+    began = time.monotonic()
+    if recipe.checkpoint is None:
+        raise TrainingError("recipe: checkpoint: a probe needs one, for its features")
+    dataset = open_dataset(data, recipe.validation, recipe.seed)
+    prepare_folder(out, data, resume=False)
+    start = rounded(read_start(recipe, recipe.checkpoint))
+    heads = head_names(start.config)
+    dtype, threads = recipe.precision, recipe.threads or None
+    predictor = Predictor(start, device=device, dtype=dtype, compile_mode="off", threads=threads, streams=1)
+    parts = [decode(files, start.preprocess, out) for files in (dataset.train, dataset.validation)]
+    if isinstance(start.config, LibraryConfig):
+        _require_linear(predictor, start.tensors, heads[0], parts[0])
+    features = torch.cat([_features(predictor, part) for part in parts])
+    truth = torch.from_numpy(np.concatenate([part.labels for part in parts]))
+    sizes = len(dataset.labels), len(truth), features.shape[1], start.name, time.monotonic() - began
+    logger.info("%s: %d classes, %d pictures; %d features of %s after %.0f s", data, *sizes)
+
+    folds = np.repeat(np.array([-1, 0]), [len(part) for part in parts]) if dataset.own_validation else None
+    fitted, choice = fit_head(features, truth, len(dataset.labels), folds, seed=recipe.seed)
+    head = Head(*(tensor.to(STORED_DTYPE).double() for tensor in fitted))
+    split, logits, labels = "held-out", choice.logits, truth[choice.rows].numpy()
+    if dataset.test is not None:
+        test = decode(dataset.test, start.preprocess, out)
+        split, logits, labels = "test", head.logits(_features(predictor, test)), test.labels
+    measured = measure((logits / choice.temperature).softmax(dim=1).float().numpy(), labels, dataset.labels)
+    for line in _in_words(measured, split, dataset.labels):
+        logger.info("%s", line)
+
+    served = with_head(start, heads, head, dataset.labels)
+    served = replace(served, name=recipe.name, source=str(out), temperature=choice.temperature)
+    served.network()  # names, shapes and values of the weights are checked here
+    write_confusion(out, measured, dataset.labels)
+    record = {
+        "probe_of": start.name,
+        "data": dataset.name,
+        "images": len(truth),
+        "penalty": choice.penalty,
+        "seed": recipe.seed,
+        split: measured.record(),
+        "seconds": time.monotonic() - began,
+        "device": describe_device(choose_device(device)),
+        "versions": installed_versions(),
+    }
+    native.write(out, served, dtype=STORED_DTYPE, training=record)
+    logger.info("%s: done after %.0f s; the confusion matrix is in %s", data, time.monotonic() - began, out)
+    return measured
+
+
+def _features(predictor: Predictor, images: Images) -> Tensor:
+    return torch.from_numpy(predict_embeddings(predictor, images.pixels)).double()
+
+
+def head_names(config: NetworkConfig) -> tuple[str, ...]:
+    """Return the names of the layers that a head is written to; a distilled model's two get the same one.
+
+    The mean of their logits is then the head's logits of the mean of their tokens, which is the embedding.
+
+    Raises:
+        CheckpointError: a library's network does not end in one linear layer.
+    """
+    if isinstance(config, LibraryConfig):
+        return (linear_head(config),)
+    return ("head", "head_dist") if isinstance(config, ViTConfig) and config.distillation_head else ("head",)
+
+
+def with_head(checkpoint: Checkpoint, names: Sequence[str], head: Head, labels: tuple[str, ...]) -> Checkpoint:
+    """Return a checkpoint with another head, and labels; a head of two layers, or of cosines, becomes a linear one."""
+    old = checkpoint.config
+    tensors = dict(checkpoint.tensors)
+    config: NetworkConfig
+    if isinstance(old, LibraryConfig):
+        sizes = len(labels), old.in_channels, old.image_size
+        config = library_config(old.architecture, old.arguments, *sizes, fixed_size=old.fixed_size)
+    else:
+        config = old.model_copy(update={"num_classes": len(labels), "head_width": None, "normalized_head": False})
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("pre_logits.")}
+    for name in names:
+        tensors |= {f"{name}.weight": head.weight.float(), f"{name}.bias": head.bias.float()}
+    return replace(
+        checkpoint,
+        format=native.FORMAT,
+        config=config,
+        labels=labels,
+        tensors=tensors,
+        multi_label=False,
+        zero_shot=None,
+        embed_texts=None,
+    )
+
+
+def _require_linear(predictor: Predictor, tensors: Mapping[str, Tensor], name: str, images: Images) -> None:
+    """Raise CheckpointError unless this layer of a library's network maps the embedding to the logits."""
+    weight, bias = (tensors[f"{name}.{kind}"].double() for kind in ("weight", "bias"))
+    few = images.pixels[:2]
+    expected = Head(weight, bias).logits(torch.from_numpy(predict_embeddings(predictor, few)).double())
+    logits = torch.from_numpy(predictor.logits(np.ascontiguousarray(few.transpose(0, 2, 3, 1))))
+    if (logits - expected).norm() > _ROUNDING * expected.norm():
+        raise CheckpointError(f"{predictor.checkpoint.source}: {predictor.config.kind} reads more than its embedding")
+
+
+def _in_words(measured: Evaluation, split: str, labels: tuple[str, ...]) -> Iterator[str]:
+    """Yield what was measured: accuracy with its interval of confidence (Wilson 1927), and what is confused most."""
+    count, share, z = measured.count, measured.accuracy, 1.96
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    interval = f"{middle - half:.1%} to {middle + half:.1%}"
+    yield f"{share:.2%} of {count} {split} pictures right (for pictures like these {interval}, with 95% confidence)"
+    errors = np.array(measured.confusion)
+    np.fill_diagonal(errors, 0)
+    worst = np.dstack(np.unravel_index(np.argsort(-errors, axis=None, kind="stable")[:_CONFUSIONS], errors.shape))[0]
+    named = [f"{labels[i]} as {labels[j]} ({errors[i, j]})" for i, j in worst if errors[i, j]]
+    if named:
+        yield f"confused most: {', '.join(named)}"

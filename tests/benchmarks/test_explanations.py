@@ -1,0 +1,112 @@
+"""The measure of how faithful maps are: a map that is right by construction does well, and noise does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from benchmarks.explanations import (
+    RANDOM,
+    Maps,
+    area_under_score,
+    blur,
+    counted_quarters,
+    estimate_mean,
+    main,
+    measure,
+    mosaic,
+    quarter_share,
+    replace_patches,
+)
+
+PLACES = torch.tensor([0, 5, 9, 14])
+"""The bright patch, of 4 x 4, of pictures of each class."""
+
+
+def picture(number: int) -> Tensor:
+    """16 x 16 pixels, of class `number` modulo four."""
+    pixels = torch.zeros(16)
+    pixels[PLACES[number % 4]] = 1.0
+    return pixels.reshape(1, 4, 4).repeat_interleave(4, 1).repeat_interleave(4, 2)
+
+
+def brightness(pixels: Tensor, classes: Tensor) -> Tensor:
+    return torch.nn.functional.avg_pool2d(pixels, 4)[:, 0]
+
+
+def score(pixels: Tensor) -> Tensor:
+    """A class's score is how bright its patch is."""
+    return brightness(pixels, PLACES).flatten(1)[:, PLACES]
+
+
+def noise(pixels: Tensor, classes: Tensor) -> Tensor:
+    return torch.rand((len(classes), 4, 4), generator=torch.Generator().manual_seed(3))
+
+
+def test_a_right_map_does_better_than_noise_in_deletion_and_insertion() -> None:
+    methods: dict[str, Maps] = {RANDOM: noise, "right": brightness}
+    found = measure(score, methods, picture, 8, steps=16, seed=0)
+    right, random = found["right"].estimates(0), found[RANDOM].estimates(0)
+    assert right[0] is not None
+    assert right[1] is not None
+    assert random[0] is not None
+    assert random[1] is not None
+    assert right[0].mean == pytest.approx(1 / 32)  # gone with the first of sixteen patches
+    assert random[0].mean > 0.2
+    assert right[1].mean > random[1].mean
+    assert len(found["right"].deletion) == 8
+
+
+def test_the_area_is_that_of_trapezoids_over_the_share_of_patches() -> None:
+    relevance = torch.arange(16.0).reshape(4, 4)
+    taken = replace_patches(torch.zeros(1, 8, 8), torch.ones(()), relevance, torch.tensor([0, 1, 16]))
+    assert taken.mean(dim=(1, 2, 3)).tolist() == [0, 1 / 16, 1]
+    assert taken[1, 0, 6:, 6:].all()
+
+    def share(pixels: Tensor) -> Tensor:
+        return pixels.mean(dim=(1, 2, 3)).unsqueeze(1)
+
+    area = area_under_score(share, torch.zeros(1, 8, 8), torch.ones(()), relevance, 0, 5)
+    assert area == pytest.approx(0.5)
+
+
+def test_blurring_keeps_the_mean_of_an_even_picture_and_spreads_a_spot() -> None:
+    torch.testing.assert_close(blur(torch.full((3, 9, 12), 0.7)), torch.full((3, 9, 12), 0.7))
+    spot = torch.zeros(1, 32, 32)
+    spot[0, 16, 16] = 1
+    assert blur(spot).sum() == pytest.approx(1, abs=1e-4)
+    assert 0 < float(blur(spot)[0, 16, 18]) < float(blur(spot)[0, 16, 17]) < 0.1
+
+
+def test_a_mosaic_has_four_pictures_in_reading_order_and_counts_single_classes() -> None:
+    whole = mosaic(torch.arange(4.0).reshape(4, 1, 1, 1).expand(4, 1, 5, 6))
+    assert whole[0].tolist() == [[0] * 3 + [1] * 3] * 2 + [[2] * 3 + [3] * 3] * 3
+    assert counted_quarters(torch.arange(40.0), torch.tensor([39, 38, 38, 2])) == [0]
+    left = torch.tensor([[1.0, 1.0, 0.0]] * 3)
+    assert [quarter_share(left, quarter) for quarter in range(4)] == pytest.approx([0.375, 0.125, 0.375, 0.125])
+    assert quarter_share(-left, 0) == 0.25
+
+
+def test_an_interval_is_of_the_pictures_and_not_of_their_values() -> None:
+    one = estimate_mean([[0.0] * 50, [1.0] * 50])
+    assert one is not None
+    assert (one.mean, one.low, one.high) == (0.5, 0.0, 1.0)
+    assert estimate_mean([[], []]) is None
+
+
+@pytest.mark.timeout(60)
+def test_the_bundled_model_is_measured_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(4):
+        colours = np.random.default_rng(number).integers(0, 256, (2, 2, 3), dtype=np.uint8)
+        Image.fromarray(colours.repeat(16, axis=0).repeat(16, axis=1)).save(tmp_path / f"{number}.png")
+    assert main(["--data", str(tmp_path), "--steps", "4", "--methods", "cls", "gae"]) == 0
+    told = capsys.readouterr().out
+    assert "4 pictures, 4 steps" in told
+    assert [line.split()[1] for line in told.splitlines() if line.startswith("| ")][2:] == [RANDOM, "cls", "gae"]

@@ -1,0 +1,10 @@
+"""`make fuzz EXAMPLES=20000` runs these tests for longer; the suite, for a moment."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+settings.register_profile("fuzz", max_examples=int(os.environ.get("EXAMPLES", "100")), deadline=None)
+settings.load_profile("fuzz")

@@ -1,0 +1,153 @@
+"""The temperature; sets of labels: their coverage, their finite-sample correction, and when they are empty."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from model.calibration import (
+    MIN_PICTURES,
+    Calibration,
+    LabelSets,
+    MeasuredSets,
+    calibrate,
+    fit_temperature,
+    pictures_needed,
+    scores_and_energies,
+)
+from model.errors import DatasetError
+
+
+@pytest.mark.parametrize(
+    ("coverage", "least"), [(0.2, 2), (0.5, 3), (0.8, 9), (0.9, 19), (0.95, 39), (0.99, 199), (0.999, 1999)]
+)
+def test_so_many_pictures_are_needed_and_one_less_is_refused(coverage: float, least: int) -> None:
+    assert pictures_needed(coverage) == least
+    numbers = [number / least for number in range(least)]
+    assert LabelSets.of(1.0, numbers, numbers, coverage).least_score == 0  # of the fewest pictures, all must fit
+    with pytest.raises(ValueError, match=f"^{least - 1} pictures are too few for .*: {least} are enough$"):
+        LabelSets.of(1.0, numbers[1:], numbers[1:], coverage)
+
+
+@pytest.mark.parametrize(
+    ("count", "coverage", "left_out"),
+    # (count + 1) (1 - coverage) / 2 pictures may lie below a threshold, in whole ones.
+    [(39, 0.95, 0), (78, 0.95, 0), (79, 0.95, 1), (118, 0.95, 1), (119, 0.95, 2), (19, 0.9, 0), (999, 0.9, 49)],
+)
+def test_the_finite_sample_correction_is_exact(count: int, coverage: float, left_out: int) -> None:
+    scores, energies = np.linspace(0, 1, count).tolist(), np.linspace(5, 9, count).tolist()
+    sets = LabelSets.of(1.0, scores, energies, coverage)
+    assert (sets.least_score, sets.least_energy) == (scores[left_out], energies[left_out])
+
+
+def drawn(generator: np.random.Generator, count: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Logits of a model that is too sure of itself, and labels."""
+    logits = generator.normal(size=(count, 5)).astype(np.float32)
+    truth = np.array([generator.choice(5, p=row) for row in scores_and_energies(logits, 1.0)[0]])
+    return (3 * logits + generator.normal(size=(count, 1))).astype(np.float32), truth
+
+
+@pytest.mark.parametrize(("count", "coverage"), [(39, 0.95), (60, 0.8), (100, 0.9)])
+def test_sets_hold_the_right_label_of_exchangeable_pictures_so_often(count: int, coverage: float) -> None:
+    generator = np.random.default_rng(0)
+    held, empty, rounds = 0.0, 0.0, 250
+    logits, truth = drawn(generator, 6000)
+    for _ in range(rounds):
+        chosen = generator.permutation(len(truth))
+        known, new = chosen[:count], chosen[count : count + 200]
+        scores, energies = scores_and_energies(logits[known], 1.5)
+        right = np.sort(scores[np.arange(count), truth[known]]).tolist()
+        sets = LabelSets.of(1.5, right, np.sort(energies).tolist(), coverage)
+        members = sets.members(*scores_and_energies(logits[new], 1.5))
+        held += members[np.arange(len(new)), truth[new]].mean() / rounds
+        empty += (~members.any(axis=1)).mean() / rounds
+    # Four standard errors of the mean over calibrations, whose coverage is a beta distribution.
+    error = 4 * math.sqrt(coverage * (1 - coverage) / (count * rounds))
+    assert held >= coverage - error
+    assert empty <= (1 - coverage) / 2 + error
+
+
+def test_a_set_is_best_first_and_empty_for_a_picture_with_little_energy() -> None:
+    sets = LabelSets(temperature=2.0, least_score=0.1, least_energy=1.5)
+    found = sets(np.array([[2, 6, 5, -9], [6, 2, 2, 2], [-4, -4, -4, -4]], np.float32))
+    assert [each.tolist() for each in found] == [[1, 2], [0], []]
+    assert found[0].dtype == np.int64
+
+
+def test_logits_that_are_not_finite_have_no_set_and_no_warning() -> None:
+    sets = LabelSets(1.0, 0.1, 0.0)
+    assert [len(each) for each in sets(np.array([[np.inf, 1], [np.nan, 1]], np.float32))] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scores": (0.2, 0.1)}, "ascending"),
+        ({"energies": (2.0, 1.0)}, "ascending"),
+        ({"scores": (0.1,)}, "1 scores and 2 energies"),
+        ({"scores": (0.1, 1.1)}, "less than or equal to 1"),
+        ({"energies": (1.0, math.inf)}, "finite"),
+        ({"temperature": 0}, "temperature"),
+        ({"version": 2}, "version"),
+        ({"more": 1}, "more"),
+    ],
+)
+def test_a_calibration_that_none_was_written_as_is_refused(changes: dict[str, object], message: str) -> None:
+    written = Calibration.of("pictures", 2, 1.5, np.array([0.9, 0.1]), np.array([3.0, 1.0]))
+    assert (written.scores, written.energies) == ((0.1, 0.9), (1.0, 3.0))
+    with pytest.raises(ValidationError, match=message):
+        Calibration.model_validate(written.model_dump() | changes)
+
+
+def calibrated_logits(count: int = 4000) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Labels drawn from softmax(logits): the right temperature is 1 by construction."""
+    generator = np.random.default_rng(0)
+    logits = 2 * generator.normal(size=(count, 5)).astype(np.float32)
+    return logits, np.array([generator.choice(5, p=row) for row in scores_and_energies(logits, 1.0)[0]])
+
+
+@pytest.mark.parametrize("truth", [0.4, 1.0, 3.0])
+def test_the_fitted_temperature_makes_the_labels_likeliest(truth: float) -> None:
+    logits, labels = calibrated_logits()
+    logits = truth * logits
+    fitted = fit_temperature(logits, labels)
+    assert fitted == pytest.approx(truth, rel=0.06)
+
+    def loss(temperature: float) -> float:
+        return -float(np.log(scores_and_energies(logits, temperature)[0][np.arange(len(labels)), labels]).mean())
+
+    assert all(loss(fitted) <= loss(fitted * factor) for factor in (0.1, 0.9, 0.99, 1.01, 1.1, 6.0))
+
+
+def test_a_temperature_is_not_fitted_to_a_few_pictures_or_where_all_are_answered_right() -> None:
+    """Each of the cases gives another temperature to whoever fits it all the same."""
+    logits, labels = calibrated_logits(MIN_PICTURES)
+    assert fit_temperature(3 * logits, labels) != 1.0
+    assert fit_temperature(3 * logits[1:], labels[1:]) == 1.0
+    assert fit_temperature(3 * logits, logits.argmax(axis=1)) == 1.0
+
+
+def test_a_calibration_fits_the_temperature_to_a_fifth_and_measures_sets_on_the_rest() -> None:
+    logits, labels = calibrated_logits(1000)
+    calibration, fitted, measured = calibrate(2 * logits, labels, 9.0, "made", (0.95, 0.9, 0.999))
+    assert fitted == 200
+    assert calibration.temperature == pytest.approx(2, rel=0.3)
+    assert (calibration.pictures, len(calibration.scores)) == (1000, 800)
+    assert list(measured) == [0.9, 0.95]  # 1,999 pictures are needed for the third
+    assert [sets.covered for sets in measured.values()] == pytest.approx([0.91, 0.955], abs=0.015)
+    assert measured[0.9].abstained == pytest.approx(0.05, abs=0.01)
+    assert 1 < measured[0.9].labels < measured[0.95].labels < 5
+    members = np.array([[1, 1, 0], [0, 0, 0], [0, 1, 0], [1, 0, 0]], dtype=np.bool_)
+    assert MeasuredSets.of(members, np.array([1, 0, 1, 2])) == MeasuredSets(0.5, 1.0, 0.25)
+
+
+def test_few_pictures_leave_the_temperature_and_fewer_are_refused_with_what_is_enough() -> None:
+    logits, labels = calibrated_logits(39)
+    calibration, fitted, _ = calibrate(logits, labels, 1.25, "made", (0.95,))
+    assert (calibration.temperature, fitted, len(calibration.scores)) == (1.25, 0, 39)
+    with pytest.raises(DatasetError, match=r"^made: 38 pictures .* 0.95: 39 are enough, and these for 0.94 \(--cov"):
+        calibrate(logits[:38], labels[:38], 1.25, "made", (0.95,))
