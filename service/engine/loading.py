@@ -86,7 +86,7 @@ def _load_kept(
     entry = _entry(settings)
     if entry is None:
         return None
-    from model.runtime.openvino.start import kept_predictor  # noqa: PLC0415
+    from model.runtime.start import kept_predictor  # noqa: PLC0415
 
     def on_read(checkpoint: KeptCheckpoint) -> None:
         _require_coverage(settings, checkpoint)

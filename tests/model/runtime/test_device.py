@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from model.errors import DeviceError
+from model.runtime import build
 from model.runtime.device import choose_device, choose_dtype, gpu_identifier
 from model.runtime.predictor import Predictor
 from tests.model.runtime.cuda.device_stand_in import StandInOps
@@ -73,7 +74,7 @@ def test_a_gpu_is_identified_by_itself_or_by_its_only_visible_instance(
 def test_a_model_that_overflows_in_the_float16_of_auto_runs_in_float32(
     scale: float, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "choose_dtype", lambda name, device: torch.float16)
+    monkeypatch.setattr(build, "choose_dtype", lambda name, _: torch.float32 if name == "float32" else torch.float16)
     checkpoint = make_checkpoint()
     tensors = dict(checkpoint.tensors)
     tensors["head.weight"] = tensors["head.weight"] * scale

@@ -108,7 +108,7 @@ def test_a_mixed_batch_needs_no_further_pass(family: str) -> None:
 @pytest.mark.usefixtures("no_explanations")
 def test_a_captured_graph_gives_it() -> None:
     ops = StandInOps()
-    predictor = made("registers", ops=ops, max_batch=8, streams=1)
+    predictor = made("registers", "openvino", ops=ops, max_batch=8, streams=1)
     predictor.warm_up()
     images, replays = images_for(predictor, 3), ops.replays
     found = predict(predictor, images, top_k=1, maps=[None, RELEVANCE, RELEVANCE])
@@ -217,6 +217,7 @@ class TestOpenVino:
         backend = predictor._backend
         assert isinstance(backend, OpenVino)
         backend.prepare()
-        shared = {tensor.data_ptr() for tensor in checkpoint_of("plain").tensors.values()}
+        assert isinstance(predictor.checkpoint, Checkpoint)
+        shared = {tensor.data_ptr() for tensor in predictor.checkpoint.tensors.values()}
         assert {parameter.data_ptr() for parameter in traced} <= shared
         assert len(traced) > 10

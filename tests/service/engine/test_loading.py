@@ -203,9 +203,7 @@ def test_a_folder_that_is_served_is_calibrated_for_the_next_start(
         [answer] = predictor.predict(images, RequestedOutputs(1, label_set=True))
         assert answer.label_set is not None
         assert len(answer.label_set) in (1, 2)
-    monkeypatch.setattr(
-        "model.runtime.openvino.start.OpenVinoNetwork", lambda *_, **__: pytest.fail("compiled for nothing")
-    )
+    monkeypatch.setattr("model.runtime.start.OpenVinoNetwork", lambda *_, **__: pytest.fail("compiled for nothing"))
     with pytest.raises(
         CheckpointError, match=r"39 pictures are too few for a coverage of 0\.96: 49 are enough"
     ) as refused:
@@ -244,7 +242,7 @@ def test_kept_graphs_are_compiled_beside_the_caller_once(tmp_path: Path, monkeyp
         compiled.append(threading.current_thread())
         return OpenVinoNetwork(*given, **options)
 
-    monkeypatch.setattr("model.runtime.openvino.start.OpenVinoNetwork", compile_slowly)
+    monkeypatch.setattr("model.runtime.start.OpenVinoNetwork", compile_slowly)
     load = FirstLoad(settings)
     assert not compiled
     released.set()

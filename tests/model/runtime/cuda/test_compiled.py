@@ -138,7 +138,7 @@ def test_a_kernel_that_computes_something_else_at_one_size_is_not_served(
     monkeypatch.setattr(cuda, "compiled_network", wrong)
     ops = not_strict()
     predictor = warm(ops, graphs=graphs)
-    reason = rf"for 4 images the launched model's {name} are [\d.]+ of their norm away from torch's"
+    reason = rf"for 4 images the launched model's {name} of an image are [\d.]+ of their norm away from torch's"
     assert re.fullmatch(f"failed: {reason}", predictor.compiled)
     assert re.search(reason, caplog.text)
     assert predictor.batch_sizes is None

@@ -18,8 +18,8 @@ from model.checkpoint.local_files import recording
 from model.errors import CheckpointChanged
 from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
 from model.runtime.openvino.kept import Entry, Keep, KeptCheckpoint
-from model.runtime.openvino.start import kept_predictor
 from model.runtime.predictor import Predictor
+from model.runtime.start import kept_predictor
 from tests.model.runtime.test_predictor import make_checkpoint, make_images
 
 pytest.importorskip("openvino")
@@ -91,7 +91,7 @@ from pathlib import Path
 import numpy as np
 from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.openvino.kept import Entry
-from model.runtime.openvino.start import kept_predictor
+from model.runtime.start import kept_predictor
 
 def read():
     from model.checkpoint import load_checkpoint
