@@ -57,18 +57,6 @@ def load_in_process(source: str, home: Path, **environment: str) -> dict[str, An
     return answer
 
 
-def test_the_clients_own_environment_variables_apply(hub: Hub, tmp_path: Path) -> None:
-    hub.gated.add("owner/name")
-    hub.token = "hf_secret"
-    settings = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": "hf_secret"}
-    assert load_in_process("owner/name", tmp_path, **settings)["labels"] == ["new", "other"]
-    assert list((tmp_path / "hf" / "hub").glob("models--owner--name"))
-    hub.requests.clear()
-    offline = load_in_process("owner/name", tmp_path, **settings, HF_HUB_OFFLINE="1")
-    assert offline["labels"] == ["new", "other"]
-    assert hub.requests == []
-
-
 def test_a_hub_id_is_read_at_its_main_branch_and_says_which_commit(hub: Hub, load: Load) -> None:
     answer = load("owner/name", hub)
     assert answer["labels"] == ["new", "other"]
@@ -100,10 +88,6 @@ def test_offline_mode_reads_the_cache_and_asks_nobody(hub: Hub, load: Load) -> N
 def test_what_is_cached_is_read_without_a_network(hub: Hub, load: Load) -> None:
     load("owner/name", hub)
     assert load("owner/name", None)["labels"] == ["new", "other"]
-
-
-def test_offline_and_not_cached_is_said(hub: Hub, load: Load) -> None:
-    assert "offline mode" in load("owner/name", hub, offline=True)["error"]
 
 
 def test_no_network_is_said(load: Load) -> None:
@@ -142,11 +126,6 @@ def test_a_gated_repository_is_said_and_opened_by_the_token(hub: Hub, load: Load
     assert hub.requests[-1][2] == "Bearer hf_secret"
 
 
-def test_a_failing_hub_is_said(hub: Hub, load: Load) -> None:
-    hub.broken.add("owner/name")
-    assert "500" in load("owner/name", hub)["error"]
-
-
 def test_a_repository_that_is_no_vit_costs_no_weights(hub: Hub, load: Load, tmp_path: Path) -> None:
     folder = tmp_path / "bert"
     folder.mkdir()
@@ -168,10 +147,3 @@ def test_a_folder_of_that_name_wins_over_the_hub(hub: Hub, load: Load, tmp_path:
     write_native(tmp_path / "owner" / "name", ("local", "other"))
     assert load("owner/name", hub)["labels"] == ["local", "other"]
     assert hub.requests == []
-
-
-def test_without_the_client_the_extra_is_named(tmp_path: Path) -> None:
-    (tmp_path / "huggingface_hub.py").write_text("raise ImportError('not here')\n")
-    repository = Path(__file__).resolve().parents[3]
-    answer = load_in_process("owner/name", tmp_path, PYTHONPATH=f"{tmp_path}:{repository}")
-    assert "pip install -e '.[hub]'" in answer["error"]

@@ -206,12 +206,6 @@ def test_an_adapter_of_the_hub_names_no_path_of_this_machine(tmp_path: Path, mon
         load_checkpoint(str(adapter.relative_to(tmp_path)))
 
 
-def test_an_adapter_is_no_folder_without_a_config(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    with pytest.raises(CheckpointError, match=r"base_model_name_or_path is missing"):
-        load_checkpoint(str(tmp_path))
-
-
 def test_a_base_that_an_adapter_names_lies_below_the_folder_of_checkpoints_as_the_adapter_does(tmp_path: Path) -> None:
     folder, outside = tmp_path / "models", huggingface_folder(tmp_path / "outside")
     folder.mkdir()
