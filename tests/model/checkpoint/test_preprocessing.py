@@ -191,24 +191,6 @@ def test_what_a_file_leaves_open_is_what_the_class_that_it_names_does(
     assert_read_as_by_transformers(NUMBERS | {"size": SIZES[size]} | named, BY_CLASS[family], tmp_path)
 
 
-@pytest.mark.parametrize(
-    "open_file",
-    [
-        {"image_processor_type": "CLIPImageProcessor"},
-        {"image_processor_type": "CLIPImageProcessorFast"},
-        {"image_processor_type": "CLIPImageProcessorPil"},
-        {"image_processor_type": "CLIPImageProcessor", "feature_extractor_type": "ViTFeatureExtractor"},
-        {"image_processor_type": None, "feature_extractor_type": "CLIPFeatureExtractor"},
-        {"default_to_square": False, "do_center_crop": True},
-        {"image_processor_type": "CLIPImageProcessor", "default_to_square": True, "do_center_crop": False},
-    ],
-    ids=lambda file: "-".join(map(str, file.values())),
-)
-def test_every_way_of_naming_a_class_or_step_counts(open_file: dict[str, Any], tmp_path: Path) -> None:
-    file = NUMBERS | {"size": 96} | open_file
-    assert_read_as_by_transformers(file, BY_CLASS["ViTForImageClassification"], tmp_path)
-
-
 def read(file: dict[str, Any], folder: Path, family: str = "ViTForImageClassification") -> PreprocessConfig:
     return read_preprocessor(file, BY_CLASS[family], Folder(folder, str(folder)), "here")
 

@@ -280,18 +280,6 @@ def test_a_folder_without_a_processor_is_told_how_to_choose_the_preprocessing(tm
     assert advice == "set VIT_PREPROCESS to a JSON file"  # no preset is for the 16 pixels of this model
 
 
-def test_only_presets_of_the_models_input_size_are_offered(tmp_path: Path) -> None:
-    folder = huggingface_folder(tmp_path)
-    (folder / "preprocessor_config.json").unlink()
-    edit(folder / "config.json", lambda config: config.update(image_size=384))
-    assert refusal(folder).endswith("VIT_PREPROCESS to a JSON file or to one of torchvision-swag-384, google-384")
-
-
-def test_an_architecture_for_a_folder_that_says_its_own_is_refused(tmp_path: Path) -> None:
-    for kind, make in FOLDERS.items():
-        assert "VIT_ARCHITECTURE" in refusal(make(tmp_path / kind), architecture="vit_tiny_patch16_224")
-
-
 @pytest.mark.parametrize("size", [(20, 16), (1, 1), (65536, 65536), (16384, 16384)])
 def test_an_input_size_that_cannot_be_is_refused(size: tuple[int, int], tmp_path: Path) -> None:
     assert "size" in refusal(native_folder(tmp_path), image_size=size)

@@ -120,29 +120,6 @@ def test_state_dicts_with_rotary_positions(name: str, size: int, tmp_path: Path)
     assert_same_logits(checkpoint, model, f"state dict {name}")
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("beit_base_patch16_224", "norm_order=pre,norm_eps=1e-6,pos_embed=none,pool_include_prefix=false"),
-        ("beit3_base_patch16_224", "norm_order=pre,norm_eps=1e-5,pool_include_prefix=false"),
-        (
-            "vit_relpos_base_patch16_rpn_224",
-            "norm_order=res_post,norm_eps=1e-6,pos_embed=none,qkv_bias=false,class_token=false,fc_norm=false",
-        ),
-    ],
-)
-def test_relative_positions_and_inner_norms_are_seen_in_the_tensors(name: str, said: str, tmp_path: Path) -> None:
-    model = timm().create_model(name, img_size=48, num_classes=6, depth=2, embed_dim=48, num_heads=3).eval()
-    randomise(model)
-    torch.save(model.state_dict(), tmp_path / "weights.pth")
-    architecture = f"vit,num_heads=3,act_layer=gelu,global_pool=avg,{said}"
-    preprocess = preprocess_file(tmp_path, 48, 48)
-    checkpoint = load_checkpoint(
-        str(tmp_path / "weights.pth"), architecture=architecture, preprocess=preprocess, labels="numbers"
-    )
-    assert_same_logits(checkpoint, model, f"{name} by its tensors")
-
-
 def test_dinov2s_own_names_with_registers(tmp_path: Path) -> None:
     model = (
         timm().create_model("vit_giant_patch14_reg4_dinov2", embed_dim=48, depth=2, img_size=42, num_classes=4).eval()
