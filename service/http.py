@@ -132,7 +132,7 @@ class _Request:
             self._guard.overhead -= size
             self.more_body = message["more_body"]
             if not self.more_body:
-                self._guard.connections.waiting.pop(self._guard, None)
+                self._guard.connections.wait(self._guard, waits=False)
             chunks = (self._guard.overhead - self._size) // _CHUNK_FRAMING
             if self._chunked and chunks > 64 + self._content // 32:
                 self._guard.is_closing_soon = True
@@ -232,9 +232,10 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
             self._waits_since = self._loop.time()
         self._is_parsing = True
         data = bytes(self.connections.buffer[:nbytes])
-        if self._request is None and _OFFER.search(data):
+        if self._request is None:
             head, end, rest = data.partition(b"\r\n\r\n")
-            data = _OFFER.sub(b"\nX-Offer:", head) + end + rest
+            if b"\nupgrade:" in head.lower():
+                data = _OFFER.sub(b"\nX-Offer:", head) + end + rest
         self._protocol.data_received(data)
         self._is_parsing = False
         if self._is_invalid or self.overhead > _MAX_HEAD_BYTES:
@@ -317,16 +318,13 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
             self._release()
             return
         self._request, self._waits_since = request, None
-        self.connections.waiting.pop(self, None)
-        if request.more_body:
-            self.connections.waiting[self] = None
+        self.connections.wait(self, waits=request.more_body)
         try:
             await self.connections.app(scope, request.receive, request.send)
         finally:
             if self._request is request:  # else uvicorn has started the next, which came before the answer
                 self._request, self.overhead = None, 0
-                self.connections.waiting.pop(self, None)
-                self.connections.waiting[self] = None
+                self.connections.wait(self)
             if self.is_closing_soon and self._protocol is not None:
                 self.transport.close()
 
@@ -358,7 +356,7 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
 
     def _linger(self) -> None:
         self._release()
-        self.connections.waiting[self] = None
+        self.connections.wait(self)
         if not self.transport.is_closing():
             self.transport.write_eof()
             self.transport.resume_reading()
@@ -421,6 +419,12 @@ class Connections:
         elif is_full:
             guard.refuse(ReceivingFull(f"all {self._most} connections are in use"))
         else:
+            self.wait(guard)
+
+    def wait(self, guard: Guard, *, waits: bool = True) -> None:
+        """Note that a connection waits for its caller from now on, or that it does not."""
+        self.waiting.pop(guard, None)
+        if waits and guard in self.open:
             self.waiting[guard] = None
 
     def remove(self, guard: Guard) -> None:

@@ -71,7 +71,7 @@ class EngineServer:
 
     def __init__(
         self,
-        model: LocalModel[LocalEngine],
+        model: LocalModel,
         images: MemoryImageStore,
         *,
         restarts: int = 0,

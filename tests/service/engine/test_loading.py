@@ -23,7 +23,7 @@ from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.openvino.store import KeptCheckpoint
 from model.runtime.predictor import Predictor
 from service.engine import loading
-from service.engine.loading import begin_to_load, load_predictor
+from service.engine.loading import FirstLoad, load_predictor
 from service.settings import Settings, load_settings
 from tests.service.cli.command_line import write_checkpoint
 from tests.service.fakes import PATIENCE, model_info
@@ -233,7 +233,7 @@ def test_kept_graphs_are_compiled_beside_the_caller_once(tmp_path: Path, monkeyp
     pytest.importorskip("openvino")
     folder = write_checkpoint(tmp_path / "m", ("cat", "dog"))
     settings = load_settings({"checkpoint": str(folder), "device": "cpu", "cache_dir": str(tmp_path / "cache")})
-    load = begin_to_load(settings)  # which finds none
+    load = FirstLoad(settings)  # which finds none
     keep_graph(load(settings)[0])
     released, compiled = threading.Event(), []
 
@@ -243,7 +243,7 @@ def test_kept_graphs_are_compiled_beside_the_caller_once(tmp_path: Path, monkeyp
         return OpenVinoNetwork(*given, **options)
 
     monkeypatch.setattr("model.runtime.kept.OpenVinoNetwork", compile_slowly)
-    load = begin_to_load(settings)
+    load = FirstLoad(settings)
     assert not compiled
     released.set()
     predictor, info = load(settings)
@@ -261,7 +261,7 @@ def test_what_fails_while_graphs_are_read_early_is_raised_by_who_loads(tmp_path:
     given = {"checkpoint": str(folder), "device": "cpu", "cache_dir": str(tmp_path / "cache")}
     keep_graph(load_predictor(load_settings(given))[0])
     settings = load_settings(given | {"coverage": 0.9})
-    load = begin_to_load(settings)
+    load = FirstLoad(settings)
     with pytest.raises(CheckpointError, match="calibrate") as refused:
         load(settings)
     assert "\n" not in str(refused.value)

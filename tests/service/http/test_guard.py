@@ -20,7 +20,8 @@ from tests.service.http.wire import Wire
 from tests.service.web.apps import service_in, until
 
 HALF_A_HEAD = b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: "
-SHORT = [form.sent for form in FORMS.values() if len(form.sent) < 1000]
+OFFER = FORMS["an offer of h2c with a body"].sent
+SHORT = [form.sent for form in FORMS.values() if len(form.sent) < 1000 and form.sent != OFFER]
 
 
 def pass_time(server: Listening, seconds: float) -> None:
@@ -48,6 +49,14 @@ def test_bytes_are_the_same_requests_however_they_are_cut(stream: list[bytes], p
         assert whole == pieces[: len(whole)]
     else:
         assert pieces == whole
+
+
+@on_a_loop
+@pytest.mark.parametrize("place", range(OFFER.index(b"Upgrade: "), OFFER.index(b"Upgrade: ") + 9))
+async def test_the_body_of_an_offer_that_comes_in_two_reads_is_no_request(place: int) -> None:
+    stream = OFFER.partition(b"\r\n\r\n")[0].replace(b"75", b"%d" % len(GET)) + b"\r\n\r\n" + GET
+    requests, statuses, closed = await converse([stream[:place], stream[place:]])
+    assert (requests, statuses, closed) in (([("POST", "/classify", GET)], [200], False), ([], [400], True))
 
 
 @on_a_loop
@@ -212,6 +221,7 @@ async def test_leaving_cancels_the_request_that_is_being_answered() -> None:
         await until(lambda: server.app.metric("vit_cancelled_total") == 1)
         assert server.app.engine.cancelled == 1
         assert service_in(server.app).limiter.in_use == 0
+        assert not server.connections.open and not server.connections.waiting
 
 
 # As many connections as there may be

@@ -68,7 +68,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def running(load_seconds: float = PATIENCE) -> AsyncIterator[tuple[LocalModel[LocalEngine], Models]]:
+async def running(load_seconds: float = PATIENCE) -> AsyncIterator[tuple[LocalModel, Models]]:
     models = Models()
     swap = LocalModel(models.make, on_retired=models.retire, load_seconds=load_seconds)
     swap.start(

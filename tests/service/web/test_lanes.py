@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from service.errors import DeadlineExceeded, QueueFull
-from service.web.lanes import Deadline, Entry, FairQueue, ThreadLane, TurnLane
+from service.web.lanes import Deadline, Entry, FairQueue, Lane, ThreadLane
 from tests.service.fakes import PATIENCE, on_a_loop
 from tests.service.web.apps import Clock, settle, until
 
@@ -379,7 +379,7 @@ def test_a_lane_serves_one_event_loop_after_another(lane: ThreadLane) -> None:
 
 @on_a_loop
 async def test_turns_are_taken_one_after_the_other_and_dropped_with_their_caller() -> None:
-    lane, order = TurnLane("a test", lambda: 1), list[str]()
+    lane, order = Lane("a test", lambda: 1), list[str]()
 
     async def work(name: str, caller: str) -> None:
         with lane.turn(caller, 1, soon()) as turn:
