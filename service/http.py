@@ -17,7 +17,6 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterable
-from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, Final, Protocol
 
@@ -46,7 +45,7 @@ LINGER_SECONDS: Final = 10.0
 might never see its answer."""
 
 DISCARDED_BYTES: Final = 1 << 20
-"""Length of a body that is read to its end before it is refused: a new connection costs both sides more."""
+"""Length of a body that is read to its end after a refusal: a new connection costs both sides more."""
 
 _KEEP_ALIVE_SECONDS = 75  # load balancers keep idle connections for about a minute: the side that answers, longer
 _STUCK_SECONDS = 30.0
@@ -55,7 +54,7 @@ _MOST_REFUSED = 64  # connections beyond the limit whose refusal is on its way
 
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256  # each costs thirty times its shortest form in memory
-_HEAD_READ = 8 << 10  # pipelined requests cost a hundred times their bytes until reading is paused
+_HEAD_READ = 8 << 10  # what is no body: pipelined requests cost a hundred times their bytes until reading is paused
 _BODY_READ = 128 << 10
 _MAX_UNREAD_BODY = (64 << 10) + _BODY_READ  # uvicorn pauses a connection with more than 64 KiB
 _CHUNK_FRAMING = 6  # bytes of a small chunk
@@ -66,6 +65,8 @@ _OFFER = re.compile(rb"\nUpgrade:", re.IGNORECASE)
 
 Java's client has it with each of its first requests, and no server need accept an offer.
 """
+
+_LENGTH = re.compile(rb"\nContent-Length:[ \t]*(\d{1,18})", re.IGNORECASE)
 
 _CONNECTION = "connection"
 
@@ -96,6 +97,7 @@ class _Request:
         self._size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
         self._length = int(self._headers.get(b"content-length", 0))
         self._chunked = b"transfer-encoding" in self._headers
+        self._may_discard = not (self._chunked or self._length > DISCARDED_BYTES or b"expect" in self._headers)
         self._content = 0
         self._start: Message = {}
         self.more_body = self._chunked or self._length > 0
@@ -118,6 +120,10 @@ class _Request:
         if coding != b"chunked" or names.count(b"transfer-encoding") > (version == "1.1"):
             return MalformedRequest("Transfer-Encoding: only chunked is understood, once, and in HTTP/1.1")
         return None
+
+    def overhead_left(self) -> int:
+        """Return the overhead of the connection after the answer: below 0 by what is still to be discarded."""
+        return min(0, self._guard.overhead - self._size + self._content - self._length) if self.more_body else 0
 
     async def receive(self) -> Message:
         """Return the next message of the body; raises `MalformedRequest` if its framing is broken, or excessive."""
@@ -147,25 +153,15 @@ class _Request:
             elif not self._guard.transport.is_closing():
                 self._guard.answer(self._start["status"], self._start["headers"], message["body"])
         elif message["type"] == "http.response.start":
-            if self.more_body and message["status"] != HTTPStatus.REQUEST_TIMEOUT:
-                await self._discard()
             self.answered = True
-            if self._guard.is_closing_soon or self.more_body:
+            is_worth_it = self._may_discard and message["status"] != HTTPStatus.REQUEST_TIMEOUT
+            if self._guard.is_closing_soon or (self.more_body and not is_worth_it):
                 message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
             self._guard.holds_head = True
             await self._send(message)
         else:
             await self._send(message)
             self._guard.flush()
-
-    async def _discard(self) -> None:
-        """Read a short body to its end, if it is here by and large."""
-        if self._chunked or self._length > DISCARDED_BYTES or b"expect" in self._headers:
-            return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                while self.more_body and (await self.receive())["type"] == "http.request":
-                    pass
 
 
 class Guard(asyncio.BufferedProtocol, asyncio.Transport):
@@ -192,7 +188,8 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
         self._unread: tuple[float, int] | None = None  # since when so many bytes of an answer are
         self.left: asyncio.Future[None] = self._loop.create_future()
         self.refused_at = float("-inf")
-        self.overhead = 0
+        self.overhead = self._body_left = 0
+        self._is_in_head = True
         self.is_closing_soon = self.holds_head = False
         self._head = b""
 
@@ -221,7 +218,7 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return where the next bytes go."""
-        return self.connections.buffer[: _HEAD_READ if self._request is None else _BODY_READ]
+        return self.connections.buffer[: min(max(self._body_left, _HEAD_READ), _BODY_READ)]
 
     def buffer_updated(self, nbytes: int) -> None:
         """Hand bytes to uvicorn's protocol, which starts a request's task when its head is complete."""
@@ -232,14 +229,22 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
             self._waits_since = self._loop.time()
         self._is_parsing = True
         data = bytes(self.connections.buffer[:nbytes])
-        if self._request is None:
-            head, end, rest = data.partition(b"\r\n\r\n")
-            if b"\nupgrade:" in head.lower():
-                data = _OFFER.sub(b"\nX-Offer:", head) + end + rest
+        if self._body_left > 0:
+            self._body_left -= nbytes
+        elif self._is_in_head:
+            data = self._look_at_head(data)
         self._protocol.data_received(data)
         self._is_parsing = False
         if self._is_invalid or self.overhead > _MAX_HEAD_BYTES:
             self._loop.call_soon(self._check_bytes)  # a request whose head is here has begun by then
+
+    def _look_at_head(self, data: bytes) -> bytes:
+        """Return a piece of a head without an offer, and note how long the body is that follows it."""
+        head, end, rest = data.partition(b"\r\n\r\n")
+        self._is_in_head = not end
+        if length := _LENGTH.search(head):
+            self._body_left = int(length[1]) - len(rest)
+        return _OFFER.sub(b"\nX-Offer:", head) + end + rest if b"\nupgrade:" in head.lower() else data
 
     def _check_bytes(self) -> None:
         if self._is_invalid:
@@ -323,7 +328,8 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
             await self.connections.app(scope, request.receive, request.send)
         finally:
             if self._request is request:  # else uvicorn has started the next, which came before the answer
-                self._request, self.overhead = None, 0
+                self._request, self._is_in_head = None, True
+                self.overhead = request.overhead_left()
                 self.connections.wait(self)
             if self.is_closing_soon and self._protocol is not None:
                 self.transport.close()
@@ -371,7 +377,7 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
             elif now - since > STALL_SECONDS:
                 self.transport.abort()
         elif self._waits_since is not None and now - self._waits_since > HEAD_SECONDS:
-            if self.overhead:
+            if self.overhead > 0:
                 self.refuse(RequestTimeout(f"the head did not arrive within {HEAD_SECONDS:g} s"))
             else:
                 self.close()
