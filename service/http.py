@@ -54,9 +54,9 @@ _MOST_REFUSED = 64  # connections beyond the limit whose refusal is on its way
 
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256  # each costs thirty times its shortest form in memory
-_HEAD_READ = 8 << 10  # what is no body: pipelined requests cost a hundred times their bytes until reading is paused
-_BODY_READ = 128 << 10
-_MAX_UNREAD_BODY = (64 << 10) + _BODY_READ  # uvicorn pauses a connection with more than 64 KiB
+_PIECE = 8 << 10
+_READ = 128 << 10
+_MAX_UNREAD_BODY = (64 << 10) + _READ  # uvicorn pauses a connection with more than 64 KiB
 _CHUNK_FRAMING = 6  # bytes of a small chunk
 _UNSENT_BYTES = 128 << 10  # of a connection's answers, in the kernel; by itself it takes 2.5 MiB
 
@@ -183,13 +183,15 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
         self._loop = asyncio.get_running_loop()
         self._protocol: asyncio.Protocol | None = protocol({_CONNECTION: self})
         self._request: _Request | None = None
-        self._is_parsing = self._is_invalid = False
+        self._is_parsing = self._is_invalid = self._is_paused = False
+        self._is_in_head = True
+        self._held = b""
+        self._message_left = 0  # bytes of a head and its body that uvicorn's protocol has not got
         self._waits_since: float | None = self._loop.time()  # for the end of a head
         self._unread: tuple[float, int] | None = None  # since when so many bytes of an answer are
         self.left: asyncio.Future[None] = self._loop.create_future()
         self.refused_at = float("-inf")
-        self.overhead = self._body_left = 0
-        self._is_in_head = True
+        self.overhead = 0
         self.is_closing_soon = self.holds_head = False
         self._head = b""
 
@@ -211,40 +213,56 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
         self.left.set_result(None)
 
     def _release(self, exc: Exception | None = None) -> None:
-        self.is_closing_soon = True
+        self.is_closing_soon, self._held = True, b""
         protocol, self._protocol = self._protocol, None
         if protocol is not None:
             protocol.connection_lost(exc)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return where the next bytes go."""
-        return self.connections.buffer[: min(max(self._body_left, _HEAD_READ), _BODY_READ)]
+        return self.connections.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Hand bytes to uvicorn's protocol, which starts a request's task when its head is complete."""
-        if self.is_closing_soon or self._is_invalid or self._protocol is None:
+        """Hand bytes to uvicorn's protocol, as far as it takes them."""
+        if self._is_invalid or self.is_closing_soon:
             return
-        self.overhead += nbytes
-        if self._request is None and self._waits_since is None:
-            self._waits_since = self._loop.time()
-        self._is_parsing = True
-        data = bytes(self.connections.buffer[:nbytes])
-        if self._body_left > 0:
-            self._body_left -= nbytes
-        elif self._is_in_head:
-            data = self._look_at_head(data)
-        self._protocol.data_received(data)
-        self._is_parsing = False
+        self._held += self.connections.buffer[:nbytes]
+        if self._is_paused:
+            self.transport.pause_reading()
+        else:
+            self._feed()
+
+    def _feed(self) -> None:
+        """Feed uvicorn's protocol, which starts a request's task when its head is complete, until it pauses.
+
+        It gets a head together with its body, and all else in small pieces: pipelined requests cost a hundred times
+        their bytes until it pauses.
+        """
+        while self._held and not (self._is_paused or self._is_invalid or self.is_closing_soon):
+            if self._request is None and self._waits_since is None:
+                self._waits_since = self._loop.time()
+            if self._is_in_head and not self._message_left:
+                self._look_at_head()
+            size = max(self._message_left, _PIECE)
+            piece, self._held = self._held[:size], self._held[size:]
+            self._message_left = max(0, self._message_left - len(piece))
+            self.overhead += len(piece)
+            self._is_parsing = True
+            if self._protocol is not None:
+                self._protocol.data_received(piece)
+            self._is_parsing = False
         if self._is_invalid or self.overhead > _MAX_HEAD_BYTES:
             self._loop.call_soon(self._check_bytes)  # a request whose head is here has begun by then
 
-    def _look_at_head(self, data: bytes) -> bytes:
-        """Return a piece of a head without an offer, and note how long the body is that follows it."""
-        head, end, rest = data.partition(b"\r\n\r\n")
-        self._is_in_head = not end
-        if length := _LENGTH.search(head):
-            self._body_left = int(length[1]) - len(rest)
-        return _OFFER.sub(b"\nX-Offer:", head) + end + rest if b"\nupgrade:" in head.lower() else data
+    def _look_at_head(self) -> None:
+        """Rename the offer in a head, and note how long the head and its body are."""
+        head, end, body = self._held.partition(b"\r\n\r\n")
+        if b"\nupgrade:" in head.lower():
+            self._held = _OFFER.sub(b"\nX-Offer:", head) + end + body
+        if end:
+            length = _LENGTH.search(head)
+            self._message_left = len(head) + 4 + (int(length[1]) if length else 0)
+            self._is_in_head = False
 
     def _check_bytes(self) -> None:
         if self._is_invalid:
@@ -304,12 +322,15 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
             self.transport.close()
 
     def pause_reading(self) -> None:
-        """Read nothing for now."""
-        self.transport.pause_reading()
+        """Hand nothing on for now; the socket is read no more when more has come."""
+        self._is_paused = True
 
     def resume_reading(self) -> None:
-        """Read again."""
+        """Hand on what has come meanwhile, and read again."""
+        self._is_paused = False
         self.transport.resume_reading()
+        if self._held:
+            self._loop.call_soon(self._feed)
 
     # As the connection of requests:
 
@@ -394,7 +415,7 @@ class Connections:
 
     def __init__(self, app: Application, most: int = MAX_CONNECTIONS) -> None:
         self.app = app
-        self.buffer = memoryview(bytearray(_BODY_READ))
+        self.buffer = memoryview(bytearray(_READ))
         self.waiting: dict[Guard, None] = {}
         self.open: set[Guard] = set()
         self._most = most
