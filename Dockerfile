@@ -17,7 +17,7 @@ RUN python -m venv --without-pip /opt/venv
 # https://download.pytorch.org/whl/cpu holds the CPU's build, a fraction of the size.
 ARG TORCH_INDEX_URL=
 # These extras are small, and quiet where they have nothing to do; the CPU's image adds openvino, which is neither.
-ARG EXTRAS="gpu hub redis otel grpc"
+ARG EXTRAS="gpu hub redis otel grpc isolation"
 # timm brings torchvision, which has to be of the same build as torch.
 RUN case " ${EXTRAS} " in *" timm "*) torchvision=torchvision ;; esac \
     && pip --python /opt/venv/bin/python install ${TORCH_INDEX_URL:+--index-url "${TORCH_INDEX_URL}"} torch ${torchvision:-}

@@ -6,7 +6,7 @@
     sweep      images a second over batch sizes, pixels resident on the device: ours and timm under torch.compile
     engine     both at their best size in turn: resident, from host memory, with maps, with relevance; 20 s of one
     http       JPEGs of about 500 x 375 and 124 kB over HTTP, with several numbers of web workers; p99 at half load
-    profile    the kernels of one batch by what they are for
+    profile    the kernels of one batch
     start      seconds from start to ready, with an empty and with a warm compile cache
     faults     kill -9 of the engine under load
     tests      the tests of CUDA
@@ -420,7 +420,7 @@ def http(bench: Bench) -> None:
 
 
 def profile(bench: Bench) -> None:
-    """The kernels of one batch of ours: shares by what they are for."""
+    """The kernels of one batch of ours."""
     from benchmarks import gpu_machine  # noqa: PLC0415
     from model.outputs import RequestedOutputs  # noqa: PLC0415
 

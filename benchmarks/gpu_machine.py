@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,16 +10,6 @@ from typing import Any
 
 _EVERY = 0.2
 """Seconds between two readings."""
-
-KINDS: Mapping[str, re.Pattern[str]] = {
-    "attention": re.compile(r"flash|fmha|scaled_dot_product|attention|cudnn.*sdpa", re.IGNORECASE),
-    "GELU": re.compile(r"^(?!.*(gemm|nvjet|cutlass|_tem_)).*gelu", re.IGNORECASE),
-    "products": re.compile(r"gemm|nvjet|cutlass|xmma|cublas|addmm|::b?mm|linear|conv|triton_tem", re.IGNORECASE),
-    "normalisation": re.compile(r"layer_norm|layernorm|native_norm", re.IGNORECASE),
-    "scores": re.compile(r"softmax|topk|sort|gatherTopK", re.IGNORECASE),
-    "copies": re.compile(r"memcpy|memset|copy", re.IGNORECASE),
-}
-"""What a kernel is for, by its name; the first that fits."""
 
 
 def facts(device: str) -> dict[str, Any]:
@@ -122,51 +111,15 @@ def _summary(readings: Iterable[Mapping[str, float]]) -> dict[str, Any]:
     return {"least, mean, most": spans, "readings": max(map(len, values.values()), default=0)}
 
 
-def kernels(work: Callable[[], Any], device: str) -> dict[str, Any]:
-    """Profile one call: shares of the device's time by kind, and the kernels that take most of it."""
+def kernels(work: Callable[[], Any], device: str) -> str:
+    """Profile one call; return torch's table of the kernels that take most of the device's time."""
     import torch  # noqa: PLC0415  takes seconds to import
     from torch.profiler import ProfilerActivity, profile  # noqa: PLC0415
 
     on_gpu = device.startswith("cuda")
-    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
-    with profile(activities=activities) as seen:
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as seen:
         work()
         if on_gpu:
             torch.cuda.synchronize(device)
-    return shares(kernel_times(seen.key_averages(), on_gpu=on_gpu))
-
-
-def kernel_times(events: Iterable[Any], *, on_gpu: bool) -> dict[str, float]:
-    """Return the microseconds of each kernel of a profile by its name; on a CPU those of each operator.
-
-    An operator on the CPU is charged with the kernels that it launched, which are events of their own, so only those
-    that ran on the device are counted there; ranges that somebody named are no kernels.
-    """
-    times: dict[str, float] = {}
-    for event in events:
-        if on_gpu and (event.device_type.name != "CUDA" or getattr(event, "is_user_annotation", False)):
-            continue
-        time = float(event.self_device_time_total if on_gpu else event.self_cpu_time_total)
-        if time > 0:
-            times[event.key] = times.get(event.key, 0.0) + time
-    return times
-
-
-def shares(times: Mapping[str, float]) -> dict[str, Any]:
-    """Sort kernels by what they are for.
-
-    Args:
-        times: microseconds by name.
-    """
-    total = sum(times.values())
-    if not total:
-        raise RuntimeError("the profile holds no kernel: has the driver's profiler been allowed to this user?")
-    kinds = dict.fromkeys([*KINDS, "other"], 0.0)
-    for name, time in times.items():
-        kinds[next((kind for kind, pattern in KINDS.items() if pattern.search(name)), "other")] += time
-    largest = sorted(times, key=lambda name: -times[name])[:15]
-    return {
-        "microseconds": round(total, 1),
-        "shares": {kind: round(time / total, 4) for kind, time in kinds.items()},
-        "largest": {name[:160]: round(times[name] / total, 4) for name in largest},
-    }
+    order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+    return str(seen.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=100))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import importlib.metadata
 import json
@@ -12,7 +11,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,17 +63,6 @@ class Record:
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps(self.data, indent=1) + "\n")
         partial.replace(self.path)
-
-
-def one_of(*names: str) -> Callable[[str], str]:
-    """For arguments of which there may be none: argparse would refuse their default with `choices`."""
-
-    def name(value: str) -> str:
-        if value not in names:
-            raise argparse.ArgumentTypeError(f"{value!r}: choose from {', '.join(names)}")
-        return value
-
-    return name
 
 
 def device() -> dict[str, Any]:

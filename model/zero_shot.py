@@ -44,6 +44,9 @@ MAX_TEMPLATES: Final = 200
 _WRITTEN: Final = 12
 """Characters that JSON takes at most for one of a label."""
 
+_COMMAS: Final = 32
+"""Commas that a quoted name has at most, on average."""
+
 _CONTROL: Final = {"Cc", "Cs"}
 """Categories of characters that no text holds: controls, and halves of a surrogate pair."""
 
@@ -167,6 +170,9 @@ def parse_labels(text: str, name: str = "labels", *, most: int = MAX_TEXTS) -> t
     """
     if len(text) > most * (_WRITTEN * MAX_CHARACTERS + len('"",')):  # before it is cut into millions of pieces
         raise InputError(name, f"{name}: {len(text)} characters, more than {most} names of {MAX_CHARACTERS} take")
+    commas = text.count(",")
+    if commas > most * (_COMMAS if '"' in text else 2):
+        raise InputError(name, f"{name}: {commas} commas are between more than {most} names")
     try:
         if text.lstrip().startswith("["):
             values = json.loads(text)

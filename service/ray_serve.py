@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from model.errors import first_problem
 from service.engine.devices import fit_to_machine
 from service.engine.loading import load_predictor
-from service.engine.local import BATCH_SECONDS, Loader, LocalEngine, engine_of
+from service.engine.local import BATCH_SECONDS, Loader, engine_of
 from service.errors import EngineUnavailable, Forbidden, SettingsError
 from service.lifecycle import freeze_objects, trim_regularly
 from service.models.model import LocalModel
@@ -148,7 +148,7 @@ class Replica:
             log_model(self._engine.status, self._engine.info)
 
 
-class _FixedModel(LocalModel[LocalEngine]):
+class _FixedModel(LocalModel):
     """A model that is not replaced: one replica would have another one than the others."""
 
     async def replace(self, checkpoint: str | None) -> None:

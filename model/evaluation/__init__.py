@@ -1,1 +1,1 @@
-"""Evaluation of a model on labelled pictures: accuracy, calibration, and pictures as users send them."""
+"""Evaluation of a model on labelled pictures: accuracy, loss, calibration error."""

@@ -1,1 +1,1 @@
-"""Analysis of a checkpoint and its network: a summary, three analyses and their figures."""
+"""What a network learned: its summary, and how far its attention reaches."""

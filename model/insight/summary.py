@@ -86,12 +86,14 @@ def summarise(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _transformer(config: ViTConfig) -> dict[str, str]:
+    """Return what the tokens are, and each field of the architecture that is not as in the ViT paper."""
+    settings = config.model_dump(exclude_defaults=True, exclude={"image_size", "in_channels", "num_classes"})
+    prefix = ("CLS", config.class_token), ("distillation", config.distillation_token), ("registers", config.registers)
+    names = [name for name, present in prefix if present]
     return {
-        "patches": _patches(config),
-        "tokens": _tokens(config),
-        "positions": _positions(config),
-        "blocks": _blocks(config),
-        "pooling": _pooling(config),
+        "tokens": f"{config.tokens}: {' + '.join([*names, f'{math.prod(config.grid)} patches'])}",
+        "architecture": ", ".join(f"{name}={json.dumps(value)}" for name, value in settings.items()),
+        "pooling": config.pool,
         "attention maps": {
             "cls": "the CLS token's row",
             "patch_mean": "the mean over all patches' rows",
@@ -108,77 +110,6 @@ def _library(config: NetworkConfig) -> dict[str, str]:
         "head": f"reads {config.width} numbers",
         "attention maps": "none",
     }
-
-
-def _patches(config: ViTConfig) -> str:
-    text = f"{config.patch_size}x{config.patch_size} px, grid {_by(config.grid)}"
-    if config.stem is not None:
-        layers = "-".join(str(n) for n in config.stem.layers) or "root only"
-        text += f", after a ResNetV2 stem ({layers})"
-    if config.conv_stem is not None:
-        text += f", after {len(config.conv_stem.widths)} convolutions ({config.conv_stem.activation})"
-    text += ", linear" if config.patch_embedding == "linear" else ""
-    return text + (", norms before and after" if config.patch_norms else "")
-
-
-def _tokens(config: ViTConfig) -> str:
-    parts = [
-        name for name, present in (("CLS", config.class_token), ("distillation", config.distillation_token)) if present
-    ]
-    if config.registers:
-        parts.append(f"{config.registers} register{'s' if config.registers > 1 else ''}")
-    return f"{config.tokens}: {' + '.join([*parts, f'{math.prod(config.grid)} patches'])}"
-
-
-def _positions(config: ViTConfig) -> str:
-    kinds = []
-    if config.position_embedding != "none":
-        fixed = "learned" if config.position_embedding == "learned" else "fixed sine-cosine"
-        kinds.append(fixed + ("" if config.position_prefix else ", patches only"))
-    if config.relative_position_bias:
-        kinds.append("relative biases")
-    if config.rotary is not None:
-        kinds.append("rotary, learned" if config.rotary.learned else "rotary")
-    return " + ".join(kinds) or "none"
-
-
-def _blocks(config: ViTConfig) -> str:
-    parts = [f"{config.depth}", f"width {config.width}", f"{config.heads} heads"]
-    parts.append(f"{'SwiGLU' if config.mlp == 'swiglu' else 'MLP'} {config.mlp_width} ({config.activation})")
-    for name, present in (
-        (f"attention {config.inner_width} wide", config.inner_width != config.width),
-        ("post-norm", config.norm_order == "post"),
-        ("residual post-norm", config.norm_order == "res_post"),
-        ("LayerScale", config.layer_scale),
-        ("QK-norm", config.qk_norm),
-        ("norm of the heads", config.attention_norm),
-        ("norm in the MLP", config.mlp_norm),
-        ("norm before the blocks", config.norm_before_blocks),
-        ("no QKV bias", not config.qkv_bias),
-    ):
-        if present:
-            parts.append(name)
-    return ", ".join(parts)
-
-
-def _pooling(config: ViTConfig) -> str:
-    text = {
-        "cls": "CLS token",
-        "mean": "mean",
-        "max": "max",
-        "mean_max": "half of mean plus max",
-        "cls_mean": "CLS token and mean, concatenated",
-        "attention": "attention by a learned query",
-    }[config.pool]
-    if config.head_width is not None:
-        text += f", a head of two layers ({config.head_width}, {config.head_activation})"
-    if config.projection_width is not None:
-        text += f", projected to {config.projection_width}"
-    if config.distillation_head:
-        text += ", averaged with the distillation token's head"
-    if not config.final_norm:
-        return f"{text}, no final norm"
-    return f"{text}, norm {'after' if config.norm_after_pool else 'before'} it"
 
 
 def _by(size: tuple[int, int]) -> str:

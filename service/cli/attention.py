@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the maps of everything that is named, and return 1 if any file has none; the others have theirs."""
     _check(arguments)
     files = find_images(arguments.paths)
-    target_of = _targets(arguments, len(files))
+    target_of = _targets(arguments, files)
     answers = (_through_server if arguments.url else _in_process)(files, arguments)
     sheet: ContactSheet | None = None
 
@@ -127,16 +127,28 @@ def _check(arguments: argparse.Namespace) -> None:
     arguments.npy = arguments.npy or (arguments.output is not None and arguments.output.suffix == ".npy")
 
 
-def _targets(arguments: argparse.Namespace, count: int) -> Callable[[Path], Path | None]:
-    """Return the function that names what is written for each file, a folder's or the only one."""
-    output = arguments.output
-    if output is None:
+def _targets(arguments: argparse.Namespace, files: Sequence[Path]) -> Callable[[Path], Path | None]:
+    """Return the function that names what is written for each file: a new file of a folder, or the only one."""
+    folder, suffix = arguments.output, ".npy" if arguments.npy else ".png"
+    if folder is None:
         return lambda _: None
-    suffix = ".npy" if arguments.npy else ".png"
-    if count > 1 or arguments.paths[0].is_dir() or output.is_dir() or not output.suffix:
-        return _folder_names(output, suffix)
-    _require_place(output, suffix)
-    return lambda _: output
+    if files == arguments.paths and len(files) == 1 and folder.suffix and not folder.is_dir():
+        _require_place(folder, suffix)
+        return lambda _: folder
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
+    taken: set[Path] = set()
+
+    def name_of(picture: Path) -> Path:
+        # `.heat` keeps a map from taking its picture's place where both are in one folder; -2, -3, ... follow the names
+        # of pictures that are called alike, in several folders.
+        numbers = ("" if number == 1 else f"-{number}" for number in itertools.count(1))
+        names = (folder / f"{picture.stem}{number}.heat{suffix}" for number in numbers)
+        target: Path = next(name for name in names if name not in taken)
+        taken.add(target)
+        return target
+
+    return name_of
 
 
 def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
@@ -148,13 +160,14 @@ def _through_server(files: Sequence[Path], arguments: argparse.Namespace) -> Ite
     options: dict[str, Any] = _given(arguments, _OPTIONS) | {"class_": arguments.classes or None}
     settings = settings_from(arguments)
     with client_of(arguments) as client:
-        model, labels = client.model(), client.labels()
-        preprocess, painter = PreprocessConfig.model_validate(model.preprocessing), _Painter(arguments, labels)
+        preprocess, labels = PreprocessConfig.model_validate(client.model().preprocessing), client.labels()
 
         def ask(file: Path) -> FileMaps | str:
             maps = [_map_of(document) for document in client.attention(file, **options)]
             try:
-                return painter.paint(file, read_input(file.read_bytes(), preprocess, settings), maps, settings)
+                return _file_maps(
+                    arguments, settings, labels, file, read_input(file.read_bytes(), preprocess, settings), maps
+                )
             except ImageError as error:
                 return str(error)
 
@@ -172,50 +185,38 @@ def _in_process(files: Sequence[Path], arguments: argparse.Namespace) -> Iterato
     maps = parse_maps(
         info.config, info.labels, classes=",".join(arguments.classes) or None, **_given(arguments, _OPTIONS)
     )
-    painter = _Painter(arguments, info.labels)
 
     def answer(file: Path, seen: ModelInput, outputs: list[Outputs]) -> FileMaps:
-        return painter.paint(file, seen, [each.map for each in outputs if each.map is not None], settings)
+        found = [each.map for each in outputs if each.map is not None]
+        return _file_maps(arguments, settings, info.labels, file, seen, found)
 
     requests = [RequestedOutputs(1, request) for request in maps]
     return predict_files(files, requests, answer, predictor, info, settings, most=_MOST)
 
 
-class _Painter:
-    """Describes maps, and draws them if a drawing is written, as the arguments say."""
-
-    def __init__(self, arguments: argparse.Namespace, labels: Sequence[str]) -> None:
-        self._labels = labels
-        self._look = _given(arguments, _LOOK)
-        self._view = self._look.pop("view", None)
-        self._captions = self._look.pop("caption", True)
-        self._named = arguments.side_by_side
-        self._draws = arguments.sheet is not None or not arguments.npy
-
-    def paint(self, file: Path, seen: ModelInput, maps: Sequence[AttentionMap], settings: Settings) -> FileMaps:
-        """Return the maps of a file; raises ImageError and OSError when its whole photo cannot be read."""
-        values = np.stack([each.values for each in maps])
-        description = "; ".join(_described(each, self._labels) for each in maps)
-        return FileMaps(
-            description,
-            self._drawing(file, seen, maps, settings) if self._draws else None,
-            values if len(values) > 1 else values[0],
-        )
-
-    def _drawing(self, file: Path, seen: ModelInput, maps: Sequence[AttentionMap], settings: Settings) -> Image.Image:
+def _file_maps(
+    arguments: argparse.Namespace,
+    settings: Settings,
+    labels: Sequence[str],
+    file: Path,
+    seen: ModelInput,
+    maps: Sequence[AttentionMap],
+) -> FileMaps:
+    """Return the maps of a file, drawn if the drawing is written; raises ImageError when its photo cannot be read."""
+    values, drawing = np.stack([each.values for each in maps]), None
+    if arguments.sheet is not None or not arguments.npy:
+        look = _given(arguments, _LOOK)
+        rows, columns, _ = seen.pixels.shape
+        view = look.pop("view", default_view((rows, columns)))
+        captions = labels if look.pop("caption", True) else None
         picture, region = seen.pixels, None
-        rows, columns, _ = picture.shape
-        if self._look.get("overlay", True) and (self._view or default_view((rows, columns))) == "photo":
-            picture, region = upright_photo(
-                file.read_bytes(),
-                seen.region,
-                self._look.get("size"),
-                max_pixels=settings.max_image_pixels,
-                scaled_decode=settings.scaled_decode,
-            )
-        name = file.name if self._named else None
-        labels = self._labels if self._captions else None
-        return draw_maps(maps, labels, picture=picture, region=region, name=name, **self._look)
+        if view == "photo" and look.get("overlay", True):
+            bounds: dict[str, Any] = {"max_pixels": settings.max_image_pixels, "scaled_decode": settings.scaled_decode}
+            picture, region = upright_photo(file.read_bytes(), seen.region, arguments.size, **bounds)
+        name = file.name if arguments.side_by_side else None
+        drawing = draw_maps(maps, captions, picture=picture, region=region, name=name, **look)
+    description = "; ".join(_described(each, labels) for each in maps)
+    return FileMaps(description, drawing, values if len(values) > 1 else values[0])
 
 
 def _described(found: AttentionMap, labels: Sequence[str]) -> str:
@@ -233,24 +234,6 @@ def _require_place(file: Path, suffix: str) -> None:
         raise InputError("output", f"{file}: not a file in a folder that exists")
     if file.suffix.lower() != suffix:
         raise InputError("output", f"{file}: expected a name that ends in {suffix}, which is what is written")
-
-
-def _folder_names(folder: Path, suffix: str) -> Callable[[Path], Path]:
-    """Make the folder, and return a function that names a new file in it for each picture."""
-    with writing(folder):
-        folder.mkdir(exist_ok=True)
-    taken: set[Path] = set()
-
-    def name_of(picture: Path) -> Path:
-        # `.heat` keeps a map from taking its picture's place where both are in one folder; -2, -3, ... follow the names
-        # of pictures that are called alike, in several folders.
-        numbers = ("" if number == 1 else f"-{number}" for number in itertools.count(1))
-        names = (folder / f"{picture.stem}{number}.heat{suffix}" for number in numbers)
-        target = next(name for name in names if name not in taken)
-        taken.add(target)
-        return target
-
-    return name_of
 
 
 def _save(drawing: Image.Image | None, target: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from model.calibration import calibrate, require_pictures
+from model.calibration import MeasuredSets, calibrate, require_pictures
 from model.data.datasets import open_evaluation_set
 from model.errors import InputError
 from model.outputs import RequestedOutputs, require_classes
@@ -74,9 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
     logits = logits_of(outputs_of_files(predictor, pictures.files.take(drawn), RequestedOutputs(1, logits=True)))
     if not np.isfinite(logits).all():
         raise InputError("data", f"{info.name}: gives scores that are not finite for these pictures")
-    temperature, data = checkpoint.temperature, arguments.data.name
     coverages = (coverage, *(each for each in _MEASURED if each != coverage))
-    calibration, fitted, measured = calibrate(logits, truth[drawn], temperature, data, coverages, seed=arguments.seed)
+    calibration, fitted, measured = calibrate(
+        logits, truth[drawn], checkpoint.temperature, arguments.data.name, coverages, seed=arguments.seed
+    )
     folder = arguments.out or Path(settings.checkpoint).expanduser()
     with writing(folder):
         if arguments.out is None:
@@ -90,14 +91,18 @@ def run(arguments: argparse.Namespace) -> int:
             native.write(folder, calibrated, dtype=torch.float32)
     how = f"fitted to {fitted}" if fitted else "not fitted: too few, or all are answered right"
     print(f"{info.name}: {len(drawn)} pictures; temperature {calibration.temperature:.4g} ({how})")  # noqa: T201
-    if measured:
-        count = len(drawn) - fitted
-        print(f"sets of labels, measured on halves of {count} pictures while the other halves calibrate:")  # noqa: T201
-        print("  coverage  holds the right label  labels in a set  abstained")  # noqa: T201
-    for each, sets in measured.items():
-        print(f"  {each:8g}  {sets.covered:21.2%}  {sets.labels:15.2f}  {sets.abstained:9.2%}")  # noqa: T201
+    _print(measured, len(drawn) - fitted)
     print(f"{folder}: calibrated; {serve_command(folder)} --coverage {coverage:g}")  # noqa: T201
     return 0
+
+
+def _print(measured: dict[float, MeasuredSets], count: int) -> None:
+    """Print how the sets of each coverage do."""
+    if measured:
+        print(f"sets of labels, measured on halves of {count} pictures while the other halves calibrate:")  # noqa: T201
+        print("  coverage  holds the right label  labels in a set  abstained")  # noqa: T201
+    for coverage, sets in measured.items():
+        print(f"  {coverage:8g}  {sets.covered:21.2%}  {sets.labels:15.2f}  {sets.abstained:9.2%}")  # noqa: T201
 
 
 def _require_own_folder(settings: Settings) -> None:

@@ -64,11 +64,6 @@ def read_input(data: bytes, config: PreprocessConfig, settings: Settings) -> Mod
     return model_input(data, config, max_pixels=settings.max_image_pixels, scaled_decode=settings.scaled_decode)
 
 
-def report_left_out(name: object, error: Exception) -> None:
-    """Print a line on stderr: this file could not be read, and the command goes on without it."""
-    print(f"vitserve: {name}: left out: {error}", file=sys.stderr)  # noqa: T201
-
-
 def predict_files(
     files: Sequence[Path],
     requests: Sequence[RequestedOutputs],

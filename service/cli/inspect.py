@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from model.checkpoint import Checkpoint
-    from model.network.vit import VisionTransformer
 
 DISTANCE: Final = "attention_distance.png"
 DISTANCE_NUMBERS: Final = "attention_distance.csv"
@@ -33,12 +32,12 @@ _BATCH: Final = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `vitserve inspect`."""
     parser.add_argument("checkpoint", nargs="?", default="bundled", help="as `vitserve serve --checkpoint` takes it")
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="draw what the network learned, as PNG files here")
+    parser.add_argument("--images", type=Path, metavar="FOLDER", help="pictures, in subfolders too, for --figures")
     parser.add_argument(
-        "--images",
+        "--figures",
         type=Path,
-        metavar="FOLDER",
-        help="pictures, in subfolders too, on which --figures measures how far attention reaches",
+        metavar="DIR",
+        help="draw how far attention reaches on --images, as a PNG and a CSV here",
     )
     add_setting_flags(parser, CHECKPOINT_FLAGS)
 
@@ -46,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Read, print and, where asked to, draw the checkpoint; return 1 if an image was left out."""
     out: Path | None = arguments.figures
-    if arguments.images is not None and out is None:
-        raise InputError("images", "--images needs --figures DIR, where the figures go")
+    if (arguments.images is None) != (out is None):
+        raise InputError("images", "--figures DIR and --images FOLDER need each other")
     files = [] if arguments.images is None else find_images([arguments.images])
     if out is not None:
         figures.require()
@@ -62,46 +61,16 @@ def run(arguments: argparse.Namespace) -> int:
     width = max(map(len, rows))
     for name, value in rows.items():
         print(f"{name:{width}}  {value}")  # noqa: T201
-    if out is None:
-        return 0
-    model = checkpoint.build()
-    for name, draw in (("filters.png", _draw_filters), ("position_similarity.png", _draw_positions)):
-        try:
-            print(f"{out / name}: {draw(model, out / name)}")  # noqa: T201
-        except InputError as error:
-            print(f"{name}: not drawn, {error}")  # noqa: T201
-    if files:
-        return _draw_distance(checkpoint, model, files, settings, out)
-    print(f"{DISTANCE}: not drawn, it needs pictures: --images FOLDER")  # noqa: T201
-    return 0
+    return 0 if out is None else _draw_distance(checkpoint, files, settings, out)
 
 
-def _draw_filters(model: VisionTransformer, path: Path) -> str:
-    """Draw the principal components of the patch filters; raises `InputError` when this model has none."""
-    from model.insight.analyses import patch_filters  # noqa: PLC0415  torch takes seconds to import
-
-    filters = patch_filters(model)
-    figures.patch_filters(filters.components.numpy(), filters.explained.numpy(), path)
-    return f"{len(filters.components)} components, {filters.explained.sum():.1%} of the variance"
-
-
-def _draw_positions(model: VisionTransformer, path: Path) -> str:
-    """Draw how alike the position embeddings are; raises `InputError` when this model has none."""
-    from model.insight.analyses import position_similarity  # noqa: PLC0415  torch takes seconds to import
-
-    figures.position_similarity(position_similarity(model).numpy(), path)
-    return f"{model.config.grid[0]}x{model.config.grid[1]} positions"
-
-
-def _draw_distance(
-    checkpoint: Checkpoint, model: VisionTransformer, files: list[Path], settings: Settings, out: Path
-) -> int:
+def _draw_distance(checkpoint: Checkpoint, files: list[Path], settings: Settings, out: Path) -> int:
     """Draw and print the mean attention distance, and write its numbers; return 1 if a file was left out."""
     from model.insight import analyses  # noqa: PLC0415  torch takes seconds to import
 
     unreadable: list[Path] = []
     batches = _batches(files, checkpoint, settings, unreadable)
-    distance = analyses.mean_attention_distance(model, batches).numpy()
+    distance = analyses.mean_attention_distance(checkpoint.build(), batches).numpy()
     table = out / DISTANCE_NUMBERS
     with writing(table), table.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from service.cli.setting_flags import add_setting_flags, settings_from
 from service.engine.devices import fit_to_machine, uses_gpu
-from service.engine.loading import begin_to_load, load_predictor
+from service.engine.loading import FirstLoad, load_predictor
 from service.errors import SettingsError
 from service.lifecycle import NEW_OBJECTS, exit_now
 from service.observe import logs
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     logger.info("loading %s", settings.checkpoint)
     with grpc_port_kept(settings) as settings:
         if settings.one_process and not uses_gpu(settings):
-            load = begin_to_load(settings)
+            load = FirstLoad(settings)
             from service.web.single_process import run_single_process  # noqa: PLC0415  beside that
 
             exit_now(run_single_process(settings, load))

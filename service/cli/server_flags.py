@@ -12,7 +12,6 @@ from typing import Final, TypeVar
 import httpx
 
 from model.errors import InputError
-from service.settings import parse_keys
 from vitserve.client import Client, ClientError, Unauthorized, Unreachable
 
 _Answer = TypeVar("_Answer")
@@ -27,27 +26,8 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key",
         default=os.environ.get("VIT_API_KEY"),
-        help="key of the server, without its name [VIT_API_KEY; for a server on this machine also the first "
-        "of VIT_API_KEYS, KEY of NAME:KEY]",
+        help="key of the server, without its name [VIT_API_KEY]",
     )
-
-
-def api_key_for(url: str, given: str | None) -> str | None:
-    """Return the key that was given, or else, for a server on this machine alone, the first of the server's keys.
-
-    Raises:
-        InputError: the server's keys are not what `VIT_API_KEYS` may be.
-    """
-    if given and given.strip():
-        return given.strip()
-    if httpx.URL(url).host not in ("127.0.0.1", "localhost", "::1"):
-        return None
-    written = (key.strip() for key in os.environ.get("VIT_API_KEYS", "").split(","))
-    try:
-        keys = parse_keys(key for key in written if key)
-    except ValueError as error:
-        raise InputError("api_keys", f"VIT_API_KEYS=***: {error}") from None
-    return keys[0].secret.decode() if keys else None
 
 
 @contextmanager
@@ -57,7 +37,7 @@ def client_of(arguments: argparse.Namespace) -> Iterator[Client]:
     if "://" not in url:
         raise InputError("url", f"{url}: expected an address such as http://{url}")
     try:
-        with Client(url, api_key=api_key_for(url, arguments.api_key)) as client:
+        with Client(url, api_key=(arguments.api_key or "").strip() or None) as client:
             yield client
     except Unreachable as error:
         raise InputError("url", f"{error}: is the server running?") from None

@@ -17,7 +17,7 @@ from prometheus_client import values
 from prometheus_client.multiprocess import mark_process_dead
 
 from service.cluster.engine_process import STOP, Served, run_engine
-from service.cluster.processes import RUNNING, OperatingSystem, Report
+from service.cluster.processes import RUNNING, SERVING, OperatingSystem, Report
 from service.cluster.supervisor import Child, Supervisor
 from service.cluster.worker import RELOAD, run_web, worker_settings
 from service.engine.local import Loader
@@ -63,6 +63,7 @@ class Cluster:
         self._load = load
         self._terminal = Terminal()
         self._served = Served()
+        self._announced = False
         self.system = OperatingSystem()
         self.listeners = listen(settings.host, settings.port, settings.workers)
         self.folder = _private_folder()
@@ -85,17 +86,16 @@ class Cluster:
     # What the supervisor tells.
 
     def reported(self, report: Report) -> None:
-        """Let engines that are started again load what has taken over."""
+        """Let engines that are started again load what has taken over; log once where the service answers."""
         if report.generation > self._served.generation:
             self._served = Served(report.generation, report.checkpoint)
+        if not self._announced and all(child.state == SERVING for child in (*self.engines, *self.workers)):
+            self._announced = True
+            log_address(self._settings, self.listeners[0].getsockname()[1])
 
     def ended(self, pid: int) -> None:
         """Forget what a process counted of the present; what it counted of the past is not lost."""
         mark_process_dead(pid, str(self.folder))  # type: ignore[no-untyped-call]
-
-    def ready(self) -> None:
-        """Log where the service answers."""
-        log_address(self._settings, self.listeners[0].getsockname()[1])
 
     def draining(self) -> None:
         """Close this process's listeners; the workers still have theirs."""

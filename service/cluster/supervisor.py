@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol
 
-from service.cluster.processes import RUNNING, SERVING, Link, OperatingSystem, Report
+from service.cluster.processes import RUNNING, Link, OperatingSystem, Report
 
 logger = logging.getLogger("vitserve")
 
@@ -48,29 +48,7 @@ _FROZEN_AT_START_SECONDS: Final = 60.0
 """A process that maps a gigabyte of libraries may wait for the disk while it holds the interpreter's lock."""
 
 _LONGEST_LOOK: Final = 1.5
-"""Seconds that count between two looks at most: the supervisor may have been stopped, too, with the whole machine."""
-
-
-@dataclass(eq=False)
-class Pulse:
-    """For how long a process gave no sign of life: `silent` is without a report, `idle` without processor time too."""
-
-    silent: float = 0.0
-    idle: float = 0.0
-    cpu_seconds: float = 0.0
-    looked_at: float | None = None
-    reported: bool = True
-
-    def is_frozen(self, now: float, cpu_seconds: float, *, starting: bool) -> bool:
-        """Look at a process, about every second, and return whether it is frozen; a `starting` one has longer calls."""
-        passed = 0.0 if self.looked_at is None else min(now - self.looked_at, _LONGEST_LOOK)
-        self.silent = 0.0 if self.reported else self.silent + passed
-        works = self.reported or cpu_seconds != self.cpu_seconds
-        self.idle = 0.0 if works else self.idle + passed
-        self.cpu_seconds, self.looked_at, self.reported = cpu_seconds, now, False
-        if starting:
-            return self.idle >= _FROZEN_AT_START_SECONDS
-        return self.idle >= _FROZEN_SECONDS or self.silent >= _STUCK_SECONDS
+"""Seconds between two looks at most, unless the supervisor stood still."""
 
 
 @dataclass(eq=False)
@@ -86,6 +64,7 @@ class Child:
         restarts: how often it was started again.
         failures: how often in a row it ended with an exit code soon after its start; what a signal ends did not fail.
         start_at: when it is to be started; None while it runs or is not to be started any more.
+        reported_at, worked_at: when it last gave a sign of life: a report, or more processor time (`cpu_seconds`).
     """
 
     name: str
@@ -101,20 +80,19 @@ class Child:
     delay: float = 0.0
     failures: int = 0
     start_at: float | None = 0.0
-    pulse: Pulse = field(default_factory=Pulse)
+    reported_at: float = 0.0
+    worked_at: float = 0.0
+    cpu_seconds: float = 0.0
 
 
 class Events(Protocol):
     """What a service does when its supervisor has news."""
 
     def reported(self, report: Report) -> None:
-        """Note that another model has taken over."""
+        """Note what a child serves."""
 
     def ended(self, pid: int) -> None:
         """Clear what a child left behind."""
-
-    def ready(self) -> None:
-        """Announce that all children serve; called once."""
 
     def draining(self) -> None:
         """Note that no worker is to be started any more."""
@@ -145,8 +123,7 @@ class Supervisor:
         self._system = system
         self._events = events
         self._drain_timeout = drain_timeout
-        self._announced = False
-        self._look_at = 0.0
+        self._looked_at = 0.0
         self._kill_at: float | None = None
         self._hung_up = False
         self._exit_code = 0
@@ -168,7 +145,6 @@ class Supervisor:
                         self._ended(child, code)
             if self._kill_at is None:  # else a child that does not end in time is killed anyway
                 self._kill_frozen()
-                self._look_whether_ready()
         return self._exit_code
 
     def _seconds_to_wait(self) -> float:
@@ -182,36 +158,42 @@ class Supervisor:
             now = self._system.now()
             if child.start_at is not None and child.start_at <= now:
                 child.started, child.start_at = now, None
-                child.state, child.pulse = 0, Pulse()
+                child.state, child.reported_at, child.worked_at = 0, now, now
                 child.pid = self._system.spawn(child.name, partial(child.main, child))
 
     def _read_reports(self, child: Child) -> None:
         for report in child.link.receive():
-            child.pulse.reported = True
+            child.reported_at = self._system.now()
             child.state = max(child.state, report.state)
             child.ever_ran |= child.state >= RUNNING
             child.options |= report.options
-            if report.generation:
+            if report.state:
                 self._events.reported(report)
-
-    def _look_whether_ready(self) -> None:
-        if not self._announced and all(child.state == SERVING for child in self._children):
-            self._announced = True
-            self._events.ready()
 
     def _kill_frozen(self) -> None:
         now = self._system.now()
-        if now < self._look_at:
+        passed = now - self._looked_at
+        if passed < _LONGEST_WAIT:
             return
-        self._look_at = now + _LONGEST_WAIT
+        self._looked_at = now
+        # The supervisor may have been stopped too, perhaps with the whole machine: that time does not count.
+        stood_still = max(0.0, passed - _LONGEST_LOOK)
         for child in self._children:
-            if child.pid is None:
-                continue
-            cpu_seconds = self._system.cpu_seconds(child.pid)
-            if child.pulse.is_frozen(now, cpu_seconds, starting=child.state < RUNNING):
-                logger.error("%s is frozen: no sign of life for %.0f s", child.name, child.pulse.silent)
-                child.pulse = Pulse()
-                self._system.kill(child.pid, signal.SIGKILL)
+            if child.pid is not None:
+                child.reported_at += min(stood_still, now - child.reported_at)
+                child.worked_at += min(stood_still, now - child.worked_at)
+                if self._is_frozen(child, child.pid, now):
+                    logger.error("%s is frozen: no sign of life for %.0f s", child.name, now - child.reported_at)
+                    self._system.kill(child.pid, signal.SIGKILL)
+
+    def _is_frozen(self, child: Child, pid: int, now: float) -> bool:
+        cpu_seconds = self._system.cpu_seconds(pid)
+        if cpu_seconds != child.cpu_seconds:
+            child.cpu_seconds, child.worked_at = cpu_seconds, now
+        idle, silent = now - max(child.reported_at, child.worked_at), now - child.reported_at
+        if child.state < RUNNING:
+            return idle >= _FROZEN_AT_START_SECONDS
+        return idle >= _FROZEN_SECONDS or silent >= _STUCK_SECONDS
 
     def _ended(self, child: Child, code: int) -> None:
         child.pid, child.state = None, 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -94,13 +94,3 @@ class Engine(Device, Protocol):
         Raises:
             DeadlineExceeded, InferenceFailed, EngineUnavailable, QueueFull: as `infer`.
         """
-
-
-class OwnEngine(Engine, Protocol):
-    """An engine that is started and closed where it is used."""
-
-    def start(self, on_change: Callable[[], None]) -> None:
-        """Begin loading; `on_change` is called on the event loop whenever the state changes."""
-
-    async def close(self) -> None:
-        """Finish the launched batches, and refuse all other images."""

@@ -8,7 +8,8 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -56,24 +57,27 @@ def load_predictor(settings: Settings, *, lazy: bool = False) -> tuple[Predictor
     return _load_kept(settings, lazy=lazy) or _load(settings)
 
 
-def begin_to_load(settings: Settings) -> Callable[[Settings], tuple[Predictor, ModelInfo]]:
-    """Begin to read and compile graphs that were kept, on a thread; return `load_predictor` for a service.
+class FirstLoad:
+    """Loads models as `load_predictor` does, the first of which it has begun to load on a thread.
 
-    Its first call, with the same settings, waits for that thread, and raises what was raised there. This returns once
-    compiling begins, which takes longest and leaves the interpreter to the caller: to import the web application, say.
-    Beside imports, reading would wait for the interpreter at each block. What needs torch is loaded by who calls.
+    That is what was kept of the settings' model. This returns once compiling begins, which takes longest and leaves the
+    interpreter to the caller: to import the web application, say. Beside imports, reading would wait for the
+    interpreter at each block. What needs torch is loaded by who calls.
     """
-    compiling = threading.Event()
-    pool = ThreadPoolExecutor(1, thread_name_prefix="load-kept")
-    begun = [pool.submit(_load_kept, settings, on_compile=compiling.set)]
-    begun[0].add_done_callback(lambda _: compiling.set())
-    pool.shutdown(wait=False)
-    compiling.wait()
 
-    def load(settings: Settings) -> tuple[Predictor, ModelInfo]:
-        return (begun.pop().result() or _load(settings)) if begun else load_predictor(settings)
+    def __init__(self, settings: Settings) -> None:
+        compiling = threading.Event()
+        with_kept = partial(_load_kept, settings, on_compile=compiling.set)
+        pool = ThreadPoolExecutor(1, thread_name_prefix="load-kept")
+        self._begun: Future[tuple[Predictor, ModelInfo] | None] | None = pool.submit(with_kept)
+        self._begun.add_done_callback(lambda _: compiling.set())
+        pool.shutdown(wait=False)
+        compiling.wait()
 
-    return load
+    def __call__(self, settings: Settings) -> tuple[Predictor, ModelInfo]:
+        """Return what was begun, the first time, with the same settings; raises what `load_predictor` raises."""
+        begun, self._begun = self._begun, None
+        return load_predictor(settings) if begun is None else begun.result() or _load(settings)
 
 
 def _load_kept(

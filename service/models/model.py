@@ -20,7 +20,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from service.engine.base import Engine, OwnEngine
+from service.engine.base import Engine
+from service.engine.local import LocalEngine
 from service.errors import CheckpointRefused, EngineUnavailable, ServiceError, SwapUnderWay
 
 logger = logging.getLogger("vitserve")
@@ -32,7 +33,6 @@ UNDER_WAY: Final = "another checkpoint is being loaded: try again when that is d
 
 _RETRY_SECONDS: Final = 0.5
 
-E = TypeVar("E", bound=OwnEngine)
 E_co = TypeVar("E_co", bound=Engine, covariant=True)
 
 
@@ -167,7 +167,7 @@ class ServedModel(ABC):
             task.exception()  # a caller who has left asks for it no more
 
 
-class LocalModel(ServedModel, Generic[E]):
+class LocalModel(ServedModel):
     """A model whose engines run in this process.
 
     Args:
@@ -177,11 +177,11 @@ class LocalModel(ServedModel, Generic[E]):
         load_seconds: see `LOAD_SECONDS`.
     """
 
-    current: Generation[E]
+    current: Generation[LocalEngine]
 
     def __init__(
         self,
-        make: Callable[[str | None], E],
+        make: Callable[[str | None], LocalEngine],
         checkpoint: str | None = None,
         number: int = 1,
         *,
@@ -190,7 +190,7 @@ class LocalModel(ServedModel, Generic[E]):
     ) -> None:
         super().__init__()
         self.current = Generation(make(checkpoint), number, checkpoint)
-        self.next: Generation[E] | None = None
+        self.next: Generation[LocalEngine] | None = None
         self._make = make
         self._on_retired = on_retired
         self._load_seconds = load_seconds
@@ -264,13 +264,13 @@ class LocalModel(ServedModel, Generic[E]):
             task.cancel()
         await asyncio.gather(*(generation.engine.close() for generation in self._open))
 
-    def _start(self, generation: Generation[E]) -> asyncio.Event:
+    def _start(self, generation: Generation[LocalEngine]) -> asyncio.Event:
         """Start a generation's engine; return the event that it is loaded, or has failed."""
         ended = asyncio.Event()
         generation.engine.start(partial(self._changed, generation, ended))
         return ended
 
-    def _changed(self, generation: Generation[E], ended: asyncio.Event) -> None:
+    def _changed(self, generation: Generation[LocalEngine], ended: asyncio.Event) -> None:
         status = generation.engine.status
         if generation is self.current:
             if status.state == "failed":
@@ -280,12 +280,12 @@ class LocalModel(ServedModel, Generic[E]):
             self._on_change()
         ended.set()
 
-    async def _retire(self, generation: Generation[E]) -> None:
+    async def _retire(self, generation: Generation[LocalEngine]) -> None:
         await generation.idle()
         await self._forget(generation)
         self._on_retired()
         logger.info("the old model is closed")
 
-    async def _forget(self, generation: Generation[E]) -> None:
+    async def _forget(self, generation: Generation[LocalEngine]) -> None:
         await generation.engine.close()
         self._open.discard(generation)

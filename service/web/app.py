@@ -34,7 +34,6 @@ from service.web.routes import (
     classify,
     embed,
     inference_protocol,
-    model_repository,
     operations,
     other_servers,
     pages,
@@ -55,7 +54,6 @@ _ROUTERS = (
     operations.router,
     other_servers.router,
     inference_protocol.router,
-    model_repository.router,
 )
 _PUBLIC = pages.PUBLIC | inference_protocol.PUBLIC | other_servers.PUBLIC | {"/healthz", "/readyz"}
 

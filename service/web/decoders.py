@@ -91,10 +91,8 @@ class _Decoder:
         loop = asyncio.get_running_loop()
         if not self.is_ready:
             confined = await self._receive(len(CONFINED)) == CONFINED
-            means = (
-                "resource limits and a filter of system calls" if confined else "resource limits, without libseccomp"
-            )
-            logger.info("decoder process %d is held by %s", self._process.pid, means)
+            more = "and a filter of system calls" if confined else "alone: pip install -e '.[isolation]' adds a filter"
+            logger.info("decoder process %d is held by resource limits %s", self._process.pid, more)
             self.is_ready = True
         slow = loop.call_later(_SLOW_SECONDS, self._lower_priority)
         try:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Hashable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,14 +28,12 @@ from service.priority import lower_priority
 
 T = TypeVar("T")
 
+# Share of the measured cost that stays with each further job: about the last 50 jobs count.
 _DECAY: Final = 0.98
-"""Share of the measured cost that stays with each further job: about the last 50 jobs count."""
-
+# Callers that are remembered, before those are forgotten that have no job now.
 _MOST_SHARES: Final = 4096
-"""Callers that are remembered, before those are forgotten that have no job now."""
-
+# Time between two looks for waiting jobs whose time is up.
 _SWEEP_SECONDS: Final = 0.25
-"""Time between two looks for waiting jobs whose time is up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +104,7 @@ class FairQueue(Generic[E]):
         self._now = 0.0  # what the caller had used whose job began last
         self.waiting = 0
         self.under_way = 0
-        self._size_under_way = 0.0
+        self._size_waiting, self._size_under_way = 0.0, 0.0
         self._sizes, self._worked, self._held = 0.0, 0.0, 0.0
 
     @property
@@ -118,11 +115,14 @@ class FairQueue(Generic[E]):
     def add(self, entry: E, caller: Hashable) -> None:
         """Let a job of a caller wait; raises `QueueFull` if it cannot begin before its deadline."""
         share = self._share(caller)
-        if self.waiting and self._wait(share) > entry.deadline - self._clock():
+        remaining = entry.deadline - self._clock()
+        # What all jobs together take is known at once; what is ahead of one is counted only where that is too long.
+        if self.waiting and self._seconds(self._size_waiting) > remaining and self._wait(share) > remaining:
             raise QueueFull("the work that is ahead takes longer than the request's time")
         entry.share, entry.is_waiting = share, True
         share.waiting.append(entry)
         share.size += entry.size
+        self._size_waiting += entry.size
         self.waiting += 1
         if len(share.waiting) == 1:
             self._line_up(share)
@@ -180,17 +180,18 @@ class FairQueue(Generic[E]):
         """Return the measured seconds of work for a unit of size."""
         return self._worked / self._sizes if self._sizes else 0.0
 
+    def _seconds(self, ahead: float) -> float:
+        """Return the seconds until waiting jobs of this size, and half of those under way, have left."""
+        held = self._held / self._sizes if self._sizes else 0.0
+        return (ahead + self._size_under_way / 2) * held / max(1, self._servers())
+
     def _wait(self, share: _Share[E]) -> float:
         """Return the seconds until a further job of a caller would begin."""
-        pace = self._pace
+        pace = self._pace or 1e-9
         turn = share.used + share.size * pace
-        ahead = share.size * pace + self._size_under_way * pace / 2
-        for other in self._shares.values():
-            if other.waiting and other is not share:
-                ahead += min(other.size * pace, max(0.0, turn - other.used))
-        # A server may be held for longer than the work itself takes.
-        held = self._held / self._worked if self._worked else 0.0
-        return ahead * held / max(1, self._servers())
+        others = (other for other in self._shares.values() if other.waiting and other is not share)
+        ahead = sum(min(other.size, max(0.0, turn - other.used) / pace) for other in others)
+        return self._seconds(share.size + ahead)
 
     def _share(self, caller: Hashable) -> _Share[E]:
         share = self._shares.get(caller)
@@ -212,6 +213,7 @@ class FairQueue(Generic[E]):
         entry.is_waiting = False
         share.waiting.remove(entry)
         share.size -= entry.size
+        self._size_waiting -= entry.size
         self.waiting -= 1
         share.turn = -1
         if share.waiting:
@@ -236,10 +238,6 @@ class Job(Entry, Generic[T]):
         self._leave = leave
         self.outcome: tuple[Any, BaseException | None] = (None, None)
 
-    def fail(self, error: Exception) -> None:
-        """Set the outcome of a job that does not begin."""
-        self.outcome = (None, error)
-
     def publish(self) -> None:
         """Set the result of the future, on the event loop, unless the caller has left."""
         (result, error), self.outcome = self.outcome, (None, None)
@@ -263,11 +261,11 @@ class Job(Entry, Generic[T]):
         self._leave(self)
 
 
-class Lane(ABC):
-    """Jobs that wait for something scarce, of callers on one event loop.
+class Lane:
+    """Turns at something scarce, for callers on one event loop: a job awaits its turn and then works.
 
     Args:
-        name: what they wait for, in messages to callers.
+        name: what jobs wait for, in messages to callers.
         servers: returns how many jobs may be under way.
     """
 
@@ -283,6 +281,13 @@ class Lane(ABC):
         """Return how many jobs wait."""
         return self._queue.waiting
 
+    def turn(self, caller: Hashable, size: float, deadline: Deadline) -> Job[None]:
+        """Return a turn that waits; raises `QueueFull` if it cannot begin in time, see `FairQueue.add`.
+
+        To await it raises `DeadlineExceeded` if its time is up before it begins.
+        """
+        return self._enter(None, caller, size, deadline)
+
     def _enter(self, work: Callable[[], T] | None, caller: Hashable, size: float, deadline: Deadline) -> Job[T]:
         job = Job(size, self._clock() + deadline.remaining(), work, self._leave)
         with self._lock:
@@ -294,21 +299,24 @@ class Lane(ABC):
         self._advance()
         return job
 
-    @abstractmethod
     def _leave(self, job: Job[Any]) -> None:
-        """Give back what a job has of the lane."""
+        if job.is_under_way:
+            self._queue.charge(job, self._clock() - job.began)
+        self._queue.leave(job)
+        self._advance()
 
-    @abstractmethod
     def _advance(self) -> None:
         """Begin what can begin."""
-
-    @abstractmethod
-    def _publish(self, job: Job[Any]) -> None:
-        """Let the caller of a job have its outcome."""
+        while (job := self._queue.begin()) is not None:
+            job.publish()
 
     def _late(self, job: Job[Any]) -> None:
-        job.fail(DeadlineExceeded(f"the time was up before {self._name} was free"))
+        job.outcome = None, DeadlineExceeded(f"the time was up before {self._name} was free")
         self._publish(job)
+
+    def _publish(self, job: Job[Any]) -> None:
+        """Let the caller of a job have its outcome."""
+        job.publish()
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
@@ -317,30 +325,6 @@ class Lane(ABC):
             loop.call_later(_SWEEP_SECONDS, self._sweep, loop)
         else:
             self._sweeper = None
-
-
-class TurnLane(Lane):
-    """Turns at something scarce: a job awaits its turn and then works."""
-
-    def turn(self, caller: Hashable, size: float, deadline: Deadline) -> Job[None]:
-        """Return a turn that waits; raises `QueueFull` if it cannot begin in time, see `FairQueue.add`.
-
-        To await it raises `DeadlineExceeded` if its time is up before it begins.
-        """
-        return self._enter(None, caller, size, deadline)
-
-    def _leave(self, job: Job[Any]) -> None:
-        if job.is_under_way:
-            self._queue.charge(job, self._clock() - job.began)
-        self._queue.leave(job)
-        self._advance()
-
-    def _advance(self) -> None:
-        while (job := self._queue.begin()) is not None:
-            self._publish(job)
-
-    def _publish(self, job: Job[Any]) -> None:
-        job.publish()
 
 
 class ThreadLane(Lane):

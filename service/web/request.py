@@ -14,7 +14,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar, cast
@@ -52,27 +52,26 @@ from service.settings import Settings
 from service.web.admission import Body, Limiter, Permit, Receiving
 from service.web.decoders import Decoded, Decoders
 from service.web.image_stores import ImageStore
-from service.web.lanes import Deadline, Job, ThreadLane, TurnLane
+from service.web.lanes import Deadline, Lane, ThreadLane
 from service.web.middleware import request_context
 from service.web.upload import UploadedFile, UploadLimits, read_files, read_whole
 from vitserve.documents import FIELD
 
 T = TypeVar("T")
 
+# A picture that was launched in time may be answered late. Nobody waits longer than a second more than the request's
+# time; what is left is for the answer's way.
 LATE_SECONDS: Final = 0.5
-"""Nobody waits longer than a second more than the request's time; what is left is for the answer's way."""
 
+# Values from which on a document is read or written by a thread: it would hold the event loop for 5 to 10 ms.
 LARGE: Final = 2000
-"""Values from which on a document is read or written by a thread: it would hold the event loop for 5 to 10 ms."""
 
+# Batches of each engine whose pictures are decoded, or being decoded, at once: two under way, and two that wait.
+# Decoding that runs further ahead would take the processors from the batches that are to be answered first.
 _BATCHES_AHEAD: Final = 4
-"""Batches of each engine whose pictures are decoded, or being decoded, at once: two under way, and two that wait.
 
-Decoding that runs further ahead would take the processors from the batches that are to be answered first.
-"""
-
+# Requests whose texts the tower computes in turn.
 _TEXTS_AT_ONCE: Final = 8
-"""Requests whose texts the tower computes in turn."""
 
 
 class Lanes:
@@ -86,11 +85,11 @@ class Lanes:
             return number * len(engine.engines) * (1 if engine.info is None else engine.info.max_batch)
 
         self.pictures = ThreadLane("decode", threads, servers=lambda: batches(_BATCHES_AHEAD), clock=clock)
-        self.decoders = TurnLane("decoders", lambda: decoders.processes, clock=clock)
+        self.decoders = Lane("decoders", lambda: decoders.processes, clock=clock)
         self.documents = ThreadLane("documents", 1, background=True, clock=clock)
         self.drawings = ThreadLane("drawing", 1, background=True, clock=clock)
-        self.texts = TurnLane("texts", lambda: _TEXTS_AT_ONCE, clock=clock)
-        self.explanations = TurnLane("explanations", lambda: batches(2), clock=clock)
+        self.texts = Lane("texts", lambda: _TEXTS_AT_ONCE, clock=clock)
+        self.explanations = Lane("explanations", lambda: batches(2), clock=clock)
 
     def close(self) -> None:
         """Begin nothing more, without waiting for the threads."""
@@ -104,11 +103,6 @@ class Model:
 
     generation: Generation[Engine]
     info: ModelInfo
-
-    @property
-    def engine(self) -> Engine:
-        """Return the engine that computes it."""
-        return self.generation.engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,9 +261,7 @@ class AdmittedRequest:
         Raises `QueueFull`, and what `read` and `service.web.upload.read_files` raise.
         """
         [file] = await self.read_pictures(1, fields)
-        if isinstance(file, UploadTooLarge):
-            raise file
-        return file
+        return require_file(file)
 
     async def read_pictures(self, most: int, fields: Collection[str] = (FIELD,)) -> list[UploadedFile]:
         """Return the pictures in the body, at most so many, and take a place for each; see `read_picture`."""
@@ -324,53 +316,53 @@ class AdmittedRequest:
 
     # It is decoded
 
-    async def decode(self, data: bytearray) -> Decoded:
-        """Return the picture in a file, of the model's size.
+    @asynccontextmanager
+    async def decoded(self, data: bytearray) -> AsyncIterator[Decoded]:
+        """Decode a file to a picture of the model's size, and keep its turn until the context ends.
 
-        A thread decodes a file whose header bounds the work, a process of its own any other.
+        A thread decodes a file whose header bounds the work, a process of its own any other, which keeps no turn.
 
         Raises `MissingImage` if there are no bytes, `QueueFull`, and what `Decoders.model_input` raises.
         """
+        service, config = self.service, self.model.info.preprocess
         if not data:
             raise MissingImage("the picture is empty")
         if is_bounded(data):
-            with self._decoding(data) as job:
+            work = partial(_decode, data, config, service.settings)
+            with service.lanes.pictures.work(work, self._caller, len(data), self.deadline) as job:
                 decoded = await job
+                service.metrics.observe_stage("decode", decoded.seconds)
+                yield decoded
         else:
-            with self._permit.lent(), self._decoder() as turn:
-                await turn
-                decoded = await self.service.decoders.model_input(data, self.model.info.preprocess, self.deadline)
-        self.service.metrics.observe_stage("decode", decoded.seconds)
-        return decoded
-
-    def _decoding(self, data: bytearray) -> Job[Decoded]:
-        work = partial(_decode, data, self.model.info.preprocess, self.service.settings)
-        return self.service.lanes.pictures.work(work, self._caller, len(data), self.deadline)
-
-    def _decoder(self) -> Job[None]:
-        return self.service.lanes.decoders.turn(self._caller, 1, self.deadline)
+            async with self._beside(service.lanes.decoders):
+                decoded = await service.decoders.model_input(data, config, self.deadline)
+            service.metrics.observe_stage("decode", decoded.seconds)
+            yield decoded
 
     async def photo(self, data: bytearray, region: Region, size: int | None) -> ModelInput:
         """Return the photo in a file, at most so large, with the region of it that the model saw."""
-        with self._permit.lent(), self._decoder() as turn:
-            await turn
+        async with self._beside(self.service.lanes.decoders):
             return (await self.service.decoders.photo(data, region, size, self.deadline)).picture
+
+    @asynccontextmanager
+    async def _beside(self, lane: Lane, size: float = 1) -> AsyncIterator[None]:
+        """Have a turn in a lane, with one of the request's places lent to others meanwhile."""
+        with self._permit.lent(), lane.turn(self._caller, size, self.deadline) as turn:
+            await turn
+            yield
 
     # The model answers
 
     async def classify(self, data: bytearray, requested: RequestedOutputs) -> tuple[Decoded, InferenceResult]:
-        """Return the picture in a file as the model saw it, and the answer; raises as `decode` and `infer`.
+        """Return the picture in a file as the model saw it, and the answer; raises as `decoded` and `infer`.
 
-        The turn of a picture that a thread decodes lasts until it is answered, so that decoding does not run far ahead
-        of the model. Pictures of which a map is asked keep none: they may wait for long.
+        A picture keeps its turn until it is answered, so that decoding does not run far ahead of the model. Those of
+        which a map is asked keep none: they may wait for long.
         """
-        if requested.map is not None or not data or not is_bounded(data):
-            decoded = await self.decode(data)
-            return decoded, await self.infer(decoded.picture.pixels, requested)
-        with self._decoding(data) as job:
-            decoded = await job
-            self.service.metrics.observe_stage("decode", decoded.seconds)
-            return decoded, await self.infer(decoded.picture.pixels, requested)
+        async with self.decoded(data) as decoded:
+            if requested.map is None:
+                return decoded, await self.infer(decoded.picture.pixels, requested)
+        return decoded, await self.infer(decoded.picture.pixels, requested)
 
     async def infer(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
         """Return the model's answer to one picture, uint8 [H, W, C]; raises as `Engine.infer`.
@@ -399,28 +391,18 @@ class AdmittedRequest:
         return replace(result, outputs=outputs)
 
     async def _infer(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
-        """Return the engine's answer to one picture; raises as `Engine.infer`.
-
-        A picture that was launched in time may be answered late, up to `LATE_SECONDS`: an engine may never answer.
-        """
-        if requested.map is not None and requested.map.needs_pass:
-            with self._permit.lent(), self.service.lanes.explanations.turn(self._caller, 1, self.deadline) as turn:
-                await turn
-                result = await self._ask(pixels, requested)
-        else:
-            result = await self._ask(pixels, requested)
+        needs_pass = requested.map is not None and requested.map.needs_pass
+        async with self._beside(self.service.lanes.explanations) if needs_pass else nullcontext():
+            engine = self.model.generation.engine
+            result = await engine.infer(InferenceRequest(pixels, requested), timeout=self.deadline.remaining())
         self.service.metrics.observe_stage("queue", result.queue_seconds)
         self.service.metrics.observe_stage("inference", result.inference_seconds, result.batch_size)
         return result
 
-    async def _ask(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
-        return await self.model.engine.infer(InferenceRequest(pixels, requested), timeout=self.deadline.remaining())
-
     async def embed_texts(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return the features of texts, [N, D]; raises as `Engine.embed_texts`."""
-        with self._permit.lent(), self.service.lanes.texts.turn(self._caller, len(texts), self.deadline) as turn:
-            await turn
-            return await self.model.engine.embed_texts(texts, timeout=self.deadline.remaining())
+        async with self._beside(self.service.lanes.texts, len(texts)):
+            return await self.model.generation.engine.embed_texts(texts, timeout=self.deadline.remaining())
 
     # The answer is written
 
@@ -465,6 +447,13 @@ def _decode(data: bytearray, config: PreprocessConfig, settings: Settings) -> De
     started = time.perf_counter()
     picture = model_input(data, config, max_pixels=settings.max_image_pixels, scaled_decode=settings.scaled_decode)
     return Decoded(picture, time.perf_counter() - started)
+
+
+def require_file(uploaded: UploadedFile) -> bytearray:
+    """Return the bytes of a file, or raise the error that they are too many."""
+    if isinstance(uploaded, UploadTooLarge):
+        raise uploaded
+    return uploaded
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

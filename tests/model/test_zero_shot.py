@@ -47,6 +47,7 @@ def test_labels_are_read_as_csv_or_json(text: str, labels: tuple[str, ...]) -> N
         ("[" * 100_000, "expected names like cat,dog"),
         ('"a', "expected names like cat,dog"),
         (",".join(map(str, range(MAX_TEXTS + 1))), "labels: there are 1001, expected 1 to 1000"),
+        ("," * 3_000_000, "labels: 3000000 commas are between more than 1000 names"),
         ("ab," * 2_000_000, "labels: 6000000 characters, more than 1000 names of 256 take"),
     ],
 )

@@ -22,7 +22,7 @@ SERVER_ONLY = {"fastapi", "model", "numpy", "PIL", "python_multipart", "service"
 FOREIGN = "raise SystemExit('this is not of vitserve')"
 
 
-@pytest.fixture(params=["{}.py", "{}/__init__.py", "{}/other.py"], ids=["file", "package", "folder"])
+@pytest.fixture(params=["{}.py", "{}/__init__.py"], ids=["file", "package"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A folder of somebody's own, with the names of the server's packages."""
     for name in ("service", "model"):

@@ -16,7 +16,7 @@ from service.errors import DeadlineExceeded, MalformedRequest, RequestTimeout, U
 from service.web.admission import RECEIVING_BYTES
 from service.web.api_keys import KeyGuard
 from service.web.inference_protocol import GRPC_SERVICE
-from service.web.lanes import Deadline, TurnLane
+from service.web.lanes import Deadline, Lane
 from service.web.middleware import PROBES, hold_back, request_id_from
 from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, Problem, problem_of, refusal_of
 from service.web.request import Service
@@ -55,7 +55,7 @@ Count = Callable[..., None]
 class Call:
     """A call whose message is still to come, from a `caller`: the name of its key, or else its address."""
 
-    def __init__(self, context: Any, arrivals: TurnLane, service: Service) -> None:
+    def __init__(self, context: Any, arrivals: Lane, service: Service) -> None:
         self.started = service.clock()
         self.deadline = Deadline(self.started + service.settings.request_timeout, service.clock)
         # Of repeated headers the first counts.
@@ -131,7 +131,7 @@ class Calls:
         settings = service.settings
         # As many as largest bodies fit into this worker's part of the bytes to be received.
         most = max(_FEWEST_ARRIVALS, RECEIVING_BYTES // settings.max_request_bytes // settings.workers)
-        self._arrivals = TurnLane("messages", lambda: most, clock=service.clock)
+        self._arrivals = Lane("messages", lambda: most, clock=service.clock)
 
     def handler(self, name: str, method: Method, *, public: bool) -> grpc.RpcMethodHandler:
         """Return what grpcio calls for a method, which needs no key if it is `public`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -35,7 +36,7 @@ from service.web.request import Service
 from vitserve import __version__
 
 
-def _encode(document: dict[str, Any], message: Message) -> bytes:
+def _encode(document: Mapping[str, Any], message: Message) -> bytes:
     """Return a document of the protocol, which is the same over HTTP, as a message."""
     return bytes(json_format.ParseDict(document, message).SerializeToString())
 
@@ -67,22 +68,15 @@ async def _server_metadata(service: Service, call: Call) -> bytes:
     return _encode(server_metadata(__version__, swaps=False), ServerMetadataResponse())
 
 
-async def _model_metadata(service: Service, call: Call) -> bytes:
-    return _encode(model_metadata(await _named(service, call)), ModelMetadataResponse())
+def _described(describe: Callable[[ModelInfo, Service], Mapping[str, Any]], kind: type[Message]) -> Method:
+    """Return the method that describes the model that a question names; an empty name is any."""
 
+    async def method(service: Service, call: Call) -> bytes:
+        question = parse(ModelRequest, await call.question())
+        info = find_model(service, question.name or None, question.version).info
+        return _encode(describe(info, service), kind())
 
-async def _model_config(service: Service, call: Call) -> bytes:
-    return _encode({"config": model_configuration(await _named(service, call))}, ModelConfigResponse())
-
-
-async def _model_statistics(service: Service, call: Call) -> bytes:
-    return _encode(model_statistics(await _named(service, call), service.metrics), ModelStatisticsResponse())
-
-
-async def _named(service: Service, call: Call) -> ModelInfo:
-    """Return the model that a question names; an empty name is any."""
-    question = parse(ModelRequest, await call.question())
-    return find_model(service, question.name or None, question.version).info
+    return method
 
 
 async def _model_infer(service: Service, call: Call) -> bytes:
@@ -109,9 +103,11 @@ METHODS: Final[dict[str, Method]] = {
     "ServerReady": _server_ready,
     "ModelReady": _model_ready,
     "ServerMetadata": _server_metadata,
-    "ModelMetadata": _model_metadata,
-    "ModelConfig": _model_config,
-    "ModelStatistics": _model_statistics,
+    "ModelMetadata": _described(lambda info, _: model_metadata(info), ModelMetadataResponse),
+    "ModelConfig": _described(lambda info, _: {"config": model_configuration(info)}, ModelConfigResponse),
+    "ModelStatistics": _described(
+        lambda info, service: model_statistics(info, service.metrics), ModelStatisticsResponse
+    ),
     "ModelInfer": _model_infer,
 }
 

@@ -31,7 +31,6 @@ from model.outputs import (
 )
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, NotFound
-from service.web.decoders import Decoded
 from service.web.request import AdmittedRequest, all_of, model_of, service_of
 from service.web.routes.endpoint import BINARY, ONE_PICTURE, Endpoint, npy_response, problems
 from vitserve.documents import AttentionDocument, RegionDocument, significant
@@ -148,14 +147,14 @@ async def attention(request: Request, query: Annotated[AttentionQuery, Query()])
     map_requests = _map_requests(query, model.info)
     async with service_of(request).admit(request, model) as admitted:
         file = await admitted.read_picture()
-        decoded = await admitted.decode(file)
-        picture = decoded.picture
+        async with admitted.decoded(file) as decoded:
+            picture = decoded.picture
         explained = await _explain(admitted, map_requests, picture)
         admitted.service.metrics.images.inc()
         if model.info.config.num_classes:
             admitted.service.metrics.top1_score.observe(float(explained[0].scores[0]))
         image_id = await admitted.service.images.put(picture)
-        photo = await _photo(admitted, query, decoded, file)
+        photo = await _photo(admitted, query, picture.region, file)
         return await _answer(admitted, query, explained, picture, image_id, photo)
 
 
@@ -168,14 +167,14 @@ async def _explain(admitted: AdmittedRequest, map_requests: Sequence[MapRequest]
 
 
 async def _photo(
-    admitted: AdmittedRequest, query: AttentionQuery, decoded: Decoded, file: bytearray
+    admitted: AdmittedRequest, query: AttentionQuery, region: Region, file: bytearray
 ) -> ModelInput | None:
     """Return the photo in a file if the maps are drawn over it, and None if over what the model saw."""
     view = query.view or default_view(admitted.model.info.config.image_size)
     if query.format != "png" or view != "photo" or query.overlay is False:
         return None
     # Decoded a second time, so that no photo is in memory while its map is computed.
-    return await admitted.photo(file, decoded.picture.region, query.size)
+    return await admitted.photo(file, region, query.size)
 
 
 async def _answer(

@@ -34,7 +34,7 @@ async def model(request: Request) -> ModelDescription:
     current = model_of(request)
     info, config = current.info, current.info.config
     return ModelDescription(
-        **attributes(ModelDescription.model_fields, info, config, current.engine.status),
+        **attributes(ModelDescription.model_fields, info, config, current.generation.engine.status),
         input_size=config.image_size,
         channels=config.in_channels,
         layers=config.depth if isinstance(config, ViTConfig) else None,

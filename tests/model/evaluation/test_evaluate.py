@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,16 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
 from model.data import cifar10
 from model.data.datasets import open_evaluation_set
 from model.errors import DatasetError
-from model.evaluation.as_sent import as_sent
 from model.evaluation.evaluate import Evaluation, calibration_error, measure, predict_scores
-from model.images.preprocess import preprocess
 from model.network.vit import VisionTransformer
 from model.outputs import Outputs, RequestedOutputs
 from model.runtime.batches import Images
@@ -170,25 +166,3 @@ def test_a_folder_is_measured_on_its_test_set_or_else_its_validation_set_or_all(
     bad.write_bytes(bad.read_bytes()[:60])
     with pytest.raises(DatasetError, match=r"000\.png: "):
         predict_scores(FirstPixelPredictor(make_checkpoint()), open_evaluation_set(tmp_path).files)
-
-
-def test_pictures_as_users_send_them_are_the_same_pictures(cifar: Path) -> None:
-    config = make_checkpoint().preprocess
-    smooth = np.linspace(20, 220, 32)[None, :, None] * np.array([1.0, 0.6, 0.3])[:, None, None]
-    record = np.concatenate([[3], np.broadcast_to(smooth, (3, 32, 32)).ravel()]).astype(np.uint8)
-    np.stack([record] * 3).tofile(cifar / "test_batch.bin")
-    variants = as_sent(open_evaluation_set(cifar).files)
-    assert list(variants) == [
-        "as stored",
-        "512 px, JPEG 85",
-        "512 px, JPEG 85, turned by Exif",
-        "512 px, JPEG 85, greyscale",
-    ]
-    seen = {name: [preprocess(files.read(n), config).astype(int) for n in range(3)] for name, files in variants.items()}
-    for number in range(3):
-        stored, jpeg, turned, grey = (pictures[number] for pictures in seen.values())
-        assert np.abs(jpeg - stored).mean() < 3
-        assert np.abs(turned - stored).mean() < 3  # each of the three orientations
-        assert (grey[..., 0] == grey[..., 1]).all()
-    sizes = [Image.open(io.BytesIO(files.read(0))).size for files in variants.values()]
-    assert sizes == [(32, 32), (512, 512), (512, 512), (512, 512)]

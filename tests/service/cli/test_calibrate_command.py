@@ -56,7 +56,9 @@ def test_a_calibrated_folder_answers_with_sets_of_any_coverage_that_its_pictures
 
     model = ("--checkpoint", checkpoint, *HERE)
     code, out, _ = run(capsys, "evaluate", "--data", labelled, "--coverage", "0.9", *model)
-    sets = re.search(r"sets: ([\d.]+)% hold the right label, ([\d.]+) labels .*, [\d.]+% abs", out)
+    sets = re.search(
+        r"sets for a coverage of 0.9: ([\d.]+)% hold the right label, ([\d.]+) labels .*, [\d.]+% abs", out
+    )
     assert code == 0
     assert sets is not None
     assert float(sets[1]) >= 90  # on the very pictures that the sets are made by

@@ -30,33 +30,12 @@ def test_figures_and_numbers_are_written(tmp_path: Path, pictures: Path, capsys:
     code, told, _ = run(capsys, "inspect", write(tmp_path / "m"), "--figures", out, "--images", pictures)
     assert code == 0
     assert "3 pictures" in told
-    names = ("attention_distance.csv", "attention_distance.png", "filters.png", "position_similarity.png")
-    assert sorted(file.name for file in out.iterdir()) == list(names)
-    for name in names[1:]:
-        assert (out / name).read_bytes().startswith(b"\x89PNG")
+    assert sorted(file.name for file in out.iterdir()) == ["attention_distance.csv", "attention_distance.png"]
+    assert (out / "attention_distance.png").read_bytes().startswith(b"\x89PNG")
     with (out / "attention_distance.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["layer"], row["head"]) for row in rows] == [(f"{n // 2}", f"{n % 2}") for n in range(6)]
     assert all(0 < float(row["distance_px"]) < np.hypot(8, 16) for row in rows)
-
-
-def test_without_pictures_two_figures_are_drawn_and_the_third_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, told, _ = run(capsys, "inspect", write(tmp_path / "m"), "--figures", tmp_path / "out")
-    assert code == 0
-    assert told.splitlines()[-1] == "attention_distance.png: not drawn, it needs pictures: --images FOLDER"
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["filters.png", "position_similarity.png"]
-
-
-def test_a_figure_that_a_model_cannot_have_is_named_and_the_others_drawn(
-    tmp_path: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checkpoint = write(tmp_path / "m", position_embedding="sincos2d")
-    code, told, _ = run(capsys, "inspect", checkpoint, "--figures", tmp_path / "out", "--images", pictures)
-    assert code == 0
-    assert "position_similarity.png: not drawn, no position similarity" in told
-    assert sorted(file.name for file in (tmp_path / "out").glob("*.png")) == ["attention_distance.png", "filters.png"]
 
 
 def test_a_picture_that_cannot_be_read_is_named_and_left_out(
@@ -86,11 +65,11 @@ def test_what_cannot_be_drawn_is_one_line(
     if missing == "no matplotlib":
         monkeypatch.setattr("model.insight.figures.find_spec", lambda name: None)
     flags, message = {
-        "--images without --figures": (["--images", pictures], "--images needs --figures"),
+        "--images without --figures": (["--images", pictures], "--figures DIR and --images FOLDER need each other"),
         "no pictures": (["--figures", tmp_path / "out", "--images", empty], "no pictures in this folder"),
         "all bad": (["--figures", tmp_path / "out", "--images", bad], "no images to measure"),
-        "no matplotlib": (["--figures", tmp_path / "out"], "pip install -e '.[figures]'"),
-        "a file": (["--figures", tmp_path / "file"], "file: cannot be written"),
+        "no matplotlib": (["--figures", tmp_path / "out", "--images", pictures], "pip install -e '.[figures]'"),
+        "a file": (["--figures", tmp_path / "file", "--images", pictures], "file: cannot be written"),
     }[missing]
     code, _, err = run(capsys, "inspect", write(tmp_path / "m"), *flags)
     assert code == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from model.errors import InputError
-from service.cli import classify, server_flags
+from service.cli import server_flags
 from tests.service.cli.command_line import run
 from vitserve.client import Client, ClientError, Unreachable
 
@@ -58,38 +56,18 @@ def test_a_server_that_is_gone_is_not_asked_about_every_file_that_is_left() -> N
 
 
 @pytest.mark.parametrize(
-    ("environment", "key"),
-    [
-        ({}, None),
-        ({"VIT_API_KEY": "mine"}, "mine"),
-        ({"VIT_API_KEYS": "first,second"}, "first"),
-        ({"VIT_API_KEYS": " , second "}, "second"),
-        ({"VIT_API_KEYS": "web:first,second"}, "first"),
-        ({"VIT_API_KEY": "web:mine", "VIT_API_KEYS": "first"}, "web:mine"),  # a key may have a colon
-        ({"VIT_API_KEY": "mine", "VIT_API_KEYS": "first"}, "mine"),
-        ({"VIT_API_KEY": "", "VIT_API_KEYS": "first"}, "first"),
-        ({"VIT_API_KEY": "", "VIT_API_KEYS": ""}, None),
-    ],
+    ("flags", "sent"), [([], "Bearer mine"), (["--api-key", "web:mine "], "Bearer web:mine"), (["--api-key", ""], None)]
 )
-def test_the_key_is_the_clients_or_else_on_this_machine_the_first_of_the_servers(
-    environment: dict[str, str], key: str | None, monkeypatch: pytest.MonkeyPatch
+def test_the_key_is_that_of_the_flag_or_of_the_environment(
+    flags: list[str], sent: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("VIT_API_KEY", "VIT_API_KEYS"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    parser = argparse.ArgumentParser()
-    classify.add_arguments(parser)
-    given = parser.get_default("api_key")
-    assert server_flags.api_key_for("http://localhost:8000", given) == key
-    assert server_flags.api_key_for("https://elsewhere.example", given) == (environment.get("VIT_API_KEY") or None)
-    shown = " ".join(parser.format_help().split())
-    assert "KEY of NAME:KEY" in shown
-    assert "first" not in shown.replace("first of VIT_API_KEYS", "")
+    asked: list[str | None] = []
 
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.headers.get("authorization"))
+        return httpx.Response(401, json=PROBLEM | {"code": "unauthorized"})
 
-def test_keys_of_the_environment_that_no_server_takes_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VIT_API_KEYS", "web:topsecret,web:other")
-    with pytest.raises(InputError) as caught:
-        server_flags.api_key_for("http://localhost:8000", None)
-    assert str(caught.value) == "VIT_API_KEYS=***: expected each name and each key once"
+    monkeypatch.setenv("VIT_API_KEY", "mine\n")
+    monkeypatch.setattr(server_flags, "Client", partial(Client, transport=httpx.MockTransport(answer)))
+    assert run(capsys, "classify", "examples/dog.jpg", "--url", "http://there", *flags)[0] == 1
+    assert asked == [sent]

@@ -10,7 +10,7 @@ import pytest
 
 from service.cluster.processes import Report
 from service.cluster.supervisor import TRY_AGAIN, Child, Supervisor
-from tests.service.cluster.fake_system import START, FakeLink, FakeSystem
+from tests.service.cluster.fake_system import FakeLink, FakeSystem
 
 STOP = signal.SIGUSR1
 DRAIN_TIMEOUT = 20
@@ -32,13 +32,10 @@ class Service:
         return Child(name, lambda child: 0, stop, FakeLink(self.system, name))
 
     def reported(self, report: Report) -> None:
-        self.told.append(f"generation {report.generation}")
+        assert report.state
 
     def ended(self, pid: int) -> None:
         self.told.append("ended")
-
-    def ready(self) -> None:
-        self.told.append(f"ready at {self.system.time - START:g}")
 
     def draining(self) -> None:
         self.told.append("drain")
@@ -58,18 +55,11 @@ def service() -> Service:
     return Service()
 
 
-def test_all_are_started_at_once_and_announced_when_all_serve(service: Service) -> None:
-    service.system.serving.remove("engine")
-
-    def serves() -> list[int]:
-        service.system.serving.add("engine")
-        return []
-
-    service.system.at(5, serves)
+def test_all_are_started_at_once(service: Service) -> None:
     service.system.signal_at(60, signal.SIGTERM)
     assert service.run() == 0
     assert service.system.spawned == [(0, "engine"), (0, "worker 0"), (0, "worker 1")]
-    assert service.told[:2] == ["ready at 5", "drain"]
+    assert service.told == ["drain", "ended", "ended", "ended"]
 
 
 # Started again

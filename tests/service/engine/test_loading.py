@@ -23,8 +23,8 @@ from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.openvino.store import KeptCheckpoint
 from model.runtime.predictor import Predictor
 from service.engine import loading
-from service.engine.loading import begin_to_load, load_predictor
-from service.settings import Settings, load_settings
+from service.engine.loading import FirstLoad, load_predictor
+from service.settings import load_settings
 from tests.service.cli.command_line import write_checkpoint
 from tests.service.fakes import PATIENCE, model_info
 
@@ -123,23 +123,6 @@ def test_a_gpu_that_cannot_be_used_is_complained_about_loudly(
     assert errors == ["THE GPU IS NOT USED: The NVIDIA driver on your system is too old"] * here
 
 
-@pytest.mark.parametrize(("given", "used"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_threads_of_openmp_do_not_spin_unless_the_operator_says_so(
-    given: str | None, used: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")  # so that it is given back
-    if given is None:
-        monkeypatch.delenv("OMP_WAIT_POLICY")
-
-    def unreadable(_: Settings) -> None:
-        raise CheckpointError("weights.bin: no such file")
-
-    monkeypatch.setattr(loading, "checkpoint_from", unreadable)
-    with pytest.raises(CheckpointError):
-        load_predictor(load_settings({}))
-    assert os.environ["OMP_WAIT_POLICY"] == used
-
-
 def test_a_disk_that_does_not_answer_for_one_checkpoint_holds_up_no_other(tmp_path: Path) -> None:
     """Before Python 3.12 `functools.cached_property` has one lock for all instances."""
     never, began = threading.Event(), threading.Event()
@@ -233,7 +216,7 @@ def test_kept_graphs_are_compiled_beside_the_caller_once(tmp_path: Path, monkeyp
     pytest.importorskip("openvino")
     folder = write_checkpoint(tmp_path / "m", ("cat", "dog"))
     settings = load_settings({"checkpoint": str(folder), "device": "cpu", "cache_dir": str(tmp_path / "cache")})
-    load = begin_to_load(settings)  # which finds none
+    load = FirstLoad(settings)  # which finds none
     keep_graph(load(settings)[0])
     released, compiled = threading.Event(), []
 
@@ -243,7 +226,7 @@ def test_kept_graphs_are_compiled_beside_the_caller_once(tmp_path: Path, monkeyp
         return OpenVinoNetwork(*given, **options)
 
     monkeypatch.setattr("model.runtime.kept.OpenVinoNetwork", compile_slowly)
-    load = begin_to_load(settings)
+    load = FirstLoad(settings)
     assert not compiled
     released.set()
     predictor, info = load(settings)
@@ -261,7 +244,7 @@ def test_what_fails_while_graphs_are_read_early_is_raised_by_who_loads(tmp_path:
     given = {"checkpoint": str(folder), "device": "cpu", "cache_dir": str(tmp_path / "cache")}
     keep_graph(load_predictor(load_settings(given))[0])
     settings = load_settings(given | {"coverage": 0.9})
-    load = begin_to_load(settings)
+    load = FirstLoad(settings)
     with pytest.raises(CheckpointError, match="calibrate") as refused:
         load(settings)
     assert "\n" not in str(refused.value)

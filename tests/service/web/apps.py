@@ -45,7 +45,7 @@ class App:
     def __post_init__(self) -> None:
         self.asgi = create_app(
             self.settings,
-            cast(Any, self.engine) if hasattr(self.engine, "current") else LocalModel(lambda _: self.engine),
+            cast(Any, self.engine) if hasattr(self.engine, "current") else LocalModel(lambda _: cast(Any, self.engine)),
             self.metrics,
             self.lifecycle,
             clock=self.clock,

@@ -27,6 +27,7 @@ from model.images.formats import is_bounded
 from model.images.preprocess import model_input, upright_photo
 from service.errors import DeadlineExceeded, EngineUnavailable
 from service.settings import load_settings
+from service.web import decoders as module
 from service.web.decoders import Decoders
 from service.web.lanes import Deadline
 from tests.model.images.pictures import FORMATS, black_png, config, encode, noise, scene
@@ -128,7 +129,7 @@ async def test_the_sender_is_told_what_is_wrong_and_the_process_is_kept() -> Non
 
 
 @on_a_loop
-async def test_a_picture_that_takes_too_long_fails_and_keeps_nobody_waiting() -> None:
+async def test_a_picture_that_takes_long_leaves_the_processor_to_others_and_keeps_nobody_waiting() -> None:
     async with pool() as decoders:
         honest = encode(noise(64, 48), "WEBP")
         await decoders.decode(honest)
@@ -136,15 +137,14 @@ async def test_a_picture_that_takes_too_long_fails_and_keeps_nobody_waiting() ->
         await until(is_slow)
         assert (await decoders.decode(honest)).shape == (32, 32, 3)
         assert not costly.done()
-        with pytest.raises(ImageTooCostly, match="more than 2 s"):
-            await costly
-        assert decoders.restarts == 1
+        costly.cancel()
 
 
 @on_a_loop
-async def test_a_picture_that_needs_more_memory_than_is_allowed_is_refused() -> None:
-    data = encode(Image.new("RGB", (8000, 6000)), "WEBP")
-    async with pool(max_image_pixels=48_000_000, max_upload_bytes=len(data)) as decoders:
+async def test_a_picture_that_needs_more_memory_than_is_allowed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PIXEL_BYTES", 1)
+    data = encode(Image.new("RGB", (4000, 3000)), "WEBP")
+    async with pool(max_image_pixels=12_000_000, max_upload_bytes=len(data)) as decoders:
         with pytest.raises((ImageTooCostly, InvalidImage)):
             await decoders.decode(data)
         assert (await decoders.decode(encode(noise(64, 48), "WEBP"))).shape == (32, 32, 3)
@@ -290,6 +290,7 @@ async def test_a_costly_picture_is_422_and_counted() -> None:
     service = app()
     answer = await service.classify(COSTLY)
     assert (answer.status, answer.code) == (422, "image_too_costly")
+    assert "more than 2 s" in answer.json["detail"]
     assert service.metric("vit_decoder_restarts_total") == 1
     assert service.metric("vit_rejected_total", reason="image_too_costly") == 1
     webp = io.BytesIO()

@@ -1,0 +1,321 @@
+"""Random sequences of events on queue, engine and models: requests, deadlines, callers that leave, failures, swaps.
+
+Threads of engines run, but nothing depends on their speed: the clock of the queues is injected, each batch waits for
+its turn, and after each event the machine waits until everything that can happen has happened. Hypothesis prints the
+shortest sequence that breaks a promise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from numpy.typing import NDArray
+
+from model.errors import CheckpointError, DeviceError
+from model.outputs import MapRequest, Outputs, RequestedOutputs
+from service.engine.local import LocalEngine
+from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, ModelInfo
+from service.errors import (
+    CheckpointRefused,
+    DeadlineExceeded,
+    InferenceFailed,
+    QueueFull,
+)
+from service.models.model import Generation, LocalModel
+from tests.service.fakes import PATIENCE, model_info
+
+CAPACITY = 6
+MAX_BATCH = 3
+SECONDS = 10
+"""Of the injected clock, in which an image must be launched."""
+
+GAE = MapRequest("gae", 3)
+
+
+class Runner:
+    """A model whose answers name it and the image. Each batch waits until the machine lets it go on."""
+
+    streams, batch_sizes, compiled, device, max_batch = 2, None, "off", "cpu", MAX_BATCH
+
+    def __init__(self, version: int, clock: Callable[[], float]) -> None:
+        self.version = version
+        self.clock = clock
+        self.dead = False
+        self.bad: set[int] = set()
+        self.launched: list[tuple[list[int], float]] = []
+        self.waiting = 0
+        self.turns = threading.Semaphore(0)
+
+    def warm_up(self) -> None:
+        """Be warm."""
+
+    def check(self) -> None:
+        if self.dead:
+            raise DeviceError("the device is lost")
+
+    def defers(self, requested: RequestedOutputs) -> bool:
+        return False
+
+    def launch_size(self, count: int) -> int:
+        return count
+
+    def embed_texts(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        raise NotImplementedError
+
+    def predict(self, images: Sequence[NDArray[np.uint8]], requests: Sequence[RequestedOutputs]) -> list[Outputs]:
+        numbers = [int(image[0, 0, 0]) for image in images]
+        if len(numbers) > 1 or not self.bad.issuperset(numbers):  # else a bad image is tried alone, in the same turn
+            self.launched.append((numbers, self.clock()))
+            self.waiting += 1
+            assert self.turns.acquire(timeout=PATIENCE)
+            self.waiting -= 1
+        if self.dead or self.bad.intersection(numbers):
+            raise RuntimeError("it does not compute")
+        scores = np.ones(1, np.float32)
+        return [Outputs(scores, np.array([1000 * self.version + number])) for number in numbers]
+
+
+@dataclass(eq=False)
+class Request:
+    """A request from its head to its end: it belongs to one generation, and asks for one image."""
+
+    number: int
+    generation: Generation[LocalEngine]
+    version: int
+    held: ExitStack = field(default_factory=ExitStack)
+    answer: asyncio.Task[InferenceResult] | None = None
+    gone: bool = False
+
+
+class ModelMachine(RuleBasedStateMachine):
+    """One name that is served, its requests, and what happens to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 100.0
+        self.loop = asyncio.new_event_loop()
+        self.numbers = itertools.count(1)
+        self.versions = itertools.count(1)
+        self.runners: dict[int, Runner] = {}
+        self.requests: list[Request] = []
+        self.deadlines: dict[int, float] = {}
+        self.dropped: set[int] = set()
+        self.loading: asyncio.Task[None] | None = None
+        self.load_gate = threading.Event()
+        self.broken = False
+        self.reports: list[BatchReport] = []
+
+    def wait(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.loop.run_until_complete(asyncio.wait_for(work, PATIENCE))
+
+    # The service
+
+    def make(self, checkpoint: str | None) -> LocalEngine:
+        version, broken = next(self.versions), self.broken
+
+        def load() -> tuple[Runner, ModelInfo]:
+            assert self.load_gate.wait(PATIENCE)
+            if broken:
+                raise CheckpointError("it cannot be read")
+            self.runners[version] = Runner(version, lambda: self.now)
+            return self.runners[version], model_info(name=str(version), max_batch=MAX_BATCH)
+
+        return LocalEngine(
+            load,
+            device="cpu",
+            queue_size=CAPACITY,
+            max_delay=0,
+            on_batch=self.reports.append,
+            clock=lambda: self.now,
+        )
+
+    @initialize()
+    def start(self) -> None:
+        self.load_gate.set()
+
+        async def begin() -> None:
+            self.model = LocalModel(self.make)
+            self.model.start(lambda: None)
+            while not self.model.current.engine.ready:
+                await asyncio.sleep(0)
+
+        self.wait(begin())
+
+    def version(self) -> int:
+        info = self.model.current.engine.info
+        assert info is not None
+        return int(info.name)
+
+    async def settle(self) -> None:
+        """Let everything happen that can: threads take what waits, and callers hear what has been computed."""
+        quiet, before = 0, object()
+        while quiet < 3:
+            await asyncio.sleep(0.0005)
+            engines = [(len(runner.launched), runner.waiting) for runner in self.runners.values()]
+            waiting = [generation.engine.status for generation in self.model._open]
+            now = engines, waiting, [each.answer.done() for each in self.requests if each.answer is not None]
+            quiet, before = (quiet + 1 if now == before else 0), now
+
+    # What callers do
+
+    @precondition(lambda self: len(self.requests) < 20)
+    @rule()
+    def head(self) -> None:
+        """A request's head comes, and its body is awaited."""
+        request = Request(next(self.numbers) % 250, self.model.current, self.version())
+        request.held.enter_context(request.generation.request())
+        self.requests.append(request)
+
+    @precondition(lambda self: any(each.answer is None for each in self.requests))
+    @rule(data=st.data(), explained=st.booleans())
+    def body(self, data: st.DataObject, explained: bool) -> None:
+        """Its picture is here, and asks for an answer; sometimes for a map of its own pass."""
+        request = data.draw(st.sampled_from([each for each in self.requests if each.answer is None]))
+        self.ask(request, GAE if explained else None)
+        self.wait(self.settle())
+
+    @precondition(lambda self: len(self.requests) < 20)
+    @rule(count=st.integers(2, 2 * MAX_BATCH))
+    def burst(self, count: int) -> None:
+        """Several callers come at the same time."""
+        for _ in range(count):
+            self.head()
+            self.ask(self.requests[-1], None)
+        self.wait(self.settle())
+
+    def ask(self, request: Request, wanted: MapRequest | None) -> None:
+        image = InferenceRequest(np.full((1, 1, 3), request.number, np.uint8), RequestedOutputs(1, wanted))
+
+        async def answer() -> InferenceResult:
+            with request.held:
+                return await request.generation.engine.infer(image, timeout=SECONDS)
+
+        self.deadlines[request.number] = self.now + SECONDS
+        request.answer = self.loop.create_task(answer())
+
+    @precondition(lambda self: any(each.answer is not None for each in self.requests))
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from([each for each in self.requests if each.answer is not None]))
+        assert request.answer is not None
+        request.gone = not request.answer.done()
+        request.answer.cancel()
+        launched = [number for runner in self.runners.values() for batch, _ in runner.launched for number in batch]
+        if request.number not in launched:
+            self.dropped.add(request.number)
+        self.wait(self.settle())
+
+    @rule(seconds=st.sampled_from([0.1, 2, SECONDS]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    # What the device does
+
+    @precondition(lambda self: any(runner.waiting for runner in self.runners.values()))
+    @rule(data=st.data(), bad=st.booleans())
+    def compute(self, data: st.DataObject, bad: bool) -> None:
+        """A batch is computed, of which an image may be at fault."""
+        runner = data.draw(st.sampled_from([each for each in self.runners.values() if each.waiting]))
+        if bad:
+            runner.bad.add(data.draw(st.sampled_from(runner.launched[-1][0])))
+        runner.turns.release()
+        self.wait(self.settle())
+
+    # What the operator does
+
+    @precondition(lambda self: self.loading is None or self.loading.done())
+    @rule(broken=st.booleans())
+    def load(self, broken: bool) -> None:
+        self.load_gate.clear()
+        self.broken = broken
+        self.loading = self.loop.create_task(self.model.load(None))
+        self.loading.add_done_callback(lambda task: task.exception())
+        self.wait(self.settle())
+
+    @rule()
+    def loaded(self) -> None:
+        """What was being loaded is there, or is refused."""
+        self.load_gate.set()
+        self.wait(self.settle())
+        if self.loading is not None and self.loading.done():
+            assert isinstance(self.loading.exception(), CheckpointRefused | None)
+
+    # The promises
+
+    @invariant()
+    def every_answer_is_the_images_own_and_of_its_model(self) -> None:
+        for request in list(self.requests):
+            if request.answer is None or not request.answer.done():
+                continue
+            self.requests.remove(request)
+            if request.answer.cancelled():
+                assert request.gone
+                continue
+            error = request.answer.exception()
+            if error is None:
+                [index] = request.answer.result().outputs.indices.tolist()
+                assert index == 1000 * request.version + request.number
+            elif isinstance(error, InferenceFailed):
+                assert request.number in self.runners[request.version].bad
+            else:
+                assert isinstance(error, QueueFull | DeadlineExceeded), error
+
+    @invariant()
+    def bounds_hold(self) -> None:
+        for runner in self.runners.values():
+            for numbers, at in runner.launched:
+                assert len(numbers) <= MAX_BATCH
+                assert all(at < self.deadlines[number] for number in numbers), "launched after its deadline"
+                assert self.dropped.isdisjoint(numbers), "launched for nobody"
+            assert runner.waiting <= 3  # two streams, and the thread of maps
+        assert len(self.model._open) <= 3  # the current one, one that retires, and one that waits to be loaded
+        for request in self.requests:
+            assert request.generation in self.model._open, "its engine is closed, and it has no answer"
+
+    @invariant()
+    def nothing_waits_while_a_stream_is_free(self) -> None:
+        for generation in self.model._open:
+            engine = generation.engine
+            if engine.info is not None and engine.ready and engine.status.queue_depth:
+                assert self.runners[int(engine.info.name)].waiting >= 1
+
+    def teardown(self) -> None:
+        if not hasattr(self, "model"):
+            self.loop.close()
+            return
+        self.load_gate.set()
+        for request in self.requests:
+            if request.answer is None:
+                request.held.close()
+        deadline = time.monotonic() + PATIENCE
+        while any(each.answer is not None and not each.answer.done() for each in self.requests):
+            for runner in self.runners.values():
+                runner.turns.release(10)
+            self.wait(self.settle())
+            assert time.monotonic() < deadline, "an answer never comes"
+        self.every_answer_is_the_images_own_and_of_its_model()
+        for runner in self.runners.values():
+            runner.turns.release(100)
+        self.wait(self.model.close())
+        self.loop.close()
+
+
+TestModels = ModelMachine.TestCase
+TestModels.settings = settings(
+    max_examples=40,
+    stateful_step_count=20,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
