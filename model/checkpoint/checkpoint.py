@@ -76,30 +76,26 @@ class Checkpoint:
             CheckpointError: labels, input size or channels disagree with the architecture, or a label or the name
                 is longer than `MAX_TEXT`, has characters of `_CONTROL`, or cannot be written as UTF-8.
         """
-        classes, size = self.config.num_classes, self.config.image_size
-        if len(self.labels) != classes:
-            raise CheckpointError(f"{self.source}: {len(self.labels)} labels for {classes} classes")
-        for what, text in (
-            ("name", self.name),
-            *((f"label {index}", label) for index, label in enumerate(self.labels)),
-        ):
-            if len(text) > MAX_TEXT:
-                raise CheckpointError(
-                    f"{self.source}: {what} has {len(text)} characters, at most {MAX_TEXT} are allowed"
-                )
-            if _CONTROL.search(text):
-                raise CheckpointError(
-                    f"{self.source}: {what}, {text!a:.100}, has control characters or cannot be written as UTF-8"
-                )
-        if self.preprocess.size != size:
-            raise CheckpointError(f"{self.source}: preprocessing gives {self.preprocess.size}, the model takes {size}")
-        if len(self.preprocess.mean) != self.config.in_channels:
-            raise CheckpointError(
-                f"{self.source}: mean and std have {len(self.preprocess.mean)} channels, "
-                f"the model takes {self.config.in_channels}"
-            )
-        if self.config.in_channels not in (1, 3):
-            raise CheckpointError(f"{self.source}: takes {self.config.in_channels} channels; pictures have 1 or 3")
+        config, preprocess, labels = self.config, self.preprocess, enumerate(self.labels)
+        texts = {"name": self.name, **{f"label {index}": label for index, label in labels}}
+        long = next((what for what, text in texts.items() if len(text) > MAX_TEXT), None)
+        unprintable = next((what for what, text in texts.items() if _CONTROL.search(text)), None)
+        problems = {
+            f"{len(self.labels)} labels for {config.num_classes} classes": len(self.labels) != config.num_classes,
+            f"{long} has {len(texts.get(long or '', ''))} characters, at most {MAX_TEXT} are allowed": long is not None,
+            f"{unprintable}, {texts.get(unprintable or '', '')!a:.100}, has control characters or cannot be written as "
+            "UTF-8": unprintable is not None,
+            f"preprocessing gives {preprocess.size}, the model takes {config.image_size}": (
+                preprocess.size != config.image_size
+            ),
+            f"mean and std have {len(preprocess.mean)} channels, the model takes {config.in_channels}": (
+                len(preprocess.mean) != config.in_channels
+            ),
+            f"takes {config.in_channels} channels; pictures have 1 or 3": config.in_channels not in (1, 3),
+        }
+        for problem, is_there in problems.items():
+            if is_there:
+                raise CheckpointError(f"{self.source}: {problem}")
 
     def resized(self, size: Size) -> Checkpoint:
         """Return the same model for an input of (rows, columns) pixels: position embeddings and preprocessing follow.

@@ -13,8 +13,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from model.checkpoint.refusals import reading
 from model.errors import CheckpointError
@@ -103,7 +104,7 @@ def resolved_part(folder: Path, name: str, where: str) -> Path | None:
     return resolved
 
 
-def open_file(path: Path, where: str) -> BinaryIO:
+def open_file(path: Path, where: str) -> BufferedReader:
     """Return a regular file, open for reading.
 
     Raises:

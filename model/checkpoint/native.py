@@ -9,12 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Discriminator, Field, Tag
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -25,25 +24,26 @@ from model.checkpoint.local_files import open_file
 from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.refusals import reading, validating
 from model.checkpoint.timm_architectures import runs_in_library
-from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, ViTConfig
+from model.config import Frozen, LibraryConfig, NetworkConfig, PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
 
 FORMAT = "vitserve"
 
-_BLOCK = 1 << 20
 
-Architecture = TypeVar("Architecture", bound=NetworkConfig)
+def _kind(architecture: Any) -> str:
+    fields = architecture if isinstance(architecture, dict) else getattr(architecture, "model_fields_set", ())
+    return "library" if "library" in fields else "own"
 
 
-class NativeConfig(BaseModel, Generic[Architecture]):
+class NativeConfig(Frozen):
     """`config.json` of a native folder. Nothing that changes an answer has a default."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal["vitserve"]
     version: Literal[1]
     name: Annotated[str, Field(min_length=1, max_length=200)]
-    architecture: Architecture
+    architecture: Annotated[
+        Annotated[ViTConfig, Tag("own")] | Annotated[LibraryConfig, Tag("library")], Discriminator(_kind)
+    ]
     preprocess: PreprocessConfig
     labels: tuple[str, ...]
     # `vitserve train` fits 0.05 to 20; far below, scores overflow.
@@ -64,14 +64,10 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a native folder."""
     where = files.where(CONFIG_FILE)
     options.refuse_architecture(where)
-    stated = (files.config or {}).get("architecture")
-    native: NativeConfig[Any]
     with validating(where):
-        if isinstance(stated, dict) and "library" in stated:
-            native = NativeConfig[LibraryConfig].model_validate(files.config)
-            runs_in_library(native.architecture.architecture, where)
-        else:
-            native = NativeConfig[ViTConfig].model_validate(files.config)
+        native = NativeConfig.model_validate(files.config)
+    if isinstance(native.architecture, LibraryConfig):
+        runs_in_library(native.architecture.architecture, where)
     checkpoint = Checkpoint(
         name=native.name,
         source=files.source,
@@ -119,11 +115,9 @@ def _calibrated(
 def _digest(calibration: Calibration, files: Files) -> str:
     """Return the SHA-256 of a calibration and of what it is for: the weights, and how pictures become pixels."""
     with open_file(files.required(WEIGHTS_FILE), files.where(WEIGHTS_FILE)) as file, reading(files.place):
-        weights = hashlib.sha256()
-        for block in iter(partial(file.read, _BLOCK), b""):
-            weights.update(block)
+        weights = hashlib.file_digest(file, "sha256").hexdigest()
     config = files.config or {}
-    model = [weights.hexdigest(), config.get("architecture"), config.get("preprocess")]
+    model = [weights, config.get("architecture"), config.get("preprocess")]
     text = json.dumps([calibration.model_dump(mode="json", exclude={"digest"}), *model], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -152,7 +146,7 @@ def write(
         dtype: of the stored tensors; half precision halves the file.
         training: free-form record for people.
     """
-    native = NativeConfig[Any](
+    native = NativeConfig(
         format="vitserve",
         version=1,
         name=checkpoint.name,

@@ -261,9 +261,7 @@ class AdmittedRequest:
         Raises `QueueFull`, and what `read` and `service.web.upload.read_files` raise.
         """
         [file] = await self.read_pictures(1, fields)
-        if isinstance(file, UploadTooLarge):
-            raise file
-        return file
+        return require_file(file)
 
     async def read_pictures(self, most: int, fields: Collection[str] = (FIELD,)) -> list[UploadedFile]:
         """Return the pictures in the body, at most so many, and take a place for each; see `read_picture`."""
@@ -448,6 +446,13 @@ def _decode(data: bytearray, config: PreprocessConfig, settings: Settings) -> De
     started = time.perf_counter()
     picture = model_input(data, config, max_pixels=settings.max_image_pixels, scaled_decode=settings.scaled_decode)
     return Decoded(picture, time.perf_counter() - started)
+
+
+def require_file(uploaded: UploadedFile) -> bytearray:
+    """Return the bytes of a file, or raise the error that they are too many."""
+    if isinstance(uploaded, UploadTooLarge):
+        raise uploaded
+    return uploaded
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -151,11 +151,9 @@ def _family(config: dict[str, Any], where: str) -> tuple[Family, bool]:
 
 
 def _labels(config: dict[str, Any], classes: int, where: str, options: CheckpointOptions) -> tuple[str, ...]:
-    if options.labels is not None or not classes:
-        return options.labels_or(None, classes, where)
     mapping = config.get("id2label")
-    if mapping is None:
-        return options.labels_or(None, classes, f"{where}: id2label is missing")
+    if options.labels is not None or not classes or mapping is None:
+        return options.labels_or(None, classes, where if options.labels else f"{where}: id2label is missing")
     if not isinstance(mapping, dict):
         raise CheckpointError(f"{where}: id2label: expected an object from index to label")
     return indexed_labels(mapping, classes, f"{where}: id2label")

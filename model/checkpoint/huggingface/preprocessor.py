@@ -7,7 +7,7 @@ filter) must be in the file.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -25,25 +25,15 @@ PROCESSOR_FILE: Final = "processor_config.json"
 _RESAMPLING: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 
 
-class _Attributes(NamedTuple):
-    """Defaults of a class for fields that the file leaves out (models/*/image_processing_*.py).
-
-    Attributes:
-        center_crop: whether a centre is cut out.
-        square: whether a `size` that is one number means a square, or the shorter edge (`default_to_square`).
-    """
-
-    center_crop: bool
-    square: bool
-
-
+# Defaults of a class for fields that the file leaves out (models/*/image_processing_*.py): whether a centre is cut out,
+# and whether a `size` that is one number means a square, or the shorter edge (`default_to_square`).
 _PROCESSORS: Final = {
-    "ViT": _Attributes(center_crop=False, square=True),
-    "DeiT": _Attributes(center_crop=True, square=True),
-    "Bit": _Attributes(center_crop=True, square=False),
-    "Beit": _Attributes(center_crop=False, square=True),
-    "CLIP": _Attributes(center_crop=True, square=False),
-    "Siglip": _Attributes(center_crop=False, square=False),
+    "ViT": (False, True),
+    "DeiT": (True, True),
+    "Bit": (True, False),
+    "Beit": (False, True),
+    "CLIP": (True, False),
+    "Siglip": (False, False),
 }
 # Files of transformers 4 name classes that transformers 5 no longer has: FeatureExtractor and Fast.
 _SUFFIXES: Final = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")

@@ -30,6 +30,7 @@ from service.web.inference_protocol import VERSION
 from service.web.inference_protocol.tensors import (
     InferenceHeader,
     OutputTensor,
+    Parameters,
     RequestedOutput,
     bytes_elements,
     uint8_elements,
@@ -56,15 +57,6 @@ def _grid(config: NetworkConfig) -> list[int]:
     return [*config.grid]
 
 
-def _evidence(outputs: Outputs) -> NDArray[np.float32] | None:
-    evidence = None if outputs.map is None else outputs.map.evidence
-    return None if evidence is None else np.array([evidence], np.float32)
-
-
-def _set_size(outputs: Outputs) -> NDArray[np.int64] | None:
-    return None if outputs.label_set is None else np.array([len(outputs.label_set)], np.int64)
-
-
 OUTPUTS: Final[Mapping[str, Output]] = {
     "label": Output(
         "BYTES",
@@ -79,17 +71,29 @@ OUTPUTS: Final[Mapping[str, Output]] = {
         lambda info: _grid(info.config),
         lambda outputs, _: None if outputs.map is None else outputs.map.values,
     ),
-    "evidence": Output("FP32", lambda info: [1], lambda outputs, _: _evidence(outputs)),
+    "evidence": Output(
+        "FP32",
+        lambda info: [1],
+        lambda outputs, _: (
+            None
+            if outputs.map is None or outputs.map.evidence is None
+            else np.array([outputs.map.evidence], np.float32)
+        ),
+    ),
     "embedding": Output("FP32", lambda info: [embedding_width(info.config)], lambda outputs, _: outputs.embedding),
-    "set_size": Output("INT64", lambda info: [1], lambda outputs, _: _set_size(outputs)),
+    "set_size": Output(
+        "INT64",
+        lambda info: [1],
+        lambda outputs, _: None if outputs.label_set is None else np.array([len(outputs.label_set)], np.int64),
+    ),
 }
 _BY_DEFAULT: Final = ("label", "index", "score")
 _OF_CLASSES: Final = frozenset({*_BY_DEFAULT, "logits"})
 _OF_MAPS: Final = frozenset({"attention", "evidence"})
+# Characters of a request's id, which its answer repeats, and the bytes of waiting answers are not counted.
 _MAX_ID: Final = 1024
-"""Characters of a request's id, which its answer repeats, and the bytes of waiting answers are not counted."""
+# Methods of the output `attention`.
 _MAPS: Final = ("cls", "relevance")
-"""Methods of the output `attention`; the default is relevance where the model has it."""
 
 
 def outputs_of(info: ModelInfo) -> Mapping[str, Output]:
@@ -161,54 +165,29 @@ class Selection:
 
         `binary` is the default of the request's parameter.
         """
+        parameters = header.parameters
         if len(header.id or "") > _MAX_ID:
             raise InvalidParameter(f"the id has {len(header.id or '')} characters: at most {_MAX_ID} are allowed")
-        text = header.parameters.get("labels")
-        available = outputs_of(info)
+        text = parameters.get("labels")
         by_default = _BY_DEFAULT if info.config.num_classes or text is not None else ("embedding",)
         outputs = header.outputs or [RequestedOutput(name) for name in by_default]
-        names = {output.name for output in outputs}
-        if len(names) < len(outputs):
-            raise InvalidParameter("an output is asked for twice")
-        for output in outputs:
-            if output.name not in available:
-                require_classes(info.config)
-                if output.name in _OF_MAPS and not methods_of(info.config):
-                    parse_maps(info.config, info.labels)  # raises what the model is instead
-                raise InvalidParameter(f"output {output.name!r:.80}: the model has {', '.join(available)}")
-            if "classification" in output.parameters and output.name != "score":
-                raise InvalidParameter("the parameter 'classification' is for the output 'score'")
-        labels: tuple[str, ...] = ()
-        if text is not None or names & _OF_CLASSES:
-            labels = labels_of_request(text, info.zero_shot, info.config)
+        names = _names(outputs, info)
+        labels = labels_of_request(text, info.zero_shot, info.config) if text is not None or names & _OF_CLASSES else ()
         config = with_labels(info.config, labels)
-        methods = [method for method in methods_of(config) if method in _MAPS]
-        method = header.parameters.get("attention", methods[0] if methods else _MAPS[0])
-        if not isinstance(method, str) or method not in (methods or _MAPS):
-            raise InvalidParameter(f"attention {method!r:.80}: expected one of {', '.join(methods or _MAPS)}")
-        if "evidence" in names and method != "relevance":
-            raise InvalidParameter(f"output 'evidence': a map of attention {method!r} is of no class")
-        if labels and header.parameters.get("pool", "head") != "head":
+        pool = parameters.get("pool", "head")
+        if labels and pool != "head":
             raise InvalidParameter("pool: does not apply beside labels, which are compared with what the head reads")
-        classes = config.num_classes
-        counts = [_count(header.parameters, "top_k", classes)]
-        counts += [_count(output.parameters, "classification", classes) for output in outputs]
-        top_k = max((count for count in counts if count is not None), default=min(DEFAULT_TOP_K, max(classes, 1)))
-        embedding = parse_embedding(
-            info.config, header.parameters.get("pool", "head"), header.parameters.get("normalize", False)
+        method = _map_method(parameters, names, config)
+        embedding = parse_embedding(info.config, pool, parameters.get("normalize", False))
+        requested = RequestedOutputs(
+            _top_k(parameters, outputs, config.num_classes),
+            map=parse_maps(config, info.labels, method=method)[0] if names & _OF_MAPS else None,
+            logits="logits" in names,
+            embedding=embedding if "embedding" in names else None,
+            labels=labels,
+            label_set=info.coverage is not None,
         )
-        return cls(
-            outputs,
-            RequestedOutputs(
-                top_k,
-                map=parse_maps(config, info.labels, method=method)[0] if names & _OF_MAPS else None,
-                logits="logits" in names,
-                embedding=embedding if "embedding" in names else None,
-                labels=labels,
-                label_set=info.coverage is not None,
-            ),
-            bool(header.parameters.get("binary_data_output", binary)),
-        )
+        return cls(outputs, requested, bool(parameters.get("binary_data_output", binary)))
 
     def size(self, info: ModelInfo) -> int:
         """Return the number of values in all outputs for one picture."""
@@ -216,14 +195,43 @@ class Selection:
         return sum(math.prod(self.requested.top_k if side == -1 else side for side in shape) for shape in shapes)
 
 
-def _count(parameters: dict[str, Any], name: str, classes: int) -> int | None:
-    count = parameters.get(name)
-    if count is None:
-        return None
-    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= classes:
-        allowed = f"expected 1 to {classes}" if classes else "there are no classes and no labels"
-        raise InvalidParameter(f"{name} {count!r:.40}: {allowed}")
-    return count
+def _names(outputs: Sequence[RequestedOutput], info: ModelInfo) -> set[str]:
+    """Return the names of outputs; raises `InvalidParameter` or `InputError` if the model has no such output."""
+    available = outputs_of(info)
+    names = {output.name for output in outputs}
+    if len(names) < len(outputs):
+        raise InvalidParameter("an output is asked for twice")
+    for output in outputs:
+        if output.name not in available:
+            require_classes(info.config)
+            if output.name in _OF_MAPS and not methods_of(info.config):
+                parse_maps(info.config, info.labels)  # raises what the model is instead
+            raise InvalidParameter(f"output {output.name!r:.80}: the model has {', '.join(available)}")
+        if "classification" in output.parameters and output.name != "score":
+            raise InvalidParameter("the parameter 'classification' is for the output 'score'")
+    return names
+
+
+def _map_method(parameters: Parameters, names: set[str], config: NetworkConfig) -> str:
+    """Return the method of the output `attention`: by default relevance where the model has it."""
+    methods = [method for method in methods_of(config) if method in _MAPS] or list(_MAPS)
+    method = parameters.get("attention", methods[0])
+    if not isinstance(method, str) or method not in methods:
+        raise InvalidParameter(f"attention {method!r:.80}: expected one of {', '.join(methods)}")
+    if "evidence" in names and method != "relevance":
+        raise InvalidParameter(f"output 'evidence': a map of attention {method!r} is of no class")
+    return method
+
+
+def _top_k(parameters: Parameters, outputs: Sequence[RequestedOutput], classes: int) -> int:
+    """Return how many classes any output needs; raises `InvalidParameter`."""
+    allowed = f"expected 1 to {classes}" if classes else "there are no classes and no labels"
+    asked = [("top_k", parameters), *(("classification", output.parameters) for output in outputs)]
+    counts = [(name, each[name]) for name, each in asked if each.get(name) is not None]
+    for name, count in counts:
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= classes:
+            raise InvalidParameter(f"{name} {count!r:.40}: {allowed}")
+    return max((count for _, count in counts), default=min(DEFAULT_TOP_K, max(classes, 1)))
 
 
 async def infer(

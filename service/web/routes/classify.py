@@ -15,10 +15,10 @@ from model.errors import ImageError
 from model.heads import labels_of_request, with_labels
 from model.outputs import DEFAULT_TOP_K, EmbeddingRequest, RequestedOutputs, parse_maps
 from service.engine.messages import InferenceResult, ModelInfo
-from service.errors import InvalidParameter, ServiceError, UploadTooLarge
+from service.errors import InvalidParameter, ServiceError
 from service.web.decoders import Decoded
 from service.web.problems import problem_of
-from service.web.request import AdmittedRequest, all_of, model_of, service_of
+from service.web.request import AdmittedRequest, all_of, model_of, require_file, service_of
 from service.web.routes.attention import map_fields, region_document
 from service.web.routes.endpoint import ONE_PICTURE, SEVERAL_PICTURES, Endpoint, problems, to_json
 from service.web.upload import UploadedFile
@@ -164,9 +164,7 @@ async def answer_each(
 
     async def item(picture: UploadedFile) -> bytes:
         try:
-            if isinstance(picture, UploadTooLarge):
-                raise picture
-            return await answer(picture)
+            return await answer(require_file(picture))
         except (ImageError, ServiceError) as error:
             problem = problem_of(error)
             admitted.service.metrics.rejected.labels(problem.code).inc()

@@ -15,11 +15,12 @@ from starlette.responses import Response
 
 from model.errors import ImageError
 from model.heads import MAX_TEXTS, checked_texts, normalized
+from model.images.preprocess import ModelInput
 from model.outputs import Pooling, RequestedOutputs, parse_embedding
-from service.engine.messages import InferenceResult, ModelInfo
-from service.errors import InvalidParameter, ServiceError, UploadTooLarge
+from service.engine.messages import ModelInfo
+from service.errors import InvalidParameter, ServiceError
 from service.web.inference_protocol.inference import at_position
-from service.web.request import AdmittedRequest, Model, all_of, model_of, service_of
+from service.web.request import AdmittedRequest, Model, all_of, model_of, require_file, service_of
 from service.web.routes.classify import answer_each
 from service.web.routes.endpoint import (
     BINARY,
@@ -79,7 +80,7 @@ async def embed(request: Request, query: Annotated[EmbedOneQuery, Query()]) -> R
     async with service_of(request).admit(request, model) as admitted:
         picture = await admitted.read_picture()
         if query.format == "npy":
-            return npy_response(await _embed(admitted, requested, picture))
+            return npy_response((await _embed(admitted, requested, picture))[1])
         return Response(await _answer(admitted, query, requested, picture), media_type="application/json")
 
 
@@ -109,26 +110,23 @@ def _requested(query: EmbedQuery, info: ModelInfo) -> RequestedOutputs:
     return RequestedOutputs(1, embedding=parse_embedding(info.config, query.pool, query.normalize))
 
 
-async def _embed(admitted: AdmittedRequest, requested: RequestedOutputs, picture: bytearray) -> NDArray[np.float32]:
-    """Return the embedding of a picture, float32 [D]."""
-    _, result = await admitted.classify(picture, requested)
+async def _embed(
+    admitted: AdmittedRequest, requested: RequestedOutputs, picture: bytearray
+) -> tuple[ModelInput, NDArray[np.float32]]:
+    """Return a picture as the model saw it, and its embedding, float32 [D]."""
+    decoded, result = await admitted.classify(picture, requested)
     admitted.service.metrics.images.inc()
-    return _embedding(result)
-
-
-def _embedding(result: InferenceResult) -> NDArray[np.float32]:
     assert result.outputs.embedding is not None, "the engine answers each request for an embedding"
-    return result.outputs.embedding
+    return decoded.picture, result.outputs.embedding
 
 
 async def _answer(
     admitted: AdmittedRequest, query: EmbedQuery, requested: RequestedOutputs, picture: bytearray
 ) -> bytes:
     """Return a picture's `Embedding` as JSON; the picture is put into the image store."""
-    decoded, result = await admitted.classify(picture, requested)
-    image_id = await admitted.service.images.put(decoded.picture)
-    admitted.service.metrics.images.inc()
-    embedding = _written(_embedding(result), query)
+    seen, values = await _embed(admitted, requested, picture)
+    image_id = await admitted.service.images.put(seen)
+    embedding = _written(values, query)
     return to_json(Embedding(id=image_id, model=admitted.model.info.name, pool=query.pool, embedding=embedding))
 
 
@@ -137,9 +135,7 @@ async def _row(
 ) -> NDArray[np.float32]:
     """Return the embedding of one picture of a batch, float32 [D]; its error names its position."""
     try:
-        if isinstance(picture, UploadTooLarge):
-            raise picture
-        return await _embed(admitted, requested, picture)
+        return (await _embed(admitted, requested, require_file(picture)))[1]
     except (ImageError, ServiceError) as error:
         raise at_position(error, position) from None
 

@@ -58,28 +58,6 @@ def test_a_calibration_of_something_else_is_refused(folder: Path, tmp_path: Path
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"temperature": "1.5"}, "temperature: Input should be a valid number"),
-        ({"temperature": True}, "temperature: Input should be a valid number"),
-        ({"scores": ["0.5"]}, "scores.0: Input should be a valid number"),
-        ({"energies": [False]}, "energies.0: Input should be a valid number"),
-        ({"energies": "12"}, "energies: Input should be a valid tuple"),
-        ({"pictures": 50.0}, "pictures: Input should be a valid integer"),
-        ({"version": True}, "version: Input should be a valid integer"),
-    ],
-)
-def test_texts_and_booleans_are_no_numbers_of_a_calibration(
-    folder: Path, fields: dict[str, object], message: str
-) -> None:
-    path = folder / CALIBRATION_FILE
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-    with pytest.raises(CheckpointError) as refused:
-        load_checkpoint(str(folder))
-    assert str(refused.value) == f"{path}: {message}"
-
-
 def test_labels_and_temperature_of_the_config_may_be_written_anew(folder: Path) -> None:
     document = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(document | {"labels": ["Katze", "Hund"], "temperature": 3}))

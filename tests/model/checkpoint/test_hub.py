@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,58 +12,6 @@ from tests.model.checkpoint.local_hub import MAIN, OLD, Hub, Load, write_native
 pytestmark = pytest.mark.timeout(120)  # a process that loads a checkpoint starts
 
 pytest.importorskip("huggingface_hub", reason="the extra 'hub' is not installed")
-
-SCRIPT = """
-import json, sys
-from model.checkpoint import load_checkpoint
-from model.errors import CheckpointError
-try:
-    c = load_checkpoint(sys.argv[1])
-    c.build()
-    print(json.dumps({"name": c.name, "labels": c.labels, "revision": c.revision, "format": c.format}))
-except CheckpointError as error:
-    print(json.dumps({"error": str(error)}))
-"""
-"""For a process of its own: the client reads its settings from the environment when it is imported."""
-
-
-def load_in_process(source: str, home: Path, **environment: str) -> dict[str, Any]:
-    """What a new process with this environment reads."""
-    repository = Path(__file__).resolve().parents[3]
-    env = {
-        "PYTHONPATH": str(repository),
-        "HOME": str(home),
-        "HF_HOME": str(home / "hf"),
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "NO_PROXY": "*",
-        "OMP_NUM_THREADS": "1",
-        "PATH": "/usr/bin:/bin",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, source],
-        env=env | environment,
-        cwd=home,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert "\n" not in answer.get("error", "")
-    return answer
-
-
-def test_the_clients_own_environment_variables_apply(hub: Hub, tmp_path: Path) -> None:
-    hub.gated.add("owner/name")
-    hub.token = "hf_secret"
-    settings = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": "hf_secret"}
-    assert load_in_process("owner/name", tmp_path, **settings)["labels"] == ["new", "other"]
-    assert list((tmp_path / "hf" / "hub").glob("models--owner--name"))
-    hub.requests.clear()
-    offline = load_in_process("owner/name", tmp_path, **settings, HF_HUB_OFFLINE="1")
-    assert offline["labels"] == ["new", "other"]
-    assert hub.requests == []
 
 
 def test_a_hub_id_is_read_at_its_main_branch_and_says_which_commit(hub: Hub, load: Load) -> None:
@@ -82,13 +27,6 @@ def test_a_revision_is_pinned(hub: Hub, load: Load, revision: str) -> None:
     assert answer["revision"] == OLD
 
 
-def test_all_files_are_of_the_commit_of_the_first(hub: Hub, load: Load) -> None:
-    load("owner/name", hub)
-    later = [path for _, path, _ in hub.requests if "model.safetensors" in path]
-    assert later
-    assert all(f"/resolve/{MAIN}/" in path for path in later)
-
-
 def test_offline_mode_reads_the_cache_and_asks_nobody(hub: Hub, load: Load) -> None:
     load("owner/name", hub)
     hub.requests.clear()
@@ -100,10 +38,6 @@ def test_offline_mode_reads_the_cache_and_asks_nobody(hub: Hub, load: Load) -> N
 def test_what_is_cached_is_read_without_a_network(hub: Hub, load: Load) -> None:
     load("owner/name", hub)
     assert load("owner/name", None)["labels"] == ["new", "other"]
-
-
-def test_offline_and_not_cached_is_said(hub: Hub, load: Load) -> None:
-    assert "offline mode" in load("owner/name", hub, offline=True)["error"]
 
 
 def test_no_network_is_said(load: Load) -> None:
@@ -142,11 +76,6 @@ def test_a_gated_repository_is_said_and_opened_by_the_token(hub: Hub, load: Load
     assert hub.requests[-1][2] == "Bearer hf_secret"
 
 
-def test_a_failing_hub_is_said(hub: Hub, load: Load) -> None:
-    hub.broken.add("owner/name")
-    assert "500" in load("owner/name", hub)["error"]
-
-
 def test_a_repository_that_is_no_vit_costs_no_weights(hub: Hub, load: Load, tmp_path: Path) -> None:
     folder = tmp_path / "bert"
     folder.mkdir()
@@ -157,21 +86,7 @@ def test_a_repository_that_is_no_vit_costs_no_weights(hub: Hub, load: Load, tmp_
     assert not any("safetensors" in path for _, path, _ in hub.requests)
 
 
-def test_a_repository_without_a_config_is_said(hub: Hub, load: Load, tmp_path: Path) -> None:
-    folder = tmp_path / "empty"
-    folder.mkdir()
-    hub.repositories["owner/empty"] = {MAIN: folder}
-    assert load("owner/empty", hub)["error"].startswith("owner/empty: has no config.json: expected config.json, ")
-
-
 def test_a_folder_of_that_name_wins_over_the_hub(hub: Hub, load: Load, tmp_path: Path) -> None:
     write_native(tmp_path / "owner" / "name", ("local", "other"))
     assert load("owner/name", hub)["labels"] == ["local", "other"]
     assert hub.requests == []
-
-
-def test_without_the_client_the_extra_is_named(tmp_path: Path) -> None:
-    (tmp_path / "huggingface_hub.py").write_text("raise ImportError('not here')\n")
-    repository = Path(__file__).resolve().parents[3]
-    answer = load_in_process("owner/name", tmp_path, PYTHONPATH=f"{tmp_path}:{repository}")
-    assert "pip install -e '.[hub]'" in answer["error"]

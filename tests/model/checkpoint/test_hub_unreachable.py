@@ -39,12 +39,6 @@ def test_a_hub_that_takes_connections_and_answers_nothing_is_not_waited_for(
     assert answer["notes"][0].startswith("owner/name (from the cache: the hub cannot be reached: ")
 
 
-def test_a_cached_folder_of_transformers_is_read_without_a_network(hub: Hub, load: Load, tmp_path: Path) -> None:
-    hub.repositories["owner/vit"] = {MAIN: huggingface_folder(tmp_path / "vit")}
-    assert load("owner/vit", hub)["labels"] == ["a", "b", "c"]
-    assert load("owner/vit", None)["labels"] == ["a", "b", "c"]
-
-
 def test_weights_that_are_not_cached_are_missed_by_saying_that_the_hub_is_not_reached(
     hub: Hub, load: Load, tmp_path: Path
 ) -> None:

@@ -136,14 +136,6 @@ def test_a_post_norm_network_under_timms_names_is_never_taken_for_a_pre_norm_one
     assert_same_logits(load(model.state_dict(), tmp_path, f"{given},norm_order=post"), model, "post-norm")
 
 
-def test_the_number_of_heads_is_not_guessed(tmp_path: Path) -> None:
-    model = made(heads=4)
-    given = "vit_small_patch16_224,embed_dim=48,depth=2,patch_size=4"  # whose own heads are 6
-    with pytest.raises(CheckpointError, match="num_heads=N"):
-        load(model.state_dict(), tmp_path, given)
-    assert_same_logits(load(model.state_dict(), tmp_path, f"{given},num_heads=4,norm_order=pre"), model, "heads")
-
-
 def test_what_a_name_says_and_no_file_is_listed_with_the_option_that_says_it(tmp_path: Path) -> None:
     model = made(width=192, hidden=768, depth=12)
     given = "vit_tiny_patch16_224,patch_size=4,act_layer=gelu"

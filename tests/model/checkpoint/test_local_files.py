@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from model.checkpoint import load_checkpoint
-from tests.model.checkpoint.folders import FOLDERS, huggingface_folder, native_folder, refusal
+from tests.model.checkpoint.folders import FOLDERS, native_folder, refusal
 
 PARTS = [
     ("native", "config.json"),
@@ -62,21 +62,6 @@ def test_a_part_that_is_no_regular_file_of_its_folder_is_refused(
     assert refusal(folder) == f"{folder / name}: {said}"
 
 
-@pytest.mark.timeout(30)
-@pytest.mark.parametrize(
-    ("suffix", "options"), [(".safetensors", {}), (".pth", {}), (".npz", {}), (".json", {"preprocess": "FILE"})]
-)
-def test_a_single_file_that_is_none_is_refused(suffix: str, options: dict[str, str], tmp_path: Path) -> None:
-    file = tmp_path / f"weights{suffix}"
-    pipe(file)
-    source = native_folder(tmp_path / "model") if options else file
-    options = {name: str(file) for name in options}
-    assert refusal(source, **options) == f"{file}: a device, pipe or socket, expected a regular file"
-    file.unlink()
-    device(file)
-    assert refusal(source, **options) == f"{file}: a device, pipe or socket, expected a regular file"
-
-
 def test_links_within_a_folder_are_followed_as_kubernetes_makes_them(tmp_path: Path) -> None:
     mount = tmp_path / "mount"
     native_folder(mount / "..2026_11_22")
@@ -85,22 +70,6 @@ def test_links_within_a_folder_are_followed_as_kubernetes_makes_them(tmp_path: P
         (mount / name).symlink_to(f"..data/{name}")
     assert load_checkpoint(str(mount)).build()
     assert load_checkpoint(str(mount / "..data")).build()
-
-
-def test_a_link_that_is_named_is_followed_wherever_it_leads(tmp_path: Path) -> None:
-    folder = native_folder(tmp_path / "releases" / "3")
-    (tmp_path / "current").symlink_to(folder)
-    assert load_checkpoint(str(tmp_path / "current")).build()
-
-
-def test_a_snapshot_of_the_hubs_cache_has_the_repositorys_name(tmp_path: Path) -> None:
-    cache = tmp_path / "models--owner--name"
-    (cache / "snapshots").mkdir(parents=True)
-    huggingface_folder(cache / "snapshots" / ("a" * 40))
-    (cache / "refs").mkdir()
-    (cache / "refs" / "main").write_text("a" * 40)
-    assert load_checkpoint(str(cache)).name == "owner/name"
-    assert load_checkpoint(str(cache / "snapshots" / ("a" * 40))).name == "owner/name"
 
 
 def test_a_snapshot_of_the_hubs_cache_is_read_with_its_blobs_alone(tmp_path: Path) -> None:

@@ -11,12 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model.checkpoint import load_checkpoint
-from model.checkpoint.files import Folder
 from model.errors import CheckpointError
 from service.engine.loading import checkpoint_from
 from service.settings import Settings
 from tests.model.checkpoint.folders import adapter_folder, edit, huggingface_folder, native_folder
-from tests.model.checkpoint.parity import assert_same_logits, randomise, relative_error
+from tests.model.checkpoint.parity import assert_same_logits, randomise
 from tests.timm_reference import transformers
 
 
@@ -114,19 +113,6 @@ def plain_adapter(folder: Path, base: Path, **fields: Any) -> dict[str, torch.Te
     return pair
 
 
-def test_the_formula_without_peft_and_another_base(tmp_path: Path) -> None:
-    native_folder(tmp_path / "base")
-    down, up = plain_adapter(tmp_path / "adapter", tmp_path / "base").values()
-    plain = load_checkpoint(str(tmp_path / "base")).tensors["blocks.0.mlp.fc1.weight"]
-    merged = load_checkpoint(str(tmp_path / "adapter")).tensors["blocks.0.mlp.fc1.weight"]
-    assert relative_error(merged, plain + up @ down * 3) < 1e-6
-    (tmp_path / "base").rename(tmp_path / "moved")
-    with pytest.raises(CheckpointError, match="base: no such folder"):
-        load_checkpoint(str(tmp_path / "adapter"))
-    again = load_checkpoint(str(tmp_path / "adapter"), base=str(tmp_path / "moved")).tensors["blocks.0.mlp.fc1.weight"]
-    assert torch.equal(again, merged)
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -180,36 +166,6 @@ def test_an_adapter_beside_a_model_is_not_chosen_silently(tmp_path: Path) -> Non
     native_folder(tmp_path / "other")
     checkpoint = load_checkpoint(str(tmp_path / "base"), base=str(tmp_path / "other"))
     assert checkpoint.notes == (f"the LoRA adapter {tmp_path / 'base'} is merged into {tmp_path / 'other'}",)
-
-
-def test_an_adapter_of_the_hub_names_no_path_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    native_folder(tmp_path / "base")
-    adapter = tmp_path / "models--someone--adapter" / "snapshots" / ("0" * 40)
-    adapter.mkdir(parents=True)
-    plain_adapter(adapter, tmp_path / "base")
-    with pytest.raises(
-        CheckpointError, match=r"comes from the hub and names '.*base' as its base, .*: set VIT_BASE to"
-    ):
-        load_checkpoint(str(adapter))
-    load_checkpoint(str(adapter), base=str(tmp_path / "base"))
-    plain_adapter(adapter, tmp_path / "base", base_model_name_or_path="owner/name")
-    (tmp_path / "owner").mkdir()
-    native_folder(tmp_path / "owner/name")  # what is called as a repository is not looked for here
-    monkeypatch.chdir(tmp_path)
-
-    class Nowhere(Folder):
-        def __init__(self, source: str) -> None:
-            super().__init__(tmp_path / "nothing", source)
-
-    monkeypatch.setattr("model.checkpoint.Repository", Nowhere)
-    with pytest.raises(CheckpointError, match="nothing: has no config"):
-        load_checkpoint(str(adapter.relative_to(tmp_path)))
-
-
-def test_an_adapter_is_no_folder_without_a_config(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    with pytest.raises(CheckpointError, match=r"base_model_name_or_path is missing"):
-        load_checkpoint(str(tmp_path))
 
 
 def test_a_base_that_an_adapter_names_lies_below_the_folder_of_checkpoints_as_the_adapter_does(tmp_path: Path) -> None:

@@ -191,87 +191,8 @@ def test_what_a_file_leaves_open_is_what_the_class_that_it_names_does(
     assert_read_as_by_transformers(NUMBERS | {"size": SIZES[size]} | named, BY_CLASS[family], tmp_path)
 
 
-@pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("family", OF_PROCESSORS)
-def test_what_transformers_saves_is_read_whatever_the_family(family: str, name: str, tmp_path: Path) -> None:
-    getattr(transformers(), f"{name}ImageProcessorPil")().save_pretrained(tmp_path)
-    saved = json.loads((tmp_path / "preprocessor_config.json").read_text())
-    assert_read_as_by_transformers(saved, BY_CLASS[family], tmp_path)
-
-
-@pytest.mark.parametrize(
-    "open_file",
-    [
-        {"image_processor_type": "CLIPImageProcessor"},
-        {"image_processor_type": "CLIPImageProcessorFast"},
-        {"image_processor_type": "CLIPImageProcessorPil"},
-        {"image_processor_type": "CLIPImageProcessor", "feature_extractor_type": "ViTFeatureExtractor"},
-        {"image_processor_type": None, "feature_extractor_type": "CLIPFeatureExtractor"},
-        {"default_to_square": False, "do_center_crop": True},
-        {"image_processor_type": "CLIPImageProcessor", "default_to_square": True, "do_center_crop": False},
-    ],
-    ids=lambda file: "-".join(map(str, file.values())),
-)
-def test_every_way_of_naming_a_class_or_step_counts(open_file: dict[str, Any], tmp_path: Path) -> None:
-    file = NUMBERS | {"size": 96} | open_file
-    assert_read_as_by_transformers(file, BY_CLASS["ViTForImageClassification"], tmp_path)
-
-
 def read(file: dict[str, Any], folder: Path, family: str = "ViTForImageClassification") -> PreprocessConfig:
     return read_preprocessor(file, BY_CLASS[family], Folder(folder, str(folder)), "here")
-
-
-def test_without_normalisation_pixels_stay_from_0_to_1(tmp_path: Path) -> None:
-    without = {"size": 96, "resample": 3, "do_normalize": False}
-    for file in (without, NUMBERS | without):
-        config = read(file, tmp_path)
-        assert (config.mean, config.std) == ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-
-
-@pytest.mark.parametrize("step", ["do_resize", "do_rescale", "do_normalize"])
-def test_a_step_that_a_file_leaves_out_or_calls_null_is_taken(step: str, tmp_path: Path) -> None:
-    file = NUMBERS | {"size": 96}
-    taken = read(file | {step: True}, tmp_path)
-    assert taken == read(file, tmp_path) == read(file | {step: None}, tmp_path)
-    assert taken.mean == (0.1, 0.2, 0.3)
-
-
-@pytest.mark.parametrize("name", ["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"])
-def test_every_filter_of_pillow_is_read_by_its_number(name: str, tmp_path: Path) -> None:
-    config = read(NUMBERS | {"size": 96, "resample": int(Image.Resampling[name.upper()])}, tmp_path)
-    assert config.interpolation == name
-
-
-@pytest.mark.parametrize(
-    "factor",
-    ["1/255", "0.00392156862745098", None, True, [1 / 255], {}, 10**400, float("nan")],
-    ids=lambda factor: f"{factor!r:.20}",
-)
-def test_a_rescale_factor_that_is_not_1_255th_is_refused(factor: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="rescale_factor"):
-        read(NUMBERS | {"size": 96, "rescale_factor": factor}, tmp_path)
-
-
-def test_a_class_may_be_named_in_the_models_config(tmp_path: Path) -> None:
-    family = BY_CLASS["ViTForImageClassification"]
-    file = NUMBERS | {"size": 96}
-    assert_read_as_by_transformers(file, family, tmp_path, image_processor_type="CLIPImageProcessor")
-
-
-def test_feature_extractors_that_transformers_5_no_longer_has_are_their_image_processors(tmp_path: Path) -> None:
-    def named(name: str) -> PreprocessConfig:
-        return read(NUMBERS | {"size": 96, "image_processor_type": name}, tmp_path)
-
-    assert named("CLIPFeatureExtractor") == named("CLIPImageProcessor") != named("ViTImageProcessor")
-
-
-def test_a_crop_without_height_and_width_is_refused_as_by_transformers(tmp_path: Path) -> None:
-    file = NUMBERS | {"size": 96, "crop_size": {"shortest_edge": 80}}
-    # transformers 5.23 stumbles over its own ValueError.
-    with pytest.raises((ValueError, AttributeError)):
-        resized_by(transformers().CLIPImageProcessorPil(**file))(upright(generated()[0]))
-    with pytest.raises(CheckpointError, match="crop_size is a shortest_edge: expected a number, or height and width"):
-        read_preprocessor(file, BY_CLASS["CLIPForImageClassification"], Folder(tmp_path, str(tmp_path)), "here")
 
 
 NESTED: dict[str, dict[str, Any]] = {
@@ -297,15 +218,6 @@ def test_the_image_processor_within_another_is_preferred_as_by_transformers(case
     for name, content in NESTED[case].items():
         (tmp_path / name).write_text(json.dumps(content))
     assert_carried_as_by_transformers(BY_CLASS["CLIPForImageClassification"], tmp_path)
-
-
-def test_a_step_that_is_wrong_within_another_processor_is_named_with_its_file(tmp_path: Path) -> None:
-    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": NUMBERS}))
-    with pytest.raises(CheckpointError, match=r"processor_config\.json: image_processor: size: Field required"):
-        carried_preprocess(Folder(tmp_path, str(tmp_path)), BY_CLASS["CLIPForImageClassification"])
-    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": "CLIP"}))
-    with pytest.raises(CheckpointError, match="image_processor: expected an object"):
-        carried_preprocess(Folder(tmp_path, str(tmp_path)), BY_CLASS["CLIPForImageClassification"])
 
 
 @pytest.mark.parametrize("case", CROPS)

@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model.checkpoint import load_checkpoint
-from model.checkpoint.state_dict import parse_architecture
 from model.checkpoint.timm_architectures import architectures
 from model.errors import CheckpointError
 from tests.model.checkpoint.parity import assert_same_logits, preprocess_file, randomise
@@ -121,29 +120,6 @@ def test_state_dicts_with_rotary_positions(name: str, size: int, tmp_path: Path)
     assert_same_logits(checkpoint, model, f"state dict {name}")
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("beit_base_patch16_224", "norm_order=pre,norm_eps=1e-6,pos_embed=none,pool_include_prefix=false"),
-        ("beit3_base_patch16_224", "norm_order=pre,norm_eps=1e-5,pool_include_prefix=false"),
-        (
-            "vit_relpos_base_patch16_rpn_224",
-            "norm_order=res_post,norm_eps=1e-6,pos_embed=none,qkv_bias=false,class_token=false,fc_norm=false",
-        ),
-    ],
-)
-def test_relative_positions_and_inner_norms_are_seen_in_the_tensors(name: str, said: str, tmp_path: Path) -> None:
-    model = timm().create_model(name, img_size=48, num_classes=6, depth=2, embed_dim=48, num_heads=3).eval()
-    randomise(model)
-    torch.save(model.state_dict(), tmp_path / "weights.pth")
-    architecture = f"vit,num_heads=3,act_layer=gelu,global_pool=avg,{said}"
-    preprocess = preprocess_file(tmp_path, 48, 48)
-    checkpoint = load_checkpoint(
-        str(tmp_path / "weights.pth"), architecture=architecture, preprocess=preprocess, labels="numbers"
-    )
-    assert_same_logits(checkpoint, model, f"{name} by its tensors")
-
-
 def test_dinov2s_own_names_with_registers(tmp_path: Path) -> None:
     model = (
         timm().create_model("vit_giant_patch14_reg4_dinov2", embed_dim=48, depth=2, img_size=42, num_classes=4).eval()
@@ -165,42 +141,6 @@ def test_dinov2s_own_names_with_registers(tmp_path: Path) -> None:
         labels="numbers",
     )
     assert_same_logits(checkpoint, model, "state dict dinov2 registers swiglu")
-
-
-@pytest.mark.parametrize("tokens", [0, 1])
-def test_positions_of_a_class_token_alone_are_no_grid(tokens: int, tiny: Path, tmp_path: Path) -> None:
-    state = torch.load(tiny, weights_only=True)
-    file = tmp_path / "weights.pth"
-    torch.save(state | {"pos_embed": state["pos_embed"][:, :tokens]}, file)
-    with pytest.raises(
-        CheckpointError, match=rf"pos_embed has shape \[1, {tokens}, 192\].* (no square grid|not empty)"
-    ):
-        load_checkpoint(
-            str(file),
-            architecture="vit_tiny_patch16_224",
-            preprocess=preprocess_file(tmp_path, 48, 48),
-            labels="numbers",
-        )
-
-
-@pytest.mark.parametrize("patch", [1, 2, 3, 4])
-def test_small_patches_as_models_trained_on_cifar_have_them(patch: int, tmp_path: Path) -> None:
-    edge = 8 * patch
-    small = {"depth": 2, "embed_dim": 48, "num_heads": 3, "patch_size": patch}
-    model = timm().create_model("vit_tiny_patch16_224", img_size=edge, num_classes=10, **small).eval()
-    randomise(model)
-    file = tmp_path / "weights.pth"
-    torch.save(model.state_dict(), file)
-    checkpoint = load_checkpoint(
-        str(file),
-        architecture=",".join(
-            ["vit_tiny_patch16_224", *(f"{key}={value}" for key, value in small.items()), "norm_order=pre"]
-        ),
-        preprocess=preprocess_file(tmp_path, edge, edge),
-        labels="numbers",
-    )
-    assert checkpoint.vit.grid == (8, 8)
-    assert_same_logits(checkpoint, model, f"state dict patch {patch}")
 
 
 def test_a_grid_that_is_not_square_is_known_from_the_preprocessing(tmp_path: Path) -> None:
@@ -243,12 +183,6 @@ def test_an_architecture_that_the_tensors_contradict_is_refused(
         load_checkpoint(
             str(file), architecture=architecture, preprocess=preprocess_file(tmp_path, 48, 48), labels="numbers"
         )
-
-
-def test_architecture_arguments_are_read_as_json_where_they_are_json() -> None:
-    name, given = parse_architecture("vit_tiny_patch16_224,global_pool=avg,depth=3,qkv_bias=false")
-    assert name == "vit_tiny_patch16_224"
-    assert given == {"global_pool": "avg", "depth": 3, "qkv_bias": False}
 
 
 @pytest.mark.parametrize(

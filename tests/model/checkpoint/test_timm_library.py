@@ -17,8 +17,6 @@ from model.errors import CheckpointError, InputError
 from model.insight.summary import summarise
 from model.network import library
 from model.outputs import EmbeddingRequest, RequestedOutputs, methods_of, parse_embedding, parse_maps
-from model.runtime.batches import BatchRequest
-from model.runtime.compilation import compiled_network
 from model.runtime.predictor import Predictor
 from model.runtime.torch_pass import Normalise
 from tests.model.checkpoint.parity import pictures, preprocess_file, randomise, relative_error
@@ -138,14 +136,6 @@ def test_openvino_computes_them_too(family: str, tmp_path: Path) -> None:
     assert_predicts(load_checkpoint(str(tmp_path)), model, "openvino")
 
 
-def test_what_vitserves_own_network_reads_stays_with_it(tmp_path: Path) -> None:
-    library_ = timm()
-    model = library_.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=2)
-    labels = {"label_names": ["a", "b"]}
-    library_.models.save_for_hf(model, tmp_path, model_config=labels, safe_serialization=True)
-    assert load_checkpoint(str(tmp_path)).config.runtime == "vitserve"
-
-
 def test_a_wrapped_network_of_transformers_is_read_alike(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -236,16 +226,12 @@ def test_it_has_no_maps_and_one_embedding_and_says_so(tmp_path: Path) -> None:
         ({"model_args": {"norm_layer": "os.system"}}, "norm_layer"),
         ({"model_args": {"depths": "layernorm"}}, "argument depths 'layernorm': expected numbers"),
         ({"model_args": {"depths": [1, 1, 1, 10**9]}}, "argument depths .*: expected numbers up to 16384"),
-        ({"model_args": {"depths": [1, 1, 1, 9999]}}, "argument depths .*: more than the 256"),
-        ({"model_args": {"depths": [1, 1, 300, -299]}}, "argument depths .*: more than the 256"),
-        ({"model_args": {"img_size": 4096}}, "argument img_size 4096: expected numbers up to 2048"),
         ({"model_args": {"dims": [8, 8, 16, 16384]}}, "has shape"),
         ({"model_args": {"dims": []}}, "timm does not make it"),
         ({"model_args": {"img_size": 64}}, "timm does not make it"),
         ({"num_classes": 16384}, "num_classes is 16384, but 5 in model_args"),
         ({"num_classes": "5"}, "num_classes"),
         ({"pretrained_cfg": {"input_size": [3, 10**9, 10**9]}}, "size"),
-        ({"pretrained_cfg": {"input_size": [3, 64, 4096]}}, "64x4096 pixels: .* at most 2048 along a side"),
         ({"pretrained_cfg": {"input_size": [3, 1, 1]}}, "does not take 1x1 pixels of 3 channels"),
         ({"pretrained_cfg": {"input_size": [4, 64, 96]}}, "in_chans is not the 4 of"),
     ],
@@ -260,38 +246,8 @@ def test_hostile_configs_are_refused_in_one_line(
     assert len(str(caught.value)) < 500 + len(str(folder))
 
 
-def test_buffers_that_no_file_holds_are_bounded_before_they_are_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make("swin", tmp_path)
-    monkeypatch.setattr(library, "_MAX_BUFFERS", 1000)
-    with pytest.raises(CheckpointError, match="buffers hold more than the 1,000 numbers"):
-        load_checkpoint(str(tmp_path))
-
-
-def test_layers_are_bounded_before_they_are_computed(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    largest = library.largest_layer(load_checkpoint(str(small)).config)
-    assert largest > 1000
-    monkeypatch.setattr(library, "LARGEST_LAYER", largest - 1)
-    with pytest.raises(CheckpointError, match=f"{largest:,} numbers in a layer: at most {largest - 1:,} are allowed"):
-        load_checkpoint(str(small))
-
-
 def test_without_the_extra_the_refusal_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make("convnext", tmp_path)
     monkeypatch.setattr(library, "is_installed", lambda: False)
     with pytest.raises(CheckpointError, match=r"'convnext_atto' is none of .*pip install -e '\.\[timm\]'"):
         load_checkpoint(str(tmp_path))
-
-
-def test_the_whole_network_is_compiled_for_any_batch(small: Path) -> None:
-    checkpoint = load_checkpoint(str(small))
-    network, normalise = checkpoint.network(), Normalise(checkpoint.preprocess)
-    compiled = compiled_network(network, normalise, None, any_batch=True, backend="eager")
-    with torch.inference_mode():
-        for count in (2, 3, 1):
-            images = torch.from_numpy(uint8_pictures(checkpoint, count))
-            found = compiled(images, BatchRequest()).tensors()
-            expected = network(normalise(images))
-            assert relative_error(found["logits"], expected.logits) < EXACT
-            assert relative_error(found["head"], expected.embeddings["head"]) < EXACT

@@ -42,20 +42,6 @@ def test_torchvision_logits(patch: int, size: int, small_torchvision: Callable[.
     assert_same_logits(checkpoint, model, f"torchvision layout, patch {patch}")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_torchvision_logits_at_full_size(tmp_path: Path) -> None:
-    with torch.device("meta"):
-        empty = torchvision().models.vit_b_32(image_size=64, num_classes=7)
-    model = empty.to_empty(device="cpu").eval()
-    randomise(model)
-    file = tmp_path / "mine.pth"
-    torch.save(model.state_dict(), file)
-    checkpoint = load_checkpoint(str(file), preprocess=preprocess_file(tmp_path, 64, 64), labels="numbers")
-    assert checkpoint.architecture == "vit_b_32"
-    assert_same_logits(checkpoint, model, "torchvision vit_b_32")
-
-
 @pytest.mark.parametrize("name", ["vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32", "vit_h_14"])
 def test_torchvisions_models_are_told_apart_and_have_its_parameters(name: str) -> None:
     with torch.device("meta"):
@@ -118,16 +104,3 @@ def test_torchvisions_published_transforms_are_those_of_the_presets() -> None:
             assert preset.interpolation == published.interpolation.value, weights
             assert preset.mean == tuple(published.mean)
             assert preset.std == tuple(published.std)
-
-
-@pytest.mark.parametrize(("depth", "mlp"), [(3, 96), (2, 192)])
-def test_a_network_of_torchvision_that_is_none_of_the_five_is_asked_for_its_heads(
-    depth: int, mlp: int, small_torchvision: Callable[..., Any], tmp_path: Path
-) -> None:
-    small_torchvision(16, 32, 7)
-    model = torchvision().models.VisionTransformer(32, 16, depth, 8, 48, mlp, num_classes=7).eval()
-    randomise(model)
-    file = tmp_path / "mine.safetensors"
-    save_file(model.state_dict(), file)
-    with pytest.raises(CheckpointError, match="num_heads"):
-        load_checkpoint(str(file), preprocess=preprocess_file(tmp_path, 32, 32), labels="numbers")

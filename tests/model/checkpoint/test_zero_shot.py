@@ -151,14 +151,6 @@ def test_without_labels_it_gives_embeddings_and_takes_labels_of_requests(whole: 
         assert found.indices.tolist() == expected.indices.tolist()
 
 
-def test_one_label_of_clip_has_the_score_1_as_in_the_pipeline(tmp_path: Path) -> None:
-    whole_models.clip(tmp_path)
-    checkpoint = load_checkpoint(str(tmp_path), labels='["cat"]')
-    predictor = Predictor(checkpoint, device="cpu", dtype="float32", compile_mode="off")
-    [outputs] = predictor.predict(np.zeros((1, 16, 16, 3), np.uint8), RequestedOutputs(1))
-    assert outputs.scores.tolist() == [1]
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
@@ -279,11 +271,6 @@ def test_a_whole_checkpoint_that_lacks_something_is_refused_in_one_line(case: st
 def test_labels_are_checked(options: dict[str, str], message: str, whole: Path) -> None:
     with pytest.raises(CheckpointError, match=re.escape(message)):
         load_checkpoint(str(whole), **options)  # type: ignore[arg-type]
-
-
-def test_labels_come_from_a_file_of_any_length_or_a_preset(whole: Path, tmp_path: Path) -> None:
-    (tmp_path / "labels.txt").write_text("cat\na red car, parked\n")
-    assert load_checkpoint(str(whole), labels=str(tmp_path / "labels.txt")).labels == ("cat", "a red car, parked")
 
 
 def test_code_that_a_tokenizer_names_is_never_run(copy: Path, tmp_path: Path) -> None:
