@@ -18,7 +18,6 @@ no worker has a request of it left. Only here, and in a service of one process, 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import signal
 from collections.abc import Callable
@@ -26,6 +25,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
+
+import uvloop
 
 from model.errors import NewProcessNeeded
 from service.cluster import frames
@@ -282,7 +283,7 @@ def run_engine(settings: Settings, child: Child, path: Path, load: Loader, metri
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     trim_regularly()
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # a round trip is much shorter with it
         return runner.run(_run(settings, child, path, load, metrics, served))
 
 
@@ -316,12 +317,3 @@ async def _run(settings: Settings, child: Child, path: Path, load: Loader, metri
         child.link.send(Report(options={failure.option: failure.value}))
         return TRY_AGAIN
     return int(failed)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return uvloop's factory where it is installed, as in the web workers: a round trip is much shorter with it."""
-    try:
-        factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module("uvloop").new_event_loop
-    except ImportError:
-        return None
-    return factory

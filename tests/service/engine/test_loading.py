@@ -24,7 +24,7 @@ from model.runtime.openvino.store import KeptCheckpoint
 from model.runtime.predictor import Predictor
 from service.engine import loading
 from service.engine.loading import FirstLoad, load_predictor
-from service.settings import Settings, load_settings
+from service.settings import load_settings
 from tests.service.cli.command_line import write_checkpoint
 from tests.service.fakes import PATIENCE, model_info
 
@@ -121,23 +121,6 @@ def test_a_gpu_that_cannot_be_used_is_complained_about_loudly(
     load_predictor(load_settings({"compile": "off", "max_batch": "1"}))
     errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     assert errors == ["THE GPU IS NOT USED: The NVIDIA driver on your system is too old"] * here
-
-
-@pytest.mark.parametrize(("given", "used"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_threads_of_openmp_do_not_spin_unless_the_operator_says_so(
-    given: str | None, used: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")  # so that it is given back
-    if given is None:
-        monkeypatch.delenv("OMP_WAIT_POLICY")
-
-    def unreadable(_: Settings) -> None:
-        raise CheckpointError("weights.bin: no such file")
-
-    monkeypatch.setattr(loading, "checkpoint_from", unreadable)
-    with pytest.raises(CheckpointError):
-        load_predictor(load_settings({}))
-    assert os.environ["OMP_WAIT_POLICY"] == used
 
 
 def test_a_disk_that_does_not_answer_for_one_checkpoint_holds_up_no_other(tmp_path: Path) -> None:

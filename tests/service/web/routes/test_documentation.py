@@ -209,17 +209,6 @@ async def test_the_page_and_its_files_come_from_here_and_are_open_and_fresh() ->
 
 
 @on_a_loop
-@pytest.mark.parametrize("path", ["/docs", "/docs/docs.js", "/docs/swagger-ui-bundle.js"])
-async def test_who_has_the_page_already_is_not_sent_it_again(path: str) -> None:
-    service = app()
-    first = await service.get(path)
-    again = await service.get(path, **{"if-none-match": first.headers["etag"]})
-    assert (again.status, again.content) == (304, b"")
-    assert again.headers["etag"] == first.headers["etag"]
-    assert (await service.get(path, **{"if-none-match": '"other"'})).status == 200
-
-
-@on_a_loop
 @pytest.mark.parametrize("path", ["/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css"])
 @pytest.mark.parametrize(
     ("accepted", "compressed"),
