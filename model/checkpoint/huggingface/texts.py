@@ -202,7 +202,7 @@ def _scalar(tensors: dict[str, Tensor], name: str, where: str) -> float:
 
 
 def _labels(labels: str | None) -> tuple[str, ...]:
-    """Return what VIT_LABELS says; without it, or with numbers, which say nothing, a request brings its labels."""
+    """Return the labels of VIT_LABELS; without it, or with numbers, which say nothing, a request brings its labels."""
     if labels in (None, "numbers"):
         return ()
     if not is_list(labels):
