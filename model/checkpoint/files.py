@@ -17,6 +17,7 @@ from model.checkpoint.containers import chosen_state_dict
 from model.checkpoint.key_map import KeyMap
 from model.checkpoint.local_files import read_json, resolved_part
 from model.checkpoint.tensor_files import read_tensor_file
+from model.checkpoint.tensors import digest_of
 from model.errors import CheckpointError
 
 CONFIG_FILE: Final = "config.json"
@@ -33,11 +34,13 @@ class Files(ABC):
         source: as the operator wrote it.
         place: what messages call the whole: a folder, a file, a repository.
         revision: of a hub repository (a commit); None for what lies here.
+        digest: of the tensors, once they were read.
         overlay: an adapter's files, whose preprocessing comes before the base's.
         merge: merges the adapter into the tensors.
     """
 
     revision: str | None = None
+    digest: str = ""
     overlay: Files | None = None
     merge: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
 
@@ -86,7 +89,9 @@ class Files(ABC):
             CheckpointError: no weights at all, or a file that is not what it should be.
         """
         tensors = self._stored()
-        return tensors if self.merge is None else self.merge(tensors)
+        tensors = tensors if self.merge is None else self.merge(tensors)
+        self.digest = digest_of(tensors)
+        return tensors
 
     def part(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of one file; CheckpointError where it holds something else."""

@@ -85,6 +85,7 @@ class KeptCheckpoint(BaseModel):
     notes: tuple[str, ...]
     zero_shot: ZeroShot | None
     calibration: Calibration | None
+    content: str
     embed_texts: Callable[[Sequence[str]], NDArray[np.float32]] | None = Field(None, exclude=True)
 
 
