@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from model.zero_shot import ZeroShot
+from model.heads import ZeroShot
 from service.engine.local import LocalEngine
 from service.engine.messages import ModelInfo
 from service.settings import load_settings
