@@ -79,7 +79,7 @@ class Held(NamedTuple):
 
 
 def read_tensor_file(path: Path, where: str | None = None) -> Held:
-    """Return what a file of tensors holds, on the CPU, as stored.
+    """Return the content of a file of tensors, on the CPU, as stored.
 
     Args:
         path: of the file.
@@ -122,7 +122,7 @@ def _parsed(file: BinaryIO, suffix: str, where: str) -> Any:
 
 
 def _advice(error: str, name: str) -> str | None:
-    """Return what a file holds beside plain data and what to do, by torch's message; None where it is damaged."""
+    """Return the object beside plain data that torch refused, and advice; None where the file is damaged."""
     if "TorchScript" in error:
         return _TORCHSCRIPT.format(repr(name))
     found = re.search(r"(?:GLOBAL|function|instantiate class) ([\w.]{1,200})", error)
@@ -133,7 +133,7 @@ def _advice(error: str, name: str) -> str | None:
 
 
 def _archived(file: BinaryIO, where: str) -> Held:
-    """Return what the weights in an archive of TorchServe hold, and its labels; its code stays unread."""
+    """Return the weights in an archive of TorchServe, and its labels; its code stays unread."""
     with reading(where, "not an archive of TorchServe", *_MALFORMED), zipfile.ZipFile(file) as archive:
         name = str(json.loads(archive.read("MAR-INF/MANIFEST.json"))["model"]["serializedFile"])
         labels = None
