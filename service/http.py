@@ -17,7 +17,6 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterable
-from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, Final, Protocol
 
@@ -46,7 +45,7 @@ LINGER_SECONDS: Final = 10.0
 might never see its answer."""
 
 DISCARDED_BYTES: Final = 1 << 20
-"""Length of a body that is read to its end before it is refused: a new connection costs both sides more."""
+"""Length of a body that is read to its end after a refusal: a new connection costs both sides more."""
 
 _KEEP_ALIVE_SECONDS = 75  # load balancers keep idle connections for about a minute: the side that answers, longer
 _STUCK_SECONDS = 30.0
@@ -55,9 +54,9 @@ _MOST_REFUSED = 64  # connections beyond the limit whose refusal is on its way
 
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256  # each costs thirty times its shortest form in memory
-_HEAD_READ = 8 << 10  # pipelined requests cost a hundred times their bytes until reading is paused
-_BODY_READ = 128 << 10
-_MAX_UNREAD_BODY = (64 << 10) + _BODY_READ  # uvicorn pauses a connection with more than 64 KiB
+_PIECE = 8 << 10
+_READ = 128 << 10
+_MAX_UNREAD_BODY = (64 << 10) + _READ  # uvicorn pauses a connection with more than 64 KiB
 _CHUNK_FRAMING = 6  # bytes of a small chunk
 _UNSENT_BYTES = 128 << 10  # of a connection's answers, in the kernel; by itself it takes 2.5 MiB
 
@@ -66,6 +65,8 @@ _OFFER = re.compile(rb"\nUpgrade:", re.IGNORECASE)
 
 Java's client has it with each of its first requests, and no server need accept an offer.
 """
+
+_LENGTH = re.compile(rb"\nContent-Length:[ \t]*(\d{1,18})", re.IGNORECASE)
 
 _CONNECTION = "connection"
 
@@ -96,6 +97,7 @@ class _Request:
         self._size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
         self._length = int(self._headers.get(b"content-length", 0))
         self._chunked = b"transfer-encoding" in self._headers
+        self._may_discard = not (self._chunked or self._length > DISCARDED_BYTES or b"expect" in self._headers)
         self._content = 0
         self._start: Message = {}
         self.more_body = self._chunked or self._length > 0
@@ -118,6 +120,10 @@ class _Request:
         if coding != b"chunked" or names.count(b"transfer-encoding") > (version == "1.1"):
             return MalformedRequest("Transfer-Encoding: only chunked is understood, once, and in HTTP/1.1")
         return None
+
+    def overhead_left(self) -> int:
+        """Return the overhead of the connection after the answer: below 0 by what is still to be discarded."""
+        return min(0, self._guard.overhead - self._size + self._content - self._length) if self.more_body else 0
 
     async def receive(self) -> Message:
         """Return the next message of the body; raises `MalformedRequest` if its framing is broken, or excessive."""
@@ -147,25 +153,15 @@ class _Request:
             elif not self._guard.transport.is_closing():
                 self._guard.answer(self._start["status"], self._start["headers"], message["body"])
         elif message["type"] == "http.response.start":
-            if self.more_body and message["status"] != HTTPStatus.REQUEST_TIMEOUT:
-                await self._discard()
             self.answered = True
-            if self._guard.is_closing_soon or self.more_body:
+            is_worth_it = self._may_discard and message["status"] != HTTPStatus.REQUEST_TIMEOUT
+            if self._guard.is_closing_soon or (self.more_body and not is_worth_it):
                 message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
             self._guard.holds_head = True
             await self._send(message)
         else:
             await self._send(message)
             self._guard.flush()
-
-    async def _discard(self) -> None:
-        """Read a short body to its end, if it is here by and large."""
-        if self._chunked or self._length > DISCARDED_BYTES or b"expect" in self._headers:
-            return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                while self.more_body and (await self.receive())["type"] == "http.request":
-                    pass
 
 
 class Guard(asyncio.BufferedProtocol, asyncio.Transport):
@@ -187,7 +183,10 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
         self._loop = asyncio.get_running_loop()
         self._protocol: asyncio.Protocol | None = protocol({_CONNECTION: self})
         self._request: _Request | None = None
-        self._is_parsing = self._is_invalid = False
+        self._is_parsing = self._is_invalid = self._is_paused = False
+        self._is_in_head = True
+        self._held = b""
+        self._message_left = 0  # bytes of a head and its body that uvicorn's protocol has not got
         self._waits_since: float | None = self._loop.time()  # for the end of a head
         self._unread: tuple[float, int] | None = None  # since when so many bytes of an answer are
         self.left: asyncio.Future[None] = self._loop.create_future()
@@ -214,32 +213,56 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
         self.left.set_result(None)
 
     def _release(self, exc: Exception | None = None) -> None:
-        self.is_closing_soon = True
+        self.is_closing_soon, self._held = True, b""
         protocol, self._protocol = self._protocol, None
         if protocol is not None:
             protocol.connection_lost(exc)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return where the next bytes go."""
-        return self.connections.buffer[: _HEAD_READ if self._request is None else _BODY_READ]
+        return self.connections.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Hand bytes to uvicorn's protocol, which starts a request's task when its head is complete."""
-        if self.is_closing_soon or self._is_invalid or self._protocol is None:
+        """Hand bytes to uvicorn's protocol, as far as it takes them."""
+        if self._is_invalid or self.is_closing_soon:
             return
-        self.overhead += nbytes
-        if self._request is None and self._waits_since is None:
-            self._waits_since = self._loop.time()
-        self._is_parsing = True
-        data = bytes(self.connections.buffer[:nbytes])
-        if self._request is None:
-            head, end, rest = data.partition(b"\r\n\r\n")
-            if b"\nupgrade:" in head.lower():
-                data = _OFFER.sub(b"\nX-Offer:", head) + end + rest
-        self._protocol.data_received(data)
-        self._is_parsing = False
+        self._held += self.connections.buffer[:nbytes]
+        if self._is_paused:
+            self.transport.pause_reading()
+        else:
+            self._feed()
+
+    def _feed(self) -> None:
+        """Feed uvicorn's protocol, which starts a request's task when its head is complete, until it pauses.
+
+        It gets a head together with its body, and all else in small pieces: pipelined requests cost a hundred times
+        their bytes until it pauses.
+        """
+        while self._held and not (self._is_paused or self._is_invalid or self.is_closing_soon):
+            if self._request is None and self._waits_since is None:
+                self._waits_since = self._loop.time()
+            if self._is_in_head and not self._message_left:
+                self._look_at_head()
+            size = max(self._message_left, _PIECE)
+            piece, self._held = self._held[:size], self._held[size:]
+            self._message_left = max(0, self._message_left - len(piece))
+            self.overhead += len(piece)
+            self._is_parsing = True
+            if self._protocol is not None:
+                self._protocol.data_received(piece)
+            self._is_parsing = False
         if self._is_invalid or self.overhead > _MAX_HEAD_BYTES:
             self._loop.call_soon(self._check_bytes)  # a request whose head is here has begun by then
+
+    def _look_at_head(self) -> None:
+        """Rename the offer in a head, and note how long the head and its body are."""
+        head, end, body = self._held.partition(b"\r\n\r\n")
+        if b"\nupgrade:" in head.lower():
+            self._held = _OFFER.sub(b"\nX-Offer:", head) + end + body
+        if end:
+            length = _LENGTH.search(head)
+            self._message_left = len(head) + 4 + (int(length[1]) if length else 0)
+            self._is_in_head = False
 
     def _check_bytes(self) -> None:
         if self._is_invalid:
@@ -299,12 +322,15 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
             self.transport.close()
 
     def pause_reading(self) -> None:
-        """Read nothing for now."""
-        self.transport.pause_reading()
+        """Hand nothing on for now; the socket is read no more when more has come."""
+        self._is_paused = True
 
     def resume_reading(self) -> None:
-        """Read again."""
+        """Hand on what has come meanwhile, and read again."""
+        self._is_paused = False
         self.transport.resume_reading()
+        if self._held:
+            self._loop.call_soon(self._feed)
 
     # As the connection of requests:
 
@@ -323,7 +349,8 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
             await self.connections.app(scope, request.receive, request.send)
         finally:
             if self._request is request:  # else uvicorn has started the next, which came before the answer
-                self._request, self.overhead = None, 0
+                self._request, self._is_in_head = None, True
+                self.overhead = request.overhead_left()
                 self.connections.wait(self)
             if self.is_closing_soon and self._protocol is not None:
                 self.transport.close()
@@ -371,7 +398,7 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
             elif now - since > STALL_SECONDS:
                 self.transport.abort()
         elif self._waits_since is not None and now - self._waits_since > HEAD_SECONDS:
-            if self.overhead:
+            if self.overhead > 0:
                 self.refuse(RequestTimeout(f"the head did not arrive within {HEAD_SECONDS:g} s"))
             else:
                 self.close()
@@ -388,7 +415,7 @@ class Connections:
 
     def __init__(self, app: Application, most: int = MAX_CONNECTIONS) -> None:
         self.app = app
-        self.buffer = memoryview(bytearray(_BODY_READ))
+        self.buffer = memoryview(bytearray(_READ))
         self.waiting: dict[Guard, None] = {}
         self.open: set[Guard] = set()
         self._most = most

@@ -182,10 +182,6 @@ class AttentionDocument(_Map):
 
     id: Annotated[str | None, Field(description="for GET /attention, while the picture is kept")] = None
     method: str
-    fusion: Annotated[
-        Literal["mean", "max", "min"] | None, Field(description="`rollout`: how the heads of a block are combined")
-    ] = None
-    discard: Annotated[float | None, Field(description="`rollout`: share of the weights set to zero")] = None
 
 
 class Labels(BaseModel):

@@ -147,7 +147,7 @@ def _plain_weights(folder: Path, source: str, keys: KeyMap) -> SingleFile | None
 
 
 def _instead(files: Files) -> str:
-    """Return what to give instead of a place without a config: a folder within it, or what it should hold."""
+    """Return advice for a place without a config: a folder within it, or the files that it should hold."""
     if isinstance(files, Folder):
         candidates = [config.parent for config in files.folder.glob(f"*/{CONFIG_FILE}")]
         if candidates:
@@ -158,7 +158,7 @@ def _instead(files: Files) -> str:
 
 
 def _similar(path: Path) -> Path | None:
-    """Return what lies beside a path that does not exist under almost the same name, or None where nothing does."""
+    """Return the neighbour of a path that does not exist with almost the same name, or None."""
     try:
         names = [neighbour.name for neighbour in path.parent.iterdir()]
     except OSError:

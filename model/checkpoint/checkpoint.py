@@ -18,9 +18,9 @@ from model.checkpoint.resizing import resized_config, resized_positions, resized
 from model.checkpoint.tensors import checked
 from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, Size, ViTConfig
 from model.errors import CheckpointError
+from model.heads import ZeroShot
 from model.network.library import LibraryNetwork, library_config, meta_tensors
 from model.network.vit import VisionTransformer, checkpoint_shapes, meta_model, placeholder_heads
-from model.zero_shot import ZeroShot
 
 # Characters of a label and of a name: every answer repeats them.
 MAX_TEXT: Final = 1000

@@ -96,7 +96,7 @@ class Files(ABC):
     def part(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of one file; CheckpointError where it holds something else."""
         where = self.where(name)
-        held = read_tensor_file(self.required(name), where).value
+        held, _ = read_tensor_file(self.required(name), where)
         if not isinstance(held, Mapping) or not all(isinstance(tensor, Tensor) for tensor in held.values()):
             raise CheckpointError(
                 f"{where}: expected a state dict of tensors, as torch.save(model.state_dict(), FILE) writes it"
@@ -183,5 +183,5 @@ class SingleFile(Files):
                 f"{self.place}: has a head of its own, {own[0]!r}, and {self._head.name} beside it holds "
                 "another: name this file instead of its folder to read its own head, else save it without that"
             )
-        head = chosen_state_dict(read_tensor_file(self._head).value, None, str(self._head)).tensors
+        head = chosen_state_dict(read_tensor_file(self._head)[0], None, str(self._head)).tensors
         return tensors | {f"head.{name}": tensor for name, tensor in head.items()}

@@ -139,7 +139,7 @@ def _confine() -> bool:
             for call in _ALLOWED_CALLS:
                 calls.add_rule(seccomp.ALLOW, call)
             calls.load()
-        except (OSError, RuntimeError):  # a kernel without filters
+        except (OSError, RuntimeError, ValueError):  # a kernel without filters, or a library without a name
             return False
         return True
     return False

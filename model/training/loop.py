@@ -102,11 +102,6 @@ class Trainer:
         """Return the wall time of the epochs done, in seconds, without the teacher's."""
         return self.history[-1].seconds if self.history else 0.0
 
-    @property
-    def cpu_seconds(self) -> float:
-        """Return the CPU time of the epochs done, in seconds over all threads, without the teacher's."""
-        return self.history[-1].cpu_seconds if self.history else 0.0
-
     def run(self, on_epoch: Callable[[EpochMetrics], None] = lambda _: None) -> BestWeights:
         """Train from `epoch` to the recipe's end, after the teacher; write state and metrics after each epoch.
 
@@ -175,7 +170,7 @@ class Trainer:
         self.best = BestWeights(row.epoch, row.validation_accuracy, row.validation_loss, weights)
 
     def _run_epoch(self) -> EpochMetrics:
-        began, cpu_began = time.monotonic(), time.process_time()
+        began = time.monotonic()
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self.recipe.seed * 1_000_003 + self.epoch)  # PatchDropout draws from it
             loss_sum, correct, rate = self._train()
@@ -190,7 +185,6 @@ class Trainer:
             validation_accuracy=(logits.argmax(dim=1) == labels).sum().item() / len(labels),
             images_per_second=images / (trained - began),
             seconds=self.seconds + time.monotonic() - began,
-            cpu_seconds=self.cpu_seconds + time.process_time() - cpu_began,
         )
         # The outcome of the last step is in no training loss yet, and must not be saved either.
         if not (math.isfinite(metrics.train_loss) and math.isfinite(metrics.validation_loss)):

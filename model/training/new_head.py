@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -39,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 _ROUNDING: Final = 0.1
 """How far logits may lie from those of the embedding, relative to their norm: in bfloat16 some percent."""
-_CONFUSIONS: Final = 3
-"""Pairs of classes that are named in the log."""
 
 
 def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evaluation:
@@ -68,7 +66,7 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
     predictor = Predictor(start, device=device, dtype=dtype, compile_mode="off", threads=threads, streams=1)
     parts = [decode(files, start.preprocess, out) for files in (dataset.train, dataset.validation)]
     if isinstance(start.config, LibraryConfig):
-        _require_linear(predictor, heads[0], parts[0])
+        _require_linear(predictor, start.tensors, heads[0], parts[0])
     features = torch.cat([_features(predictor, part) for part in parts])
     truth = torch.from_numpy(np.concatenate([part.labels for part in parts]))
     sizes = len(dataset.labels), len(truth), features.shape[1], start.name, time.monotonic() - began
@@ -82,8 +80,7 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
         test = decode(dataset.test, start.preprocess, out)
         split, logits, labels = "test", head.logits(_features(predictor, test)), test.labels
     measured = measure((logits / choice.temperature).softmax(dim=1).float().numpy(), labels, dataset.labels)
-    for line in _in_words(measured, split, dataset.labels):
-        logger.info("%s", line)
+    logger.info("%s", _in_words(measured, split))
 
     served = with_head(start, heads, head, dataset.labels)
     served = replace(served, name=recipe.name, source=str(out), temperature=choice.temperature)
@@ -147,9 +144,9 @@ def with_head(checkpoint: Checkpoint, names: Sequence[str], head: Head, labels: 
     )
 
 
-def _require_linear(predictor: Predictor, name: str, images: Images) -> None:
+def _require_linear(predictor: Predictor, tensors: Mapping[str, Tensor], name: str, images: Images) -> None:
     """Raise CheckpointError unless this layer of a library's network maps the embedding to the logits."""
-    weight, bias = (predictor.checkpoint.tensors[f"{name}.{kind}"].double() for kind in ("weight", "bias"))
+    weight, bias = (tensors[f"{name}.{kind}"].double() for kind in ("weight", "bias"))
     few = images.pixels[:2]
     expected = Head(weight, bias).logits(torch.from_numpy(predict_embeddings(predictor, few)).double())
     logits = torch.from_numpy(predictor.logits(np.ascontiguousarray(few.transpose(0, 2, 3, 1))))
@@ -157,16 +154,10 @@ def _require_linear(predictor: Predictor, name: str, images: Images) -> None:
         raise CheckpointError(f"{predictor.checkpoint.source}: {predictor.config.kind} reads more than its embedding")
 
 
-def _in_words(measured: Evaluation, split: str, labels: tuple[str, ...]) -> Iterator[str]:
-    """Yield what was measured: accuracy with its interval of confidence (Wilson 1927), and what is confused most."""
+def _in_words(measured: Evaluation, split: str) -> str:
+    """Return the accuracy with its interval of confidence (Wilson 1927)."""
     count, share, z = measured.count, measured.accuracy, 1.96
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
     interval = f"{middle - half:.1%} to {middle + half:.1%}"
-    yield f"{share:.2%} of {count} {split} pictures right (for pictures like these {interval}, with 95% confidence)"
-    errors = np.array(measured.confusion)
-    np.fill_diagonal(errors, 0)
-    worst = np.dstack(np.unravel_index(np.argsort(-errors, axis=None, kind="stable")[:_CONFUSIONS], errors.shape))[0]
-    named = [f"{labels[i]} as {labels[j]} ({errors[i, j]})" for i, j in worst if errors[i, j]]
-    if named:
-        yield f"confused most: {', '.join(named)}"
+    return f"{share:.2%} of {count} {split} pictures right (for pictures like these {interval}, with 95% confidence)"

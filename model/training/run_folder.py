@@ -43,7 +43,6 @@ class EpochMetrics:
         validation_loss, validation_accuracy: without augmentation or smoothing.
         images_per_second: of training alone.
         seconds: wall time since the run began, evaluation included, interruptions and the teacher not.
-        cpu_seconds: CPU time of all threads over the same span.
     """
 
     epoch: int
@@ -54,7 +53,6 @@ class EpochMetrics:
     validation_accuracy: float
     images_per_second: float
     seconds: float
-    cpu_seconds: float
 
 
 def prepare_folder(out: Path, data: Path, *, resume: bool) -> None:

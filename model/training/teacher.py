@@ -49,13 +49,12 @@ class TeacherRecord:
 
     Attributes:
         validation_accuracy: share of the validation images that it answers right, 0...1.
-        seconds, cpu_seconds: wall time and CPU time of its training.
+        seconds: wall time of its training.
         parameters: number of its parameters.
     """
 
     validation_accuracy: float
     seconds: float
-    cpu_seconds: float
     parameters: int
 
 
@@ -192,7 +191,7 @@ def train_teacher(net: TeacherNet, recipe: Recipe, data: TrainingData, run: Arit
         raise TrainingError(f"recipe: teacher: pictures of {data.size} pixels are too small, at least 9x9")
     if len(data.train) < teacher.batch_size:
         raise TrainingError(f"recipe: teacher.batch_size: there are only {len(data.train)} training images")
-    began, cpu_began = time.monotonic(), time.process_time()
+    began = time.monotonic()
     sample = data.normalise(torch.from_numpy(data.train.pixels[:_WHITENING_IMAGES]))
     net.reset_parameters(sample, torch.Generator().manual_seed(recipe.seed))
     net.to(run.device)
@@ -216,7 +215,7 @@ def train_teacher(net: TeacherNet, recipe: Recipe, data: TrainingData, run: Arit
         accuracy = _accuracy(net.eval(), data, run)
         text = "teacher: epoch %d of %d: loss %.3f, validation accuracy %.2f%%, %.0f s"
         logger.info(text, epoch + 1, teacher.epochs, loss, 100 * accuracy, time.monotonic() - began)
-    return TeacherRecord(accuracy, time.monotonic() - began, time.process_time() - cpu_began, count_parameters(net))
+    return TeacherRecord(accuracy, time.monotonic() - began, count_parameters(net))
 
 
 def _step(net: TeacherNet, rates: Rates, run: Arithmetic, pixels: Tensor, labels: Tensor, progress: float) -> Tensor:

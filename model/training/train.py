@@ -102,12 +102,11 @@ def run(data: Path, out: Path, recipe: Recipe, *, resume: bool = False, device: 
     predictor = Predictor(checkpoint, device=device, compile_mode="off", dtype="float32")
     logits = predict_logits(predictor, validation.pixels)
     checkpoint = calibrated(checkpoint, logits, validation.labels)
-    measured = _measure("validation", logits, validation, checkpoint)
+    reported = measured = _measure(logits, validation, checkpoint)
+    record = _record(trainer, start, dataset, checkpoint) | {"validation": measured.record(), "test": None}
     if test is not None:
-        measured |= _measure("test", predict_logits(predictor, test.pixels), test, checkpoint)
-    reported = measured["test" if dataset.test is not None else "validation"]
-    record = _record(trainer, start, dataset, checkpoint)
-    record |= {"test": None, **{name: evaluation.record() for name, evaluation in measured.items()}}
+        reported = _measure(predict_logits(predictor, test.pixels), test, checkpoint)
+        record["test"] = reported.record()
     # The folder is servable when all else is written, and not before.
     write_confusion(out, reported, checkpoint.labels)
     run_folder.write_text(out / run_folder.CARD_FILE, model_card(record, checkpoint))
@@ -166,12 +165,10 @@ def _training_size(recipe: Recipe, start: Start, dataset: Dataset) -> Preprocess
     return preprocess.model_copy(update={"size": (rows, columns), "resize_size": (rows, columns)})
 
 
-def _measure(name: str, logits: NDArray[np.float32], images: Images, checkpoint: Checkpoint) -> dict[str, Evaluation]:
-    """Evaluate logits [N, K] with the checkpoint's temperature (as `name`) and without it."""
-    return {
-        key: measure((torch.from_numpy(logits) / temperature).softmax(dim=1).numpy(), images.labels, checkpoint.labels)
-        for key, temperature in ((name, checkpoint.temperature), (f"{name}_uncalibrated", 1.0))
-    }
+def _measure(logits: NDArray[np.float32], images: Images, checkpoint: Checkpoint) -> Evaluation:
+    """Evaluate logits [N, K] at the checkpoint's temperature."""
+    scores = (torch.from_numpy(logits) / checkpoint.temperature).softmax(dim=1).numpy()
+    return measure(scores, images.labels, checkpoint.labels)
 
 
 def _record(trainer: Trainer, start: Start, dataset: Dataset, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -186,7 +183,6 @@ def _record(trainer: Trainer, start: Start, dataset: Dataset, checkpoint: Checkp
         "images": len(dataset.train),
         "validation_images": len(dataset.validation),
         "seconds": trainer.seconds + (0.0 if teacher is None else teacher.seconds),
-        "cpu_seconds": trainer.cpu_seconds + (0.0 if teacher is None else teacher.cpu_seconds),
         "teacher": None if teacher is None else vars(teacher),
         "device": describe_device(trainer.device),
         "precision": str(trainer.arithmetic.dtype).removeprefix("torch."),

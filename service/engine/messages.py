@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.config import NetworkConfig, PreprocessConfig
+from model.heads import ZeroShot
 from model.outputs import Outputs, RequestedOutputs
-from model.zero_shot import ZeroShot
 
 Release = Literal["full", "idle", "delay"]
 """Why a batch was launched: it was full, the device was idle, or its oldest image had waited long enough."""

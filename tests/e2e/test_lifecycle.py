@@ -132,19 +132,6 @@ def test_it_ends_with_zero_when_nobody_asks_anything(serve: Serve) -> None:
     assert exit_code(server) == 0
 
 
-def test_a_refused_tunnel_leaves_it_able_to_answer_and_to_end(serve: Serve) -> None:
-    server = serve()
-    for target in ("/", "x:443"):
-        with server.raw() as caller:
-            caller.send(f"CONNECT {target} HTTP/1.1\r\n\r\n".encode())
-            assert caller.problem() == (405, "method_not_allowed")
-            assert caller.is_closed()
-    assert server.get("/healthz").status_code == 200
-    end(server)
-    assert exit_code(server) == 0
-    assert "Traceback" not in server.log
-
-
 def test_draining_answers_whoever_was_accepted_and_sends_others_away(serve: Serve, pictures: Pictures) -> None:
     """While it drains it still listens; then it finishes what it has, a body that is half here included."""
     server = serve(drain_delay=2, request_timeout=30)

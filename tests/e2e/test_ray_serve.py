@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import REPOSITORY
-from tests.e2e.serving import Pictures, client, problem, together
+from tests.e2e.serving import Pictures, client, together
 from tests.launcher import PATIENCE, free_port, until
 
 pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
@@ -133,17 +133,6 @@ def test_both_replicas_answer_and_metrics_show_each(service: Service, pictures: 
     assert after.keys() == before.keys()
     assert all(after[replica] > before[replica] for replica in after)
     assert sum(after.values()) - sum(before.values()) == 32
-
-
-def test_every_route_answers(service: Service, pictures: Pictures) -> None:
-    for path in ("/", "/model", "/labels", "/healthz", "/readyz", "/docs", "/v2/health/ready"):
-        assert service.client.get(path).status_code == 200, path
-    named = service.client.get("/readyz", headers={"X-Request-ID": "mine"})
-    assert named.headers.get_list("x-request-id") == ["mine"]  # Ray's proxy adds one too
-    picture = service.classify(pictures.files[0]).json()["id"]
-    # A replica other than the one that keeps the picture does not know it.
-    assert {service.client.get(f"/attention?id={picture}").status_code for _ in range(20)} <= {200, 404}
-    assert problem(service.classify(b"nothing")) == (415, "unsupported_media_type")
 
 
 def test_a_replica_that_is_killed_comes_back(service: Service, pictures: Pictures) -> None:

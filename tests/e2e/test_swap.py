@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
 import signal
-import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,10 @@ from model.images.preprocess import preprocess
 from model.outputs import RequestedOutputs
 from model.runtime.predictor import Predictor
 from tests.e2e.checkpoints import write_checkpoint
+from tests.e2e.load import Load
 from tests.e2e.processes import Processes
-from tests.e2e.serving import CHECKPOINT_NAME, LABELS, SIZE, Pictures, Serve, Served, client, problem
-from tests.launcher import PATIENCE, until
+from tests.e2e.serving import CHECKPOINT_NAME, LABELS, SIZE, Pictures, Serve, Served
+from tests.launcher import until
 
 pytestmark = pytest.mark.timeout(300)  # engines start many times
 
@@ -69,51 +68,6 @@ class Models:
         return name
 
 
-class Load:
-    """Callers that ask all the time."""
-
-    def __init__(self, server: Served, pictures: Pictures, models: Models, callers: int = 4) -> None:
-        self.outcomes: Counter[str] = Counter()
-        self.wrong: list[object] = []
-        self._server, self._pictures, self._models = server, pictures, models
-        self._numbers = itertools.count()
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._run) for _ in range(callers)]
-        for thread in self._threads:
-            thread.start()
-
-    def _run(self) -> None:
-        with client(self._server.url, verify=False) as own:
-            while not self._stop.wait(0.02):  # leave the next model some of the processor
-                try:
-                    self._ask(own, next(self._numbers))
-                except (AssertionError, httpx.HTTPError, KeyError) as error:
-                    self.wrong.append(error)
-                    return
-
-    def _ask(self, own: httpx.Client, number: int) -> None:
-        index = number % len(self._pictures)
-        answer = own.post(f"/classify?attention={str(number % 3 == 0).lower()}", content=self._pictures.files[index])
-        assert answer.status_code == 200, answer.text
-        document = answer.json()
-        self.outcomes[self._models.check(index, document)] += 1
-        if number % 10 == 0:
-            kept = own.get("/attention", params={"id": document["id"], "format": "json"})
-            assert kept.status_code == 200 or problem(kept) == (404, "not_found")
-
-    def more(self, name: str, answers: int = 30) -> None:
-        """Until so many more were answered by the model of this name."""
-        goal = self.outcomes[name] + answers
-        until(lambda: bool(self.wrong) or self.outcomes[name] >= goal)
-
-    def stop(self) -> Counter[str]:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(PATIENCE)
-        assert self.wrong == []
-        return self.outcomes
-
-
 def load(server: Served, served: str, checkpoint: str) -> httpx.Response:
     path, body = f"/v2/repository/models/{served}/load", {"parameters": {"checkpoint": checkpoint}}
     return server.client.post(path, json=body, headers=ADMIN)
@@ -122,8 +76,7 @@ def load(server: Served, served: str, checkpoint: str) -> httpx.Response:
 def in_turns(server: Served, pictures: Pictures, folder: Path, swaps: int) -> Counter[str]:
     """Swap under load, the last time for a checkpoint that is refused; which model answered how often."""
     names = [CHECKPOINT_NAME, OTHER_NAME]
-    running = Load(server, pictures, Models(pictures, folder))
-    try:
+    with Load(server, pictures, Models(pictures, folder).check, callers=4, pause=0.02) as running:
         running.more(CHECKPOINT_NAME)
         for swap in range(swaps):
             served, following = names[swap % 2], names[(swap + 1) % 2]
@@ -136,9 +89,9 @@ def in_turns(server: Served, pictures: Pictures, folder: Path, swaps: int) -> Co
         assert refused.status_code == 422
         assert "broken" in refused.json()["error"]
         running.more(served)
-    finally:
-        running._stop.set()
-    return running.stop()
+    outcomes = running.stop()
+    assert outcomes.keys() <= set(names), "none is lost, and none refused"
+    return outcomes
 
 
 def spoilt(folder: Path) -> list[str]:

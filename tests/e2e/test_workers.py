@@ -7,17 +7,17 @@ import os
 import signal
 import subprocess
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.e2e.load import Load, connection
 from tests.e2e.processes import Processes, is_gone, maps
-from tests.e2e.serving import LABELS, Pictures, Serve, Served, client, problem, together
-from tests.launcher import PATIENCE, free_port, until
+from tests.e2e.serving import Pictures, Serve, Served, problem, together
+from tests.launcher import PATIENCE, until
 
 pytestmark = pytest.mark.timeout(180)  # servers start and end
 
@@ -38,77 +38,6 @@ def asks_every_worker(server: Served, path: str) -> list[httpx.Response]:
         with connection(server) as own:
             answers.append(own.get(path))
     return answers
-
-
-def connection(server: Served) -> httpx.Client:
-    return client(server.url, verify=False)  # to read the system's certificates would take longer than to ask
-
-
-class Load:
-    """Callers that ask all the time, check each answer, and connect again when a connection is lost."""
-
-    def __init__(self, server: Served, pictures: Pictures, callers: int = 8) -> None:
-        self.outcomes: Counter[str] = Counter()
-        self.wrong: list[object] = []
-        self._server, self._pictures = server, pictures
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(callers)]
-        for thread in self._threads:
-            thread.start()
-
-    def _run(self, number: int) -> None:
-        turn = 0
-        while not self._stop.is_set():
-            with connection(self._server) as own:
-                try:
-                    while not self._stop.is_set():
-                        turn += 1
-                        self._ask(own, (number + 8 * turn) % len(self._pictures))
-                except httpx.TransportError:  # the worker on the other end is gone
-                    with self._lock:
-                        self.outcomes["lost"] += 1
-                except AssertionError as error:
-                    self.wrong.append(error)
-                    return
-
-    def _ask(self, own: httpx.Client, index: int) -> None:
-        files = self._pictures.files
-        response = own.post("/classify?top_k=10", content=files[index], headers={"Content-Type": "image/png"})
-        if response.status_code == 200:
-            self._pictures.check(index, response.json())
-            outcome = "answered"
-        else:
-            status, outcome = problem(response)
-            assert status == 503
-            self._stop.wait(0.1)  # as one who is told to come back later
-        with self._lock:
-            self.outcomes[outcome] += 1
-
-    def until(self, condition: Callable[[Counter[str]], bool]) -> None:
-        until(lambda: bool(self.wrong) or condition(self.outcomes))
-
-    def more(self, answers: int = 40) -> None:
-        """Until so many more were answered."""
-        goal = self.outcomes["answered"] + answers
-        self.until(lambda outcomes: outcomes["answered"] >= goal)
-
-    def stop(self) -> Counter[str]:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(PATIENCE)
-        assert self.wrong == []
-        return self.outcomes
-
-
-@contextmanager
-def load(server: Served, pictures: Pictures) -> Iterator[Load]:
-    running = Load(server, pictures)
-    try:
-        running.more()
-        yield running
-    finally:
-        running._stop.set()
 
 
 # As one
@@ -161,14 +90,6 @@ def samples(scrape: httpx.Response) -> Callable[[str], list[float]]:
     return lambda name: [float(value) for key, _, value in lines if key.partition("{")[0] == name]
 
 
-def test_every_worker_says_the_same_of_the_model(service: Served) -> None:
-    for path in ("/model", "/labels", "/readyz"):
-        answers = asks_every_worker(service, path)
-        assert {answer.status_code for answer in answers} == {200}
-        assert len({answer.text for answer in answers}) == 1
-    assert service.get("/labels").json()["labels"] == list(LABELS)
-
-
 def test_a_picture_that_one_worker_kept_is_found_by_every_worker(service: Served, pictures: Pictures) -> None:
     document = service.classify(pictures.files[5], "attention=true").json()
     for answer in asks_every_worker(service, f"{document['attention']['url']}&format=json"):
@@ -205,24 +126,6 @@ def test_beyond_the_last_place_of_all_workers_together_new_work_is_refused(servi
     assert service.classify(pictures.files[0]).status_code == 200
 
 
-def test_more_callers_that_crawl_than_there_are_places_keep_nobody_out(service: Served, pictures: Pictures) -> None:
-    until(service.idle)
-    with ExitStack() as stack:
-        for _ in range(2 * PLACES):
-            stack.enter_context(service.raw()).post(bytes(100_000), sent=1)
-        until(lambda: service.metric("vit_inflight_requests") == 2 * PLACES)
-
-        def call(number: int) -> None:
-            with connection(service) as own:
-                for index in range(number, len(pictures), 4):
-                    answer = own.post("/classify?top_k=10", content=pictures.files[index])
-                    assert answer.status_code == 200, answer.text
-                    pictures.check(index, answer.json())
-
-        together(4, call)
-    until(service.idle)
-
-
 # Killed
 
 
@@ -232,7 +135,8 @@ def test_a_killed_worker_loses_its_own_callers_only_and_another_takes_its_place(
     processes = Processes(service)
     victim = min(processes.workers)
     counted = service.metric("vit_images_total")
-    with load(service, pictures) as running:
+    with Load(service, pictures) as running:
+        running.more()
         os.kill(victim, signal.SIGKILL)
         until(lambda: victim not in processes.all and len(processes.all) == WORKERS + 1)
         running.more()
@@ -248,7 +152,8 @@ def test_a_killed_worker_loses_its_own_callers_only_and_another_takes_its_place(
 def test_a_killed_engine_is_an_error_for_whom_it_had_and_is_started_again(service: Served, pictures: Pictures) -> None:
     processes = Processes(service)
     victim = processes.engine
-    with load(service, pictures) as running:
+    with Load(service, pictures) as running:
+        running.more()
         os.kill(victim, signal.SIGKILL)
         running.until(lambda outcomes: outcomes["engine_unavailable"] > 0)
         answer = service.get("/readyz")
@@ -294,12 +199,12 @@ def test_draining_answers_whoever_was_accepted_and_leaves_nothing_behind(
     server = serve(workers=WORKERS, drain_delay=1)
     pids = Processes(server).all
     assert list(temporary.glob("vitserve-*"))
-    with server.raw() as slow, load(server, pictures) as running:
+    with server.raw() as slow, Load(server, pictures) as running:
+        running.more()
         slow.post(pictures.files[1], sent=20)
         until(lambda: server.metric("vit_inflight_requests") > 0)
         server.process.process.send_signal(signal.SIGTERM)
         running.until(lambda outcomes: outcomes["draining"] >= 8)
-        running._stop.set()
         slow.send(pictures.files[1][20:])
         status, _, body = slow.answer()
         assert status == 200
@@ -311,20 +216,6 @@ def test_draining_answers_whoever_was_accepted_and_leaves_nothing_behind(
     assert "Traceback" not in server.log
     assert "CRITICAL" not in server.log
     assert not list(temporary.glob("vitserve-*"))
-
-
-def test_a_second_signal_ends_all_at_once(serve: Serve) -> None:
-    port = free_port()
-    server = serve(wait=False, port=port, workers=WORKERS, drain_delay=600, drain_timeout=600)
-    server.connect(f"http://127.0.0.1:{port}")
-    until(lambda: len(Processes(server).all) == WORKERS + 1)
-    pids = Processes(server).all
-    assert server.get("/healthz").status_code == 200  # a worker runs, and will drain
-    server.process.process.send_signal(signal.SIGTERM)
-    until(lambda: "SIGTERM: draining" in server.log)
-    server.process.process.send_signal(signal.SIGINT)
-    assert server.process.process.wait(PATIENCE) == 128 + signal.SIGINT
-    assert all(is_gone(pid) for pid in pids)
 
 
 def test_a_checkpoint_that_cannot_be_read_ends_all_with_one(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The engine that a test asks: one of this process, and one behind a socket and shared memory."""
+"""The engine that a test asks: one of this process, and one behind a socket."""
 
 from __future__ import annotations
 

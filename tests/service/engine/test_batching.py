@@ -177,14 +177,6 @@ def test_an_empty_queue_has_no_age_and_an_image_that_of_the_oldest() -> None:
     assert waiting.age() == 2
 
 
-def test_whatever_waits_is_launched_at_once_without_a_delay() -> None:
-    waiting, clock = queue()
-    waiting.put("a", deadline=clock.now + 1)
-    poll = waiting.poll(4)
-    assert items(poll.batch) == ["a"]
-    assert poll.release == "idle"
-
-
 def test_an_incomplete_batch_is_held_until_its_oldest_entry_is_old_enough() -> None:
     waiting, clock = queue(max_delay=0.5)
     waiting.put("a", deadline=clock.now + 10)
@@ -207,52 +199,12 @@ def test_the_delay_counts_from_the_next_oldest_when_the_oldest_is_cancelled() ->
     assert waiting.poll(4).wait == 0.5
 
 
-def test_a_full_batch_is_not_held_back() -> None:
-    waiting, clock = queue(max_delay=5)
-    for name in "abc":
-        waiting.put(name, deadline=clock.now + 10)
-    poll = waiting.poll(2)
-    assert (items(poll.batch), poll.release) == (["a", "b"], "full")
-    assert waiting.poll(2).wait == 5
-
-
-def test_an_image_whose_deadline_passes_while_it_is_held_back_is_not_launched() -> None:
-    waiting, clock = queue(max_delay=5)
-    late = waiting.put("late", deadline=clock.now + 1)
-    clock.now += 3
-    waiting.put("in time", deadline=clock.now + 10)
-    assert waiting.poll(4).wait == 5
-    assert late.state is State.EXPIRED
-    clock.now += 5
-    assert items(waiting.poll(4).batch) == ["in time"]
-
-
 def test_an_image_whose_deadline_is_this_very_moment_is_not_launched() -> None:
     waiting, clock = queue()
     late = waiting.put("late", deadline=clock.now)
     assert waiting.poll(4).batch == []
     assert late.state is State.EXPIRED
     assert len(waiting) == 0
-
-
-def test_images_that_expired_take_no_room_in_a_batch() -> None:
-    waiting, clock = queue()
-    for name in ("late a", "b", "late c", "d", "e"):
-        waiting.put(name, deadline=clock.now + (1 if "late" in name else 2))
-    clock.now += 1
-    assert items(waiting.poll(2).batch) == ["b", "d"]
-    assert items(waiting.poll(2).batch) == ["e"]
-
-
-def test_cancelled_entries_free_their_places_and_make_no_batch() -> None:
-    waiting, clock = queue(capacity=2)
-    entries = [waiting.put(name, deadline=clock.now + 1) for name in "ab"]
-    for entry in entries:
-        assert waiting.cancel(entry)
-        assert not waiting.cancel(entry)
-    waiting.put("c", deadline=clock.now + 1)
-    waiting.put("d", deadline=clock.now + 1)
-    assert items(waiting.poll(4).batch) == ["c", "d"]
 
 
 def test_cancelled_entries_take_no_memory_while_the_engine_is_busy() -> None:
@@ -297,14 +249,6 @@ def test_each_expired_entry_is_looked_at_once() -> None:
     assert items(waiting.poll(4).batch) == ["in time"]
     assert waiting.poll(4).batch == []
     assert CountedDeadline.looks == 1001
-
-
-def test_a_launched_entry_cannot_be_cancelled() -> None:
-    waiting, clock = queue()
-    entry = waiting.put("a", deadline=clock.now + 1)
-    waiting.poll(4)
-    assert not waiting.cancel(entry)
-    assert entry.state is State.LAUNCHED
 
 
 def test_closing_hands_back_what_waits_oldest_first_and_refuses_more() -> None:

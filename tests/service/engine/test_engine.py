@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from model.outputs import MapRequest
-from service.errors import DeadlineExceeded, InferenceFailed, QueueFull
+from service.errors import DeadlineExceeded, InferenceFailed
 from tests.service.engine.conftest import Running
-from tests.service.fakes import BAD, NAN, PATIENCE, FakePredictor, expected_indices, on_a_loop
+from tests.service.fakes import BAD, NAN, FakePredictor, expected_indices, on_a_loop
 from tests.service.fakes import running as running_engine
 
 
@@ -28,21 +28,6 @@ async def test_images_of_one_batch_keep_their_own_top_k_and_map(running: Running
     assert b.outputs.indices.tolist() == expected_indices(2, 7)
     assert b.outputs.map is not None
     assert (b.outputs.map.request, b.outputs.map.kept_mass) == (MapRequest.row(2, "max"), 2 / 256)
-
-
-@on_a_loop
-async def test_what_arrives_while_the_device_is_busy_is_launched_oldest_first(
-    running: Running,
-) -> None:
-    async with running(FakePredictor(max_batch=3)) as rig:
-        tasks = [await rig.keep_busy(0)]
-        for red in range(1, 6):
-            tasks.append(rig.ask_soon(red))
-            await rig.until_queued(red)
-        rig.predictor.gate.set()
-        results = await asyncio.gather(*tasks)
-    assert rig.predictor.launched == [[0], [1, 2, 3], [4, 5]]
-    assert [result.batch_size for result in results] == [1, 3, 3, 3, 2, 2]
 
 
 @on_a_loop
@@ -73,36 +58,6 @@ async def test_a_delay_holds_an_incomplete_batch_until_it_is_full(running: Runni
 
 
 @on_a_loop
-async def test_an_image_cancelled_while_it_waits_is_never_launched(running: Running) -> None:
-    async with running() as rig:
-        first = await rig.keep_busy(0)
-        gone, stays = rig.ask_soon(1), rig.ask_soon(2)
-        await rig.until_queued(2)
-        gone.cancel()
-        await rig.until_queued(1)
-        rig.predictor.gate.set()
-        await asyncio.gather(first, stays)
-        with pytest.raises(asyncio.CancelledError):
-            await gone
-    assert rig.predictor.launched == [[0], [2]]
-
-
-@on_a_loop
-async def test_an_image_cancelled_after_its_launch_harms_none_of_its_batch(running: Running) -> None:
-    async with running(FakePredictor(max_batch=2), max_delay=3600) as rig:
-        rig.predictor.gate.clear()
-        gone, stays = rig.ask_soon(1, timeout=7200), rig.ask_soon(2, timeout=7200)
-        await rig.predictor.wait_until_busy()
-        gone.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await gone
-        rig.predictor.gate.set()
-        assert (await stays).outputs.indices.tolist() == expected_indices(2, 3)
-        assert rig.predictor.launched == [[1, 2]]
-        assert len(rig.reports) == 1
-
-
-@on_a_loop
 async def test_a_deadline_that_passes_while_the_device_is_busy_is_answered_at_once(
     running: Running,
 ) -> None:
@@ -116,21 +71,6 @@ async def test_a_deadline_that_passes_while_the_device_is_busy_is_answered_at_on
         await first
         await rig.ask(2)
     assert rig.predictor.launched == [[0], [2]]
-
-
-@on_a_loop
-async def test_each_image_expires_at_its_own_deadline_whatever_the_order(running: Running) -> None:
-    async with running(max_delay=3600) as rig:
-        expired: list[int] = []
-
-        async def ask(red: int, timeout: float) -> None:
-            with pytest.raises(DeadlineExceeded):
-                await rig.ask(red, timeout=timeout)
-            expired.append(red)
-
-        await asyncio.gather(ask(3, 0.12), ask(1, 0.02), ask(2, 0.06))
-        assert expired == [1, 2, 3]
-    assert rig.predictor.launched == []
 
 
 @on_a_loop
@@ -184,28 +124,6 @@ async def test_scores_that_are_no_numbers_fail_their_own_image_only(running: Run
     assert good.outputs.indices.tolist() == expected_indices(2, 3)
 
 
-@on_a_loop
-async def test_an_image_that_fails_by_itself_leaves_a_healthy_engine_ready(running: Running) -> None:
-    async with running() as rig:
-        for red in (BAD, NAN):
-            with pytest.raises(InferenceFailed):
-                await rig.ask(red)
-        assert rig.engine.status.state == "ready"
-        assert (await rig.ask(5)).outputs.indices.tolist() == expected_indices(5, 3)
-
-
-@on_a_loop
-async def test_a_full_queue_refuses(running: Running) -> None:
-    async with running(queue_size=2) as rig:
-        first = await rig.keep_busy(0)
-        waiting = [rig.ask_soon(red) for red in (1, 2)]
-        await rig.until_queued(2)
-        with pytest.raises(QueueFull):
-            await rig.ask(3)
-        rig.predictor.gate.set()
-        await asyncio.gather(first, *waiting)
-
-
 class Clock:
     """The clock that a local engine reads; the event loop's timers go by real time."""
 
@@ -228,33 +146,3 @@ async def test_times_are_of_the_image_itself() -> None:
         a, b = await first, await second
     assert (a.queue_seconds, a.inference_seconds) == (0.0, 2.5)
     assert (b.queue_seconds, b.inference_seconds) == (2.5, 0.0)
-
-
-@on_a_loop
-async def test_an_image_whose_timer_is_late_is_not_launched_after_its_deadline() -> None:
-    clock = Clock()
-    async with running_engine(clock=clock) as rig:
-        first = await rig.keep_busy(1)
-        late = rig.ask_soon(2)
-        await rig.until_queued(1)
-        clock.now += 2 * PATIENCE  # the event loop, too busy to notice, has not fired the timer yet
-        rig.predictor.gate.set()
-        await first
-        await rig.ask(3)
-        late.cancel()
-    assert rig.predictor.launched == [[1], [3]]
-
-
-@on_a_loop
-async def test_the_timer_answers_for_an_image_that_the_queue_has_dropped() -> None:
-    clock = Clock()
-    async with running_engine(clock=clock) as rig:
-        first = await rig.keep_busy(1)
-        late = rig.ask_soon(2, timeout=0.1)
-        await rig.until_queued(1)
-        clock.now += 1
-        rig.predictor.gate.set()
-        await first
-        with pytest.raises(DeadlineExceeded):
-            await late
-    assert rig.predictor.launched == [[1]]

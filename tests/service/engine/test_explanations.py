@@ -8,9 +8,8 @@ import pytest
 
 from model.outputs import EmbeddingRequest, MapRequest
 from service.engine import streams
-from service.errors import DeadlineExceeded, InferenceFailed
 from tests.service.engine.conftest import Running
-from tests.service.fakes import BAD, FakePredictor, expected_indices, on_a_loop
+from tests.service.fakes import FakePredictor, expected_indices, on_a_loop
 
 GAE = MapRequest("gae", 3)
 
@@ -69,33 +68,6 @@ async def test_a_map_that_has_waited_for_long_waits_for_nobody(
         assert rig.predictor.launched == [[0], [100]]
         rig.predictor.gate.set()
         await asyncio.gather(first, second, explained)
-
-
-@on_a_loop
-async def test_one_whose_caller_left_or_whose_time_is_up_is_never_launched(running: Running) -> None:
-    async with running() as rig:
-        tasks = [await rig.keep_busy(0), rig.ask_soon(100, map=GAE)]
-        await rig.predictor.wait_until_busy()
-        gone = rig.ask_soon(101, map=GAE)
-        await rig.until_queued(1)
-        gone.cancel()
-        await rig.until_queued(0)
-        with pytest.raises(DeadlineExceeded):
-            await rig.ask(102, map=GAE, timeout=0.01)
-        rig.predictor.gate.set()
-        await asyncio.gather(*tasks)
-        with pytest.raises(asyncio.CancelledError):
-            await gone
-    assert sorted(rig.predictor.launched) == [[0], [100]]
-
-
-@on_a_loop
-async def test_an_image_that_fails_there_fails_alone(running: Running) -> None:
-    async with running() as rig:
-        with pytest.raises(InferenceFailed):
-            await rig.ask(BAD, map=GAE)
-        assert (await rig.ask(1, map=GAE)).outputs.map is not None
-        assert (await rig.ask(2)).outputs.indices.tolist() == expected_indices(2, 3)
 
 
 @on_a_loop

@@ -6,24 +6,18 @@ import logging
 from collections.abc import Callable
 from itertools import count
 
-import numpy as np
 import pytest
 
 from model.errors import CheckpointChanged
-from model.outputs import EmbeddingRequest
 from service.engine.batching import Entry
 from service.engine.messages import InferenceRequest, InferenceResult
 from service.engine.streams import launch
 from service.errors import EngineUnavailable, InferenceFailed
-from tests.service.engine.conftest import Running
 from tests.service.fakes import (
     BAD,
     NAN,
     FakePredictor,
-    expected_embedding,
     expected_indices,
-    expected_logits,
-    on_a_loop,
     request_for,
 )
 
@@ -88,32 +82,3 @@ def test_times_are_counted_from_the_launch() -> None:
     ]  # fmt: skip
     assert (report.device, report.size, report.padding, report.release) == ("cuda:3", 3, 1, "delay")
     assert report.inference_seconds == 2.0
-
-
-def test_logits_are_those_of_the_images_that_want_them() -> None:
-    batch = entries(1, 2, 3)
-    batch[1] = Entry(request_for(2, logits=True), arrived=0.0, deadline=200.0)
-    predictor = FakePredictor()
-    outcomes, _ = launch(predictor, batch, "idle", ticking())
-    found = [outcome.outputs.logits for outcome in outcomes if isinstance(outcome, InferenceResult)]
-    assert predictor.launched == [[1, 2, 3]]
-    assert (found[0], found[2]) == (None, None)
-    np.testing.assert_array_equal(found[1], expected_logits(2))
-
-
-@on_a_loop
-async def test_embeddings_are_those_of_the_images_that_want_them(running: Running) -> None:
-    requests = [None, EmbeddingRequest("cls", True), EmbeddingRequest("mean")]
-    async with running() as rig:
-        busy = await rig.keep_busy()
-        tasks = [rig.ask_soon(red, embedding=each) for red, each in enumerate(requests, start=1)]
-        await rig.until_queued(3)
-        rig.predictor.gate.set()
-        found = [(await task).outputs.embedding for task in tasks]
-        await busy
-    assert rig.predictor.launched == [[0], [1, 2, 3]]
-    assert found[0] is None
-    for red, values in enumerate(found[1:], start=2):
-        assert values is not None
-        assert values.dtype == np.float32
-        np.testing.assert_array_equal(values, expected_embedding(red, requests[red - 1] or EmbeddingRequest()))

@@ -19,12 +19,12 @@ from model.checkpoint import native
 from model.checkpoint.files import Folder
 from model.errors import CheckpointError, DeviceError
 from model.outputs import MapRequest, RequestedOutputs
+from model.runtime.openvino.kept import KeptCheckpoint
 from model.runtime.openvino.network import OpenVinoNetwork
-from model.runtime.openvino.store import KeptCheckpoint
 from model.runtime.predictor import Predictor
 from service.engine import loading
 from service.engine.loading import FirstLoad, load_predictor
-from service.settings import Settings, load_settings
+from service.settings import load_settings
 from tests.service.cli.command_line import write_checkpoint
 from tests.service.fakes import PATIENCE, model_info
 
@@ -123,23 +123,6 @@ def test_a_gpu_that_cannot_be_used_is_complained_about_loudly(
     assert errors == ["THE GPU IS NOT USED: The NVIDIA driver on your system is too old"] * here
 
 
-@pytest.mark.parametrize(("given", "used"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_threads_of_openmp_do_not_spin_unless_the_operator_says_so(
-    given: str | None, used: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")  # so that it is given back
-    if given is None:
-        monkeypatch.delenv("OMP_WAIT_POLICY")
-
-    def unreadable(_: Settings) -> None:
-        raise CheckpointError("weights.bin: no such file")
-
-    monkeypatch.setattr(loading, "checkpoint_from", unreadable)
-    with pytest.raises(CheckpointError):
-        load_predictor(load_settings({}))
-    assert os.environ["OMP_WAIT_POLICY"] == used
-
-
 def test_a_disk_that_does_not_answer_for_one_checkpoint_holds_up_no_other(tmp_path: Path) -> None:
     """Before Python 3.12 `functools.cached_property` has one lock for all instances."""
     never, began = threading.Event(), threading.Event()
@@ -167,7 +150,7 @@ def keep_graph(predictor: Predictor) -> None:
     """Warm a predictor up, and wait for the thread that keeps its graph."""
     predictor.warm_up()
     for thread in threading.enumerate():
-        if thread.name == "openvino-keep":
+        if thread.name == "openvino-compile":
             thread.join()
 
 
@@ -203,7 +186,7 @@ def test_a_folder_that_is_served_is_calibrated_for_the_next_start(
         [answer] = predictor.predict(images, RequestedOutputs(1, label_set=True))
         assert answer.label_set is not None
         assert len(answer.label_set) in (1, 2)
-    monkeypatch.setattr("model.runtime.kept.OpenVinoNetwork", lambda *_, **__: pytest.fail("compiled for nothing"))
+    monkeypatch.setattr("model.runtime.start.OpenVinoNetwork", lambda *_, **__: pytest.fail("compiled for nothing"))
     with pytest.raises(
         CheckpointError, match=r"39 pictures are too few for a coverage of 0\.96: 49 are enough"
     ) as refused:
@@ -242,7 +225,7 @@ def test_kept_graphs_are_compiled_beside_the_caller_once(tmp_path: Path, monkeyp
         compiled.append(threading.current_thread())
         return OpenVinoNetwork(*given, **options)
 
-    monkeypatch.setattr("model.runtime.kept.OpenVinoNetwork", compile_slowly)
+    monkeypatch.setattr("model.runtime.start.OpenVinoNetwork", compile_slowly)
     load = FirstLoad(settings)
     assert not compiled
     released.set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -46,20 +45,6 @@ async def serving(
     assert engine.status.state == state
     yield engine
     await engine.close()
-
-
-@on_a_loop
-async def test_a_device_that_never_answers_fails_the_engine_in_the_time_of_a_batch() -> None:
-    ops = StandInOps()
-    answers = threading.Event()
-    async with serving(on_stand_in(ops), batch_seconds=0.05) as engine:
-        ops.before_synchronize = lambda: answers.wait(PATIENCE)
-        try:
-            with pytest.raises(EngineUnavailable, match="the device hangs"):
-                await engine.infer(REQUEST, timeout=PATIENCE)
-            assert engine.status.state == "failed"
-        finally:
-            answers.set()
 
 
 @on_a_loop

@@ -15,8 +15,7 @@ from service.engine.messages import ModelInfo
 from service.errors import EngineUnavailable
 from service.models.model import LocalModel
 from tests.service.engine.conftest import Running
-from tests.service.fakes import BAD, PATIENCE, FakePredictor, expected_indices, model_info, on_a_loop
-from tests.service.fakes import running as running_engine
+from tests.service.fakes import PATIENCE, FakePredictor, expected_indices, model_info, on_a_loop
 
 
 @on_a_loop
@@ -36,22 +35,6 @@ async def test_a_dead_device_ends_the_engine_and_everybody_hears_of_it(
             await rig.ask(11)
     assert rig.states == ["ready", "failed"]
     assert any(line.startswith("engine cpu: the device failed: cpu") for line in caplog.messages)
-
-
-@on_a_loop
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_defect_of_the_predictor_leaves_nobody_waiting(running: Running) -> None:
-    """An error that no model raises on purpose ends the engine; it must not swallow those on board."""
-    async with running(FakePredictor(error=AssertionError)) as rig:
-        first = await rig.keep_busy(0)
-        on_board, also = rig.ask_soon(BAD), rig.ask_soon(2)
-        await rig.until_queued(2)
-        rig.predictor.gate.set()
-        await first
-        outcomes = await asyncio.gather(on_board, also, return_exceptions=True)
-        assert [type(outcome) for outcome in outcomes] == [EngineUnavailable] * 2
-        await rig.until_state("failed")
-        assert rig.engine.status.reason == "AssertionError: it does not compute"
 
 
 @on_a_loop
@@ -188,40 +171,6 @@ async def test_closing_finishes_the_running_batch_and_refuses_what_waits(running
 
 
 @on_a_loop
-async def test_closing_an_engine_that_holds_a_batch_back_does_not_wait_for_the_delay(running: Running) -> None:
-    async with running(max_delay=3600) as rig:
-        waits = rig.ask_soon(1, timeout=7200)
-        await rig.until_queued(1)
-        await rig.close()
-        with pytest.raises(EngineUnavailable):
-            await waits
-
-
-@on_a_loop
-async def test_the_status_names_the_device_once_it_is_known(running: Running) -> None:
-    async with running(ready=False) as rig:
-        await rig.until_state("ready")
-        status = rig.engine.status
-        assert (status.device, status.reason, status.compiled, status.batch_sizes) == ("cpu", "", "off", None)
-        assert (status.queue_depth, status.restarts) == (0, 0)
-        assert rig.engine.info is not None
-    assert rig.engine.status.state == "closed"
-
-
-@on_a_loop
-async def test_the_traceback_of_a_defect_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[threading.ExceptHookArgs] = []
-    monkeypatch.setattr(threading, "excepthook", seen.append)
-    async with running_engine(FakePredictor(error=ZeroDivisionError)) as rig:
-        with pytest.raises(EngineUnavailable):
-            await rig.ask(BAD)
-        thread = rig.engine._thread  # type: ignore[attr-defined]
-        await asyncio.to_thread(thread.join, PATIENCE)
-        await rig.until_state("failed")
-    assert [(each.exc_type, each.thread) for each in seen] == [(ZeroDivisionError, thread)]
-
-
-@on_a_loop
 async def test_a_batch_that_never_ends_fails_the_engine_and_leaves_nobody_waiting(
     running: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -238,15 +187,3 @@ async def test_a_batch_that_never_ends_fails_the_engine_and_leaves_nobody_waitin
         rig.predictor.gate.set()
     assert rig.states[:2] == ["ready", "failed"]
     assert [record.levelname for record in caplog.records if reason in record.message] == ["CRITICAL"]
-
-
-@on_a_loop
-async def test_an_engine_that_hung_stays_failed_when_its_batch_ends_after_all() -> None:
-    async with running_engine(batch_seconds=0.02) as rig:
-        await asyncio.gather(await rig.keep_busy(0), return_exceptions=True)
-        rig.predictor.gate.set()
-        thread = rig.engine._thread  # type: ignore[attr-defined]
-        await asyncio.to_thread(thread.join, PATIENCE)
-        await asyncio.sleep(0)
-        assert rig.engine.status.state == "failed"
-        assert rig.states == ["ready", "failed"]

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 
 from model.outputs import RequestedOutputs
 from service.engine.messages import InferenceRequest
-from service.engine.streams import Streams, seconds_without_core
+from service.engine.streams import Streams
 from service.errors import EngineUnavailable
 from tests.launcher import until
-from tests.service.engine.conftest import Running
 from tests.service.fakes import BAD, PATIENCE, FakePredictor, expected_indices, on_a_loop, pixels, running
 
 
@@ -40,24 +35,6 @@ async def test_each_stream_takes_the_next_batch_while_others_compute() -> None:
 
 
 @on_a_loop
-async def test_closing_waits_for_what_every_stream_computes() -> None:
-    async with running(FakePredictor(streams=2)) as rig:
-        first = await rig.keep_busy(0)
-        second = rig.ask_soon(1)
-        await rig.predictor.wait_until_busy()
-        waiting = rig.ask_soon(2)
-        await rig.until_queued(1)
-        closing = asyncio.create_task(rig.close())
-        await asyncio.sleep(0.02)
-        rig.predictor.gate.set()
-        await closing
-        assert (await first).outputs.indices.tolist() == expected_indices(0, 3)
-        assert (await second).outputs.indices.tolist() == expected_indices(1, 3)
-        with pytest.raises(EngineUnavailable):
-            await waiting
-
-
-@on_a_loop
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_a_defect_in_any_stream_ends_them_all_and_leaves_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
     async with running(FakePredictor(streams=2, error=ZeroDivisionError)) as rig:
@@ -71,23 +48,6 @@ async def test_a_defect_in_any_stream_ends_them_all_and_leaves_nobody_waiting(ca
         await rig.until_state("failed")
     assert all(isinstance(outcome, EngineUnavailable) for outcome in outcomes)
     assert caplog.text.count("another stream failed too") == 1
-
-
-@on_a_loop
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_defect_in_one_stream_ends_those_that_are_idle(running: Running) -> None:
-    async with running(FakePredictor(streams=3, error=ZeroDivisionError)) as rig:
-        tasks = [await rig.keep_busy(0)]
-        for red in (1, 2):
-            tasks.append(rig.ask_soon(red))
-            await rig.predictor.wait_until_busy()
-        rig.predictor.gate.set()
-        await asyncio.gather(*tasks)  # each stream has begun, and none has anything to do
-        with pytest.raises(EngineUnavailable, match="ZeroDivisionError"):
-            await rig.ask(BAD)
-        await rig.until_state("failed")
-        with pytest.raises(EngineUnavailable):
-            await rig.ask(3)
 
 
 def test_the_oldest_batch_under_way_is_timed_until_it_ends() -> None:
@@ -134,20 +94,3 @@ def test_time_for_which_a_batch_waits_for_a_core_does_not_count() -> None:
     until(lambda: streams.computing_seconds() == 0)
     streams.stop()
     thread.join(PATIENCE)
-
-
-@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not tell how long threads wait")
-def test_the_system_tells_how_long_a_thread_had_to_wait_for_a_core() -> None:
-    thread = threading.get_native_id()
-    one = os.sched_getaffinity(0).pop()
-    allowed = os.sched_getaffinity(thread)
-    before = seconds_without_core(thread)
-    os.sched_setaffinity(thread, {one})
-    rival = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])  # on the same core, as it is inherited
-    try:
-        until(lambda: sum(range(100_000)) > 0 and seconds_without_core(thread) > before + 0.02)
-    finally:
-        rival.kill()
-        rival.wait()
-        os.sched_setaffinity(thread, allowed)
-    assert seconds_without_core(2**22) == 0  # no such thread

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 from service.engine.texts import MAX_WAITING, Floats, TextFeatures
 from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
 from tests.service.engine.conftest import Running
-from tests.service.fakes import PATIENCE, Rig, expected_indices, on_a_loop, text_feature
+from tests.service.fakes import PATIENCE, Rig, on_a_loop, text_feature
 from tests.service.fakes import running as running_engine
 
 
@@ -50,25 +49,6 @@ async def test_requests_take_turns_so_that_many_texts_do_not_hold_up_a_few() -> 
     place = rig.predictor.embedded.index(["few"])
     assert place <= 2
     assert len(rig.predictor.embedded) == 8
-
-
-@on_a_loop
-async def test_images_are_computed_while_the_text_tower_is_busy() -> None:
-    gate, entered = threading.Event(), threading.Event()
-
-    def tower(texts: Sequence[str]) -> Floats:
-        entered.set()
-        assert gate.wait(PATIENCE)
-        return np.stack([text_feature(text) for text in texts])
-
-    async with running_engine() as rig:
-        rig.predictor.embed_texts = tower  # type: ignore[method-assign]
-        texts = embed_soon(rig, "cat")
-        await asyncio.to_thread(entered.wait, PATIENCE)
-        assert (await rig.ask(7)).outputs.indices.tolist() == expected_indices(7, 3)
-        assert not texts.done()
-        gate.set()
-        await texts
 
 
 @on_a_loop

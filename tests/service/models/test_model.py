@@ -15,7 +15,7 @@ import pytest
 from model.errors import CheckpointError
 from service.engine.local import LocalEngine
 from service.engine.messages import InferenceResult, ModelInfo
-from service.errors import CheckpointRefused, EngineUnavailable, SwapUnderWay
+from service.errors import CheckpointRefused, SwapUnderWay
 from service.models.model import Generation, LocalModel
 from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, request_for
 
@@ -129,24 +129,6 @@ async def test_the_old_model_is_gone_with_its_engine_and_no_garbage_collection_i
 
 
 @on_a_loop
-async def test_a_deadline_counts_for_the_old_model_as_ever() -> None:
-    async with running() as (swap, models):
-        old, before = swap.current, models.predictors["configured"]
-        with old.request():
-            before.gate.clear()
-            launched = ask(old, 1)
-            await before.wait_until_busy()
-            late = ask(old, 2, timeout=5)
-            await swap.load("next")
-            models.now += 5
-            before.gate.set()
-            await launched
-            await until(lambda: models.engines[0].status.queue_depth == 0)
-            assert before.launched == [[1]]
-            late.cancel()
-
-
-@on_a_loop
 async def test_a_checkpoint_that_cannot_be_read_leaves_the_old_model_serving(caplog: pytest.LogCaptureFixture) -> None:
     async with running() as (swap, models):
         models.broken = {"bad"}
@@ -235,31 +217,6 @@ async def test_a_reload_takes_the_configured_checkpoint_as_it_is_now(caplog: pyt
     assert [message for message in caplog.messages if message.startswith(("loading", "the old"))] == [
         f"loading other {beside}", closed, f"loading the configured checkpoint {beside}", closed
     ]  # fmt: skip
-
-
-@on_a_loop
-async def test_the_old_model_waits_for_its_last_request_though_it_had_none_before() -> None:
-    async with running() as (swap, models):
-        with swap.current.request():
-            pass
-        with swap.current.request():
-            await swap.load("next")
-            for _ in range(5):
-                await asyncio.sleep(0)
-            assert models.retired == 0
-        await until(lambda: models.retired == 1)
-
-
-@on_a_loop
-async def test_nothing_is_loaded_beside_a_model_that_is_loading() -> None:
-    models = Models()
-    models.gate.clear()
-    swap = LocalModel(models.make)
-    swap.start(lambda: None)
-    with pytest.raises(EngineUnavailable, match="the model is loading"):
-        await swap.load("next")
-    models.gate.set()
-    await swap.close()
 
 
 @on_a_loop

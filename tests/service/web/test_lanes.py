@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -182,16 +181,15 @@ def test_whoever_would_begin_too_late_is_refused_at_once_and_nearly_nobody_waits
 @settings(max_examples=30, deadline=None)
 def test_callers_that_always_wait_have_the_same_seconds_of_work(costs: list[float]) -> None:
     simulation = Simulation()
-    callers = [f"{number}" for number in range(len(costs))]
-    work = dict(zip(callers, costs, strict=True))
-    jobs = {caller: int(5 / seconds) for caller, seconds in work.items()}
-    simulation.run([(0.0, caller, work[caller]) for caller in callers for _ in range(jobs[caller])], patience=1e9)
-    had, most = Counter[str](), max(costs)
+    simulation.run(
+        [(0.0, f"{number}", cost) for number, cost in enumerate(costs) for _ in range(int(5 / cost))], patience=1e9
+    )
+    had = dict.fromkeys(map(str, range(len(costs))), 0.0)
     for caller, _ in simulation.waits:
-        waits = [each for each in callers if had[each] + work[each] / 2 < jobs[each] * work[each]]
-        if len(waits) == len(callers) and min(had.values(), default=0.0) > most:
-            assert max(had.values()) - min(had.values()) <= 3 * most
-        had[caller] += work[caller]  # type: ignore[assignment]
+        had[caller] += costs[int(caller)]
+        if max(had.values()) > 4:
+            break
+    assert max(had.values()) - min(had.values()) <= 3 * max(costs)
 
 
 def test_a_caller_that_was_quiet_saves_up_no_turns() -> None:
@@ -328,35 +326,6 @@ async def test_work_keeps_its_server_until_it_is_left() -> None:
         await second
     assert began == [1, 2]
     lane.close()
-
-
-@on_a_loop
-async def test_jobs_that_end_while_the_loop_is_busy_wake_it_once(
-    lane: ThreadLane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended, wakes = threading.Event(), list[str]()
-
-    class Loop:
-        """The running loop, which counts how often other threads wake it."""
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(loop, name)
-
-        def call_soon_threadsafe(self, *arguments: Any) -> object:
-            wakes.append(threading.current_thread().name)
-            return loop.call_soon_threadsafe(*arguments)
-
-    loop, counting = asyncio.get_running_loop(), Loop()
-    monkeypatch.setattr("service.web.lanes.asyncio.get_running_loop", lambda: counting)
-    jobs = [lane.work(work, "caller", 1, soon()) for work in [*[lambda: 0] * 5, ended.set]]
-    monkeypatch.undo()
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert ended.wait(PATIENCE)  # the loop stands still meanwhile
-    for job in jobs:
-        with job:
-            await job
-    assert len(wakes) <= 2, "the last job may end after the loop has looked"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")

@@ -19,7 +19,7 @@ from PIL import Image
 
 from tests.service.fakes import on_a_loop
 from tests.service.web.apps import App, app, budget_of, form, until
-from tests.service.web.grpc.caller import calling, image, raw
+from tests.service.web.grpc.caller import calling, raw
 
 NO_PICTURE = bytes(5 << 20)
 
@@ -119,19 +119,3 @@ async def test_what_inference_over_http_holds_is_counted(request_of: Callable[[b
     service.engine.gate.set()
     assert [(await each).status for each in held] == [200] * len(held)
     assert budget_of(service).in_use == 0
-
-
-@on_a_loop
-@pytest.mark.parametrize("typed", [True, False])
-async def test_what_inference_over_grpc_holds_is_counted(typed: bool) -> None:
-    file = picture()
-    request = image(file) if typed else raw("image", "BYTES", [1], struct.pack("<I", len(file)) + file)
-    message = request.SerializeToString()
-    async with calling() as caller:
-        await caller.call("ModelInfer", message)
-        caller.service.engine.gate.clear()
-        with traced():
-            held = caller.call("ModelInfer", message)
-            await hold_no_more_than_counted(caller.service, 1)
-        caller.service.engine.gate.set()
-        await held

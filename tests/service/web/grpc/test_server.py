@@ -5,41 +5,16 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
-import pytest
-
-from service.web.grpc import server
-from tests.service.fakes import PATIENCE, on_a_loop
+from tests.service.fakes import on_a_loop
 from tests.service.web.grpc.caller import calling
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 FLOOD_BYTES = 1 << 20
 FLOOD_SECONDS = 20.0
-
-
-@on_a_loop
-@pytest.mark.parametrize(("files", "connections"), [(1000, 4), (6, 2), (5, 1), (4, 1)])
-async def test_no_more_connections_are_open_than_the_setting_and_the_open_files_that_are_left_for_them(
-    files: int, connections: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "connection_limit", lambda wanted: min(wanted, files))
-    monkeypatch.setattr(server, "MAX_CONNECTIONS", 4)
-    async with calling() as caller:
-        with ExitStack() as stack:
-            for number in range(connections + 2):
-                one = stack.enter_context(socket.create_connection(("127.0.0.1", caller.port), PATIENCE))
-                assert await asyncio.to_thread(is_served, one) is (number < connections)
-
-
-def is_served(connection: socket.socket) -> bool:
-    """Whether the server speaks HTTP/2 with a caller, rather than close the connection."""
-    with suppress(ConnectionError):
-        connection.sendall(PREFACE + SETTINGS)
-        return connection.recv(1 << 10) != b""
-    return False
 
 
 @on_a_loop

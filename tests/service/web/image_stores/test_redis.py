@@ -109,14 +109,6 @@ async def test_each_replica_finds_the_pictures_of_the_others(server: Redis) -> N
 
 
 @on_a_loop
-async def test_services_of_another_name_have_pictures_of_their_own(server: Redis) -> None:
-    async with stores(server, 1) as (cats,), stores(server, 1, name="dogs") as (dogs,):
-        image_id = await put(cats, picture(1))
-        assert await dogs.get(image_id) is None
-        assert await cats.get(image_id) is not None
-
-
-@on_a_loop
 async def test_the_oldest_go_when_their_bytes_are_full(server: Redis) -> None:
     async with stores(server, max_bytes=10_000) as (one, two):
         ids = [await put(one if value % 2 else two, picture(value)) for value in range(20)]

@@ -76,16 +76,6 @@ async def test_the_inference_protocol_has_the_size_of_the_set_over_http_and_grpc
         np.testing.assert_array_equal(arrays(await caller.infer(request))["set_size"], [[3], [0]])
 
 
-@on_a_loop
-async def test_without_a_coverage_no_door_says_anything_of_sets() -> None:
-    service = app()
-    assert fields((await service.classify(png(0))).json) == {}
-    assert len((await service.classify(png(0), path="/predictions/fake")).json) == 5
-    names = [each["name"] for each in (await service.get("/v2/models/fake")).json["outputs"]]
-    assert "set_size" not in names
-    assert service.metric("vit_abstained_total") == 0
-
-
 def test_a_set_of_many_labels_is_a_number_alone_and_the_client_reads_it() -> None:
     labels = [f"{number}" for number in range(MAX_SET + 1)]
     assert set_fields(labels, range(MAX_SET)) == {"set_size": MAX_SET, "set": labels[:MAX_SET]}

@@ -66,7 +66,7 @@ async def test_classify_is_documented_as_it_is_validated_and_answered() -> None:
 async def test_attention_is_documented_with_all_its_parameters() -> None:
     paths = (await app().get("/openapi.json")).json["paths"]["/attention"]
     drawing = {"overlay", "view", "alpha", "colormap", "size", "smooth", "colorbar", "caption"}
-    names = {"method", "class", "layer", "head", "fusion", "discard", "format"} | drawing
+    names = {"method", "class", "layer", "head", "format"} | drawing
     assert {parameter["name"] for parameter in paths["post"]["parameters"]} == names
     assert {parameter["name"] for parameter in paths["get"]["parameters"]} == names | {"id"}
     assert [p["name"] for p in paths["get"]["parameters"] if p["required"]] == ["id"]
@@ -206,17 +206,6 @@ async def test_the_page_and_its_files_come_from_here_and_are_open_and_fresh() ->
         assert file.headers["content-type"] == f"{wanted}; charset=utf-8"
         assert file.headers["x-content-type-options"] == "nosniff"
         assert len(file.content) > 100
-
-
-@on_a_loop
-@pytest.mark.parametrize("path", ["/docs", "/docs/docs.js", "/docs/swagger-ui-bundle.js"])
-async def test_who_has_the_page_already_is_not_sent_it_again(path: str) -> None:
-    service = app()
-    first = await service.get(path)
-    again = await service.get(path, **{"if-none-match": first.headers["etag"]})
-    assert (again.status, again.content) == (304, b"")
-    assert again.headers["etag"] == first.headers["etag"]
-    assert (await service.get(path, **{"if-none-match": '"other"'})).status == 200
 
 
 @on_a_loop

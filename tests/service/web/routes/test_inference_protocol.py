@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import struct
@@ -24,7 +23,7 @@ from tests.service.fakes import (
     pixels,
     png,
 )
-from tests.service.web.apps import App, app, until
+from tests.service.web.apps import App, app
 from tests.service.web.http_communicator import HttpCommunicator
 
 INFER = "/v2/models/fake/infer"
@@ -291,19 +290,6 @@ async def test_one_bad_picture_fails_its_request_and_is_named() -> None:
 async def test_another_model_is_404(path: str) -> None:
     response = await infer(app(), IMAGE, path=path)
     assert (response.status, list(response.json)) == (404, ["error"])
-
-
-@on_a_loop
-async def test_it_takes_a_place_a_picture_and_gives_them_back() -> None:
-    service = app(queue_size=3)
-    service.engine.gate.clear()
-    held = asyncio.create_task(infer(service, encoded(1, 2)))
-    await until(lambda: service.engine.waiting == 2)
-    refused = await infer(service, encoded(1, 2))
-    assert (refused.status, refused.headers["retry-after"]) == (503, "1")
-    service.engine.gate.set()
-    assert (await held).status == 200
-    assert (await infer(service, encoded(1, 2, 3))).status == 200
 
 
 @on_a_loop

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from service.errors import CheckpointRefused, EngineUnavailable, SwapUnderWay
 from tests.service.fakes import on_a_loop
 from tests.service.web.apps import App, app, service_in
 from tests.service.web.http_communicator import HttpCommunicator
@@ -106,21 +105,6 @@ async def test_what_is_no_load_is_refused(body: Any, status: int, tmp_path: Path
     service, loaded = swapping(tmp_path)
     answer = await post(service, body=body)
     assert (answer.status, loaded, list(answer.json)) == (status, [], ["error"])
-
-
-@on_a_loop
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (CheckpointRefused("v2: weights are missing"), 422),
-        (SwapUnderWay("another one"), 409),
-        (EngineUnavailable("the model is loading"), 503),
-    ],
-)
-async def test_the_answer_says_why_nothing_was_swapped(error: Exception, status: int) -> None:
-    service, _ = swapping(error=error)
-    answer = await post(service)
-    assert (answer.status, answer.json) == (status, {"error": str(error)})
 
 
 @on_a_loop

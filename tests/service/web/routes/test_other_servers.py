@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
 from dataclasses import replace
 
 import pytest
@@ -76,18 +74,6 @@ async def test_of_labels_that_repeat_the_best_score_stays() -> None:
     service.engine.info = replace(service.engine.info, labels=("crane",) * 10)
     best = (await service.classify(png(3))).json["predictions"][0]
     assert (await service.classify(png(3), path="/predictions/fake")).json == {"crane": pytest.approx(best["score"])}
-
-
-@on_a_loop
-async def test_a_picture_in_json_is_classified_like_the_picture() -> None:
-    service = app()
-    body = json.dumps({"image": "data:image/png;base64," + base64.b64encode(png(3)).decode()}).encode()
-    for path in ("/classify", "/invocations", "/predictions/fake", "/embed", "/attention"):
-        answer = await service.request("POST", path, headers={"content-type": "application/json"}, body=body)
-        assert answer.status == 200, answer.content
-        plain = await service.classify(png(3), path=path)
-        if path == "/predictions/fake":
-            assert answer.json == plain.json
 
 
 @on_a_loop

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from model.checkpoint import load_checkpoint
+from model.heads import ZeroShot
 from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
-from model.zero_shot import ZeroShot
 from service.engine.loading import load_predictor
 from service.errors import DeadlineExceeded, QueueFull
 from service.settings import load_settings
@@ -25,7 +25,6 @@ from tests.model.checkpoint import whole_models
 from tests.service.fakes import expected_embedding, model_info, on_a_loop, png, running, text_feature
 from tests.service.web.apps import App, app, form
 from tests.service.web.fake_engine import FakeEngine
-from tests.service.web.grpc.caller import arrays, calling, image
 from tests.service.web.http_communicator import HttpCommunicator
 from tests.service.web.routes.test_inference_protocol import encoded, infer, outputs
 
@@ -62,8 +61,8 @@ def service(**changes: Any) -> App:
 
 def expected_scores(red: int, independent: bool = False) -> dict[str, float]:
     embedding = expected_embedding(red, EmbeddingRequest())
-    features = ZERO_SHOT.label_features(np.stack([text_feature(text) for text in ZERO_SHOT.prompts(LABELS)]))
-    logits = 5 * features @ (embedding / np.linalg.norm(embedding)) - 1
+    texts = np.stack([text_feature(text) for text in ZERO_SHOT.prompts(LABELS)])
+    [logits] = ZERO_SHOT.head(LABELS, texts).logits(embedding[np.newaxis])
     scores = 1 / (1 + np.exp(-logits)) if independent else np.exp(logits) / np.exp(logits).sum()
     return dict(zip(LABELS, scores.tolist(), strict=True))
 
@@ -219,22 +218,6 @@ async def test_texts_are_embedded_in_every_format() -> None:
 
 
 @on_a_loop
-@pytest.mark.parametrize(
-    ("query", "body", "detail"),
-    [
-        ("text=a", png(1), "text: there is a body, too"),
-        ("text=a&pool=mean", b"", "pool: does not apply to texts"),
-        ("text=", b"", "text: '', number 1"),
-        ("text=" + "a" * 257, b"", "expected 1 to 256 characters"),
-    ],
-)
-async def test_texts_that_cannot_be_embedded_are_refused(query: str, body: bytes, detail: str) -> None:
-    response = await service().request("POST", "/embed", query=query, body=body)
-    assert (response.status, response.json["code"]) == (422, "invalid_parameter")
-    assert detail in response.json["detail"]
-
-
-@on_a_loop
 async def test_labels_of_v2_are_a_parameter() -> None:
     names = [{"name": name} for name in ("label", "index", "score", "logits", "embedding")]
     response = await infer(service(), encoded(9, 60), outputs=names, parameters={"labels": CSV})
@@ -266,16 +249,6 @@ async def test_maps_of_v2_are_of_the_best_label(classes: int) -> None:
     assert found["evidence"].tolist() == [[1]]
     without = await infer(served, encoded(9), outputs=names)
     assert without.status == (200 if classes else 422)
-
-
-@on_a_loop
-async def test_labels_of_grpc_are_the_same_parameter() -> None:
-    request = image(png(9))
-    request.parameters["labels"].string_param = CSV
-    async with calling(FakeEngine(model_info(zero_shot=ZERO_SHOT))) as caller:
-        found = arrays(await caller.infer(request))
-    rows = zip(found["label"][0], found["index"][0], found["score"][0], strict=True)
-    require_scores([{"label": name, "index": int(i), "score": float(s)} for name, i, s in rows], 9)
 
 
 @on_a_loop
