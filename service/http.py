@@ -54,7 +54,7 @@ _MOST_REFUSED = 64  # connections beyond the limit whose refusal is on its way
 
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256  # each costs thirty times its shortest form in memory
-_PIECE = 8 << 10
+_PIECE = 8 << 10  # bytes of what is no head with its body that uvicorn's protocol gets at once
 _READ = 128 << 10
 _MAX_UNREAD_BODY = (64 << 10) + _READ  # uvicorn pauses a connection with more than 64 KiB
 _CHUNK_FRAMING = 6  # bytes of a small chunk
@@ -256,12 +256,13 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
 
     def _look_at_head(self) -> None:
         """Rename the offer in a head, and note how long the head and its body are."""
-        head, end, body = self._held.partition(b"\r\n\r\n")
+        end = self._held.find(b"\r\n\r\n") + 4
+        head = self._held[:end] if end > 3 else self._held
         if b"\nupgrade:" in head.lower():
-            self._held = _OFFER.sub(b"\nX-Offer:", head) + end + body
-        if end:
+            self._held = _OFFER.sub(b"\nX-Offer:", head) + self._held[len(head) :]
+        if end > 3:
             length = _LENGTH.search(head)
-            self._message_left = len(head) + 4 + (int(length[1]) if length else 0)
+            self._message_left = end + (int(length[1]) if length else 0)
             self._is_in_head = False
 
     def _check_bytes(self) -> None:
