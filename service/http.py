@@ -243,7 +243,7 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
                 self._waits_since = self._loop.time()
             if self._is_in_head and not self._message_left:
                 self._look_at_head()
-            size = max(self._message_left, _PIECE)
+            size = max(min(self._message_left, _READ), _PIECE)
             piece, self._held = self._held[:size], self._held[size:]
             self._message_left = max(0, self._message_left - len(piece))
             self.overhead += len(piece)
@@ -269,7 +269,8 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
         if self._is_invalid:
             self.refuse(MalformedRequest("this is not HTTP/1.1"))
             return
-        is_read = self._request is None or self._request.is_reading
+        # uvicorn pauses while it has more of a body than the application has read.
+        is_read = not self._is_paused and (self._request is None or self._request.is_reading)
         if self.overhead > _MAX_HEAD_BYTES + (0 if is_read else _MAX_UNREAD_BODY):
             self.refuse(MalformedRequest(f"more than {_MAX_HEAD_BYTES} bytes that are no body"))
 
