@@ -56,7 +56,7 @@ _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256  # each costs thirty times its shortest form in memory
 _PIECE = 8 << 10  # bytes of what is no head with its body that uvicorn's protocol gets at once
 _READ = 128 << 10
-_MAX_UNREAD_BODY = (64 << 10) + _READ  # uvicorn pauses a connection with more than 64 KiB
+_PAUSE_BYTES = 64 << 10  # of a body that the application has not read: uvicorn pauses beyond
 _CHUNK_FRAMING = 6  # bytes of a small chunk
 _UNSENT_BYTES = 128 << 10  # of a connection's answers, in the kernel; by itself it takes 2.5 MiB
 
@@ -101,7 +101,7 @@ class _Request:
         self._content = 0
         self._start: Message = {}
         self.more_body = self._chunked or self._length > 0
-        self.answered = self.is_reading = False
+        self.answered = False
         self.error: ServiceError | None = None  # of its framing: uvicorn parses no more of it
 
     def head_error(self) -> MalformedRequest | None:
@@ -127,9 +127,7 @@ class _Request:
 
     async def receive(self) -> Message:
         """Return the next message of the body; raises `MalformedRequest` if its framing is broken, or excessive."""
-        self.is_reading = True
         message = await self._receive()
-        self.is_reading = False
         if self.error is not None:
             raise self.error
         if message["type"] == "http.request":
@@ -269,9 +267,8 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
         if self._is_invalid:
             self.refuse(MalformedRequest("this is not HTTP/1.1"))
             return
-        # uvicorn pauses while it has more of a body than the application has read.
-        is_read = not self._is_paused and (self._request is None or self._request.is_reading)
-        if self.overhead > _MAX_HEAD_BYTES + (0 if is_read else _MAX_UNREAD_BODY):
+        unread = 0 if self._is_in_head else _PAUSE_BYTES + (_READ if self._is_paused else 0)
+        if self.overhead > _MAX_HEAD_BYTES + unread:
             self.refuse(MalformedRequest(f"more than {_MAX_HEAD_BYTES} bytes that are no body"))
 
     def pause_writing(self) -> None:
@@ -345,7 +342,7 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
         if self.is_closing_soon:
             self._release()
             return
-        self._request, self._waits_since = request, None
+        self._request, self._waits_since, self._is_in_head = request, None, False
         self.connections.wait(self, waits=request.more_body)
         try:
             await self.connections.app(scope, request.receive, request.send)
