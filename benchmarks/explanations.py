@@ -33,11 +33,11 @@ from benchmarks.record import table
 from model.checkpoint import Checkpoint, load_checkpoint
 from model.explanation.maps import cls_map
 from model.explanation.methods import EXPLANATIONS, explain
+from model.heads import own_head
 from model.images.preprocess import preprocess
 from model.network.vit import VisionTransformer
 from model.outputs import MapRequest, Method
-from model.runtime.scores import Scores
-from model.runtime.torch_backend import Normalise
+from model.runtime.torch_pass import Normalise
 
 Score = Callable[[Tensor], Tensor]
 """Takes normalised pixels, float32 [B, C, H, W]; returns the score of each class, float32 [B, K], 0...1."""
@@ -244,7 +244,7 @@ def measure(
 
 def score_of(model: VisionTransformer, checkpoint: Checkpoint) -> Score:
     """Return the function from normalised pixels to the scores that the service would answer."""
-    scores = Scores(checkpoint)
+    scores = own_head(checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label)
     return lambda pixels: torch.from_numpy(scores.scores(model(pixels).logits.float().cpu().numpy()))
 
 

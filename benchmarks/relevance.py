@@ -52,10 +52,8 @@ def main() -> None:
             predictor = Predictor(checkpoint, device="cpu", compile_mode=mode, threads=1, streams=1)
             if requested.label_set:
                 predictor.set_coverage(_COVERAGE)
-            extras = BatchRequest.of([requested], checkpoint.config).extras
-            if isinstance(predictor._backend, OpenVino):
-                predictor._backend.prepare(extras)
-                assert predictor._backend._networks[extras] is not None
+            if isinstance(predictor._backend, OpenVino) and BatchRequest.of([requested], checkpoint.config).relevance:
+                predictor._backend.prepare()
             for batch in _BATCHES:
                 found = _measure(predictor, requested, batch, arguments.rounds)
                 record.section(name, backend)[str(batch)] = found

@@ -150,7 +150,7 @@ class NetworkConfig(Frozen):
 
     @property
     def kind(self) -> str:
-        """Return what messages call a network of this configuration."""
+        """Return the name of a network of this configuration in messages."""
         return "a Vision Transformer"
 
 
@@ -175,7 +175,7 @@ class LibraryConfig(NetworkConfig):
 
     @property
     def kind(self) -> str:
-        """Return what messages call a network of this configuration."""
+        """Return the name of a network of this configuration in messages."""
         return f"{self.library}'s {self.architecture}"
 
     @field_validator("arguments")
@@ -281,7 +281,7 @@ class ViTConfig(NetworkConfig):
         return self
 
     def _problems(self) -> dict[str, bool]:
-        """Return what fields that disagree, or are together absurd, are refused with, and whether each is there."""
+        """Return the messages for fields that disagree or are together absurd, and whether each applies."""
         (rows, columns), patch, width = self.image_size, self.patch_size, self.width
         two_heads, is_layered = self.distillation_head, self.head_width is not None
         head_width = self.inner_width // self.heads
@@ -387,7 +387,7 @@ class ViTConfig(NetworkConfig):
 
 
 def _numbers(value: Any) -> list[Any]:
-    """Return what is in a value or in a list, those in lists of a list too."""
+    """Return the elements of a value or list, those in lists of a list too."""
     if not isinstance(value, list | tuple):
         return [value]
     return [number for each in value for number in (each if isinstance(each, list | tuple) else [each])]

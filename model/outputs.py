@@ -16,11 +16,6 @@ from model.errors import InputError
 Head = int | Literal["mean", "max"]
 """One attention head by number, or all of them combined."""
 
-Fusion = Literal["mean", "max", "min"]
-"""How rollout combines the heads of a block."""
-
-FUSIONS: Final[tuple[Fusion, ...]] = get_args(Fusion)
-
 Method = Literal["relevance", "cls", "rollout", "gae"]
 """A way to make a map: `cls` is the attention row itself, `model.explanation.methods` has the others."""
 
@@ -68,30 +63,20 @@ class MapRequest:
         class_index: the class whose map it is, with a class-specific method; None is the best class.
         layer: 0 ... depth-1 with `cls`, None with every other method; see `row`.
         head: 0 ... heads-1, or how all heads are combined, with `cls`.
-        fusion: how the heads of a block are combined, with `rollout`; see `of_rollout`.
-        discard: share of an image's weights in each block, at least 0 and below 1, that `rollout` sets to zero, the
-            smallest first.
         direction: with `relevance`, in place of a class: what the margin of a label that is none of the model's rises
-            with, float32 [D] as the embedding of the head; see `ZeroShot.map_of_best`.
+            with, float32 [D] as the embedding of the head; see `model.heads.Head.direction`.
     """
 
     method: Method
     class_index: int | None = None
     layer: int | None = None
     head: Head | None = None
-    fusion: Fusion | None = None
-    discard: float | None = None
     direction: NDArray[np.float32] | None = None
 
     @classmethod
     def row(cls, layer: int, head: Head = "mean") -> MapRequest:
         """Return a request for the attention row of a layer."""
         return cls("cls", layer=layer, head=head)
-
-    @classmethod
-    def of_rollout(cls, fusion: Fusion = "mean", discard: float = 0.0) -> MapRequest:
-        """Return a request for a rollout."""
-        return cls("rollout", fusion=fusion, discard=discard)
 
     @property
     def needs_pass(self) -> bool:
@@ -112,12 +97,10 @@ def parse_maps(
     classes: str | None = None,
     layer: int | None = None,
     head: str | None = None,
-    fusion: str | None = None,
-    discard: float | None = None,
 ) -> list[MapRequest]:
     """Return the requests for a caller's map, or for a map of each class; None stands for a parameter not given.
 
-    Without a method it is `cls` with a layer or head, `rollout` with a fusion or discard, else the default.
+    Without a method it is `cls` with a layer or head, else the default.
 
     Args:
         config, labels: of the model.
@@ -126,28 +109,23 @@ def parse_maps(
     Raises:
         InputError: the model has no such class, layer, head or method, or one does not apply to the other.
     """
-    of_row = [name for name, value in (("layer", layer), ("head", head)) if value is not None]
-    of_rollout = [name for name, value in (("fusion", fusion), ("discard", discard)) if value is not None]
-    methods = methods_of(config)
     if not isinstance(config, ViTConfig):
         raise InputError("attention", f"{config.kind} has no attention maps: they are for Vision Transformers")
-    implied: Method = "cls" if of_row else "rollout" if of_rollout else methods[0]
+    of_row = [name for name, value in (("layer", layer), ("head", head)) if value is not None]
+    methods = methods_of(config)
+    implied: Method = "cls" if of_row else methods[0]
     name = implied if method is None else method
     if name in CLASS_SPECIFIC or classes is not None:
         require_classes(config)
     if name not in methods:
         raise InputError("method", f"method {name!r:.50}: expected one of {', '.join(methods)}")
-    strangers = [
-        *(["class"] if classes is not None and name not in CLASS_SPECIFIC else []),
-        *(of_row if name != "cls" else []),
-        *(of_rollout if name != "rollout" else []),
-    ]
+    strangers = [] if name == "cls" else of_row
+    if classes is not None and name not in CLASS_SPECIFIC:
+        strangers = ["class", *strangers]
     if strangers:
         raise InputError(strangers[0], f"{strangers[0]} does not apply to method {name!r}")
     if name == "cls":
         return [MapRequest.row(parse_layer(layer, config.depth), parse_head(head, config.heads))]
-    if name == "rollout":
-        return [_parse_rollout(fusion, discard)]
     return [MapRequest(name, index) for index in ([None] if classes is None else parse_classes(classes, labels))]
 
 
@@ -173,14 +151,6 @@ def methods_of(config: NetworkConfig) -> tuple[Method, ...]:
     if config.norm_order != "pre":
         return tuple(sorted(set(METHODS) - {"relevance"}, key=lambda method: (method != "gae", METHODS.index(method))))
     return METHODS
-
-
-def _parse_rollout(fusion: str | None, discard: float | None) -> MapRequest:
-    if fusion is not None and fusion not in FUSIONS:
-        raise InputError("fusion", f"fusion {fusion[:20]!r}: expected one of {', '.join(FUSIONS)}")
-    if discard is not None and not 0 <= discard < 1:
-        raise InputError("discard", f"discard {discard}: expected at least 0, and less than 1")
-    return MapRequest.of_rollout(fusion or "mean", discard or 0.0)
 
 
 def parse_layer(layer: int | None, depth: int) -> int:
@@ -355,7 +325,7 @@ class RequestedOutputs:
         map: which map, if any.
         logits: whether to return the logits of all classes.
         embedding: which embedding, if any.
-        labels: texts that the image is compared with instead of the model's classes; `model.zero_shot` computes their
+        labels: texts that the image is compared with instead of the model's classes; `model.heads` computes their
             scores from the embedding, so that none of them reaches an engine.
         label_set: whether to return the set of labels, of a model that has a coverage.
     """
@@ -371,11 +341,6 @@ class RequestedOutputs:
     def needs_pass(self) -> bool:
         """Return whether an output is requested that does not come out of the classification's pass."""
         return self.map is not None and self.map.needs_pass
-
-    @property
-    def classes_alone(self) -> bool:
-        """Return whether nothing but classes is requested, and perhaps their logits."""
-        return self.map is None and self.embedding is None
 
 
 @dataclass(frozen=True, slots=True)

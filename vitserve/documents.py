@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from typing import Annotated, Any, Final, Literal, Self, TypedDict
 
 from pydantic import BaseModel, Field, WithJsonSchema
@@ -181,10 +182,6 @@ class AttentionDocument(_Map):
 
     id: Annotated[str | None, Field(description="for GET /attention, while the picture is kept")] = None
     method: str
-    fusion: Annotated[
-        Literal["mean", "max", "min"] | None, Field(description="`rollout`: how the heads of a block are combined")
-    ] = None
-    discard: Annotated[float | None, Field(description="`rollout`: share of the weights set to zero")] = None
 
 
 class Labels(BaseModel):
@@ -200,6 +197,10 @@ class ModelDescription(BaseModel):
     name: str
     source: str
     revision: str | None
+    content: Annotated[
+        str, Field(description="16 digits that change with the weights, architecture, preprocessing or labels")
+    ] = ""
+    loaded_at: Annotated[datetime | None, Field(description="date of the load")] = None
     format: str
     architecture: str
     parameters: int

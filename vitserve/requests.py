@@ -41,8 +41,6 @@ class MapOptions(TypedDict, total=False):
     class_: int | str | Sequence[int | str]
     layer: int
     head: int | str
-    fusion: Literal["mean", "max", "min"]
-    discard: float
 
 
 class DrawingOptions(MapOptions, total=False):

@@ -21,7 +21,7 @@ def ensure(folder: Path) -> Path:
 
         from model.checkpoint import load_checkpoint  # noqa: PLC0415
         from model.runtime.openvino.tracing import convert  # noqa: PLC0415
-        from model.runtime.torch_backend import Normalise  # noqa: PLC0415
+        from model.runtime.torch_pass import Normalise  # noqa: PLC0415
 
         checkpoint = load_checkpoint(str(folder))
         network = checkpoint.build().eval()

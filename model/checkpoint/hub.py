@@ -62,7 +62,7 @@ class Repository(Files):
         return self._found[name]
 
     def where(self, name: str) -> str:
-        """Return what messages call the file `name`."""
+        """Return the name of the file `name` in messages."""
         return f"{self._id}/{name}"
 
     @cached_property
@@ -81,7 +81,7 @@ class Repository(Files):
 
     @property
     def _failures(self) -> tuple[type[Exception], ...]:
-        """Return what requests raise; the bases are the HTTP client's errors, whichever client this version has."""
+        """Return the errors of requests; the bases are the HTTP client's errors, whichever client this version has."""
         return (OSError, ValueError, RuntimeError, *self._hub.errors.HfHubHTTPError.__bases__)
 
     def _fetch(self, name: str) -> Path | None:

@@ -46,7 +46,7 @@ class KeyMap(Frozen):
 
 
 def read_key_map(keys: str | None) -> KeyMap:
-    """Return what the file `keys` says; nothing for None.
+    """Return the content of the file `keys`; an empty map for None.
 
     Raises:
         CheckpointError: it cannot be read, or is not such a file.

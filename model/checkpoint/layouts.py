@@ -148,7 +148,7 @@ def in_layout(tensors: Mapping[str, Tensor], where: str) -> tuple[Layout, dict[s
 
 
 def _of_vit_pytorch(native: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return what its models do that have these tensors."""
+    """Return the habits of those of its models that have these tensors."""
     habits: dict[str, Any] = {}
     token = native.get("cls_token")
     absent = token is None or not token.numel()

@@ -44,7 +44,7 @@ def recording() -> Iterator[dict[Path, Signature]]:
 
 
 def signature(path: Path) -> Signature:
-    """Return what tells whether a file or folder was changed or replaced."""
+    """Return the signature of a file or folder, which changes when it is written or replaced."""
     try:
         status = path.stat()
     except (OSError, ValueError):

@@ -305,7 +305,7 @@ class _Network:
         return self._timms_config(self._size(probe.patch_size, prefix, preprocess, probe.position_embedding != "none"))
 
     def assumed(self, config: ViTConfig) -> tuple[str, ...]:
-        """Return what no tensor says and was not stated either, with whose code has it so."""
+        """Return the values that neither a tensor nor the operator states, each with whose code has it so."""
         values = {key: getattr(config, field) for key, field in _UNSAID.items()}
         values["global_pool"] = next((theirs for theirs, ours in POOL.items() if ours == config.pool), config.pool)
         whose = self.layout.name if self.is_own else self.name

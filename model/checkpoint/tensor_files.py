@@ -14,7 +14,7 @@ import re
 import struct
 import zipfile
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import safetensors.torch
@@ -66,20 +66,12 @@ _BESIDE: Final[list[Any]] = [
 ]
 
 
-class Held(NamedTuple):
-    """What a file holds.
-
-    Attributes:
-        value: tensors by name, or what `torch.save` was given.
-        labels: of an archive of TorchServe, by the class's index.
-    """
-
-    value: Any
-    labels: dict[str, str] | None = None
+# What a file holds: tensors by name, or what `torch.save` was given; and labels by index, of TorchServe's archives.
+Held = tuple[Any, dict[str, str] | None]
 
 
 def read_tensor_file(path: Path, where: str | None = None) -> Held:
-    """Return what a file of tensors holds, on the CPU, as stored.
+    """Return the content of a file of tensors, on the CPU, as stored.
 
     Args:
         path: of the file.
@@ -98,7 +90,7 @@ def read_tensor_file(path: Path, where: str | None = None) -> Held:
         if file.read(len(_POINTER)) == _POINTER:
             raise CheckpointError(f"{where}: a pointer of Git LFS and not the file itself: run git lfs pull beside it")
         file.seek(0)
-        return _archived(file, where) if suffix == ".mar" else Held(_parsed(file, suffix, where))
+        return _archived(file, where) if suffix == ".mar" else (_parsed(file, suffix, where), None)
 
 
 def _parsed(file: BinaryIO, suffix: str, where: str) -> Any:
@@ -122,7 +114,7 @@ def _parsed(file: BinaryIO, suffix: str, where: str) -> Any:
 
 
 def _advice(error: str, name: str) -> str | None:
-    """Return what a file holds beside plain data and what to do, by torch's message; None where it is damaged."""
+    """Return the object beside plain data that torch refused, and advice; None where the file is damaged."""
     if "TorchScript" in error:
         return _TORCHSCRIPT.format(repr(name))
     found = re.search(r"(?:GLOBAL|function|instantiate class) ([\w.]{1,200})", error)
@@ -133,7 +125,7 @@ def _advice(error: str, name: str) -> str | None:
 
 
 def _archived(file: BinaryIO, where: str) -> Held:
-    """Return what the weights in an archive of TorchServe hold, and its labels; its code stays unread."""
+    """Return the weights in an archive of TorchServe, and its labels; its code stays unread."""
     with reading(where, "not an archive of TorchServe", *_MALFORMED), zipfile.ZipFile(file) as archive:
         name = str(json.loads(archive.read("MAR-INF/MANIFEST.json"))["model"]["serializedFile"])
         labels = None
@@ -141,4 +133,4 @@ def _archived(file: BinaryIO, where: str) -> Held:
             named = json.loads(archive.read("index_to_name.json"))
             labels = {index: label[-1] if isinstance(label, list) else label for index, label in named.items()}
         weights = io.BytesIO(archive.read(name))
-    return Held(_parsed(weights, PurePath(name).suffix.lower(), f"{where}/{name}"), labels)
+    return _parsed(weights, PurePath(name).suffix.lower(), f"{where}/{name}"), labels

@@ -148,7 +148,7 @@ def _stored(files: Files) -> dict[str, Tensor]:
 
 
 def _given(where: str, config: Mapping[str, Any], demanded: tuple[str, ...]) -> dict[str, Any]:
-    """Return what a config says of its architecture's arguments; those that are demanded stand beside `model_args`."""
+    """Return the arguments of a config's architecture; those that are demanded stand beside `model_args`."""
     given = config.get("model_args") or {}
     if not isinstance(given, dict):
         raise CheckpointError(f"{where}: model_args: expected an object")

@@ -6,8 +6,6 @@ a file of its own. Each returns how much every token mattered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -24,10 +22,11 @@ from model.explanation.explicit_forward import (
     weigh,
     weigh_pool,
 )
+from model.explanation.folded_weights import FoldedWeights
 from model.explanation.maps import sharpened_maps, token_maps
-from model.explanation.relevance import relevance
+from model.explanation.relevance import KEPT, token_relevance
 from model.network.vit import VisionTransformer
-from model.outputs import METHODS, Fusion, MapRequest, Method
+from model.outputs import METHODS, MapRequest, Method
 
 _WEIGHTS_BYTES: Final = 64 << 20
 """Bound on the bytes of one block's attention weights that are alive at once; a pass has a few tensors of that size."""
@@ -37,49 +36,21 @@ EXPLANATIONS: Final[tuple[Method, ...]] = tuple(method for method in METHODS if 
 
 
 @torch.no_grad()
-def rollout(model: VisionTransformer, pixels: Tensor, *, fusion: Fusion = "mean", discard_ratio: float = 0.0) -> Tensor:
+def rollout(model: VisionTransformer, pixels: Tensor) -> Tensor:
     """Return how much of each input token arrives at what the head reads: float32 [B, N], each row summing to 1.
 
-    Abnar and Zuidema 2020, https://arxiv.org/abs/2005.00928; it knows no class. Head fusion and the discarding of the
-    smallest weights are additions that are widely used. Each block's matrix is its fused attention plus the identity,
-    for the residual connection, with rows that sum to 1.
-
-    Args:
-        fusion: how the heads of a block are combined.
-        discard_ratio: share of an image's weights in each block, 0 ... 1, that are set to zero, the smallest first;
-            the attention paid to the CLS token stays.
+    Abnar and Zuidema 2020, https://arxiv.org/abs/2005.00928; it knows no class. Each block's matrix is the mean of its
+    heads' attention plus the identity, for the residual connection, with rows that sum to 1.
     """
     x = block_inputs(model, pixels, output=model.attn_pool is not None)
     if model.attn_pool is None:
         row = readout(model.config, x[0])
     else:
-        row = _fuse(weigh_pool(model.attn_pool, model.norm(x[-1])).weights, fusion).squeeze(1)
-        row = over_all_tokens(row / row.sum(dim=1, keepdim=True), model.config)
-    keep = 1 if model.config.class_token else 0
+        row = weigh_pool(model.attn_pool, model.norm(x[-1])).weights.mean(dim=1).squeeze(1)
+        row = over_all_tokens(row, model.config)
     for block, entering in zip(reversed(blocks_of(model)), reversed(x[: model.config.depth]), strict=True):
-        matrix = _discard(_fuse(weigh(block, entering).weights, fusion), discard_ratio, keep)
-        matrix = matrix + torch.eye(matrix.shape[-1], device=matrix.device)
-        matrix = matrix / matrix.sum(dim=-1, keepdim=True)
-        row = (row.unsqueeze(1) @ matrix).squeeze(1)
+        row = (row + (row.unsqueeze(1) @ weigh(block, entering).weights.mean(dim=1)).squeeze(1)) / 2
     return row
-
-
-def _fuse(weights: Tensor, fusion: Fusion) -> Tensor:
-    """Combine heads: [B, heads, Q, N] -> [B, Q, N]."""
-    if fusion == "mean":
-        return weights.mean(dim=1)
-    return weights.amax(dim=1) if fusion == "max" else weights.amin(dim=1)
-
-
-def _discard(matrix: Tensor, ratio: float, keep: int) -> Tensor:
-    """Set each image's smallest weights [B, N, N] to zero, except those paid to its first `keep` tokens."""
-    count = int(matrix[0].numel() * ratio)
-    if not count:
-        return matrix
-    smallest = matrix.flatten(1).topk(count, dim=1, largest=False).indices
-    dropped = torch.zeros_like(matrix, dtype=torch.bool).flatten(1).scatter(1, smallest, True).view_as(matrix)
-    dropped[:, :, :keep] = False
-    return matrix.masked_fill(dropped, 0.0)
 
 
 def gae(model: VisionTransformer, pixels: Tensor, classes: Tensor) -> Tensor:
@@ -125,19 +96,13 @@ def _positive_mean(weights: Tensor, gradient: Tensor) -> Tensor:
     return (weights * gradient).relu().mean(dim=1)
 
 
-_OF_CLASS: Final[Mapping[Method, Callable[[VisionTransformer, Tensor, Tensor], Tensor]]] = MappingProxyType(
-    {"relevance": relevance, "gae": gae}
-)
-"""(model, pixels [B, C, H, W], classes int64 [B]) -> how much each token mattered, float32 [B, N]."""
-
-
-def _tokens(model: VisionTransformer, pixels: Tensor, targets: Tensor, request: MapRequest) -> Tensor:
-    if request.method == "rollout":
-        return rollout(model, pixels, fusion=request.fusion or "mean", discard_ratio=request.discard or 0.0)
-    return _OF_CLASS[request.method](model, pixels, targets)
-
-
-def explain(model: VisionTransformer, pixels: Tensor, targets: Tensor, request: MapRequest) -> tuple[Tensor, Tensor]:
+def explain(
+    model: VisionTransformer,
+    pixels: Tensor,
+    targets: Tensor,
+    request: MapRequest,
+    folded: FoldedWeights | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return a map for each image, of its class where the method is class-specific.
 
     Args:
@@ -145,6 +110,7 @@ def explain(model: VisionTransformer, pixels: Tensor, targets: Tensor, request: 
         targets: the classes, int64 [B], or for `relevance` directions, float32 [B, D], see `token_relevance`; they
             count, and not the request's class or direction.
         request: of a method in `EXPLANATIONS`.
+        folded: see `token_relevance`.
 
     Returns:
         float32 [B, rows, columns] on the CPU, not negative, each map summing to 1; where a method finds nothing, the
@@ -153,7 +119,16 @@ def explain(model: VisionTransformer, pixels: Tensor, targets: Tensor, request: 
     config = model.config
     images = max(1, _WEIGHTS_BYTES // (4 * config.heads * config.tokens**2))
     parts = zip(torch.split(pixels, images), torch.split(targets, images), strict=True)
-    tokens = torch.cat([_tokens(model, *part, request) for part in parts]).float().cpu().numpy()
+
+    def tokens_of(part: Tensor, each: Tensor) -> Tensor:
+        if request.method == "rollout":
+            return rollout(model, part)
+        if request.method == "gae":
+            return gae(model, part, each)
+        return token_relevance(model, model(part, keep=KEPT), each, folded)
+
+    with torch.no_grad():
+        tokens = torch.cat([tokens_of(*part) for part in parts]).float().cpu().numpy()
     # Relevance may be negative.
     maps, mass = (sharpened_maps if request.method == "relevance" else token_maps)(tokens, config)
     return torch.from_numpy(maps), torch.from_numpy(mass)

@@ -42,16 +42,6 @@ KEPT: Final = HOPS + 1
 _STRONGEST: Final = 16
 
 
-def relevance(model: VisionTransformer, pixels: Tensor, targets: Tensor) -> Tensor:
-    """Return the relevance of each token for the class, negative where it spoke against: float32 [B, N].
-
-    Args:
-        pixels, targets: see `model.explanation.methods.explain`.
-    """
-    with torch.no_grad():
-        return token_relevance(model, model(pixels, keep=KEPT), targets)
-
-
 class _Start(NamedTuple):
     """The relevance of all tokens, and the strongest of them with their gradients.
 

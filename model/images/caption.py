@@ -39,7 +39,7 @@ def caption_of(attention: AttentionMap, labels: Sequence[str]) -> tuple[str, str
     if request.method == "cls":
         return "attention of one layer", f"cls, layer {request.layer}, head {request.head}"
     if request.method == "rollout":
-        return "attention through all layers", f"rollout, fusion {request.fusion}, discard {request.discard:g}"
+        return "attention through all layers", "rollout"
     assert request.class_index is not None
     assert attention.score is not None
     assert attention.evidence is not None

@@ -1,11 +1,4 @@
-"""What a batch is computed for, what it gives, and the sizes that it is computed in.
-
-The libraries that run a network on the CPU (oneDNN, within torch and OpenVINO) make kernels for each batch size that
-they meet, and keep them: 2 MiB a size and stream in OpenVINO, 8 MiB a size in torch with bfloat16, for a network of
-1.9 million parameters. If every size up to the largest were launched, a service would grow for as long as it meets new
-sizes, which are rare ones in the end. A batch of more than 8 images is therefore cut. A further launch costs about as
-much as one image, where padding to the next size would cost up to half of the batch.
-"""
+"""Batches: what one pass computes, what it gives, and the pieces that a batch is computed in. No torch is needed."""
 
 from __future__ import annotations
 
@@ -17,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.config import NetworkConfig, ViTConfig
+from model.heads import Head
 from model.outputs import Pooling, RequestedOutputs, embedding_name
 
 T = TypeVar("T")
@@ -24,8 +18,8 @@ T = TypeVar("T")
 Images = NDArray[np.uint8] | Sequence[NDArray[np.uint8]]
 """A batch: uint8 [B, H, W, C], or B of uint8 [H, W, C] that lie anywhere."""
 
-UNCUT: Final = 8
-"""Images in the largest batch that is always computed in one piece."""
+SIZES: Final = (1, 2, 4, 8)
+"""What networks are compiled for on a CPU. There a larger batch takes no less time an image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +60,14 @@ class BatchRequest:
         )
 
     @property
-    def beside(self) -> tuple[str, ...]:
-        """Return the names of the outputs that every pass gives, and that come to the host only on request."""
-        return (*(("logits",) if self.logits else ()), *self.embeddings)
-
-    @property
     def computed(self) -> BatchRequest:
-        """Return it without `beside`: what a CUDA graph is captured for."""
+        """Return it without what every pass gives and comes to the host on request: what a CUDA graph is made for."""
         return replace(self, logits=False, embeddings=())
 
     @property
     def of_network(self) -> BatchRequest:
         """Return it without what is made of the network's output."""
         return replace(self.computed, top_k=1)
-
-    @property
-    def extras(self) -> BatchRequest:
-        """Return what of it makes the pass longer, whichever layers and classes are asked for."""
-        return BatchRequest(relevance=self.relevance, all_tokens=self.all_tokens)
 
     def covers(self, other: BatchRequest) -> bool:
         """Return whether a network that computes this gives all outputs of another request."""
@@ -104,9 +88,7 @@ class BatchOutputs(NamedTuple, Generic[T]):
         attention: rows of the layers that were asked for, or of more, float32 [B, layers, heads, N].
         relevance: `token_relevance` of the best class, float32 [B, N].
         head, cls, mean: embeddings of these names, [B, `embedding_width`]; see `ViTOutput.embeddings`.
-        scores: float32 [B, k], highest first; this and what follows is made by `Scores`, or on a GPU by `TopK`.
-        indices: int64 [B, k], the classes that the scores belong to.
-        finite: bool [B], whether all scores of the image are finite.
+        scores, indices, finite: see `model.heads.Best`.
     """
 
     logits: T | None = None
@@ -133,48 +115,30 @@ HostOutputs = BatchOutputs[NDArray[Any]]
 """What a batch gives, in host memory; floats are float32."""
 
 
+def with_best(outputs: HostOutputs, head: Head, top_k: int) -> HostOutputs:
+    """Return the outputs of a network with the `top_k` best classes of each image."""
+    assert outputs.logits is not None
+    return outputs._replace(**head.best(outputs.logits, top_k)._asdict())
+
+
 def stacked(images: Images) -> NDArray[np.uint8]:
     """Return a batch as one array, uint8 [B, H, W, C]."""
     return images if isinstance(images, np.ndarray) else np.stack(images)
 
 
-def piece_sizes(count: int, sizes: Sequence[int] | None = None) -> list[int]:
-    """Return the sizes of the pieces of a batch, in the order of its images; most often one or two.
-
-    A piece has 1 ... 8 images, or a power of two, or one and a half times that: 12 is left out, as 8 and 4 are sizes.
-
-    Args:
-        sizes: that a piece may have instead of these, with 1 among them; None for these.
-    """
-    pieces = []
-    if sizes is not None:
-        while count:
-            pieces.append(max(size for size in sizes if size <= count))
-            count -= pieces[-1]
-        return pieces
-    while count > UNCUT:
-        power = 1 << (count.bit_length() - 1)
-        largest = power * 3 // 2 if power > UNCUT and count >= power * 3 // 2 else power
-        pieces.append(largest)
-        count -= largest
-    return [*pieces, count] if count else pieces
-
-
-def sizes_in_use(max_batch: int) -> list[int]:
-    """Return every size that a piece of a batch of 1 ... `max_batch` images can have, descending."""
-    return [size for size in range(max_batch, 0, -1) if piece_sizes(size) == [size]]
+def pieces(images: NDArray[np.uint8], sizes: Sequence[int] = SIZES) -> list[NDArray[np.uint8]]:
+    """Cut a batch [B, H, W, C] to pieces of these sizes, with 1 among them, the largest first."""
+    ends = [0]
+    while ends[-1] < len(images):
+        ends.append(ends[-1] + max(size for size in sizes if size <= len(images) - ends[-1]))
+    return np.split(images, ends[1:-1])
 
 
 def compute_in_pieces(
-    images: NDArray[np.uint8], compute: Callable[[NDArray[np.uint8]], HostOutputs], sizes: Sequence[int] | None = None
+    images: NDArray[np.uint8], compute: Callable[[NDArray[np.uint8]], HostOutputs], sizes: Sequence[int] = SIZES
 ) -> HostOutputs:
-    """Compute each piece (see `piece_sizes`) of a batch [B, H, W, C], and return their outputs as one."""
+    """Compute the pieces of a batch [B, H, W, C], and return their outputs as one."""
     return joined([compute(piece) for piece in pieces(images, sizes)])
-
-
-def pieces(images: NDArray[np.uint8], sizes: Sequence[int] | None = None) -> list[NDArray[np.uint8]]:
-    """Return the pieces of a batch [B, H, W, C], of the sizes that `piece_sizes` returns."""
-    return np.split(images, np.cumsum(piece_sizes(len(images), sizes))[:-1])
 
 
 def joined(parts: Sequence[HostOutputs]) -> HostOutputs:
@@ -194,14 +158,10 @@ def captured_sizes(largest: int) -> tuple[int, ...]:
     """Return the batch sizes that become CUDA graphs: powers of two up to 16, then four to an octave, and the largest.
 
     Padding is at most a quarter beyond 32 images; the fewer they are, the less the device's time depends on them.
+    A single image is launched as two: compiled code is for two and more.
     """
-    sizes = [1, 2, 4, 8, 16]
+    sizes = [2, 4, 8, 16]
     while sizes[-1] < largest:
         octave = 1 << (sizes[-1].bit_length() - 1)
         sizes.append(sizes[-1] + max(8, octave // 4))
     return (*(size for size in sizes if size < largest), largest)
-
-
-def powers_of_two(largest: int) -> tuple[int, ...]:
-    """Return the batch sizes 1, 2, 4, ... that are below the largest, and the largest."""
-    return (*(1 << power for power in range((largest - 1).bit_length())), largest)

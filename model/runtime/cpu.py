@@ -15,18 +15,14 @@ _TRIM_THRESHOLD: Final = -1
 _MMAP_THRESHOLD: Final = -3
 """Parameters of `mallopt`: see mallopt(3)."""
 
-_TUNABLES: Final = ("glibc.malloc.trim_threshold", "glibc.malloc.mmap_threshold")
-_VARIABLES: Final = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
-
 _LARGEST_IN_HEAP: Final = 32 << 20
 """Bytes of a block that is not mapped by itself: the most that glibc takes, and what it comes to without this, too,
 once a block of that size was freed."""
 
-_CPUINFO: Final = Path("/proc/cpuinfo")
-
 _KEPT: Final = 2 * _LARGEST_IN_HEAP
 """Bytes at the end of a heap that stay with the process; twice the largest block is glibc's own rule."""
 
+_CPUINFO: Final = Path("/proc/cpuinfo")
 
 _MAX_BATCH: Final = 32
 _STREAMS: Final = 2
@@ -80,9 +76,9 @@ def keep_freed_memory() -> bool:
     milliseconds an image spend an eighth of their time so.
 
     Each thread that computes has a heap. `malloc_trim` gives back what the first thread's keeps, not the others'. A C
-    library that is not glibc is left as it is, and so is glibc where the environment sets its thresholds.
+    library that is not glibc is left as it is, and so is glibc where the environment sets its parameters.
     """
-    if any(name in os.environ.get("GLIBC_TUNABLES", "") for name in _TUNABLES) or not _VARIABLES.isdisjoint(os.environ):
+    if any(name in os.environ for name in ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and bool(mallopt(_MMAP_THRESHOLD, _LARGEST_IN_HEAP) and mallopt(_TRIM_THRESHOLD, _KEPT))
@@ -97,13 +93,8 @@ def give_back_memory() -> None:
 
 def cpu_has_bfloat16(cpuinfo: Path = _CPUINFO) -> bool:
     """Return whether the CPU multiplies bfloat16 natively (x86: AVX512-BF16 or AMX; Arm: BF16)."""
-    return _has_one_of({"avx512_bf16", "amx_bf16", "bf16"}, cpuinfo)
-
-
-def _has_one_of(features: set[str], cpuinfo: Path) -> bool:
     try:
-        text = cpuinfo.read_text()
+        flags = re.search(r"^(?:flags|Features)\s*:(.*)", cpuinfo.read_text(), re.MULTILINE)
     except OSError:
         return False
-    flags = re.search(r"^(?:flags|Features)\s*:(.*)", text, re.MULTILINE)
-    return flags is not None and not features.isdisjoint(flags[1].split())
+    return flags is not None and not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags[1].split())

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
-from time import monotonic
-from typing import TYPE_CHECKING, Any, Final, Self, Unpack, cast
+from typing import TYPE_CHECKING, Any, Final, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,8 @@ from numpy.typing import NDArray
 from model.calibration import LabelSets, label_sets_of
 from model.config import ViTConfig
 from model.errors import DeviceError, NotFinite, first_line
-from model.explanation.maps import Floats, attention_maps, sharpened_maps
+from model.explanation.maps import attention_maps, sharpened_maps
+from model.heads import Floats, own_head
 from model.outputs import (
     CLASS_SPECIFIC,
     AttentionMap,
@@ -32,19 +32,15 @@ from model.outputs import (
     embedding_name,
     faded,
 )
-from model.runtime.backend import Built, Compilation, batch_too_large
-from model.runtime.batches import BatchRequest, Images, launch_size, sizes_in_use
-from model.runtime.scores import Scores
+from model.runtime.backend import Compilation, Parts, batch_too_large, trial_images
+from model.runtime.batches import BatchRequest, Images, launch_size
 
 if TYPE_CHECKING:
     from model.checkpoint import Checkpoint
-    from model.runtime.building import PredictorOptions
-    from model.runtime.openvino.store import KeptCheckpoint
+    from model.runtime.build import PredictorOptions
+    from model.runtime.openvino.kept import KeptCheckpoint
 
 logger = logging.getLogger(__name__)
-
-_FILL_SECONDS: Final = 2.0
-"""How long warm-up may go on after the largest batch: an engine that starts again is waited for."""
 
 _LEAST_NORM: Final = 1e-12
 """What an embedding is divided by at least, as in torch's `normalize`."""
@@ -71,13 +67,13 @@ class Predictor:
             `max_batch`.
         ops: a device that batches are launched on in CUDA's place; for tests.
         keep: keeps the graphs of OpenVINO for a later start; None keeps none.
+        parts: what it is made of, instead of what the options say.
 
     Attributes:
         checkpoint: what is served; without tensors where its graphs were kept: see `KeptCheckpoint`.
         device: name of the device: `cpu` or `cuda:N`.
         dtype: what it computes in.
         gpu_uuid: identifier of the GPU, whatever its number; None on the CPU.
-        lazy: whether a warm-up would compile what few pictures do not need.
         backend: what runs the network, with its version; attention of other layers than the last is always torch's.
 
     Raises:
@@ -85,36 +81,33 @@ class Predictor:
         CheckpointError: the weights are not what the config says.
     """
 
-    def __init__(self, checkpoint: Checkpoint, **options: Unpack[PredictorOptions]) -> None:
-        from model.runtime.building import Builder  # noqa: PLC0415  torch takes a second to import
+    def __init__(
+        self, checkpoint: Checkpoint | KeptCheckpoint, parts: Parts | None = None, **options: Unpack[PredictorOptions]
+    ) -> None:
+        self.checkpoint, self.config = checkpoint, checkpoint.config
+        self._head = own_head(checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label)
+        if parts is not None:
+            self._take(parts)
+            return
+        from model.checkpoint import Checkpoint  # noqa: PLC0415  torch takes a second to import
+        from model.runtime.build import build, may_overflow  # noqa: PLC0415
 
-        builder = Builder(checkpoint, options)
-        self._take(checkpoint, builder.build())
-        if builder.may_overflow:
+        assert isinstance(checkpoint, Checkpoint), "what is kept of one comes with parts"
+        self._take(build(checkpoint, options))
+        if may_overflow(checkpoint, self._parts, options):
             try:
                 self.check()
             except DeviceError as error:
                 if isinstance(checkpoint.config, ViTConfig) and not isinstance(error, NotFinite):
                     raise
                 logger.warning("%s: computing in float32 instead", error)
-                self._take(checkpoint, builder.build_in_float32())
+                self._take(build(checkpoint, {**options, "dtype": "float32"}))
 
-    @classmethod
-    def of_parts(cls, checkpoint: KeptCheckpoint, built: Built, *, lazy: bool) -> Self:
-        """Return a predictor whose parts are there already, without torch; see `OpenVinoNetwork` for `lazy`."""
-        predictor = cls.__new__(cls)
-        predictor._take(cast("Checkpoint", checkpoint), built)
-        predictor.lazy = lazy
-        return predictor
-
-    def _take(self, checkpoint: Checkpoint, built: Built) -> None:
-        self.checkpoint, self.config = checkpoint, checkpoint.config
-        self.device, self.dtype, self.gpu_uuid = built.device, built.dtype, built.gpu_uuid
-        self.parameters = built.parameters
-        self.max_batch, self.streams = built.max_batch, built.streams
-        self._backend, self.backend_reason, self.backend = built.backend, built.reason, built.backend.name
-        self._scores = Scores(checkpoint)
-        self.lazy = False
+    def _take(self, parts: Parts) -> None:
+        self._parts, self._backend = parts, parts.backend
+        self.device, self.dtype, self.gpu_uuid = parts.device, parts.dtype, parts.gpu_uuid
+        self.parameters, self.max_batch, self.streams = parts.parameters, parts.max_batch, parts.streams
+        self.backend, self.backend_reason = parts.backend.name, parts.reason
 
     coverage: float | None = None
     _label_sets: LabelSets | None = None
@@ -156,41 +149,20 @@ class Predictor:
         return launch_size(count, self._backend.batch_sizes)
 
     def warm_up(self) -> None:
-        """Run the model once at its smallest and largest batch, so that no request pays for allocations.
+        """Run the model at its smallest and largest batch, so that no request pays for allocations, and compile it.
 
-        On the CPU it is run at the other sizes too, largest first, while that takes no more than two seconds, so that
-        the memory that a library keeps for each size is taken before the first request and not at some later one.
-        On CUDA the model is compiled here, captured for every launch size, and compared with the uncompiled one. On the
-        CPU it is compiled on a thread of its own while the uncompiled model already answers, and takes over when done.
+        On CUDA the model is captured for every launch size, too, and compared with the uncompiled one. OpenVINO
+        compiles for the sizes beyond 1 on a thread of its own.
 
         Raises:
             DeviceError: the model gives scores that are not finite, or does not run at all.
             `NewProcessNeeded` where this process cannot go on, and another one may: see there.
         """
         with self._device_errors():
-            self._backend.exercise((1, self.max_batch))
-            self._require_finite_scores()
-            self._fill_caches()
+            self._exercise({1, min(self.max_batch, self._backend.largest_tried or self.max_batch)})
             self._backend.compile()
-
-    def _require_finite_scores(self) -> None:
-        """Raise NotFinite unless black, white and noise have finite scores, as requests get them: a temperature may
-        be too small for logits that are finite.
-        """
-        shape = (*self.config.image_size, self.config.in_channels)
-        noise = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
-        for name, image in (("black", np.zeros_like(noise)), ("white", np.full_like(noise, 255)), ("noise", noise)):
-            [outputs] = self.predict(image[np.newaxis], RequestedOutputs(1))
-            if not outputs.finite:
-                raise NotFinite(f"{self.device}: warm-up gave scores of {name} that are not finite in {self.dtype}")
-
-    def _fill_caches(self) -> None:
-        end = monotonic() + _FILL_SECONDS
-        for size in sizes_in_use(self.max_batch):
-            if monotonic() >= end:
-                logger.info("batches of %d and less are not tried before the first request: it takes too long", size)
-                break
-            self._backend.fill_caches(size)
+            if self.batch_sizes is not None:
+                self._exercise((1,))
 
     def check(self) -> None:
         """Check that the device still computes, by running the smallest batch.
@@ -199,8 +171,17 @@ class Predictor:
             DeviceError: it does not, or gives scores that are not finite.
         """
         with self._device_errors():
-            self._backend.exercise((1,))
-            self._require_finite_scores()
+            self._exercise((1,))
+
+    def _exercise(self, sizes: Iterable[int]) -> None:
+        """Raise NotFinite unless noise, black and white have finite scores, as requests get them: a temperature may
+        be too small for logits that are finite.
+        """
+        for size in sizes:
+            for turn in range(3):
+                request = self._backend.usual[turn % len(self._backend.usual)]
+                if not self._backend.predict(trial_images(self.config, size, turn), request).tensors()["finite"].all():
+                    raise NotFinite(f"{self.device}: warm-up gave scores that are not finite in {self.dtype}")
 
     @contextmanager
     def _device_errors(self) -> Iterator[None]:
@@ -334,9 +315,9 @@ class Predictor:
         logits = arrays.get("logits")
         if logits is None:
             score = arrays["scores"][places, 0]
-            evidence = self._scores.best_evidence(score)
+            evidence = score if self._head.independent else np.ones_like(score)
         else:
-            score, evidence = self._scores.evidence(logits[places], classes)
+            score, evidence = self._head.evidence(logits[places], classes)
         requests = (replace(request, class_index=label) for label in classes.tolist())
         shown = faded(values, evidence)
         facts = kept_mass.tolist(), score.tolist(), evidence.tolist()
@@ -352,11 +333,12 @@ class Predictor:
             raise ValueError(f"{self.checkpoint.name} has no text tower")
         import torch  # noqa: PLC0415  of which the tower is
 
-        from model.runtime.postprocess import one_thread  # noqa: PLC0415
+        from model.runtime.torch_pass import one_thread  # noqa: PLC0415
 
         with one_thread(torch.device("cpu")):
             return self.checkpoint.embed_texts(texts)
 
     def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return raw logits, before the temperature: float32 [B, num_classes]; for parity tests and calibration."""
-        return self._backend.logits(images)
+        logits: Floats = self._backend.predict(images, BatchRequest(logits=True)).tensors()["logits"]
+        return logits

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -66,7 +66,7 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
     predictor = Predictor(start, device=device, dtype=dtype, compile_mode="off", threads=threads, streams=1)
     parts = [decode(files, start.preprocess, out) for files in (dataset.train, dataset.validation)]
     if isinstance(start.config, LibraryConfig):
-        _require_linear(predictor, heads[0], parts[0])
+        _require_linear(predictor, start.tensors, heads[0], parts[0])
     features = torch.cat([_features(predictor, part) for part in parts])
     truth = torch.from_numpy(np.concatenate([part.labels for part in parts]))
     sizes = len(dataset.labels), len(truth), features.shape[1], start.name, time.monotonic() - began
@@ -144,9 +144,9 @@ def with_head(checkpoint: Checkpoint, names: Sequence[str], head: Head, labels: 
     )
 
 
-def _require_linear(predictor: Predictor, name: str, images: Images) -> None:
+def _require_linear(predictor: Predictor, tensors: Mapping[str, Tensor], name: str, images: Images) -> None:
     """Raise CheckpointError unless this layer of a library's network maps the embedding to the logits."""
-    weight, bias = (predictor.checkpoint.tensors[f"{name}.{kind}"].double() for kind in ("weight", "bias"))
+    weight, bias = (tensors[f"{name}.{kind}"].double() for kind in ("weight", "bias"))
     few = images.pixels[:2]
     expected = Head(weight, bias).logits(torch.from_numpy(predict_embeddings(predictor, few)).double())
     logits = torch.from_numpy(predictor.logits(np.ascontiguousarray(few.transpose(0, 2, 3, 1))))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.calibration import fit_temperature
-from model.runtime.postprocess import one_thread
+from model.runtime.torch_pass import one_thread
 
 PENALTIES: Final = tuple(10 ** (0.5 - number / 2) for number in range(11))
 """What half the squared weights are multiplied by, for features of unit variance; the strongest first."""

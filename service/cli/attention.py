@@ -19,14 +19,14 @@ from model.errors import ImageError, InputError
 from model.images.heatmap import COLORMAPS, MAX_SIZE, default_view
 from model.images.preprocess import ModelInput, upright_photo
 from model.images.sheet import ContactSheet, draw_maps
-from model.outputs import FUSIONS, METHODS, AttentionMap, MapRequest, Method, Outputs, RequestedOutputs, parse_maps
+from model.outputs import METHODS, AttentionMap, MapRequest, Method, Outputs, RequestedOutputs, parse_maps
 from service.cli.image_files import find_images, handle_answers, predict_files, read_input, writing
 from service.cli.server_flags import add_server_flags, client_of, stream_answers
 from service.cli.setting_flags import add_setting_flags, predictor_from, settings_from
 from service.settings import Settings
 from vitserve.documents import AttentionDocument
 
-_OPTIONS = ("method", "layer", "head", "fusion", "discard")
+_OPTIONS = ("method", "layer", "head")
 """Arguments that say which map it is, and"""
 
 _LOOK = ("overlay", "view", "smooth", "colorbar", "caption", "alpha", "colormap", "size")
@@ -54,8 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--npy", action="store_true", help="write the numbers instead of a PNG")
     parser.add_argument(
         "--method",
-        help=f"one of {', '.join(METHODS)} (default: {METHODS[0]}; with --layer or --head, cls; with --fusion or "
-        "--discard, rollout)",
+        help=f"one of {', '.join(METHODS)} (default: {METHODS[0]}; with --layer or --head, cls)",
     )
     parser.add_argument(
         "--class",
@@ -67,8 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layer", type=int, help="of method cls; negatives count from the end (default: the last)")
     parser.add_argument("--head", help="of method cls: mean, max, or a head's number (default: mean)")
-    parser.add_argument("--fusion", choices=FUSIONS, help="of method rollout: how heads are combined (default: mean)")
-    parser.add_argument("--discard", type=float, help="of method rollout: share of weights set to zero (default: 0)")
     parser.add_argument(
         "--view",
         choices=("input", "photo"),
@@ -176,7 +173,7 @@ def _through_server(files: Sequence[Path], arguments: argparse.Namespace) -> Ite
 
 def _map_of(found: AttentionDocument) -> AttentionMap:
     method = cast(Method, found.method)
-    request = MapRequest(method, found.class_, found.layer, found.head, found.fusion, found.discard)
+    request = MapRequest(method, found.class_, found.layer, found.head)
     return AttentionMap(request, np.array(found.values, np.float32), found.kept_mass, found.score, found.evidence)
 
 
@@ -222,7 +219,7 @@ def _file_maps(
 def _described(found: AttentionMap, labels: Sequence[str]) -> str:
     """Return the class of a map with its score and evidence, where it has one, and its method."""
     request = found.request
-    options = {name: getattr(request, name) for name in ("layer", "head", "fusion", "discard")}
+    options = {name: getattr(request, name) for name in ("layer", "head")}
     method = ", ".join([request.method, *(f"{name} {value}" for name, value in options.items() if value is not None)])
     if request.class_index is None:
         return method

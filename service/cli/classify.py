@@ -13,9 +13,9 @@ from typing import Any
 from tqdm import tqdm
 
 from model.errors import InputError
+from model.heads import is_list, labels_of_request, parse_labels
 from model.images.preprocess import ModelInput
 from model.outputs import DEFAULT_TOP_K, Outputs, RequestedOutputs
-from model.zero_shot import is_list, labels_of_request, parse_labels
 from service.cli.image_files import find_images, handle_answers, predict_files
 from service.cli.server_flags import add_server_flags, client_of, stream_answers
 from service.cli.setting_flags import MODEL_FLAGS, add_setting_flags, predictor_from

@@ -90,7 +90,7 @@ def _batches(files: list[Path], checkpoint: Checkpoint, settings: Settings, unre
     """Yield float32 [B, C, H, W] of at most `_BATCH` images; a file that cannot be read is named and left out."""
     import torch  # noqa: PLC0415  torch takes seconds to import
 
-    from model.runtime.torch_backend import Normalise  # noqa: PLC0415
+    from model.runtime.torch_pass import Normalise  # noqa: PLC0415
 
     normalise, remaining = Normalise(checkpoint.preprocess), iter(tqdm(files, unit="image", disable=None))
     while batch := list(islice(remaining, _BATCH)):

@@ -46,8 +46,8 @@ def predictor_from(arguments: argparse.Namespace) -> tuple[Predictor, ModelInfo,
         SettingsError, CheckpointError, DeviceError: one line that says why not.
     """
     settings = settings_from(arguments)
-    predictor, info = load_predictor(settings, lazy=True)
-    if predictor.lazy:
+    predictor, info = load_predictor(settings)
+    if settings.compile == "auto" and predictor.device == "cpu":  # what few pictures do not need is not compiled
         predictor.check()
     else:
         predictor.warm_up()

@@ -23,6 +23,7 @@ import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -290,10 +291,6 @@ def run_engine(settings: Settings, child: Child, path: Path, load: Loader, metri
 async def _run(settings: Settings, child: Child, path: Path, load: Loader, metrics: Metrics, served: Served) -> int:
     over = asyncio.Event()
 
-    def make(checkpoint: str | None) -> LocalEngine:
-        own = settings if checkpoint is None else settings.model_copy(update={"checkpoint": checkpoint})
-        return engine_of(own, load, metrics.observe_batch)
-
     def changed() -> None:
         current = model.current
         if current.engine.ready:
@@ -302,6 +299,7 @@ async def _run(settings: Settings, child: Child, path: Path, load: Loader, metri
             over.set()
 
     asyncio.get_running_loop().add_signal_handler(STOP, over.set)
+    make = partial(engine_of, settings, load, metrics.observe_batch)
     model = LocalModel(make, served.checkpoint, served.generation, on_retired=freeze_objects)
     images = MemoryImageStore(ttl=settings.recent_ttl, max_bytes=settings.recent_bytes)
     server = EngineServer(model, images, restarts=child.restarts, on_change=changed)

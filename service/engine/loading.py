@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -20,7 +21,7 @@ from service.settings import Settings
 
 if TYPE_CHECKING:
     from model.checkpoint import Checkpoint
-    from model.runtime.openvino.store import Entry, KeptCheckpoint
+    from model.runtime.openvino.kept import Entry, KeptCheckpoint
     from model.runtime.predictor import Predictor
 
 logger = logging.getLogger(__name__)
@@ -44,17 +45,14 @@ def checkpoint_from(settings: Settings) -> Checkpoint:
     return load_checkpoint(settings.checkpoint, base=settings.base, bases_below=below, **options)
 
 
-def load_predictor(settings: Settings, *, lazy: bool = False) -> tuple[Predictor, ModelInfo]:
+def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
     """Read the checkpoint and put its model on the device; the caller warms it up.
-
-    Args:
-        lazy: whether graphs that were kept are compiled when they are first needed, for few pictures.
 
     Raises:
         CheckpointError: the checkpoint cannot be read exactly.
         DeviceError: the device, dtype or backend is not available here.
     """
-    return _load_kept(settings, lazy=lazy) or _load(settings)
+    return _load_kept(settings) or _load(settings)
 
 
 class FirstLoad:
@@ -81,7 +79,7 @@ class FirstLoad:
 
 
 def _load_kept(
-    settings: Settings, *, lazy: bool = False, on_compile: Callable[[], None] = lambda: None
+    settings: Settings, *, on_compile: Callable[[], None] = lambda: None
 ) -> tuple[Predictor, ModelInfo] | None:
     """Return what `load_predictor` does where its graphs were kept, else None."""
     # OpenMP threads that spin between operators starve the decode threads beside them. Read when torch loads.
@@ -89,7 +87,7 @@ def _load_kept(
     entry = _entry(settings)
     if entry is None:
         return None
-    from model.runtime.kept import kept_predictor  # noqa: PLC0415
+    from model.runtime.start import kept_predictor  # noqa: PLC0415
 
     def on_read(checkpoint: KeptCheckpoint) -> None:
         _require_coverage(settings, checkpoint)
@@ -99,7 +97,6 @@ def _load_kept(
         entry,
         lambda: checkpoint_from(settings),
         on_read,
-        lazy=lazy,
         max_batch=settings.max_batch,
     )
     return None if kept is None else (kept, _described(settings, kept.checkpoint, kept))
@@ -114,7 +111,7 @@ def _load(settings: Settings) -> tuple[Predictor, ModelInfo]:
     entry = _entry(settings)
     from model.checkpoint.local_files import recording  # noqa: PLC0415  torch takes seconds to import
     from model.runtime.device import unusable_reason  # noqa: PLC0415
-    from model.runtime.openvino.store import Keep  # noqa: PLC0415
+    from model.runtime.openvino.kept import Keep  # noqa: PLC0415
     from model.runtime.predictor import Predictor  # noqa: PLC0415
 
     with recording() as files:
@@ -150,7 +147,7 @@ def _require_coverage(settings: Settings, checkpoint: Checkpoint | KeptCheckpoin
         label_sets_of(checkpoint.calibration, settings.coverage, checkpoint.source)
 
 
-def _described(settings: Settings, checkpoint: Checkpoint, predictor: Predictor) -> ModelInfo:
+def _described(settings: Settings, checkpoint: Checkpoint | KeptCheckpoint, predictor: Predictor) -> ModelInfo:
     for assumption in checkpoint.assumed:
         logger.info("%s: assumed: %s", checkpoint.name, assumption)
     for note in checkpoint.notes:
@@ -158,7 +155,7 @@ def _described(settings: Settings, checkpoint: Checkpoint, predictor: Predictor)
     if settings.coverage is not None:
         predictor.set_coverage(settings.coverage)
     facts = attributes(ModelInfo.__dataclass_fields__, checkpoint, predictor)
-    return ModelInfo(**facts | {"name": settings.model_name or checkpoint.name})
+    return ModelInfo(**facts | {"name": settings.model_name or checkpoint.name, "loaded_at": int(time.time())})
 
 
 def _entry(settings: Settings) -> Entry | None:
@@ -169,7 +166,7 @@ def _entry(settings: Settings) -> Entry | None:
         return None
     if importlib.util.find_spec("openvino") is None:
         return None
-    from model.runtime.openvino.store import Entry  # noqa: PLC0415  an optional package
+    from model.runtime.openvino.kept import Entry  # noqa: PLC0415  an optional package
 
     return Entry(folder, {name: _resolved(getattr(settings, name)) for name in _MATTER})
 

@@ -238,10 +238,13 @@ class LocalEngine:
             logger.debug("the event loop is closed")
 
 
-def engine_of(settings: Settings, load: Loader, on_batch: Callable[[BatchReport], None]) -> LocalEngine:
-    """Return an engine of this process, not started yet; it calls `load` on its thread."""
+def engine_of(
+    settings: Settings, load: Loader, on_batch: Callable[[BatchReport], None], checkpoint: str | None = None
+) -> LocalEngine:
+    """Return an engine of this process, not started yet, of a checkpoint; by default of the configured one."""
+    own = settings if checkpoint is None else settings.model_copy(update={"checkpoint": checkpoint})
     return LocalEngine(
-        lambda: load(settings),
+        lambda: load(own),
         device=settings.device,
         queue_size=settings.queue_size,
         max_delay=settings.max_delay_ms / 1000,

@@ -27,11 +27,11 @@ from starlette.types import Message, Receive
 
 from model.config import PreprocessConfig
 from model.cores import usable_cores
+from model.heads import compared, of_image, with_map
 from model.images.formats import is_bounded
 from model.images.preprocess import ModelInput, model_input
 from model.images.region import Region
 from model.outputs import RequestedOutputs
-from model.zero_shot import of_image
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from service.errors import (
@@ -376,13 +376,12 @@ class AdmittedRequest:
         assert zero_shot is not None, "routes refuse labels for other models"
         result = await self._infer(pixels, of_image(requested))
         texts = await self.embed_texts(zero_shot.prompts(requested.labels))
-        features = zero_shot.label_features(texts)
-        outputs = zero_shot.compare(result.outputs, features, requested)
+        head = zero_shot.head(requested.labels, texts)
+        outputs, of_label = compared(result.outputs, head, requested)
         if requested.map is not None and requested.map.of_best_class:
-            of_label = RequestedOutputs(1, zero_shot.map_of_best(result.outputs, features))
-            explained = await self._infer(pixels, of_label)
+            explained = await self._infer(pixels, RequestedOutputs(1, of_label))
             assert explained.outputs.map is not None, "the engine answers each request for a map"
-            outputs = zero_shot.with_map(outputs, explained.outputs.map)
+            outputs = with_map(outputs, head, explained.outputs.map)
             result = replace(
                 result,
                 queue_seconds=result.queue_seconds + explained.queue_seconds,

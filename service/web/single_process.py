@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from service.engine.local import Loader, LocalEngine, engine_of
+from service.engine.local import Loader, engine_of
 from service.engine.messages import ModelInfo
 from service.http import Server
 from service.lifecycle import Lifecycle, Terminal, freeze_objects, trim_regularly
@@ -41,17 +41,13 @@ class SingleProcess:
     def __init__(self, settings: Settings, load: Loader) -> None:
         self.lifecycle = Lifecycle()
         self._settings = settings
-        self._load = load
-        self._metrics = Metrics()
+        metrics = Metrics()
         self._is_announced = False
-        self._model = LocalModel(self._engine, on_retired=freeze_objects)
-        app = create_app(settings, self._model, self._metrics, self.lifecycle, self._on_engine_change)
+        make = partial(engine_of, settings, load, metrics.observe_batch)
+        self._model = LocalModel(make, on_retired=freeze_objects)
+        app = create_app(settings, self._model, metrics, self.lifecycle, self._on_engine_change)
         hang_up = partial(Terminal().hang_up, self._model.reload)
         self.server = Server(app, settings, self.lifecycle, on_hang_up=hang_up)
-
-    def _engine(self, checkpoint: str | None) -> LocalEngine:
-        own = self._settings if checkpoint is None else self._settings.model_copy(update={"checkpoint": checkpoint})
-        return engine_of(own, self._load, self._metrics.observe_batch)
 
     def _on_engine_change(self) -> None:
         engine = self._model.current.engine

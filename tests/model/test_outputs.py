@@ -87,9 +87,7 @@ def maps(**said: Any) -> list[MapRequest]:
         ({"layer": -3}, [MapRequest("cls", layer=0, head="mean")]),
         ({"head": "1"}, [MapRequest("cls", layer=2, head=1)]),
         ({"method": "cls"}, [MapRequest.row(2)]),
-        ({"discard": 0.1 + 0.2}, [MapRequest("rollout", fusion="mean", discard=0.1 + 0.2)]),
-        ({"fusion": "min"}, [MapRequest("rollout", fusion="min", discard=0.0)]),
-        ({"method": "rollout"}, [MapRequest.of_rollout()]),
+        ({"method": "rollout"}, [MapRequest("rollout")]),
         ({"classes": "tiger, 7"}, [MapRequest("relevance", 1), MapRequest("relevance", 7)]),
         ({"method": "gae"}, [MapRequest("gae")]),
     ],
@@ -105,11 +103,6 @@ def test_what_was_not_said_follows_from_what_was(said: dict[str, Any], requests:
         ({"method": ""}, "method", "method '': expected one of relevance, cls"),
         ({"method": "cls", "classes": "3"}, "class", "class does not apply to method 'cls'"),
         ({"method": "gae", "head": "max"}, "head", "head does not apply to method 'gae'"),
-        ({"layer": 0, "discard": 0.5}, "discard", "discard does not apply to method 'cls'"),
-        ({"fusion": "median"}, "fusion", "expected one of mean, max, min"),
-        ({"fusion": "max", "discard": 1.0}, "discard", "at least 0, and less than 1"),
-        ({"discard": -0.1}, "discard", "at least 0"),
-        ({"discard": float("nan")}, "discard", "at least 0"),
     ],
 )
 def test_a_map_that_there_is_not_is_an_error(said: dict[str, Any], parameter: str, says: str) -> None:

@@ -11,8 +11,10 @@ import torch
 
 from model.config import ViTConfig
 from model.errors import InputError
+from model.heads import MAX_CHARACTERS, MAX_TEXTS, Head, ZeroShot, compared, labels_of_request, of_image, parse_labels
 from model.outputs import EmbeddingRequest, MapRequest, Outputs, RequestedOutputs
-from model.zero_shot import MAX_CHARACTERS, MAX_TEXTS, ZeroShot, labels_of_request, of_image, parse_labels
+from model.runtime.batches import BatchOutputs
+from model.runtime.cuda.top_k import with_best
 
 CONFIG = ViTConfig(image_size=(8, 8), patch_size=4, width=8, depth=1, heads=2, mlp_width=16, num_classes=2)
 PLAIN = ZeroShot(10.0, -2.0, False, ("a photo of {}.",))
@@ -89,7 +91,7 @@ def test_scores_are_those_of_torch(independent: bool, count: int) -> None:
     zero_shot = ZeroShot(10.0, -2.0, independent, ("{}",))
     outputs = Outputs(np.ones(1, np.float32), np.zeros(1, np.int64), embedding=embedding)
     requested = RequestedOutputs(min(3, count), logits=True, labels=("x",) * count)
-    found = zero_shot.compare(outputs, zero_shot.label_features(texts), requested)
+    found, _ = compared(outputs, zero_shot.head(requested.labels, texts), requested)
     logits = 10 * torch.nn.functional.cosine_similarity(torch.from_numpy(texts), torch.from_numpy(embedding)) - 2
     scores = logits.sigmoid() if independent else logits.softmax(dim=0)
     best = scores.topk(min(3, count))
@@ -106,8 +108,9 @@ def test_scores_stay_finite_where_exponentials_do_not() -> None:
     zero_shot = ZeroShot(1e4, 0.0, True, ("{}",))
     embedding = np.array([1, 0], np.float32)
     outputs = Outputs(np.ones(1, np.float32), np.zeros(1, np.int64), embedding=embedding)
-    features = np.array([[1, 0], [-1, 0]], np.float32)
-    assert zero_shot.compare(outputs, features, RequestedOutputs(2, labels=("a", "b"))).scores.tolist() == [1, 0]
+    head = zero_shot.head(("a", "b"), np.array([[1, 0], [-1, 0]], np.float32))
+    found, _ = compared(outputs, head, RequestedOutputs(2, labels=("a", "b")))
+    assert found.scores.tolist() == [1, 0]
 
 
 def test_the_engine_computes_an_embedding_and_no_labels() -> None:
@@ -116,3 +119,38 @@ def test_the_engine_computes_an_embedding_and_no_labels() -> None:
     assert json.dumps(of_image(requested).labels) == "[]"
     # What the best label's map goes back from is known only when the labels are compared.
     assert of_image(replace(requested, map=MapRequest("relevance"))).map is None
+
+
+SATURATED = [18.0, 25.0, 3.0, 19.0, 1.0]
+"""Logits of which the sigmoids of three are 1 in float32."""
+
+
+def test_saturated_sigmoids_are_ranked_by_their_logits_on_the_host_and_on_a_device() -> None:
+    head, logits = Head(tuple("abcde"), independent=True), np.array([SATURATED, SATURATED[::-1]], np.float32)
+    best = head.best(logits, 3)
+    assert best.indices.tolist() == [[1, 3, 0], [3, 1, 4]]
+    found = with_best(BatchOutputs(torch.from_numpy(logits)), head, 3).tensors()
+    assert found["indices"].tolist() == best.indices.tolist()
+    np.testing.assert_allclose(found["scores"], best.scores, atol=1e-6)
+    assert found["finite"].tolist() == best.finite.tolist() == [True, True]
+
+
+@pytest.mark.parametrize("independent", [False, True])
+def test_the_host_and_a_device_score_alike_and_tell_what_is_not_finite(independent: bool) -> None:
+    logits = np.random.default_rng(0).normal(0, 5, (6, 40)).astype(np.float32)
+    logits[4, 3] = np.nan
+    head = Head(tuple(map(str, range(40))), independent, temperature=1.7)
+    best, found = head.best(logits, 5), with_best(BatchOutputs(torch.from_numpy(logits)), head, 5).tensors()
+    assert found["finite"].tolist() == best.finite.tolist() == [True] * 4 + [False, True]
+    sound = best.finite
+    assert found["indices"].numpy()[sound].tolist() == best.indices[sound].tolist()
+    np.testing.assert_allclose(found["scores"].numpy()[sound], best.scores[sound], atol=1e-6)
+
+
+def test_evidence_of_the_best_class_is_whole_unless_classes_are_independent() -> None:
+    logits = np.array([[4.0, 4.0, -8.0], [1.0, 3.0, 2.0]], np.float32)
+    score, evidence = Head(tuple("abc"), independent=False).evidence(logits, np.array([1, 0]))
+    np.testing.assert_allclose(score, [0.5, 0.0900], atol=1e-4)
+    np.testing.assert_allclose(evidence, [1, 0.1353], atol=1e-4)
+    score, evidence = Head(tuple("abc"), independent=True).evidence(logits, np.array([1, 0]))
+    assert score.tolist() == evidence.tolist()

@@ -210,8 +210,8 @@ def test_a_map_is_a_document(call: Call) -> None:
     assert call(server, "attention", b"pixels", layer=-1, head="max") == [AttentionDocument.model_validate(MAP)]
     assert (server.request.method, server.request.content) == ("POST", b"pixels")
     assert str(server.request.url) == f"{URL}/attention?layer=-1&head=max&format=json"
-    call(server, "attention", b"pixels", method="rollout", fusion="max", discard=0.9)
-    assert str(server.request.url) == f"{URL}/attention?method=rollout&fusion=max&discard=0.9&format=json"
+    call(server, "attention", b"pixels", method="rollout")
+    assert str(server.request.url) == f"{URL}/attention?method=rollout&format=json"
 
 
 def test_maps_of_several_classes_are_several_documents(call: Call) -> None:

@@ -186,7 +186,7 @@ def activation(value: Any, where: str) -> Activation:
 
 
 def tower_config(json: Json, kind: str, where: str) -> dict[str, Any]:
-    """Return what `config.json` says of the `text` or `vision` tower, in old files twice.
+    """Return the config of the `text` or `vision` tower, which old files have twice.
 
     Raises:
         CheckpointError: it is no object.

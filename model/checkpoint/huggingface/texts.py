@@ -25,8 +25,8 @@ from model.checkpoint.options import CheckpointOptions, read_labels
 from model.checkpoint.refusals import validating
 from model.checkpoint.tensors import checked, join_parts, renamed, taken
 from model.errors import CheckpointError, InputError, first_line
+from model.heads import DEFAULT_TEMPLATE, ZeroShot, is_list, parse_labels
 from model.network.text_tower import TextConfig, TextTower
-from model.zero_shot import DEFAULT_TEMPLATE, ZeroShot, is_list, parse_labels
 
 _PREFIXES: Final = ("text_model.", "text_projection.")
 _TOKENIZER_CONFIG: Final = "tokenizer_config.json"
@@ -116,8 +116,9 @@ def read_texts(
     bias = _scalar(tensors, "logit_bias", files.place) if independent else 0.0
     zero_shot = ZeroShot(scale, bias, independent, (DEFAULT_TEMPLATE,))
     if labels:
-        features = torch.from_numpy(zero_shot.label_features(tower(zero_shot.prompts(labels))))
-        tensors["classifier.weight"] = features * zero_shot.scale
+        head = zero_shot.head(labels, tower(zero_shot.prompts(labels)))
+        assert head.weight is not None, "it is made of features"
+        tensors["classifier.weight"] = torch.from_numpy(head.weight)
         tensors["classifier.bias"] = torch.full((len(labels),), zero_shot.bias)
     return tensors, Texts(labels, zero_shot, tower)
 
@@ -201,7 +202,7 @@ def _scalar(tensors: dict[str, Tensor], name: str, where: str) -> float:
 
 
 def _labels(labels: str | None) -> tuple[str, ...]:
-    """Return what VIT_LABELS says; without it, or with numbers, which say nothing, a request brings its labels."""
+    """Return the labels of VIT_LABELS; without it, or with numbers, which say nothing, a request brings its labels."""
     if labels in (None, "numbers"):
         return ()
     if not is_list(labels):

@@ -23,38 +23,23 @@ ACTIVATIONS: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {
 
 
 class Mlp(nn.Module):
-    """Two linear layers with the activation between them.
-
-    Attributes:
-        fused: compute the first layer and its GELU as one kernel, where no gradient is needed. On CUDA that is the
-            tanh approximation, on a CPU the exact function (pytorch/pytorch#104061).
-    """
+    """Two linear layers with the activation between them."""
 
     def __init__(self, config: ViTConfig, *, bias: bool = True) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[config.activation]
-        self.fused = False
         self.fc1 = nn.Linear(config.width, config.mlp_width, bias=bias)
         self.norm: nn.Module = nn.LayerNorm(config.mlp_width, eps=config.norm_eps) if config.mlp_norm else nn.Identity()
         self.fc2 = nn.Linear(config.mlp_width, config.width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., D] to [..., D]."""
-        if self.fused and not x.requires_grad:
-            y: Tensor = self.fc2(self.norm(self.fused_hidden(x)))
-            return y
         return self.finish(self.fc1(x))
 
     def finish(self, hidden: Tensor) -> Tensor:
         """Map what the first layer gave, [..., mlp_width], to the output [..., D]."""
         y: Tensor = self.fc2(self.norm(self.activation(hidden)))
         return y
-
-    def fused_hidden(self, x: Tensor) -> Tensor:
-        """Map [..., D] to [..., mlp_width], GELU included."""
-        fc1 = self.fc1
-        hidden = torch._addmm_activation(fc1.bias, x.reshape(-1, x.shape[-1]), fc1.weight.t(), use_gelu=True)
-        return hidden.reshape(*x.shape[:-1], -1)
 
 
 class PreLogits(nn.Module):

@@ -17,7 +17,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,11 +26,11 @@ from torch import Tensor
 from model.errors import first_line
 from model.runtime.batches import BatchRequest, Images
 
-DeviceOutputs = tuple[Tensor, dict[str, Tensor]]
-"""Packed outputs, int32 [B, width] as `postprocess.pack` returns them, and further ones by name."""
+Compute = Callable[[Tensor, BatchRequest], dict[str, Tensor]]
+"""(uint8 [B, H, W, C] on the device, request) -> the outputs there, by the names of `BatchOutputs`."""
 
-Compute = Callable[[Tensor, BatchRequest], DeviceOutputs]
-"""(uint8 [B, H, W, C] on the device, request) -> the outputs there, `BatchRequest.beside` whether wanted or not."""
+_ON_REQUEST: Final = frozenset({"logits", "head", "cls", "mean"})
+"""Outputs that every pass gives, and that come to the host only where they are asked for."""
 
 
 class DeviceOps(Protocol):
@@ -57,9 +57,6 @@ class DeviceOps(Protocol):
     def download(self, tensor: Tensor) -> Tensor:
         """Return a copy on the host, complete when the current stream has come that far."""
 
-    def clear_workspaces(self) -> None:
-        """Free the memory that libraries keep for their products; they take new memory at the next one."""
-
     def capture(self, work: Callable[[], None], stream: Any) -> Callable[[], None]:
         """Run the work, record it, and return a function that runs it again on the same memory.
 
@@ -83,11 +80,10 @@ class _Slot(NamedTuple):
 
 
 class _Graph(NamedTuple):
-    """A recorded batch, and the tensors that the graph writes; those beside are copied on request."""
+    """A recorded batch, and the tensors that it writes: whoever holds them keeps their memory from other graphs."""
 
     replay: Callable[[], None]
-    packed: Tensor
-    beside: dict[str, Tensor]
+    outputs: dict[str, Tensor]
 
 
 class BatchLauncher:
@@ -120,7 +116,8 @@ class BatchLauncher:
             self._slots.put(_Slot(pinned, pixels, ops.stream(), ops.event(), ops.event()))
         # Host memory that is freed, at any moment and by any thread, records an event on the stream that it was
         # downloaded on. So nothing is captured on the stream of the batches; all graphs share their memory, and torch
-        # wants one stream for them.
+        # wants one stream for them. Nothing else runs there: the workspaces of the products, which a graph keeps the
+        # addresses of, are then taken from the graphs' memory, and stay (pytorch/pytorch#193402).
         self._captures = ops.stream()
         ops.synchronize()  # the streams above do not wait for what was made before them
 
@@ -135,8 +132,7 @@ class BatchLauncher:
         # The largest first: the smaller ones find their memory in what it has left.
         for size in sorted(sizes, reverse=True):
             for request in requests:
-                with self._ops.on(self._captures):
-                    self._graphs[size, request] = self._capture(compute, size, request)
+                self._graphs[size, request] = self._capture(compute, size, request)
         self._ops.synchronize()  # batches are computed on another stream
 
     def forget_graphs(self) -> None:
@@ -144,22 +140,20 @@ class BatchLauncher:
         self._graphs.clear()
 
     def _capture(self, compute: Compute, size: int, request: BatchRequest) -> _Graph:
-        self._ops.synchronize()  # the batch before reads the same images, on another stream
-        pixels = self._input[:size]
-        # What libraries set up at their first calls cannot be captured. The packed outputs are allocated outside of
-        # the memory that graphs share, as they outlive the run.
-        packed = torch.empty_like(compute(pixels, request)[0])
-        beside: dict[str, Tensor] = {}
+        pixels, outputs = self._input[:size], dict[str, Tensor]()
 
         def work() -> None:
-            output, in_graph = compute(pixels, request)
-            packed.copy_(output)
-            beside.update(in_graph)  # whoever holds it keeps its memory from the other graphs
+            outputs.update(compute(pixels, request))
 
-        work()
-        graph = _Graph(self._record(work, size), packed, beside)
-        for tensor in (packed, *beside.values()):
-            tensor.zero_()  # so that a graph which does nothing has no answer
+        # What libraries set up at their first calls cannot be captured.
+        with self._ops.on(self._stream):
+            work()
+        self._ops.synchronize()
+        with self._ops.on(self._captures):
+            graph = _Graph(self._record(work, size), outputs)
+            for tensor in outputs.values():
+                tensor.zero_()  # so that a graph which does nothing has no answer
+        self._ops.synchronize()  # the next one reads the same images, on another stream
         return graph
 
     def _record(self, work: Callable[[], None], size: int) -> Callable[[], None]:
@@ -173,10 +167,6 @@ class BatchLauncher:
                 failures.append(error)
                 raise
 
-        # A graph keeps the addresses that the products' workspaces have while it is captured, and others free those
-        # that were there before (torch's own graphs, the end of another graph: pytorch/pytorch#193402). Workspaces
-        # that are new are in the graphs' memory, and stay.
-        self._ops.clear_workspaces()
         try:
             return self._ops.capture(watched, self._captures)
         except Exception as error:  # noqa: BLE001  whatever it was, the allocator is left as it is
@@ -184,7 +174,9 @@ class BatchLauncher:
             raise CaptureFailed(f"the capture of {size} images failed: {first_line(cause)}") from cause
 
     @torch.inference_mode()
-    def run(self, images: Images, request: BatchRequest, *, size: int, compute: Compute | None = None) -> DeviceOutputs:
+    def run(
+        self, images: Images, request: BatchRequest, *, size: int, compute: Compute | None = None
+    ) -> dict[str, Tensor]:
         """Compute one batch; callable by several threads at once.
 
         Args:
@@ -193,7 +185,7 @@ class BatchLauncher:
             compute: what computes it instead of its graph, or of the launcher's own where it has no graph.
 
         Returns:
-            On the host: packed outputs, and those beside that the request asks for.
+            On the host, by name: what every request gets, and what this one asks for.
 
         Raises:
             RuntimeError: as torch raises it.
@@ -210,9 +202,10 @@ class BatchLauncher:
 
     def _run(
         self, slot: _Slot, images: Images, request: BatchRequest, size: int, compute: Compute | None
-    ) -> DeviceOutputs:
+    ) -> dict[str, Tensor]:
         ops, count = self._ops, len(images)
         graph = self._graphs.get((size, request.computed)) if compute is None else None
+        unwanted = _ON_REQUEST - {*request.embeddings, *(["logits"] if request.logits else [])}
         with ops.on(slot.copies):
             np.stack(list(images), out=slot.pinned[:count].numpy())  # the images' only copy on the host
             slot.pixels[:count].copy_(slot.pinned[:count], non_blocking=True)
@@ -222,11 +215,10 @@ class BatchLauncher:
             self._input[:count].copy_(slot.pixels[:count])
             if graph is not None:
                 graph.replay()
-                packed, beside = graph.packed, graph.beside
+                outputs = graph.outputs
             else:
-                packed, beside = (compute or self._compute)(self._input[:size], request)
-            host = ops.download(packed[:count])
-            named = {name: ops.download(beside[name][:count]) for name in request.beside}
+                outputs = (compute or self._compute)(self._input[:size], request)
+            host = {name: ops.download(each[:count]) for name, each in outputs.items() if name not in unwanted}
             slot.finished.record(self._stream)
         slot.finished.synchronize()
-        return host, named
+        return host

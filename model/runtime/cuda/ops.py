@@ -45,10 +45,6 @@ class CudaOps:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
-    def clear_workspaces(self) -> None:
-        """Free the workspaces of cuBLAS, of every stream."""
-        torch._C._cuda_clearCublasWorkspaces()
-
     def capture(self, work: Callable[[], None], stream: torch.cuda.Stream) -> Callable[[], None]:
         """Return a function that replays a CUDA graph of the work.
 

@@ -9,20 +9,20 @@ from __future__ import annotations
 import importlib.util
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import DeviceError, VitError
+from model.heads import Head
 from model.outputs import MapRequest
-from model.runtime.backend import Compilation, CompilationState, require_finite, trial_images
-from model.runtime.batches import UNCUT, BatchRequest, HostOutputs, Images, stacked
+from model.runtime.backend import Compilation, CompilationState
+from model.runtime.batches import BatchRequest, HostOutputs, Images, stacked, with_best
 from model.runtime.cpu import ThreadPolicy, give_back_memory, keep_freed_memory
 from model.runtime.openvino.graph import PRECISIONS, core
 from model.runtime.openvino.network import OpenVinoNetwork
-from model.runtime.scores import Scores
 
 if TYPE_CHECKING:
     from model.runtime.torch_cpu import TorchCpu
@@ -70,73 +70,75 @@ class LazyTorch:
 
 
 class OpenVino:
-    """Computes all but rows of other layers than the last, and explanations, which are torch's.
+    """Computes all but rows of other layers than the last, some embeddings, and explanations, which are torch's.
 
-    Relevance, and embeddings that need tokens which the head does not read, have a network of their own each, which
-    shares the float32 weights. It is made on a thread when it is first asked for. Until then, or if that fails, and
-    where a batch asks for both, torch computes; where torch is not loaded, `defers` says so beforehand.
+    Relevance has a network of its own, which shares the float32 weights. It is made on a thread when it is first asked
+    for. Until then, or if that fails, torch computes; where torch is not loaded, `defers` says so beforehand.
 
     Args:
-        network: gives no extras.
-        scores: what logits become.
+        network: gives no relevance.
+        head: the checkpoint's.
         threads: counts the batches under way.
         fallback: torch's backend, which takes the same threads.
-        with_extras: returns a network that gives these, too, compiled on one thread; raises DeviceError.
-        afterwards: keeps the network's graph for a later start, or compiles what such a start left out.
+        with_relevance: returns the network that gives it; raises DeviceError or RuntimeError.
     """
 
     def __init__(
         self,
         network: OpenVinoNetwork,
-        scores: Scores,
+        head: Head,
         threads: ThreadPolicy,
         fallback: LazyTorch,
-        with_extras: Callable[[BatchRequest], OpenVinoNetwork],
-        afterwards: Callable[[], None] = lambda: None,
+        with_relevance: Callable[[], OpenVinoNetwork],
     ) -> None:
         keep_freed_memory()
         self.name = f"openvino {network.version}"
         self.compilation = Compilation(CompilationState.OFF)
         self.batch_sizes: tuple[int, ...] | None = None
-        self._network = network
-        self._scores, self._threads, self._torch = scores, threads, fallback
-        self._with_extras, self._afterwards = with_extras, afterwards
-        self._networks: dict[BatchRequest, OpenVinoNetwork | None] = {BatchRequest(): network}
+        self.largest_tried: int | None = 1  # for others it compiles behind the service
+        self.usual: tuple[BatchRequest, ...] = (BatchRequest(), network.request)
+        self._network, self._head, self._threads, self._torch = network, head, threads, fallback
+        self._with_relevance = with_relevance
+        self._relevance: OpenVinoNetwork | None = None
+        self._prepared = False
         self._preparing = threading.Lock()
 
     def predict(self, images: Images, request: BatchRequest) -> HostOutputs:
         """See `Backend.predict`."""
-        extras = request.extras
-        if extras not in self._networks and not (extras.relevance and extras.all_tokens):
+        if request.relevance and not self._prepared:
             if self._torch.loaded is None:
-                self.prepare(extras)
+                self.prepare()
             else:
                 # Not a daemon: a thread that ends within OpenVINO's own code takes the process with it.
-                threading.Thread(target=self.prepare, args=(extras,), name="openvino-prepare").start()
-        network = self._networks.get(extras)
-        if network is None or not network.request.covers(request):
-            return self._torch.load().predict(images, request)
-        with self._threads as alone:
-            return self._scores(network(stacked(images), alone=alone), request.top_k)
+                threading.Thread(target=self.prepare, name="openvino-prepare").start()
+        network = self._network_of(request)
+        if network is not None:
+            try:
+                with self._threads as alone:
+                    return with_best(network(stacked(images), alone=alone), self._head, request.top_k)
+            except DeviceError as error:  # of a graph that was compiled just now
+                logger.warning("torch computes a batch: %s", error)
+        return self._torch.load().predict(images, request)
+
+    def _network_of(self, request: BatchRequest) -> OpenVinoNetwork | None:
+        """Return the network that gives all that is asked for, if there is one."""
+        network = self._relevance if request.relevance else self._network
+        return network if network is not None and network.request.covers(request) else None
 
     def defers(self, request: BatchRequest) -> bool:
         """See `Backend.defers`."""
-        if self._torch.loaded is not None:
-            return False
-        network = self._networks.get(request.extras)
-        return network is None or not network.request.covers(request)
+        return self._torch.loaded is None and self._network_of(request) is None
 
-    def prepare(self, extras: BatchRequest) -> None:
-        """Make the network that gives these extras, once; if it cannot be made that is logged, and torch stays."""
+    def prepare(self) -> None:
+        """Make the network that gives relevance, once; torch computes it where that fails."""
         with self._preparing:
-            if extras in self._networks:
+            if self._prepared:
                 return
             try:
-                network = self._with_extras(extras)
+                self._relevance = self._with_relevance()
             except (DeviceError, RuntimeError) as error:
-                logger.warning("torch computes %s: %s", "relevance" if extras.relevance else "means of patches", error)
-                network = None
-            self._networks[extras] = network
+                logger.warning("torch computes relevance: %s", error)
+            self._prepared = True
 
     def explain(
         self, images: NDArray[np.uint8], targets: NDArray[np.int64] | NDArray[np.float32], request: MapRequest
@@ -144,31 +146,15 @@ class OpenVino:
         """See `Backend.explain`."""
         return self._torch.load().explain(images, targets, request)
 
-    def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """See `Backend.logits`."""
-        return self._network(images, alone=True).tensors()["logits"]
-
-    def exercise(self, sizes: Sequence[int]) -> None:
-        """See `Backend.exercise`; torch, which computes rows of other layers alone, is exercised at the first size."""
-        if self._torch.loaded is not None:
-            # Its largest batch would take a fifth of the engine's start.
-            self._torch.loaded.exercise(sizes[:1])
-        # A larger batch is cut to pieces.
-        for turn, size in enumerate(dict.fromkeys(min(size, UNCUT) for size in sizes)):
-            images = trial_images(self._scores.config, size, turn)
-            require_finite(self.logits(images), "cpu", self._network.dtype)
-
-    def fill_caches(self, size: int) -> None:
-        """See `Backend.fill_caches`."""
-        self._network.fill_caches(trial_images(self._scores.config, size, 0))
-
     def compile(self) -> None:
-        """Do what nobody waits for, on a thread; the graphs that answer are compiled already."""
+        """Compile for the other sizes, on a thread: nobody waits for them."""
         give_back_memory()
-        afterwards, self._afterwards = self._afterwards, lambda: None
 
         def run() -> None:
-            afterwards()
+            try:
+                self._network.complete()
+            except (DeviceError, RuntimeError) as error:
+                logger.warning("batches of some sizes are computed by torch: %s", error)
             give_back_memory()
 
-        threading.Thread(target=run, name="openvino-keep").start()
+        threading.Thread(target=run, name="openvino-compile").start()

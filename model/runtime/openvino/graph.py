@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import functools
-import logging
 import queue
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from model.errors import DeviceError
-
 if TYPE_CHECKING:
     import openvino
-
-logger = logging.getLogger(__name__)
 
 PRECISIONS: Final = {"float32": ("FP32", "f32"), "bfloat16": ("BF16", "bf16")}
 """The plugin's names of each dtype: for the capability, and for the hint."""
@@ -29,11 +22,11 @@ _LEAN: Final = {"SNIPPETS_MODE": "DISABLE"}
 graphs takes 10 to 20 MiB less. The option is not documented: versions that do not know it refuse it."""
 
 
-class Requests:
+class CompiledGraph:
     """A graph compiled for one batch size, or for any, and its infer requests, of which each serves one caller.
 
     In a graph for any size each operation finds out its shapes and looks up its kernels anew whenever a batch has
-    another size than the one before: `python -m benchmarks.batch_sizes` has what that costs.
+    another size than the one before.
 
     Args:
         threads: of all streams together.
@@ -56,7 +49,7 @@ class Requests:
             compiled = core().compile_model(graph, "CPU", {**options, **_LEAN})
         except RuntimeError:
             compiled = core().compile_model(graph, "CPU", options)
-        self.streams = streams
+        self._streams = streams
         self._free: queue.SimpleQueue[openvino.InferRequest] = queue.SimpleQueue()
         for _ in range(streams):
             self._free.put(compiled.create_infer_request())
@@ -70,34 +63,9 @@ class Requests:
         finally:
             self._free.put(request)
 
-    def start(self, images: NDArray[np.uint8], *, wait: bool) -> Callable[[], list[NDArray[np.float32]]] | None:
-        """Begin a batch, and return a function that waits for its outputs and must be called once.
-
-        Args:
-            wait: whether to wait while all requests are busy, instead of returning None.
-        """
-        try:
-            request = self._free.get(block=wait)
-        except queue.Empty:
-            return None
-
-        def outputs() -> list[NDArray[np.float32]]:
-            try:
-                request.wait()
-                return [output.data.copy() for output in request.output_tensors]
-            finally:
-                self._free.put(request)
-
-        try:
-            request.start_async([images], share_inputs=True)
-        except BaseException:
-            self._free.put(request)
-            raise
-        return outputs
-
-    def run_all(self, images: NDArray[np.uint8]) -> list[list[NDArray[np.float32]]]:
-        """Run the same batch in all requests at the same time, which gives work to each stream; return all outputs."""
-        requests = [self._free.get() for _ in range(self.streams)]
+    def infer_on_all(self, images: NDArray[np.uint8]) -> list[list[NDArray[np.float32]]]:
+        """Compute the same batch in all requests at the same time, which gives work to each stream."""
+        requests = [self._free.get() for _ in range(self._streams)]
         try:
             for request in requests:
                 request.start_async([images], share_inputs=True)
@@ -107,70 +75,6 @@ class Requests:
         finally:
             for request in requests:
                 self._free.put(request)
-
-
-class Graphs:
-    """A graph compiled for each of several batch sizes, or for any (see `Requests`); each when it is first needed.
-
-    Args:
-        sizes: ascending; None alone is any.
-        check: runs what was compiled for a size; raises DeviceError where it computes something else than the network.
-
-    Attributes:
-        sizes: these.
-    """
-
-    def __init__(
-        self,
-        graph: openvino.Model,
-        dtype: str,
-        check: Callable[[Requests, int | None], None],
-        sizes: tuple[int | None, ...],
-        *,
-        threads: int,
-        streams: int,
-    ) -> None:
-        self.sizes = sizes
-        self._check = check
-        self._make = functools.partial(Requests, graph, dtype, threads=threads, streams=streams)
-        self._made: dict[int | None, Requests] = {}
-        self._making = {size: threading.Lock() for size in sizes}
-
-    def of(self, count: int | None) -> Requests:
-        """Return what computes so many images, of `sizes`.
-
-        Raises:
-            DeviceError: what is compiled for them computes something else.
-            RuntimeError: OpenVINO does not compile or run it.
-        """
-        size = None if None in self.sizes else count
-        made = self._made.get(size)
-        if made is None:
-            with self._making[size]:
-                made = self._made[size] = self._made.get(size) or self._compile(size)
-        return made
-
-    def _compile(self, size: int | None) -> Requests:
-        made = self._make(size=size)
-        try:
-            self._check(made, size)
-        except DeviceError as error:
-            # Seen once, in a process that had compiled much, and never again. Why is not known.
-            logger.warning("the graph for %s images is compiled again: %s", size or "any number of", error)
-            made = self._make(size=size)
-            self._check(made, size)
-        return made
-
-
-def compile_all(tasks: Sequence[tuple[Graphs, int | None]], workers: int) -> None:
-    """Compile sizes of several graphs, on so many threads at the same time."""
-    if workers == 1:  # on the calling thread, which may outlive the interpreter's pools
-        for graphs, size in tasks:
-            graphs.of(size)
-        return
-    with ThreadPoolExecutor(workers, thread_name_prefix="openvino-compile") as pool:
-        for done in [pool.submit(graphs.of, size) for graphs, size in tasks]:
-            done.result()
 
 
 def _of_size(graph: openvino.Model, size: int) -> openvino.Model:

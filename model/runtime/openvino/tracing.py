@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,44 +15,20 @@ from model.network.library import Classifier
 from model.network.vit import VisionTransformer
 from model.runtime.batches import BatchOutputs, BatchRequest
 from model.runtime.openvino.graph import openvino_package
-from model.runtime.openvino.network import REFERENCE_COUNT, NetworkGraph, OpenVinoNetwork, reference_images
-from model.runtime.postprocess import on_host, run_network
-from model.runtime.torch_backend import Normalise, TorchOptions
+from model.runtime.openvino.network import REFERENCE_COUNT, NetworkGraph, reference_images
+from model.runtime.torch_backend import TorchOptions
+from model.runtime.torch_pass import Normalise, on_host, run_network
 
 if TYPE_CHECKING:
     import openvino
 
 
-def traced_network(
-    options: TorchOptions,
-    *,
-    threads: int,
-    streams: int,
-    extras: BatchRequest = BatchRequest(),  # noqa: B008  frozen
-    workers: int | None = None,
-    stage: Callable[[NetworkGraph], NetworkGraph] | None = None,
-) -> OpenVinoNetwork:
-    """Return a torch network as one of OpenVINO, once its outputs were compared with torch's.
+def trace(options: TorchOptions, *, relevance: bool = False) -> NetworkGraph:
+    """Return a network as a graph, in float32, with torch's own outputs for some images.
 
     Args:
-        options: the model, which is read and not kept, and a dtype of `PRECISIONS`.
-        threads, streams, workers: see `OpenVinoNetwork`.
-        extras: what to compute beside logits and the last layer's attention row, see `BatchRequest.extras`.
-        stage: returns the graph as it will be read when it is kept: it is compiled as that one will be.
-
-    Raises:
-        DeviceError: OpenVINO does not run this model, or gives other logits than torch, or torch's are not finite.
-    """
-    if workers == 1:
-        torch.set_num_threads(1)  # of the calling thread
-    graph = trace(options, extras)
-    if stage is not None:
-        graph = stage(graph)
-    return OpenVinoNetwork(graph, options.dtype_name, threads=threads, streams=streams, workers=workers)
-
-
-def trace(options: TorchOptions, extras: BatchRequest) -> NetworkGraph:
-    """Return a network as a graph, in float32, with torch's own outputs for some images.
+        options: the model, which is read and not kept.
+        relevance: whether to compute that beside logits, embeddings and the last layer's attention row.
 
     Raises:
         DeviceError: OpenVINO does not read this model, or torch's scores are not finite.
@@ -63,7 +38,7 @@ def trace(options: TorchOptions, extras: BatchRequest) -> NetworkGraph:
     layers: tuple[int, ...] = ()
     if isinstance(config, ViTConfig) and config.attention_source != "patch_mean":
         layers = (config.depth - 1,)
-    request = BatchRequest(layers=layers, relevance=extras.relevance, all_tokens=extras.all_tokens)
+    request = BatchRequest(layers=layers, relevance=relevance)
     module = _Traced(options.model, Normalise(options.checkpoint.preprocess), request)
     images = reference_images(REFERENCE_COUNT, (*config.image_size, config.in_channels))
     with torch.inference_mode():
@@ -74,7 +49,7 @@ def trace(options: TorchOptions, extras: BatchRequest) -> NetworkGraph:
         model = convert(module, torch.from_numpy(images[:2]))
     except RuntimeError as error:
         raise DeviceError(f"OpenVINO does not run this model: {str(error).strip().splitlines()[-1]}") from error
-    return NetworkGraph(model, tuple(expected.tensors()), request, on_host(expected, REFERENCE_COUNT))
+    return NetworkGraph(model, tuple(expected.tensors()), request, on_host(expected))
 
 
 def convert(module: nn.Module, example: Tensor) -> openvino.Model:

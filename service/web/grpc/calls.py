@@ -89,24 +89,22 @@ class Call:
                 raise RequestTimeout("other messages were read for all of the request's time") from None
             try:
                 async with asyncio.timeout(self.deadline.remaining()) as limit:
-                    look = asyncio.get_running_loop().call_later(_GRACE_SECONDS, self._look, limit)
+                    patience = asyncio.create_task(self._give_way(limit))
                     try:
                         yield
                     finally:
-                        look.cancel()
+                        patience.cancel()
             except TimeoutError:
                 if not limit.expired():
                     raise
                 raise RequestTimeout("the message did not arrive in time") from None
 
-    def _look(self, limit: asyncio.Timeout) -> None:
-        loop = asyncio.get_running_loop()
-        if limit.expired():
-            return
-        if self._arrivals.waiting:
-            limit.reschedule(loop.time())
-        else:
-            loop.call_later(_GRACE_SECONDS / 16, self._look, limit)
+    async def _give_way(self, limit: asyncio.Timeout) -> None:
+        """End the arrival after its grace, as soon as other messages wait."""
+        await asyncio.sleep(_GRACE_SECONDS)
+        while not self._arrivals.waiting:
+            await asyncio.sleep(_GRACE_SECONDS / 16)
+        limit.reschedule(asyncio.get_running_loop().time())
 
     async def question(self) -> bytes:
         """Return a message with a question about the server or a model; raises `UploadTooLarge`, and as `arrival`."""

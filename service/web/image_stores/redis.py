@@ -1,7 +1,7 @@
-"""Keeps pictures for GET /attention in Redis, where all replicas of a service find them.
+"""The image store in Redis, where all replicas of a service find the pictures for GET /attention.
 
 Each picture is a key that expires. A sorted set has their ids by age, so that the oldest go first when there are too
-many. A picture that cannot be kept costs its answer the id and nothing else.
+many. A picture that cannot be stored costs its answer the id and nothing else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import secrets
 import struct
 import time
 from collections.abc import Awaitable, Callable
-from typing import Final, TypeVar, cast
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -60,12 +60,12 @@ return {redis.call('ZCARD', order), tonumber(redis.call('GET', evictions) or '0'
 
 
 class RedisImageStore:
-    """Keeps at most `max_bytes` of pictures in Redis, each for `ttl` seconds; the oldest goes first.
+    """Stores at most `max_bytes` of pictures in Redis, each for `ttl` seconds; the oldest goes first.
 
     Args:
         url: as redis-py reads it: `redis://`, `rediss://` or `unix://`.
         name: of the model; replicas of another model have pictures of their own.
-        failed: called for each picture that could not be kept or looked for.
+        failed: called for each picture that could not be stored or looked for.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RedisImageStore:
         self._usage = StoreUsage()
 
     async def put(self, picture: ModelInput) -> str | None:
-        """Keep a picture, and return its id, 128 bits of the system's randomness, or None if it is not kept."""
+        """Store a picture; see `ImageStore.put`."""
         pixels = picture.pixels
         value = _HEADER.pack(*pixels.shape, *picture.region) + pixels.tobytes()
         cost = len(value) + _OVERHEAD_BYTES
@@ -102,21 +102,21 @@ class RedisImageStore:
         image_id = secrets.token_urlsafe(16)
         keys = [f"{self._prefix}{key}" for key in ("order", f"picture:{image_id}", "evictions")]
 
-        async def keep() -> str:
+        async def store() -> str:
             pictures, evicted = await self._put(keys, [image_id, value, self._milliseconds, most])
             self._usage = StoreUsage(int(pictures), int(pictures) * cost, int(evicted))
             return image_id
 
-        return await self._ask(keep)
+        return await self._ask(store)
 
     async def get(self, image_id: str) -> ModelInput | None:
-        """Return the picture, or None if it is unknown, expired or pushed out, or Redis does not answer."""
+        """Return the picture, or None where Redis does not answer, too; see `ImageStore.get`."""
         if not _ID.fullmatch(image_id):
             return None
 
         async def find() -> ModelInput | None:
-            data = cast(bytes | None, await self._redis.get(f"{self._prefix}picture:{image_id}"))
-            if data is None:
+            data = await self._redis.get(f"{self._prefix}picture:{image_id}")
+            if not isinstance(data, bytes):
                 return None
             try:
                 rows, columns, channels, *region = _HEADER.unpack_from(data)
@@ -129,7 +129,7 @@ class RedisImageStore:
         return await self._ask(find)
 
     def usage(self) -> StoreUsage:
-        """Return what was kept by all replicas when this process last kept a picture."""
+        """Return what all replicas stored, as of this process's last picture."""
         return self._usage
 
     async def close(self) -> None:

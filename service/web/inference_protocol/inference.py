@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from model.config import NetworkConfig, ViTConfig
 from model.errors import ImageError
+from model.heads import labels_of_request, with_labels
 from model.outputs import (
     DEFAULT_TOP_K,
     Outputs,
@@ -23,7 +24,6 @@ from model.outputs import (
     parse_maps,
     require_classes,
 )
-from model.zero_shot import labels_of_request, with_labels
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, NotFound, ServiceError, TooManyImages, UploadTooLarge
 from service.web.inference_protocol import VERSION

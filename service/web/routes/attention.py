@@ -22,7 +22,6 @@ from model.outputs import (
     MAX_CLASSES,
     METHODS,
     AttentionMap,
-    Fusion,
     MapRequest,
     Outputs,
     RequestedOutputs,
@@ -64,7 +63,7 @@ class AttentionQuery(BaseModel, frozen=True):
     method: Annotated[
         str | None,
         Field(
-            description=f"default `{METHODS[0]}`, or `cls` with a layer or head, or `rollout` with a fusion or discard",
+            description=f"default `{METHODS[0]}`, or `cls` with a layer or head",
             json_schema_extra={"enum": list(METHODS)},
         ),
     ] = None
@@ -80,13 +79,6 @@ class AttentionQuery(BaseModel, frozen=True):
     head: Annotated[
         str | None,
         Field(description="`cls`: `mean` (default), `max`, or a head's number", json_schema_extra={"pattern": _HEAD}),
-    ] = None
-    fusion: Annotated[
-        Fusion | None, Field(description="`rollout`: how the heads of a block are combined; default `mean`")
-    ] = None
-    discard: Annotated[
-        float | None,
-        Field(ge=0, lt=1, description="`rollout`: share of each block's weights set to zero, the smallest; default 0"),
     ] = None
     format: Literal["png", "json", "npy"] = "png"
     overlay: Annotated[bool | None, Field(description="PNG: over a picture; default true")] = None
@@ -224,8 +216,6 @@ def map_fields(attention: AttentionMap, labels: Sequence[str]) -> dict[str, Any]
     request = attention.request
     return {
         "method": request.method,
-        "fusion": request.fusion,
-        "discard": request.discard,
         "class": request.class_index,
         "label": None if request.class_index is None else labels[request.class_index],
         "score": None if attention.score is None else significant(attention.score),
@@ -247,7 +237,7 @@ def region_document(region: Region) -> RegionDocument:
 
 def _map_requests(query: AttentionQuery, info: ModelInfo) -> list[MapRequest]:
     """Return the maps of a query; raises `InvalidParameter` or `InputError` if the query is not allowed."""
-    selected = query.model_dump(include={"method", "layer", "head", "fusion", "discard"})
+    selected = query.model_dump(include={"method", "layer", "head"})
     maps = parse_maps(info.config, info.labels, classes=query.class_, **selected)
     _check_drawing(query)
     return maps

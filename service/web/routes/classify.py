@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from model.errors import ImageError
+from model.heads import labels_of_request, with_labels
 from model.outputs import DEFAULT_TOP_K, EmbeddingRequest, RequestedOutputs, parse_maps
-from model.zero_shot import labels_of_request, with_labels
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, ServiceError
 from service.web.decoders import Decoded

@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from model.errors import ImageError
+from model.heads import MAX_TEXTS, checked_texts, normalized
 from model.images.preprocess import ModelInput
 from model.outputs import Pooling, RequestedOutputs, parse_embedding
-from model.zero_shot import MAX_TEXTS, checked_texts, normalized
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, ServiceError
 from service.web.inference_protocol.inference import at_position

@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from model.heads import labels_of_request
 from model.outputs import DEFAULT_TOP_K, RequestedOutputs
-from model.zero_shot import labels_of_request
 from service.web.inference_protocol.inference import find_model
 from service.web.request import model_of, service_of
 from service.web.routes.classify import ClassifyQuery, classify

@@ -18,7 +18,7 @@ from model.insight.summary import summarise
 from model.network import library
 from model.outputs import EmbeddingRequest, RequestedOutputs, methods_of, parse_embedding, parse_maps
 from model.runtime.predictor import Predictor
-from model.runtime.torch_backend import Normalise
+from model.runtime.torch_pass import Normalise
 from tests.model.checkpoint.parity import pictures, preprocess_file, randomise, relative_error
 from tests.model.runtime.predictions import MODES
 from tests.timm_reference import timm

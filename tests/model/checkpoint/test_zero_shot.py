@@ -21,10 +21,11 @@ from torch import Tensor
 from model.checkpoint import Checkpoint, load_checkpoint
 from model.errors import CheckpointError
 from model.explanation.methods import explain
+from model.heads import compared
 from model.insight.summary import summarise
 from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs, faded
 from model.runtime.predictor import Predictor
-from model.runtime.torch_backend import Normalise
+from model.runtime.torch_pass import Normalise
 from tests.model.checkpoint import whole_models
 from tests.model.checkpoint.parity import pictures
 from tests.model.runtime.predictions import MODES
@@ -121,13 +122,12 @@ def test_a_predictor_serves_it_as_any_classifier(name: str, backend: Any, tmp_pa
         np.testing.assert_allclose(outputs.map.values, shown, atol=1e-4)
         # The same labels of a request, compared with the embedding, have the same scores.
         assert checkpoint.zero_shot is not None
-        texts = checkpoint.zero_shot.label_features(predictor.embed_texts(checkpoint.zero_shot.prompts(LABELS)))
-        compared = checkpoint.zero_shot.compare(outputs, texts, RequestedOutputs(4, labels=LABELS))
-        np.testing.assert_allclose(compared.scores, outputs.scores, atol=1e-5)
-        assert compared.indices.tolist() == outputs.indices.tolist()
+        head = checkpoint.zero_shot.head(LABELS, predictor.embed_texts(checkpoint.zero_shot.prompts(LABELS)))
+        of_texts, best = compared(outputs, head, RequestedOutputs(4, labels=LABELS))
+        np.testing.assert_allclose(of_texts.scores, outputs.scores, atol=1e-5)
+        assert of_texts.indices.tolist() == outputs.indices.tolist()
         # So has the map, which torch computes whatever the backend is.
-        directed = RequestedOutputs(1, checkpoint.zero_shot.map_of_best(outputs, texts))
-        [of_label] = predictor.predict(image[np.newaxis], directed)
+        [of_label] = predictor.predict(image[np.newaxis], RequestedOutputs(1, best))
         assert of_label.map is not None
         np.testing.assert_allclose(of_label.map.values, maps[0], atol=1e-5)
 
@@ -139,16 +139,16 @@ def test_without_labels_it_gives_embeddings_and_takes_labels_of_requests(whole: 
     assert rows["labels"] == "none: set VIT_LABELS, or send labels= with a request"
     assert rows["scores"] == "of the labels of a request"
     images = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), np.uint8)
-    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "backend": "torch", "threads": 1}
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "compile_mode": "off", "threads": 1}
     requested = RequestedOutputs(1, embedding=EmbeddingRequest())
     bare, full = (Predictor(each, **options) for each in (checkpoint, labelled))
     assert checkpoint.zero_shot is not None
-    features = checkpoint.zero_shot.label_features(bare.embed_texts(checkpoint.zero_shot.prompts(LABELS)))
+    head = checkpoint.zero_shot.head(LABELS, bare.embed_texts(checkpoint.zero_shot.prompts(LABELS)))
     pairs = zip(bare.predict(images, requested), full.predict(images, RequestedOutputs(4)), strict=True)
     for outputs, expected in pairs:
-        compared = checkpoint.zero_shot.compare(outputs, features, RequestedOutputs(4, labels=LABELS))
-        np.testing.assert_allclose(compared.scores, expected.scores, atol=1e-5)
-        assert compared.indices.tolist() == expected.indices.tolist()
+        found, _ = compared(outputs, head, RequestedOutputs(4, labels=LABELS))
+        np.testing.assert_allclose(found.scores, expected.scores, atol=1e-5)
+        assert found.indices.tolist() == expected.indices.tolist()
 
 
 @pytest.fixture(scope="module")

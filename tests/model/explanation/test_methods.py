@@ -11,7 +11,7 @@ from torch import Tensor
 
 from model.config import ViTConfig
 from model.explanation import methods
-from model.explanation.methods import EXPLANATIONS, explain, rollout
+from model.explanation.methods import EXPLANATIONS, explain
 from model.network.vit import VisionTransformer
 from model.outputs import CLASS_SPECIFIC, METHODS, MapRequest, Method
 from tests.model.explanation.plain_reference import Reference, forward
@@ -121,27 +121,17 @@ def first_row(config: ViTConfig, count: int) -> Tensor:
     return row.repeat(count, 1)
 
 
-def plain_rollout(model: VisionTransformer, pixels: Tensor, fusion: str = "mean", ratio: float = 0.0) -> Tensor:
+def plain_rollout(model: VisionTransformer, pixels: Tensor) -> Tensor:
     found = forward(model, pixels)
-    fuse: dict[str, Callable[[Tensor], Tensor]] = {
-        "mean": lambda weights: weights.mean(0),
-        "max": lambda weights: weights.max(0).values,
-        "min": lambda weights: weights.min(0).values,
-    }
     rows = []
     for image in range(len(pixels)):
         product = torch.eye(model.config.tokens)
         for weights in found.attention:
-            fused = fuse[fusion](weights[image].detach())
-            lowest = fused.flatten().sort().indices[: int(fused.numel() * ratio)]
-            for place in lowest.tolist():
-                if not (model.config.class_token and place % model.config.tokens == 0):
-                    fused[place // model.config.tokens, place % model.config.tokens] = 0
-            mixed = (fused + torch.eye(model.config.tokens)) / 2
+            mixed = (weights[image].detach().mean(0) + torch.eye(model.config.tokens)) / 2
             product = mixed / mixed.sum(1, keepdim=True) @ product
         start = first_row(model.config, 1)
         if found.pool is not None:
-            start = all_tokens(fuse[fusion](found.pool[image].detach()), model.config)
+            start = all_tokens(found.pool[image].detach().mean(0), model.config)
             start = start / start.sum()
         rows.append(start @ product)
     return torch.cat(rows)
@@ -199,19 +189,6 @@ def require_maps(model: VisionTransformer, pixels: Tensor, classes: Tensor, meth
     torch.testing.assert_close(maps.sum((1, 2)), torch.ones(3))
     assert maps.dtype == torch.float32
     assert (maps >= 0).all()
-
-
-@pytest.mark.parametrize("family", ["plain", "registers", "attention"])
-@pytest.mark.parametrize("fusion", ["mean", "max", "min"])
-@pytest.mark.parametrize("ratio", [0.0, 0.6])
-def test_rollout_fuses_heads_and_discards_by_each_image_alone(family: str, fusion: Any, ratio: float) -> None:
-    model = model_of(family)
-    pixels = pictures(model)
-    found = rollout(model, pixels, fusion=fusion, discard_ratio=ratio)
-    torch.testing.assert_close(found, plain_rollout(model, pixels, fusion, ratio), rtol=0, atol=1e-5)
-    patches = found[:, model.config.prefix_tokens :]
-    named, _ = explain(model, pixels, CLASSES, MapRequest.of_rollout(fusion, ratio))
-    torch.testing.assert_close(named.flatten(1), patches / patches.sum(1, keepdim=True))
 
 
 @pytest.mark.parametrize("method", EXPLANATIONS)

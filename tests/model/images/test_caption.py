@@ -34,8 +34,8 @@ def of_class(evidence: float = 1.0, score: float = 0.6312, index: int = 0) -> At
         (of_class(0.2, index=2), ("class 2: 63.1%", "relevance, evidence: some (0.20)")),
         (AttentionMap(MapRequest.row(3, "max"), PEAK, 1.0), ("attention of one layer", "cls, layer 3, head max")),
         (
-            AttentionMap(MapRequest.of_rollout("min", 0.9), PEAK, 1.0),
-            ("attention through all layers", "rollout, fusion min, discard 0.9"),
+            AttentionMap(MapRequest("rollout"), PEAK, 1.0),
+            ("attention through all layers", "rollout"),
         ),
     ],
 )

@@ -6,30 +6,8 @@ import numpy as np
 import pytest
 
 from model.outputs import MapRequest, RequestedOutputs
-from model.runtime import predictor as predictor_module
-from model.runtime.batches import BatchOutputs, BatchRequest, HostOutputs, compute_in_pieces, piece_sizes, sizes_in_use
-from model.runtime.predictor import Predictor
-from model.runtime.torch_cpu import TorchCpu
-from tests.model.runtime.predictions import predict
-from tests.model.runtime.test_predictor import make_checkpoint, make_images
-
-
-def test_pieces_add_up_and_have_few_sizes() -> None:
-    used = set()
-    for count in range(1, 129):
-        sizes = piece_sizes(count)
-        assert sum(sizes) == count
-        used.update(sizes)
-    assert sorted(used) == [1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 32, 48, 64, 96, 128]
-    assert sorted(used, reverse=True) == sizes_in_use(128)
-    assert [piece_sizes(count) for count in (1, 8, 9, 16, 23, 31)] == [[1], [8], [8, 1], [16], [16, 7], [24, 7]]
-
-
-@pytest.mark.parametrize(
-    ("count", "pieces"), [(1, [1]), (5, [4, 1]), (7, [6, 1]), (8, [8]), (23, [8, 8, 6, 1]), (32, [8] * 4)]
-)
-def test_pieces_of_sizes_that_are_given(count: int, pieces: list[int]) -> None:
-    assert piece_sizes(count, (1, 2, 3, 4, 6, 8)) == pieces
+from model.runtime.batches import BatchOutputs, BatchRequest, HostOutputs, compute_in_pieces
+from tests.model.runtime.test_predictor import make_checkpoint
 
 
 @pytest.mark.parametrize("layers", [0, 2])
@@ -44,7 +22,7 @@ def test_the_pieces_outputs_are_joined_in_order(layers: int) -> None:
         return BatchOutputs(logits, rows if layers else None)
 
     output = compute_in_pieces(images, compute)
-    assert seen == [16, 3]
+    assert seen == [8, 8, 2, 1]
     assert output.logits is not None
     assert output.logits[:, 0].tolist() == list(range(19))
     if layers:
@@ -53,36 +31,6 @@ def test_the_pieces_outputs_are_joined_in_order(layers: int) -> None:
         assert output.attention[:, 1, 2, 3].tolist() == list(range(19))
     else:
         assert output.attention is None
-
-
-def test_torch_launches_no_other_sizes_and_has_tried_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Predictor(make_checkpoint(), device="cpu", compile_mode="off", dtype="float32", max_batch=16)
-    images = make_images(16)
-    alone = [predict(made, images[index : index + 1], top_k=5).scores[0] for index in range(16)]
-    launched: list[int] = []
-    network = made._backend._model  # type: ignore[attr-defined]
-    network.register_forward_pre_hook(lambda _, arguments: launched.append(len(arguments[0])))
-    made.warm_up()
-    assert set(launched) == {1, 2, 3, 4, 5, 6, 7, 8, 16}
-    tried = set(launched)
-    for count in range(1, 17):
-        launched.clear()
-        found = predict(made, images[:count], top_k=5)
-        assert set(launched) <= tried
-        np.testing.assert_allclose(found.scores, alone[:count], atol=1e-5)
-
-
-def test_warm_up_tries_no_further_size_when_its_time_is_over(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    tried: list[int] = []
-    monkeypatch.setattr(TorchCpu, "fill_caches", lambda _, size: tried.append(size))
-    moments = iter([0.0, 0.0, 1.9, 2.0])
-    monkeypatch.setattr(predictor_module, "monotonic", lambda: next(moments))
-    caplog.set_level("INFO")
-    Predictor(make_checkpoint(), device="cpu", compile_mode="off", max_batch=16).warm_up()
-    assert tried == [16, 8]
-    assert "batches of 7 and less" in caplog.text
 
 
 def test_a_batch_is_computed_for_all_that_is_asked_of_any_image() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from model.errors import DeviceError
-from model.runtime import building as module
+from model.runtime import build
 from model.runtime.device import choose_device, choose_dtype, gpu_identifier
 from model.runtime.predictor import Predictor
 from tests.model.runtime.cuda.device_stand_in import StandInOps
@@ -75,7 +74,7 @@ def test_a_gpu_is_identified_by_itself_or_by_its_only_visible_instance(
 def test_a_model_that_overflows_in_the_float16_of_auto_runs_in_float32(
     scale: float, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "choose_dtype", lambda name, device: torch.float16)
+    monkeypatch.setattr(build, "choose_dtype", lambda name, _: torch.float32 if name == "float32" else torch.float16)
     checkpoint = make_checkpoint()
     tensors = dict(checkpoint.tensors)
     tensors["head.weight"] = tensors["head.weight"] * scale
@@ -92,23 +91,3 @@ def test_float16_that_was_asked_for_is_kept_and_refused(monkeypatch: pytest.Monk
     predictor = Predictor(checkpoint, device="cpu", dtype="float16", max_batch=1, ops=StandInOps())
     with pytest.raises(DeviceError, match="not finite in float16"):
         predictor.warm_up()
-
-
-def test_beside_a_gpu_torch_has_one_thread_and_two_batches_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[dict[str, Any]] = []
-
-    def choose_backend(options: Any, backend: str, **rest: Any) -> tuple[Any, str]:
-        made.append(rest)
-        return SimpleNamespace(name="torch"), "torch is requested"
-
-    monkeypatch.setattr(module, "choose_device", lambda name: GPU)
-    monkeypatch.setattr(module, "choose_dtype", lambda name, device: torch.bfloat16)
-    monkeypatch.setattr(module, "gpu_identifier", lambda device: "5d5b")
-    monkeypatch.setattr(module, "choose_backend", choose_backend)
-    threads = torch.get_num_threads()
-    try:
-        predictor = Predictor(make_checkpoint(), device="cuda", device_name="cuda:3")
-        assert made[0]["threads"].count == torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(threads)
-    assert (predictor.device, predictor.gpu_uuid, predictor.max_batch, predictor.streams) == ("cuda:3", "5d5b", 64, 2)

@@ -22,10 +22,10 @@ from model.outputs import (
     parse_embedding,
 )
 from model.runtime.batches import BatchRequest, HostOutputs, Images
-from model.runtime.openvino.backend import OpenVino, unsupported_reason
+from model.runtime.openvino.backend import unsupported_reason
 from model.runtime.predictor import Predictor
-from model.runtime.torch_backend import Normalise
 from model.runtime.torch_cpu import TorchCpu
+from model.runtime.torch_pass import Normalise
 from tests.model.runtime.cuda.device_stand_in import StandInOps
 from tests.model.runtime.predictions import MODES
 from tests.model.runtime.test_predictor import make_checkpoint, make_images
@@ -122,7 +122,7 @@ def test_a_model_without_a_head_gives_the_same_embeddings_and_rows(kind: str, ba
     tensors = {name: tensor for name, tensor in headed.tensors.items() if not name.startswith("head")}
     headless = make_checkpoint(config=config, tensors=tensors, labels=())
     requested = RequestedOutputs(1, MapRequest.row(1), embedding=EmbeddingRequest())
-    rollout = RequestedOutputs(1, MapRequest.of_rollout())
+    rollout = RequestedOutputs(1, MapRequest("rollout"))
     one, other = (predictor_of(backend, checkpoint) for checkpoint in (headed, headless))
     for ours, expected in zip(other.predict(images, requested), one.predict(images, requested), strict=True):
         assert expected.embedding is not None
@@ -159,32 +159,6 @@ def test_what_the_head_reads_costs_no_pass_of_its_own(backend: str, monkeypatch:
     assert passes[0].of_network == BatchRequest()
     assert head.embedding is not None
     np.testing.assert_array_equal(head.embedding, cls.embedding)
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("backend", BACKENDS[2:])
-@pytest.mark.parametrize("kind", ["cls", "distilled"])
-def test_a_mean_that_the_head_does_not_read_is_openvinos(
-    kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoint, images = checkpoint_of(kind), make_images(5)
-    predictor = predictor_of(backend, checkpoint)
-    assert isinstance(predictor._backend, OpenVino)
-    plain = predictor.predict(images, RequestedOutputs(2))
-    predictor._backend.prepare(BatchRequest(all_tokens=True))
-    monkeypatch.setattr(TorchCpu, "predict", lambda *_: pytest.fail("torch computes it"))
-    pools: tuple[Pooling, ...] = ("mean", "mean", "head", "cls", "mean")
-    requests = [
-        RequestedOutputs(2, MapRequest.row(1) if place == 1 else None, embedding=EmbeddingRequest(pool))
-        for place, pool in enumerate(pools)
-    ]
-    expected = reference(checkpoint, images)
-    for place, outputs in enumerate(predictor.predict(images, requests)):
-        request = requests[place].embedding
-        assert request is not None
-        assert close(outputs.embedding, expected[request.pool][place], backend)
-        np.testing.assert_allclose(outputs.scores, plain[place].scores, atol=1e-5)
-        assert (outputs.map is not None) == (place == 1)
 
 
 def test_an_embedding_of_zeros_stays_one_when_it_is_normalised() -> None:

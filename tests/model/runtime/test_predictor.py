@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,19 +11,16 @@ import torch
 from model.calibration import Calibration, label_sets_of, scores_and_energies
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
-from model.errors import CheckpointError, DeviceError, NotFinite
+from model.errors import CheckpointError, DeviceError
 from model.explanation.methods import explain
+from model.heads import Head
 from model.network.vit import VisionTransformer, ViTOutput
 from model.outputs import MapRequest, RequestedOutputs
-from model.runtime import cpu
-from model.runtime.backend import CompilationState, trial_images
-from model.runtime.building import Builder
 from model.runtime.cpu import cpu_has_bfloat16
 from model.runtime.device import choose_device, choose_dtype
 from model.runtime.openvino.backend import unsupported_reason
 from model.runtime.predictor import Predictor
-from model.runtime.scores import Scores
-from model.runtime.torch_backend import Normalise
+from model.runtime.torch_pass import Normalise
 from tests.model.runtime.predictions import MODES, predict
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -54,15 +49,6 @@ def make_checkpoint(depth: int = 2, **changes: object) -> Checkpoint:
 
 def make_images(count: int) -> np.ndarray:
     return np.random.default_rng(3).integers(0, 256, (count, 16, 24, 3), dtype=np.uint8)
-
-
-def test_the_largest_batch_on_a_cpu_is_bounded_by_what_its_largest_layer_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = make_checkpoint()
-    assert Builder(checkpoint, {"device": "cpu", "compile_mode": "off"}).build().max_batch == 32
-    assert isinstance(checkpoint.config, ViTConfig)
-    monkeypatch.setattr(cpu, "LARGEST_LAYER", 5 * checkpoint.config.largest_layer)
-    assert Builder(checkpoint, {"device": "cpu", "compile_mode": "off"}).build().max_batch == 4
-    assert Builder(checkpoint, {"device": "cpu", "compile_mode": "off", "max_batch": 8}).build().max_batch == 8
 
 
 def spoil_second_image(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +168,7 @@ def test_explanations_of_any_method_stand_beside_attention_rows(backend: str) ->
         None,
         MapRequest("gae"),
         MapRequest("relevance", 1),
-        MapRequest.of_rollout(),
+        MapRequest("rollout"),
     ]
 
     found = predict(predictor, images, top_k=2, maps=wanted)
@@ -193,7 +179,7 @@ def test_explanations_of_any_method_stand_beside_attention_rows(backend: str) ->
         (0, MapRequest("gae", 3)),
         (3, MapRequest("gae", best)),
         (4, MapRequest("relevance", 1)),
-        (5, MapRequest.of_rollout()),
+        (5, MapRequest("rollout")),
     ):
         maps, kept = explain(checkpoint.build(), pixels[[place]], torch.tensor([request.class_index or 0]), request)
         got = found.maps[place]
@@ -203,7 +189,7 @@ def test_explanations_of_any_method_stand_beside_attention_rows(backend: str) ->
         if request.class_index is not None:
             logits = predictor.logits(images[[place]])
             score, evidence = (
-                part.item() for part in Scores(checkpoint).evidence(logits, np.array([request.class_index]))
+                part.item() for part in Head((), False).evidence(logits, np.array([request.class_index]))
             )
             assert got.score == pytest.approx(score, abs=1e-4)
         assert got.evidence == (None if evidence is None else pytest.approx(evidence, abs=1e-4))
@@ -270,35 +256,6 @@ def test_warm_up_refuses_a_model_that_is_finite_on_nothing_but_black(backend: st
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("check", [Predictor.warm_up, Predictor.check])
-def test_scores_must_be_finite_and_not_logits_alone(check: Callable[[Predictor], None]) -> None:
-    predictor = Predictor(make_checkpoint(temperature=1e-300), device="cpu", compile_mode="off", max_batch=1)
-    with pytest.raises(NotFinite, match=r"^cpu: warm-up gave scores of black that are not finite in \w+$"):
-        check(predictor)
-
-
-@pytest.mark.parametrize(("value", "name"), [(0, "black"), (255, "white")])
-def test_extreme_pictures_are_shown_at_the_warm_up(value: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    normalise = Normalise.forward
-
-    def spoilt(self: Normalise, images: torch.Tensor) -> torch.Tensor:
-        return torch.where((images == value).all(), float("nan"), normalise(self, images))
-
-    predictor = Predictor(make_checkpoint(), device="cpu", compile_mode="off", max_batch=1)
-    monkeypatch.setattr(predictor._backend, "exercise", lambda sizes: None)
-    monkeypatch.setattr(Normalise, "forward", spoilt)
-    with pytest.raises(NotFinite, match=f"scores of {name} "):
-        predictor.warm_up()
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_warm_up_shows_each_model_noise_and_black(count: int) -> None:
-    shown = np.concatenate([trial_images(make_checkpoint().config, count, turn) for turn in (0, 1)])
-    black = (shown == 0).all(axis=(1, 2, 3))
-    assert black.sum() == count
-    assert (shown[~black].std(axis=(1, 2, 3)) > 50).all()
-
-
 def test_devices_and_dtypes_that_are_not_there_are_named() -> None:
     with pytest.raises(DeviceError, match="'tpu'"):
         choose_device("tpu")
@@ -328,27 +285,3 @@ def test_native_bfloat16_is_read_from_the_cpu_flags(line: str, native: bool, tmp
 def test_auto_is_bfloat16_only_where_it_is_native() -> None:
     expected = torch.bfloat16 if cpu_has_bfloat16() else torch.float32
     assert choose_dtype("auto", torch.device("cpu")) is expected
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)  # the first compilation on a busy machine
-def test_the_compiled_model_takes_over_with_the_same_answers() -> None:
-    predictor = Predictor(make_checkpoint(depth=1), device="cpu", dtype="float32", compile_mode="on", max_batch=2)
-    if predictor.compilation.state is not CompilationState.COMPILING:
-        pytest.skip(predictor.compiled)
-    images = make_images(2)
-    before = predict(predictor, images, top_k=5)
-    predictor.warm_up()
-    predict(predictor, images[:1], top_k=1)  # the uncompiled model answers meanwhile
-    for thread in threading.enumerate():
-        if thread.name == "compile":
-            thread.join()
-    assert predictor.compiled == "compiled"
-    assert predictor.batch_sizes == (1, 2)
-    after = predict(predictor, images, top_k=5)
-    np.testing.assert_allclose(after.scores, before.scores, atol=1e-4)
-    np.testing.assert_array_equal(after.indices, before.indices)
-    padded = Predictor(make_checkpoint(depth=1), device="cpu", compile_mode="off", dtype="float32")
-    np.testing.assert_allclose(
-        predict(predictor, images[1:2], top_k=5).scores, predict(padded, images[1:2], top_k=5).scores, atol=1e-4
-    )

@@ -17,14 +17,15 @@ from model.errors import DeviceError
 from model.explanation.methods import explain
 from model.explanation.relevance import token_relevance
 from model.outputs import AttentionMap, MapRequest
-from model.runtime import postprocess
-from model.runtime.batches import BatchRequest, HostOutputs
+from model.runtime import torch_pass
+from model.runtime.batches import HostOutputs
 from model.runtime.openvino import network, tracing
 from model.runtime.openvino.backend import OpenVino, unsupported_reason
 from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.predictor import Predictor
-from model.runtime.torch_backend import Normalise, TorchBackend
+from model.runtime.torch_backend import TorchBackend
 from model.runtime.torch_cpu import TorchCpu
+from model.runtime.torch_pass import Normalise
 from tests.model.explanation.test_methods import FAMILIES, model_of
 from tests.model.runtime.cuda.device_stand_in import StandInOps
 from tests.model.runtime.predictions import MODES, Predictions, predict
@@ -59,8 +60,9 @@ def made(family: str, backend: str = "torch", **options: Any) -> Predictor:
 def require_explanation(predictor: Predictor, images: np.ndarray, place: int, found: Predictions) -> None:
     """The image's map is the one that an explanation of its best class alone gives."""
     pixels = Normalise(predictor.checkpoint.preprocess)(torch.from_numpy(images))
-    best = int(found.indices[place, 0])
-    expected, kept = explain(predictor.checkpoint.build(), pixels[[place]], torch.tensor([best]), RELEVANCE)
+    best, checkpoint = int(found.indices[place, 0]), predictor.checkpoint
+    assert isinstance(checkpoint, Checkpoint)
+    expected, kept = explain(checkpoint.build(), pixels[[place]], torch.tensor([best]), RELEVANCE)
     got = found.maps[place]
     assert isinstance(got, AttentionMap)
     assert got.request == MapRequest("relevance", best)
@@ -106,7 +108,7 @@ def test_a_mixed_batch_needs_no_further_pass(family: str) -> None:
 @pytest.mark.usefixtures("no_explanations")
 def test_a_captured_graph_gives_it() -> None:
     ops = StandInOps()
-    predictor = made("registers", ops=ops, max_batch=8, streams=1)
+    predictor = made("registers", "openvino", ops=ops, max_batch=8, streams=1)
     predictor.warm_up()
     images, replays = images_for(predictor, 3), ops.replays
     found = predict(predictor, images, top_k=1, maps=[None, RELEVANCE, RELEVANCE])
@@ -126,7 +128,7 @@ def test_its_small_operations_take_one_thread_and_the_number_is_put_back(
         seen.append(torch.get_num_threads())
         return token_relevance(*arguments, **options)
 
-    monkeypatch.setattr(postprocess, "token_relevance", spy)
+    monkeypatch.setattr(torch_pass, "token_relevance", spy)
     predictor = made("plain")
     predictor._backend.threads.count = count  # type: ignore[attr-defined]
     try:
@@ -154,7 +156,7 @@ class TestOpenVino:
         predictor = made(family, "openvino")
         backend = predictor._backend
         assert isinstance(backend, OpenVino)
-        backend.prepare(BatchRequest(relevance=True))
+        backend.prepare()
         require_mixed(predictor, predictor)  # with rows of an early layer, which torch computes
         monkeypatch.setattr(TorchCpu, "predict", lambda *_, **__: pytest.fail("torch computed it"))
         images = images_for(predictor, 3)
@@ -167,12 +169,12 @@ class TestOpenVino:
         predictor = made("plain", "openvino")
         go, calls = threading.Event(), []
 
-        def slow(extras: BatchRequest) -> OpenVinoNetwork:
-            calls.append(extras)
+        def slow() -> OpenVinoNetwork:
+            calls.append(1)
             go.wait(30)
             raise DeviceError("it cannot be made")
 
-        monkeypatch.setattr(predictor._backend, "_with_extras", slow)
+        monkeypatch.setattr(predictor._backend, "_with_relevance", slow)
         images = images_for(predictor, 2)
         for _ in range(2):
             require_explanation(predictor, images, 0, predict(predictor, images, top_k=1, maps=[RELEVANCE, None]))
@@ -197,10 +199,8 @@ class TestOpenVino:
 
         monkeypatch.setattr(OpenVinoNetwork, "_named", wrong)
         with caplog.at_level(logging.WARNING):
-            backend.prepare(BatchRequest(relevance=True))
-        assert "torch computes relevance: OpenVINO's relevance are" in caplog.text
-        with pytest.raises(DeviceError, match="relevance"):
-            backend._with_extras(BatchRequest(relevance=True))
+            backend.prepare()
+        assert "torch computes relevance: OpenVINO's relevance of an image are" in caplog.text
         images = images_for(predictor, 2)
         require_explanation(predictor, images, 1, predict(predictor, images, top_k=1, maps=[None, RELEVANCE]))
 
@@ -216,7 +216,8 @@ class TestOpenVino:
         monkeypatch.setattr(tracing, "convert", spy)
         backend = predictor._backend
         assert isinstance(backend, OpenVino)
-        backend.prepare(BatchRequest(relevance=True))
+        backend.prepare()
+        assert isinstance(predictor.checkpoint, Checkpoint)
         shared = {tensor.data_ptr() for tensor in predictor.checkpoint.tensors.values()}
         assert {parameter.data_ptr() for parameter in traced} <= shared
         assert len(traced) > 10

@@ -36,13 +36,13 @@ def test_the_loss_falls_and_unseen_images_are_told_apart(
 def test_a_resumed_run_ends_bit_for_bit_as_the_uninterrupted_one(
     recipe: Recipe, data: TrainingData, tmp_path: Path, precision: str, changes: Mapping[str, Any]
 ) -> None:
-    recipe = recipe.override({**changes, "precision": precision})
+    recipe = recipe.override({**changes, "precision": precision, "epochs": 2})
     whole = trained(recipe, data, tmp_path / "whole")
-    interrupted_after(recipe, data, tmp_path / "parts", 2)
+    interrupted_after(recipe, data, tmp_path / "parts", 1)
     torch.manual_seed(999)  # the rest of the process may have drawn numbers in between
     parts = make_trainer(recipe, data, tmp_path / "parts")
     parts.load()
-    assert parts.epoch == 2
+    assert parts.epoch == 1
     parts.run()
     assert same(whole, parts)
 

@@ -39,7 +39,7 @@ def teacher_of(recipe: Recipe, data: TrainingData) -> tuple[TeacherNet, TeacherR
 
 
 def test_the_teacher_learns_and_then_answers_alike_whatever_the_batch(taught: Recipe, data: TrainingData) -> None:
-    net, record = teacher_of(taught.override({"teacher.epochs": 5}), data)
+    net, record = teacher_of(taught.override({"teacher.epochs": 4}), data)
     assert record.validation_accuracy > 0.6
     assert record.seconds > 0
     pixels = data.normalise(torch.from_numpy(data.validation.pixels[:8]))
@@ -80,7 +80,9 @@ def test_a_frozen_stem_stays_the_teachers_until_its_share_of_the_schedule_is_ove
         assert not torch.equal(whole.weights[f"patch_embed.backbone.{name}"], weight)
     broken.run()
     assert same(whole, broken)
-    assert broken.teacher == whole.teacher or broken.teacher is not None
+    assert broken.teacher is not None
+    assert whole.teacher is not None
+    assert broken.teacher.validation_accuracy == whole.teacher.validation_accuracy
 
 
 def test_what_a_teacher_cannot_learn_from_is_refused(taught: Recipe, data: TrainingData, tmp_path: Path) -> None:

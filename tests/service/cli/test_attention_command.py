@@ -124,8 +124,6 @@ def test_a_bad_file_is_reported_and_the_others_have_their_maps(
         (["--class", "4"], "an index below 4"),
         (["--class", "1", "--layer", "0"], "class does not apply to method 'cls'"),
         (["--class", "1", "--method", "rollout"], "class does not apply to method 'rollout'"),
-        (["--fusion", "max", "--method", "gae"], "fusion does not apply to method 'gae'"),
-        (["--discard", "1"], "discard 1.0: expected at least 0, and less than 1"),
         (["--view", "photo", "--no-overlay"], "--view photo does not apply with --no-overlay"),
         (["--head", "max", "--method", "gae"], "head does not apply to method 'gae'"),
     ],

@@ -15,7 +15,6 @@ from hypothesis.extra import numpy as arrays
 from model.images.preprocess import ModelInput
 from model.images.region import Region
 from model.outputs import (
-    FUSIONS,
     METHODS,
     POOLINGS,
     AttentionMap,
@@ -43,7 +42,6 @@ MAPS = st.builds(
     st.none() | SMALL,
     st.none() | st.integers(0, 255),
     st.none() | HEADS,
-    st.none() | st.sampled_from(FUSIONS),
     st.none() | st.floats(0, 1),
     st.none() | arrays.arrays(np.float32, 5, elements=st.floats(-1, 1, width=32)),
 )

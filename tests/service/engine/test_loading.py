@@ -19,8 +19,8 @@ from model.checkpoint import native
 from model.checkpoint.files import Folder
 from model.errors import CheckpointError, DeviceError
 from model.outputs import MapRequest, RequestedOutputs
+from model.runtime.openvino.kept import KeptCheckpoint
 from model.runtime.openvino.network import OpenVinoNetwork
-from model.runtime.openvino.store import KeptCheckpoint
 from model.runtime.predictor import Predictor
 from service.engine import loading
 from service.engine.loading import FirstLoad, load_predictor
@@ -150,7 +150,7 @@ def keep_graph(predictor: Predictor) -> None:
     """Warm a predictor up, and wait for the thread that keeps its graph."""
     predictor.warm_up()
     for thread in threading.enumerate():
-        if thread.name == "openvino-keep":
+        if thread.name == "openvino-compile":
             thread.join()
 
 
@@ -186,7 +186,7 @@ def test_a_folder_that_is_served_is_calibrated_for_the_next_start(
         [answer] = predictor.predict(images, RequestedOutputs(1, label_set=True))
         assert answer.label_set is not None
         assert len(answer.label_set) in (1, 2)
-    monkeypatch.setattr("model.runtime.kept.OpenVinoNetwork", lambda *_, **__: pytest.fail("compiled for nothing"))
+    monkeypatch.setattr("model.runtime.start.OpenVinoNetwork", lambda *_, **__: pytest.fail("compiled for nothing"))
     with pytest.raises(
         CheckpointError, match=r"39 pictures are too few for a coverage of 0\.96: 49 are enough"
     ) as refused:
@@ -225,7 +225,7 @@ def test_kept_graphs_are_compiled_beside_the_caller_once(tmp_path: Path, monkeyp
         compiled.append(threading.current_thread())
         return OpenVinoNetwork(*given, **options)
 
-    monkeypatch.setattr("model.runtime.kept.OpenVinoNetwork", compile_slowly)
+    monkeypatch.setattr("model.runtime.start.OpenVinoNetwork", compile_slowly)
     load = FirstLoad(settings)
     assert not compiled
     released.set()

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from model.zero_shot import ZeroShot
+from model.heads import ZeroShot
 from service.engine.local import LocalEngine
 from service.engine.messages import ModelInfo
 from service.settings import load_settings
@@ -65,7 +65,7 @@ def test_in_a_container_the_hint_names_no_address_as_none_is_known(
 def test_a_batch_that_never_ends_is_503_for_its_caller_and_ends_the_service_with_one(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def engine_of(settings: object, load: Any, on_batch: Any) -> LocalEngine:
+    def engine_of(settings: object, load: Any, on_batch: Any, checkpoint: str | None) -> LocalEngine:
         own: dict[str, Any] = {"device": "cpu", "queue_size": 4, "max_delay": 0, "batch_seconds": 0.2}
         return LocalEngine(lambda: load(settings), on_batch=on_batch, **own)
 

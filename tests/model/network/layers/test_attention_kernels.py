@@ -8,7 +8,7 @@ from model.config import ViTConfig
 from model.network.layers import attention
 from model.network.layers.attention import Attention, mean_row_at_once, mean_row_by_image, plain_attention
 from model.network.vit import VisionTransformer
-from model.runtime.compilation import choose_kernels
+from model.runtime.torch_backend import choose_kernels
 
 
 def test_plain_attention_is_the_fused_kernels() -> None:

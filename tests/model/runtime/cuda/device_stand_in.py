@@ -8,7 +8,7 @@ punishes mistakes as a GPU does.
   memory.
 * A capture that broke off hides its reason, and nothing can be captured after it.
 * A stream from which something was downloaded cannot be captured: memory that is freed records an event on it.
-* A graph whose products use a workspace from before the capture is refused: others free it.
+* A graph is refused whose products use a workspace that its stream had before the capture: others free it.
 * After a fault every operation fails.
 """
 
@@ -94,7 +94,7 @@ class StandInOps:
         self.dead: str | None = None
         self.before_synchronize: Callable[[], object] = lambda: None
         self.strict = strict
-        self.workspace_is_older = False
+        self.workspaces: set[StandInStream | None] = set()
         self.capturing = False
         self._broken = False
         self._streams = 0
@@ -148,17 +148,13 @@ class StandInOps:
         self._current.downloads = []
         return downloads
 
-    def clear_workspaces(self) -> None:
-        self.refuse_in_capture("memory is freed")
-        self.workspace_is_older = False
-
     def capture(self, work: Callable[[], None], stream: StandInStream) -> Callable[[], None]:
         self.need_life()
         if self._broken:
             raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
         assert stream not in self._downloaded_on, "memory that is freed would record an event in the graph"
         assert self._current.stream == stream, "the work goes to another stream"
-        assert not self.workspace_is_older, "the graph holds a workspace that others free"
+        assert stream not in self.workspaces, "the graph holds a workspace that others free"
         self.capturing = True
         try:
             work()
@@ -199,7 +195,7 @@ class _Watch(TorchDispatchMode):
         if packet in _WAITING:
             ops.refuse_in_capture(str(func))
         if packet in _PRODUCTS and not ops.capturing:
-            ops.workspace_is_older = True
+            ops.workspaces.add(getattr(ops._current, "stream", None))
         found = func(*args, **(kwargs or {}))
         if ops.largest_allocation is not None and isinstance(found, Tensor) and found.nbytes > ops.largest_allocation:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore lines")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from model.runtime.batches import BatchRequest
-from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed, DeviceOutputs
+from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed
 from tests.model.runtime.cuda.device_stand_in import StandInOps
 
 SHAPE = (2, 3, 1)
@@ -29,7 +29,7 @@ class Sums:
         self.at_once = 0
         self._inside = threading.Lock()
 
-    def __call__(self, pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
+    def __call__(self, pixels: Tensor, request: BatchRequest) -> dict[str, Tensor]:
         if not self._inside.acquire(blocking=False):
             self.at_once += 1
             raise AssertionError("two batches compute at once")
@@ -38,15 +38,15 @@ class Sums:
                 raise RuntimeError("a fault of the device")
             self.sizes.append(len(pixels))
             sums = pixels.flatten(1).int().sum(dim=1, keepdim=True, dtype=torch.int32)
-            packed = (sums + 1000 * len(request.layers)).expand(-1, 2 * request.top_k + 1).contiguous()
-            logits = torch.cat((packed[:, :1] / 2, torch.full((len(pixels), 1), len(pixels))), dim=1)
-            return packed, {"logits": logits}
+            scores = (sums + 1000 * len(request.layers)).expand(-1, request.top_k).contiguous()
+            logits = torch.cat((scores[:, :1] / 2, torch.full((len(pixels), 1), len(pixels))), dim=1)
+            return {"scores": scores, "logits": logits}
         finally:
             self._inside.release()
 
 
-def computed(packed: Tensor) -> DeviceOutputs:
-    return packed, {"logits": packed.float()}
+def computed(scores: Tensor) -> dict[str, Tensor]:
+    return {"scores": scores, "logits": scores.float()}
 
 
 def images(*values: int) -> np.ndarray:
@@ -66,8 +66,8 @@ def test_each_image_is_answered_whatever_an_earlier_batch_left_behind() -> None:
     ops, compute = watchless(), Sums()
     subject = launcher(ops, compute)
     subject.run(images(9, 9, 9, 9), BatchRequest(), size=4)
-    found, _ = subject.run(images(1, 2), BatchRequest(), size=4)
-    assert found[:, 0].tolist() == [6, 12]
+    found = subject.run(images(1, 2), BatchRequest(), size=4)
+    assert found["scores"][:, 0].tolist() == [6, 12]
     assert compute.sizes == [4, 4]
 
 
@@ -84,12 +84,12 @@ def test_a_captured_size_and_request_is_replayed() -> None:
     subject.capture(compute, (1, 2, 4), (BatchRequest(3), BatchRequest(3, layers=(7,))))
     assert compute.sizes[0] == 4, "the largest is captured first"
     before = ops.replays
-    plain, beside = subject.run(images(1, 2), BatchRequest(3, logits=True), size=2)
-    mapped, none = subject.run(images(3), BatchRequest(3, layers=(7,)), size=4)
+    plain = subject.run(images(1, 2), BatchRequest(3, logits=True), size=2)
+    mapped = subject.run(images(3), BatchRequest(3, layers=(7,)), size=4)
     assert ops.replays == before + 2
-    assert (plain[:, 0].tolist(), plain.shape) == ([6, 12], (2, 7))
-    assert mapped[:, 0].tolist() == [1018]
-    assert (beside["logits"].tolist(), none) == ([[3, 2], [6, 2]], {})
+    assert (plain["scores"][:, 0].tolist(), plain["scores"].shape) == ([6, 12], (2, 3))
+    assert mapped["scores"][:, 0].tolist() == [1018]
+    assert (plain["logits"].tolist(), set(mapped)) == ([[3, 2], [6, 2]], {"scores"})
 
 
 def test_what_was_not_captured_is_computed_all_the_same() -> None:
@@ -98,10 +98,12 @@ def test_what_was_not_captured_is_computed_all_the_same() -> None:
     subject = launcher(ops, compute)
     subject.capture(compute, (4,), (BatchRequest(3),))
     before = ops.replays
-    assert subject.run(images(1), BatchRequest(3), size=2)[0][:, 0].tolist() == [6]  # another size
-    assert subject.run(images(1), BatchRequest(3, layers=(0, 7)), size=4)[0][:, 0].tolist() == [2006]  # other layers
-    wide, beside = subject.run(images(1), BatchRequest(4, logits=True), size=4)  # more classes
-    assert (wide.shape, beside["logits"].tolist()) == ((1, 9), [[3, 4]])
+    assert subject.run(images(1), BatchRequest(3), size=2)["scores"][:, 0].tolist() == [6]  # another size
+    assert subject.run(images(1), BatchRequest(3, layers=(0, 7)), size=4)["scores"][:, 0].tolist() == [
+        2006
+    ]  # other layers
+    wide = subject.run(images(1), BatchRequest(4, logits=True), size=4)  # more classes
+    assert (wide["scores"].shape, wide["logits"].tolist()) == ((1, 4), [[3, 4]])
     assert ops.replays == before
 
 
@@ -112,7 +114,7 @@ def test_after_a_fault_the_device_is_waited_for_and_the_slot_is_used_again() -> 
     with pytest.raises(RuntimeError, match="a fault of the device"):
         subject.run(images(FAULTY), BatchRequest(), size=1)
     assert ops.settled == settled + 1
-    assert subject.run(images(5), BatchRequest(), size=1)[0][:, 0].tolist() == [30]
+    assert subject.run(images(5), BatchRequest(), size=1)["scores"][:, 0].tolist() == [30]
     assert ops.settled == settled + 1
 
 
@@ -126,7 +128,7 @@ def test_more_callers_than_slots_get_their_own_answers_one_computation_at_a_time
     def ask(value: int) -> list[int]:
         batch = images(*(value % 7 + row for row in range(1 + value % 4)))
         size = next(size for size in (1, 2, 4) if size >= len(batch))
-        found: list[int] = subject.run(batch, BatchRequest(), size=size)[0][:, 0].tolist()
+        found: list[int] = subject.run(batch, BatchRequest(), size=size)["scores"][:, 0].tolist()
         return found
 
     with ThreadPoolExecutor(5) as pool:
@@ -141,8 +143,8 @@ def test_a_graph_never_holds_a_workspace_from_before_its_capture() -> None:
     ops = StandInOps()
     weight = torch.ones(6, 3)
 
-    def compute(pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
-        return computed((pixels.flatten(1).float() @ weight).view(torch.int32))
+    def compute(pixels: Tensor, request: BatchRequest) -> dict[str, Tensor]:
+        return computed(pixels.flatten(1).float() @ weight)
 
     subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
     subject.capture(compute, (1, 2), (BatchRequest(),))
@@ -152,7 +154,7 @@ def test_a_graph_never_holds_a_workspace_from_before_its_capture() -> None:
 def test_what_waits_for_the_device_cannot_be_captured_and_is_named() -> None:
     ops = StandInOps()
 
-    def compute(pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
+    def compute(pixels: Tensor, request: BatchRequest) -> dict[str, Tensor]:
         return computed(torch.full((len(pixels), 3), int(pixels.sum().item()), dtype=torch.int32))
 
     subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
@@ -181,8 +183,8 @@ def test_images_that_lie_apart_are_copied_once_straight_into_pinned_memory(monke
 
     monkeypatch.setattr(np, "stack", watched)
     apart = [np.full((4, 6, 1), value, np.uint8)[::2, ::2] for value in (3, 4)]
-    found, _ = subject.run(apart, BatchRequest(), size=2)
-    assert found[:, 0].tolist() == [18, 24]
+    found = subject.run(apart, BatchRequest(), size=2)
+    assert found["scores"][:, 0].tolist() == [18, 24]
     assert len(made) == 1
     assert made[0] is not None
 
@@ -190,14 +192,14 @@ def test_images_that_lie_apart_are_copied_once_straight_into_pinned_memory(monke
 def test_graphs_are_captured_on_a_stream_of_their_own_once_the_batch_before_is_done() -> None:
     ops = StandInOps()
 
-    def compute(pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
+    def compute(pixels: Tensor, request: BatchRequest) -> dict[str, Tensor]:
         return computed(torch.zeros(len(pixels), 2 * request.top_k + 1, dtype=torch.int32))
 
     subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
     subject.run(images(1), BatchRequest(), size=1)  # the stand-in refuses to capture where this was downloaded
     settled = ops.settled
     subject.capture(compute, (1, 2), (BatchRequest(),))
-    assert ops.settled == settled + 3, "before each capture, and before the next batch"
+    assert ops.settled == settled + 5, "before and after each capture, and before the next batch"
 
 
 def test_a_batch_may_be_computed_beside_its_graph() -> None:
@@ -206,12 +208,12 @@ def test_a_batch_may_be_computed_beside_its_graph() -> None:
     subject.capture(compute, (1, 2, 4), (BatchRequest(3),))
     before = ops.replays
 
-    def doubled(pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
-        packed, beside = compute(pixels, request)
-        return 2 * packed, beside
+    def doubled(pixels: Tensor, request: BatchRequest) -> dict[str, Tensor]:
+        outputs = compute(pixels, request)
+        return outputs | {"scores": 2 * outputs["scores"]}
 
-    assert subject.run(images(1), BatchRequest(3), size=2, compute=doubled)[0][:, 0].tolist() == [12]
+    assert subject.run(images(1), BatchRequest(3), size=2, compute=doubled)["scores"][:, 0].tolist() == [12]
     assert ops.replays == before
     subject.forget_graphs()
-    assert subject.run(images(1), BatchRequest(3), size=2)[0][:, 0].tolist() == [6]
+    assert subject.run(images(1), BatchRequest(3), size=2)["scores"][:, 0].tolist() == [6]
     assert ops.replays == before

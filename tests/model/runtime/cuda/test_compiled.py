@@ -70,8 +70,8 @@ def test_a_service_is_ready_with_graphs_of_the_compiled_model_and_captures_once(
     ops, threads = not_strict(), threading.active_count()
     predictor = warm(ops)
     assert predictor.compiled == "compiled"
-    assert predictor.batch_sizes == (1, 2, 4)
-    assert ops.captures == 3 * 3, "three sizes, without a map and with either default"
+    assert predictor.batch_sizes == (2, 4)
+    assert ops.captures == 2 * 3, "two sizes, without a map and with either default"
     assert threading.active_count() == threads
     replays = ops.replays
     for count in (1, 3):
@@ -84,13 +84,13 @@ def test_a_service_is_ready_with_graphs_of_the_compiled_model_and_captures_once(
 def test_nothing_is_compiled_after_the_compiler_has_run(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in a capture nor by a request: the compiler has seen tensors of the kind that requests bring."""
     seen: list[int] = []
-    exercise = cuda.Cuda._compile_and_exercise
+    exercise = cuda.Cuda._take_compiled
 
     def counted(self: cuda.Cuda) -> None:
         exercise(self)
         seen.append(traced())
 
-    monkeypatch.setattr(cuda.Cuda, "_compile_and_exercise", counted)
+    monkeypatch.setattr(cuda.Cuda, "_take_compiled", counted)
     predictor = warm(not_strict(), graphs=graphs)
     for kind in (LAST, RELEVANCE, MapRequest.row(0), None):
         predict(predictor, make_images(3), top_k=5, maps=[kind] * 3)
@@ -138,7 +138,7 @@ def test_a_kernel_that_computes_something_else_at_one_size_is_not_served(
     monkeypatch.setattr(cuda, "compiled_network", wrong)
     ops = not_strict()
     predictor = warm(ops, graphs=graphs)
-    reason = rf"for 4 images the launched model's {name} are [\d.]+ of their norm away from torch's"
+    reason = rf"for 4 images the launched model's {name} of an image are [\d.]+ of their norm away from torch's"
     assert re.fullmatch(f"failed: {reason}", predictor.compiled)
     assert re.search(reason, caplog.text)
     assert predictor.batch_sizes is None

@@ -51,7 +51,7 @@ def test_launched_batches_get_the_answers_of_the_plain_model() -> None:
     predictor = launched(ops)
     expected = plain()
     predictor.warm_up()
-    assert predictor.batch_sizes == (1, 2, 4)
+    assert predictor.batch_sizes == (2, 4)
     assert predictor.compiled.endswith("CUDA graphs of the uncompiled model")
 
     replays = ops.replays
@@ -116,7 +116,7 @@ def test_graphs_that_give_other_scores_are_told_and_the_model_answers_without() 
     ops.spoil_capture = True
     predictor = launched(ops)
     predictor.warm_up()
-    reason = "for 1 images the launched model's logits are 1 of their norm away from torch's"
+    reason = "for 2 images the launched model's logits of an image are 1 of their norm away from torch's"
     assert predictor.compiled == f"failed: {reason}"
     assert predictor.batch_sizes is None
     same(predict(predictor, make_images(3), top_k=5), predict(plain(), make_images(3), top_k=5))
@@ -198,7 +198,7 @@ def test_memory_that_is_not_there_is_said_in_one_line(monkeypatch: pytest.Monkey
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore lines")
 
-    monkeypatch.setattr(predictor._backend, "exercise", full)
+    monkeypatch.setattr(predictor._backend, "predict", full)
     with pytest.raises(DeviceError, match=r"^cpu: not enough memory for batches of 8: a smaller largest batch"):
         predictor.warm_up()
 
@@ -265,6 +265,7 @@ REAL_KINDS: dict[str, dict[str, object]] = {
 def close_to_the_cpu(predictor: Predictor, *, tolerance: float) -> None:
     """Compare logits, top-k and the last layer's map, in graphs and without, with those of float32 on the CPU."""
     checkpoint = predictor.checkpoint
+    assert isinstance(checkpoint, Checkpoint)
     last = checkpoint.vit.depth - 1
     reference = Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32")
     images = np.random.default_rng(5).integers(0, 256, (3, *checkpoint.config.image_size, 3), dtype=np.uint8)
@@ -292,7 +293,7 @@ def test_a_model_of_real_size_in_bfloat16_is_close_to_float32(kind: str) -> None
     predictor = Predictor(
         of_real_size(**REAL_KINDS[kind]), device="cpu", dtype="bfloat16", max_batch=4, ops=StandInOps()
     )
-    predictor._backend.exercise((1,))
+    predictor.check()
     close_to_the_cpu(predictor, tolerance=0.05)
 
 
@@ -316,7 +317,7 @@ class TestOnCuda:
         predictor = Predictor(make_checkpoint(), device="cuda", dtype="float32", max_batch=4)
         predictor.warm_up()
         assert predictor.compiled == "compiled"
-        assert predictor.batch_sizes == (1, 2, 4)
+        assert predictor.batch_sizes == (2, 4)
         for count in (1, 3, 4):
             maps = [MapRequest.row(1, "max"), None, MapRequest.row(1), None][:count]
             found = predict(predictor, make_images(count), top_k=5, maps=maps)

@@ -12,11 +12,14 @@ from torch import Tensor, nn
 
 from model.checkpoint.huggingface import FAMILIES
 from model.config import Activation, Pool, ViTConfig
+from model.heads import Head
 from model.network.layers.attention import Attention
 from model.runtime.batches import BatchOutputs, BatchRequest
+from model.runtime.compilation import compiled_network
+from model.runtime.cuda import backend as cuda_backend
 from model.runtime.cuda.backend import Cuda
-from model.runtime.postprocess import TopK
-from model.runtime.torch_backend import TorchBackend, TorchOptions
+from model.runtime.cuda.top_k import with_best
+from model.runtime.torch_backend import TorchOptions
 from tests.model.families import HUGGING_FACE, NATIVE, families
 from tests.model.network.test_building_blocks import checkpoint
 from tests.model.runtime.cuda.fake_cuda import CUDA, FakeCudaOps, NotCapturable, captured, fake_cuda, require_fake_cuda
@@ -41,7 +44,11 @@ def _nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """What compilers are given is computed as it is."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(nn.Module, "compile", lambda module, **_: None)
-    monkeypatch.setattr(TorchBackend, "_exercise", lambda *_: None)
+
+    def compiled(self: Cuda) -> None:
+        self._compiled = compiled_network(self._plain, self._normalise, self._folded, any_batch=True)
+
+    monkeypatch.setattr(Cuda, "_take_compiled", compiled)
 
 
 @contextmanager
@@ -54,7 +61,7 @@ def started(kind: str, *dtypes: torch.dtype) -> Iterator[list[Cuda]]:
         for model, dtype in zip(models, dtypes, strict=True):
             options = TorchOptions(model, source, CUDA, dtype, "on", (2,))
             backend = Cuda(options, FakeCudaOps(), streams=1)
-            backend._compile()
+            backend._take_compiled()
             assert backend._compiled is not None
             backends.append(backend)
         yield backends
@@ -72,14 +79,15 @@ def launch(backend: Cuda, *requests: BatchRequest) -> list[str]:
 
     Gives the names of the kernels that ran for the last one.
     """
-    config, to_capture = backend.config, backend._compute_to_capture
+    config, to_capture = backend.config, backend._scored
     assert isinstance(config, ViTConfig)
     pixels = torch.zeros(2, *config.image_size, config.in_channels, dtype=torch.uint8, device=CUDA)
     for request in requests:
         relevance = request.relevance
         with captured(backend._options.dtype, float_products=relevance or config.normalized_head) as kernels:
-            packed, _ = (to_capture if request.of_network in backend.usual else backend._compute)(pixels, request)
-        assert packed.shape == (2, 7 + (len(request.layers) * config.heads + relevance) * config.tokens)
+            outputs = (to_capture if request.of_network in backend.usual else backend._compute)(pixels, request)
+        assert outputs["scores"].shape == (2, 3)
+        assert ("attention" in outputs, "relevance" in outputs) == (bool(request.layers), relevance)
         assert kernels.count("topk") == 1 + 2 * relevance  # the rivals of the best class, and the strongest tokens
     return kernels
 
@@ -130,15 +138,15 @@ FAULTS: dict[str, tuple[Callable[[Tensor], object], str]] = {
 def test_a_planted_fault_is_found(
     fault: Callable[[Tensor], object], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = TopK.__call__
+    whole = with_best
 
-    def faulty(self: TopK, output: BatchOutputs[Tensor], top_k: int) -> BatchOutputs[Tensor]:
-        fault(output.tensors()["logits"])
-        return whole(self, output, top_k)
+    def faulty(outputs: BatchOutputs[Tensor], head: Head, top_k: int) -> BatchOutputs[Tensor]:
+        fault(outputs.tensors()["logits"])
+        return whole(outputs, head, top_k)
 
     with started(BEIT, torch.float16) as (backend,):
         launch(backend, PLAIN)
-        monkeypatch.setattr(TopK, "__call__", faulty)
+        monkeypatch.setattr(cuda_backend, "with_best", faulty)
         with pytest.raises(NotCapturable, match=words):
             launch(backend, PLAIN)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import subprocess
 import sys
@@ -17,16 +16,13 @@ import torch
 
 from model.checkpoint import load_checkpoint
 from model.config import ViTConfig
-from model.errors import DeviceError
-from model.network.vit import VisionTransformer, count_parameters
+from model.network.vit import VisionTransformer
 from model.outputs import MapRequest
-from model.runtime.batches import HostOutputs
 from model.runtime.openvino import network as openvino_network
 from model.runtime.openvino.backend import unsupported_reason
-from model.runtime.openvino.graph import _LEAN, Requests, core
+from model.runtime.openvino.graph import _LEAN, CompiledGraph, core
 from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.predictor import Predictor
-from model.runtime.torch_cpu import TorchCpu
 from tests.model.runtime.predictions import MODES, predict
 
 pytestmark = [
@@ -53,7 +49,7 @@ def both() -> tuple[Predictor, Predictor]:
 
 @pytest.mark.parametrize("count", [1, 2, 5, 7])
 def test_scores_and_maps_are_torchs(both: tuple[Predictor, Predictor], images: np.ndarray, count: int) -> None:
-    wanted = [MapRequest.row(layer=both[0].checkpoint.vit.depth - 1, head="mean")] * count
+    wanted = [MapRequest.row(layer=load_checkpoint("bundled").vit.depth - 1, head="mean")] * count
     expected, found = (predict(one, images[:count], top_k=10, maps=wanted) for one in both)
     np.testing.assert_array_equal(found.indices, expected.indices)
     np.testing.assert_allclose(found.scores, expected.scores, atol=1e-4)
@@ -61,16 +57,6 @@ def test_scores_and_maps_are_torchs(both: tuple[Predictor, Predictor], images: n
         assert ours is not None
         assert theirs is not None
         np.testing.assert_allclose(ours.values, theirs.values, atol=1e-5)
-
-
-def test_warm_up_runs_torch_for_one_image_only(
-    both: tuple[Predictor, Predictor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Torch computes rare maps alone, and an engine that starts again is waited for."""
-    sizes: list[object] = []
-    monkeypatch.setattr(TorchCpu, "exercise", lambda _, exercised: sizes.append(exercised))
-    both[1].warm_up()
-    assert sizes == [(1,)]
 
 
 def test_threads_that_come_to_openvino_first_at_the_same_time_do_not_wait_for_each_other() -> None:
@@ -96,37 +82,6 @@ os._exit(any(each.is_alive() for each in threads))
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize(("wrong", "refused"), [((), False), ((3,), False), ((3, 4), True)])
-def test_every_graph_is_run_on_every_stream_and_made_again_where_its_outputs_are_not_torchs(
-    wrong: tuple[int, ...], refused: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Each stream keeps kernels for the sizes that it meets: a size met late would be memory taken late."""
-    run: list[tuple[int, int]] = []
-    run_all = Requests.run_all
-
-    def spoilt(self: Requests, images: np.ndarray) -> list[list[np.ndarray]]:
-        run.append((self.streams, len(images)))
-        outputs = run_all(self, images)
-        if len(run) in wrong:
-            outputs[-1][0] += 1  # of the last stream alone
-        return outputs
-
-    monkeypatch.setattr(Requests, "run_all", spoilt)
-    monkeypatch.setattr(
-        "model.runtime.openvino.graph.ThreadPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1)
-    )  # in turn
-    make = functools.partial(Predictor, load_checkpoint("bundled"), device="cpu", dtype="float32", threads=2, streams=2)
-    if refused:
-        assert "OpenVINO's logits are " in make().backend_reason
-    else:
-        make().warm_up()
-    sizes = [(2, size) for size in (1, 2, 4, 8)]
-    again = [sizes[2]] * len(wrong[:1])
-    assert run == [*sizes[:3], *again, *sizes[3:], (1, 1)]
-    lines = [record.getMessage() for record in caplog.records if "is compiled again" in record.getMessage()]
-    assert [line.split(":")[0] for line in lines] == ["the graph for 4 images is compiled again"] * len(again)
-
-
 @pytest.fixture
 def one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile one graph for any batch size, which takes less time than one for each of some."""
@@ -137,80 +92,6 @@ def network(predictor: Predictor) -> OpenVinoNetwork:
     found = predictor._backend._network  # type: ignore[attr-defined]
     assert isinstance(found, OpenVinoNetwork)
     return found
-
-
-@pytest.mark.parametrize("alone", [True, False])
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 8])
-def test_a_small_network_has_graphs_for_a_few_sizes(both: tuple[Predictor, Predictor], alone: bool, count: int) -> None:
-    images = np.random.default_rng(count).integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
-    found = network(both[1])(images, alone=alone).tensors()["logits"]
-    np.testing.assert_allclose(found, both[0].logits(images), atol=1e-4)
-    assert (network(both[1])._graphs.sizes, network(both[1])._lone.sizes) == ((1, 2, 4, 8), (1,))
-
-
-def test_a_larger_batch_is_cut_to_these_sizes(
-    both: tuple[Predictor, Predictor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    images = np.random.default_rng(3).integers(0, 256, (21, 32, 32, 3), dtype=np.uint8)
-    seen: list[int] = []
-    infer = Requests.infer
-
-    def spy(self: Requests, piece: np.ndarray) -> list[np.ndarray]:
-        seen.append(len(piece))
-        return infer(self, piece)
-
-    monkeypatch.setattr(Requests, "infer", spy)
-    np.testing.assert_allclose(
-        predict(both[1], images, top_k=10).scores, predict(both[0], images, top_k=10).scores, atol=1e-4
-    )
-    np.testing.assert_allclose(both[1].logits(images), both[0].logits(images), atol=1e-3)
-    assert seen == [], "its pieces are computed at once"
-    with both[1]._backend._threads:  # type: ignore[attr-defined]  # another batch computes
-        found = predict(both[1], images, top_k=10)
-    assert seen == [8, 8, 4, 1]
-    np.testing.assert_allclose(found.scores, predict(both[0], images, top_k=10).scores, atol=1e-4)
-
-
-def test_with_one_stream_a_batch_that_is_alone_takes_these_graphs_too(
-    both: tuple[Predictor, Predictor], images: np.ndarray
-) -> None:
-    made = Predictor(load_checkpoint("bundled"), device="cpu", dtype="float32", threads=2, streams=1)
-    assert network(made)._graphs.sizes == (1, 2, 4, 8)
-    assert network(made)._graphs is network(made)._lone
-    made.warm_up()
-    np.testing.assert_allclose(made.logits(images), both[0].logits(images), atol=1e-4)
-
-
-@pytest.mark.usefixtures("one_graph")
-def test_a_large_network_has_one_graph_for_any_size(
-    both: tuple[Predictor, Predictor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("model.runtime.predictor._FILL_SECONDS", float("inf"))
-    made = Predictor(load_checkpoint("bundled"), device="cpu", dtype="float32", threads=2, streams=2)
-    assert (network(made)._graphs.sizes, network(made)._lone.sizes) == ((None,), (1,))
-    tried: list[int] = []
-    monkeypatch.setattr(Requests, "run_all", lambda _, images: tried.append(len(images)))
-    made.warm_up()
-    assert tried == [32, 24, 16, *range(8, 0, -1)]
-    images = np.random.default_rng(4).integers(0, 256, (19, 32, 32, 3), dtype=np.uint8)
-    for alone in (True, False):
-        found = network(made)(images, alone=alone).tensors()["logits"]
-        np.testing.assert_allclose(found, both[0].logits(images), atol=1e-4)
-
-
-def test_how_much_room_graphs_for_each_size_take_grows_with_weights_and_streams() -> None:
-    """ViT-Ti has them in both dtypes; ViT-S has none."""
-    for width, itemsize, streams, small in (
-        (192, 2, 2, True),
-        (192, 4, 2, True),
-        (192, 4, 8, False),
-        (384, 2, 2, False),
-    ):
-        config = load_checkpoint("bundled").config.model_dump()
-        shape = {"width": width, "mlp_width": 4 * width, "depth": 12, "heads": width // 64, "num_classes": 1000}
-        with torch.device("meta"):
-            model = VisionTransformer(ViTConfig.model_validate({**config, **shape}))
-        assert openvino_network._is_small(count_parameters(model) * itemsize, streams) is small
 
 
 def test_the_installed_version_knows_the_option_that_saves_memory() -> None:
@@ -290,19 +171,6 @@ def test_other_kinds_of_models_are_torchs_too(kind: dict[str, Any], images: np.n
             np.testing.assert_allclose(ours.values, theirs.values, atol=1e-5)
 
 
-def test_it_says_what_runs(both: tuple[Predictor, Predictor]) -> None:
-    assert both[0].backend.startswith("torch ")
-    assert both[1].backend.startswith("openvino ")
-    assert both[1].compiled == "off"
-
-
-def test_auto_leaves_compiling_and_other_dtypes_to_torch() -> None:
-    checkpoint = load_checkpoint("bundled")
-    for options in ({"compile_mode": "on"}, {"dtype": "float16"}):
-        made = Predictor(checkpoint, device="cpu", **options)  # type: ignore[arg-type]
-        assert made.backend.startswith("torch ")
-
-
 @pytest.mark.usefixtures("one_graph")
 @pytest.mark.skipif(
     unsupported_reason("cpu", "bfloat16") is not None, reason="this CPU has no bfloat16 that OpenVINO uses"
@@ -312,46 +180,6 @@ def test_bfloat16_is_float32s_but_for_its_rounding(both: tuple[Predictor, Predic
     expected = both[0].logits(images)
     off = np.linalg.norm(made.logits(images) - expected) / np.linalg.norm(expected)
     assert 0 < off < 0.03
-
-
-@pytest.mark.usefixtures("one_graph")
-def test_a_graph_that_gives_other_logits_than_torch_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    named = OpenVinoNetwork._named
-
-    def wrong(self: OpenVinoNetwork, outputs: list[np.ndarray]) -> HostOutputs:
-        output = named(self, outputs)
-        return output._replace(logits=np.flip(output.tensors()["logits"], -1))
-
-    monkeypatch.setattr(OpenVinoNetwork, "_named", wrong)
-    checkpoint = load_checkpoint("bundled")
-    assert Predictor(checkpoint, device="cpu").backend.startswith("torch ")
-    assert "of their norm away from torch's" in caplog.text
-    with pytest.raises(DeviceError, match="of their norm away"):
-        Predictor(checkpoint, device="cpu")
-
-
-@pytest.mark.usefixtures("one_graph")
-def test_a_graph_that_fails_at_its_first_run_leaves_torch_serving(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(self: Requests, images: np.ndarray) -> list[list[np.ndarray]]:
-        raise RuntimeError("shapes do not match")
-
-    monkeypatch.setattr(Requests, "run_all", fail)
-    checkpoint = load_checkpoint("bundled")
-    assert Predictor(checkpoint, device="cpu").backend.startswith("torch ")
-    assert "OpenVINO does not run this model: shapes do not match" in caplog.text
-    with pytest.raises(DeviceError, match="shapes do not match"):
-        Predictor(checkpoint, device="cpu")
-
-
-def test_what_it_cannot_do_is_told() -> None:
-    with pytest.raises(DeviceError, match="backend openvino: it has no float16 here"):
-        Predictor(load_checkpoint("bundled"), device="cpu", dtype="float16")
-    assert "runs on the CPU" in str(unsupported_reason("cuda:0", "float32"))
-    assert unsupported_reason("cpu", "float32") is None
 
 
 def test_nothing_is_reported_to_its_maker(tmp_path: Path) -> None:
@@ -388,3 +216,64 @@ os.kill(os.getpid(), signal.SIGUSR1)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "heard\n"), done.stderr
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize("fixed_bytes", [openvino_network._FIXED_BYTES, 1], ids=["a graph a size", "one for any size"])
+def test_every_number_of_images_alone_and_beside_others_has_torchs_logits(
+    both: tuple[Predictor, Predictor], fixed_bytes: int, streams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openvino_network, "_FIXED_BYTES", fixed_bytes)
+    made = Predictor(load_checkpoint("bundled"), device="cpu", dtype="float32", threads=2, streams=streams)
+    images = np.random.default_rng(3).integers(0, 256, (21, 32, 32, 3), dtype=np.uint8)
+    for count in (1, 3, 8, 21):
+        for alone in (True, False):
+            found = network(made)(images[:count], alone=alone).tensors()["logits"]
+            np.testing.assert_allclose(found, both[0].logits(images[:count]), atol=1e-4)
+
+
+@pytest.mark.parametrize("fault", ["other logits", "fails"])
+@pytest.mark.usefixtures("one_graph")
+def test_a_graph_that_does_not_compute_what_torch_does_leaves_torch_serving(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    infer = CompiledGraph.infer_on_all
+
+    def wrong(self: CompiledGraph, images: np.ndarray) -> list[list[np.ndarray]]:
+        if fault == "fails":
+            raise RuntimeError("shapes do not match")
+        outputs = infer(self, images)
+        outputs[-1][0][0] += 100  # of one image, on the last stream alone
+        return outputs
+
+    monkeypatch.setattr(CompiledGraph, "infer_on_all", wrong)
+    made = Predictor(load_checkpoint("bundled"), device="cpu", dtype="float32", threads=2)
+    assert made.backend.startswith("torch ")
+    said = {"fails": "OpenVINO does not run this model: shapes do not match", "other logits": "away from torch's"}
+    assert said[fault] in made.backend_reason
+    assert said[fault] in caplog.text
+
+
+def fail(reason: str) -> list[list[np.ndarray]]:
+    raise RuntimeError(reason)
+
+
+def test_a_size_whose_graph_is_wrong_is_computed_by_torch(
+    both: tuple[Predictor, Predictor], images: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Predictor(load_checkpoint("bundled"), device="cpu", dtype="float32", threads=1)
+    monkeypatch.setattr(CompiledGraph, "infer_on_all", lambda *_: fail("shapes do not match"))
+    np.testing.assert_allclose(made.logits(images[:4]), both[0].logits(images[:4]), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"compile_mode": "on"}, "torch is chosen"),
+        ({"compile_mode": "off"}, "torch is chosen"),
+        ({"dtype": "float16"}, "OpenVINO is not possible: it has no float16 here"),
+    ],
+)
+def test_what_is_chosen_otherwise_is_torchs(options: dict[str, Any], reason: str) -> None:
+    made = Predictor(load_checkpoint("bundled"), device="cpu", **options)
+    assert (made.backend.split()[0], made.backend_reason) == ("torch", reason)

@@ -16,10 +16,11 @@ from google.protobuf import json_format
 
 from service.errors import DeadlineExceeded, InferenceFailed, SettingsError
 from service.settings import load_settings
+from service.web.grpc import calls
 from service.web.grpc import open_inference_pb2 as messages
 from service.web.grpc.calls import STATUS_CODES
 from service.web.problems import TABLE
-from tests.service.fakes import CLASSES, SIZE, answer, expected_indices, on_a_loop, pixels, png
+from tests.service.fakes import CLASSES, PATIENCE, SIZE, answer, expected_indices, on_a_loop, pixels, png
 from tests.service.web.apps import service_in, settle, until
 from tests.service.web.grpc.caller import Output, arrays, calling, image, number, raw
 
@@ -195,6 +196,18 @@ async def test_a_message_that_does_not_arrive_is_not_waited_for(method: str) -> 
         ended = caller.stream(method)
         await ended.done_writing()
         assert await ended.code() == Code.INVALID_ARGUMENT
+
+
+@on_a_loop
+async def test_messages_that_do_not_come_give_way_to_those_of_another_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_GRACE_SECONDS", 0.05)
+    async with calling(api_keys="slow:one,quick:two", key_max_requests=100) as caller:
+        crowd = [caller.stream("ModelInfer", metadata=(("authorization", "Bearer one"),)) for _ in range(40)]
+        await until(lambda: caller.service.metric("vit_rejected_total", reason="request_timeout") > 0)
+        async with asyncio.timeout(PATIENCE / 6):  # half of the time of a request
+            await caller.infer(image(png(1)), metadata=(("authorization", "Bearer two"),))
+        for call in crowd:
+            call.cancel()
 
 
 @on_a_loop

@@ -83,14 +83,6 @@ async def test_a_posted_picture_gets_its_map_and_is_kept() -> None:
         ("method=cls&class=3", "class does not apply to method 'cls'"),
         ("method=rollout&class=3", "class does not apply to method 'rollout'"),
         ("layer=0&class=3", "class does not apply to method 'cls'"),
-        ("method=relevance&fusion=max", "fusion does not apply to method 'relevance'"),
-        ("method=gae&discard=0.5", "discard does not apply to method 'gae'"),
-        ("layer=0&fusion=max", "fusion does not apply to method 'cls'"),
-        ("fusion=max&class=3", "class does not apply to method 'rollout'"),
-        ("fusion=median", "fusion"),
-        ("discard=1", "discard"),
-        ("discard=-0.1", "discard"),
-        ("discard=nan", "discard"),
         ("class=10", "class '10' is unknown"),
         ("class=", "class '' is unknown"),
         ("class=label", "class 'label' is unknown"),
@@ -146,10 +138,6 @@ async def test_a_parameter_that_is_wrong_or_does_not_apply_is_named(query: str, 
         ("method=gae", {"method": "gae", "class": 7, "label": "label 7"}),
         ("class=3", {"method": "relevance", "class": 3, "label": "label 3"}),
         ("method=gae&class=Label%205", {"method": "gae", "class": 5, "label": "label 5"}),
-        ("method=rollout", {"method": "rollout", "fusion": "mean", "discard": 0.0}),
-        ("method=rollout&fusion=min", {"method": "rollout", "fusion": "min", "discard": 0.0}),
-        ("fusion=max&discard=0.9", {"method": "rollout", "fusion": "max", "discard": 0.9}),
-        ("discard=0.25", {"method": "rollout", "fusion": "mean", "discard": 0.25}),
         ("method=cls", {"method": "cls", "layer": 2, "head": "mean"}),
         ("layer=0", {"method": "cls", "layer": 0, "head": "mean"}),
         ("head=max", {"method": "cls", "layer": 2, "head": "max"}),
@@ -158,7 +146,7 @@ async def test_a_parameter_that_is_wrong_or_does_not_apply_is_named(query: str, 
 async def test_a_map_is_of_the_method_and_class_that_are_asked_for(query: str, answered: dict[str, Any]) -> None:
     service = app()
     document = (await service.get("/attention", f"id={await kept(service, 7)}&format=json&{query}")).json
-    names = ("method", "class", "label", "layer", "head", "fusion", "discard")
+    names = ("method", "class", "label", "layer", "head")
     assert {name: document[name] for name in names if name in document} == answered
 
 

@@ -30,8 +30,6 @@ def test_a_map_is_told_to_seven_decimals() -> None:
     values = np.array([[1 / 3, 0.25]], np.float32)
     assert map_fields(AttentionMap(MapRequest.row(2, "max"), values, 2 / 3), LABELS) == {
         "method": "cls",
-        "fusion": None,
-        "discard": None,
         "class": None,
         "label": None,
         "grid": (1, 2),

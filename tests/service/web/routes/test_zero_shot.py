@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from model.checkpoint import load_checkpoint
+from model.heads import ZeroShot
 from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
-from model.zero_shot import ZeroShot
 from service.engine.loading import load_predictor
 from service.errors import DeadlineExceeded, QueueFull
 from service.settings import load_settings
@@ -61,8 +61,8 @@ def service(**changes: Any) -> App:
 
 def expected_scores(red: int, independent: bool = False) -> dict[str, float]:
     embedding = expected_embedding(red, EmbeddingRequest())
-    features = ZERO_SHOT.label_features(np.stack([text_feature(text) for text in ZERO_SHOT.prompts(LABELS)]))
-    logits = 5 * features @ (embedding / np.linalg.norm(embedding)) - 1
+    texts = np.stack([text_feature(text) for text in ZERO_SHOT.prompts(LABELS)])
+    [logits] = ZERO_SHOT.head(LABELS, texts).logits(embedding[np.newaxis])
     scores = 1 / (1 + np.exp(-logits)) if independent else np.exp(logits) / np.exp(logits).sum()
     return dict(zip(LABELS, scores.tolist(), strict=True))
 

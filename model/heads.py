@@ -1,0 +1,285 @@
+"""Heads: what turns the features that a backbone gives of an image into scores of labels. No torch is needed.
+
+A head is a value. A checkpoint has its own; the labels of a request make another of the features of their texts, by a
+checkpoint with a text tower (Radford et al. 2021, CLIP, https://arxiv.org/abs/2103.00020; Zhai et al. 2023, SigLIP,
+https://arxiv.org/abs/2303.15343). All are scored here.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.config import NetworkConfig, ViTConfig
+from model.errors import InputError
+from model.outputs import (
+    RIVALS,
+    AttentionMap,
+    EmbeddingRequest,
+    MapRequest,
+    Outputs,
+    RequestedOutputs,
+    faded,
+    require_classes,
+)
+
+Floats = NDArray[np.float32]
+
+DEFAULT_TEMPLATE: Final = "This is a photo of {}."
+"""That of transformers' pipeline `zero-shot-image-classification`."""
+
+MAX_CHARACTERS: Final = 256
+"""Of a label, a text or a template."""
+
+MAX_TEXTS: Final = 1000
+"""Texts of one request: labels times templates."""
+
+MAX_TEMPLATES: Final = 200
+
+_WRITTEN: Final = 12
+"""Characters that JSON takes at most for one of a label."""
+
+_COMMAS: Final = 32
+"""Commas that a quoted name has at most, on average."""
+
+_CONTROL: Final = {"Cc", "Cs"}
+"""Categories of characters that no text holds: controls, and halves of a surrogate pair."""
+
+_TINY: Final = 1e-30
+"""What is divided by at least: all logits, or all scores, may be equal."""
+
+
+class Best(NamedTuple):
+    """The best classes of a batch.
+
+    Attributes:
+        scores: float32 [B, k], highest first.
+        indices: int64 [B, k], the classes that the scores belong to.
+        finite: bool [B], whether all scores of the image are finite.
+    """
+
+    scores: Floats
+    indices: NDArray[np.int64]
+    finite: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """A classifier of features.
+
+    Attributes:
+        labels: of its classes.
+        independent: whether each class has a sigmoid of its own, instead of a share of one softmax.
+        temperature: logits are divided by it.
+        weight, bias: float32 [C, D] and [C]; None where the backbone's own pass gives the logits.
+        normalized: whether features are divided by their L2 norm first: logits are scaled cosines.
+    """
+
+    labels: tuple[str, ...]
+    independent: bool
+    temperature: float = 1.0
+    weight: Floats | None = None
+    bias: Floats | float = 0.0
+    normalized: bool = False
+
+    def logits(self, features: Floats) -> Floats:
+        """Return the logits of features [B, D]: float32 [B, C]."""
+        assert self.weight is not None, "the backbone's pass gives them"
+        logits: Floats = (normalized(features) if self.normalized else features) @ self.weight.T + np.float32(self.bias)
+        return logits
+
+    def scores(self, logits: Floats) -> Floats:
+        """Return the score of each class, float32 [B, C], 0...1, from logits [B, C]; not finite where these are not."""
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            exact = (logits / np.float32(self.temperature)).astype(np.float64)
+            if self.independent:
+                return (1 / (1 + np.exp(-exact))).astype(np.float32)
+            powers = np.exp(exact - exact.max(axis=-1, keepdims=True))
+            shares: Floats = (powers / powers.sum(axis=-1, keepdims=True)).astype(np.float32)
+            return shares
+
+    def best(self, logits: Floats, top_k: int) -> Best:
+        """Return the `top_k` best classes of logits [B, C].
+
+        Logits are ranked, and not scores: of saturated sigmoids several are 1. Of equal ones the first is best.
+        """
+        scores, chosen = self.scores(logits), np.broadcast_to(np.arange(logits.shape[1]), logits.shape)
+        if top_k < logits.shape[1]:  # a fraction of the time of sorting a thousand classes
+            chosen = np.sort(np.argpartition(-logits, top_k - 1, axis=1)[:, :top_k], axis=1)
+        order = np.argsort(-np.take_along_axis(logits, chosen, axis=1), axis=1, kind="stable")
+        indices = np.take_along_axis(chosen, order, axis=1)
+        finite = np.asarray(np.isfinite(scores).all(axis=-1))
+        return Best(np.take_along_axis(scores, indices, axis=1), indices, finite)
+
+    def evidence(self, logits: Floats, classes: NDArray[np.int64]) -> tuple[Floats, Floats]:
+        """Return the score of one class of each image, and how much speaks for it on a scale common to its classes.
+
+        Where scores are independent of each other, the evidence is the score. Else it is how far the class's logit
+        lies above the mean of all logits, relative to the best class's, squared; or the class's score relative to the
+        best one's where that is more. So of two classes that share the score, each has the whole evidence, even where
+        there is no third to be compared with. It does not depend on a constant that is added to all logits.
+
+        Args:
+            logits: [B, C].
+            classes: int64 [B].
+
+        Returns:
+            float32 [B], 0...1, twice: the evidence of the best class is 1 unless scores are independent.
+        """
+        scores, places = self.scores(logits), np.arange(len(logits))
+        score = scores[places, classes]
+        if self.independent:
+            return score, score
+        exact = logits.astype(np.float64)
+        best, mean = exact.max(axis=1), exact.mean(axis=1)
+        above = np.maximum(exact[places, classes] - mean, 0) / np.maximum(best - mean, _TINY)
+        relative = score / np.maximum(scores.max(axis=1), np.float32(_TINY))
+        return score, np.clip(np.maximum(np.square(above).astype(np.float32), relative), 0, 1)
+
+    def direction(self, logits: Floats) -> Floats:
+        """Return what the margin of the best class of logits [C] rises with, float32 [D]: relevance begins with it.
+
+        It is the class's weight less the mean of its rivals'; relevance knows no scale.
+        """
+        assert self.weight is not None, "the backbone's pass begins with its own"
+        best, *rivals = self.weight[np.argsort(-logits, kind="stable")[: 1 + RIVALS]]
+        margin: Floats = best - np.mean(rivals, axis=0) if rivals else best
+        return margin / max(float(abs(self.weight).max()), 1e-12)
+
+
+def own_head(config: NetworkConfig, labels: tuple[str, ...], temperature: float, multi_label: bool) -> Head:
+    """Return the head of a checkpoint, whose logits its network's pass gives; the arguments are the checkpoint's."""
+    compared = isinstance(config, ViTConfig) and config.normalized_head
+    return Head(labels, multi_label or (config.num_classes == 1 and not compared), temperature)
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroShot:
+    """How a checkpoint with a text tower compares images with labels.
+
+    Attributes:
+        scale, bias: of the logits.
+        independent: whether scores are sigmoids, instead of one softmax.
+        templates: texts in which `{}` stands for the label; the features of several are averaged.
+    """
+
+    scale: float
+    bias: float
+    independent: bool
+    templates: tuple[str, ...]
+
+    def prompts(self, labels: Sequence[str]) -> list[str]:
+        """Return the texts of labels, those of one label together."""
+        return [template.replace("{}", label) for label in labels for template in self.templates]
+
+    def head(self, labels: Sequence[str], texts: Floats) -> Head:
+        """Return the head of labels, from the features of their `prompts`, [labels templates, D]."""
+        features = normalized(normalized(texts).reshape(-1, len(self.templates), texts.shape[1]).mean(axis=1))
+        weight = np.float32(self.scale) * features
+        return Head(tuple(labels), self.independent, weight=weight, bias=self.bias, normalized=True)
+
+
+def normalized(vectors: Floats) -> Floats:
+    """Return vectors [..., D] divided by their L2 norms."""
+    divided: Floats = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
+    return divided
+
+
+def of_image(requested: RequestedOutputs) -> RequestedOutputs:
+    """Return what the engine computes of an image that is compared with labels of the request."""
+    embedding = requested.embedding or EmbeddingRequest()
+    own_map = None if requested.map is not None and requested.map.of_best_class else requested.map
+    return replace(requested, top_k=1, map=own_map, logits=False, embedding=embedding, labels=())
+
+
+def compared(outputs: Outputs, head: Head, requested: RequestedOutputs) -> tuple[Outputs, MapRequest]:
+    """Return what is requested of an image by a head of labels, and the request for the map of the best of them.
+
+    Args:
+        outputs: of what `of_image` returns.
+    """
+    assert outputs.embedding is not None
+    logits = head.logits(outputs.embedding[np.newaxis])
+    best = head.best(logits, requested.top_k)
+    kept = outputs.embedding if requested.embedding else None
+    given = logits[0] if requested.logits else None
+    answer = replace(outputs, scores=best.scores[0], indices=best.indices[0], logits=given, embedding=kept)
+    return answer, MapRequest("relevance", direction=head.direction(logits[0]))
+
+
+def with_map(outputs: Outputs, head: Head, found: AttentionMap) -> Outputs:
+    """Return what `compared` gave with the map that it asks for, faded as that of a class."""
+    score = float(outputs.scores[0])
+    evidence = score if head.independent else 1.0
+    [values] = faded(found.values[np.newaxis], np.array([evidence], np.float32))
+    request = MapRequest("relevance", int(outputs.indices[0]))
+    return replace(outputs, map=AttentionMap(request, values, found.kept_mass, score, evidence))
+
+
+def labels_of_request(text: object, zero_shot: ZeroShot | None, config: NetworkConfig) -> tuple[str, ...]:
+    """Return the labels that a caller gives in place of the model's classes; none for None.
+
+    Raises:
+        InputError: as `parse_labels`; the model has no classes and no labels are given, or it has no text tower.
+    """
+    if text is None:
+        if zero_shot is not None and not config.num_classes:
+            raise InputError("labels", "labels: the model has none: send labels=cat,dog, or start it with VIT_LABELS")
+        require_classes(config)
+        return ()
+    if zero_shot is None:
+        raise InputError("labels", "labels: the model has classes of its own, and no text tower to compare others with")
+    if not isinstance(text, str):
+        raise InputError("labels", "labels: expected a text of names, or of a JSON array")
+    return parse_labels(text, most=max(1, MAX_TEXTS // len(zero_shot.templates)))
+
+
+def with_labels(config: NetworkConfig, labels: Sequence[str]) -> NetworkConfig:
+    """Return an architecture as it is for a request with labels: a head is there, with as many classes."""
+    return config.model_copy(update={"num_classes": len(labels)}) if labels else config
+
+
+def is_list(text: str) -> bool:
+    """Return whether a setting holds labels, as `parse_labels` reads them, and not the name of a file or preset."""
+    return "," in text or text.startswith("[")
+
+
+def parse_labels(text: str, name: str = "labels", *, most: int = MAX_TEXTS) -> tuple[str, ...]:
+    """Return the labels in a comma-separated list, with quotes as in CSV, or in a JSON array.
+
+    Raises:
+        InputError: there are none or more than `most`, one is empty, too long or not printable, or the list is broken.
+    """
+    if len(text) > most * (_WRITTEN * MAX_CHARACTERS + len('"",')):  # before it is cut into millions of pieces
+        raise InputError(name, f"{name}: {len(text)} characters, more than {most} names of {MAX_CHARACTERS} take")
+    commas = text.count(",")
+    if commas > most * (_COMMAS if '"' in text else 2):
+        raise InputError(name, f"{name}: {commas} commas are between more than {most} names")
+    try:
+        if text.lstrip().startswith("["):
+            values = json.loads(text)
+        else:
+            values = next(csv.reader([text.strip()], skipinitialspace=True, strict=True), [])
+    except (ValueError, RecursionError, csv.Error):
+        raise InputError(name, f'{name}: expected names like cat,dog,"a red car", or a JSON array of them') from None
+    return checked_texts(values, name, most)
+
+
+def checked_texts(values: Sequence[object], name: str, most: int) -> tuple[str, ...]:
+    """Return texts without the spaces around them; raises `InputError` as `parse_labels`."""
+    texts = [value.strip() if isinstance(value, str) else "" for value in values]
+    if not 1 <= len(texts) <= most:
+        raise InputError(name, f"{name}: there are {len(texts)}, expected 1 to {most}")
+    for number, each in enumerate(texts, start=1):
+        if not 1 <= len(each) <= MAX_CHARACTERS or _CONTROL & set(map(unicodedata.category, each)):
+            raise InputError(
+                name, f"{name}: {each!r:.50}, number {number}: expected 1 to {MAX_CHARACTERS} characters that print"
+            )
+    return tuple(texts)

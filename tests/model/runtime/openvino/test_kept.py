@@ -1,0 +1,186 @@
+"""Graphs that are kept for later starts: the same answers without torch, and made again where anything changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from model.checkpoint import load_checkpoint, native
+from model.checkpoint.local_files import recording
+from model.errors import CheckpointChanged
+from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
+from model.runtime.openvino.kept import Entry, Keep, KeptCheckpoint
+from model.runtime.predictor import Predictor
+from model.runtime.start import kept_predictor
+from tests.model.runtime.test_predictor import make_checkpoint, make_images
+
+pytest.importorskip("openvino")
+
+REQUESTS = [
+    RequestedOutputs(3),
+    RequestedOutputs(1, MapRequest.row(1), logits=True),
+    RequestedOutputs(2, MapRequest("relevance"), embedding=EmbeddingRequest()),
+]
+
+
+def first_start(checkpoint: Path, folder: Path, *, limit: int = 1 << 30, **settings: object) -> Predictor:
+    with recording() as files:
+        loaded = load_checkpoint(str(checkpoint))
+    keep = Keep(Entry(folder, settings, limit=limit), files)
+    predictor = Predictor(loaded, device="cpu", dtype="float32", threads=1, max_batch=4, keep=keep)
+    predictor.warm_up()
+    return predictor
+
+
+def later_start(checkpoint: Path, folder: Path, **settings: object) -> Predictor | None:
+    return kept_predictor(Entry(folder, settings), lambda: load_checkpoint(str(checkpoint)), max_batch=4, threads=1)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint"
+    native.write(folder, make_checkpoint())
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "graphs"
+
+
+def wait_for_relevance() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("openvino-prepare"):
+            thread.join()
+
+
+def test_a_later_start_answers_the_same_and_describes_itself_so(checkpoint: Path, folder: Path) -> None:
+    first = first_start(checkpoint, folder)
+    first.predict(make_images(3), REQUESTS)
+    wait_for_relevance()
+    later = later_start(checkpoint, folder)
+    assert later is not None
+    later.warm_up()
+    for name in ("device", "dtype", "backend", "backend_reason", "parameters", "max_batch", "streams", "compiled"):
+        assert getattr(later, name) == getattr(first, name), name
+    for name in KeptCheckpoint.model_fields:
+        assert getattr(later.checkpoint, name) == getattr(first.checkpoint, name), name
+    answers = (predictor.predict(make_images(3), REQUESTS) for predictor in (later, first))
+    for ours, theirs in zip(*answers, strict=True):
+        np.testing.assert_array_equal(ours.indices, theirs.indices)
+        np.testing.assert_allclose(ours.scores, theirs.scores, atol=1e-6)
+        assert (ours.map is None, ours.embedding is None) == (theirs.map is None, theirs.embedding is None)
+        if ours.map is not None and theirs.map is not None:
+            np.testing.assert_allclose(ours.map.values, theirs.map.values, atol=1e-5)
+
+
+@pytest.mark.timeout(120)
+def test_a_later_start_holds_no_torch_until_something_needs_it(checkpoint: Path, folder: Path) -> None:
+    first_start(checkpoint, folder)
+    code = f"""
+import sys
+from pathlib import Path
+import numpy as np
+from model.outputs import MapRequest, RequestedOutputs
+from model.runtime.openvino.kept import Entry
+from model.runtime.start import kept_predictor
+
+def read():
+    from model.checkpoint import load_checkpoint
+    return load_checkpoint({str(checkpoint)!r})
+
+predictor = kept_predictor(Entry(Path({str(folder)!r}), {{}}), read, max_batch=4)
+predictor.warm_up()
+images = np.zeros((3, 16, 24, 3), np.uint8)
+predictor.predict(images, RequestedOutputs(2, MapRequest.row(1)))
+gae = RequestedOutputs(1, MapRequest("gae"))
+print("torch" in sys.modules, predictor.defers(RequestedOutputs(1)))
+predictor.predict(images, gae)
+print("torch" in sys.modules, sys.stdout.flush())
+import os; os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split("\n")[:2] == ["False False", "True None"], done.stderr
+
+
+def damage(place: Path) -> None:
+    with (place / "graph.bin").open("r+b") as file:
+        file.seek(50)
+        file.write(b"\1\2\3")
+
+
+def widen(place: Path) -> None:
+    place.chmod(0o777)
+
+
+def belittle(place: Path) -> None:
+    (place / "manifest.json").write_text("{}")
+
+
+def foreign_key(place: Path) -> None:
+    path = place / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"key": "of other versions"}))
+
+
+def remove(place: Path) -> None:
+    (place / "reference.safetensors").unlink()
+
+
+@pytest.mark.parametrize("change", [damage, widen, belittle, foreign_key, remove])
+def test_an_entry_that_is_not_what_was_written_is_not_used(
+    change: object, checkpoint: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert callable(change)
+    first_start(checkpoint, folder)
+    [place] = folder.iterdir()
+    change(place)
+    assert later_start(checkpoint, folder) is None
+    assert "a graph that is not used and is made again" in caplog.text
+
+
+def test_it_is_made_again_for_other_files_or_settings(checkpoint: Path, folder: Path) -> None:
+    first_start(checkpoint, folder, dtype="float32")
+    assert later_start(checkpoint, folder, dtype="float32") is not None
+    assert later_start(checkpoint, folder, dtype="bfloat16") is None
+    (checkpoint / "notes.txt").write_text("a file beside the others")
+    assert later_start(checkpoint, folder, dtype="float32") is None
+
+
+def test_what_torch_is_to_compute_is_refused_once_the_files_changed(checkpoint: Path, folder: Path) -> None:
+    first_start(checkpoint, folder)
+    later = later_start(checkpoint, folder)
+    assert later is not None
+    tensors = {name: tensor + 1 for name, tensor in make_checkpoint().tensors.items()}
+    shutil.rmtree(checkpoint)
+    native.write(checkpoint, make_checkpoint(tensors=tensors))
+    with pytest.raises(CheckpointChanged, match="changed since the start"):
+        later.predict(make_images(1), RequestedOutputs(1, MapRequest("gae")))
+    assert later.predict(make_images(1), RequestedOutputs(1))[0].finite, "its graph goes on"
+
+
+def test_entries_are_bounded_and_the_one_unused_for_longest_goes(checkpoint: Path, folder: Path) -> None:
+    first_start(checkpoint, folder, number=1)
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    first_start(checkpoint, folder, number=2)
+    for number, used in ((1, 2_000_000_000), (2, 1_000_000_000)):
+        os.utime(Entry(folder, {"number": number}).place(relevance=False), (used, used))
+    first_start(checkpoint, folder, number=3, limit=2 * size + size // 2)
+    kept = [number for number in (1, 2, 3) if later_start(checkpoint, folder, number=number) is not None]
+    assert kept == [1, 3]
+
+
+def test_a_folder_that_cannot_be_written_costs_a_line_and_no_answer(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    predictor = first_start(checkpoint, tmp_path / "file" / "graphs")
+    assert predictor.predict(make_images(1), RequestedOutputs(1))[0].finite
+    assert "the graph is not kept, and is made again at each start" in caplog.text
