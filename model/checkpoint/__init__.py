@@ -7,6 +7,7 @@ and add it to `_READERS`. To add a class of transformers, add one `Family` to `h
 from __future__ import annotations
 
 import difflib
+import hashlib
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -77,8 +78,15 @@ def load_checkpoint(
         notes += (f"the LoRA adapter {files.overlay.place} is merged into {files.place}",)
     if isinstance(files, Repository) and files.from_cache:
         notes += (files.place,)
-    checkpoint = replace(checkpoint, notes=notes)
+    checkpoint = replace(checkpoint, notes=notes, content=_content(files.digest, checkpoint))
     return checkpoint if options.image_size is None else checkpoint.resized(options.image_size)
+
+
+def _content(tensors: str, checkpoint: Checkpoint) -> str:
+    """Return `Checkpoint.content` by the hash of its tensors."""
+    network, preprocess = checkpoint.config.model_dump_json(), checkpoint.preprocess.model_dump_json()
+    parts = tensors, network, preprocess, checkpoint.labels, checkpoint.temperature, checkpoint.calibration
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def _open(source: str, keys: KeyMap) -> Files:

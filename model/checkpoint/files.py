@@ -17,6 +17,7 @@ from model.checkpoint.containers import chosen_state_dict
 from model.checkpoint.key_map import KeyMap
 from model.checkpoint.local_files import read_json, resolved_part
 from model.checkpoint.tensor_files import read_tensor_file
+from model.checkpoint.tensors import digest_of
 from model.errors import CheckpointError
 
 CONFIG_FILE: Final = "config.json"
@@ -33,11 +34,13 @@ class Files(ABC):
         source: as the operator wrote it.
         place: what messages call the whole: a folder, a file, a repository.
         revision: of a hub repository (a commit); None for what lies here.
+        digest: of the tensors, once they were read.
         overlay: an adapter's files, whose preprocessing comes before the base's.
         merge: merges the adapter into the tensors.
     """
 
     revision: str | None = None
+    digest: str = ""
     overlay: Files | None = None
     merge: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
 
@@ -86,12 +89,14 @@ class Files(ABC):
             CheckpointError: no weights at all, or a file that is not what it should be.
         """
         tensors = self._stored()
-        return tensors if self.merge is None else self.merge(tensors)
+        tensors = tensors if self.merge is None else self.merge(tensors)
+        self.digest = digest_of(tensors)
+        return tensors
 
     def part(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of one file; CheckpointError where it holds something else."""
         where = self.where(name)
-        held = read_tensor_file(self.required(name), where).value
+        held, _ = read_tensor_file(self.required(name), where)
         if not isinstance(held, Mapping) or not all(isinstance(tensor, Tensor) for tensor in held.values()):
             raise CheckpointError(
                 f"{where}: expected a state dict of tensors, as torch.save(model.state_dict(), FILE) writes it"
@@ -178,5 +183,5 @@ class SingleFile(Files):
                 f"{self.place}: has a head of its own, {own[0]!r}, and {self._head.name} beside it holds "
                 "another: name this file instead of its folder to read its own head, else save it without that"
             )
-        head = chosen_state_dict(read_tensor_file(self._head).value, None, str(self._head)).tensors
+        head = chosen_state_dict(read_tensor_file(self._head)[0], None, str(self._head)).tensors
         return tensors | {f"head.{name}": tensor for name, tensor in head.items()}

@@ -172,16 +172,15 @@ def indexed_labels(mapping: dict[str, Any], classes: int, where: str) -> tuple[s
     Raises:
         CheckpointError: an index is missing, unknown or no number, or a label is no string.
     """
-    labels: dict[int, str] = {}
+    expected = [str(index) for index in range(classes)]
     for key, label in mapping.items():
         if not isinstance(label, str):
             raise CheckpointError(f"{where}: {key!r:.100}: {label!r:.100}: a label must be text, in quotes")
-        if not key.isascii() or not key.isdigit() or len(key) > 9:
+        if not key.isascii() or not key.isdigit():
             raise CheckpointError(f"{where}: {key!r:.100}: {label!r:.100}: expected a class index and its label")
-        labels[int(key)] = label
-    if len(labels) != len(mapping) or sorted(labels) != list(range(classes)):
-        raise CheckpointError(f"{where}: {len(labels)} labels, expected one for each of 0...{classes - 1}")
-    return tuple(labels[index] for index in range(classes))
+    if mapping.keys() != set(expected):
+        raise CheckpointError(f"{where}: {len(mapping)} labels, expected one for each of 0...{classes - 1}")
+    return tuple(mapping[index] for index in expected)
 
 
 def imagenet_labels() -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import re
 import struct
 import zipfile
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import safetensors.torch
@@ -66,16 +66,8 @@ _BESIDE: Final[list[Any]] = [
 ]
 
 
-class Held(NamedTuple):
-    """What a file holds.
-
-    Attributes:
-        value: tensors by name, or what `torch.save` was given.
-        labels: of an archive of TorchServe, by the class's index.
-    """
-
-    value: Any
-    labels: dict[str, str] | None = None
+# What a file holds: tensors by name, or what `torch.save` was given; and labels by index, of TorchServe's archives.
+Held = tuple[Any, dict[str, str] | None]
 
 
 def read_tensor_file(path: Path, where: str | None = None) -> Held:
@@ -98,7 +90,7 @@ def read_tensor_file(path: Path, where: str | None = None) -> Held:
         if file.read(len(_POINTER)) == _POINTER:
             raise CheckpointError(f"{where}: a pointer of Git LFS and not the file itself: run git lfs pull beside it")
         file.seek(0)
-        return _archived(file, where) if suffix == ".mar" else Held(_parsed(file, suffix, where))
+        return _archived(file, where) if suffix == ".mar" else (_parsed(file, suffix, where), None)
 
 
 def _parsed(file: BinaryIO, suffix: str, where: str) -> Any:
@@ -141,4 +133,4 @@ def _archived(file: BinaryIO, where: str) -> Held:
             named = json.loads(archive.read("index_to_name.json"))
             labels = {index: label[-1] if isinstance(label, list) else label for index, label in named.items()}
         weights = io.BytesIO(archive.read(name))
-    return Held(_parsed(weights, PurePath(name).suffix.lower(), f"{where}/{name}"), labels)
+    return _parsed(weights, PurePath(name).suffix.lower(), f"{where}/{name}"), labels

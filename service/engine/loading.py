@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -154,7 +155,7 @@ def _described(settings: Settings, checkpoint: Checkpoint | KeptCheckpoint, pred
     if settings.coverage is not None:
         predictor.set_coverage(settings.coverage)
     facts = attributes(ModelInfo.__dataclass_fields__, checkpoint, predictor)
-    return ModelInfo(**facts | {"name": settings.model_name or checkpoint.name})
+    return ModelInfo(**facts | {"name": settings.model_name or checkpoint.name, "loaded_at": int(time.time())})
 
 
 def _entry(settings: Settings) -> Entry | None:

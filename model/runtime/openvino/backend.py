@@ -95,6 +95,7 @@ class OpenVino:
         self.name = f"openvino {network.version}"
         self.compilation = Compilation(CompilationState.OFF)
         self.batch_sizes: tuple[int, ...] | None = None
+        self.largest_tried: int | None = 1  # for others it compiles behind the service
         self.usual: tuple[BatchRequest, ...] = (BatchRequest(), network.request)
         self._network, self._head, self._threads, self._torch = network, head, threads, fallback
         self._with_relevance = with_relevance

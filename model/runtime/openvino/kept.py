@@ -78,6 +78,7 @@ class KeptCheckpoint(BaseModel):
     notes: tuple[str, ...]
     zero_shot: ZeroShot | None
     calibration: Calibration | None
+    content: str
     embed_texts: Callable[[Sequence[str]], Floats] | None = Field(None, exclude=True)
 
 

@@ -41,7 +41,7 @@ def test_what_torch_saved_is_read_with_what_training_scripts_save_beside_it(zipp
         "text": ["ä", b"bytes", None, True, 2**70, (), {"a": {1, 2}}, torch.Size([1]), torch.device("cpu")],
     }
     torch.save(held, tmp_path / "a.pth", _use_new_zipfile_serialization=zipped)
-    read = read_tensor_file(tmp_path / "a.pth").value
+    read, _ = read_tensor_file(tmp_path / "a.pth")
     assert all(torch.equal(read["model"][name], tensor) for name, tensor in held["model"].items())
     assert read["numbers"][:3] == [0.5, 3, 1]
     assert read["args"].lr == 0.1

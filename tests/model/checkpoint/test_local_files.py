@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from model.checkpoint import load_checkpoint
-from tests.model.checkpoint.folders import FOLDERS, native_folder, refusal
+from model.checkpoint import load_checkpoint, native
+from model.checkpoint.checkpoint import Checkpoint
+from tests.model.checkpoint.folders import CONFIG, FOLDERS, PREPROCESS, native_folder, refusal, tiny
 
 PARTS = [
     ("native", "config.json"),
@@ -153,3 +158,19 @@ def test_a_folder_that_may_not_be_entered_is_said(public: Path) -> None:
     with nobody():
         assert refusal(folder) == f"{folder}: cannot be read by uid {NOBODY}: chmod a+rx {folder}"
         assert "a folder bars the way" in refusal(folder / "model.safetensors")
+
+
+def test_content_tells_models_apart_that_have_one_name_and_stays_with_one_that_moves(tmp_path: Path) -> None:
+    def content(change: dict[str, Any], folder: str) -> str:
+        checkpoint = Checkpoint("a", "a", "vitserve", "a", CONFIG, PREPROCESS, ("a", "b", "c"), tiny())
+        native.write(tmp_path / folder, replace(checkpoint, **change), dtype=torch.float32)
+        (tmp_path / "served").unlink(missing_ok=True)
+        (tmp_path / "served").symlink_to(tmp_path / folder)  # as releases are switched
+        return load_checkpoint(str(tmp_path / "served")).content
+
+    first = content({}, "first")
+    assert re.fullmatch("[0-9a-f]{16}", first)
+    assert content({}, "moved") == first
+    changed = {name: tensor + (name == "head.bias") for name, tensor in tiny().items()}
+    others = [content({"tensors": changed}, "weights"), content({"labels": ("a", "b", "d")}, "labels")]
+    assert len({first, *others}) == 3

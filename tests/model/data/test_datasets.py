@@ -39,7 +39,7 @@ def test_no_picture_is_lost_or_on_both_sides_and_every_class_is_on_either(
     for index, count in enumerate(counts):
         expected = min(max(validation * count, 1), count - 1)
         assert (aside.labels == index).sum() == pytest.approx(expected, abs=0.5 + 1e-6)
-    again = stratify(files, names, round(validation * len(files)) or 1, seed)
+    again = stratify(files, names, min(max(round(validation * len(files)), 1), len(files) - 1), seed)
     assert len(again[0]) + len(again[1]) == len(files)
 
 

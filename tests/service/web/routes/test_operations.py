@@ -15,6 +15,8 @@ async def test_the_model_is_described_by_exactly_these_names_and_values() -> Non
         "name": "fake",
         "source": "nowhere",
         "revision": None,
+        "content": "0123456789abcdef",
+        "loaded_at": "2026-01-01T00:00:00Z",
         "format": "fake",
         "architecture": "fake_vit",
         "parameters": 123,
