@@ -158,7 +158,7 @@ wheels: $(RELEASE)/.made
 	rm -rf dist/vitserve-*
 	@VITSERVE_KERNEL=no $(BUILD) >/dev/null
 	@VITSERVE_KERNEL=yes CC='$(ZIG)' LDSHARED='$(ZIG) -shared -s' $(BUILD) -C--build-option=--plat-name=$(PLATFORM) >/dev/null
-	$(RELEASE)/bin/auditwheel show dist/vitserve-$(VERSION)-py3-none-$(PLATFORM).whl | grep 'no external shared libraries'
+	$(RELEASE)/bin/auditwheel show dist/vitserve-$(VERSION)-py3-none-$(PLATFORM).whl | grep '"$(PLATFORM)"'
 	$(RELEASE)/bin/twine check --strict dist/vitserve-*
 
 # In an empty environment for each Python, outside the clone.

@@ -54,9 +54,9 @@ _MOST_REFUSED = 64  # connections beyond the limit whose refusal is on its way
 
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256  # each costs thirty times its shortest form in memory
-_PIECE = 8 << 10
+_PIECE = 8 << 10  # bytes of what is no head with its body that uvicorn's protocol gets at once
 _READ = 128 << 10
-_MAX_UNREAD_BODY = (64 << 10) + _READ  # uvicorn pauses a connection with more than 64 KiB
+_PAUSE_BYTES = 64 << 10  # of a body that the application has not read: uvicorn pauses beyond
 _CHUNK_FRAMING = 6  # bytes of a small chunk
 _UNSENT_BYTES = 128 << 10  # of a connection's answers, in the kernel; by itself it takes 2.5 MiB
 
@@ -101,7 +101,7 @@ class _Request:
         self._content = 0
         self._start: Message = {}
         self.more_body = self._chunked or self._length > 0
-        self.answered = self.is_reading = False
+        self.answered = False
         self.error: ServiceError | None = None  # of its framing: uvicorn parses no more of it
 
     def head_error(self) -> MalformedRequest | None:
@@ -127,9 +127,7 @@ class _Request:
 
     async def receive(self) -> Message:
         """Return the next message of the body; raises `MalformedRequest` if its framing is broken, or excessive."""
-        self.is_reading = True
         message = await self._receive()
-        self.is_reading = False
         if self.error is not None:
             raise self.error
         if message["type"] == "http.request":
@@ -243,7 +241,7 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
                 self._waits_since = self._loop.time()
             if self._is_in_head and not self._message_left:
                 self._look_at_head()
-            size = max(self._message_left, _PIECE)
+            size = max(min(self._message_left, _READ), _PIECE)
             piece, self._held = self._held[:size], self._held[size:]
             self._message_left = max(0, self._message_left - len(piece))
             self.overhead += len(piece)
@@ -256,20 +254,21 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
 
     def _look_at_head(self) -> None:
         """Rename the offer in a head, and note how long the head and its body are."""
-        head, end, body = self._held.partition(b"\r\n\r\n")
+        end = self._held.find(b"\r\n\r\n") + 4
+        head = self._held[:end] if end > 3 else self._held
         if b"\nupgrade:" in head.lower():
-            self._held = _OFFER.sub(b"\nX-Offer:", head) + end + body
-        if end:
+            self._held = _OFFER.sub(b"\nX-Offer:", head) + self._held[len(head) :]
+        if end > 3:
             length = _LENGTH.search(head)
-            self._message_left = len(head) + 4 + (int(length[1]) if length else 0)
+            self._message_left = end + (int(length[1]) if length else 0)
             self._is_in_head = False
 
     def _check_bytes(self) -> None:
         if self._is_invalid:
             self.refuse(MalformedRequest("this is not HTTP/1.1"))
             return
-        is_read = self._request is None or self._request.is_reading
-        if self.overhead > _MAX_HEAD_BYTES + (0 if is_read else _MAX_UNREAD_BODY):
+        unread = 0 if self._is_in_head else _PAUSE_BYTES + (_READ if self._is_paused else 0)
+        if self.overhead > _MAX_HEAD_BYTES + unread:
             self.refuse(MalformedRequest(f"more than {_MAX_HEAD_BYTES} bytes that are no body"))
 
     def pause_writing(self) -> None:
@@ -343,7 +342,7 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
         if self.is_closing_soon:
             self._release()
             return
-        self._request, self._waits_since = request, None
+        self._request, self._waits_since, self._is_in_head = request, None, False
         self.connections.wait(self, waits=request.more_body)
         try:
             await self.connections.app(scope, request.receive, request.send)

@@ -65,12 +65,14 @@ class Backend(Protocol):
         compilation: whether the network is compiled, or why it is not.
         batch_sizes: the only sizes launched, smaller batches being padded up; None when any size is.
         usual: requests whose part of the network is tried, compiled and captured before the first batch.
+        largest_tried: images in the largest batch that is tried before the first one; None: the largest of all.
     """
 
     name: str
     compilation: Compilation
     batch_sizes: tuple[int, ...] | None
     usual: tuple[BatchRequest, ...]
+    largest_tried: int | None
 
     def predict(self, images: Images, request: BatchRequest) -> HostOutputs:
         """Return what is asked of a batch, or more, in host memory.

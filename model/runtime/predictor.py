@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
@@ -159,7 +159,7 @@ class Predictor:
             `NewProcessNeeded` where this process cannot go on, and another one may: see there.
         """
         with self._device_errors():
-            self._exercise((1, self.max_batch))
+            self._exercise({1, min(self.max_batch, self._backend.largest_tried or self.max_batch)})
             self._backend.compile()
             if self.batch_sizes is not None:
                 self._exercise((1,))
@@ -173,7 +173,7 @@ class Predictor:
         with self._device_errors():
             self._exercise((1,))
 
-    def _exercise(self, sizes: Sequence[int]) -> None:
+    def _exercise(self, sizes: Iterable[int]) -> None:
         """Raise NotFinite unless noise, black and white have finite scores, as requests get them: a temperature may
         be too small for logits that are finite.
         """

@@ -224,6 +224,21 @@ async def test_leaving_cancels_the_request_that_is_being_answered() -> None:
         assert not server.connections.open and not server.connections.waiting
 
 
+@on_a_loop
+@pytest.mark.parametrize("framing", ["Content-Length: 20000000", "Transfer-Encoding: chunked"])
+async def test_a_large_body_is_read_whole_however_slowly_the_application_takes_it(framing: str) -> None:
+    body = bytes(20_000_000)
+    sent = body if "Length" in framing else b"".join(b"4e20\r\n" + bytes(20_000) + b"\r\n" for _ in range(1000))
+    async with listening(max_upload_bytes=30_000_000) as server, server.connect() as connection:
+        sending = asyncio.create_task(
+            connection.send(post(sent + b"0\r\n\r\n" * (sent != body), framing, length=False))
+        )
+        assert (await connection.answer()).code == "unsupported_media_type"
+        await sending
+        await connection.send(GET)
+        assert (await connection.answer()).status == 200
+
+
 # As many connections as there may be
 
 
