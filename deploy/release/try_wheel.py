@@ -1,4 +1,4 @@
-"""Serves from an environment that a wheel was installed in: `/tmp/env/bin/python -I try_wheel.py 0.2.0 manylinux_2_17_x86_64`.
+"""Serves from an environment that a wheel was installed in: `env/bin/python -I try_wheel.py VERSION any`.
 
 `vitserve serve` has nothing but what the wheel brought. It is asked for a classification, a map, the page, the API's
 documentation and metrics. The wheel for `any` platform is without the compiled resize.
