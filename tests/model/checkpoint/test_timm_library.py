@@ -199,5 +199,5 @@ def test_hostile_configs_are_refused_in_one_line(
 
 def test_without_the_extra_the_refusal_says_how_to_install_it(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "is_installed", lambda: False)
-    with pytest.raises(CheckpointError, match=r"'convnext_atto' is none of .*pip install -e '\.\[timm\]'"):
+    with pytest.raises(CheckpointError, match=r"'convnext_atto' is none of .*pip install 'vitserve\[timm\]'"):
         load_checkpoint(str(small))
