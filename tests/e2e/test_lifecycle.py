@@ -126,10 +126,12 @@ def test_a_checkpoint_that_cannot_be_read_ends_the_process_with_one_line(
 # Stopping
 
 
-def test_it_ends_with_zero_when_nobody_asks_anything(serve: Serve) -> None:
-    server = serve()
+def test_open_to_all_it_warns_once_and_ends_with_zero_when_nobody_asks_anything(serve: Serve) -> None:
+    server = serve(host="0.0.0.0")
     end(server, signal.SIGINT)
     assert exit_code(server) == 0
+    assert server.log.count("VIT_HOST=0.0.0.0 without VIT_API_KEYS") == 1
+    assert "container" not in server.log
 
 
 def test_draining_answers_whoever_was_accepted_and_sends_others_away(serve: Serve, pictures: Pictures) -> None:

@@ -100,7 +100,7 @@ class OpenVino:
         self._network, self._head, self._threads, self._torch = network, head, threads, fallback
         self._with_relevance = with_relevance
         self._relevance: OpenVinoNetwork | None = None
-        self._prepared = False
+        self._prepared = self._in_service = False
         self._preparing = threading.Lock()
 
     def predict(self, images: Images, request: BatchRequest) -> HostOutputs:
@@ -135,7 +135,10 @@ class OpenVino:
             if self._prepared:
                 return
             try:
-                self._relevance = self._with_relevance()
+                network = self._with_relevance()
+                if self._in_service:  # a few pictures do without the graphs of other sizes
+                    network.complete()
+                self._relevance = network
             except (DeviceError, RuntimeError) as error:
                 logger.warning("torch computes relevance: %s", error)
             self._prepared = True
@@ -149,6 +152,7 @@ class OpenVino:
     def compile(self) -> None:
         """Compile for the other sizes, on a thread: nobody waits for them."""
         give_back_memory()
+        self._in_service = True
 
         def run() -> None:
             try:

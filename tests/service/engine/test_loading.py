@@ -16,7 +16,7 @@ import pytest
 
 from model.calibration import Calibration
 from model.checkpoint import native
-from model.checkpoint.files import Folder
+from model.checkpoint.files import Files
 from model.errors import CheckpointError, DeviceError
 from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.openvino.kept import KeptCheckpoint
@@ -127,14 +127,14 @@ def test_a_disk_that_does_not_answer_for_one_checkpoint_holds_up_no_other(tmp_pa
     """Before Python 3.12 `functools.cached_property` has one lock for all instances."""
     never, began = threading.Event(), threading.Event()
 
-    class Hanging(Folder):
+    class Hanging(Files):
         def path(self, name: str) -> Path | None:
             began.set()
             never.wait(PATIENCE)
             return None
 
     hung = threading.Thread(target=lambda: Hanging(tmp_path, "hung").config)
-    other = threading.Thread(target=lambda: Folder(tmp_path, "other").config)
+    other = threading.Thread(target=lambda: Files(tmp_path, "other").config)
     try:
         hung.start()
         assert began.wait(PATIENCE)
