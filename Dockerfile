@@ -84,9 +84,9 @@ STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=5s --timeout=5s --start-period=900s --retries=3 CMD ["python", "/app/healthcheck.py"]
 ENTRYPOINT ["vitserve"]
 CMD ["serve"]
-# Last, as they change with each build. `make image` gives what git and the clock know; SOURCE is your repository's URL.
+# Last, as they change with each build. `make image` gives what the project, git and the clock know; SOURCE is your repository's URL.
 ARG PYTHON_IMAGE
-ARG VERSION=0.1.0
+ARG VERSION=
 ARG REVISION=
 ARG CREATED=
 ARG SOURCE=

@@ -249,5 +249,5 @@ def test_hostile_configs_are_refused_in_one_line(
 def test_without_the_extra_the_refusal_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make("convnext", tmp_path)
     monkeypatch.setattr(library, "is_installed", lambda: False)
-    with pytest.raises(CheckpointError, match=r"'convnext_atto' is none of .*pip install -e '\.\[timm\]'"):
+    with pytest.raises(CheckpointError, match=r"'convnext_atto' is none of .*pip install 'vitserve\[timm\]'"):
         load_checkpoint(str(tmp_path))

@@ -286,5 +286,5 @@ def test_code_that_a_tokenizer_names_is_never_run(copy: Path, tmp_path: Path) ->
 
 def test_without_the_extra_the_message_says_how_to_install_it(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(CheckpointError, match=re.escape("needs transformers: pip install -e '.[text]' in the clone")):
+    with pytest.raises(CheckpointError, match=re.escape("needs transformers: pip install 'vitserve[text]'")):
         load_checkpoint(str(whole), labels="cat,dog")
