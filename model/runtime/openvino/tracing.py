@@ -22,6 +22,11 @@ from model.runtime.torch_pass import Normalise, on_host, run_network
 if TYPE_CHECKING:
     import openvino
 
+# Of sizes that become constants, as all but the first may, and of tracing being deprecated. Set once and for all: a
+# context that ignores them is of all threads, and the end of one in another thread would end it while a graph is traced.
+warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)
+warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.jit")
+
 
 def trace(options: TorchOptions, *, relevance: bool = False) -> NetworkGraph:
     """Return a network as a graph, in float32, with torch's own outputs for some images.
@@ -59,9 +64,7 @@ def convert(module: nn.Module, example: Tensor) -> openvino.Model:
     from openvino.frontend import FrontEndManager  # noqa: PLC0415
     from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder  # noqa: PLC0415
 
-    with warnings.catch_warnings(), torch.inference_mode(mode=False), torch.no_grad():
-        # The warnings are of sizes that become constants, as all but the first may, and of tracing being deprecated.
-        warnings.simplefilter("ignore")
+    with torch.inference_mode(mode=False), torch.no_grad():
         traced = torch.jit.trace(module, example, check_trace=False)  # type: ignore[no-untyped-call]
         frontend = FrontEndManager().load_by_framework("pytorch")
         # The decoder has a name because the frontend reads it until the graph is made, but does not keep it.
