@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.jit import TracerWarning  # type: ignore[attr-defined]  # it does not say that it exports it
 
 from model.config import ViTConfig
 from model.errors import DeviceError
@@ -22,9 +23,9 @@ from model.runtime.torch_pass import Normalise, on_host, run_network
 if TYPE_CHECKING:
     import openvino
 
-# Of sizes that become constants, as all but the first may, and of tracing being deprecated. Set once and for all: a
-# context that ignores them is of all threads, and the end of one in another thread would end it while a graph is traced.
-warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)
+# Sizes become constants, as all but the first may; and tracing is deprecated. Set once and for all, as a context that
+# ignores warnings is of all threads: its end in another one would end it while a graph is traced.
+warnings.filterwarnings("ignore", category=TracerWarning)
 warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.jit")
 
 
