@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from service.cli.setting_flags import add_setting_flags, settings_from
 from service.engine.devices import fit_to_machine, uses_gpu
-from service.engine.loading import FirstLoad, load_predictor
+from service.engine.loading import FirstLoad, load_lean
 from service.errors import SettingsError
 from service.lifecycle import NEW_OBJECTS, exit_now
 from service.observe import logs
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
             raise SettingsError("VIT_WORKERS, VIT_DEVICE: several processes, or a GPU, need Linux")
         from service.cluster.run import run_cluster  # noqa: PLC0415  what it needs, only Linux has
 
-        exit_now(run_cluster(settings, load_predictor))
+        exit_now(run_cluster(settings, load_lean))
 
 
 def _is_local(host: str) -> bool:

@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from model.checkpoint import load_checkpoint
 from model.checkpoint.huggingface import FAMILIES
 from model.checkpoint.huggingface.families import CLIP, SIGLIP
-from model.errors import CheckpointError
-from tests.model.checkpoint.parity import assert_same_logits, preprocess_file, randomise
+from tests.model.checkpoint.parity import assert_same_logits, randomise
 from tests.timm_reference import transformers
 
 SMALL: dict[str, Any] = {
@@ -68,13 +67,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 _OTHERS = """Bit ConvNext ConvNextV2 Cvt Dinat DonutSwin EfficientNet FocalNet HGNetV2 Hiera ImageGPT Levit MobileNetV1
-MobileNetV2 MobileViT MobileViTV2 PPLCNet PoolFormer Pvt PvtV2 RegNet ResNet Segformer ShieldGemma2 SwiftFormer Swin
-Swinv2 TextNet"""
+MobileNetV2 MobileViT MobileViTV2 PPLCNet PoolFormer Pvt PvtV2 RegNet ResNet Segformer ShieldGemma2 Siglip2
+SwiftFormer Swin Swinv2 TextNet"""
 NO_PLAIN_TRANSFORMERS = {f"{name}ForImageClassification" for name in _OTHERS.split()} | {
     "LevitForImageClassificationWithTeacher",
     *(f"PerceiverForImageClassification{kind}" for kind in ("Learned", "Fourier", "ConvProcessing")),
 }
-"""Convolutions, windows, pyramids and decoders."""
+"""Convolutions, windows, pyramids, decoders, and pictures of any aspect."""
 
 
 def make(case: str, folder: Path, **more: Any) -> Any:
@@ -147,32 +146,6 @@ def test_attention_rows_are_those_of_eager_attention_in_every_layer_and_head(cas
 def test_names_that_transformers_uses_in_memory_are_read_too(case: str, tmp_path: Path) -> None:
     model = make(case, tmp_path, save_original_format=False)
     assert_same_logits(load_checkpoint(str(tmp_path)), lambda pixels: model(pixels).logits, case)
-
-
-@pytest.mark.parametrize("size", [(32, 32), (24, 40)])
-def test_siglip_2_of_any_aspect_is_read_for_the_one_size_that_it_is_served_at(
-    size: tuple[int, int], tmp_path: Path
-) -> None:
-    library = transformers()
-    vision = {k: v for k, v in SMALL.items() if k != "image_size"} | {"num_patches": 16}
-    config = library.Siglip2Config(vision_config=vision, num_labels=5)
-    model = library.Siglip2ForImageClassification._from_config(config).eval()
-    randomise(model)
-    model.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"gives each picture a size by its aspect.*set VIT_PREPROCESS"):
-        load_checkpoint(str(tmp_path))
-
-    def reference(pixels: torch.Tensor) -> Any:
-        grid = (size[0] // 8, size[1] // 8)
-        patches = (
-            pixels.reshape(len(pixels), 3, grid[0], 8, grid[1], 8).permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
-        )
-        shapes = torch.tensor([grid] * len(pixels))
-        mask = torch.ones(patches.shape[:2], dtype=torch.int64)
-        return model(patches, pixel_attention_mask=mask, spatial_shapes=shapes).logits
-
-    checkpoint = load_checkpoint(str(tmp_path), preprocess=preprocess_file(tmp_path, *size))
-    assert_same_logits(checkpoint, reference, f"siglip 2 at {size}")
 
 
 def test_every_plain_vision_transformer_that_transformers_classifies_with_is_read() -> None:
