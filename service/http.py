@@ -298,6 +298,8 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
         """Send a part of an answer. What uvicorn writes while it parses is its refusal of what it parses."""
         if self._is_parsing:
             self._is_invalid = True
+        elif self.transport.is_closing():  # the caller has closed its side, and is taken for one that left
+            self.holds_head, self._head = False, b""
         elif self.holds_head:
             self._head, self.holds_head = bytes(data), False
         elif self._head:
