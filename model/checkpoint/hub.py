@@ -132,6 +132,6 @@ def _huggingface_hub(source: str) -> ModuleType:
         import huggingface_hub.utils  # noqa: PLC0415
     except ImportError:
         raise CheckpointError(
-            f"{_no_folder(source)}a hub id needs huggingface_hub: pip install -e '.[hub]' in the clone"
+            f"{_no_folder(source)}a hub id needs huggingface_hub: pip install 'vitserve[hub]'"
         ) from None
     return huggingface_hub

@@ -38,7 +38,7 @@ def unsupported_reason(device: str, dtype: str) -> str | None:
     if device != "cpu":
         return f"it runs on the CPU here, not on {device}"
     if importlib.util.find_spec("openvino") is None:
-        return "the package is not installed: pip install -e '.[openvino]' in the clone"
+        return "the package is not installed: pip install 'vitserve[openvino]'"
     if dtype not in PRECISIONS:
         return f"it has no {dtype} here"
     capability, _ = PRECISIONS[dtype]
