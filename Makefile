@@ -9,7 +9,8 @@ TORCH_INDEX_URL ?=
 # Empty where there is none.
 NVIDIA_DRIVER = $(shell command -v nvidia-smi 2>/dev/null)$(wildcard /proc/driver/nvidia/version)
 
-.PHONY: help run test test-ray check format chaos soak fuzz bench-peers gpu-kit screenshots rules protocol image clean
+.PHONY: help run test test-ray check format chaos soak fuzz bench-peers gpu-kit screenshots rules protocol image clean \
+	version wheels notes site release-check
 
 help:
 	@echo "make run     install what is missing and serve the bundled checkpoint on http://127.0.0.1:8000"
@@ -25,10 +26,12 @@ help:
 	@echo "make bench-peers  install the peers, each in an environment of its own"
 	@echo "make gpu-kit  write what a machine with a GPU and without a network lacks to $(GPU_KIT); PYTHON_THERE=3.12"
 	@echo "make rules   write the rules of Prometheus anew as the manifest of its operator"
-	@echo "make image   build the container's image with its labels; for the one without a GPU:"
-	@echo "             make image COMPOSE_FILE=docker-compose.yml:docker-compose.cpu.yml"
+	@echo "make image   build the container's image VARIANT=cpu, cuda or cuda12"
 	@echo "make protocol  generate the messages of gRPC anew from service/web/grpc/open_inference.proto"
 	@echo "make screenshots  take the pictures of the page in docs/images anew; needs Chromium"
+	@echo "make wheels  write the wheels and the source distribution to dist/"
+	@echo "make site    write the documentation's site to dist/site"
+	@echo "make release-check  build and try all of a release that needs no more than package indexes"
 	@echo "make clean   remove the virtual environment and caches"
 
 # A stamp a set of packages: nothing is installed a second time until a file that names packages changes.
@@ -128,12 +131,61 @@ protocol: $(VENV)/.made
 screenshots: $(VENV)/.test
 	$(BIN)/python -m tests.e2e.page.screenshots
 
-# Where the code is, for a label of the image.
+# Tools of a release, apart from all else.
+RELEASE := $(VENV)/release
+VERSION = $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
+
+$(RELEASE)/.made: $(VENV)/.made deploy/release/requirements.txt
+	$(BIN)/python -m venv $(RELEASE)
+	$(RELEASE)/bin/pip install --quiet --disable-pip-version-check -r deploy/release/requirements.txt
+	@touch $@
+
+version:
+	@echo $(VERSION)
+
+# What the changelog says of the version.
+notes:
+	@sed -n '/^## \[$(VERSION)\]/,/^## /{/^## /!p}' CHANGELOG.md
+
+# One wheel for Linux on x86-64, whose C is compiled for the libc of 2014, and one without C for all else. Both are built of
+# the source distribution, which is the same each time.
+ZIG := $(abspath $(RELEASE))/bin/python -m ziglang cc -target x86_64-linux-gnu.2.17
+PLATFORM := manylinux_2_17_x86_64
+BUILD = SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(RELEASE)/bin/python -m build --outdir dist
+
+wheels: $(RELEASE)/.made
+	rm -rf dist/vitserve-*
+	@VITSERVE_KERNEL=no $(BUILD) >/dev/null
+	@VITSERVE_KERNEL=yes CC='$(ZIG)' LDSHARED='$(ZIG) -shared -s' $(BUILD) -C--build-option=--plat-name=$(PLATFORM) >/dev/null
+	$(RELEASE)/bin/auditwheel show dist/vitserve-$(VERSION)-py3-none-$(PLATFORM).whl | grep '"$(PLATFORM)"'
+	$(RELEASE)/bin/twine check --strict dist/vitserve-*
+
+# In an empty environment for each Python, outside the clone.
+PYTHONS ?= $(PYTHON)
+
+release-check: wheels site
+	$(RELEASE)/bin/actionlint .github/workflows/*.yml
+	$(RELEASE)/bin/zizmor --offline --quiet .github/workflows
+	$(RELEASE)/bin/hadolint Dockerfile
+	@[ -n "$$($(MAKE) --no-print-directory notes)" ] || { echo "CHANGELOG.md has nothing of $(VERSION)"; exit 1; }
+	set -e; for python in $(PYTHONS); do for wheel in $(PLATFORM) any; do \
+		there=$$(mktemp -d); $$python -m venv $$there/env; \
+		$$there/env/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
+			"dist/vitserve-$(VERSION)-py3-none-$$wheel.whl[openvino]"; \
+		cp deploy/release/try_wheel.py $$there; \
+		(cd $$there && env/bin/python -I try_wheel.py $(VERSION) $$wheel); \
+		$(RELEASE)/bin/cyclonedx-py environment $$there/env/bin/python -o dist/sbom.json; \
+		rm -rf $$there; done; done
+
+# Where the code is, for a label of the image; and what it is for: cpu, cuda or cuda12.
 SOURCE ?=
-# Compose reads COMPOSE_FILE and TORCH_INDEX_URL from the environment, or from .env; make puts its arguments there.
+VARIANT ?= cpu
+# Compose reads TORCH_INDEX_URL and EXTRAS from the environment, or from .env; make puts its arguments there.
 
 image:
-	docker compose build --build-arg CREATED="$$(date -u +%Y-%m-%dT%H:%M:%SZ)" --build-arg SOURCE="$(SOURCE)" \
+	VARIANT=$(VARIANT) docker compose -f docker-compose.yml -f docker-compose.build.yml build \
+		--build-arg VERSION="$(VERSION)" --build-arg CREATED="$$(date -u +%Y-%m-%dT%H:%M:%SZ)" \
+		--build-arg SOURCE="$(SOURCE)" \
 		--build-arg REVISION="$$(git describe --always --abbrev=40 --dirty --exclude '*')" vitserve
 
 clean:

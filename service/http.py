@@ -26,7 +26,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from service.errors import MalformedRequest, ReceivingFull, RequestTimeout, ServiceError
-from service.lifecycle import Lifecycle, exit_now, stop_signals
+from service.lifecycle import Lifecycle, exit_now, log_end, stop_signals
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -49,14 +49,15 @@ DISCARDED_BYTES: Final = 1 << 20
 
 _KEEP_ALIVE_SECONDS = 75  # load balancers keep idle connections for about a minute: the side that answers, longer
 _STUCK_SECONDS = 30.0
+_LAST_CALLERS_SECONDS = 0.2  # after the listener is closed, for who was let in just before
 _OTHER_FILES = 128
 _MOST_REFUSED = 64  # connections beyond the limit whose refusal is on its way
 
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256  # each costs thirty times its shortest form in memory
-_PIECE = 8 << 10
+_PIECE = 8 << 10  # bytes of what is no head with its body that uvicorn's protocol gets at once
 _READ = 128 << 10
-_MAX_UNREAD_BODY = (64 << 10) + _READ  # uvicorn pauses a connection with more than 64 KiB
+_PAUSE_BYTES = 64 << 10  # of a body that the application has not read: uvicorn pauses beyond
 _CHUNK_FRAMING = 6  # bytes of a small chunk
 _UNSENT_BYTES = 128 << 10  # of a connection's answers, in the kernel; by itself it takes 2.5 MiB
 
@@ -101,7 +102,7 @@ class _Request:
         self._content = 0
         self._start: Message = {}
         self.more_body = self._chunked or self._length > 0
-        self.answered = self.is_reading = False
+        self.answered = False
         self.error: ServiceError | None = None  # of its framing: uvicorn parses no more of it
 
     def head_error(self) -> MalformedRequest | None:
@@ -127,9 +128,7 @@ class _Request:
 
     async def receive(self) -> Message:
         """Return the next message of the body; raises `MalformedRequest` if its framing is broken, or excessive."""
-        self.is_reading = True
         message = await self._receive()
-        self.is_reading = False
         if self.error is not None:
             raise self.error
         if message["type"] == "http.request":
@@ -243,7 +242,7 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
                 self._waits_since = self._loop.time()
             if self._is_in_head and not self._message_left:
                 self._look_at_head()
-            size = max(self._message_left, _PIECE)
+            size = max(min(self._message_left, _READ), _PIECE)
             piece, self._held = self._held[:size], self._held[size:]
             self._message_left = max(0, self._message_left - len(piece))
             self.overhead += len(piece)
@@ -256,20 +255,21 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
 
     def _look_at_head(self) -> None:
         """Rename the offer in a head, and note how long the head and its body are."""
-        head, end, body = self._held.partition(b"\r\n\r\n")
+        end = self._held.find(b"\r\n\r\n") + 4
+        head = self._held[:end] if end > 3 else self._held
         if b"\nupgrade:" in head.lower():
-            self._held = _OFFER.sub(b"\nX-Offer:", head) + end + body
-        if end:
+            self._held = _OFFER.sub(b"\nX-Offer:", head) + self._held[len(head) :]
+        if end > 3:
             length = _LENGTH.search(head)
-            self._message_left = len(head) + 4 + (int(length[1]) if length else 0)
+            self._message_left = end + (int(length[1]) if length else 0)
             self._is_in_head = False
 
     def _check_bytes(self) -> None:
         if self._is_invalid:
             self.refuse(MalformedRequest("this is not HTTP/1.1"))
             return
-        is_read = self._request is None or self._request.is_reading
-        if self.overhead > _MAX_HEAD_BYTES + (0 if is_read else _MAX_UNREAD_BODY):
+        unread = 0 if self._is_in_head else _PAUSE_BYTES + (_READ if self._is_paused else 0)
+        if self.overhead > _MAX_HEAD_BYTES + unread:
             self.refuse(MalformedRequest(f"more than {_MAX_HEAD_BYTES} bytes that are no body"))
 
     def pause_writing(self) -> None:
@@ -298,6 +298,8 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
         """Send a part of an answer. What uvicorn writes while it parses is its refusal of what it parses."""
         if self._is_parsing:
             self._is_invalid = True
+        elif self.transport.is_closing():  # the caller has closed its side, and is taken for one that left
+            self.holds_head, self._head = False, b""
         elif self.holds_head:
             self._head, self.holds_head = bytes(data), False
         elif self._head:
@@ -343,7 +345,7 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
         if self.is_closing_soon:
             self._release()
             return
-        self._request, self._waits_since = request, None
+        self._request, self._waits_since, self._is_in_head = request, None, False
         self.connections.wait(self, waits=request.more_body)
         try:
             await self.connections.app(scope, request.receive, request.send)
@@ -494,10 +496,10 @@ def address_family(host: str) -> socket.AddressFamily:
 class Server:
     """One web process: uvicorn, with the shutdown that API clients need.
 
-    SIGTERM or SIGINT: for `drain_delay` seconds it goes on listening while new work is answered 503; then it stops
-    listening, finishes what it accepted, and returns, at the latest after `drain_timeout`. A second SIGTERM or SIGINT
-    ends the process at once. SIGHUP drains, too, unless `on_hang_up` handles it. By itself uvicorn would close its
-    listener at the first SIGTERM, and end with 143.
+    SIGTERM or SIGINT: for `drain_delay` seconds it goes on serving, but is not ready; then it stops listening, finishes
+    what it accepted, refuses what still comes, and returns, at the latest after `drain_timeout`. A second SIGTERM or
+    SIGINT ends the process at once. SIGHUP stops it, too, unless `on_hang_up` handles it. By itself uvicorn would close
+    its listener at the first SIGTERM, and end with 143.
 
     Args:
         beside: started with the server and cancelled at its end. Without it, a process whose event loop stands still
@@ -573,35 +575,47 @@ class Server:
                 loop.remove_signal_handler(number)
             for task in beside:
                 task.cancel()
+        self._log_end()
 
     def stop(self, exit_code: int) -> None:
         """End the process in order, without the delay for load balancers: there is nothing left to serve."""
         self._lifecycle.exit_code = exit_code
-        self._begin_to_drain(0.0)
+        self._begin_to_stop(0.0)
 
     def drain(self) -> None:
-        """Refuse new work, and stop when all accepted requests are answered."""
-        if not self._lifecycle.draining:
-            self._begin_to_drain(self._settings.drain_delay)
+        """Serve for the delay, then refuse new work, and stop when all accepted requests are answered."""
+        if not self._lifecycle.stopping:
+            self._begin_to_stop(self._settings.drain_delay)
 
-    def _begin_to_drain(self, delay: float) -> None:
-        self._lifecycle.draining = True
+    def _begin_to_stop(self, delay: float) -> None:
+        self._lifecycle.stopping = True
         loop = asyncio.get_running_loop()
-        loop.call_later(delay, setattr, self._uvicorn, "should_exit", True)
+        loop.call_later(delay, self._stop_listening)
         loop.call_later(self._settings.drain_timeout, self._give_up)
+
+    def _stop_listening(self) -> None:
+        self._uvicorn.should_exit = True  # which uvicorn sees, and closes idle connections, within 0.1 s
+        for server in self._uvicorn.servers:
+            server.close()
+        asyncio.get_running_loop().call_later(_LAST_CALLERS_SECONDS, setattr, self._lifecycle, "draining", True)
 
     def _give_up(self) -> None:
         logger.warning("not everything was answered within %g s: ending", self._settings.drain_timeout)
+        self._log_end()
         exit_now(self._lifecycle.exit_code)
+
+    def _log_end(self) -> None:
+        if not self._is_supervised:  # else the supervisor tells it of all
+            log_end(self._lifecycle.answered, self._lifecycle.refused)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._is_supervised:
             if number != signal.SIGHUP:
                 self.drain()
-        elif not self._lifecycle.draining:
+        elif not self._lifecycle.stopping:
             if number == signal.SIGHUP and self._on_hang_up():
                 return
-            logger.info("%s: draining", number.name)
+            logger.info("%s: stopping", number.name)
             self.drain()
         elif number != signal.SIGHUP and not self._hung_up:
             logger.warning("%s again: ending at once", number.name)

@@ -32,7 +32,7 @@ try:
     from ray import serve
     from ray.serve.exceptions import RayServeException
 except ImportError as error:
-    raise ImportError(f"Ray Serve is needed ({error}): pip install -e '.[ray]' in the clone") from None
+    raise ImportError(f"Ray Serve is needed ({error}): pip install 'vitserve[ray]'") from None
 
 logger = logging.getLogger("vitserve")
 

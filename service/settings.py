@@ -123,7 +123,7 @@ def _recent_url(value: SecretStr) -> SecretStr:
     except ValueError:
         raise ValueError("expected a port from 0 to 65535 after the host") from None
     if url != MEMORY and not _is_installed("redis"):
-        raise ValueError("it needs the package redis: pip install -e '.[redis]' in the clone")
+        raise ValueError("it needs the package redis: pip install 'vitserve[redis]'")
     return value
 
 
@@ -146,7 +146,7 @@ def _grpc_port(value: int | None, info: ValidationInfo) -> int | None:
     if value and value == info.data.get("port"):
         raise ValueError("expected another port than VIT_PORT")
     if value is not None and not _bounds_pings():
-        raise ValueError("it needs grpcio 1.81 or newer: pip install -e '.[grpc]' in the clone")
+        raise ValueError("it needs grpcio 1.81 or newer: pip install 'vitserve[grpc]'")
     return value
 
 
@@ -318,7 +318,11 @@ class Settings(BaseSettings):
     )
 
     # How it stops, and the rest.
-    drain_delay: Seconds = Field(2, description="seconds after SIGTERM during which the service still listens")
+    drain_delay: Seconds = Field(
+        2,
+        description="seconds after SIGTERM during which new work is still served, while /readyz is 503 so that load "
+        "balancers look away",
+    )
     drain_timeout: Seconds = Field(30, description="seconds after SIGTERM at which the process ends at the latest")
     cors_origins: Annotated[tuple[str, ...], CommaSeparated, NoDecode] = Field(
         (), description="comma-separated origins that browsers may call from; `*` for any"

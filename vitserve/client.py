@@ -7,12 +7,16 @@ with Client("http://127.0.0.1:8000") as client:
 from __future__ import annotations
 
 import asyncio
+import random
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import wraps
+from itertools import islice
 from types import MethodType
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, Unpack, overload
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
 import httpx
 
@@ -42,10 +46,7 @@ from vitserve.errors import (
     Unavailable,
     Unreachable,
 )
-from vitserve.pictures import ImageSource
-from vitserve.requests import Answer, Array, DrawingOptions, MapOptions, Request, WithAttention
-from vitserve.retries import Attempts, Retries
-from vitserve.streams import Source, Window, answer_or_error
+from vitserve.requests import Answer, Array, DrawingOptions, ImageSource, MapOptions, Request, WithAttention
 
 __all__ = [
     "AsyncClient",
@@ -77,9 +78,67 @@ __all__ = [
 ]
 
 _Arguments = ParamSpec("_Arguments")
+Source = TypeVar("Source")
 
 Pooling = Literal["head", "cls", "mean"]
 """The parameter `pool` of /embed."""
+
+
+_LONGEST_PAUSE = 8.0
+"""Seconds, unless the service asks for more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """How often a client sends a request that was refused for the moment, or whose connection broke.
+
+    Attributes:
+        tries: how often a request is sent at most; 1 never sends one again.
+        seconds: from the first try to the beginning of the last. A pause that would end later is not begun.
+        first_pause: seconds after the first try; the pause doubles with every try.
+        clock: seconds, from any moment on.
+        jitter: a number in [0, 1), so that callers refused at the same time do not come back at the same time.
+    """
+
+    tries: int = 5
+    seconds: float = 60.0
+    first_pause: float = 0.25
+    clock: Callable[[], float] = time.monotonic
+    jitter: Callable[[], float] = random.random
+
+
+class _Attempts:
+    """The tries of one request to the service at `address`."""
+
+    def __init__(self, retries: Retries, address: httpx.URL) -> None:
+        self._retries, self._address = retries, address
+        self._failed = 0
+        self._ends_at = retries.clock() + retries.seconds
+
+    def pause_after(self, error: ClientError | httpx.TransportError, *, answered_before: bool) -> float:
+        """Return the seconds to wait before the next try, never less than `Retry-After` names.
+
+        Args:
+            answered_before: whether the address ever answered. If not, a refused connection is rather a wrong
+                address than a server that starts again.
+
+        Raises:
+            ClientError: there is no next try; `Unreachable` for an error of httpx.
+        """
+        self._failed += 1
+        failure = error if isinstance(error, ClientError) else Unreachable(error, self._address)
+        if not failure.temporary or self._failed >= self._retries.tries:
+            raise failure
+        if isinstance(failure, Unreachable) and failure.never_connected and not answered_before:
+            raise failure
+        pause: float = min(self._retries.first_pause * 2 ** (self._failed - 1), _LONGEST_PAUSE)
+        if failure.retry_after is None:
+            pause *= (1 + self._retries.jitter()) / 2
+        else:
+            pause = failure.retry_after + pause * self._retries.jitter()
+        if self._retries.clock() + pause > self._ends_at:
+            raise failure
+        return pause
 
 
 class _Method(Generic[_Arguments, Answer]):
@@ -240,7 +299,7 @@ class Client(_Service):
         *,
         api_key: str | None = None,
         timeout: float | httpx.Timeout = 30,
-        retries: Retries = Retries(),  # noqa: B008  it is immutable
+        retries: Retries = Retries(),
         transport: httpx.BaseTransport | None = None,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
@@ -258,9 +317,9 @@ class Client(_Service):
         self._http.close()
 
     def stream(
-        self, images: Iterable[Source], ask: Callable[[Source], Answer], *, concurrency: int = 8, ordered: bool = True
+        self, images: Iterable[Source], ask: Callable[[Source], Answer], *, concurrency: int = 8
     ) -> Iterator[tuple[Source, Answer | ClientError | OSError]]:
-        """Ask about any number of images, several at a time, and give each with its answer or its error.
+        """Ask about any number of images, several at a time; yield each in order with its answer or its error.
 
         Images are taken from `images` as there is room, and never more than twice `concurrency` of them are under way
         or wait to be given out, so memory is bounded. An iteration that is left early waits for the requests under way.
@@ -268,23 +327,25 @@ class Client(_Service):
         Args:
             ask: a method of this client, or a function that calls some; it runs in several threads.
             concurrency: how many requests are under way at once, at least 1.
-            ordered: give the answers in the images' order; else as they come.
         """
-        with ThreadPoolExecutor(concurrency) as pool:
-            window = Window(images, lambda image: pool.submit(ask, image), concurrency, ordered)
-            try:
-                while window.fill():
-                    wait(window.jobs(), return_when=FIRST_COMPLETED)
-                    image, future = window.pop()
-                    yield image, answer_or_error(future.result)
-            finally:
-                window.cancel()
+        remaining, jobs = iter(images), deque[tuple[Source, Future[Answer]]]()
+        pool = ThreadPoolExecutor(concurrency)
+        try:
+            while True:
+                taken = islice(remaining, 2 * concurrency - len(jobs))
+                jobs.extend((image, pool.submit(ask, image)) for image in taken)
+                if not jobs:
+                    return
+                image, job = jobs.popleft()
+                yield image, _answer_or_error(job.result)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     @staticmethod
     def _sender(build: Callable[..., Request[Any]]) -> Callable[..., Any]:
         def send(self: Client, *arguments: Any, **options: Any) -> Any:
             request = build(self, *arguments, **options)
-            attempts = Attempts(self._retries, self._http.base_url)
+            attempts = _Attempts(self._retries, self._http.base_url)
             while True:
                 try:
                     return self._read(request, self._http.request(request.method, request.path, **request.options))
@@ -306,7 +367,7 @@ class AsyncClient(_Service):
         *,
         api_key: str | None = None,
         timeout: float | httpx.Timeout = 30,
-        retries: Retries = Retries(),  # noqa: B008  it is immutable
+        retries: Retries = Retries(),
         transport: httpx.AsyncBaseTransport | None = None,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
@@ -329,7 +390,6 @@ class AsyncClient(_Service):
         ask: Callable[[Source], Coroutine[Any, Any, Answer]],
         *,
         concurrency: int = 8,
-        ordered: bool = True,
     ) -> AsyncIterator[tuple[Source, Answer | ClientError | OSError]]:
         """Do as `Client.stream`, with `ask` a coroutine function; closing the iterator ends the requests under way."""
         room = asyncio.Semaphore(concurrency)
@@ -338,21 +398,28 @@ class AsyncClient(_Service):
             async with room:
                 return await ask(image)
 
-        window = Window(images, lambda image: asyncio.create_task(bounded(image)), concurrency, ordered)
+        remaining, tasks = iter(images), deque[tuple[Source, asyncio.Task[Answer]]]()
         try:
-            while window.fill():
-                await asyncio.wait(window.jobs(), return_when=asyncio.FIRST_COMPLETED)
-                image, task = window.pop()
-                yield image, answer_or_error(task.result)
+            while True:
+                taken = islice(remaining, 2 * concurrency - len(tasks))
+                tasks.extend((image, asyncio.create_task(bounded(image))) for image in taken)
+                if not tasks:
+                    return
+                image, task = tasks[0]
+                await asyncio.wait([task])
+                tasks.popleft()
+                yield image, _answer_or_error(task.result)
         finally:
-            await asyncio.gather(*window.cancel(), return_exceptions=True)
+            for _, task in tasks:
+                task.cancel()
+            await asyncio.gather(*(task for _, task in tasks), return_exceptions=True)
 
     @staticmethod
     def _sender(build: Callable[..., Request[Any]]) -> Callable[..., Any]:
         async def send(self: AsyncClient, *arguments: Any, **options: Any) -> Any:
             # In a thread, as files are read and pictures are encoded.
             request = await asyncio.to_thread(build, self, *arguments, **options)
-            attempts = Attempts(self._retries, self._http.base_url)
+            attempts = _Attempts(self._retries, self._http.base_url)
             while True:
                 try:
                     response = await self._http.request(request.method, request.path, **request.options)
@@ -370,3 +437,11 @@ def _connection(api_key: str | None, timeout: float | httpx.Timeout) -> dict[str
     if not isinstance(timeout, httpx.Timeout):
         timeout = httpx.Timeout(timeout, pool=None)
     return {"headers": headers, "timeout": timeout}
+
+
+def _answer_or_error(result: Callable[[], Answer]) -> Answer | ClientError | OSError:
+    """Return what `result` returns, or the error that it raises if that concerns one image alone."""
+    try:
+        return result()
+    except (ClientError, OSError) as error:
+        return error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from typing import Annotated, Any, Final, Literal, Self, TypedDict
 
 from pydantic import BaseModel, Field, WithJsonSchema
@@ -196,6 +197,10 @@ class ModelDescription(BaseModel):
     name: str
     source: str
     revision: str | None
+    content: Annotated[
+        str, Field(description="16 digits that change with the weights, architecture, preprocessing or labels")
+    ] = ""
+    loaded_at: Annotated[datetime | None, Field(description="date of the load")] = None
     format: str
     architecture: str
     parameters: int

@@ -6,19 +6,18 @@ and add it to `_READERS`. To add a class of transformers, add one `Family` to `h
 
 from __future__ import annotations
 
-import difflib
-import re
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from model.checkpoint import huggingface, jax_npz, native, state_dict, timm
 from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files, Folder, SingleFile
+from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files, SingleFile
 from model.checkpoint.hub import Repository, is_hub_id
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE
 from model.checkpoint.key_map import KeyMap, read_key_map
-from model.checkpoint.local_files import read_text_file, resolved_part, resolved_source
+from model.checkpoint.local_files import resolved_source
 from model.checkpoint.lora import ADAPTER_CONFIG, adapt, adapter_base
 from model.checkpoint.options import LABEL_PRESETS, PREPROCESS_PRESETS, CheckpointOptions
 from model.errors import CheckpointError
@@ -27,10 +26,6 @@ __all__ = ["BUNDLED", "LABEL_PRESETS", "PREPROCESS_PRESETS", "Checkpoint", "load
 
 # The checkpoint that travels with the code.
 BUNDLED: Final = Path(__file__).resolve().parent.parent / "weights" / "cifar10"
-
-_WEIGHTS: Final = re.compile(r".+\.(safetensors|pth|pt|bin|ckpt|pth\.tar)")
-_TRAINING: Final = re.compile(r"optimizer|scheduler|scaler|rng_state|training_args|random_states|adapter_model")
-_HEAD: Final = re.compile(r"(\w+[_-])?(head|classifier|fc|linear|linear_probe)\.")
 
 _READERS: Final = (native, timm, huggingface, jax_npz, state_dict)
 
@@ -66,9 +61,12 @@ def load_checkpoint(
         adapter, files = files, _base(files, base, bases_below, keys)
         adapt(files, adapter)
     reader = next((reader for reader in _READERS if reader.recognises(files)), None)
+    if reader is None and not has_config:
+        raise CheckpointError(
+            f"{files.place}: has no {CONFIG_FILE}: expected {CONFIG_FILE}, {WEIGHTS_FILE} and {PREPROCESSOR_FILE}, as "
+            "save_pretrained writes them (a Trainer into checkpoint-N); a file of weights alone is given itself"
+        )
     if reader is None:
-        if files.config is None:
-            raise CheckpointError(f"{files.place}: has no {CONFIG_FILE}: {_instead(files)}")
         known = ", ".join(reader.FORMAT for reader in _READERS)
         raise CheckpointError(f"{files.where(CONFIG_FILE)}: not a format this version reads ({known})")
     checkpoint: Checkpoint = reader.read(files, options)
@@ -77,25 +75,25 @@ def load_checkpoint(
         notes += (f"the LoRA adapter {files.overlay.place} is merged into {files.place}",)
     if isinstance(files, Repository) and files.from_cache:
         notes += (files.place,)
-    checkpoint = replace(checkpoint, notes=notes)
+    checkpoint = replace(checkpoint, notes=notes, content=_content(files.digest, checkpoint))
     return checkpoint if options.image_size is None else checkpoint.resized(options.image_size)
+
+
+def _content(tensors: str, checkpoint: Checkpoint) -> str:
+    """Return `Checkpoint.content` by the hash of its tensors."""
+    network, preprocess = checkpoint.config.model_dump_json(), checkpoint.preprocess.model_dump_json()
+    parts = tensors, network, preprocess, checkpoint.labels, checkpoint.temperature, checkpoint.calibration
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def _open(source: str, keys: KeyMap) -> Files:
     path = BUNDLED if source == "bundled" else Path(source).expanduser()
-    folder_or_file = resolved_source(path, source)
-    if folder_or_file is not None:
-        if not folder_or_file.is_dir():
-            return SingleFile(path, source, keys)
-        path = _snapshot(path)
-        return _plain_weights(path, source, keys) or Folder(path, source)
-    similar = None if "@" in source else _similar(path)
-    if is_hub_id(source) and not similar:
+    resolved = resolved_source(path, source)
+    if resolved is not None:
+        return Files(path, source) if resolved.is_dir() else SingleFile(path, source, keys)
+    if is_hub_id(source):
         return Repository(source)
-    hint = f"; did you mean {similar}?" if similar else ", and not a hub id (owner/name)"
-    if similar and is_hub_id(source):
-        hint += f" (the hub's repository of this name is {source}@main)"
-    raise CheckpointError(f"{source}: no such folder or file{hint}")
+    raise CheckpointError(f"{source}: no such folder or file, and not a hub id (owner/name)")
 
 
 def _base(adapter: Files, base: str | None, below: Path | None, keys: KeyMap) -> Files:
@@ -114,46 +112,3 @@ def _base(adapter: Files, base: str | None, below: Path | None, keys: KeyMap) ->
             "set VIT_BASE to the checkpoint that it adapts"
         )
     return Repository(named)
-
-
-def _snapshot(folder: Path) -> Path:
-    """Return the snapshot that `main` names of a folder `models--owner--name` of the hub's cache; else the folder."""
-    main = folder / "refs" / "main"
-    if not folder.name.startswith("models--") or resolved_part(folder, "refs/main", str(main)) is None:
-        return folder
-    commit = read_text_file(main, str(main)).decode("utf-8", "replace").strip()
-    return folder / "snapshots" / commit if re.fullmatch("[0-9a-f]{40}", commit) else folder
-
-
-def _plain_weights(folder: Path, source: str, keys: KeyMap) -> SingleFile | None:
-    """Return a folder's state dict, if that is all it holds; a backbone may have its head in a second file."""
-    names = sorted(path.name for path in folder.iterdir())
-    files = [name for name in names if _WEIGHTS.fullmatch(name) and not _TRAINING.match(name)]
-    heads = [name for name in files if _HEAD.match(name)]
-    others = [name for name in files if name not in heads]
-    if ADAPTER_CONFIG in names or len(others) != 1 or len(heads) > 1 or (CONFIG_FILE in names and not heads):
-        return None
-    for name in files:
-        resolved_part(folder, name, str(folder / name))
-    return SingleFile(folder / others[0], source, keys, folder / heads[0] if heads else None)
-
-
-def _instead(files: Files) -> str:
-    """Return advice for a place without a config: a folder within it, or the files that it should hold."""
-    if isinstance(files, Folder):
-        candidates = [config.parent for config in files.folder.glob(f"*/{CONFIG_FILE}")]
-        if candidates:
-            candidates.sort(key=lambda folder: (len(folder.name), folder.name), reverse=True)  # checkpoint-1000 first
-            more = f" (and {len(candidates) - 3} more)" if len(candidates) > 3 else ""
-            return f"did you mean {' or '.join(str(folder) for folder in candidates[:3])}{more}?"
-    return f"expected {CONFIG_FILE}, {WEIGHTS_FILE} and {PREPROCESSOR_FILE}, as save_pretrained writes them"
-
-
-def _similar(path: Path) -> Path | None:
-    """Return the neighbour of a path that does not exist with almost the same name, or None."""
-    try:
-        names = [neighbour.name for neighbour in path.parent.iterdir()]
-    except OSError:
-        return None
-    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
-    return path.with_name(close[0]) if close else None

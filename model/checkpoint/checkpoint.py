@@ -49,6 +49,8 @@ class Checkpoint:
         embed_texts: that tower: texts to features, float32 [N, D].
         antialias: whether position embeddings are low-passed before they shrink, as the source library does.
         calibration: what the sets of labels are made by, where the checkpoint was calibrated.
+        content: 16 hexadecimal digits that stand for the tensors as stored, the architecture, the preprocessing, the
+            labels and the calibration; empty where it was not read from files.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Checkpoint:
     embed_texts: Callable[[Sequence[str]], NDArray[np.float32]] | None = None
     antialias: bool = True
     calibration: Calibration | None = None
+    content: str = ""
 
     def __post_init__(self) -> None:
         """Refuse parts that contradict each other.

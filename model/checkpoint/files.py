@@ -5,8 +5,6 @@ All tensors of a checkpoint, whatever file and format hold them, are read by `Fi
 
 from __future__ import annotations
 
-import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
@@ -17,42 +15,44 @@ from model.checkpoint.containers import chosen_state_dict
 from model.checkpoint.key_map import KeyMap
 from model.checkpoint.local_files import read_json, resolved_part
 from model.checkpoint.tensor_files import read_tensor_file
+from model.checkpoint.tensors import digest_of
 from model.errors import CheckpointError
 
 CONFIG_FILE: Final = "config.json"
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 PICKLE_FILE: Final = "pytorch_model.bin"
-_HEAD: Final = re.compile(r"(\w+_)?(heads?|classifier|fc)(\.\w+)*\.(weight|bias)")
 
 
-class Files(ABC):
-    """A source that opens a checkpoint's parts by name.
+class Files:
+    """A folder on this machine, whose files are a checkpoint's parts.
 
     Attributes:
         source: as the operator wrote it.
         place: what messages call the whole: a folder, a file, a repository.
+        folder: where the parts are.
         revision: of a hub repository (a commit); None for what lies here.
+        digest: of the tensors, once they were read.
         overlay: an adapter's files, whose preprocessing comes before the base's.
         merge: merges the adapter into the tensors.
     """
 
     revision: str | None = None
+    digest: str = ""
     overlay: Files | None = None
     merge: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
 
-    def __init__(self, source: str, place: str) -> None:
-        self.source = source
-        self.place = place
+    def __init__(self, folder: Path, source: str) -> None:
+        self.source, self.place, self.folder = source, str(folder), folder
         self._config: dict[str, Any] | None = None
 
-    @abstractmethod
     def path(self, name: str) -> Path | None:
-        """Return a local path of the part called `name`, or None where there is none.
+        """Return the resolved path of the part called `name`, or None where there is none.
 
         Raises:
             CheckpointError: it may exist but cannot be had.
         """
+        return resolved_part(self.folder, name, self.where(name))
 
     def where(self, name: str) -> str:
         """Return the name of the part `name` in messages."""
@@ -74,7 +74,7 @@ class Files(ABC):
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """Return `config.json`, or None where there is none."""
+        """`config.json`, or None where there is none."""
         if self._config is None and self.path(CONFIG_FILE) is not None:
             self._config = self.json(CONFIG_FILE)
         return self._config
@@ -82,16 +82,20 @@ class Files(ABC):
     def tensors(self) -> Mapping[str, Tensor]:
         """Return all tensors, with an adapter merged into them if there is one.
 
+        All readers get their tensors here, the head's under the names of the file.
+
         Raises:
             CheckpointError: no weights at all, or a file that is not what it should be.
         """
         tensors = self._stored()
-        return tensors if self.merge is None else self.merge(tensors)
+        tensors = tensors if self.merge is None else self.merge(tensors)
+        self.digest = digest_of(tensors)
+        return tensors
 
     def part(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of one file; CheckpointError where it holds something else."""
         where = self.where(name)
-        held, _ = read_tensor_file(self.required(name), where)
+        held = read_tensor_file(self.required(name), where)
         if not isinstance(held, Mapping) or not all(isinstance(tensor, Tensor) for tensor in held.values()):
             raise CheckpointError(
                 f"{where}: expected a state dict of tensors, as torch.save(model.state_dict(), FILE) writes it"
@@ -124,43 +128,21 @@ class Files(ABC):
         return tensors
 
 
-class Folder(Files):
-    """A folder on this machine."""
-
-    def __init__(self, folder: Path, source: str) -> None:
-        super().__init__(source, str(folder))
-        self.folder = folder
-
-    def path(self, name: str) -> Path | None:
-        """Return the resolved path of `name` in the folder, or None where there is no such file."""
-        return resolved_part(self.folder, name, self.where(name))
-
-
 class SingleFile(Files):
-    """A state dict on this machine without a config: one file, or a backbone's and its head's in one folder.
+    """A state dict on this machine without a config.
 
     Attributes:
-        notes, assumed: of the files, once they were read; see `containers.Chosen`.
-        labels: by the class's index, of files that have them.
-        file: the only one, or the backbone's.
-
-    Args:
+        file: where it is.
         keys: what `VIT_KEYS` says.
-        head: file of the head.
+        notes, assumed: of the file, once it was read; see `containers.Chosen`.
     """
 
-    def __init__(self, file: Path, source: str, keys: KeyMap, head: Path | None = None) -> None:
-        super().__init__(source, str(file))
-        self.file = file
-        self.keys = keys
-        self.notes: tuple[str, ...] = ()
-        self.assumed: tuple[str, ...] = ()
-        self.labels: dict[str, str] | None = None
-        self._head = head
+    notes: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
 
-    def where(self, name: str) -> str:
-        """Return the path of the file, which is the only part."""
-        return self.place
+    def __init__(self, file: Path, source: str, keys: KeyMap) -> None:
+        super().__init__(file, source)
+        self.file, self.keys = file, keys
 
     def path(self, name: str) -> Path | None:
         """Return None: beside the weights there is nothing."""
@@ -168,15 +150,6 @@ class SingleFile(Files):
 
     def _stored(self) -> Mapping[str, Tensor]:
         """Return the tensors without what training code puts before all their names."""
-        held, self.labels = read_tensor_file(self.file)
-        tensors, self.notes, self.assumed = chosen_state_dict(held, self.keys.weights, self.place)
-        if self._head is None:
-            return tensors
-        own = [name for name in tensors if _HEAD.fullmatch(name)]
-        if own:
-            raise CheckpointError(
-                f"{self.place}: has a head of its own, {own[0]!r}, and {self._head.name} beside it holds "
-                "another: name this file instead of its folder to read its own head, else save it without that"
-            )
-        head = chosen_state_dict(read_tensor_file(self._head)[0], None, str(self._head)).tensors
-        return tensors | {f"head.{name}": tensor for name, tensor in head.items()}
+        chosen = chosen_state_dict(read_tensor_file(self.file), self.keys.weights, self.place)
+        self.notes, self.assumed = chosen.notes, chosen.assumed
+        return chosen.tensors

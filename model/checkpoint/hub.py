@@ -8,12 +8,11 @@ first: a repository that is not a ViT costs no download of weights.
 from __future__ import annotations
 
 import re
-from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Final
 
-from model.checkpoint.files import CONFIG_FILE, Files
+from model.checkpoint.files import Files
 from model.checkpoint.local_files import resolved_part
 from model.errors import CheckpointError, first_line
 
@@ -23,7 +22,6 @@ _HUB_ID: Final = re.compile(
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _TIMEOUT: Final = 10.0  # seconds to wait for a file's metadata
 _ANSWER_TIMEOUT: Final = 5.0  # seconds within which the hub answers, else only the cache is read
-_OFFLINE: Final = "offline mode (HF_HUB_OFFLINE) is on"
 
 
 def is_hub_id(source: str) -> bool:
@@ -32,24 +30,29 @@ def is_hub_id(source: str) -> bool:
 
 
 class Repository(Files):
-    """A model repository on the hub, at one revision.
+    """A model repository on the hub, at one revision; a snapshot in the client's cache where the hub is not reached.
+
+    Attributes:
+        from_cache: why only the cache is read, or an empty text where the hub is asked.
 
     Args:
         source: `owner/name[@revision]`; a branch, a tag or a commit.
 
     Raises:
-        CheckpointError: `huggingface_hub` is not installed.
+        CheckpointError: `huggingface_hub` is not installed, or the cache alone is read and has nothing of it.
     """
 
     def __init__(self, source: str) -> None:
         match = _HUB_ID.fullmatch(source)
         assert match is not None
-        super().__init__(source, source)
-        self._id = source  # as the base of an adapter it has the adapter's source
-        self.repository: str = match["repo"]
-        self.requested_revision: str | None = match["revision"]
+        super().__init__(Path(source), source)
+        self._id, self._repository, self._revision = source, match["repo"], match["revision"]
         self._hub = _huggingface_hub(source)
         self._found: dict[str, Path | None] = {}
+        self.from_cache = self._silence()
+        if self.from_cache:
+            self.folder = self._snapshot()
+            self.place += f" (from the cache: {self.from_cache})"
 
     def path(self, name: str) -> Path | None:
         """Return the file's path in the local cache; it is fetched if it is not there yet.
@@ -57,6 +60,8 @@ class Repository(Files):
         Raises:
             CheckpointError: the repository, the revision or the network is not there, or access is refused.
         """
+        if self.from_cache:
+            return super().path(name)
         if name not in self._found:
             self._found[name] = self._fetch(name)
         return self._found[name]
@@ -65,62 +70,49 @@ class Repository(Files):
         """Return the name of the file `name` in messages."""
         return f"{self._id}/{name}"
 
-    @cached_property
-    def from_cache(self) -> str:
-        """Why only the cache is read, or an empty text where the hub is asked; the client itself retries for long."""
-        reason = _OFFLINE
-        if not self._hub.constants.HF_HUB_OFFLINE:
-            try:
-                self._hub.utils.get_session().head(self._hub.constants.ENDPOINT, timeout=_ANSWER_TIMEOUT)
-            except self._failures as error:
-                reason = f"the hub cannot be reached: {first_line(error)}"
-            else:
-                return ""
-        self.place += f" (from the cache: {reason})"
-        return reason
+    def _silence(self) -> str:
+        """Return why the hub gives no answer, or an empty text where it does; the client itself retries for long."""
+        if self._hub.constants.HF_HUB_OFFLINE:
+            return "offline mode (HF_HUB_OFFLINE) is on"
+        try:
+            self._hub.utils.get_session().head(self._hub.constants.ENDPOINT, timeout=_ANSWER_TIMEOUT)
+        except self._failures() as error:
+            return f"the hub cannot be reached: {first_line(error)}"
+        return ""
 
-    @property
     def _failures(self) -> tuple[type[Exception], ...]:
         """Return the errors of requests; the bases are the HTTP client's errors, whichever client this version has."""
         return (OSError, ValueError, RuntimeError, *self._hub.errors.HfHubHTTPError.__bases__)
 
+    def _snapshot(self) -> Path:
+        """Return the folder of the revision in the cache."""
+        try:
+            found = self._hub.snapshot_download(self._repository, revision=self._revision, local_files_only=True)
+        except self._failures():
+            raise self._not_here(f"it is not in the cache and {self.from_cache}") from None
+        self.revision = Path(found).name
+        return Path(found)
+
     def _fetch(self, name: str) -> Path | None:
-        errors = self._hub.errors
-        arguments: dict[str, Any] = {"revision": self.revision or self.requested_revision, "etag_timeout": _TIMEOUT}
-        arguments["local_files_only"] = bool(self.from_cache)
+        errors, revision = self._hub.errors, self.revision or self._revision
         refusals = {
             errors.GatedRepoError: "gated: accept its terms on its page, then set HF_TOKEN or run `hf auth login`",
-            errors.RevisionNotFoundError: f"the repository has no revision {self.requested_revision!r}",
+            errors.RevisionNotFoundError: f"the repository has no revision {self._revision!r}",
             errors.RepositoryNotFoundError: (
                 "no such repository, or a private one that this token (HF_TOKEN) may not read"
             ),
         }
         try:
-            path = Path(self._hub.hf_hub_download(self.repository, name, **arguments))
-        except tuple(refusals) as error:
-            failure = next(text for kind, text in refusals.items() if isinstance(error, kind))
-            raise self._not_here(failure) from None
-        except errors.LocalEntryNotFoundError as error:
-            if self.from_cache and (self._found.get(CONFIG_FILE) is not None or self._is_cached()):
-                return None  # the cached repository lacks this part
-            cause = self.from_cache or f"the hub cannot be reached: {first_line(error.__cause__ or error)}"
-            raise self._not_here(f"{name} is not in the cache and {cause}") from None
-        except errors.EntryNotFoundError:
-            return None
-        except self._failures as error:
-            raise self._not_here(f"{name} could not be fetched: {first_line(error)}") from None
+            path = Path(self._hub.hf_hub_download(self._repository, name, revision=revision, etag_timeout=_TIMEOUT))
+        except (errors.EntryNotFoundError, *self._failures()) as error:
+            if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
+                return None
+            failure = f"{name} could not be fetched: {first_line(error.__cause__ or error)}"
+            known = (text for kind, text in refusals.items() if isinstance(error, kind))
+            raise self._not_here(next(known, failure)) from None
         if self.revision is None:  # all files are of the same commit
             self.revision = next(filter(_COMMIT.fullmatch, reversed(path.parts)), None)
         return resolved_part(path.parent, path.name, self.where(name))
-
-    def _is_cached(self) -> bool:
-        """Return whether the cache has any file of this revision: an adapter, for example, has no `config.json`."""
-        revision = self.revision or self.requested_revision
-        try:
-            self._hub.snapshot_download(self.repository, revision=revision, local_files_only=True)
-        except (OSError, ValueError, self._hub.errors.LocalEntryNotFoundError):
-            return False
-        return True
 
     def _not_here(self, failure: str) -> CheckpointError:
         """Return the error for a failure of the hub, which leads with the folder where nothing of the id was found."""
@@ -140,6 +132,6 @@ def _huggingface_hub(source: str) -> ModuleType:
         import huggingface_hub.utils  # noqa: PLC0415
     except ImportError:
         raise CheckpointError(
-            f"{_no_folder(source)}a hub id needs huggingface_hub: pip install -e '.[hub]' in the clone"
+            f"{_no_folder(source)}a hub id needs huggingface_hub: pip install 'vitserve[hub]'"
         ) from None
     return huggingface_hub

@@ -26,8 +26,6 @@ FORMAT: Final = "jax"
 
 # Of the network's arrays in those of an optimiser, or of a model of two towers.
 _PREFIXES: Final = ("opt/target/", "params/img/", "params/")
-# AugReg's fine-tuned files, e.g. `Ti_16-i21k-…--imagenet2012-steps_20k-lr_0.03-res_224.npz`.
-_RELEASED: Final = re.compile(r".*imagenet2012.*-res_(224|384)\.npz")
 _BLOCK: Final = "Transformer/encoderblock"
 _RULES: Final[Rules] = (
     (r"/(kernel|scale)$", "/weight"),
@@ -70,9 +68,6 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     join_parts(tensors)
     for kind in ("weight", "bias"):
         join(tensors, [f"attn_pool.k.{kind}", f"attn_pool.v.{kind}"], f"attn_pool.kv.{kind}")
-    match = _RELEASED.fullmatch(files.file.name)
-    preset = f"google-{match[1]}" if match else None
-    options, assumed = options.with_published(files.file.name, preset, config.num_classes)
     return Checkpoint(
         name=files.file.stem,
         source=files.source,
@@ -82,7 +77,6 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         preprocess=options.preprocess_or(None, where),
         labels=options.labels_or(None, config.num_classes, where),
         tensors=native_tensors(tensors, config, where),
-        assumed=assumed,
     )
 
 

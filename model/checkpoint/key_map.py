@@ -55,7 +55,7 @@ def read_key_map(keys: str | None) -> KeyMap:
         return KeyMap()
     text = read_text_file(Path(keys).expanduser(), keys)
     with reading(keys, "not TOML", ValueError), validating(keys):
-        return KeyMap.model_validate(tomllib.loads(text.decode()))
+        return KeyMap.model_validate(tomllib.loads(text))
 
 
 def mapped(tensors: Mapping[str, Tensor], keys: KeyMap) -> dict[str, Tensor]:

@@ -32,20 +32,6 @@ class Layout(NamedTuple):
     habits: Mapping[str, Any]
 
 
-_VIT_PYTORCH: Final[Rules] = (
-    (r"^pos_embedding$", "pos_embed"),
-    (r"^transformer\.layers\.(\d+)\.0\.(?:fn\.)*norm\.", r"blocks.\1.norm1."),
-    (r"^transformer\.layers\.(\d+)\.0\.(?:fn\.)*to_qkv\.", r"blocks.\1.attn.qkv."),
-    (r"^transformer\.layers\.(\d+)\.0\.(?:fn\.)*to_out\.(?:0\.)?", r"blocks.\1.attn.proj."),
-    (r"^transformer\.layers\.(\d+)\.1\.(?:fn\.)*norm\.", r"blocks.\1.norm2."),
-    (r"^transformer\.layers\.(\d+)\.1\.(?:fn\.)+net\.0\.", r"blocks.\1.mlp.fc1."),
-    (r"^transformer\.layers\.(\d+)\.1\.net\.0\.", r"blocks.\1.norm2."),
-    (r"^transformer\.layers\.(\d+)\.1\.net\.1\.", r"blocks.\1.mlp.fc1."),
-    (r"^transformer\.layers\.(\d+)\.1\.(?:fn\.)*net\.[34]\.", r"blocks.\1.mlp.fc2."),
-    (r"^transformer\.norm\.", "norm."),
-    (r"^(?:mlp|linear)_head\.0\.", "fc_norm."),
-    (r"^(?:mlp|linear)_head\.(?:1\.)?", "head."),
-)
 _OF_VIT_PYTORCH: Final = {
     **{"act_layer": "gelu", "norm_eps": 1e-5, "norm_order": "pre", "patch_order": "channels_last"},
     **{"pool_include_prefix": True, "fc_norm": False, "qkv_bias": False, "qkv_order": "3hd"},
@@ -56,17 +42,21 @@ LAYOUTS: Final = (
         "vit-pytorch",
         r"to_patch_embedding\.2\.weight",
         (
-            *_VIT_PYTORCH,
+            (r"^pos_embedding$", "pos_embed"),
+            (r"^transformer\.layers\.(\d+)\.0\.norm\.", r"blocks.\1.norm1."),
+            (r"^transformer\.layers\.(\d+)\.0\.to_qkv\.", r"blocks.\1.attn.qkv."),
+            (r"^transformer\.layers\.(\d+)\.0\.to_out\.(?:0\.)?", r"blocks.\1.attn.proj."),
+            (r"^transformer\.layers\.(\d+)\.1\.norm\.", r"blocks.\1.norm2."),
+            (r"^transformer\.layers\.(\d+)\.1\.net\.0\.", r"blocks.\1.norm2."),
+            (r"^transformer\.layers\.(\d+)\.1\.net\.1\.", r"blocks.\1.mlp.fc1."),
+            (r"^transformer\.layers\.(\d+)\.1\.net\.[34]\.", r"blocks.\1.mlp.fc2."),
+            (r"^transformer\.norm\.", "norm."),
+            (r"^(?:mlp|linear)_head\.0\.", "fc_norm."),
+            (r"^(?:mlp|linear)_head\.(?:1\.)?", "head."),
             (r"^to_patch_embedding\.1\.", "patch_embed.norm_in."),
             (r"^to_patch_embedding\.2\.", "patch_embed.proj."),
             (r"^to_patch_embedding\.3\.", "patch_embed.norm_out."),
         ),
-        _OF_VIT_PYTORCH,
-    ),
-    Layout(
-        "vit-pytorch",  # of 2021
-        r"to_patch_embedding\.1\.weight",
-        (*_VIT_PYTORCH, (r"^to_patch_embedding\.1\.", "patch_embed.proj.")),
         _OF_VIT_PYTORCH,
     ),
     Layout(

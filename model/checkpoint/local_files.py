@@ -60,24 +60,18 @@ def resolved_source(path: Path, where: str) -> Path | None:
         where: what messages call it.
 
     Raises:
-        CheckpointError: it is neither, or this process may not read it.
+        CheckpointError: it is neither, or a folder on the way may not be read.
     """
     paths = _recorded.get()
     if paths is not None:
         paths.setdefault(path.absolute(), signature(path))
-    try:
-        resolved = Path(os.path.realpath(path, strict=True))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except PermissionError:
-        raise CheckpointError(f"{where}: cannot be read by uid {os.geteuid()}: a folder bars the way") from None
-    except (OSError, ValueError) as error:  # links in a circle, a null byte
-        raise CheckpointError(f"{where}: {getattr(error, 'strerror', None) or error}") from None
+    with reading(where, "not a path", ValueError):
+        try:
+            resolved = Path(os.path.realpath(path, strict=True))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
     if not resolved.is_dir() and not resolved.is_file():
         raise CheckpointError(f"{where}: a device, pipe or socket, expected a regular file")
-    mode, needed = ("a+rx", os.R_OK | os.X_OK) if resolved.is_dir() else ("a+r", os.R_OK)
-    if not os.access(resolved, needed, effective_ids=os.access in os.supports_effective_ids):
-        raise CheckpointError(f"{where}: cannot be read by uid {os.geteuid()}: chmod {mode} {resolved}")
     return resolved
 
 
@@ -105,11 +99,7 @@ def resolved_part(folder: Path, name: str, where: str) -> Path | None:
 
 
 def open_file(path: Path, where: str) -> BufferedReader:
-    """Return a regular file, open for reading.
-
-    Raises:
-        CheckpointError: there is none, it is no regular file, or may not be read.
-    """
+    """Return a regular file, open for reading; `CheckpointError` where there is none or it may not be read."""
     resolved = resolved_source(path, where)
     if resolved is None:
         raise CheckpointError(f"{where}: no such file")
@@ -117,18 +107,17 @@ def open_file(path: Path, where: str) -> BufferedReader:
         return resolved.open("rb")
 
 
-def read_text_file(path: Path, where: str) -> bytes:
-    """Return the bytes of a small regular file; raises `CheckpointError` as `open_file`, or where it is large."""
-    with open_file(path, where) as file, reading(where):
+def read_text_file(path: Path, where: str) -> str:
+    """Return the text of a small file in UTF-8; raises `CheckpointError` where it is none."""
+    with open_file(path, where) as file, reading(where, "not a UTF-8 text file", UnicodeDecodeError):
         data = file.read(_MAX_TEXT_BYTES + 1)
-    if len(data) > _MAX_TEXT_BYTES:
-        raise CheckpointError(f"{where}: larger than {_MAX_TEXT_BYTES} bytes")
-    return data
+        if len(data) > _MAX_TEXT_BYTES:
+            raise CheckpointError(f"{where}: larger than {_MAX_TEXT_BYTES} bytes")
+        return data.decode()
 
 
-def read_json(path: Path, where: str | None = None) -> Any:
+def read_json(path: Path, where: str) -> Any:
     """Return the JSON value in a small regular file; raises `CheckpointError` where there is none."""
-    where = where or str(path)
-    data = read_text_file(path, where)
+    text = read_text_file(path, where)
     with reading(where, "not JSON", ValueError, RecursionError):
-        return json.loads(data)
+        return json.loads(text)

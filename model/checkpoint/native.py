@@ -19,7 +19,7 @@ from torch import Tensor
 
 from model.calibration import CALIBRATION_FILE, Calibration
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
-from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files, Folder
+from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files
 from model.checkpoint.local_files import open_file
 from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.refusals import reading, validating
@@ -127,7 +127,7 @@ def write_calibration(folder: Path, calibration: Calibration) -> None:
 
     Whoever has read the folder keeps what it read; whoever reads it meanwhile sees the old file or the new one.
     """
-    files = Folder(folder, str(folder))
+    files = Files(folder, str(folder))
     signed = calibration.model_copy(update={"digest": _digest(calibration, files)})
     part = folder / f"{CALIBRATION_FILE}.part"
     part.write_text(signed.model_dump_json() + "\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
@@ -58,7 +58,6 @@ class CheckpointOptions:
         default: PreprocessConfig | None,
         where: str,
         missing: str = "carries no preprocessing:",
-        size: Size | None = None,
     ) -> PreprocessConfig:
         """Return the operator's preprocessing, else `default`.
 
@@ -66,7 +65,6 @@ class CheckpointOptions:
             default: what the checkpoint carries.
             where: what messages call the checkpoint.
             missing: what the message says before it advises VIT_PREPROCESS.
-            size: (rows, columns) of the only input that the model takes: presets of others are not offered.
 
         Raises:
             CheckpointError: neither, or a choice that cannot be read.
@@ -74,9 +72,8 @@ class CheckpointOptions:
         if self.preprocess is not None:
             return read_preprocess(self.preprocess)
         if default is None:
-            fitting = [name for name, preset in PREPROCESS_PRESETS.items() if size in (None, preset.size)]
-            presets = f" or to one of {', '.join(fitting)}" if fitting else ""
-            raise CheckpointError(f"{where}: {missing} set VIT_PREPROCESS to a JSON file{presets}")
+            presets = ", ".join(PREPROCESS_PRESETS)
+            raise CheckpointError(f"{where}: {missing} set VIT_PREPROCESS to a JSON file or to one of {presets}")
         return default
 
     def labels_or(self, default: tuple[str, ...] | None, classes: int, where: str) -> tuple[str, ...]:
@@ -96,25 +93,6 @@ class CheckpointOptions:
             )
         return default
 
-    def with_published(self, file: str, preset: str | None, classes: int) -> tuple[CheckpointOptions, tuple[str, ...]]:
-        """Return the options with what is published for a released file, and what was assumed so.
-
-        Args:
-            file: its name.
-            preset: the published preprocessing of the released ImageNet-1k file that this is; None for others.
-            classes: how many the model has.
-        """
-        if preset is None:
-            return self, ()
-        published = {"preprocess": preset} | ({"labels": "imagenet-1k"} if classes == 1000 else {})
-        assumed = tuple(
-            f"{name}: {value}, for the released file {file} (VIT_{name.upper()})"
-            for name, value in published.items()
-            if getattr(self, name) is None
-        )
-        options = replace(self, preprocess=self.preprocess or preset, labels=self.labels or published.get("labels"))
-        return options, assumed
-
 
 def read_preprocess(name: str) -> PreprocessConfig:
     """Return a preset by name, or what JSON or a file of it says with the fields of `model.config.PreprocessConfig`.
@@ -131,7 +109,7 @@ def read_preprocess(name: str) -> PreprocessConfig:
     if resolved_source(path, str(path)) is None:
         raise CheckpointError(f"VIT_PREPROCESS {name!r}: neither a file nor one of {', '.join(PREPROCESS_PRESETS)}")
     with validating(str(path)):
-        return PreprocessConfig.model_validate(read_json(path))
+        return PreprocessConfig.model_validate(read_json(path, str(path)))
 
 
 def read_labels(name: str, classes: int | None) -> tuple[str, ...]:
@@ -148,7 +126,7 @@ def read_labels(name: str, classes: int | None) -> tuple[str, ...]:
     elif resolved_source(path, str(path)) is None:
         raise CheckpointError(f"VIT_LABELS {name!r}: neither a file nor one of {', '.join(LABEL_PRESETS)}")
     elif path.suffix.lower() == ".json":
-        value = read_json(path)
+        value = read_json(path, str(path))
         if isinstance(value, dict):
             return indexed_labels(value, len(value) if classes is None else classes, str(path))
         if not isinstance(value, list) or not all(isinstance(label, str) for label in value):
@@ -156,10 +134,7 @@ def read_labels(name: str, classes: int | None) -> tuple[str, ...]:
             raise CheckpointError(f"{path}: expected a list of {number}strings, or an object from index to label")
         labels = tuple(value)
     else:
-        try:
-            lines = read_text_file(path, str(path)).decode("utf-8").splitlines()
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{path}: not a UTF-8 text file: {error}") from None
+        lines = read_text_file(path, str(path)).splitlines()
         labels = tuple(line.strip() for line in lines if line.strip())
     if not labels or classes not in (None, len(labels)):
         raise CheckpointError(f"{path}: {len(labels)} labels for {classes or 'any'} classes")

@@ -23,7 +23,7 @@ from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import Files, SingleFile
 from model.checkpoint.key_map import mapped
 from model.checkpoint.layouts import Layout, in_layout
-from model.checkpoint.options import CheckpointOptions, indexed_labels
+from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.refusals import validating
 from model.checkpoint.tensors import shape_of
 from model.checkpoint.timm_architectures import (
@@ -42,7 +42,7 @@ from model.network.vit import meta_model
 FORMAT: Final = "state_dict"
 OWN: Final = "vit"  # the architecture whose sizes are those of the tensors
 
-# What is shown for what is asked; what is not here is a part that is absent, and false.
+# What is shown for an argument that is asked for; a part that is absent, and not here, is false.
 _USUAL: Final = {
     "num_heads": "N",
     "norm_order": "pre",
@@ -55,19 +55,15 @@ _USUAL: Final = {
     "head_act": "tanh",
     "num_classes": 0,
 }
-# Arguments that no tensor tells, and the fields of `ViTConfig` that they become.
+# Arguments that no tensor of any network tells, and the fields of `ViTConfig` that they become.
 _UNSAID: Final = {"num_heads": "heads", "norm_order": "norm_order", "act_layer": "activation", "norm_eps": "norm_eps"}
-_STATED: Final = _UNSAID | {
-    "fc_norm": "norm_after_pool",
-    "pool_include_prefix": "pool_prefix",
-    "head_act": "head_activation",
-}
-_PRESENT: Final = {  # arguments that are false where a network has none of these tensors, and their fields
-    "class_token": ("class_token", "cls_token"),
-    "patch_bias": ("patch_bias", "patch_embed.proj.bias"),
-    "qkv_bias": ("qkv_bias", "blocks.0.attn.qkv.bias", "blocks.0.attn.q_bias"),
-    "proj_bias": ("projection_bias", "blocks.0.attn.proj.bias"),
-    "final_norm": ("final_norm", "norm.weight", "fc_norm.weight"),
+# Parts whose tensors are absent where the argument is false; they could also have been lost.
+_PARTS: Final = {
+    "class_token": ("cls_token",),
+    "patch_bias": ("patch_embed.proj.bias",),
+    "qkv_bias": ("blocks.0.attn.qkv.bias", "blocks.0.attn.q_bias"),
+    "proj_bias": ("blocks.0.attn.proj.bias",),
+    "final_norm": ("norm.weight", "fc_norm.weight"),
 }
 _INFERRED: Final = frozenset({"img_size", "num_classes", "in_chans", "head_hidden"})
 _SIZES: Final = frozenset({"embed_dim", "depth", "num_heads", "mlp_ratio", "final_norm"})
@@ -79,26 +75,13 @@ _PREPROCESS: Final = (
     '"mean": [MEAN], "std": [STD]}'
 )
 
-# torchvision's models and its released files: name and heads by width, edge of a patch, depth and width of the MLP.
+# torchvision's models: name and heads by width, edge of a patch, depth and width of the MLP.
 TORCHVISION: Final = {
     (768, 16, 12, 3072): ("vit_b_16", 12),
     (768, 32, 12, 3072): ("vit_b_32", 12),
     (1024, 16, 24, 4096): ("vit_l_16", 16),
     (1024, 32, 24, 4096): ("vit_l_32", 16),
     (1280, 14, 32, 5120): ("vit_h_14", 16),
-}
-TORCHVISION_FILE: Final = re.compile(r"(vit_[blh]_\d\d)(_lc_swag|_swag)?-[0-9a-f]{8}\.(?:pth|safetensors)")
-TORCHVISION_PRESETS: Final = {
-    ("vit_b_16", None): "torchvision-224",
-    ("vit_b_32", None): "torchvision-224",
-    ("vit_l_16", None): "torchvision-l16-224",
-    ("vit_l_32", None): "torchvision-224",
-    ("vit_b_16", "_swag"): "torchvision-swag-384",
-    ("vit_l_16", "_swag"): "torchvision-swag-512",
-    ("vit_h_14", "_swag"): "torchvision-swag-518",
-    ("vit_b_16", "_lc_swag"): "torchvision-swag-linear-224",
-    ("vit_l_16", "_lc_swag"): "torchvision-swag-linear-224",
-    ("vit_h_14", "_lc_swag"): "torchvision-swag-linear-224",
 }
 
 
@@ -111,8 +94,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a state dict."""
     assert isinstance(files, SingleFile)
     where = files.place
-    named = options.architecture if options.architecture in [name for name, _ in TORCHVISION.values()] else None
-    name, given = parse_architecture(options.architecture) if options.architecture and not named else ("", {})
+    name, given = parse_architecture(options.architecture) if options.architecture else ("", {})
     tensors = mapped(files.tensors(), files.keys)
     if name not in ("", OWN) and runs_in_library(name, "VIT_ARCHITECTURE"):
         return _of_library(files, options, name, given, tensors)
@@ -120,18 +102,13 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     network = _Network(where, name, given, layout, tensors, {**layout.habits, **given})
     if any(len(entry.source) == 1 and ".qkv." in entry.to for entry in files.keys.tensor) and "qkv_order" not in given:
         del network.stated["qkv_order"]  # the map names it, and says nothing of its rows
-    label, assumed = "", files.assumed
-    if layout.name == "torchvision" and not name:
-        label, preset = network.torchvisions(files.file.name)
-        options, published = options.with_published(files.file.name, preset, network.classes)
-        assumed += published
-    if named not in (None, label):
-        raise CheckpointError(f"{where}: is {f'a {label}' if label else 'none of torchvision'}, not a {named}")
-    asked = network.asked() or ([] if options.architecture or label else ["architecture"])
+    label = "" if name else network.torchvisions()
+    asked = network.asked() or ([] if name or label else ["architecture"])
     _require(files, options, name or OWN, given, asked, has_classes=bool(network.classes))
     config = network.config(options.preprocess_or(None, where))
-    shown = label or name
-    return _checkpoint(files, options, shown, config, network.laid_out(config), (*network.assumed(config), *assumed))
+    return _checkpoint(
+        files, options, label or name, config, network.laid_out(config), (*network.assumed(config), *files.assumed)
+    )
 
 
 def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
@@ -180,8 +157,6 @@ def _checkpoint(
     tensors: Mapping[str, Tensor],
     assumed: tuple[str, ...],
 ) -> Checkpoint:
-    classes = config.num_classes
-    labels = None if files.labels is None or not classes else indexed_labels(files.labels, classes, files.place)
     return Checkpoint(
         name=files.file.stem,
         source=files.source,
@@ -189,7 +164,7 @@ def _checkpoint(
         architecture=architecture,
         config=config,
         preprocess=options.preprocess_or(None, files.place),
-        labels=options.labels_or(labels, classes, files.place),
+        labels=options.labels_or(None, config.num_classes, files.place),
         tensors=native_tensors(tensors, config, files.place),
         notes=files.notes,
         assumed=assumed,
@@ -206,7 +181,7 @@ def _require(
     has_classes: bool,
 ) -> None:
     """Raise CheckpointError where something is missing, with the command that would serve the file."""
-    needs_labels = has_classes and options.labels is None and files.labels is None
+    needs_labels = has_classes and options.labels is None
     missing = asked + (["preprocessing"] if options.preprocess is None else []) + (["labels"] if needs_labels else [])
     if not missing:
         return
@@ -247,62 +222,75 @@ class _Network:
 
     @property
     def is_own(self) -> bool:
-        """Return whether its sizes are those of the tensors."""
+        """Whether its sizes are those of the tensors."""
         return self.name in ("", OWN)
 
     @property
     def classes(self) -> int:
-        """Return the number of classes; 0 without a head."""
+        """The number of classes; 0 without a head."""
         return self._shape("head.weight", 2)[0] if "head.weight" in self.tensors else 0
 
     @property
     def depth(self) -> int:
-        """Return the number of blocks."""
+        """The number of blocks."""
         return len({name.split(".")[1] for name in self.tensors if name.startswith("blocks.")})
 
-    def torchvisions(self, file: str) -> tuple[str, str | None]:
-        """Return torchvision's name of the model, whose heads it tells, and the preset of a released file."""
-        width, _, patch = self._shape("patch_embed.proj.weight", 4)[:3]
+    def torchvisions(self) -> str:
+        """Return torchvision's name of the model, whose heads it tells; an empty text where it is none of its own."""
+        width, _, patch = (
+            self._shape("patch_embed.proj.weight", 2, 4)[:3] if self.layout.name == "torchvision" else (0,) * 3
+        )
         sizes = width, patch, self.depth, self._shape("blocks.0.mlp.fc1.weight", 2)[0]
         label, heads = TORCHVISION.get(sizes, ("", None))
         if heads is not None:
             self.stated["num_heads"] = heads
-        match = TORCHVISION_FILE.fullmatch(file)
-        return label, TORCHVISION_PRESETS.get((label, match[2])) if match is not None and match[1] == label else None
+        return label
 
     def asked(self) -> list[str]:
-        """Return the arguments that no tensor tells and nobody stated."""
-        if "num_classes" in self.given and self.classes:
+        """Return the arguments that no tensor tells and nobody stated.
+
+        Raises:
+            CheckpointError: an argument is stated that a tensor contradicts.
+        """
+        tensors, given, own = self.tensors, self.given, self.is_own
+        if "num_classes" in given and self.classes:
             raise CheckpointError(
                 f"{self.where}: its tensors tell num_classes={self.classes}, but VIT_ARCHITECTURE says num_classes=0"
             )
-        needed = ["qkv_order"]
-        if self.is_own:
-            needed += [*_UNSAID, "global_pool", *self._absent()]
-            needed += [] if "pos_embed" in self.tensors else ["pos_embed"]
-            needed += ["head_act"] if "pre_logits.fc.weight" in self.tensors else []
-            if self.stated.get("global_pool") in ("avg", "avgmax", "max"):
-                needed += ["fc_norm"] if "norm.weight" in self.tensors else []
-                needed += ["pool_include_prefix"] if "cls_token" in self.tensors else []
-        else:
-            self._compare(self._timms_config((1, 1)))
-            own = architectures()[self.name]
-            needed += ["num_heads"] if self.given.get("embed_dim", own["embed_dim"]) != own["embed_dim"] else []
-            needed += ["norm_order"] if self.given.keys() & _SIZES and own.get("family") != "eva" else []
+        parts = {part: next((name for name in names if name in tensors), None) for part, names in _PARTS.items()}
+        for part, name in parts.items():
+            if own and name is not None and given.get(part) is False:
+                raise CheckpointError(f"{self.where}: VIT_ARCHITECTURE has {part}=false, but {name!r} is there")
+        is_mean = own and self.stated.get("global_pool") in ("avg", "avgmax", "max")
         patch = self._shape("patch_embed.proj.weight", 2, 4)
-        # timm reads linear patches of models from before it had none as channels first.
-        if len(patch) == 2 and math.isqrt(patch[1]) ** 2 != patch[1] and (self.is_own or self.layout.name != "timm"):
-            needed.append("patch_order")
-        needed += [] if self.classes else ["num_classes"]
-        return [argument for argument in needed if argument not in self.stated]
+        is_flat = len(patch) == 2 and math.isqrt(patch[1]) ** 2 != patch[1]
+        is_eva = not own and architectures()[self.name].get("family") == "eva"
+        needed = {
+            "num_heads": own or "embed_dim" in given,
+            "norm_order": own or (bool(given.keys() & _SIZES) and not is_eva),
+            **dict.fromkeys(("act_layer", "norm_eps", "global_pool"), own),
+            **{part: own and name is None for part, name in parts.items()},
+            "pos_embed": own and "pos_embed" not in tensors,
+            "head_act": own and "pre_logits.fc.weight" in tensors,
+            "fc_norm": is_mean and "norm.weight" in tensors,
+            "pool_include_prefix": is_mean and "cls_token" in tensors,
+            "qkv_order": True,
+            # timm reads linear patches of models from before it had none as channels first.
+            "patch_order": is_flat and (own or self.layout.name != "timm"),
+            "num_classes": not self.classes,
+        }
+        return [argument for argument, is_needed in needed.items() if is_needed and argument not in self.stated]
 
     def config(self, preprocess: PreprocessConfig) -> ViTConfig:
         """Return the architecture; its image's size is that of the positions and the preprocessing."""
         if self.is_own:
-            return self._own_config(preprocess)
-        probe = self._timms_config((1, 1))
-        prefix = probe.prefix_tokens if probe.position_prefix else 0
-        return self._timms_config(self._size(probe.patch_size, prefix, preprocess, probe.position_embedding != "none"))
+            told = self._told(preprocess)
+            self.stated.update(told | self.stated | {"proj_bias": told["proj_bias"]})
+        with validating(self.where):
+            probe = self._at((1, 1)).vit_config()
+            prefix = probe.prefix_tokens if probe.position_prefix else 0
+            size = self._size(probe.patch_size, prefix, preprocess, probe.position_embedding == "learned")
+            return self._at(size).vit_config()
 
     def assumed(self, config: ViTConfig) -> tuple[str, ...]:
         """Return the values that neither a tensor nor the operator states, each with whose code has it so."""
@@ -319,8 +307,7 @@ class _Network:
         """Return the tensors as the model has them: patches, rows of projections, and what is stated to be absent."""
         tensors = _with_patches(self.tensors, config, self.stated.get("patch_order"))
         tensors = _in_order(tensors, config, str(self.stated["qkv_order"]))
-        arguments = TimmArguments(img_size=(1, 1), num_classes=0) if self.is_own else self._arguments((1, 1))
-        tensors = native_names(tensors, arguments, config, self.where)
+        tensors = native_names(tensors, self._at((1, 1)), config, self.where)
         if self.is_own and config.position_embedding == "sincos2d":
             tensors["pos_embed"] = meta_model(config).fixed_position_embedding()
         if self.is_own and config.projection_bias and "blocks.0.attn.proj.bias" not in tensors:
@@ -332,31 +319,16 @@ class _Network:
     def _shape(self, name: str, *dimensions: int) -> tuple[int, ...]:
         return shape_of(self.tensors, name, self.where, *dimensions)
 
-    def _absent(self) -> list[str]:
-        """Return the parts that the network has no tensors of, which may be lost; none that is denied is there."""
-        absent = []
-        for argument, (_, *names) in _PRESENT.items():
-            found = [name for name in names if name in self.tensors]
-            if found and self.given.get(argument) is False:
-                raise CheckpointError(f"{self.where}: VIT_ARCHITECTURE has {argument}=false, but {found[0]!r} is there")
-            absent += [] if found else [argument]
-        return absent
-
-    def _arguments(self, size: Size) -> TimmArguments | EvaArguments:
-        """Return timm's arguments at an image size, which (1, 1) makes one patch."""
-        own = architectures()[self.name]
+    def _at(self, size: Size) -> TimmArguments | EvaArguments:
+        """Return timm's arguments at an image size, which (1, 1) makes one patch; raises pydantic.ValidationError."""
+        own = {} if self.is_own else architectures()[self.name]
         known = (EvaArguments if own.get("family") == "eva" else TimmArguments).model_fields.keys() | self.given.keys()
         stated = {key: value for key, value in self.stated.items() if key in known - _OF_LAYOUT}
         head: dict[str, Any] = {"num_classes": self.classes, "in_chans": self._channels()}
         if "pre_logits.fc.weight" in self.tensors:
             head["head_hidden"] = self._shape("pre_logits.fc.weight", 2)[0]
-        with validating(self.where):
-            made = parse_arguments(own | stated | head | {"img_size": size})
+        made = parse_arguments(own | stated | head | {"img_size": size})
         return made if size != (1, 1) else made.model_copy(update={"img_size": (made.patch_edge, made.patch_edge)})
-
-    def _timms_config(self, size: Size) -> ViTConfig:
-        with validating(self.where):
-            return self._arguments(size).vit_config()
 
     def _channels(self) -> int:
         """Return the channels of pictures, by the first convolution."""
@@ -364,28 +336,9 @@ class _Network:
         shape = self._shape(stem[0] if stem else "patch_embed.proj.weight", 2, 4)
         return shape[1] if len(shape) == 4 else _flat_patch(shape[1], self.where)[0]
 
-    def _compare(self, config: ViTConfig) -> None:
-        """Refuse a file of another depth, width or patch than timm's architecture has."""
-        width, *patch = self._shape("patch_embed.proj.weight", 2, 4)
-        edge = patch[1] if len(patch) == 3 else _flat_patch(patch[0], self.where)[1]
-        if config.stem is None and edge != config.patch_size:
-            raise CheckpointError(
-                f"{self.where}: patch_embed.proj.weight has shape {[width, *patch]}, {self.name} has patches of "
-                f"{config.patch_size}x{config.patch_size}"
-            )
-        if self.depth != config.depth:
-            raise CheckpointError(f"{self.where}: has {self.depth} blocks, {self.name} has {config.depth}")
-        if width != config.width:
-            raise CheckpointError(f"{self.where}: is {width} wide, {self.name} is {config.width}")
-
-    def _own_config(self, preprocess: PreprocessConfig) -> ViTConfig:
-        """Return the architecture that tensors tell, with what is stated of it."""
-        tensors, stated = self.tensors, self.stated
-        unknown = (
-            stated.keys() - _STATED.keys() - _PRESENT.keys() - _OF_LAYOUT - {"global_pool", "pos_embed", "num_classes"}
-        )
-        if unknown:
-            raise CheckpointError(f"VIT_ARCHITECTURE: {min(unknown)} is no argument of {OWN}")
+    def _told(self, preprocess: PreprocessConfig) -> dict[str, Any]:
+        """Return timm's arguments that the tensors of a network tell by their names and shapes."""
+        tensors = self.tensors
         rows, width = self._shape("blocks.0.attn.qkv.weight", 2)
         hidden = self._shape("blocks.0.mlp.fc2.weight", 2)[1]
         patch = self._shape("patch_embed.proj.weight", 2, 4)
@@ -393,40 +346,29 @@ class _Network:
         tokens = {name: self._shape(name, 3)[1] for name in ("cls_token", "dist_token", "reg_token") if name in tensors}
         positions = self._shape("pos_embed", 3)[1] if "pos_embed" in tensors else 0
         over_patches = math.prod(length // edge for length in preprocess.size), math.isqrt(positions) ** 2
-        prefix = 0 if tokens and positions in over_patches else sum(tokens.values())
-        fields: dict[str, Any] = {field: stated[key] for key, field in _STATED.items() if key in stated}
-        fields |= {field: any(name in tensors for name in names) for field, *names in _PRESENT.values()}
-        fields |= {
-            "image_size": self._size(edge, prefix, preprocess, positions > 0),
+        is_gated = self._shape("blocks.0.mlp.fc1.weight", 2)[0] == 2 * hidden
+        return {
             "patch_size": edge,
-            "width": width,
+            "embed_dim": width,
             "depth": self.depth,
-            "num_classes": self.classes,
-            "in_channels": self._channels(),
-            "pool": POOL.get(stated["global_pool"], stated["global_pool"]),
-            "position_embedding": "learned" if positions else stated.get("pos_embed"),
-            "position_prefix": bool(prefix) or not tokens,
-            "mlp": "swiglu" if self._shape("blocks.0.mlp.fc1.weight", 2)[0] == 2 * hidden else "plain",
-            "mlp_width": hidden,
-            "attention_width": None if rows == 3 * width else rows // 3,
+            "mlp_ratio": (hidden + 0.5) / width,  # which is rounded down
+            "mlp_layer": "SwiGLU" if is_gated else None,
+            "attn_dim": None if rows == 3 * width else rows // 3,
+            "no_embed_class": bool(tokens) and positions in over_patches,
             "qk_norm": "blocks.0.attn.q_norm.weight" in tensors,
-            "attention_norm": "blocks.0.attn.norm.weight" in tensors,
-            "mlp_norm": "blocks.0.mlp.norm.weight" in tensors,
-            "relative_position_bias": any(re.search(r"_position_bias_table$|rel_pos\.mlp\.", name) for name in tensors),
-            "projection_bias": "blocks.0.mlp.fc1.bias" in tensors,
-            "layer_scale": "blocks.0.ls1.gamma" in tensors or "blocks.0.gamma_1" in tensors,
-            "norm_before_blocks": "norm_pre.weight" in tensors,
-            "norm_after_pool": fields["final_norm"]
-            and ("fc_norm.weight" in tensors or fields.get("norm_after_pool", False)),
+            "scale_attn_norm": "blocks.0.attn.norm.weight" in tensors,
+            "scale_mlp_norm": "blocks.0.mlp.norm.weight" in tensors,
+            "rel_pos": any(re.search(r"_position_bias_table$|rel_pos\.mlp\.", name) for name in tensors),
+            "init_values": 1.0 if "blocks.0.ls1.gamma" in tensors or "blocks.0.gamma_1" in tensors else None,
+            "pre_norm": "norm_pre.weight" in tensors,
             "patch_norms": "patch_embed.norm_in.weight" in tensors,
-            "patch_embedding": "linear" if "patch_embed.norm_in.weight" in tensors else "convolution",
-            "head_width": self._shape("pre_logits.fc.weight", 2)[0] if "pre_logits.fc.weight" in tensors else None,
-            "distillation_token": "dist_token" in tokens,
-            "distillation_head": "head_dist.weight" in tensors,
-            "registers": tokens.get("reg_token", 0),
+            "distilled": "dist_token" in tokens,
+            "reg_tokens": tokens.get("reg_token", 0),
+            **{part: any(name in tensors for name in names) for part, names in _PARTS.items()},
+            # A layer of attention without a bias, as in SimpleViT, gets one of zeros beside the MLP's.
+            "proj_bias": "blocks.0.mlp.fc1.bias" in tensors,
+            "fc_norm": "fc_norm.weight" in tensors,
         }
-        with validating(self.where):
-            return ViTConfig.model_validate(fields)
 
     def _size(self, patch: int, prefix: int, preprocess: PreprocessConfig, has_positions: bool) -> Size:
         """Return (rows, columns) in pixels: the preprocessing's where they have as many patches, else a square.

@@ -1,4 +1,4 @@
-"""Files of tensors: safetensors, what `torch.save` wrote, NumPy's `.npz`, TorchServe's `.mar`. No code in them is run.
+"""Files of tensors: safetensors, what `torch.save` wrote, NumPy's `.npz`. No code in them is run.
 
 Each is read whole into memory, so that a file that is overwritten afterwards changes nothing of what was read.
 """
@@ -6,8 +6,6 @@ Each is read whole into memory, so that a file that is overwritten afterwards ch
 from __future__ import annotations
 
 import argparse
-import io
-import json
 import pathlib
 import pickle
 import re
@@ -38,6 +36,7 @@ _TORCHSCRIPT: Final = _PROGRAM.format("TorchScript", "torch.jit.load({}).state_d
 # What files of other kinds are, and how to get at a state dict; by suffix.
 _FOREIGN: Final = {
     ".pt2": _PROGRAM.format("torch.export", "torch.export.load({}).state_dict"),
+    ".mar": "an archive of TorchServe: unzip it, and give the file of weights in it; {} itself is not read",
     **dict.fromkeys(
         (".onnx", ".xml", ".engine", ".tflite", ".mlmodel"),
         "a graph made from a network, whose weights are no longer those of its layers: give what it was exported "
@@ -45,7 +44,7 @@ _FOREIGN: Final = {
     ),
 }
 
-SUFFIXES: Final = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl", ".npz", ".mar")
+SUFFIXES: Final = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl", ".npz")
 _POINTER: Final = b"version https://git-lfs"
 # What torch, safetensors, NumPy and the standard library raise on damaged files.
 _MALFORMED: Final = (
@@ -66,12 +65,8 @@ _BESIDE: Final[list[Any]] = [
 ]
 
 
-# What a file holds: tensors by name, or what `torch.save` was given; and labels by index, of TorchServe's archives.
-Held = tuple[Any, dict[str, str] | None]
-
-
-def read_tensor_file(path: Path, where: str | None = None) -> Held:
-    """Return the content of a file of tensors, on the CPU, as stored.
+def read_tensor_file(path: Path, where: str | None = None) -> Any:
+    """Return the content of a file of tensors, on the CPU, as stored: tensors by name, or what `torch.save` was given.
 
     Args:
         path: of the file.
@@ -90,7 +85,7 @@ def read_tensor_file(path: Path, where: str | None = None) -> Held:
         if file.read(len(_POINTER)) == _POINTER:
             raise CheckpointError(f"{where}: a pointer of Git LFS and not the file itself: run git lfs pull beside it")
         file.seek(0)
-        return _archived(file, where) if suffix == ".mar" else (_parsed(file, suffix, where), None)
+        return _parsed(file, suffix, where)
 
 
 def _parsed(file: BinaryIO, suffix: str, where: str) -> Any:
@@ -122,15 +117,3 @@ def _advice(error: str, name: str) -> str | None:
         return None
     advice = _TRANSFORMERS_ADVICE if found[1].startswith("transformers.") else _ADVICE
     return f"it holds the Python object {found[1]}; {advice}"
-
-
-def _archived(file: BinaryIO, where: str) -> Held:
-    """Return the weights in an archive of TorchServe, and its labels; its code stays unread."""
-    with reading(where, "not an archive of TorchServe", *_MALFORMED), zipfile.ZipFile(file) as archive:
-        name = str(json.loads(archive.read("MAR-INF/MANIFEST.json"))["model"]["serializedFile"])
-        labels = None
-        if "index_to_name.json" in archive.namelist():
-            named = json.loads(archive.read("index_to_name.json"))
-            labels = {index: label[-1] if isinstance(label, list) else label for index, label in named.items()}
-        weights = io.BytesIO(archive.read(name))
-    return _parsed(weights, PurePath(name).suffix.lower(), f"{where}/{name}"), labels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 
@@ -13,6 +14,16 @@ from model.errors import CheckpointError
 
 # Patterns of names and their replacements, applied in order; `model.network.vit` has the names that they lead to.
 Rules = Sequence[tuple[str, str]]
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """Return a hash of tensors: their names, types, shapes and numbers, in whatever order and file they stand."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} {tensor.layout}\n".encode())
+        if tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized:
+            digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def renamed(tensors: Mapping[str, Tensor], rules: Rules, where: str) -> dict[str, Tensor]:

@@ -36,7 +36,8 @@ class TimmArguments(CommonArguments):
     Attributes:
         mlp_layer: not timm's own names: what its entry points pass as Python objects; `distilled`, `stem_layers` too.
         rel_pos: each block has relative position biases, from a table or an MLP, its own or one of all blocks.
-        norm_order: what networks of other code have; `patch_bias`, `head_hidden`, `head_act` too.
+        norm_order: what networks of other code have; `patch_bias`, `patch_norms`, `attn_dim`, `head_hidden`, `head_act`
+            too.
     """
 
     qk_norm: bool = False
@@ -56,6 +57,8 @@ class TimmArguments(CommonArguments):
     rel_pos: bool = False
     norm_order: Literal["pre", "post", "res_post"] = "pre"
     patch_bias: bool | None = None
+    patch_norms: bool = False
+    attn_dim: Annotated[int, Field(ge=1, le=16384)] | None = None
     head_hidden: Annotated[int, Field(ge=1, le=131072)] | None = None
     head_act: Activation | None = None
     stem_layers: tuple[int, ...] | None = None
@@ -84,6 +87,9 @@ class TimmArguments(CommonArguments):
             mlp_width=hidden // 2 if self.mlp_layer == "SwiGLUPacked" else hidden,
             stem=self.stem,
             patch_bias=not self.pre_norm if self.patch_bias is None else self.patch_bias,
+            patch_norms=self.patch_norms,
+            patch_embedding="linear" if self.patch_norms else "convolution",
+            attention_width=self.attn_dim,
             position_embedding=_POSITIONS.get(self.pos_embed, "none"),
             relative_position_bias=self.rel_pos,
             distillation_token=self.distilled,

@@ -22,7 +22,7 @@ from model.explanation.explicit_forward import (
     weigh,
     weigh_pool,
 )
-from model.explanation.folded_weights import FoldedWeights
+from model.explanation.folded_weights import FoldedWeights, fold
 from model.explanation.maps import sharpened_maps, token_maps
 from model.explanation.relevance import KEPT, token_relevance
 from model.network.vit import VisionTransformer
@@ -110,7 +110,7 @@ def explain(
         targets: the classes, int64 [B], or for `relevance` directions, float32 [B, D], see `token_relevance`; they
             count, and not the request's class or direction.
         request: of a method in `EXPLANATIONS`.
-        folded: see `token_relevance`.
+        folded: `fold` of the model; None folds the weights for this call.
 
     Returns:
         float32 [B, rows, columns] on the CPU, not negative, each map summing to 1; where a method finds nothing, the
@@ -125,7 +125,7 @@ def explain(
             return rollout(model, part)
         if request.method == "gae":
             return gae(model, part, each)
-        return token_relevance(model, model(part, keep=KEPT), each, folded)
+        return token_relevance(model, model(part, keep=KEPT), folded or fold(model), each)
 
     with torch.no_grad():
         tokens = torch.cat([tokens_of(*part) for part in parts]).float().cpu().numpy()

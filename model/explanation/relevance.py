@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from model.explanation.explicit_forward import blocks_of, mix, over_all_tokens, tokens_read, weigh_pool
-from model.explanation.folded_weights import HOPS, FoldedWeights, fold, heads_of
+from model.explanation.folded_weights import HOPS, FoldedWeights, heads_of
 from model.explanation.frozen_gradients import (
     inverse_deviation,
     is_traced,
@@ -59,7 +59,7 @@ class _Start(NamedTuple):
 
 
 def token_relevance(
-    model: VisionTransformer, output: ViTOutput, targets: Tensor | None = None, weights: FoldedWeights | None = None
+    model: VisionTransformer, output: ViTOutput, weights: FoldedWeights, targets: Tensor | None = None
 ) -> Tensor:
     """Return what each token contributed to the class's margin, negative where it spoke against: float32 [B, N].
 
@@ -69,10 +69,9 @@ def token_relevance(
         output: of a forward pass with `keep=KEPT`.
         targets: classes, int64 [B]; None is the best of each image. Or directions, floats [B, `embedding_width`]: what
             takes the place of a class's row of the one head less the mean of its rivals'.
-        weights: `fold` of the model; None folds them for this pass.
+        weights: `fold` of the model.
     """
     assert output.kept is not None
-    weights = weights or fold(model)
     if targets is not None and targets.is_floating_point():
         directions = [targets]
     else:

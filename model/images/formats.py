@@ -29,7 +29,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 from model.errors import InvalidImage, UnsupportedImageFormat
 from model.images import jpeg, png
-from model.images.orientation import UPRIGHT
+from model.images.jpeg import UPRIGHT
 
 _READERS: dict[str, type[ImageFile.ImageFile] | None] = {
     "JPEG": JpegImageFile,
@@ -110,7 +110,7 @@ def unpack(data: bytes | bytearray) -> EncodedImage:
         raise InvalidImage("the picture is empty: 0 bytes")
     name = _format_of(data)
     if _READERS[name] is None:
-        hint = ": pip install -e '.[heic]' in the clone adds them" if name == "HEIF" else " by this Pillow"
+        hint = ": pip install 'vitserve[heic]' adds them" if name == "HEIF" else " by this Pillow"
         raise UnsupportedImageFormat(f"{name} pictures are not supported{hint}")
     match name:
         case "JPEG":

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #if defined(__x86_64__) && defined(__GNUC__)
+#include <cpuid.h>
 #include <immintrin.h>
 
 #define BITS 22
@@ -88,8 +89,14 @@ INLINE void grey(const uint8_t *src, uint8_t *dst, int32_t size, int32_t taps, c
     }
 }
 
+/* By the processor's own word: not every compiler's runtime fills in what __builtin_cpu_supports reads. */
 int32_t resample_supported(void) {
-    return __builtin_cpu_supports("avx2") ? 1 : 0;
+    uint32_t a, b, c, d, kept, high;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE))
+        return 0;
+    /* Whether the system keeps the registers of SSE and AVX for each thread. */
+    __asm__("xgetbv" : "=a"(kept), "=d"(high) : "c"(0));
+    return (kept & 6) == 6 && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2) != 0;
 }
 
 AVX2 void resample_columns(const uint8_t *src, int64_t src_stride, uint8_t *dst, int64_t dst_stride, int32_t rows,

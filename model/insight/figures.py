@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def require() -> None:
     """Raise FigureError if matplotlib is missing, before any work is done."""
     if find_spec("matplotlib") is None:
-        raise FigureError("figures need matplotlib: pip install -e '.[figures]' in the clone")
+        raise FigureError("figures need matplotlib: pip install 'vitserve[figures]'")
 
 
 def _canvas() -> Figure:

@@ -47,6 +47,7 @@ def summarise(checkpoint: Checkpoint) -> dict[str, str]:
     rows = {
         "name": checkpoint.name,
         "source": checkpoint.source + (f" (commit {checkpoint.revision})" if checkpoint.revision else ""),
+        "content": checkpoint.content,
         "format": checkpoint.format,
         "family": checkpoint.architecture,
         "input": f"{_by(config.image_size)} px, {config.in_channels} channel{'s' if config.in_channels > 1 else ''}",

@@ -20,8 +20,8 @@ from model.config import LARGEST_LAYER, LibraryConfig, NetworkConfig, Size, ViTC
 from model.errors import CheckpointError, first_line
 from model.network.vit import VisionTransformer, ViTOutput, meta_model
 
-INSTALL: Final = "pip install -e '.[timm]'"
-"""What installs the library, in a clone."""
+INSTALL: Final = "pip install 'vitserve[timm]'"
+"""What installs the library."""
 
 _MAX_BUFFERS: Final = 1 << 28
 """Numbers in all buffers of a network, such as masks and tables of positions, which no file holds."""

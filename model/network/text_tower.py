@@ -50,7 +50,7 @@ class TextTower(nn.Module):
         block_config = config.block_config()
         self.token_embed = nn.Embedding(config.vocabulary, config.width)
         self.pos_embed = nn.Embedding(config.positions, config.width)
-        self.blocks = nn.ModuleList(Block(block_config, 0.0) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(Block(block_config) for _ in range(config.depth))
         self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
         self.head = nn.Linear(config.width, config.feature_width, bias=not config.causal)
 

@@ -111,7 +111,6 @@ class VisionTransformer(nn.Module):
 
     Args:
         config: the architecture.
-        drop_path: stochastic depth rate of the last block, rising linearly from 0; training only.
 
     Attributes:
         patch_dropout: share of the patches that training leaves out, drawn anew for each image and pass;
@@ -120,7 +119,7 @@ class VisionTransformer(nn.Module):
             the same function: 10/12 of a block's arithmetic saved where that is the CLS token alone.
     """
 
-    def __init__(self, config: ViTConfig, *, drop_path: float = 0.0) -> None:
+    def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.config = config
         self.patch_dropout = 0.0
@@ -136,8 +135,7 @@ class VisionTransformer(nn.Module):
             learned = config.position_embedding == "learned"
             self.pos_embed = nn.Parameter(torch.zeros(1, config.position_tokens, width), requires_grad=learned)
         self.norm_pre = _norm(config, config.norm_before_blocks)
-        rates = [drop_path * i / max(config.depth - 1, 1) for i in range(config.depth)]
-        self.blocks = nn.ModuleList(Block(config, rate) for rate in rates)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.norm = _norm(config, config.final_norm and not config.norm_after_pool)
         self.attn_pool = AttentionPool(config) if config.pool == "attention" else None
         self.fc_norm = _norm(config, config.final_norm and config.norm_after_pool)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
@@ -159,7 +159,7 @@ class Predictor:
             `NewProcessNeeded` where this process cannot go on, and another one may: see there.
         """
         with self._device_errors():
-            self._exercise((1, self.max_batch))
+            self._exercise({1, min(self.max_batch, self._backend.largest_tried or self.max_batch)})
             self._backend.compile()
             if self.batch_sizes is not None:
                 self._exercise((1,))
@@ -173,7 +173,7 @@ class Predictor:
         with self._device_errors():
             self._exercise((1,))
 
-    def _exercise(self, sizes: Sequence[int]) -> None:
+    def _exercise(self, sizes: Iterable[int]) -> None:
         """Raise NotFinite unless noise, black and white have finite scores, as requests get them: a temperature may
         be too small for logits that are finite.
         """
@@ -209,6 +209,13 @@ class Predictor:
         requests = [requests] * len(images) if isinstance(requests, RequestedOutputs) else requests
         self._check_batch(images, len(requests))
         request = BatchRequest.of(requests, self.config)
+        kinds = self._kinds(request, requests)
+        if len(kinds) > 1:
+            found: dict[int, Outputs] = {}
+            for places in kinds:
+                of_kind = self.predict([images[place] for place in places], [requests[place] for place in places])
+                found.update(zip(places, of_kind, strict=True))
+            return [found[place] for place in range(len(images))]
         arrays = self._backend.predict(images, request).tensors()
         scores, indices, finite = (arrays[name] for name in ("scores", "indices", "finite"))
         logits = arrays["logits"] if request.logits else None
@@ -227,6 +234,18 @@ class Predictor:
             )
             for place, each in enumerate(requests)
         ]
+
+    def _kinds(self, request: BatchRequest, requests: Sequence[RequestedOutputs]) -> list[list[int]]:
+        """Return the places of the images of each kind, where no graph computes all that a batch asks for; else none.
+
+        Each kind is then launched by itself, with its graph where it has one.
+        """
+        if self.batch_sizes is None or request.of_network in self._backend.usual:
+            return []
+        kinds: dict[BatchRequest, list[int]] = {}
+        for place, each in enumerate(requests):
+            kinds.setdefault(BatchRequest.of([each], self.config).of_network, []).append(place)
+        return list(kinds.values())
 
     def _sets(self, logits: Floats | None, requests: Sequence[RequestedOutputs]) -> dict[int, NDArray[np.int64]]:
         """Return the sets of labels of a batch, by the places of their images; none without a coverage."""

@@ -86,6 +86,7 @@ class TorchBackend(ABC):
     def __init__(self, options: TorchOptions) -> None:
         self.name = f"torch {torch.__version__}"
         self.batch_sizes: tuple[int, ...] | None = None
+        self.largest_tried: int | None = None
         self.config: NetworkConfig = options.model.config
         self.usual: tuple[BatchRequest, ...] = (BatchRequest(),)
         if isinstance(self.config, ViTConfig):

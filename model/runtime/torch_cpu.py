@@ -26,6 +26,7 @@ class TorchCpu(TorchBackend):
     def __init__(self, options: TorchOptions, threads: ThreadPolicy) -> None:
         super().__init__(options)
         keep_freed_memory()
+        self.largest_tried = SIZES[-1]  # larger ones are cut
         self.threads = threads
         self._head = options.head
         self._compiled: Network | None = None

@@ -48,8 +48,9 @@ def run_network(
     relevance = None
     if request.relevance:
         assert isinstance(model, VisionTransformer), "of others no map is asked for: see `parse_maps`"
+        assert folded is not None
         with one_thread(pixels.device):
-            relevance = token_relevance(model, output, weights=folded)
+            relevance = token_relevance(model, output, folded)
     return BatchOutputs(output.logits, output.attention, relevance, **output.embeddings)
 
 

@@ -5,43 +5,29 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 from tqdm import tqdm
 
-from model.config import PreprocessConfig
-from model.errors import ImageError, InputError
+from model.errors import InputError
 from model.images.heatmap import COLORMAPS, MAX_SIZE, default_view
-from model.images.preprocess import ModelInput, upright_photo
+from model.images.preprocess import upright_photo
 from model.images.sheet import ContactSheet, draw_maps
-from model.outputs import METHODS, AttentionMap, MapRequest, Method, Outputs, RequestedOutputs, parse_maps
-from service.cli.image_files import find_images, handle_answers, predict_files, read_input, writing
-from service.cli.server_flags import add_server_flags, client_of, stream_answers
-from service.cli.setting_flags import add_setting_flags, predictor_from, settings_from
+from model.outputs import METHODS, AttentionMap
+from service.cli.answers import SeenMaps, add_server_flags, answers_from
+from service.cli.image_files import find_images, handle_answers, writing
+from service.cli.setting_flags import add_setting_flags, settings_from
 from service.settings import Settings
-from vitserve.documents import AttentionDocument
 
 _OPTIONS = ("method", "layer", "head")
 """Arguments that say which map it is, and"""
 
 _LOOK = ("overlay", "view", "smooth", "colorbar", "caption", "alpha", "colormap", "size")
 """how it is drawn, under the names that the service has for them."""
-
-_MOST: Final = 8
-"""Images computed together at most: a bar that moves, and little memory."""
-
-
-class FileMaps(NamedTuple):
-    """The maps of one file: in words, drawn if a drawing is written, and as float32 [rows, columns] or [maps, ...]."""
-
-    description: str
-    drawing: Image.Image | None
-    values: NDArray[np.float32]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,24 +73,29 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the maps of everything that is named, and return 1 if any file has none; the others have theirs."""
     _check(arguments)
     files = find_images(arguments.paths)
-    target_of = _targets(arguments, files)
-    answers = (_through_server if arguments.url else _in_process)(files, arguments)
+    target_of, settings = _targets(arguments, files), settings_from(arguments)
     sheet: ContactSheet | None = None
 
-    def write(file: Path, answer: FileMaps) -> None:
+    def write(file: Path, answer: SeenMaps) -> None:
         nonlocal sheet
+        description = "; ".join(_described(each, source.labels) for each in answer.maps)
+        if arguments.sheet is not None or not arguments.npy:
+            drawing = _draw(arguments, settings, source.labels, file, answer)
         target = target_of(file)
         if target is not None and arguments.npy:
+            values = np.stack([each.values for each in answer.maps])
             with writing(target), target.open("wb") as out:
-                np.save(out, answer.values, allow_pickle=False)
+                np.save(out, values if len(values) > 1 else values[0], allow_pickle=False)
         elif target is not None:
-            _save(answer.drawing, target)
-        if arguments.sheet is not None and answer.drawing is not None:
-            sheet = sheet or ContactSheet(len(files), answer.drawing.size)
-            sheet.add(answer.drawing, file.name, answer.description)
-        tqdm.write(f"{target or file}: {answer.description}", file=sys.stdout)
+            _save(drawing, target)
+        if arguments.sheet is not None:
+            sheet = sheet or ContactSheet(len(files), drawing.size)
+            sheet.add(drawing, file.name, description)
+        tqdm.write(f"{target or file}: {description}", file=sys.stdout)
 
-    code = handle_answers(answers, len(files), write, "map")
+    with answers_from(arguments) as source:
+        answers = source.maps(files, arguments.classes, **_given(arguments, _OPTIONS))
+        code = handle_answers(answers, len(files), write, "map")
     if sheet is not None:
         _save(sheet.image, arguments.sheet)
     return code
@@ -153,67 +144,19 @@ def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
-def _through_server(files: Sequence[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, FileMaps | str]]:
-    options: dict[str, Any] = _given(arguments, _OPTIONS) | {"class_": arguments.classes or None}
-    settings = settings_from(arguments)
-    with client_of(arguments) as client:
-        preprocess, labels = PreprocessConfig.model_validate(client.model().preprocessing), client.labels()
-
-        def ask(file: Path) -> FileMaps | str:
-            maps = [_map_of(document) for document in client.attention(file, **options)]
-            try:
-                return _file_maps(
-                    arguments, settings, labels, file, read_input(file.read_bytes(), preprocess, settings), maps
-                )
-            except ImageError as error:
-                return str(error)
-
-        yield from stream_answers(files, client, ask, concurrency=4)
-
-
-def _map_of(found: AttentionDocument) -> AttentionMap:
-    method = cast(Method, found.method)
-    request = MapRequest(method, found.class_, found.layer, found.head)
-    return AttentionMap(request, np.array(found.values, np.float32), found.kept_mass, found.score, found.evidence)
-
-
-def _in_process(files: Sequence[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, FileMaps | str]]:
-    predictor, info, settings = predictor_from(arguments)
-    maps = parse_maps(
-        info.config, info.labels, classes=",".join(arguments.classes) or None, **_given(arguments, _OPTIONS)
-    )
-
-    def answer(file: Path, seen: ModelInput, outputs: list[Outputs]) -> FileMaps:
-        found = [each.map for each in outputs if each.map is not None]
-        return _file_maps(arguments, settings, info.labels, file, seen, found)
-
-    requests = [RequestedOutputs(1, request) for request in maps]
-    return predict_files(files, requests, answer, predictor, info, settings, most=_MOST)
-
-
-def _file_maps(
-    arguments: argparse.Namespace,
-    settings: Settings,
-    labels: Sequence[str],
-    file: Path,
-    seen: ModelInput,
-    maps: Sequence[AttentionMap],
-) -> FileMaps:
-    """Return the maps of a file, drawn if the drawing is written; raises ImageError when its photo cannot be read."""
-    values, drawing = np.stack([each.values for each in maps]), None
-    if arguments.sheet is not None or not arguments.npy:
-        look = _given(arguments, _LOOK)
-        rows, columns, _ = seen.pixels.shape
-        view = look.pop("view", default_view((rows, columns)))
-        captions = labels if look.pop("caption", True) else None
-        picture, region = seen.pixels, None
-        if view == "photo" and look.get("overlay", True):
-            bounds: dict[str, Any] = {"max_pixels": settings.max_image_pixels, "scaled_decode": settings.scaled_decode}
-            picture, region = upright_photo(file.read_bytes(), seen.region, arguments.size, **bounds)
-        name = file.name if arguments.side_by_side else None
-        drawing = draw_maps(maps, captions, picture=picture, region=region, name=name, **look)
-    description = "; ".join(_described(each, labels) for each in maps)
-    return FileMaps(description, drawing, values if len(values) > 1 else values[0])
+def _draw(
+    arguments: argparse.Namespace, settings: Settings, labels: Sequence[str], file: Path, found: SeenMaps
+) -> Image.Image:
+    """Return the maps of a file side by side; raises ImageError when its photo cannot be read."""
+    look = _given(arguments, _LOOK)
+    picture, region = found.seen.pixels, None
+    view = look.pop("view", default_view(picture.shape[:2]))
+    captions = labels if look.pop("caption", True) else None
+    if view == "photo" and look.get("overlay", True):
+        bounds: dict[str, Any] = {"max_pixels": settings.max_image_pixels, "scaled_decode": settings.scaled_decode}
+        picture, region = upright_photo(file.read_bytes(), found.seen.region, arguments.size, **bounds)
+    name = file.name if arguments.side_by_side else None
+    return draw_maps(found.maps, captions, picture=picture, region=region, name=name, **look)
 
 
 def _described(found: AttentionMap, labels: Sequence[str]) -> str:
@@ -233,7 +176,6 @@ def _require_place(file: Path, suffix: str) -> None:
         raise InputError("output", f"{file}: expected a name that ends in {suffix}, which is what is written")
 
 
-def _save(drawing: Image.Image | None, target: Path) -> None:
-    assert drawing is not None, "it is drawn, as it is written"
+def _save(drawing: Image.Image, target: Path) -> None:
     with writing(target):
         drawing.save(target, "PNG", compress_level=4)

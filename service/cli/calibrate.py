@@ -107,7 +107,7 @@ def _print(measured: dict[float, MeasuredSets], count: int) -> None:
 
 def _require_own_folder(settings: Settings) -> None:
     """Raise `InputError` where a calibration cannot be put beside the checkpoint."""
-    from model.checkpoint.files import Folder  # noqa: PLC0415  torch takes seconds to import
+    from model.checkpoint.files import Files  # noqa: PLC0415  torch takes seconds to import
     from model.checkpoint.native import recognises  # noqa: PLC0415
 
     changed = [name for name in ("image_size", "preprocess") if getattr(settings, name) is not None]
@@ -115,7 +115,7 @@ def _require_own_folder(settings: Settings) -> None:
     of_hub = any(part.startswith("models--") for part in folder.absolute().parts)  # the cache, which is not ours
     if changed:
         why = f"--{changed[0].replace('_', '-')} makes another model of it"
-    elif settings.checkpoint == "bundled" or of_hub or not recognises(Folder(folder, str(folder))):
+    elif settings.checkpoint == "bundled" or of_hub or not recognises(Files(folder, str(folder))):
         why = "is no folder of your own"
     else:
         return

@@ -13,15 +13,10 @@ from typing import Any
 from tqdm import tqdm
 
 from model.errors import InputError
-from model.heads import is_list, labels_of_request, parse_labels
-from model.images.preprocess import ModelInput
-from model.outputs import DEFAULT_TOP_K, Outputs, RequestedOutputs
-from service.cli.image_files import find_images, handle_answers, predict_files
-from service.cli.server_flags import add_server_flags, client_of, stream_answers
-from service.cli.setting_flags import MODEL_FLAGS, add_setting_flags, predictor_from
-from vitserve.documents import Prediction, SetFields, set_fields
-
-_SET: tuple[str, ...] = tuple(SetFields.__annotations__)
+from model.outputs import DEFAULT_TOP_K
+from service.cli.answers import SET, add_server_flags, answers_from
+from service.cli.image_files import find_images, handle_answers
+from service.cli.setting_flags import MODEL_FLAGS, add_setting_flags
 
 Answer = dict[str, Any]
 """A file's `predictions`, with the fields of its set of labels where the model has a coverage."""
@@ -33,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, metavar="N", help=f"classes of each picture (default: {DEFAULT_TOP_K})")
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
-        "--csv", action="store_true", help=f"print CSV: file, rank, label, index, score, error, {', '.join(_SET)}"
+        "--csv", action="store_true", help=f"print CSV: file, rank, label, index, score, error, {', '.join(SET)}"
     )
     form.add_argument("--json", action="store_true", help="print one JSON object a line")
     add_server_flags(parser)
@@ -45,39 +40,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.top_k is not None and arguments.top_k < 1:
         raise InputError("top_k", f"--top-k {arguments.top_k}: expected at least 1")
     files = find_images(arguments.paths)
-    answers = (_through_server if arguments.url else _in_process)(files, arguments)
-    write = _writer(arguments)
-    return handle_answers(
-        answers, len(files), write, "answer", failure=lambda file, reason: write(file, {"error": reason})
-    )
-
-
-def _in_process(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer | str]]:
-    predictor, info, settings = predictor_from(arguments)
-    labels_of_request(None, info.zero_shot, info.config)
-    top_k = min(arguments.top_k or DEFAULT_TOP_K, info.config.num_classes)
-    requested = RequestedOutputs(top_k, label_set=info.coverage is not None)
-
-    def answer(_: Path, __: ModelInput, outputs: list[Outputs]) -> Answer:
-        [each] = outputs
-        predictions = Prediction.ranked(info.labels, each.indices.tolist(), each.scores.tolist())
-        label_set = None if each.label_set is None else each.label_set.tolist()
-        return {"predictions": [each.model_dump() for each in predictions], **set_fields(info.labels, label_set)}
-
-    return predict_files(files, [requested], answer, predictor, info, settings)
-
-
-def _through_server(files: list[Path], arguments: argparse.Namespace) -> Iterator[tuple[Path, Answer | str]]:
-    with client_of(arguments) as client:
-        text = getattr(arguments, "labels", "")
-        labels = parse_labels(text, "--labels") if is_list(text) else None
-        top_k = min(arguments.top_k or DEFAULT_TOP_K, len(labels) if labels else client.model().classes)
-
-        def ask(file: Path) -> Answer:
-            answer = client.classify(file, top_k=top_k, labels=labels)
-            return answer.model_dump(include={"predictions", *_SET}, exclude_none=True)
-
-        yield from stream_answers(files, client, ask)
+    with answers_from(arguments) as source:
+        answers = source.classify(files, arguments.top_k or DEFAULT_TOP_K)
+        write = _writer(arguments)
+        return handle_answers(
+            answers, len(files), write, "answer", failure=lambda file, reason: write(file, {"error": reason})
+        )
 
 
 def _writer(arguments: argparse.Namespace) -> Callable[[Path, Answer], object]:
@@ -85,7 +53,7 @@ def _writer(arguments: argparse.Namespace) -> Callable[[Path, Answer], object]:
     if not arguments.csv:
         form = _json if arguments.json else _text
         return lambda file, answer: tqdm.write(form(file, answer), file=sys.stdout)
-    columns = ["file", "rank", "label", "index", "score", "error", *_SET]
+    columns = ["file", "rank", "label", "index", "score", "error", *SET]
     table = csv.DictWriter(sys.stdout, columns)
     table.writeheader()
     return lambda file, answer: table.writerows(_rows(file, answer))
@@ -95,7 +63,7 @@ def _rows(file: Path, answer: Answer) -> Iterator[dict[str, Any]]:
     if "error" in answer:
         yield {"file": file, **answer}
         return
-    fields = {name: "; ".join(answer[name]) if name == "set" else answer[name] for name in _SET if name in answer}
+    fields = {name: "; ".join(answer[name]) if name == "set" else answer[name] for name in SET if name in answer}
     for rank, prediction in enumerate(answer["predictions"], start=1):
         yield {"file": file, "rank": rank, **prediction, **fields}
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from tqdm import tqdm
 
-from model.errors import ImageError, InputError
+from model.errors import InputError
 from model.insight import figures
 from service.cli.image_files import find_images, read_input, report_failure, writing
 from service.cli.setting_flags import CHECKPOINT_FLAGS, add_setting_flags, settings_from
@@ -96,10 +96,11 @@ def _batches(files: list[Path], checkpoint: Checkpoint, settings: Settings, unre
     while batch := list(islice(remaining, _BATCH)):
         pixels = []
         for file in batch:
-            try:
-                pixels.append(read_input(file.read_bytes(), checkpoint.preprocess, settings).pixels)
-            except (ImageError, OSError) as error:
+            seen = read_input(file, checkpoint.preprocess, settings)
+            if isinstance(seen, str):
                 unreadable.append(file)
-                report_failure(file, f"left out: {error}")
+                report_failure(file, f"left out: {seen}")
+            else:
+                pixels.append(seen.pixels)
         if pixels:
             yield normalise(torch.from_numpy(np.stack(pixels)))

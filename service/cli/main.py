@@ -9,10 +9,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 from model.errors import VitError
 from service.errors import ServiceError
@@ -43,7 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"vitserve {vitserve.__version__}")  # noqa: T201
         return 0
-    parsed = _parser(arguments[0]).parse_args(arguments)
+    parser, chosen = _parser(arguments[0])
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        options = re.findall(r"--[a-z-]+", chosen.format_help())
+        near = get_close_matches(unknown[0].partition("=")[0], options, 1)
+        chosen.error(f"{unknown[0]} is none of its options" + "".join(f": did you mean {each}?" for each in near))
     import logging  # noqa: PLC0415  `--help` is quicker without
 
     # Pillow describes each file that it reads; what is wrong with one is in the answer to its sender.
@@ -74,16 +82,24 @@ def open_standard_streams() -> None:
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
 
 
-def _parser(chosen: str) -> argparse.ArgumentParser:
-    """Return a parser that knows the name of every subcommand, and the flags of the chosen one."""
-    parser = argparse.ArgumentParser(prog="vitserve", description="Serves a Vision Transformer over HTTP.")
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """End with one line; the usage of all options would hide it."""
+        self.exit(2, f"{self.prog}: {message} ({self.prog} --help lists them)\n")
+
+
+def _parser(chosen: str) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """Return a parser that knows the name of every subcommand, and that of the flags of the chosen one."""
+    parser = _Parser(prog="vitserve", description="Serves a Vision Transformer over HTTP.")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     subparsers = parser.add_subparsers(metavar="COMMAND")
+    of_chosen: argparse.ArgumentParser = parser
     for name, summary in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary)
         if name == chosen:
+            of_chosen = subparser
             _command(name).add_arguments(subparser)
-    return parser
+    return parser, of_chosen
 
 
 def _command(name: str) -> ModuleType:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import gc
+import ipaddress
 import logging
 import socket
 import sys
@@ -12,7 +13,7 @@ from typing import NoReturn
 
 from service.cli.setting_flags import add_setting_flags, settings_from
 from service.engine.devices import fit_to_machine, uses_gpu
-from service.engine.loading import FirstLoad, load_predictor
+from service.engine.loading import FirstLoad, load_lean
 from service.errors import SettingsError
 from service.lifecycle import NEW_OBJECTS, exit_now
 from service.observe import logs
@@ -34,6 +35,8 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     logs.configure(settings.log_format, settings.log_level)
     for line in unknown_variables():
         logger.warning("%s", line)
+    if not settings.api_keys and not _is_local(settings.host):
+        logger.warning("VIT_HOST=%s without VIT_API_KEYS: whoever reaches this service may use it", settings.host)
     exports_spans()  # a wrong variable ends the start
     _check_address(settings)
     logger.info("loading %s", settings.checkpoint)
@@ -47,7 +50,14 @@ def run(arguments: argparse.Namespace) -> NoReturn:
             raise SettingsError("VIT_WORKERS, VIT_DEVICE: several processes, or a GPU, need Linux")
         from service.cluster.run import run_cluster  # noqa: PLC0415  what it needs, only Linux has
 
-        exit_now(run_cluster(settings, load_predictor))
+        exit_now(run_cluster(settings, load_lean))
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
 
 
 def _check_address(settings: Settings) -> None:

@@ -73,7 +73,11 @@ class BatchReport:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The loaded model; each field is an attribute of that name of the checkpoint or of the model runner."""
+    """The loaded model; each field is an attribute of that name of the checkpoint or of the model runner.
+
+    Attributes:
+        loaded_at: date of the load, in seconds since 1970.
+    """
 
     name: str
     source: str
@@ -91,6 +95,8 @@ class ModelInfo:
     backend: str
     max_batch: int
     gpu_uuid: str | None
+    content: str = ""
+    loaded_at: int = 0
     assumed: tuple[str, ...] = ()
     zero_shot: ZeroShot | None = None
     coverage: float | None = None

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -32,7 +33,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from model.outputs import Outputs
-from service.engine.messages import BatchReport, EngineStatus, ModelInfo
+from service.engine.messages import BatchReport, EngineStatus, ModelInfo, Release
 from service.observe.gpus import GAUGES, GpuReader
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -145,7 +146,11 @@ class Metrics(Collector):
 
     def set_model(self, info: ModelInfo, version: str) -> None:
         """Show the served model and its device."""
-        self._state.models[info.device] = (info.name, info.architecture, info.device, info.dtype, version, info.source)
+        labels = info.name, info.architecture, info.device, info.dtype, version, info.source, info.content
+        self._state.models[info.device] = labels, info.loaded_at
+        for release in get_args(Release):
+            self.batches.labels(info.device, release)
+        self.batch_padding.labels(info.device)
         self._state.gpus.watch(info.device, info.gpu_uuid)
 
     def observe_batch(self, report: BatchReport) -> None:
@@ -183,7 +188,7 @@ class _StateCollector(Collector):
 
     def __init__(self) -> None:
         self.sources = Sources()
-        self.models: dict[str, tuple[str, ...]] = {}
+        self.models: dict[str, tuple[tuple[str, ...], float]] = {}  # by device: labels, and when it was loaded
         self.gpus = GpuReader()
 
     def collect(self) -> Iterator[Metric]:
@@ -191,7 +196,8 @@ class _StateCollector(Collector):
         engines: dict[tuple[str, ...], EngineStatus] = {(status.device,): status for status in self.sources.statuses()}
         pictures, size, evicted = self.sources.recent()
         served, refused, successful = self.sources.reloads()
-        model = ["model", "architecture", "device", "dtype", "version", "checkpoint"]
+        model = ["model", "architecture", "device", "dtype", "version", "checkpoint", "content"]
+        loaded: dict[tuple[str, ...], float] = {(device,): loaded for device, (_, loaded) in self.models.items()}
         up = {device: float(status.state == "ready") for device, status in engines.items()}
         depth = {device: status.queue_depth for device, status in engines.items()}
         restarts = {device: status.restarts for device, status in engines.items()}
@@ -202,8 +208,9 @@ class _StateCollector(Collector):
                 "vit_model_info",
                 "Always 1; the labels tell what is served",
                 model,
-                dict.fromkeys(self.models.values(), 1),
+                {labels: 1.0 for labels, _ in self.models.values()},
             ),
+            ("vit_model_loaded_timestamp_seconds", "When the model was loaded", ["device"], loaded),
             ("vit_engine_up", "1 when the engine answers", ["device"], up),
             ("vit_queue_depth", "Images waiting for a batch", ["device"], depth),
             ("vit_recent_images", "Pictures kept for GET /attention", [], {(): pictures}),

@@ -21,6 +21,7 @@ from service.lifecycle import Lifecycle
 from service.models.model import ServedModel
 from service.observe.metrics import Metrics, Sources
 from service.settings import MEMORY, Settings, exports_spans, parse_keys
+from service.web import problems
 from service.web.admission import RECEIVING_BYTES, Limiter, Receiving, RefusalPace
 from service.web.api_keys import ApiKeyMiddleware, KeyGuard, KeyLimiter
 from service.web.decoders import Decoders
@@ -107,6 +108,8 @@ def create_app(
         clock,
     )
     metrics.watch(_sources(service))
+    for code in problems.CODES:
+        metrics.rejected.labels(code)  # a rate needs a series that stands at 0 before the first refusal
     app = Application(
         title="vitserve",
         version=__version__,
@@ -199,5 +202,6 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 def log_model(status: EngineStatus, info: ModelInfo) -> None:
     """Log the description of the served model."""
-    served = (__version__, info.name, info.source, info.device, info.dtype, info.backend, status.compiled)
-    logger.info("vitserve %s: %s from %s on %s in %s, %s, compile: %s", *served)
+    named = (__version__, info.name, info.source, info.content)
+    computed = (info.device, info.dtype, info.backend, status.compiled)
+    logger.info("vitserve %s: %s from %s (content %s) on %s in %s, %s, compile: %s", *named, *computed)

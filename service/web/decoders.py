@@ -91,7 +91,7 @@ class _Decoder:
         loop = asyncio.get_running_loop()
         if not self.is_ready:
             confined = await self._receive(len(CONFINED)) == CONFINED
-            more = "and a filter of system calls" if confined else "alone: pip install -e '.[isolation]' adds a filter"
+            more = "and a filter of system calls" if confined else "alone: `vitserve[isolation]` adds a filter"
             logger.info("decoder process %d is held by resource limits %s", self._process.pid, more)
             self.is_ready = True
         slow = loop.call_later(_SLOW_SECONDS, self._lower_priority)

@@ -73,6 +73,9 @@ TABLE: dict[type[Exception], tuple[int, str]] = {
     errors.DeadlineExceeded: (504, "deadline_exceeded"),
 }
 
+CODES = frozenset({code for _, code in TABLE.values()} | {INTERNAL_ERROR})
+"""The code of every problem."""
+
 CLIENT_DISCONNECTED = 499
 """Status counted (never sent) for a caller that went away; nginx's number for it."""
 

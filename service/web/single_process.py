@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -23,8 +22,6 @@ EXAMPLE = "examples/dog.jpg"
 """A picture of the repository, relative to its root."""
 
 _WILDCARDS = ("0.0.0.0", "::")
-_CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv", "/var/run/secrets/kubernetes.io")
-"""Paths of which one exists in a container of Docker, Podman or Kubernetes."""
 
 
 def run_single_process(settings: Settings, load: Loader) -> int:
@@ -70,21 +67,15 @@ class SingleProcess:
             log_address(self._settings, self.server.port, path="/classify" if info.labels else bare)
 
 
-def log_address(
-    settings: Settings, port: int, container_marks: Iterable[str] = _CONTAINER_MARKS, path: str = "/classify"
-) -> None:
+def log_address(settings: Settings, port: int, path: str = "/classify") -> None:
     """Log where the service answers and what to try, which is a request of this path."""
-    in_container = settings.host in _WILDCARDS and any(Path(mark).exists() for mark in container_marks)
+    here, base = _reachable(settings.host), f"http://{_reachable(settings.host)}:{port}"
     if settings.grpc_port is not None:
-        where = "port " if in_container else f"{_reachable(settings.host)}:"
-        logger.info("gRPC: %s%d%s", where, settings.grpc_port, " of this container" if in_container else "")
-    if in_container:
-        # Where a container's port is published is known outside of it only.
-        logger.info("ready: port %d of this container (API: /docs)", port)
-        return
-    base = f"http://{_reachable(settings.host)}:{port}"
+        logger.info("gRPC: %s:%d", here, settings.grpc_port)
     picture = EXAMPLE if Path(EXAMPLE).exists() else "photo.jpg"  # a wheel brings no examples
-    logger.info("ready: %s (API: %s/docs). Try:", base, base)
+    # What is published of a container, or how others call this machine, is not known here.
+    others = f" here, port {port} for others" if settings.host in _WILDCARDS else ""
+    logger.info("ready: %s%s (API: %s/docs). Try:", base, others, base)
     key = '-H "Authorization: Bearer $VIT_API_KEY" ' if settings.api_keys else ""
     logger.info("  curl %s-F file=@%s '%s%s'", key, picture, base, path)
 

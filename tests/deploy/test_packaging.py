@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -21,14 +26,8 @@ SOURCES = [
 ]
 
 
-def test_no_message_advises_a_package_that_no_index_has():
-    advising = [str(path) for path in SOURCES if re.search(r"vitserve\[", path.read_text())]
-
-    assert not advising
-
-
 def test_extras_that_messages_name_exist():
-    named = {name for path in SOURCES for name in re.findall(r"pip install -e '\.\[(\w+)\]'", path.read_text())}
+    named = {name for path in SOURCES for name in re.findall(r"pip install 'vitserve\[(\w+)\]'", path.read_text())}
 
     assert {"heic", "hub", "openvino", "figures"} <= named <= EXTRAS.keys()
 
@@ -40,8 +39,61 @@ def test_a_dependency_group_lists_what_the_extra_of_its_name_lists(name):
     assert PYPROJECT["dependency-groups"][name] == others
 
 
-def test_no_index_takes_an_upload():
-    assert "Private :: Do Not Upload" in PYPROJECT["project"]["classifiers"]
+def test_the_version_has_its_section_of_the_changelog_and_stands_nowhere_else():
+    version = PYPROJECT["project"]["version"]
+
+    assert f"\n## [{version}] - " in (REPOSITORY / "CHANGELOG.md").read_text()
+    for name in (
+        "Dockerfile",
+        "Makefile",
+        "docker-compose.yml",
+        "docs/scaling.md",
+        "deploy/kubernetes/base/deployment.yaml",
+    ):
+        assert version not in (REPOSITORY / name).read_text(), name
+
+
+@pytest.mark.timeout(120)
+def test_the_wheels_are_of_no_version_of_python_and_hold_all_that_a_service_needs(tmp_path):
+    # In a copy, as a build writes beside its sources; with the setuptools that is installed.
+    for name in ("model", "service", "vitserve", "deploy", "examples"):
+        shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in (
+        "pyproject.toml",
+        "setup.py",
+        "MANIFEST.in",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "constraints.txt",
+    ):
+        shutil.copy(REPOSITORY / name, tmp_path)
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        "dist",
+        ".",
+    ]
+    subprocess.run(build, cwd=tmp_path, env=os.environ | {"VITSERVE_KERNEL": "no"}, check=True)
+
+    (wheel,) = (tmp_path / "dist").iterdir()
+    assert wheel.name == f"vitserve-{PYPROJECT['project']['version']}-py3-none-any.whl"
+    names = {re.sub(r"^[^/]*\.data/data/", "", name) for name in zipfile.ZipFile(wheel).namelist()}
+    assert {
+        "model/weights/cifar10/model.safetensors",
+        "service/web/page/index.html",
+        "service/web/static/swagger_ui/swagger-ui-bundle.js.gz",
+        "share/vitserve/grafana/vitserve.json",
+        "share/vitserve/prometheus/rules/alerts.yml",
+        "share/vitserve/examples/dog.jpg",
+    } <= names
+    assert not [name for name in names if name.startswith(("tests/", "benchmarks/")) or name.endswith((".so", ".c"))]
 
 
 def test_each_package_that_is_asked_for_is_tested_in_one_version_unless_torch_brings_it():

@@ -43,10 +43,12 @@ def test_a_second_server_holds_no_torch_until_something_needs_it(
     answers(first)  # which makes the graph of relevance
     until(lambda: kept() == 2)
     expected = answers(first)
+    content = first.get("/model").json()["content"]
     first.process.terminate()
 
     second = serve(warm=False, cache_dir=tmp_path / "cache")
     assert answers(second) == expected
+    assert second.get("/model").json()["content"] == content
     assert second.get("/model").json()["backend"].startswith("openvino")
     assert not holds_torch(second)
     # While torch is loaded for one caller, others are answered.

@@ -44,7 +44,6 @@ HUGGING_FACE: Final[dict[str, list[dict[str, Any]]]] = {
     "ViTMSNForImageClassification": [{}],
     "IJepaForImageClassification": [{}],
     "Data2VecVisionForImageClassification": [_BEIT],
-    "Siglip2ForImageClassification": [{"num_patches": 4}],
     "CLIPModel": [{"hidden_act": "quick_gelu"}],
     "SiglipModel": [{}],
 }

@@ -97,6 +97,8 @@ def model_info(**changes: Any) -> ModelInfo:
         "backend": "fake 1.0",
         "max_batch": 4,
         "gpu_uuid": None,
+        "content": "0123456789abcdef",
+        "loaded_at": 1767225600,
     }
     return ModelInfo(**(values | changes))
 

@@ -176,12 +176,6 @@ def test_what_is_no_picture_is_an_error_that_says_what_is(call: Call, source: An
         call(Recorder(200, json=CAT), "classify", source)
 
 
-def test_what_is_not_given_is_not_sent(call: Call) -> None:
-    server = Recorder(200, json=CAT)
-    call(server, "classify", b"pixels")
-    assert str(server.request.url) == f"{URL}/classify?attention=false"
-
-
 def test_a_batch_is_a_form_in_the_given_order(call: Call) -> None:
     server = Recorder(200, json={"results": [CAT, {"error": FULL}]})
     found = call(server, "classify_batch", [b"first", b"second"], top_k=1)
@@ -190,13 +184,6 @@ def test_a_batch_is_a_form_in_the_given_order(call: Call) -> None:
     body = server.request.content
     assert body.count(b'name="file"') == 2
     assert 0 < body.index(b"first") < body.index(b"second")
-
-
-def test_a_heat_map_is_the_body_of_the_answer(call: Call) -> None:
-    server = Recorder(200, content=b"\x89PNG")
-    assert call(server, "heat_map", b"pixels", layer=-1, overlay=False, format_="png") == b"\x89PNG"
-    assert str(server.request.url) == f"{URL}/attention?layer=-1&overlay=false&format=png"
-    assert server.request.content == b"pixels"
 
 
 MAP = {
@@ -256,12 +243,6 @@ def test_labels_are_sent_as_json_and_texts_one_by_one(call: Call) -> None:
     assert (server.request.method, server.request.content) == ("POST", b"")
 
 
-def test_what_is_no_array_is_not_one_of_the_service(call: Call) -> None:
-    for content in (b"", b"<html>"):
-        with pytest.raises(ForeignAnswer, match="did not answer as"):
-            call(Recorder(200, content=content), "attention_array", b"pixels")
-
-
 def test_every_option_of_a_map_is_passed_on(call: Call) -> None:
     server = Recorder(200, content=b"PNG")
     options = {"method": "relevance", "view": "photo", "smooth": False, "colorbar": True, "alpha": 0.5}
@@ -277,12 +258,6 @@ def test_the_map_of_a_classification_is_that_of_its_picture(call: Call) -> None:
     assert (server.request.method, str(server.request.url)) == ("GET", f"{URL}/attention?id=kept&size=100")
     with pytest.raises(ValueError, match="kept no picture"):
         call(server, "attention", Classification.model_validate(CAT))
-
-
-def test_labels_are_a_list(call: Call) -> None:
-    server = Recorder(200, json={"model": "tiny", "labels": ["cat", "dog"]})
-    assert call(server, "labels") == ["cat", "dog"]
-    assert (server.request.method, str(server.request.url)) == ("GET", f"{URL}/labels")
 
 
 @pytest.mark.parametrize(

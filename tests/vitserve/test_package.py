@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -55,18 +55,6 @@ def test_the_command_works_beside_files_of_any_name(folder: Path) -> None:
     for command in (["-c", script], ["-m", "vitserve"]):
         done = run_in(folder, *command, "attention", "--help")  # with the subcommand's modules
         assert "usage: vitserve attention" in done.stdout, done.stderr
-
-
-def test_what_a_program_sees_has_the_name_by_which_it_is_imported() -> None:
-    public = [getattr(vitserve.client, name) for name in vitserve.client.__all__]
-    assert {kind.__module__.split(".")[0] for kind in public if isinstance(kind, type)} == {"vitserve"}
-    assert vitserve.client.Unreachable.__module__ == "vitserve.errors"
-
-
-def test_version_is_the_installed_one() -> None:
-    assert vitserve.__version__ == version("vitserve")
-    with pytest.raises(AttributeError, match="no attribute 'versio'"):
-        vitserve.versio  # noqa: B018
 
 
 def test_a_tree_that_was_copied_and_not_installed_has_a_version_too(monkeypatch: pytest.MonkeyPatch) -> None:

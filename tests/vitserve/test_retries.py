@@ -105,11 +105,6 @@ def test_a_pause_that_would_last_too_long_is_not_begun(ask: Ask) -> None:
     assert server.now == 32
 
 
-def test_a_pause_may_last_just_as_long_as_there_is_time(ask: Ask) -> None:
-    server = Scripted((503, "50"), 200)
-    assert ask(server, seconds=50) == ["cat"]
-
-
 @pytest.mark.parametrize("status", [400, 401, 404, 408, 413, 415, 422, 500, 504])
 def test_other_refusals_are_final(ask: Ask, status: int) -> None:
     server = Scripted((status, "1"))

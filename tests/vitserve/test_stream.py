@@ -12,7 +12,7 @@ import pytest
 
 from tests.service.fakes import PATIENCE, on_a_loop
 from tests.vitserve.test_client import CAT, FULL, URL
-from vitserve.client import AsyncClient, Client, ImageRefused, ProblemError, Retries
+from vitserve.client import AsyncClient, Client, ImageRefused, Retries
 from vitserve.documents import Classification
 
 
@@ -122,34 +122,15 @@ async def test_as_many_requests_as_asked_for_are_under_way_at_once_asynchronousl
     assert busy.most == 3
 
 
-@pytest.mark.parametrize(("ordered", "held"), [(True, 4), (False, 2)])
-def test_images_are_taken_as_there_is_room(ordered: bool, held: int) -> None:
+def test_images_are_taken_as_there_is_room() -> None:
     source = Source(1000)
     with blocking(answer) as client:
-        answers = iter(client.stream(source, client.classify, concurrency=2, ordered=ordered))
+        answers = iter(client.stream(source, client.classify, concurrency=2))
         for given in range(1, 10):
             next(answers)
-            assert source.taken <= given - 1 + held
+            assert source.taken <= given + 3
         answers.close()  # type: ignore[attr-defined]  # it is a generator
     assert source.taken < 20
-
-
-def test_answers_come_as_they_are_ready() -> None:
-    release = threading.Event()
-
-    def handle(request: httpx.Request) -> httpx.Response:
-        if request.content == b"0":
-            assert release.wait(PATIENCE)
-        return answer(request)
-
-    with blocking(handle) as client:
-        order = []
-        for image, _ in client.stream(Source(4), client.classify, concurrency=2, ordered=False):
-            order.append(image)
-            if len(order) == 3:
-                release.set()
-    assert set(order[:3]) == {b"1", b"2", b"3"}
-    assert order[3] == b"0"
 
 
 @on_a_loop
@@ -175,21 +156,3 @@ async def test_a_stream_that_is_closed_ends_the_requests_under_way() -> None:
         await begun.wait()
         await answers.aclose()  # type: ignore[attr-defined]  # it is a generator
     assert cancelled == under_way
-
-
-def test_an_error_of_the_caller_ends_the_stream() -> None:
-    def ask(image: bytes) -> bytes:
-        raise KeyError(image)
-
-    with blocking(answer) as client, pytest.raises(KeyError):
-        list(client.stream(Source(3), ask))
-
-
-def test_any_function_of_an_image_can_be_asked() -> None:
-    def best(image: bytes) -> str:
-        return client.classify(image, top_k=1).predictions[0].label
-
-    with blocking(answer) as client:
-        found = dict(client.stream([b"a", b"bad"], best))
-    assert found[b"a"] == "cat"
-    assert isinstance(found[b"bad"], ProblemError)

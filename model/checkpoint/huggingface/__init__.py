@@ -10,7 +10,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
-from model.checkpoint.files import CONFIG_FILE, Files, Folder
+from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.huggingface.families import CLIP, FAMILIES, SIGLIP, Family
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE, PROCESSOR_FILE, carried_preprocess
 from model.checkpoint.huggingface.texts import read_texts
@@ -18,14 +18,12 @@ from model.checkpoint.options import CheckpointOptions, indexed_labels
 from model.checkpoint.refusals import validating
 from model.checkpoint.resizing import resized_preprocess
 from model.checkpoint.tensors import renamed
-from model.config import PreprocessConfig, Size, ViTConfig
+from model.config import PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
 
 __all__ = ["FAMILIES", "FORMAT", "adapted", "read", "recognises"]
 
 FORMAT: Final = "huggingface"
-
-_EACH_ITS_SIZE: Final = "its image processor gives each picture a size by its aspect, and one size is served:"
 
 _BY_CLASS: Final = {family.class_name: family for family in FAMILIES}
 # Families by their classes without a head.
@@ -54,7 +52,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         raise CheckpointError(f"{where}: problem_type {problem!r:.100} is not classification")
     # Everything that needs no weights is checked before they are fetched.
     vit = family.vit_config(config, 1, where)
-    preprocess = _preprocess(files, family, options, vit.image_size)
+    preprocess = _preprocess(files, family, options)
     tensors, texts = files.tensors(), None
     if family in (CLIP, SIGLIP):
         if family is CLIP:
@@ -117,13 +115,14 @@ def adapted(
     return lambda tensors: renamed(tensors, family.rules, files.place)
 
 
-def _preprocess(files: Files, family: Family, options: CheckpointOptions, size: Size) -> PreprocessConfig:
+def _preprocess(files: Files, family: Family, options: CheckpointOptions) -> PreprocessConfig:
     """Return the operator's preprocessing, else the one that the files carry."""
-    carried = None if options.preprocess or family.each_its_size else carried_preprocess(files, family)
-    missing = _EACH_ITS_SIZE if family.each_its_size else f"neither {PREPROCESSOR_FILE} nor {PROCESSOR_FILE}:"
-    if isinstance(files, Folder) and not family.each_its_size:
-        missing += " save the processor into this folder: processor.save_pretrained(FOLDER), or"
-    return options.preprocess_or(carried, files.place, missing, None if family.resizes else size)
+    carried = None if options.preprocess else carried_preprocess(files, family)
+    missing = (
+        f"neither {PREPROCESSOR_FILE} nor {PROCESSOR_FILE}: save the processor into this folder: "
+        "processor.save_pretrained(FOLDER), or"
+    )
+    return options.preprocess_or(carried, files.place, missing)
 
 
 def _family(config: dict[str, Any], where: str) -> tuple[Family, bool]:
@@ -132,11 +131,6 @@ def _family(config: dict[str, Any], where: str) -> tuple[Family, bool]:
     if not isinstance(classes, list) or len(classes) != 1 or not isinstance(classes[0], str):
         raise CheckpointError(f"{where}: architectures {classes!r:.100}: expected a list of one class name")
     name = classes[0]
-    if name == "Siglip2Model":
-        raise CheckpointError(
-            f"{where}: 'Siglip2Model' takes pictures of any shape (NaFlex), which this version does not; "
-            "SigLIP 2 of one resolution is a SiglipModel"
-        )
     family = (_BACKBONES | _BY_CLASS).get(name)
     if family is None:
         kinds = ", ".join(dict.fromkeys(known.partition("For")[0] for known in _BY_CLASS if "For" in known))

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from model.checkpoint.files import CONFIG_FILE
@@ -120,7 +119,6 @@ class Family:
         key_bias: whether keys have a bias where queries and values have one.
         resizes: the class itself takes any input size, and `place` resizes its positions.
         antialias: as its `interpolate_pos_encoding`.
-        each_its_size: its image processor gives each picture a size of its own, so that the operator has to say one.
     """
 
     class_name: str
@@ -135,7 +133,6 @@ class Family:
     key_bias: bool = True
     resizes: bool = False
     antialias: bool = False
-    each_its_size: bool = False
 
     def vit_config(self, json: Json, classes: int, where: str = CONFIG_FILE) -> ViTConfig:
         """Return the architecture that a `config.json` describes.
@@ -290,28 +287,6 @@ def _placed_tower(tensors: Tensors, config: ViTConfig, size: Size, where: str) -
     return config, tensors
 
 
-def _naflex_fields(json: Json, where: str) -> dict[str, Any]:
-    """Return the size at which its positions need no resizing."""
-    patches = _number(required(json, "num_patches", where), "num_patches", where)
-    if math.isqrt(patches) ** 2 != patches:
-        raise CheckpointError(f"{where}: num_patches {patches}: its class needs a square")
-    edge = math.isqrt(patches) * _number(required(json, "patch_size", where), "patch_size", where)
-    return {"mlp_width": _mlp_width(json, where), "image_size": (edge, edge)}
-
-
-def _placed_naflex(tensors: Tensors, config: ViTConfig, size: Size, where: str) -> Placed:
-    """Resize positions to the one size; its patches are flattened rows first, channels last (modeling_siglip2.py)."""
-    width, patch = config.width, config.patch_size
-    flat = taken(tensors, "patch_embed.proj.weight", (width, patch * patch * config.in_channels), where)
-    tensors["patch_embed.proj.weight"] = flat.reshape(width, patch, patch, -1).permute(0, 3, 1, 2)
-    positions = taken(tensors, "pos_embed", (config.position_tokens, width), where)
-    resized = resized_config(config, size, where)
-    grid = F.interpolate(
-        positions.t().reshape(1, width, *config.grid), size=resized.grid, mode="bilinear", antialias=True
-    )
-    return resized, tensors | {"pos_embed": grid.flatten(2).transpose(1, 2)}
-
-
 _VIT: Final = Family("ViTForImageClassification", "vit", "ViTImageProcessor")
 _DEIT: Final = Family(
     "DeiTForImageClassification", "deit", "DeiTImageProcessor", architecture={"distillation_token": True}
@@ -412,17 +387,6 @@ FAMILIES: Final[tuple[Family, ...]] = (
     _BEIT,
     replace(_BEIT, class_name="Data2VecVisionForImageClassification", model_type="data2vec-vision"),
     _SIGLIP,
-    # The "naflex" kind of SigLIP 2: its image processor gives each picture a size of its own, by its aspect.
-    replace(
-        _SIGLIP,
-        class_name="Siglip2ForImageClassification",
-        model_type="siglip2",
-        fields=_naflex_fields,
-        place=_placed_naflex,
-        vision_defaults={**(_SIGLIP.vision_defaults or {}), "num_patches": 256},
-        resizes=True,
-        each_its_size=True,
-    ),
     _CLIP,
     replace(_CLIP, class_name="MetaClip2ForImageClassification", model_type="metaclip_2"),
     CLIP,

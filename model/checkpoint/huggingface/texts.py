@@ -32,7 +32,7 @@ _PREFIXES: Final = ("text_model.", "text_projection.")
 _TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 _VOCABULARIES: Final = ("tokenizer.json", "vocab.json", "spiece.model", "tokenizer.model")
 _TOKENIZER_FILES: Final = (*_VOCABULARIES, "merges.txt", "special_tokens_map.json", "added_tokens.json")
-_INSTALL: Final = "pip install -e '.[text]' in the clone"
+_INSTALL: Final = "pip install 'vitserve[text]'"
 _MAX_LABELS: Final = 100_000
 _BATCH: Final = 32
 # What transformers' pipeline pads a text of SigLIP to, as in training.

@@ -88,22 +88,6 @@ class LayerScale(nn.Module):
         return x * self.gamma
 
 
-class DropPath(nn.Module):
-    """Stochastic depth (Huang et al. 2016): in training, drops a residual branch for whole samples."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [B, ...] to [B, ...]; the kept samples are scaled by 1 / (1 - rate)."""
-        if not self.training or self.rate == 0.0:
-            return x
-        keep = 1.0 - self.rate
-        mask = x.new_empty(x.shape[0], *(1,) * (x.ndim - 1)).bernoulli_(keep)
-        return x * mask / keep
-
-
 class Kept(NamedTuple):
     """What an explanation needs of a block's pass: `Heads`, and what its tokens were on the way.
 
@@ -127,7 +111,7 @@ class Block(nn.Module):
     In post-norm it is norm(x + attention(x)) and so on, in residual post-norm x + norm(attention(x)).
     """
 
-    def __init__(self, config: ViTConfig, drop_path: float) -> None:
+    def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.norm_first = config.norm_order == "pre"
         self.norm_branch = config.norm_order == "res_post"
@@ -138,7 +122,6 @@ class Block(nn.Module):
         mlp = SwiGLU if config.mlp == "swiglu" else Mlp
         self.mlp: Mlp | SwiGLU = mlp(config, bias=config.projection_bias)
         self.ls2: nn.Module = LayerScale(config.width) if config.layer_scale else nn.Identity()
-        self.drop_path = DropPath(drop_path)
 
     def forward(
         self, x: Tensor, return_attention: bool = False, queries: int | None = None, keep: bool = False
@@ -160,7 +143,7 @@ class Block(nn.Module):
 
     def attended(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the tokens after the attention, [B, Q, D], of the block's input and the attention's output."""
-        x = x[:, : y.shape[1]] + self.drop_path(self.ls1(self.norm1(y) if self.norm_branch else y))
+        x = x[:, : y.shape[1]] + self.ls1(self.norm1(y) if self.norm_branch else y)
         z: Tensor = x if self.norm_first or self.norm_branch else self.norm1(x)
         return z
 
@@ -170,5 +153,5 @@ class Block(nn.Module):
             y = self.mlp(self.norm2(attended) if self.norm_first else attended)
         else:
             y = self.mlp.finish(hidden)
-        x: Tensor = attended + self.drop_path(self.ls2(self.norm2(y) if self.norm_branch else y))
+        x: Tensor = attended + self.ls2(self.norm2(y) if self.norm_branch else y)
         return x if self.norm_first or self.norm_branch else self.norm2(x)

@@ -40,6 +40,8 @@ class Cuda(TorchBackend):
     """
 
     def __init__(self, options: TorchOptions, ops: DeviceOps, *, streams: int) -> None:
+        if options.dtype == torch.float32:  # of the whole process, which has one model
+            torch.backends.cudnn.allow_tf32 = False
         super().__init__(options)
         self._head = options.head
         self._captured_k = min(_CAPTURED_TOP_K, self.config.logits)

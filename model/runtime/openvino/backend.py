@@ -38,7 +38,7 @@ def unsupported_reason(device: str, dtype: str) -> str | None:
     if device != "cpu":
         return f"it runs on the CPU here, not on {device}"
     if importlib.util.find_spec("openvino") is None:
-        return "the package is not installed: pip install -e '.[openvino]' in the clone"
+        return "the package is not installed: pip install 'vitserve[openvino]'"
     if dtype not in PRECISIONS:
         return f"it has no {dtype} here"
     capability, _ = PRECISIONS[dtype]
@@ -95,11 +95,12 @@ class OpenVino:
         self.name = f"openvino {network.version}"
         self.compilation = Compilation(CompilationState.OFF)
         self.batch_sizes: tuple[int, ...] | None = None
+        self.largest_tried: int | None = 1  # for others it compiles behind the service
         self.usual: tuple[BatchRequest, ...] = (BatchRequest(), network.request)
         self._network, self._head, self._threads, self._torch = network, head, threads, fallback
         self._with_relevance = with_relevance
         self._relevance: OpenVinoNetwork | None = None
-        self._prepared = False
+        self._prepared = self._in_service = False
         self._preparing = threading.Lock()
 
     def predict(self, images: Images, request: BatchRequest) -> HostOutputs:
@@ -134,7 +135,10 @@ class OpenVino:
             if self._prepared:
                 return
             try:
-                self._relevance = self._with_relevance()
+                network = self._with_relevance()
+                if self._in_service:  # a few pictures do without the graphs of other sizes
+                    network.complete()
+                self._relevance = network
             except (DeviceError, RuntimeError) as error:
                 logger.warning("torch computes relevance: %s", error)
             self._prepared = True
@@ -148,6 +152,7 @@ class OpenVino:
     def compile(self) -> None:
         """Compile for the other sizes, on a thread: nobody waits for them."""
         give_back_memory()
+        self._in_service = True
 
         def run() -> None:
             try:

@@ -12,6 +12,7 @@ changed then, so that whoever has it mapped into memory keeps it.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -23,11 +24,10 @@ import re
 import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors.numpy import load_file, save_file
@@ -53,8 +53,8 @@ _MANIFEST: Final = "manifest.json"
 _GRAPH: Final = "graph.xml"
 _REFERENCE: Final = "reference.safetensors"
 _FILES: Final = (_GRAPH, "graph.bin", _REFERENCE)
-_ABANDONED: Final = 900.0
-"""Seconds after which an entry that is still being written was given up by a process that ended."""
+_LOCK: Final = "lock"
+"""A file in a folder that is being written, locked until that is done: the kernel unlocks it when the process ends."""
 
 _VERSIONS: Final = ("vitserve", "openvino", "torch", "timm", "transformers", "numpy", "safetensors")
 
@@ -78,6 +78,7 @@ class KeptCheckpoint(BaseModel):
     notes: tuple[str, ...]
     zero_shot: ZeroShot | None
     calibration: Calibration | None
+    content: str
     embed_texts: Callable[[Sequence[str]], Floats] | None = Field(None, exclude=True)
 
 
@@ -112,6 +113,14 @@ class Manifest(BaseModel):
         return next((str(path) for path, digest in files if path.name != but and _digest(path) != digest), None)
 
 
+class Staged(NamedTuple):
+    """A graph that was written, as it is read again, and the lock of its folder."""
+
+    folder: Path
+    graph: NetworkGraph
+    lock: IO[str]
+
+
 class Entry:
     """The graphs of one model with its settings, in a folder of entries.
 
@@ -133,6 +142,7 @@ class Entry:
     def load(self, *, relevance: bool = False) -> tuple[Manifest, NetworkGraph] | None:
         """Return a graph that was kept, or None where there is none that may be used; one line of the log says why."""
         place = self.place(relevance=relevance)
+        self._remove_abandoned()
         if not place.exists():
             return None
         try:
@@ -154,23 +164,23 @@ class Entry:
             return None
         return manifest, NetworkGraph(model, manifest.outputs, request, reference)
 
-    def stage(self, graph: NetworkGraph) -> tuple[Path, NetworkGraph]:
-        """Write a graph to a folder of its own, and return that and the graph as it is read from there.
+    def stage(self, graph: NetworkGraph) -> Staged:
+        """Write a graph to a folder of its own, which is locked until the result's lock is closed.
 
         Raises:
             OSError, RuntimeError: it cannot be written, or the folder is another user's.
         """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _require_own(self._folder)
-        for used, _, place in self._entries(r"\..*"):
-            if used < time.time() - _ABANDONED:
-                shutil.rmtree(place, ignore_errors=True)
-        written = Path(tempfile.mkdtemp(prefix=".", dir=self._folder))
+        with _lock(self._folder):  # else it may be removed before it is locked
+            written = Path(tempfile.mkdtemp(prefix=".", dir=self._folder))
+            lock = _lock(written)
         try:
             openvino_package().save_model(graph.model, written / _GRAPH, compress_to_fp16=False)
             save_file(graph.reference.tensors(), written / _REFERENCE)
-            return written, graph._replace(model=core().read_model(written / _GRAPH))
+            return Staged(written, graph._replace(model=core().read_model(written / _GRAPH)), lock)
         except BaseException:
+            lock.close()
             shutil.rmtree(written, ignore_errors=True)
             raise
 
@@ -178,7 +188,7 @@ class Entry:
         """Put a graph that was staged in its place, from where it is loaded.
 
         Args:
-            written: the folder that `stage` returned.
+            written: the folder of what `stage` returned.
             facts: the other fields of `Manifest`.
 
         Raises:
@@ -205,6 +215,13 @@ class Entry:
         commits = (re.search(r"models--[^/]+/snapshots/([0-9a-f]{40})/", str(path)) for path in files)
         return next((found[1] for found in commits if found and found[1] not in self._facts), None)
 
+    def _remove_abandoned(self) -> None:
+        """Remove what processes were writing that have ended."""
+        with suppress(OSError), _lock(self._folder):  # none is there, or it may only be read
+            for _, _, place in self._entries(r"\..*"):
+                with suppress(BlockingIOError), _lock(place, wait=False):
+                    shutil.rmtree(place, ignore_errors=True)
+
     def _entries(self, names: str) -> Iterable[tuple[float, int, Path]]:
         """Return the time of the last use, the bytes and the folder of each entry whose name is like that."""
         for place in self._folder.iterdir():
@@ -223,7 +240,7 @@ class Keep:
 
     def __init__(self, entry: Entry, files: Mapping[Path, Signature]) -> None:
         self._entry, self._files = entry, files
-        self._staged: dict[bool, tuple[Path, NetworkGraph]] = {}
+        self._staged: dict[bool, Staged] = {}
 
     def stage(self, graph: NetworkGraph) -> NetworkGraph:
         """Write a graph, and return it as it is read from there: what is compiled now and later is the same.
@@ -235,7 +252,7 @@ class Keep:
         except (OSError, RuntimeError) as error:
             logger.warning("the graph is not kept, and is made again at each start: %s", first_line(error))
             return graph
-        return self._staged[graph.request.relevance][1]
+        return self._staged[graph.request.relevance].graph
 
     def save(self, relevance: bool, checkpoint: Checkpoint, parameters: int, dtype: str) -> None:
         """Keep a graph that was staged and found to agree with torch, unless a file was changed since it was read."""
@@ -244,7 +261,7 @@ class Keep:
 
         if relevance not in self._staged:
             return
-        written, graph = self._staged.pop(relevance)
+        written, graph, lock = self._staged.pop(relevance)
         try:
             if unpinned := self._entry.unpinned(self._files):
                 logger.info("the graph is not kept: the hub may name another commit than %s next time", unpinned)
@@ -261,6 +278,18 @@ class Keep:
             logger.warning("the graph is not kept, and is made again at each start: %s", first_line(error))
         finally:
             shutil.rmtree(written, ignore_errors=True)
+            lock.close()
+
+
+def _lock(folder: Path, *, wait: bool = True) -> IO[str]:
+    """Return a file that locks a folder until it is closed; raises `BlockingIOError` where not to wait for another."""
+    file = (folder / _LOCK).open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file
 
 
 def _require_own(place: Path) -> None:

@@ -1,8 +1,7 @@
 """The Open Inference Protocol over gRPC, on a port of its own in each web worker's process and event loop.
 
     caller -- HTTP/2 --> grpcio       frames, flow control, limits         (server.py)
-                         calls.py     id, key, metrics, log line, errors as gRPC's status codes
-                         methods.py   a function for each method
+                         calls.py     id, key, metrics, log line, errors as gRPC's status codes; the methods
                          messages.py  messages, bounded, as what `service.web.inference_protocol` reads and writes
 
 What a request may be and what becomes of it is decided in `service.web.inference_protocol` and `service.web.request`,

@@ -1,26 +1,40 @@
-"""The way of a call: what `service.web.middleware` and `service.web.api_keys` are to a request over HTTP."""
+"""The way of a call, as `service.web.middleware` is that of a request over HTTP, and the methods of the service."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Hashable, Mapping
+from contextlib import nullcontext
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
 
 import grpc
-from starlette.types import Message
+from google.protobuf import json_format
+from google.protobuf.message import Message
+from starlette.types import Receive
 
-from service.errors import DeadlineExceeded, MalformedRequest, RequestTimeout, UploadTooLarge
+from service.engine.messages import ModelInfo
+from service.errors import MalformedRequest, NotFound, RequestTimeout, Unavailable, UploadTooLarge
 from service.web.admission import RECEIVING_BYTES
 from service.web.api_keys import KeyGuard
+from service.web.grpc import open_inference_pb2 as messages
+from service.web.grpc.messages import decode_request, encode_answer, parse
 from service.web.inference_protocol import GRPC_SERVICE
+from service.web.inference_protocol.descriptions import (
+    model_configuration,
+    model_metadata,
+    model_statistics,
+    server_metadata,
+)
+from service.web.inference_protocol.inference import find_model, infer, read
 from service.web.lanes import Deadline, Lane
 from service.web.middleware import PROBES, hold_back, request_id_from
-from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, Problem, problem_of, refusal_of
+from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, problem_of, refusal_of
 from service.web.request import Service
 from service.web.request_log import Answered
+from vitserve import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -65,54 +79,43 @@ class Call:
         self._context = context
         self._arrivals = arrivals
 
-    async def receive(self) -> Message:
-        """Return the message, in the form of an ASGI request's body; raises `MalformedRequest` if there is none."""
-        data = await self._context.read()
-        if data is grpc.aio.EOF:
-            raise MalformedRequest("the call has no message")
-        return {"type": "http.request", "body": data, "more_body": False}
-
-    @asynccontextmanager
-    async def arrival(self) -> AsyncIterator[None]:
-        """Wait until the message may arrive; it does while the context lasts.
+    async def message(self) -> bytes:
+        """Return the message, when it is its turn to arrive.
 
         The library holds the bytes of a message until it is whole, and does not count them. So few messages arrive at
         the same time. One that takes longer than a second gives way when others wait.
 
         Raises:
-            QueueFull, RequestTimeout: others are read for all of the request's time; or it came too slowly.
+            MalformedRequest: there is none.
+            QueueFull, DeadlineExceeded, RequestTimeout: others are read for all of its time; or it came too slowly.
         """
         with self._arrivals.turn(self.caller, 1, self.deadline) as turn:
+            await turn
+            arrival = asyncio.ensure_future(self._context.read())
+            last = asyncio.get_running_loop().time() + _GRACE_SECONDS
             try:
-                await turn
-            except DeadlineExceeded:
-                raise RequestTimeout("other messages were read for all of the request's time") from None
-            try:
-                async with asyncio.timeout(self.deadline.remaining()) as limit:
-                    patience = asyncio.create_task(self._give_way(limit))
-                    try:
-                        yield
-                    finally:
-                        patience.cancel()
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                raise RequestTimeout("the message did not arrive in time") from None
+                while not arrival.done():
+                    if not self.deadline.remaining():
+                        raise RequestTimeout("the message did not arrive in time")
+                    if self._arrivals.waiting and asyncio.get_running_loop().time() > last:
+                        raise RequestTimeout("the message came too slowly while others waited")
+                    await asyncio.wait({arrival}, timeout=min(self.deadline.remaining(), _GRACE_SECONDS / 16))
+            finally:
+                arrival.cancel()
+        if arrival.result() is grpc.aio.EOF:
+            raise MalformedRequest("the call has no message")
+        return bytes(arrival.result())
 
-    async def _give_way(self, limit: asyncio.Timeout) -> None:
-        """End the arrival after its grace, as soon as other messages wait."""
-        await asyncio.sleep(_GRACE_SECONDS)
-        while not self._arrivals.waiting:
-            await asyncio.sleep(_GRACE_SECONDS / 16)
-        limit.reschedule(asyncio.get_running_loop().time())
+    async def receive(self) -> dict[str, Any]:
+        """Return the message in the form of an ASGI request's body; see `message`."""
+        return {"type": "http.request", "body": await self.message(), "more_body": False}
 
-    async def question(self) -> bytes:
-        """Return a message with a question about the server or a model; raises `UploadTooLarge`, and as `arrival`."""
-        async with self.arrival():
-            data: bytes = (await self.receive())["body"]
+    async def question(self) -> messages.ModelRequest:
+        """Return a question about the server or a model; raises `UploadTooLarge`, and as `message`."""
+        data = await self.message()
         if len(data) > _MAX_QUESTION_BYTES:
             raise UploadTooLarge(f"{len(data)} bytes: at most {_MAX_QUESTION_BYTES} are allowed")
-        return data
+        return parse(messages.ModelRequest, data)
 
 
 Method = Callable[[Service, Call], Awaitable[bytes]]
@@ -131,21 +134,16 @@ class Calls:
         most = max(_FEWEST_ARRIVALS, RECEIVING_BYTES // settings.max_request_bytes // settings.workers)
         self._arrivals = Lane("messages", lambda: most, clock=service.clock)
 
-    def handler(self, name: str, method: Method, *, public: bool) -> grpc.RpcMethodHandler:
-        """Return what grpcio calls for a method, which needs no key if it is `public`.
+    def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
+        """Return what grpcio calls for each method.
 
         On the wire a single message is the same as a stream of messages with one element. grpcio reads a stream when
         the method does, so that a call is refused before its message arrives.
         """
-        path = f"/{GRPC_SERVICE}/{name}"
+        return {name: grpc.stream_unary_rpc_method_handler(partial(self._answer, name)) for name in METHODS}
 
-        async def handle(_: object, context: Any) -> bytes:
-            return await self._answer(path, method, context, public=public)
-
-        return grpc.stream_unary_rpc_method_handler(handle)
-
-    async def _answer(self, path: str, method: Method, context: Any, *, public: bool) -> bytes:
-        metrics = self._service.metrics
+    async def _answer(self, method: str, _: object, context: Any) -> bytes:
+        metrics, path = self._service.metrics, f"/{GRPC_SERVICE}/{method}"
         call = Call(context, self._arrivals, self._service)
         trailers = [("x-request-id", call.request_id)]
         status, name, refusal = CLIENT_DISCONNECTED, None, None
@@ -153,11 +151,11 @@ class Calls:
         if counted:
             metrics.inflight.inc()
         try:
-            key = None if public else self._guard.find(str(call.metadata.get("authorization", "")))
+            key = None if method in PUBLIC else self._guard.find(str(call.metadata.get("authorization", "")))
             if key is not None:
                 name = call.caller = self._guard.name(key)
             with self._guard.request(key) if key is not None else nullcontext():
-                answer = await method(self._service, call)
+                answer = await METHODS[method](self._service, call)
             context.set_trailing_metadata(trailers)
             status = HTTPStatus.OK
             return answer
@@ -168,17 +166,86 @@ class Calls:
             metrics.rejected.labels(problem.code).inc()
             await hold_back(error)
             status, refusal = problem.status, refusal_of(problem)
-            return await _refuse(context, problem, trailers)
+            seconds = problem.headers.get("Retry-After")
+            if seconds is not None:  # https://github.com/grpc/proposal/blob/master/A6-client-retries.md#pushback
+                trailers.append(("grpc-retry-pushback-ms", f"{seconds}000"))
+            await context.abort(STATUS_CODES[HTTPStatus(status)], problem.detail, tuple(trailers))
+            raise AssertionError("a call that was ended goes on") from error
         finally:
             if counted:
                 metrics.inflight.dec()
-            seconds = self._service.clock() - call.started
-            self._count(Answered("gRPC", path, status, seconds, call.request_id, name), path, refusal=refusal)
+            seconds_taken = self._service.clock() - call.started
+            self._count(Answered("gRPC", path, status, seconds_taken, call.request_id, name), path, refusal=refusal)
 
 
-async def _refuse(context: Any, problem: Problem, trailers: list[tuple[str, str]]) -> bytes:
-    seconds = problem.headers.get("Retry-After")
-    if seconds is not None:  # https://github.com/grpc/proposal/blob/master/A6-client-retries.md#pushback
-        trailers = [*trailers, ("grpc-retry-pushback-ms", f"{seconds}000")]
-    await context.abort(STATUS_CODES[HTTPStatus(problem.status)], problem.detail, tuple(trailers))
-    raise AssertionError("a call that was ended goes on")
+def _encode(document: Mapping[str, Any], message: Message) -> bytes:
+    """Return a document of the protocol, which is the same over HTTP, as a message."""
+    return bytes(json_format.ParseDict(document, message).SerializeToString())
+
+
+async def _server_live(service: Service, call: Call) -> bytes:
+    return _encode({"live": True}, messages.ServerLiveResponse())  # no message is read, as its caller may have no key
+
+
+async def _server_ready(service: Service, call: Call) -> bytes:
+    return _encode({"ready": _is_ready(service)}, messages.ServerReadyResponse())
+
+
+async def _model_ready(service: Service, call: Call) -> bytes:
+    question = await call.question()
+    return _encode({"ready": _is_ready(service, question.name, question.version)}, messages.ModelReadyResponse())
+
+
+def _is_ready(service: Service, name: str | None = None, version: str = "") -> bool:
+    try:
+        service.check_ready()
+        find_model(service, name, version)
+    except (NotFound, Unavailable):
+        return False
+    return True
+
+
+async def _server_metadata(service: Service, call: Call) -> bytes:
+    await call.question()
+    return _encode(server_metadata(__version__, swaps=False), messages.ServerMetadataResponse())
+
+
+def _described(describe: Callable[[ModelInfo, Service], Mapping[str, Any]], kind: type[Message]) -> Method:
+    """Return the method that describes the model that a question names; an empty name is any."""
+
+    async def method(service: Service, call: Call) -> bytes:
+        question = await call.question()
+        return _encode(describe(find_model(service, question.name or None, question.version).info, service), kind())
+
+    return method
+
+
+async def _model_infer(service: Service, call: Call) -> bytes:
+    """Classify the pictures of the tensor `image` or `pixels`."""
+    service.check_room()
+    async with service.admit_from(call.caller, call.started, service.model()) as admitted:
+        admitted.source, admitted.watches = call.receive, False  # grpcio cancels the call itself
+        body = await admitted.read(_whole)
+        asked = await read(admitted, body, partial(decode_request, check_model=partial(find_model, service)))
+        return await infer(admitted, asked, encode_answer)
+
+
+async def _whole(receive: Receive) -> bytearray:
+    return bytearray((await receive())["body"])
+
+
+METHODS: Final[dict[str, Method]] = {
+    "ServerLive": _server_live,
+    "ServerReady": _server_ready,
+    "ModelReady": _model_ready,
+    "ServerMetadata": _server_metadata,
+    "ModelMetadata": _described(lambda info, _: model_metadata(info), messages.ModelMetadataResponse),
+    "ModelConfig": _described(lambda info, _: {"config": model_configuration(info)}, messages.ModelConfigResponse),
+    "ModelStatistics": _described(
+        lambda info, service: model_statistics(info, service.metrics), messages.ModelStatisticsResponse
+    ),
+    "ModelInfer": _model_infer,
+}
+
+PUBLIC: Final = frozenset({"ServerLive", "ServerReady"})
+"""Methods that need no key."""

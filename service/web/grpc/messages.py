@@ -6,82 +6,69 @@ https://protobuf.dev/programming-guides/encoding/
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, TypeVar
 
 from google.protobuf.message import DecodeError
 
 from service.errors import MalformedRequest, UploadTooLarge
 from service.web.grpc.open_inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse, ModelRequest
-from service.web.inference_protocol.tensors import InferenceHeader, InputTensor, OutputTensor, RequestedOutput
+from service.web.inference_protocol import VERSION
+from service.web.inference_protocol.tensors import InferenceAnswer, InferenceRequest, InputTensor, RequestedOutput
 
-_RAW: Final = ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
-_DESCRIPTOR: Final = ModelInferRequest.DESCRIPTOR
+_Fields = Mapping[int, Any]
 
-# Wire types; of fields of a fixed size by their bytes.
+_TENSORS: Final[_Fields] = {7: None, 5: {5: {8: None}}}
+"""Numbers of the fields in whose bytes tensors lie: `raw_input_contents`, and `inputs.contents.bytes_contents`."""
+
 _VARINT, _BYTES = 0, 2
 _FIXED: Final = {1: 8, 5: 4}
+"""Bytes of wire types of a fixed size."""
 
 _MAX_VARINT_BYTES: Final = 10
 
-# About the time and memory of the largest JSON that is read: each byte of packed numbers costs 1.
 _MAX_COST: Final = 1_000_000
+"""About the time and memory of the largest JSON that is read: each byte costs 1, but for those of tensors."""
 _FIELD_COST: Final = 100
-_TOO_MANY: Final = "the message has more fields or numbers than are read: send tensors as raw_input_contents"
 
 M = TypeVar("M", ModelRequest, ModelInferRequest)
 
 
-@dataclass(frozen=True)
-class InferenceMessage:
-    """A request for inference.
-
-    Attributes:
-        name, version: of the model; an empty version is any.
-        header: what stands in the JSON of the same request over HTTP.
-        raw: the bytes of each input whose tensor is raw, by name.
-    """
-
-    name: str
-    version: str
-    header: InferenceHeader
-    raw: Mapping[str, memoryview]
-
-
-def parse(kind: type[M], data: bytes) -> M:
+def parse(kind: type[M], data: bytes | bytearray) -> M:
     """Return a message; raises `MalformedRequest`."""
     message = kind()
     try:
-        message.ParseFromString(data)
+        message.ParseFromString(bytes(data))
     except DecodeError as error:
         raise MalformedRequest(f"not the message of this method: {error}") from None
     return message
 
 
-def read_inference(data: bytes) -> InferenceMessage:
-    """Return the request in a message; raises `MalformedRequest`, or what `split` raises."""
-    rest, raw = split(memoryview(data), _RAW, _DESCRIPTOR)
-    message = parse(ModelInferRequest, rest)
-    if raw and len(raw) != len(message.inputs):
-        raise MalformedRequest(f"{len(raw)} raw_input_contents, and {len(message.inputs)} inputs")
-    header = InferenceHeader(
-        [_input(tensor, raw=bool(raw)) for tensor in message.inputs],
-        message.id or None,
-        [RequestedOutput(output.name, _parameters(output.parameters)) for output in message.outputs],
-        _parameters(message.parameters),
-    )
-    names = [tensor.name for tensor in message.inputs]
-    return InferenceMessage(message.model_name, message.model_version, header, dict(zip(names, raw, strict=False)))
+def decode_request(data: bytearray, check_model: Callable[[str, str], object]) -> InferenceRequest:
+    """Return the request in a message, whose bytes are dropped.
 
-
-def _input(tensor: ModelInferRequest.InferInputTensor, *, raw: bool) -> InputTensor:
-    data: list[Any] | None = None
-    if tensor.HasField("contents"):
-        if raw:
-            raise MalformedRequest(f"input {tensor.name!r:.80} has contents beside raw_input_contents")
-        data = list(tensor.contents.bytes_contents if tensor.datatype == "BYTES" else tensor.contents.uint_contents)
-    return InputTensor(tensor.name, tensor.datatype, list(tensor.shape), data, _parameters(tensor.parameters))
+    `check_model` is called with the model's name and version; an empty version is any. Raises what it raises,
+    `MalformedRequest`, and `UploadTooLarge` if the message has very many fields or numbers.
+    """
+    check_cost(memoryview(data), _TENSORS)
+    message = parse(ModelInferRequest, data)
+    data.clear()
+    check_model(message.model_name, message.model_version)
+    contents = list(message.raw_input_contents)
+    if contents and len(contents) != len(message.inputs):
+        raise MalformedRequest(f"{len(contents)} raw_input_contents, and {len(message.inputs)} inputs")
+    inputs = []
+    for position, tensor in enumerate(message.inputs):
+        content: Any = memoryview(contents[position]) if contents else None
+        if tensor.HasField("contents"):
+            if contents:
+                raise MalformedRequest(f"input {tensor.name!r:.80} has contents beside raw_input_contents")
+            typed = tensor.contents
+            content = list(typed.bytes_contents if tensor.datatype == "BYTES" else typed.uint_contents)
+        parameters = _parameters(tensor.parameters)
+        inputs.append(InputTensor(tensor.name, tensor.datatype, list(tensor.shape), content, parameters))
+    outputs = [RequestedOutput(output.name, _parameters(output.parameters)) for output in message.outputs]
+    return InferenceRequest(inputs, message.id or None, outputs, _parameters(message.parameters))
 
 
 def _parameters(parameters: Mapping[str, InferParameter]) -> dict[str, Any]:
@@ -89,36 +76,47 @@ def _parameters(parameters: Mapping[str, InferParameter]) -> dict[str, Any]:
     return {name: getattr(value, kind) if kind else None for name, (value, kind) in chosen.items()}
 
 
-def encode_response(model: str, version: str, request_id: str | None, outputs: Sequence[OutputTensor]) -> bytes:
+def encode_answer(answer: InferenceAnswer) -> bytes:
     """Return the message that answers a request; its tensors are raw, as Triton's are."""
     response = ModelInferResponse(
-        model_name=model,
-        model_version=version,
-        id=request_id or "",
+        model_name=answer.model,
+        model_version=VERSION,
+        id=answer.id or "",
         outputs=[
-            ModelInferResponse.InferOutputTensor(name=output.name, datatype=output.datatype, shape=output.shape)
-            for output in outputs
+            ModelInferResponse.InferOutputTensor(
+                name=output.name, datatype=output.datatype, shape=list(output.values.shape)
+            )
+            for output in answer.outputs
         ],
-        raw_output_contents=[output.raw() for output in outputs],
+        raw_output_contents=[output.raw() for output in answer.outputs],
     )
     return bytes(response.SerializeToString())
 
 
-class _Field(NamedTuple):
-    """A field of a message: its number and wire type, where it begins, and where its content starts and ends."""
+def check_cost(message: memoryview, tensors: _Fields, cost: int = 0) -> int:
+    """Return `cost` with that of a message, whose bytes in the fields `tensors` cost nothing.
 
-    number: int
-    wire_type: int
-    begin: int
-    start: int
-    end: int
+    Raises `UploadTooLarge` as soon as that is too much, `MalformedRequest` if it is no message.
+    """
+    for number, content in _fields(message):
+        cost += _FIELD_COST
+        within = tensors.get(number)
+        if within is not None:
+            cost = check_cost(content, within, cost)
+        elif number not in tensors:
+            cost += len(content)
+        if cost > _MAX_COST:
+            raise UploadTooLarge(
+                "the message has more fields or numbers than are read: send tensors as raw_input_contents"
+            )
+    return cost
 
 
-def _fields(message: memoryview) -> Iterator[_Field]:
-    """Yield the fields of a message, without those of the messages within; raises `MalformedRequest`."""
+def _fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Yield number and content of each field of a message; raises `MalformedRequest`."""
     end = 0
-    while (begin := end) < len(message):
-        tag, start = _varint(message, begin)
+    while end < len(message):
+        tag, start = _varint(message, end)
         wire_type = tag & 7
         if wire_type == _VARINT:
             _, end = _varint(message, start)
@@ -131,7 +129,7 @@ def _fields(message: memoryview) -> Iterator[_Field]:
             raise MalformedRequest(f"not a message: wire type {wire_type}")
         if end > len(message):
             raise MalformedRequest("not a message: it ends within a field")
-        yield _Field(tag >> 3, wire_type, begin, start, end)
+        yield tag >> 3, message[start:end]
 
 
 def _varint(message: memoryview, position: int) -> tuple[int, int]:
@@ -142,38 +140,3 @@ def _varint(message: memoryview, position: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, position + shift + 1
     raise MalformedRequest("not a message: it ends within a number")
-
-
-def split(message: memoryview, number: int, descriptor: Any) -> tuple[bytes, list[memoryview]]:
-    """Return a message without the field of bytes of this number, and the contents of that field, not copied.
-
-    `descriptor` is protobuf's, of the message. Raises `MalformedRequest` if it is no message, or `UploadTooLarge` if it
-    has very many fields or numbers.
-    """
-    rest, contents, cost = bytearray(), [], 0
-    for field in _fields(message):
-        if field.number == number and field.wire_type == _BYTES:
-            contents.append(message[field.start : field.end])
-            cost += _FIELD_COST
-        else:
-            rest += message[field.begin : field.end]
-            cost = _cost(message, field, descriptor, cost)
-        if cost > _MAX_COST:
-            raise UploadTooLarge(_TOO_MANY)
-    return bytes(rest), contents
-
-
-def _cost(message: memoryview, field: _Field, descriptor: Any, cost: int) -> int:
-    """Return the cost with a field and all that is within it; raises `UploadTooLarge` as soon as that is too much."""
-    cost += _FIELD_COST
-    known = descriptor.fields_by_number.get(field.number)
-    if known is not None and field.wire_type == _BYTES:
-        if known.message_type is not None:
-            content = message[field.start : field.end]
-            for inner in _fields(content):
-                cost = _cost(content, inner, known.message_type, cost)
-        elif known.type not in (known.TYPE_STRING, known.TYPE_BYTES):  # numbers, packed
-            cost += field.end - field.start
-    if cost > _MAX_COST:
-        raise UploadTooLarge(_TOO_MANY)
-    return cost

@@ -13,7 +13,6 @@ from service.http import MAX_CONNECTIONS, connection_limit
 from service.settings import Settings
 from service.web.api_keys import KeyGuard
 from service.web.grpc.calls import Calls, Count
-from service.web.grpc.methods import METHODS, PUBLIC
 from service.web.inference_protocol import GRPC_SERVICE
 from service.web.request import Service
 
@@ -56,8 +55,7 @@ async def serving(service: Service, guard: KeyGuard, count: Count, port: int) ->
     Yields the port, which the system chose if it was 0. Raises `RuntimeError` if it is not available.
     """
     settings = service.settings
-    calls = Calls(service, guard, count)
-    handlers = {name: calls.handler(name, method, public=name in PUBLIC) for name, method in METHODS.items()}
+    handlers = Calls(service, guard, count).handlers()
     server = grpc.aio.server(options=server_options(settings), maximum_concurrent_rpcs=MAX_CONNECTIONS)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(GRPC_SERVICE, handlers),))
     host = f"[{settings.host}]" if ":" in settings.host else settings.host

@@ -8,7 +8,7 @@ from typing import Any, Final
 from service.engine.messages import ModelInfo
 from service.observe.metrics import Metrics
 from service.web.inference_protocol import EXTENSIONS, GRPC_SERVICE, REPOSITORY_EXTENSION, VERSION
-from service.web.inference_protocol.inference import outputs_of
+from service.web.inference_protocol.inference import inputs_of, outputs_of
 
 _PLATFORM: Final = "vitserve"
 _NANOSECONDS: Final = 1_000_000_000
@@ -40,11 +40,10 @@ def model_metadata(info: ModelInfo) -> dict[str, Any]:
 
 
 def _tensors(info: ModelInfo) -> dict[str, list[dict[str, Any]]]:
-    inputs = {"image": ("BYTES", [-1]), "pixels": ("UINT8", [-1, *info.input_shape])}
     outputs = {name: (output.datatype, [-1, *output.shape(info)]) for name, output in outputs_of(info).items()}
     return {
         kind: [{"name": name, "datatype": datatype, "shape": shape} for name, (datatype, shape) in tensors.items()]
-        for kind, tensors in {"inputs": inputs, "outputs": outputs}.items()
+        for kind, tensors in {"inputs": inputs_of(info), "outputs": outputs}.items()
     }
 
 

@@ -27,34 +27,43 @@ from model.outputs import (
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, NotFound, ServiceError, TooManyImages, UploadTooLarge
 from service.web.inference_protocol import VERSION
-from service.web.inference_protocol.tensors import (
-    InferenceHeader,
-    OutputTensor,
-    Parameters,
-    RequestedOutput,
-    bytes_elements,
-    uint8_elements,
-)
+from service.web.inference_protocol.tensors import InferenceAnswer, InferenceRequest, OutputTensor, RequestedOutput
 from service.web.request import AdmittedRequest, Model, Service, all_of
 
 T = TypeVar("T")
 
-Inputs = list[bytearray] | NDArray[np.uint8]
+Pictures = list[bytearray] | NDArray[np.uint8]
 """The pictures of a request: encoded, or pixels uint8 [N, H, W, C] of the model's size."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """An output that a request may select: its values for one picture, and their shape, where -1 is `top_k`."""
+    """An output that a request may select.
+
+    Attributes:
+        shape: for one picture, where -1 is `top_k`.
+        values: for one picture, from its outputs and the labels of its classes; None without what it is made of.
+        exists: whether a model has it.
+    """
 
     datatype: str
     shape: Callable[[ModelInfo], list[int]]
     values: Callable[[Outputs, Sequence[str]], NDArray[Any] | None]
+    exists: Callable[[ModelInfo], bool]
 
 
-def _grid(config: NetworkConfig) -> list[int]:
-    assert isinstance(config, ViTConfig), "a model without maps has no such output"
-    return [*config.grid]
+def _has_classes(info: ModelInfo) -> bool:
+    return bool(info.config.num_classes) or info.zero_shot is not None
+
+
+def _grid(info: ModelInfo) -> list[int]:
+    assert isinstance(info.config, ViTConfig), "a model without maps has no such output"
+    return [*info.config.grid]
+
+
+def _evidence(outputs: Outputs, _: Sequence[str]) -> NDArray[np.float32] | None:
+    evidence = None if outputs.map is None else outputs.map.evidence
+    return None if evidence is None else np.array([evidence], np.float32)
 
 
 OUTPUTS: Final[Mapping[str, Output]] = {
@@ -62,29 +71,36 @@ OUTPUTS: Final[Mapping[str, Output]] = {
         "BYTES",
         lambda info: [-1],
         lambda outputs, labels: np.array([labels[each] for each in outputs.indices.tolist()], object),
+        _has_classes,
     ),
-    "index": Output("INT64", lambda info: [-1], lambda outputs, _: outputs.indices),
-    "score": Output("FP32", lambda info: [-1], lambda outputs, _: outputs.scores),
-    "logits": Output("FP32", lambda info: [info.config.num_classes or -1], lambda outputs, _: outputs.logits),
+    "index": Output("INT64", lambda info: [-1], lambda outputs, _: outputs.indices, _has_classes),
+    "score": Output("FP32", lambda info: [-1], lambda outputs, _: outputs.scores, _has_classes),
+    "logits": Output(
+        "FP32", lambda info: [info.config.num_classes or -1], lambda outputs, _: outputs.logits, _has_classes
+    ),
     "attention": Output(
         "FP32",
-        lambda info: _grid(info.config),
+        _grid,
         lambda outputs, _: None if outputs.map is None else outputs.map.values,
+        lambda info: bool(methods_of(info.config)),
     ),
     "evidence": Output(
         "FP32",
         lambda info: [1],
-        lambda outputs, _: (
-            None
-            if outputs.map is None or outputs.map.evidence is None
-            else np.array([outputs.map.evidence], np.float32)
-        ),
+        _evidence,
+        lambda info: "relevance" in methods_of(info.config) or info.zero_shot is not None,
     ),
-    "embedding": Output("FP32", lambda info: [embedding_width(info.config)], lambda outputs, _: outputs.embedding),
+    "embedding": Output(
+        "FP32",
+        lambda info: [embedding_width(info.config)],
+        lambda outputs, _: outputs.embedding,
+        lambda info: True,
+    ),
     "set_size": Output(
         "INT64",
         lambda info: [1],
         lambda outputs, _: None if outputs.label_set is None else np.array([len(outputs.label_set)], np.int64),
+        lambda info: info.coverage is not None,
     ),
 }
 _BY_DEFAULT: Final = ("label", "index", "score")
@@ -92,18 +108,20 @@ _OF_CLASSES: Final = frozenset({*_BY_DEFAULT, "logits"})
 _OF_MAPS: Final = frozenset({"attention", "evidence"})
 # Characters of a request's id, which its answer repeats, and the bytes of waiting answers are not counted.
 _MAX_ID: Final = 1024
+# Bytes of base64 that are read in the time of one number.
+_BYTES_A_VALUE: Final = 256
 # Methods of the output `attention`.
 _MAPS: Final = ("cls", "relevance")
 
 
 def outputs_of(info: ModelInfo) -> Mapping[str, Output]:
     """Return the outputs that a model has, by name: of classes and of maps only where it has any."""
-    methods = methods_of(info.config)
-    lacking = set() if info.config.num_classes or info.zero_shot is not None else {*_OF_CLASSES}
-    lacking |= set() if methods else {"attention"}
-    lacking |= set() if "relevance" in methods or info.zero_shot is not None else {"evidence"}
-    lacking |= {"set_size"} if info.coverage is None else set()
-    return {name: output for name, output in OUTPUTS.items() if name not in lacking}
+    return {name: output for name, output in OUTPUTS.items() if output.exists(info)}
+
+
+def inputs_of(info: ModelInfo) -> dict[str, tuple[str, list[int]]]:
+    """Return the datatype and shape of the inputs of a model, by name; -1 differs by request."""
+    return {"image": ("BYTES", [-1]), "pixels": ("UINT8", [-1, *info.input_shape])}
 
 
 def find_model(service: Service, name: str | None, version: str = "") -> Model:
@@ -117,82 +135,86 @@ def find_model(service: Service, name: str | None, version: str = "") -> Model:
     return model
 
 
-def read_inputs(header: InferenceHeader, binary: Mapping[str, memoryview], info: ModelInfo, *, limit: int) -> Inputs:
-    """Return the pictures of a request; `binary` has the bytes of the tensors whose data are not in the header.
-
-    Raises:
-        InvalidParameter: its inputs are not one tensor with a name, datatype and shape of the model.
-        TooManyImages: its shape has more than `limit` pictures, which are then not read.
-        MalformedRequest: see `service.web.inference_protocol.tensors`.
-    """
-    if len(header.inputs) != 1:
-        raise InvalidParameter(f"{len(header.inputs)} inputs: expected 'image' or 'pixels', and not both")
-    [tensor] = header.inputs
-    data = binary.get(tensor.name)
-    if data is None and tensor.data is None:
-        raise InvalidParameter(f"input {tensor.name!r} has no data")
-    if tensor.shape and tensor.shape[0] > limit:
-        raise TooManyImages(f"{tensor.shape[0]} pictures: at most {limit} are allowed in one request")
-    if tensor.name == "image":
-        if tensor.datatype != "BYTES" or not (len(tensor.shape) == 1 or tensor.shape[1:] == [1]):
-            raise InvalidParameter("input 'image' is BYTES of shape [N], each an encoded picture")
-        return bytes_elements(tensor, data)
-    if tensor.name == "pixels":
-        shape = list(info.input_shape)
-        if tensor.datatype != "UINT8" or tensor.shape[1:] != shape:
-            raise InvalidParameter(f"input 'pixels' is UINT8 of shape [N, {', '.join(map(str, shape))}]")
-        return uint8_elements(tensor, data)
-    raise InvalidParameter(f"input {tensor.name!r:.80}: the model has 'image' and 'pixels'")
-
-
 @dataclass(frozen=True)
-class Selection:
-    """The outputs that a request selects for each picture.
+class Inference:
+    """What a request asks of a model.
 
     Attributes:
         outputs: in the order of the answer, each with its own parameters.
-        requested: of the engine, for one picture.
+        requested: of the engine, for each picture.
         binary: whether outputs without a parameter of their own are sent as bytes.
     """
 
+    id: str | None
+    pictures: Pictures
     outputs: Sequence[RequestedOutput]
     requested: RequestedOutputs
     binary: bool
 
     @classmethod
-    def of(cls, header: InferenceHeader, info: ModelInfo, *, binary: bool = False) -> Selection:
-        """Return the selection of a request, or raise `InvalidParameter` or `InputError`.
+    def of(cls, request: InferenceRequest, info: ModelInfo, *, limit: int) -> Inference:
+        """Return what a request asks of a model, of at most `limit` pictures.
 
-        `binary` is the default of the request's parameter.
+        Raises:
+            InvalidParameter, InputError: the model has no such input or output; an output does not apply.
+            TooManyImages: there are too many pictures, which are then not read.
+            MalformedRequest: see `service.web.inference_protocol.tensors`.
         """
-        parameters = header.parameters
-        if len(header.id or "") > _MAX_ID:
-            raise InvalidParameter(f"the id has {len(header.id or '')} characters: at most {_MAX_ID} are allowed")
-        text = parameters.get("labels")
-        by_default = _BY_DEFAULT if info.config.num_classes or text is not None else ("embedding",)
-        outputs = header.outputs or [RequestedOutput(name) for name in by_default]
-        names = _names(outputs, info)
-        labels = labels_of_request(text, info.zero_shot, info.config) if text is not None or names & _OF_CLASSES else ()
-        config = with_labels(info.config, labels)
-        pool = parameters.get("pool", "head")
-        if labels and pool != "head":
-            raise InvalidParameter("pool: does not apply beside labels, which are compared with what the head reads")
-        method = _map_method(parameters, names, config)
-        embedding = parse_embedding(info.config, pool, parameters.get("normalize", False))
-        requested = RequestedOutputs(
-            _top_k(parameters, outputs, config.num_classes),
-            map=parse_maps(config, info.labels, method=method)[0] if names & _OF_MAPS else None,
-            logits="logits" in names,
-            embedding=embedding if "embedding" in names else None,
-            labels=labels,
-            label_set=info.coverage is not None,
-        )
-        return cls(outputs, requested, bool(parameters.get("binary_data_output", binary)))
+        pictures = _pictures(request, info, limit)
+        if len(request.id or "") > _MAX_ID:
+            raise InvalidParameter(f"the id has {len(request.id or '')} characters: at most {_MAX_ID} are allowed")
+        if len(pictures) == 0:
+            raise InvalidParameter("there is no picture in the request")
+        has_labels = info.config.num_classes or request.parameters.get("labels") is not None
+        by_default = _BY_DEFAULT if has_labels else ("embedding",)
+        outputs = request.outputs or [RequestedOutput(name) for name in by_default]
+        requested = _requested(request.parameters, outputs, info)
+        return cls(request.id, pictures, outputs, requested, bool(request.parameters.get("binary_data_output")))
 
     def size(self, info: ModelInfo) -> int:
-        """Return the number of values in all outputs for one picture."""
+        """Return the number of values in all outputs."""
         shapes = (OUTPUTS[output.name].shape(info) for output in self.outputs)
-        return sum(math.prod(self.requested.top_k if side == -1 else side for side in shape) for shape in shapes)
+        values = sum(math.prod(self.requested.top_k if side == -1 else side for side in shape) for shape in shapes)
+        return len(self.pictures) * values
+
+
+def _pictures(request: InferenceRequest, info: ModelInfo, limit: int) -> Pictures:
+    """Return the pictures of a request; raises as `Inference.of`."""
+    if len(request.inputs) != 1:
+        raise InvalidParameter(f"{len(request.inputs)} inputs: expected 'image' or 'pixels', and not both")
+    [tensor] = request.inputs
+    if tensor.data is None:
+        raise InvalidParameter(f"input {tensor.name!r} has no data")
+    if tensor.shape and tensor.shape[0] > limit:
+        raise TooManyImages(f"{tensor.shape[0]} pictures: at most {limit} are allowed in one request")
+    if tensor.name not in inputs_of(info):
+        raise InvalidParameter(f"input {tensor.name!r:.80}: the model has 'image' and 'pixels'")
+    datatype, [_, *sides] = inputs_of(info)[tensor.name]
+    is_column = tensor.name == "image" and tensor.shape[1:] == [1]
+    if tensor.datatype != datatype or not tensor.shape or not (tensor.shape[1:] == sides or is_column):
+        shape = ", ".join(map(str, ["N", *sides]))
+        raise InvalidParameter(f"input {tensor.name!r} is {datatype} of shape [{shape}]")
+    return tensor.files() if datatype == "BYTES" else tensor.pixels()
+
+
+def _requested(parameters: Mapping[str, Any], outputs: Sequence[RequestedOutput], info: ModelInfo) -> RequestedOutputs:
+    """Return what is asked of the engine; raises as `Inference.of`."""
+    names, text = _names(outputs, info), parameters.get("labels")
+    labels = labels_of_request(text, info.zero_shot, info.config) if text is not None or names & _OF_CLASSES else ()
+    config = with_labels(info.config, labels)
+    pool = parameters.get("pool", "head")
+    if labels and pool != "head":
+        raise InvalidParameter("pool: does not apply beside labels, which are compared with what the head reads")
+    method = _map_method(parameters, names, config)
+    embedding = parse_embedding(info.config, pool, parameters.get("normalize", False))
+    return RequestedOutputs(
+        _top_k(parameters, outputs, config.num_classes),
+        map=parse_maps(config, info.labels, method=method)[0] if names & _OF_MAPS else None,
+        logits="logits" in names,
+        embedding=embedding if "embedding" in names else None,
+        labels=labels,
+        label_set=info.coverage is not None,
+    )
 
 
 def _names(outputs: Sequence[RequestedOutput], info: ModelInfo) -> set[str]:
@@ -212,7 +234,7 @@ def _names(outputs: Sequence[RequestedOutput], info: ModelInfo) -> set[str]:
     return names
 
 
-def _map_method(parameters: Parameters, names: set[str], config: NetworkConfig) -> str:
+def _map_method(parameters: Mapping[str, Any], names: set[str], config: NetworkConfig) -> str:
     """Return the method of the output `attention`: by default relevance where the model has it."""
     methods = [method for method in methods_of(config) if method in _MAPS] or list(_MAPS)
     method = parameters.get("attention", methods[0])
@@ -223,65 +245,69 @@ def _map_method(parameters: Parameters, names: set[str], config: NetworkConfig) 
     return method
 
 
-def _top_k(parameters: Parameters, outputs: Sequence[RequestedOutput], classes: int) -> int:
+def _top_k(parameters: Mapping[str, Any], outputs: Sequence[RequestedOutput], classes: int) -> int:
     """Return how many classes any output needs; raises `InvalidParameter`."""
-    allowed = f"expected 1 to {classes}" if classes else "there are no classes and no labels"
     asked = [("top_k", parameters), *(("classification", output.parameters) for output in outputs)]
     counts = [(name, each[name]) for name, each in asked if each.get(name) is not None]
     for name, count in counts:
         if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= classes:
+            allowed = f"expected 1 to {classes}" if classes else "there are no classes and no labels"
             raise InvalidParameter(f"{name} {count!r:.40}: {allowed}")
     return max((count for _, count in counts), default=min(DEFAULT_TOP_K, max(classes, 1)))
 
 
-async def infer(
-    admitted: AdmittedRequest,
-    header: InferenceHeader,
-    inputs: Inputs,
-    encode: Callable[[list[OutputTensor]], T],
-    *,
-    binary: bool = False,
-) -> T:
-    """Compute the pictures of a request, which take their places first, and return their encoded outputs.
+async def read(
+    admitted: AdmittedRequest, body: bytearray, decode: Callable[[bytearray], InferenceRequest]
+) -> Inference:
+    """Return what a body asks of the request's model; its bytes are dropped as soon as they are copied.
 
-    Args:
-        encode: runs on a thread where there are many values.
-        binary: see `Selection.of`.
+    A thread reads a large one. Raises as `Inference.of`, and what `decode` raises.
+    """
+    info, limit = admitted.model.info, admitted.service.settings.max_images_per_request
+
+    def work() -> Inference:
+        request = decode(body)
+        asked = Inference.of(request, info, limit=limit)
+        if isinstance(asked.pictures, list) and body is not asked.pictures[0]:
+            body.clear()  # pixels are a view of it
+        return asked
+
+    return await admitted.write(work, size=len(body) // _BYTES_A_VALUE)
+
+
+async def infer(admitted: AdmittedRequest, asked: Inference, encode: Callable[[InferenceAnswer], T]) -> T:
+    """Compute the pictures of a request, which take their places first, and return its encoded answer.
+
+    `encode` runs on a thread where there are many values.
 
     Raises:
         QueueFull: there are not as many places as pictures.
         ImageError, ServiceError: of the first picture that failed, its position named if there are several.
     """
     info = admitted.model.info
-    selection = Selection.of(header, info, binary=binary)
-    if len(inputs) == 0:
-        raise InvalidParameter("there is no picture in the request")
-    admitted.take(len(inputs))
-    results = await all_of(_compute(admitted, inputs, position, selection.requested) for position in range(len(inputs)))
+    admitted.take(len(asked.pictures))
+    results = await all_of(_compute(admitted, asked, position) for position in range(len(asked.pictures)))
     admitted.service.metrics.images.inc(len(results))
     for result in results if info.config.num_classes else ():
         admitted.service.metrics.observe_classes(result.outputs)
 
     def answer() -> T:
-        return encode(make_outputs(results, selection, selection.requested.labels or info.labels))
+        return encode(InferenceAnswer(info.name, asked.id, make_outputs(results, asked, info.labels)))
 
-    return await admitted.write(answer, size=len(inputs) * selection.size(info))
+    return await admitted.write(answer, size=asked.size(info))
 
 
-async def _compute(
-    admitted: AdmittedRequest, inputs: Inputs, position: int, requested: RequestedOutputs
-) -> InferenceResult:
+async def _compute(admitted: AdmittedRequest, asked: Inference, position: int) -> InferenceResult:
     """Return the result of the picture at a position; raises as `infer`."""
-    picture = inputs[position]
+    picture, limit = asked.pictures[position], admitted.service.settings.max_upload_bytes
     try:
         if not isinstance(picture, bytearray):
-            return await admitted.infer(picture, requested)
-        limit = admitted.service.settings.max_upload_bytes
+            return await admitted.infer(picture, asked.requested)
         if len(picture) > limit:
             raise UploadTooLarge(f"{len(picture)} bytes: at most {limit} are allowed")
-        return (await admitted.classify(picture, requested))[1]
+        return (await admitted.classify(picture, asked.requested))[1]
     except (ImageError, ServiceError) as error:
-        if len(inputs) == 1:
+        if len(asked.pictures) == 1:
             raise
         raise at_position(error, position) from None
 
@@ -293,22 +319,22 @@ def at_position(error: ImageError | ServiceError, position: int) -> ImageError |
     return named
 
 
-def make_outputs(results: Sequence[InferenceResult], selection: Selection, labels: Sequence[str]) -> list[OutputTensor]:
+def make_outputs(results: Sequence[InferenceResult], asked: Inference, labels: Sequence[str]) -> list[OutputTensor]:
     """Return the selected outputs: [N, K], [N, C] of logits, [N, rows, columns] of attention, [N, D]."""
+    labels = asked.requested.labels or labels
 
     def stacked(name: str, count: int | None = None) -> NDArray[Any]:
         values = (OUTPUTS[name].values(result.outputs, labels) for result in results)
         return np.stack([each[:count] for each in values if each is not None])
 
     outputs: list[OutputTensor] = []
-    for output in selection.outputs:
-        binary = bool(output.parameters.get("binary_data", selection.binary))
+    for output in asked.outputs:
         count = output.parameters.get("classification")
         if count is None:
             values = stacked(output.name)
         else:
             values = _classification(*(stacked(name, count) for name in ("score", "index", "label")))
-        outputs.append(OutputTensor(output.name, values, binary=binary))
+        outputs.append(OutputTensor(output.name, values, bool(output.parameters.get("binary_data", asked.binary))))
     return outputs
 
 

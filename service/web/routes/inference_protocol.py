@@ -16,7 +16,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.engine.messages import ModelInfo
 from service.errors import Forbidden, InvalidParameter, MalformedRequest, Unauthorized
 from service.settings import Settings
 from service.web.api_keys import bearer_token
@@ -28,9 +27,9 @@ from service.web.inference_protocol.descriptions import (
     repository_index,
     server_metadata,
 )
-from service.web.inference_protocol.inference import Inputs, find_model, infer, read_inputs
-from service.web.inference_protocol.tensors import InferenceHeader, encode_answer, split_body, take_binary
-from service.web.request import AdmittedRequest, Model, model_of, service_of
+from service.web.inference_protocol.inference import find_model, infer, read
+from service.web.inference_protocol.tensors import decode_request, encode_answer
+from service.web.request import Model, model_of, service_of
 from service.web.routes.endpoint import Endpoint, json_response
 from vitserve import __version__
 
@@ -39,9 +38,6 @@ router = APIRouter(prefix="/v2", include_in_schema=False, route_class=Endpoint)
 
 PUBLIC: Final = frozenset({"/v2/health/live", "/v2/health/ready"})
 """Paths that are open even when keys are set."""
-
-_BYTES_A_VALUE: Final = 256
-"""Bytes of base64 that are read in the time of one number."""
 
 _HEADER_LENGTH: Final = "inference-header-content-length"
 _MAX_DIGITS: Final = 20
@@ -69,17 +65,11 @@ async def v2_live(request: Request) -> Response:
 
 
 @router.get("/health/ready")
-async def v2_ready(request: Request) -> Response:
-    """Answer 200 when the model is ready, else 503."""
-    service_of(request).check_open()
-    return Response()
-
-
 @router.get(f"{_MODEL}/ready")
 @router.get(f"{_VERSIONED}/ready")
-async def v2_model_ready(request: Request) -> Response:
-    """Answer 200 when this model is ready, else 503."""
-    service_of(request).check_open()
+async def v2_ready(request: Request) -> Response:
+    """Answer 200 when the model is ready, else 503."""
+    service_of(request).check_ready()
     _model(request)
     return Response()
 
@@ -104,39 +94,12 @@ async def v2_statistics(request: Request) -> Response:
 async def v2_infer(request: Request) -> Response:
     """Classify the pictures of the tensor `image` or `pixels`."""
     async with service_of(request).admit(request, _model(request)) as admitted:
-        body = await admitted.read_body()
-        content, header_length = await _infer(admitted, body, _header_length(request))
+        body, length = await admitted.read_body(), _header_length(request)
+        asked = await read(admitted, body, partial(decode_request, header_length=length))
+        content, header_length = await infer(admitted, asked, encode_answer)
     if header_length is None:
         return Response(content, media_type="application/json")
     return Response(content, headers={_HEADER_LENGTH: str(header_length)}, media_type="application/octet-stream")
-
-
-async def _infer(admitted: AdmittedRequest, body: bytearray, length: int | None) -> tuple[bytes, int | None]:
-    """Return the answer to a body whose JSON has `length` bytes; None: all. See `encode_answer`."""
-    inputs: Inputs
-    info = admitted.model.info
-    if length == 0:  # the body is one picture and nothing else
-        header, inputs, binary = InferenceHeader([]), [body], True
-    else:
-        read = partial(_read, body, length, info, admitted.service.settings.max_images_per_request)
-        header, inputs = await admitted.write(read, size=len(body) // _BYTES_A_VALUE)
-        binary = False
-    encode = partial(encode_answer, info.name, VERSION, header.id)
-    return await infer(admitted, header, inputs, encode, binary=binary)
-
-
-def _read(body: bytearray, length: int | None, info: ModelInfo, limit: int) -> tuple[InferenceHeader, Inputs]:
-    """Return what a body says; its own bytes are dropped as soon as they are copied, as they are counted once."""
-    header, rest = split_body(body, length)
-    binary = take_binary(header.inputs, rest)
-    del rest
-    if not binary:
-        body.clear()
-    inputs = read_inputs(header, binary, info, limit=limit)
-    if isinstance(inputs, list):
-        binary.clear()
-        body.clear()
-    return header, inputs
 
 
 def _header_length(request: Request) -> int | None:
@@ -184,7 +147,7 @@ async def v2_load(request: Request) -> Response:
     _require_admin(request, service.settings)
     model = find_model(service, request.path_params["name"])
     checkpoint = _checkpoint(await _question(request, model), service.settings)
-    service.check_open()
+    service.check_ready()
     await service.models.load(checkpoint)
     return json_response(repository_index(service.model().info)[0])
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.checkpoint import PREPROCESS_PRESETS, load_checkpoint
+from model.checkpoint import load_checkpoint
 from model.errors import CheckpointError
 from tests.model.checkpoint.parity import assert_same_logits, preprocess_file, randomise
 from tests.timm_reference import timm
@@ -119,19 +119,6 @@ def test_jax_logits_are_those_of_the_timm_model_that_timm_loads_from_the_same_fi
     loaded.load_pretrained(str(file))
     checkpoint = load_checkpoint(str(file), preprocess=preprocess_file(tmp_path, 48, 48), labels="numbers")
     assert_same_logits(checkpoint, loaded, f"jax {case}")
-
-
-def test_a_released_jax_file_gets_its_published_preset_and_says_so(tmp_path: Path) -> None:
-    model = timm().create_model("vit_tiny_patch16_224", depth=1)
-    file = (
-        tmp_path
-        / "Ti_16-i21k-300ep-lr_0.001-aug_none-wd_0.03-do_0.0-sd_0.0--imagenet2012-steps_20k-lr_0.03-res_224.npz"
-    )
-    np.savez(file, **jax_arrays(model))
-    checkpoint = load_checkpoint(str(file))
-    assert checkpoint.preprocess == PREPROCESS_PRESETS["google-224"]
-    assert checkpoint.labels[0] == "tench, Tinca tinca"
-    assert len(checkpoint.assumed) == 2
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2])

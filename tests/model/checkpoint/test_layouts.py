@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -44,24 +43,6 @@ def test_vit_pytorch(kind: str, options: dict[str, Any], architecture: str, tmp_
     checkpoint = load(model.state_dict(), tmp_path, architecture)
     assert_same_logits(checkpoint, model, f"vit-pytorch {kind} {options}")
     assert "act_layer=gelu, as vit-pytorch has it (VIT_ARCHITECTURE)" in checkpoint.assumed
-
-
-def test_vit_pytorch_of_2021(tmp_path: Path) -> None:
-    model = made()
-    names = {
-        ".norm1.": ".0.norm.", ".norm2.": ".1.norm.", ".attn.qkv.": ".0.fn.to_qkv.", ".attn.proj.": ".0.fn.to_out.0.",
-        ".mlp.fc1.": ".1.fn.net.0.", ".mlp.fc2.": ".1.fn.net.3.", "blocks.": "transformer.layers.",
-        "head.": "mlp_head.1.", "pos_embed": "pos_embedding", "patch_embed.proj.": "to_patch_embedding.1.",
-    }  # fmt: skip
-    state = {}
-    for name, tensor in model.state_dict().items():
-        new = name
-        for ours, theirs in names.items():
-            new = new.replace(ours, theirs)
-        new = re.sub("^norm", "mlp_head.0", new)
-        state[new] = tensor.permute(0, 2, 3, 1).flatten(1) if tensor.ndim == 4 else tensor
-    given = "vit,num_heads=3,norm_eps=1e-6,global_pool=token"
-    assert_same_logits(load(state, tmp_path, given), model, "vit-pytorch of 2021")
 
 
 class EncoderViT(nn.Module):

@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from model.checkpoint.files import Folder
+from model.checkpoint.files import Files
 from model.checkpoint.huggingface import FAMILIES
 from model.checkpoint.huggingface.families import Family
 from model.checkpoint.huggingface.preprocessor import carried_preprocess, read_preprocessor
@@ -24,7 +24,7 @@ from model.errors import CheckpointError
 from model.images.preprocess import preprocess
 from tests.timm_reference import timm, transformers
 
-BY_CLASS = {family.class_name: family for family in FAMILIES if not family.each_its_size}
+BY_CLASS = {family.class_name: family for family in FAMILIES}
 
 OF_PROCESSORS = sorted({family.image_processor: name for name, family in BY_CLASS.items()}.values())
 """A family of each image processor."""
@@ -111,7 +111,7 @@ def huggingface_case(case: str, folder: Path) -> tuple[PreprocessConfig, Any]:
     name, family, options = PROCESSORS[case]
     processor = getattr(transformers(), name)(**options)
     processor.save_pretrained(folder)
-    config = carried_preprocess(Folder(folder, str(folder)), BY_CLASS[family])
+    config = carried_preprocess(Files(folder, str(folder)), BY_CLASS[family])
     assert config is not None
     return config, resized_by(processor)
 
@@ -172,9 +172,9 @@ def assert_carried_as_by_transformers(family: Family, folder: Path) -> None:
     wide, tall = generated()[:2]
     if reference(upright(wide)).shape != reference(upright(tall)).shape:
         with pytest.raises(CheckpointError, match="no one input size"):
-            carried_preprocess(Folder(folder, str(folder)), family)
+            carried_preprocess(Files(folder, str(folder)), family)
         return
-    read = carried_preprocess(Folder(folder, str(folder)), family)
+    read = carried_preprocess(Files(folder, str(folder)), family)
     assert read is not None
     assert max(largest_difference(read, reference, data) for data in (wide, tall)) <= 1
     assert (read.mean, read.std) == (processor.image_mean, processor.image_std)
@@ -192,7 +192,7 @@ def test_what_a_file_leaves_open_is_what_the_class_that_it_names_does(
 
 
 def read(file: dict[str, Any], folder: Path, family: str = "ViTForImageClassification") -> PreprocessConfig:
-    return read_preprocessor(file, BY_CLASS[family], Folder(folder, str(folder)), "here")
+    return read_preprocessor(file, BY_CLASS[family], Files(folder, str(folder)), "here")
 
 
 NESTED: dict[str, dict[str, Any]] = {

@@ -146,10 +146,6 @@ def test_a_crop_that_is_not_named_is_the_centre_as_timm_takes_it(tmp_path: Path)
         ("huggingface", "config.json", "architectures", ["ViTModel"], r"unexpected key 'head\.bias'"),
         ("huggingface", "config.json", "architectures", ["Dinov2Model"], "model_type 'vit': expected 'dinov2'"),
         (
-            *("huggingface", "config.json", "architectures", ["Siglip2Model"]),
-            "any shape .NaFlex.*SigLIP 2 of one resolution is a SiglipModel",
-        ),
-        (
             *("huggingface", "config.json", "architectures", ["ViTHybridForImageClassification"]),
             "is not a Vision Transformer that is read; this version reads the ForImageClassification of ViT, ViTMSN, ",
         ),
@@ -252,24 +248,6 @@ def test_a_config_that_is_no_json_object_is_refused(kind: str, text: str, tmp_pa
     assert "config.json" in refusal(folder)
 
 
-def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    expected = "expected config.json, model.safetensors and preprocessor_config.json, as save_pretrained writes them"
-    assert refusal(tmp_path) == f"{tmp_path}: has no config.json: {expected}"
-
-
-@pytest.mark.parametrize(
-    ("checkpoints", "named"),
-    [((500,), "{0}/checkpoint-500"), ((500, 1000), "{0}/checkpoint-1000 or {0}/checkpoint-500")],
-)
-def test_a_trainers_output_is_told_by_the_folders_in_it(
-    checkpoints: tuple[int, ...], named: str, tmp_path: Path
-) -> None:
-    (tmp_path / "runs").mkdir()
-    for step in checkpoints:
-        huggingface_folder(tmp_path / f"checkpoint-{step}")
-    assert refusal(tmp_path) == f"{tmp_path}: has no config.json: did you mean {named.format(tmp_path)}?"
-
-
 def test_a_folder_without_a_processor_is_told_how_to_choose_the_preprocessing(tmp_path: Path) -> None:
     folder = huggingface_folder(tmp_path)
     (folder / "preprocessor_config.json").unlink()
@@ -277,7 +255,7 @@ def test_a_folder_without_a_processor_is_told_how_to_choose_the_preprocessing(tm
     assert "neither preprocessor_config.json nor processor_config.json" in message
     first, advice = message.split("save the processor into this folder: processor.save_pretrained(FOLDER), or ")
     assert "VIT_PREPROCESS" not in first
-    assert advice == "set VIT_PREPROCESS to a JSON file"  # no preset is for the 16 pixels of this model
+    assert advice.startswith("set VIT_PREPROCESS to a JSON file or to one of ")
 
 
 @pytest.mark.parametrize("size", [(20, 16), (1, 1), (65536, 65536), (16384, 16384)])
@@ -307,3 +285,8 @@ def test_a_label_that_no_answer_could_hold_is_refused(kind: str, label: str, sai
     # pydantic itself knows no text that cannot be encoded.
     assert said in message or "labels.1: Input should be a valid string" in message
     message.encode()
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    expected = "expected config.json, model.safetensors and preprocessor_config.json, as save_pretrained writes them"
+    assert refusal(tmp_path).startswith(f"{tmp_path}: has no config.json: {expected}")

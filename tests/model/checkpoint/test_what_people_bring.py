@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -113,24 +111,6 @@ def _backbone_and_head(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _two_files(folder: Path) -> Brought:
-    made_ = saved(lambda model: _backbone_and_head(model)["backbone"], "backbone.pth")(folder)
-    torch.save(_backbone_and_head(made_.network)["fc"], folder / "head.pth")
-    torch.save({"state": {}}, folder / "optimizer.pt")
-    return made_._replace(source=folder)
-
-
-def _archive(folder: Path) -> Brought:
-    made_ = saved()(folder)
-    names = {str(i): [f"n{i}", f"label {i}"] for i in range(5)}
-    with zipfile.ZipFile(folder / "model.mar", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.write(made_.source, "weights.pth")
-        archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"model": {"serializedFile": "weights.pth"}}))
-        archive.writestr("index_to_name.json", json.dumps(names))
-        archive.writestr("handler.py", "raise SystemExit('run!')")
-    return made_._replace(source=folder / "model.mar", options={**made_.options, "labels": None})
-
-
 def _safetensors(folder: Path) -> Brought:
     made_ = saved()(folder)
     both = {f"model.{name}": tensor for name, tensor in made_.network.state_dict().items()}
@@ -218,8 +198,6 @@ SERVED: Final[dict[str, tuple[Maker, str]]] = {
         saved(lambda m: {n if n.startswith("head.") else f"backbone.{n}": t for n, t in m.state_dict().items()}),
         "",
     ),
-    "a folder of backbone and head": (_two_files, ""),
-    ".mar": (_archive, ""),
     "timm folder": (_timm_folder, ""),
     "timm_wrapper": (_timm_wrapper, ""),
     "LoRA folder": (_lora, "is merged into"),
@@ -235,8 +213,6 @@ def test_it_is_served_exactly_and_what_is_left_aside_is_said(kind: str, tmp_path
     checkpoint = load_checkpoint(str(source), **options)
     assert_same_logits(checkpoint, network, kind)
     assert note in " ".join(checkpoint.notes)
-    if kind == ".mar":
-        assert checkpoint.labels == tuple(f"label {i}" for i in range(5))
 
 
 def _text(name: str, content: str = "") -> Callable[[Path], Path]:
@@ -263,12 +239,6 @@ def _pointer_in_a_folder(folder: Path) -> Path:
     return folder
 
 
-def _second_head(folder: Path) -> Path:
-    _held(nn.Module.state_dict, "backbone.pth")(folder)
-    torch.save(nn.Linear(48, 5).state_dict(), folder / "head.pth")
-    return folder
-
-
 POINTER: Final = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 343223\n"
 REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
     "LFS pointer": (
@@ -280,6 +250,7 @@ REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
     "TorchScript": (_script, r"torch\.save\(torch\.jit\.load\('net\.pt'\)\.state_dict\(\), FILE\)"),
     ".pt2": (_text("net.pt2"), r"torch\.save\(torch\.export\.load\('net\.pt2'\)\.state_dict, FILE\)"),
     "ONNX": (_text("net.onnx"), r"a graph made from a network, .* torch\.save\(model\.state_dict\(\), FILE\)"),
+    "TorchServe": (_text("net.mar"), "an archive of TorchServe: unzip it"),
     "OpenVINO IR": (_text("net.xml", "<net/>"), "a graph made from a network"),
     "a pickled module": (_held(lambda model: model), r"torch\.save\(model\.state_dict\(\), "),
     "two copies, of which none is averaged": (_held(_pair("first", "second")), 'VIT_KEYS: weights = "first"'),
@@ -287,7 +258,6 @@ REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
         _held(lambda model: _backbone_and_head(model)["backbone"]),
         "num_classes=0 is a network without a head, which gives embeddings",
     ),
-    "a head beside a model that has one": (_second_head, r"'head\.weight', and head\.pth beside it holds another"),
     "an optimiser's state": (
         _held(lambda model: _training(model)["optimizer"]),
         r"keys 'state', 'param_groups', .*torch\.save\(model",

@@ -132,5 +132,5 @@ def test_the_figure_is_the_same_for_the_same_numbers_and_says_what_is_missing(
     with pytest.raises(FigureError, match="absent"):
         figures.attention_distance(np.ones((2, 2)), tmp_path / "absent" / "c.png", even=1.0)
     monkeypatch.setattr("model.insight.figures.find_spec", lambda name: None)
-    with pytest.raises(FigureError, match=r"pip install -e '\.\[figures\]'"):
+    with pytest.raises(FigureError, match=r"pip install 'vitserve\[figures\]'"):
         figures.attention_distance(np.ones((2, 2)), tmp_path / "c.png", even=1.0)

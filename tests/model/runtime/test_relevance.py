@@ -115,7 +115,9 @@ def test_a_captured_graph_gives_it() -> None:
     assert ops.replays == replays + 1
     require_explanation(predictor, images, 1, found)
     require_explanation(predictor, images, 2, found)
-    require_mixed(predictor, made("registers"))  # its choice of rows has no graph
+    replays = ops.replays
+    require_mixed(predictor, made("registers"))
+    assert ops.replays == replays + 3, "images with nothing, with the last row and with relevance; another row has none"
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -185,7 +185,7 @@ class FakeServer:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
     found = FakeServer()
-    monkeypatch.setattr("service.cli.server_flags.Client", partial(Client, transport=httpx.MockTransport(found)))
+    monkeypatch.setattr("service.cli.answers.Client", partial(Client, transport=httpx.MockTransport(found)))
     return found
 
 

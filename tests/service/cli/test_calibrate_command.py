@@ -22,9 +22,8 @@ HERE = ("--device", "cpu", "--dtype", "float32")
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no start compile graphs, or try all sizes of batches."""
+    """Let no start compile graphs."""
     monkeypatch.setenv("VIT_COMPILE", "off")
-    monkeypatch.setattr("model.runtime.predictor._FILL_SECONDS", 0)
 
 
 @pytest.fixture

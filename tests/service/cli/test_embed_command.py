@@ -12,7 +12,7 @@ import pytest
 from model.checkpoint import load_checkpoint
 from model.outputs import EmbeddingRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
-from service.cli import server_flags
+from service.cli import answers
 from service.cli.image_files import read_input
 from service.settings import load_settings
 from tests.service.cli.command_line import run, write_checkpoint, write_pictures
@@ -78,9 +78,10 @@ def test_each_row_is_the_embedding_of_the_file_that_the_table_names(
     loaded, settings = load_checkpoint(str(checkpoint)), load_settings({})
     predictor = Predictor(loaded, device="cpu", dtype="float32", compile_mode="off")
     for row, file in zip(found, ("a.jpg", "b.png", "deep/c.webp"), strict=True):
-        pixels = read_input((pictures / file).read_bytes(), loaded.preprocess, settings).pixels
+        seen = read_input(pictures / file, loaded.preprocess, settings)
+        assert not isinstance(seen, str)
         asked = RequestedOutputs(1, embedding=EmbeddingRequest("mean", True))
-        [expected] = predictor.predict(pixels[np.newaxis], asked)
+        [expected] = predictor.predict(seen.pixels[np.newaxis], asked)
         assert expected.embedding is not None
         np.testing.assert_allclose(row, expected.embedding, atol=1e-4)
 
@@ -101,7 +102,7 @@ def test_a_server_is_asked_for_the_same(
     def connect(url: str, **options: object) -> Answering:
         return Answering(url, transport=httpx.MockTransport(lambda _: httpx.Response(500)))
 
-    monkeypatch.setattr(server_flags, "Client", connect)
+    monkeypatch.setattr(answers, "Client", connect)
     output = tmp_path / "features.npy"
     code, *_ = run(capsys, "embed", pictures, "-o", output, "--url", "http://127.0.0.1:1", "--pool", "cls")
     assert code == 0

@@ -68,7 +68,7 @@ def test_what_cannot_be_drawn_is_one_line(
         "--images without --figures": (["--images", pictures], "--figures DIR and --images FOLDER need each other"),
         "no pictures": (["--figures", tmp_path / "out", "--images", empty], "no pictures in this folder"),
         "all bad": (["--figures", tmp_path / "out", "--images", bad], "no images to measure"),
-        "no matplotlib": (["--figures", tmp_path / "out", "--images", pictures], "pip install -e '.[figures]'"),
+        "no matplotlib": (["--figures", tmp_path / "out", "--images", pictures], "pip install 'vitserve[figures]'"),
         "a file": (["--figures", tmp_path / "file", "--images", pictures], "file: cannot be written"),
     }[missing]
     code, _, err = run(capsys, "inspect", write(tmp_path / "m"), *flags)

@@ -69,6 +69,24 @@ def test_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == f"vitserve {version('vitserve')}\n"
 
 
+@pytest.mark.parametrize(
+    ("line", "near"),
+    [
+        (["--prot", "9000"], "--port"),
+        (["serve", "--queu-size=3"], "--queue-size"),
+        (["classify", "--tok", "3"], "--top-k"),
+    ],
+)
+def test_an_unknown_option_is_answered_with_the_nearest_and_no_usage(
+    line: list[str], near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(line)
+    assert stopped.value.code == 2
+    [message] = capsys.readouterr().err.splitlines()
+    assert f": did you mean {near}?" in message
+
+
 def test_flags_alone_are_those_of_serve(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--port", "http"]) == 1
     assert capsys.readouterr().err.startswith("vitserve: VIT_PORT='http': ")

@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import subprocess
+import sys
+import textwrap
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +20,7 @@ import pytest
 
 from model.calibration import Calibration
 from model.checkpoint import native
-from model.checkpoint.files import Folder
+from model.checkpoint.files import Files
 from model.errors import CheckpointError, DeviceError
 from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.openvino.kept import KeptCheckpoint
@@ -35,10 +39,11 @@ def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(given: dict[st
     checkpoint = predictor.checkpoint
     facts = {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
     assert facts.pop("name") == name
-    for own in ("source", "revision", "format", "architecture", "config", "preprocess", "labels"):
+    for own in ("source", "revision", "format", "architecture", "config", "preprocess", "labels", "content"):
         assert facts.pop(own) == getattr(checkpoint, own)
     assert facts.pop("backend").startswith("torch ")
     assert facts.pop("parameters") > 1_000_000
+    assert time.time() - 3600 < facts.pop("loaded_at") <= time.time()
     assert facts == {
         "temperature": checkpoint.temperature,
         "multi_label": False,
@@ -79,7 +84,9 @@ def test_the_predictor_is_made_as_the_settings_say_and_notes_are_logged(
     named = {"device": "cuda:0", "device_name": "cuda:1"}
     fixed = {"compile_mode": "auto", "graphs": True, "keep": None}
     assert made == [(checkpoint, chosen | named | fixed)]
-    assert info == dataclasses.replace(known, assumed=checkpoint.assumed)  # what both have is the checkpoint's
+    assert info == dataclasses.replace(
+        known, assumed=checkpoint.assumed, loaded_at=info.loaded_at
+    )  # what both have is the checkpoint's
     assert caplog.messages == ["fake: assumed: no mean is given (VIT_PREPROCESS)", "fake: left aside: epoch"]
 
 
@@ -127,14 +134,14 @@ def test_a_disk_that_does_not_answer_for_one_checkpoint_holds_up_no_other(tmp_pa
     """Before Python 3.12 `functools.cached_property` has one lock for all instances."""
     never, began = threading.Event(), threading.Event()
 
-    class Hanging(Folder):
+    class Hanging(Files):
         def path(self, name: str) -> Path | None:
             began.set()
             never.wait(PATIENCE)
             return None
 
     hung = threading.Thread(target=lambda: Hanging(tmp_path, "hung").config)
-    other = threading.Thread(target=lambda: Folder(tmp_path, "other").config)
+    other = threading.Thread(target=lambda: Files(tmp_path, "other").config)
     try:
         hung.start()
         assert began.wait(PATIENCE)
@@ -248,3 +255,28 @@ def test_what_fails_while_graphs_are_read_early_is_raised_by_who_loads(tmp_path:
     with pytest.raises(CheckpointError, match="calibrate") as refused:
         load(settings)
     assert "\n" not in str(refused.value)
+
+
+def test_another_checkpoint_is_loaded_without_torch_in_the_process_that_serves(tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    folder = write_checkpoint(tmp_path / "m", ("cat", "dog"))
+    broken = write_checkpoint(tmp_path / "broken", ("cat", "dog"))
+    (broken / "model.safetensors").write_bytes(bytes(100))
+    script = """
+        import sys
+        from model.errors import CheckpointError
+        from service.engine.loading import load_lean
+        from service.settings import load_settings
+        given = {"device": "cpu", "cache_dir": sys.argv[1], "image_size": "24x16"}
+        predictor, info = load_lean(load_settings(given | {"checkpoint": sys.argv[2]}))
+        predictor.warm_up()
+        try:
+            load_lean(load_settings(given | {"checkpoint": sys.argv[3]}))
+        except CheckpointError as error:
+            print(info.labels, info.preprocess.size, "torch" in sys.modules, error, sep="|")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "cache"), str(folder), str(broken)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE)
+    labels, size, has_torch, error = ran.stdout.strip().split("|")
+    assert (labels, size, has_torch) == ("('cat', 'dog')", "(24, 16)", "False")
+    assert "model.safetensors" in error

@@ -211,6 +211,22 @@ async def test_a_caller_that_asks_and_does_not_read_is_let_go() -> None:
         await until(lambda: server.app.metric("vit_inflight_requests") == 0)
 
 
+def test_who_closes_its_sending_side_is_taken_for_one_that_left(caplog: pytest.LogCaptureFixture) -> None:
+    uvloop = pytest.importorskip("uvloop", reason="uvloop is not installed: it alone minds a write that comes too late")
+
+    async def half_close() -> None:
+        async with listening() as server:
+            for request in (post(png(1)), GET, post(b"no picture")) * 5:
+                async with server.connect() as caller:
+                    await caller.send(request)
+                    caller.writer.write_eof()
+                    await caller.reader.read()
+            assert (await server.ask(GET)).status == 200
+
+    uvloop.run(half_close())
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 @on_a_loop
 async def test_leaving_cancels_the_request_that_is_being_answered() -> None:
     async with listening() as server:
@@ -222,6 +238,21 @@ async def test_leaving_cancels_the_request_that_is_being_answered() -> None:
         assert server.app.engine.cancelled == 1
         assert service_in(server.app).limiter.in_use == 0
         assert not server.connections.open and not server.connections.waiting
+
+
+@on_a_loop
+@pytest.mark.parametrize("framing", ["Content-Length: 20000000", "Transfer-Encoding: chunked"])
+async def test_a_large_body_is_read_whole_however_slowly_the_application_takes_it(framing: str) -> None:
+    body = bytes(20_000_000)
+    sent = body if "Length" in framing else b"".join(b"4e20\r\n" + bytes(20_000) + b"\r\n" for _ in range(1000))
+    async with listening(max_upload_bytes=30_000_000) as server, server.connect() as connection:
+        sending = asyncio.create_task(
+            connection.send(post(sent + b"0\r\n\r\n" * (sent != body), framing, length=False))
+        )
+        assert (await connection.answer()).code == "unsupported_media_type"
+        await sending
+        await connection.send(GET)
+        assert (await connection.answer()).status == 200
 
 
 # As many connections as there may be

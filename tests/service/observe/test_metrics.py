@@ -31,7 +31,8 @@ GAUGES = {
     "vit_queue_depth": {"device"},
     "vit_inflight_requests": set(),
     "vit_engine_up": {"device"},
-    "vit_model_info": {"model", "architecture", "device", "dtype", "version", "checkpoint"},
+    "vit_model_info": {"model", "architecture", "device", "dtype", "version", "checkpoint", "content"},
+    "vit_model_loaded_timestamp_seconds": {"device"},
     "vit_last_reload_successful": set(),
     "vit_recent_images": set(),
     "vit_recent_bytes": set(),
@@ -125,7 +126,9 @@ def test_the_engines_gauges_are_read_at_the_scrape_and_name_its_device_once_it_i
 def test_the_model_is_told_once() -> None:
     metrics = Metrics()
     metrics.set_model(model_info(name="old"), "1")
-    metrics.set_model(model_info(name="new"), "1")
+    metrics.set_model(model_info(name="new", loaded_at=1767225600), "1")
+    assert value(metrics, "vit_model_loaded_timestamp_seconds", device="cpu") == 1767225600
+    assert value(metrics, "vit_batches_total", device="cpu", release="full") == 0  # before the first batch
     [family] = [family for family in metrics.registry.collect() if family.name == "vit_model_info"]
     [sample] = family.samples
     assert sample.labels == {
@@ -135,6 +138,7 @@ def test_the_model_is_told_once() -> None:
         "dtype": "float32",
         "version": "1",
         "checkpoint": "nowhere",
+        "content": "0123456789abcdef",
     }
 
 

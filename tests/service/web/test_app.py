@@ -14,6 +14,7 @@ from service.observe.metrics import Metrics
 from service.settings import load_settings
 from service.web import app as app_module
 from service.web import middleware
+from service.web.problems import CODES
 from tests.service.fakes import SIZE, on_a_loop, png
 from tests.service.web.apps import Clock, app, form, kept, service_in, settle, until
 
@@ -106,6 +107,7 @@ async def test_what_was_accepted_before_draining_is_answered() -> None:
 @on_a_loop
 async def test_requests_are_counted_by_endpoint_and_status() -> None:
     service = app()
+    assert all(service.metric("vit_rejected_total", reason=code) == 0 for code in CODES)  # before the first refusal
     await service.classify()
     await service.classify(b"text")
     await service.get("/nope")
@@ -166,6 +168,7 @@ async def test_the_engine_is_started_and_closed_with_the_application() -> None:
             device="cpu",
             dtype="float32",
             checkpoint="nowhere",
+            content="0123456789abcdef",
             version=json.loads((await service.get("/openapi.json")).content)["info"]["version"],
         )
         == 1

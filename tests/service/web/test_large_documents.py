@@ -13,7 +13,7 @@ import pytest
 from service.errors import MalformedRequest
 from service.web import request as request_module
 from service.web.inference_protocol import inference, tensors
-from service.web.inference_protocol.tensors import InputTensor, bytes_elements
+from service.web.inference_protocol.tensors import InputTensor
 from service.web.routes import classify, inference_protocol
 from tests.service.fakes import CLASSES, on_a_loop, png
 from tests.service.web.apps import app, form
@@ -37,7 +37,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         monkeypatch.setattr(module, name, watched)
 
     watch(classify, "_document")
-    watch(inference_protocol, "split_body")
+    watch(inference_protocol, "decode_request")
     watch(inference_protocol, "encode_answer")
     watch(inference, "make_outputs")
     return found
@@ -49,7 +49,7 @@ async def test_json_of_many_values_does_not_hold_the_event_loop(
     large: int, thread: str, threads: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_module, "LARGE", large)
-    monkeypatch.setattr(inference_protocol, "_BYTES_A_VALUE", 100)
+    monkeypatch.setattr(inference, "_BYTES_A_VALUE", 100)
     service = app()
     single = await service.classify(png(7), query=f"top_k={CLASSES}")
     assert [one["index"] for one in single.json["predictions"]][:1] == [7]
@@ -67,7 +67,7 @@ def test_long_base64_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensors, "_BASE64_PIECE", 8)
     for size in range(20):
         text = base64.b64encode(bytes(range(size))).decode()
-        assert bytes_elements(InputTensor("image", "BYTES", [1], [text]), None) == [bytes(range(size))]
+        assert InputTensor("image", "BYTES", [1], [text]).files() == [bytes(range(size))]
 
 
 @pytest.mark.parametrize(
@@ -76,4 +76,4 @@ def test_long_base64_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_no_base64_is_refused_wherever_a_piece_ends(text: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensors, "_BASE64_PIECE", 8)
     with pytest.raises(MalformedRequest, match="element 0 is not a string in base64"):
-        bytes_elements(InputTensor("image", "BYTES", [1], [text]), None)
+        InputTensor("image", "BYTES", [1], [text]).files()

@@ -140,8 +140,7 @@ def test_an_entry_that_is_not_what_was_written_is_not_used(
 ) -> None:
     assert callable(change)
     first_start(checkpoint, folder)
-    [place] = folder.iterdir()
-    change(place)
+    change(Entry(folder, {}).place(relevance=False))
     assert later_start(checkpoint, folder) is None
     assert "a graph that is not used and is made again" in caplog.text
 
@@ -184,3 +183,21 @@ def test_a_folder_that_cannot_be_written_costs_a_line_and_no_answer(
     predictor = first_start(checkpoint, tmp_path / "file" / "graphs")
     assert predictor.predict(make_images(1), RequestedOutputs(1))[0].finite
     assert "the graph is not kept, and is made again at each start" in caplog.text
+
+
+def test_what_a_killed_process_was_writing_goes_at_the_next_start_and_what_a_living_one_writes_stays(
+    checkpoint: Path, folder: Path
+) -> None:
+    entry = Entry(folder, {})
+    first_start(checkpoint, folder)
+    found = entry.load()
+    assert found is not None
+    staged = entry.stage(found[1])
+    abandoned = folder / ".abandoned"
+    abandoned.mkdir()
+    (abandoned / "graph.bin").write_bytes(bytes(1000))
+    assert later_start(checkpoint, folder) is not None
+    assert (staged.folder.exists(), abandoned.exists()) == (True, False)
+    staged.lock.close()  # as the kernel does when a process ends
+    assert later_start(checkpoint, folder) is not None
+    assert not staged.folder.exists()

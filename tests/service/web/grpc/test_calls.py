@@ -308,5 +308,7 @@ def test_without_a_grpcio_that_bounds_pings_the_setting_is_refused_in_one_line(
 
     monkeypatch.setattr("importlib.metadata.version", installed)
     assert load_settings().grpc_port is None
-    with pytest.raises(SettingsError, match=r"^VIT_GRPC_PORT='1': it needs grpcio 1.81 or newer: pip install -e"):
+    with pytest.raises(
+        SettingsError, match=r"^VIT_GRPC_PORT='1': it needs grpcio 1.81 or newer: pip install 'vitserve"
+    ):
         load_settings({"grpc_port": "1"})

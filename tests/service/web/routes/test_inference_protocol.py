@@ -227,7 +227,7 @@ PIXELS = {"name": "pixels", "datatype": "UINT8", "shape": [1, SIZE, SIZE, 3]}
         ({"inputs": [{**PIXELS, "data": [[[[0] * 3] * SIZE] * (SIZE - 1)]}]}, 400, "elements"),
         ({"inputs": [{**PIXELS, "data": [[[[256] * 3] * SIZE] * SIZE]}]}, 400, "0 to 255"),
         ({"inputs": [{**PIXELS, "data": [[[["a"] * 3] * SIZE] * SIZE]}]}, 400, "0 to 255"),
-        ({"inputs": [{**PIXELS, "data": [[1], [1, 2]]}]}, 400, "0 to 255"),
+        ({"inputs": [{**PIXELS, "data": [[1], [1, 2]]}]}, 400, "3 elements"),
         ({"inputs": [{**PIXELS, "shape": [1, SIZE, SIZE, 4], "data": []}]}, 422, "pixels"),
         ({"inputs": [IMAGE], "outputs": [{"name": "logit"}]}, 422, "'logit'"),
         ({"inputs": [IMAGE], "outputs": [{"name": "index", "parameters": {"classification": 1}}]}, 422, "score"),

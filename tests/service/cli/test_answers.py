@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
-from service.cli import server_flags
+from service.cli import answers
 from tests.service.cli.command_line import run
-from vitserve.client import Client, ClientError, Unreachable
+from vitserve.client import Client, Unreachable
+from vitserve.documents import Classification
 
+CAT = Classification.model_validate(
+    {
+        "model": "tiny",
+        "predictions": [{"label": "cat", "index": 0, "score": 1.0}],
+        "timings_ms": dict.fromkeys(("decode", "queue", "inference", "total"), 1.0),
+        "batch_size": 1,
+    }
+)
 PROBLEM = {"type": "about:blank", "title": "", "status": 401, "detail": "no key", "request_id": "r"}
 
 
@@ -22,37 +31,32 @@ def test_a_missing_key_is_one_line_that_names_where_to_give_it(
 ) -> None:
     answer = httpx.Response(401, json=PROBLEM | {"code": "unauthorized"})
     transport = httpx.MockTransport(lambda _: answer)
-    monkeypatch.setattr(server_flags, "Client", partial(Client, transport=transport))
+    monkeypatch.setattr(answers, "Client", partial(Client, transport=transport))
     code, out, err = run(capsys, "classify", "examples/dog.jpg", "--url", "http://there")
     told = "401 unauthorized: no key: give one of the server's keys with --api-key or VIT_API_KEY"
     assert (code, out, err) == (1, "", f"vitserve: http://there: {told}\n")
 
 
-class _Streaming(Client):
-    """Gives these answers for any files."""
+def test_a_server_that_is_gone_is_not_asked_about_every_file_that_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(1000):
+        (tmp_path / f"{number:03}.png").touch()
 
-    def __init__(self, answers: list[object]) -> None:
-        super().__init__("http://u")
-        self._answers = answers
+    class Gone(Client):
+        def model(self) -> Any:
+            return SimpleNamespace(classes=1)
 
-    def stream(self, images: Any, ask: object, **options: object) -> Any:
-        return zip(images, self._answers, strict=True)
+        def classify(self, image: Any, **_: object) -> Any:
+            if image.name != "007.png":
+                raise Unreachable(httpx.ConnectError("refused"), httpx.URL("http://there"))
+            return CAT
 
-
-def test_a_server_that_is_gone_is_not_asked_about_every_file_that_is_left() -> None:
-    gone = Unreachable(httpx.ConnectError("refused"), httpx.URL("http://u"))
-
-    def answers(*given: object) -> Iterator[tuple[Path, str]]:
-        files = [Path(str(number)) for number in range(len(given))]
-        return server_flags.stream_answers(files, _Streaming(list(given)), lambda file: "")
-
-    seen = []
-    with pytest.raises(ClientError, match="no answer any more, 984 of 1000 files were not asked about"):
-        for file, answer in answers(*[gone] * 7, "an answer", *[gone] * 992):
-            seen.append((file.name, answer))
-    assert [name for name, _ in seen] == [str(number) for number in range(16)]
-    assert [answer for _, answer in seen] == ["http://u: refused"] * 7 + ["an answer"] + ["http://u: refused"] * 8
-    assert len(list(answers(*[gone] * 8))) == 8  # these were all
+    monkeypatch.setattr(answers, "Client", Gone)
+    code, out, err = run(capsys, "classify", tmp_path, "--url", "http://there")
+    assert code == 1
+    assert out.count("error: http://there: refused") == 15
+    assert "no answer any more, 984 of 1000 files were not asked about" in err
 
 
 @pytest.mark.parametrize(
@@ -68,6 +72,6 @@ def test_the_key_is_that_of_the_flag_or_of_the_environment(
         return httpx.Response(401, json=PROBLEM | {"code": "unauthorized"})
 
     monkeypatch.setenv("VIT_API_KEY", "mine\n")
-    monkeypatch.setattr(server_flags, "Client", partial(Client, transport=httpx.MockTransport(answer)))
+    monkeypatch.setattr(answers, "Client", partial(Client, transport=httpx.MockTransport(answer)))
     assert run(capsys, "classify", "examples/dog.jpg", "--url", "http://there", *flags)[0] == 1
     assert asked == [sent]

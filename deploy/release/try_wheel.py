@@ -1,0 +1,75 @@
+"""Serves from an environment that a wheel was installed in: `env/bin/python -I try_wheel.py VERSION any`.
+
+`vitserve serve` has nothing but what the wheel brought. It is asked for a classification, a map, the page, the API's
+documentation and metrics. The wheel for `any` platform is without the compiled resize.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+
+from PIL import Image
+
+from model.images.resample import Axis, resample_part
+
+SHARED = Path(sys.prefix, "share/vitserve")
+PAGES = {"/": b"<html", "/docs": b"swagger", "/openapi.json": b"/classify", "/metrics": b"vit_requests_total"}
+
+
+def ask(address: str, body: bytes | None = None) -> bytes:
+    """Return the body of an answer.
+
+    Raises:
+        OSError: nothing answers, or with an error's status.
+    """
+    with urllib.request.urlopen(urllib.request.Request(address, body, {"Content-Type": "image/jpeg"})) as answer:
+        content: bytes = answer.read()
+    return content
+
+
+def try_service(address: str) -> None:
+    """Ask a service that has the bundled model.
+
+    Raises:
+        AssertionError: an answer is not what it should be.
+    """
+    picture = (SHARED / "examples/dog.jpg").read_bytes()
+    best = json.loads(ask(f"{address}/classify", picture))["predictions"][0]
+    assert best["label"] == "dog", best
+    assert ask(f"{address}/attention", picture).startswith(b"\x89PNG")
+    for path, content in PAGES.items():
+        assert content in ask(address + path).lower(), path
+    print(f"{address}: {best}")  # noqa: T201
+
+
+def main() -> None:
+    """Try the environment of the Python that runs this."""
+    vitserve = str(Path(sys.prefix, "bin/vitserve"))
+    version = subprocess.run([vitserve, "--version"], capture_output=True, text=True, check=True).stdout
+    assert version.split() == ["vitserve", sys.argv[1]], version
+    half = Axis(0, 8, 4, 0, 4)
+    small = resample_part(Image.new("RGB", (8, 8)), half, half, Image.Resampling.BICUBIC, rows_first=False)
+    assert (small is None) == (sys.argv[2] == "any"), "the compiled resize"
+    for name in ("grafana/vitserve.json", "prometheus/prometheus.yml", "prometheus/rules/alerts.yml"):
+        assert (SHARED / name).is_file(), name
+    with tempfile.TemporaryDirectory() as folder:
+        command = [vitserve, "serve", "--port", "0", "--cache-dir", folder]
+        service = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+        assert service.stderr is not None
+        addresses = (re.search(r"ready: (http://[\d.:]+)", line) for line in service.stderr)
+        try:
+            try_service(next(found[1] for found in addresses if found))
+        finally:
+            service.terminate()
+            service.stderr.read()
+        assert service.wait(60) == 0, "the exit code of a stop"
+
+
+if __name__ == "__main__":
+    main()

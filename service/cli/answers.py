@@ -1,0 +1,238 @@
+"""Answers about image files, by a model of this process or by a server: one interface for the subcommands.
+
+A file's answer is a value, or a text that says why there is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+
+from model.config import PreprocessConfig
+from model.errors import InputError
+from model.heads import is_list, labels_of_request, parse_labels
+from model.images.preprocess import ModelInput
+from model.outputs import (
+    AttentionMap,
+    MapRequest,
+    Method,
+    Outputs,
+    Pooling,
+    RequestedOutputs,
+    parse_embedding,
+    parse_maps,
+)
+from service.cli.image_files import read_input
+from service.cli.setting_flags import predictor_from, settings_from
+from vitserve.client import Client, ClientError, Unauthorized, Unreachable
+from vitserve.documents import AttentionDocument, Prediction, SetFields, set_fields
+
+SET: Final = tuple(SetFields.__annotations__)
+"""The fields of a set of labels."""
+
+_LOST_IN_A_ROW: Final = 8
+"""Consecutive files without an answer after which the server is taken for gone."""
+
+_MOST_MAPS: Final = 8
+"""Images whose maps are computed together at most: a bar that moves, and little memory."""
+
+_Answer = TypeVar("_Answer")
+Embedding = NDArray[np.float32]
+"""Float32 [D]."""
+
+
+class SeenMaps(NamedTuple):
+    """The maps of a picture, one for each class that was asked for, and the picture as the model saw it."""
+
+    seen: ModelInput
+    maps: list[AttentionMap]
+
+
+class Answers(Protocol):
+    """Who answers about files."""
+
+    @property
+    def labels(self) -> Sequence[str]:
+        """Return the labels of the model, in index order."""
+
+    def classify(self, files: Sequence[Path], top_k: int) -> Iterator[tuple[Path, dict[str, Any] | str]]:
+        """Yield each file with its `predictions`, and the fields of its set of labels if the model has a coverage."""
+
+    def embed(self, files: Sequence[Path], pool: Pooling, normalize: bool) -> Iterator[tuple[Path, Embedding | str]]:
+        """Yield each file with its embedding."""
+
+    def maps(
+        self, files: Sequence[Path], classes: Sequence[str], **options: Any
+    ) -> Iterator[tuple[Path, SeenMaps | str]]:
+        """Yield each file with its maps; `options` are method, layer and head, as far as they are given."""
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """Add `--url`, which a command without it does without, and `--api-key`."""
+    parser.add_argument("--url", help="ask this server instead of loading the model here")
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("VIT_API_KEY"),
+        help="key of the server, without its name [VIT_API_KEY]",
+    )
+
+
+@contextmanager
+def answers_from(arguments: argparse.Namespace) -> Iterator[Answers]:
+    """Give what the flags name: the server at `--url`, or a model that is loaded here.
+
+    Raises:
+        InputError: the server cannot be asked; one line that says what to do.
+        SettingsError, CheckpointError, DeviceError: one line that says why the model cannot be loaded.
+    """
+    url: str | None = arguments.url
+    if url is None:
+        yield _LocalAnswers(arguments)
+        return
+    if "://" not in url:
+        raise InputError("url", f"{url}: expected an address such as http://{url}")
+    try:
+        with Client(url, api_key=(arguments.api_key or "").strip() or None) as client:
+            yield _ServerAnswers(client, arguments)
+    except Unreachable as error:
+        raise InputError("url", f"{error}: is the server running?") from None
+    except (httpx.InvalidURL, ClientError) as error:
+        key = ": give one of the server's keys with --api-key or VIT_API_KEY" if isinstance(error, Unauthorized) else ""
+        raise InputError("url", f"{url}: {error}{key}") from None
+
+
+class _LocalAnswers:
+    """Answers of a model that is loaded into this process."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._predictor, self._info, self._settings = predictor_from(arguments)
+        self.labels = self._info.labels
+
+    def classify(self, files: Sequence[Path], top_k: int) -> Iterator[tuple[Path, dict[str, Any] | str]]:
+        info = self._info
+        labels_of_request(None, info.zero_shot, info.config)
+        requested = RequestedOutputs(min(top_k, info.config.num_classes), label_set=info.coverage is not None)
+
+        def answer(_: ModelInput, outputs: list[Outputs]) -> dict[str, Any]:
+            [each] = outputs
+            predictions = Prediction.ranked(info.labels, each.indices.tolist(), each.scores.tolist())
+            label_set = None if each.label_set is None else each.label_set.tolist()
+            return {"predictions": [each.model_dump() for each in predictions], **set_fields(info.labels, label_set)}
+
+        return self._answers(files, [requested], answer)
+
+    def embed(self, files: Sequence[Path], pool: Pooling, normalize: bool) -> Iterator[tuple[Path, Embedding | str]]:
+        def answer(_: ModelInput, outputs: list[Outputs]) -> Embedding:
+            assert outputs[0].embedding is not None, "it was requested"
+            return outputs[0].embedding
+
+        requested = RequestedOutputs(1, embedding=parse_embedding(self._info.config, pool, normalize))
+        return self._answers(files, [requested], answer)
+
+    def maps(
+        self, files: Sequence[Path], classes: Sequence[str], **options: Any
+    ) -> Iterator[tuple[Path, SeenMaps | str]]:
+        wanted = parse_maps(self._info.config, self.labels, classes=",".join(classes) or None, **options)
+
+        def answer(seen: ModelInput, outputs: list[Outputs]) -> SeenMaps:
+            return SeenMaps(seen, [each.map for each in outputs if each.map is not None])
+
+        return self._answers(files, [RequestedOutputs(1, each) for each in wanted], answer, most=_MOST_MAPS)
+
+    def _answers(
+        self,
+        files: Sequence[Path],
+        requests: Sequence[RequestedOutputs],
+        answer: Callable[[ModelInput, list[Outputs]], _Answer],
+        most: int | None = None,
+    ) -> Iterator[tuple[Path, _Answer | str]]:
+        """Yield each file with what `answer` makes of its picture and its outputs, one for each request.
+
+        Files are decoded on all cores, and computed in the largest batches, of `most` at most.
+        """
+        remaining, size = iter(files), min(most or self._predictor.max_batch, self._predictor.max_batch)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            while batch := list(islice(remaining, size)):
+                pictures = list(pool.map(lambda file: read_input(file, self._info.preprocess, self._settings), batch))
+                pixels = [picture.pixels for picture in pictures if not isinstance(picture, str)]
+                passes = [self._predictor.predict(np.stack(pixels), request) for request in requests if pixels]
+                outputs = map(list, zip(*passes, strict=True))
+                for file, picture in zip(batch, pictures, strict=True):
+                    if isinstance(picture, str):
+                        yield file, picture
+                        continue
+                    own = next(outputs)
+                    finite = all(each.finite for each in own)
+                    yield file, answer(picture, own) if finite else "the model gives no finite score for this picture"
+
+
+class _ServerAnswers:
+    """Answers of a running server."""
+
+    def __init__(self, client: Client, arguments: argparse.Namespace) -> None:
+        self._client, self._arguments = client, arguments
+
+    @cached_property
+    def labels(self) -> Sequence[str]:
+        return self._client.labels()
+
+    def classify(self, files: Sequence[Path], top_k: int) -> Iterator[tuple[Path, dict[str, Any] | str]]:
+        text = getattr(self._arguments, "labels", "")
+        labels = parse_labels(text, "--labels") if is_list(text) else None
+        top_k = min(top_k, len(labels) if labels else self._client.model().classes)
+
+        def ask(file: Path) -> dict[str, Any]:
+            answer = self._client.classify(file, top_k=top_k, labels=labels)
+            return answer.model_dump(include={"predictions", *SET}, exclude_none=True)
+
+        return self._stream(files, ask)
+
+    def embed(self, files: Sequence[Path], pool: Pooling, normalize: bool) -> Iterator[tuple[Path, Embedding | str]]:
+        self._client.model()  # one error for all files where there is no service
+        return self._stream(files, lambda file: self._client.embed(file, pool=pool, normalize=normalize))
+
+    def maps(
+        self, files: Sequence[Path], classes: Sequence[str], **options: Any
+    ) -> Iterator[tuple[Path, SeenMaps | str]]:
+        settings = settings_from(self._arguments)
+        preprocess = PreprocessConfig.model_validate(self._client.model().preprocessing)
+        options |= {"class_": classes or None}
+
+        def ask(file: Path) -> SeenMaps | str:
+            maps = [_map_of(document) for document in self._client.attention(file, **options)]
+            seen = read_input(file, preprocess, settings)
+            return seen if isinstance(seen, str) else SeenMaps(seen, maps)
+
+        return self._stream(files, ask, concurrency=4)
+
+    def _stream(
+        self, files: Sequence[Path], ask: Callable[[Path], _Answer], concurrency: int = 8
+    ) -> Iterator[tuple[Path, _Answer | str]]:
+        """Yield each file with its answer, or with why it has none, as long as the server answers.
+
+        Raises:
+            ClientError: `_LOST_IN_A_ROW` consecutive files got no answer; the others would only wait.
+        """
+        lost = 0
+        for number, (file, answer) in enumerate(self._client.stream(files, ask, concurrency=concurrency), start=1):
+            lost = lost + 1 if isinstance(answer, Unreachable) else 0
+            yield file, str(answer) if isinstance(answer, ClientError | OSError) else answer
+            if lost == _LOST_IN_A_ROW and number < len(files):
+                left = len(files) - number
+                raise ClientError(f"no answer any more, {left} of {len(files)} files were not asked about")
+
+
+def _map_of(found: AttentionDocument) -> AttentionMap:
+    request = MapRequest(cast(Method, found.method), found.class_, found.layer, found.head)
+    return AttentionMap(request, np.array(found.values, np.float32), found.kept_mass, found.score, found.evidence)

@@ -1,0 +1,36 @@
+"""What counts as the same answer: the worst image of a batch decides."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from model.errors import DeviceError
+from model.runtime.backend import require_close
+from model.runtime.batches import BatchOutputs, HostOutputs
+
+
+def outputs() -> HostOutputs:
+    """Outputs of 64 images, the logits and relevance of the last one much smaller than those of the others."""
+    random = np.random.default_rng(0)
+    sizes = np.r_[np.ones(63), 0.3].astype(np.float32)
+    attention = random.random((64, 1, 3, 10), np.float32)
+    logits, relevance = (sizes[:, None] * random.normal(size=(64, 10)).astype(np.float32) for _ in range(2))
+    return BatchOutputs(logits, attention / attention.sum(axis=-1, keepdims=True), relevance)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("name", ["logits", "attention", "relevance"])
+@pytest.mark.parametrize("image", [0, 40, 63])
+def test_one_image_of_zeros_among_good_ones_is_refused(name: str, image: int, exact: bool) -> None:
+    expected = outputs()
+    spoilt = expected.tensors()[name].copy()
+    spoilt[image] = 0
+    with pytest.raises(DeviceError, match=f"OpenVINO's {name} of an image are"):
+        require_close(expected._replace(**{name: spoilt}), expected, exact=exact, source="OpenVINO")
+
+
+def test_rounding_is_not() -> None:
+    expected = outputs()
+    rounded = {name: value * np.float32(1.005) for name, value in expected.tensors().items()}
+    require_close(BatchOutputs.of(rounded), expected, exact=False, source="OpenVINO")
