@@ -234,7 +234,7 @@ def test_a_file_that_is_no_picture_is_told_once_and_not_tried_again(open_page: O
         expect(alert).to_contain_text("The service does not answer")
         page.get_by_role("button", name="Try again").click()
         assert answers(page)[0] == "dog"
-        expect(page.locator("#progress-text")).to_have_text("1 of 1 answered")  # without the one that can never be answered
+        expect(page.locator("#progress-text")).to_have_text("1 of 1 answered")  # without the other file
         assert len([url for url in sent if "/classify?" in url]) == 2
 
 
