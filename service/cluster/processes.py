@@ -40,12 +40,15 @@ class Report(msgspec.Struct, omit_defaults=True):
     Attributes:
         state: `RUNNING` or `SERVING`, if that has changed.
         generation, checkpoint: of the model that has taken over; None is the configured checkpoint.
+        answered, refused: requests since the process was asked to end, in its last report.
         options: settings that its successors are to start with instead of those of the service.
     """
 
     state: int = 0
     generation: int = 0
     checkpoint: str | None = None
+    answered: int = 0
+    refused: int = 0
     options: dict[str, str | int] = {}
 
 

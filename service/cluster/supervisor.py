@@ -30,6 +30,7 @@ from functools import partial
 from typing import Final, Protocol
 
 from service.cluster.processes import RUNNING, Link, OperatingSystem, Report
+from service.lifecycle import log_end
 
 logger = logging.getLogger("vitserve")
 
@@ -126,7 +127,7 @@ class Supervisor:
         self._looked_at = 0.0
         self._kill_at: float | None = None
         self._hung_up = False
-        self._exit_code = 0
+        self._exit_code = self._answered = self._refused = 0
 
     def run(self) -> int:
         """Run until every child has ended, and return the exit code of the service."""
@@ -145,6 +146,7 @@ class Supervisor:
                         self._ended(child, code)
             if self._kill_at is None:  # else a child that does not end in time is killed anyway
                 self._kill_frozen()
+        log_end(self._answered, self._refused)
         return self._exit_code
 
     def _seconds_to_wait(self) -> float:
@@ -167,6 +169,8 @@ class Supervisor:
             child.state = max(child.state, report.state)
             child.ever_ran |= child.state >= RUNNING
             child.options |= report.options
+            self._answered += report.answered
+            self._refused += report.refused
             if report.state:
                 self._events.reported(report)
 
@@ -226,7 +230,7 @@ class Supervisor:
         if self._kill_at is None:
             if number == signal.SIGHUP and self._events.hung_up():
                 return
-            logger.info("%s: draining", number.name)
+            logger.info("%s: stopping", number.name)
             self._drain(exit_code=0)
         elif number != signal.SIGHUP and not self._hung_up:
             logger.warning("%s again: ending at once", number.name)

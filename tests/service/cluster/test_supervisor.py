@@ -142,7 +142,8 @@ def test_what_did_not_fail_is_no_failure_and_each_restart_is_logged(
     assert caplog.messages == [
         f"engine ended with {how}: starting it again in 0 s",
         *(f"engine ended with code 1: starting it again in {delay} s" for delay in (1, 2, 4, 8, 16)),
-        "SIGTERM: draining",
+        "SIGTERM: stopping",
+        "stopped: since the signal 0 requests were answered and 0 refused",
     ]
 
 
