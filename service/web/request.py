@@ -143,6 +143,12 @@ class Service:
             raise Draining("the service is about to stop: try another instance")
         self.model()
 
+    def check_ready(self) -> None:
+        """Raise what `check_open` does, and `Draining` from the moment on at which the process was asked to end."""
+        if self.lifecycle.is_ending:
+            raise Draining("the service is about to stop: try another instance")
+        self.model()
+
     def check_room(self) -> None:
         """Raise `QueueFull`, or what `check_open` raises, if a request would get no place; it takes none.
 
