@@ -19,8 +19,7 @@ from model.network.vit import VisionTransformer
 from model.outputs import RequestedOutputs
 from model.runtime.predictor import Predictor
 from model.training.recipe import RECIPES, Recipe, read_recipe
-from model.training.start import start_from
-from model.training.train import run
+from model.training.train import run, start_from
 from tests.model.data.picture_folders import COLOURS, write_class, write_folder
 
 pytestmark = pytest.mark.timeout(120)  # models are trained
@@ -146,12 +145,8 @@ def test_other_pictures_than_those_the_run_began_with_are_refused(tmp_path: Path
 VARIANTS: dict[str, dict[str, Any]] = {
     "distilled": {"distillation_token": True, "distillation_head": True},
     "attention pool": {"class_token": False, "pool": "attention"},
-    "mean pool, fc_norm": {"class_token": False, "pool": "mean", "norm_after_pool": True},
-    "CLS and mean": {"pool": "cls_mean"},
     "registers": {"registers": 2, "position_prefix": False},
     "fixed positions": {"position_embedding": "sincos2d", "pool": "mean"},
-    "no positions": {"position_embedding": "none"},
-    "relative positions": {"position_embedding": "none", "relative_position_bias": True},
     "swiglu, scaled, normed": {"mlp": "swiglu", "layer_scale": True, "qk_norm": True, "norm_before_blocks": True},
 }
 

@@ -18,7 +18,6 @@ from model.errors import DatasetError, TrainingError
 from model.evaluation.evaluate import measure, predict_logits, predict_scores
 from model.runtime.predictor import Predictor
 from model.training.recipe import Recipe, read_recipe
-from model.training.report import model_card
 from model.training.run_folder import CARD_FILE, RECIPE_FILE
 from model.training.train import run
 from tests.model.conftest import tiny_recipe
@@ -112,21 +111,6 @@ def test_the_record_and_the_card_tell_what_was_measured(finished: tuple[Path, di
         "seed 3",
     ):
         assert told in card
-
-
-def test_a_card_of_other_pictures_says_what_is_not_known_and_shows_names_as_they_are(
-    finished: tuple[Path, dict[str, Any]],
-) -> None:
-    out, record = finished
-    names = [f"class_{number} <b>|" for number in range(120)]
-    few = {**record["validation"], "per_class": dict.fromkeys(names, 0.5), "count": 1}
-    changes = {"data": "my `pictures`", "started_from": "de`it", "test": None, "temperature": 1.0, "validation": few}
-    card = model_card({**record, **changes}, load_checkpoint(str(out)))
-    assert "There were no test images" in card
-    assert "No temperature was fitted" in card
-    assert "fine-tuned from `deit`" in card
-    assert r"class\_0 &lt;b&gt;\|" in card
-    assert "The 20 worst of 120" in card
 
 
 def test_data_that_cannot_be_used_are_told_before_training(cifar: Path, tmp_path: Path, recipe: Recipe) -> None:

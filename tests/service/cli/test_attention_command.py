@@ -104,17 +104,6 @@ def test_the_map_lies_over_the_whole_photo(
     assert size_of(tmp_path / "bar.png")[0] > 2 * 150 + 4
 
 
-def test_a_bad_file_is_reported_and_the_others_have_their_maps(
-    checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (pictures / "bad.png").write_bytes(b"no picture")
-    code, out, err = run(capsys, "attention", pictures, "-o", tmp_path / "maps", "--checkpoint", checkpoint)
-    assert code == 1
-    assert len(out.splitlines()) == 3
-    assert f"vitserve: {pictures / 'bad.png'}: " in err
-    assert "1 of 4 files have no map" in err
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

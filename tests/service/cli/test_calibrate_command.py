@@ -163,27 +163,3 @@ def test_what_cannot_be_calibrated_is_one_line(
     lines = [line for line in err.splitlines() if line.startswith("vitserve: ")]
     assert (code, out, len(lines)) == (1, "", 1)
     assert re.search(message, lines[0])
-
-
-def test_a_checkpoint_that_takes_no_calibration_is_refused_before_it_is_loaded(
-    labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_checkpoint(tmp_path / "bundled", ("cat", "dog", "fox"))
-    monkeypatch.chdir(tmp_path)  # a folder that happens to have the name
-    monkeypatch.setattr("service.cli.calibrate.load_predictor", lambda _: pytest.fail("loaded for nothing"))
-    code, _, err = run(capsys, "calibrate", "bundled", "--data", labelled, *HERE)
-    assert (code, err) == (
-        1,
-        "vitserve: bundled: is no folder of your own: give --out DIR, which gets a calibrated copy\n",
-    )
-
-
-def test_a_coverage_of_an_uncalibrated_checkpoint_is_refused_in_one_line(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    picture = write_pictures(tmp_path / "p", "a.png")
-    code, _, err = run(capsys, "classify", picture, "--coverage", "0.95", "--checkpoint", checkpoint, *HERE)
-    assert (code, err.count("\n")) == (1, 1)
-    assert (
-        "is not calibrated, which a coverage of 0.95 (VIT_COVERAGE) needs: `vitserve calibrate CHECKPOINT --data" in err
-    )

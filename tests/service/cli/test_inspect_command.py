@@ -7,10 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from tests.model.checkpoint.home_made import HomeMade
-from tests.model.checkpoint.parity import preprocess_file
 from tests.service.cli.command_line import run, write_checkpoint, write_pictures
 
 pytestmark = pytest.mark.timeout(90)  # checkpoints are loaded, and answer
@@ -76,23 +73,3 @@ def test_what_cannot_be_drawn_is_one_line(
     lines = [line for line in err.splitlines() if "left out" not in line]
     assert len(lines) == 1
     assert message in lines[0]
-
-
-def test_labels_with_commas_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    labels = ("tench, Tinca tinca", "goldfish, Carassius auratus", "chèvre", "hen")
-    code, out, _ = run(capsys, "inspect", write_checkpoint(tmp_path / "m", labels))
-    assert code == 0
-    row = next(line for line in out.splitlines() if line.startswith("labels"))
-    assert row.split(maxsplit=1)[1] == '4: "tench, Tinca tinca", "goldfish, Carassius auratus", "chèvre", …'
-
-
-def test_what_a_checkpoint_does_not_say_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = HomeMade(size=48, patch=16, width=192, heads=3, hidden=768, depth=12)
-    torch.save({"state_dict": model.state_dict(), "epoch": 3}, tmp_path / "weights.ckpt")
-    flags = ("--architecture", "vit_tiny_patch16_224", "--labels", "numbers")
-    code, told, _ = run(
-        capsys, "inspect", tmp_path / "weights.ckpt", *flags, "--preprocess", preprocess_file(tmp_path, 48, 48)
-    )
-    assert code == 0
-    assert "assumed         num_heads=3, as vit_tiny_patch16_224 has it (VIT_ARCHITECTURE); norm_order=pre, as" in told
-    assert "notes           left aside, as no part of the network: epoch" in told

@@ -65,17 +65,6 @@ def test_readings_are_in_base_units_and_labelled_by_cuda_index(gpus: GpuReader) 
     }
 
 
-def test_a_reading_that_the_driver_refuses_is_left_out(
-    gpus: GpuReader, nvml: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: object) -> float:
-        raise nvml.NVMLError("Not Supported")
-
-    monkeypatch.setattr(nvml, "nvmlDeviceGetPowerUsage", refuse)
-    gpus.watch("cuda:0", "abc")
-    assert "vit_gpu_power_watts" not in str(scrape_of(gpus, 4))
-
-
 @pytest.mark.parametrize("uuid", ["123", "MIG-123", "GPU-abc"])
 def test_an_instance_of_mig_is_read_as_a_gpu_is(uuid: str, gpus: GpuReader) -> None:
     gpus.watch("cuda:MIG-123", uuid)

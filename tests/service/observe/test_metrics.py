@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -95,21 +94,6 @@ def test_names_types_and_labels_are_those_that_dashboards_rely_on(metrics: Metri
     assert not [name for name in found if name.startswith("vit_")]
 
 
-def test_no_summaries_and_no_series_that_only_tell_when_others_began(metrics: Metrics) -> None:
-    text = metrics.render().decode()
-    assert "summary" not in re.findall(r"^# TYPE vit_\S+ (\S+)", text, re.MULTILINE)
-    assert "_created" not in text
-
-
-def test_a_batch_is_counted_once_in_each_of_its_metrics(metrics: Metrics) -> None:
-    metrics.observe_batch(BatchReport("cpu", 4, 0, "full", 0.01))
-    assert value(metrics, "vit_batches_total", device="cpu", release="idle") == 1
-    assert value(metrics, "vit_batches_total", device="cpu", release="full") == 1
-    assert value(metrics, "vit_batch_size_sum", device="cpu") == 7
-    assert value(metrics, "vit_batch_size_count", device="cpu") == 2
-    assert value(metrics, "vit_batch_padding_total", device="cpu") == 1
-
-
 def test_the_engines_gauges_are_read_at_the_scrape_and_name_its_device_once_it_is_known() -> None:
     now = status("loading", device="auto")
     metrics = Metrics()
@@ -140,12 +124,6 @@ def test_the_model_is_told_once() -> None:
         "checkpoint": "nowhere",
         "content": "0123456789abcdef",
     }
-
-
-def test_two_services_in_one_process_do_not_mix() -> None:
-    one, other = Metrics(), Metrics()
-    one.images.inc()
-    assert value(other, "vit_images_total") == 0
 
 
 @pytest.fixture
