@@ -160,6 +160,20 @@ wheels: $(RELEASE)/.made
 	$(RELEASE)/bin/auditwheel show dist/vitserve-$(VERSION)-py3-none-$(PLATFORM).whl | grep '"$(PLATFORM)"'
 	$(RELEASE)/bin/twine check --strict dist/vitserve-*
 
+# The reference is generated: of the API from its OpenAPI document, of the client from its docstrings.
+SITE := $(VENV)/site
+
+$(SITE)/.made: $(VENV)/.made deploy/site/requirements.txt
+	$(BIN)/python -m venv $(SITE)
+	$(SITE)/bin/pip install --quiet --disable-pip-version-check -r deploy/site/requirements.txt
+	@touch $@
+
+site: $(VENV)/.test $(SITE)/.made
+	@mkdir -p dist
+	$(BIN)/python -m deploy.site.openapi dist/openapi.json
+	$(SITE)/bin/oad gen-docs -s dist/openapi.json -d dist/http.md
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --quiet
+
 # In an empty environment for each Python, outside the clone.
 PYTHONS ?= $(PYTHON)
 
@@ -170,6 +184,7 @@ release-check: wheels site
 	@[ -n "$$($(MAKE) --no-print-directory notes)" ] || { echo "CHANGELOG.md has nothing of $(VERSION)"; exit 1; }
 	set -e; for python in $(PYTHONS); do for wheel in $(PLATFORM) any; do \
 		there=$$(mktemp -d); $$python -m venv $$there/env; \
+		$(if $(TORCH_INDEX_URL),$$there/env/bin/pip install --quiet -c constraints.txt --index-url '$(TORCH_INDEX_URL)' torch;) \
 		$$there/env/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
 			"dist/vitserve-$(VERSION)-py3-none-$$wheel.whl[openvino]"; \
 		cp deploy/release/try_wheel.py $$there; \
