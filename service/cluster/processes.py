@@ -116,12 +116,6 @@ class OperatingSystem:
         """Send a signal to a process."""
         os.kill(pid, number)
 
-    def cpu_seconds(self, pid: int) -> float:
-        """Return the processor time that all threads of a child process have used."""
-        # The name in brackets may hold anything; user and system ticks are fields 14 and 15.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
     def wait(self, seconds: float, links: Sequence[Link]) -> list[int]:
         """Return the signals that arrived, once there are any, or reports have come, or some seconds have passed."""
         readable, _, _ = select.select([self._read_end, *(link.fileno() for link in links)], [], [], seconds)

@@ -90,19 +90,6 @@ async def test_a_caller_that_goes_away_while_waiting_takes_its_image_out_of_the_
     assert service.metric("vit_inflight_requests") == 0
 
 
-@on_a_loop
-async def test_a_caller_of_a_batch_that_goes_away_takes_all_its_images_out() -> None:
-    service = app(queue_size=5)
-    service.engine.gate.clear()
-    communicator = service.communicator("POST", "/classify/batch", **form(*(png(red) for red in range(5))))
-    running = communicator.start()
-    await until(lambda: service.engine.waiting == 5)
-    communicator.disconnect()
-    await running
-    assert service.engine.cancelled == 5
-    assert service_in(service).limiter.in_use == 0
-
-
 def decoded_by(service: App) -> float:
     return service.metric("vit_stage_duration_seconds_count", stage="decode")
 
@@ -209,16 +196,3 @@ async def test_results_are_in_order_and_when_one_fails_the_others_have_ended() -
     with pytest.raises(InferenceFailed, match="this one"):
         await all_of([hangs(), fails(), hangs()])
     assert ended == ["hangs"] * 2
-
-
-@on_a_loop
-async def test_whoever_cancels_a_request_ends_its_work() -> None:
-    service = app()
-    service.engine.gate.clear()
-    running = service.communicator("POST", "/classify", body=png(1)).start()
-    await until(lambda: service.engine.waiting == 1)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert service.engine.cancelled == 1
-    assert service_in(service).limiter.in_use == 0
