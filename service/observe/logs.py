@@ -19,7 +19,7 @@ trace_ids: ContextVar[Mapping[str, str]] = ContextVar("trace_ids", default=Mappi
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one JSON object; a request's fields stand beside the message."""
+    """Formats a record as one JSON object; a request's fields stand beside a short message."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return one record as a line of JSON."""
@@ -27,7 +27,7 @@ class JsonFormatter(logging.Formatter):
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": getattr(record, "summary", None) or record.getMessage(),
             **getattr(record, "fields", {}),
             **trace_ids.get(),
         }
