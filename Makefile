@@ -160,6 +160,20 @@ wheels: $(RELEASE)/.made
 	$(RELEASE)/bin/auditwheel show dist/vitserve-$(VERSION)-py3-none-$(PLATFORM).whl | grep '"$(PLATFORM)"'
 	$(RELEASE)/bin/twine check --strict dist/vitserve-*
 
+# The reference is generated: of the API from its OpenAPI document, of the client from its docstrings.
+SITE := $(VENV)/site
+
+$(SITE)/.made: $(VENV)/.made deploy/site/requirements.txt
+	$(BIN)/python -m venv $(SITE)
+	$(SITE)/bin/pip install --quiet --disable-pip-version-check -r deploy/site/requirements.txt
+	@touch $@
+
+site: $(VENV)/.test $(SITE)/.made
+	@mkdir -p dist
+	$(BIN)/python -m deploy.site.openapi dist/openapi.json
+	$(SITE)/bin/oad gen-docs -s dist/openapi.json -d dist/http.md
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --quiet
+
 # In an empty environment for each Python, outside the clone.
 PYTHONS ?= $(PYTHON)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,9 @@ FUZZ = settings(
 )
 
 
+PYTHON = re.compile(r"Error\b|from empty|has no attr|NoneType|iterable|indices must|unpack|pickle")
+
+
 def right_or_refused(source: Path, **options: Any) -> None:
     """Either a refusal in one line, or a model that computes what its config says."""
     try:
@@ -54,6 +58,7 @@ def right_or_refused(source: Path, **options: Any) -> None:
         model = checkpoint.build()
     except CheckpointError as error:
         assert "\n" not in str(error)
+        assert not PYTHON.search(str(error)), "no words of Python's"
         return
     config = checkpoint.config
     with torch.inference_mode():
