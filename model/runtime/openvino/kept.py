@@ -56,6 +56,7 @@ _FILES: Final = (_GRAPH, "graph.bin", _REFERENCE)
 _LOCK: Final = "lock"
 """A file in a folder that is being written, locked until that is done: the kernel unlocks it when the process ends."""
 
+_NOT_KEPT: Final = "the graph is not kept, and is made again at each start (VIT_CACHE_DIR names the folder): %s"
 _VERSIONS: Final = ("vitserve", "openvino", "torch", "timm", "transformers", "numpy", "safetensors")
 
 
@@ -250,7 +251,7 @@ class Keep:
         try:
             self._staged[graph.request.relevance] = self._entry.stage(graph)
         except (OSError, RuntimeError) as error:
-            logger.warning("the graph is not kept, and is made again at each start: %s", first_line(error))
+            logger.warning(_NOT_KEPT, first_line(error))
             return graph
         return self._staged[graph.request.relevance].graph
 
@@ -275,7 +276,7 @@ class Keep:
             facts |= {"parameters": parameters, "dtype": dtype, "largest_layer": largest_layer(checkpoint.config)}
             self._entry.put(written, facts, relevance=relevance)
         except (OSError, ValueError) as error:
-            logger.warning("the graph is not kept, and is made again at each start: %s", first_line(error))
+            logger.warning(_NOT_KEPT, first_line(error))
         finally:
             shutil.rmtree(written, ignore_errors=True)
             lock.close()

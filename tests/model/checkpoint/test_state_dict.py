@@ -219,3 +219,36 @@ def test_what_a_format_lacks_is_asked_for(options: dict[str, Any], message: str,
         options = options | {"preprocess": preprocess_file(tmp_path, 48, 48)}
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(str(file), architecture="vit_tiny_patch16_224", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"architecture": "num_heads=3"},
+            "^VIT_ARCHITECTURE 'num_heads=3': expected a name first, as in vit,num_heads=3",
+        ),
+        (
+            {"architecture": "vit_tiny_patch16_224,global_pol=avg"},
+            "^VIT_ARCHITECTURE: vit_tiny_patch16_224 has no argument 'global_pol': did you mean global_pool",
+        ),
+        ({"architecture": "vit,norm_epz=1"}, "did you mean norm_eps"),
+        ({"labels": "not/there.txt"}, "^VIT_LABELS 'not/there.txt': neither a file nor one of"),
+        ({"preprocess": "not/there.json"}, "^VIT_PREPROCESS 'not/there.json': neither a file nor one of"),
+    ],
+)
+def test_a_wrong_option_is_blamed_and_not_the_file_which_is_not_read(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.pth").write_bytes(b"no weights")
+    good: dict[str, Any] = {"architecture": "vit_tiny_patch16_224", "preprocess": "deit-224", "labels": "numbers"}
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(str(tmp_path / "mine.pth"), **(good | options))
+
+
+def test_the_command_that_is_advised_names_a_preset_and_holds_no_gap(tiny: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"--preprocess deit-224 --labels numbers .*google-224 .* -1 to 1"
+    ) as told:
+        load_checkpoint(str(tiny), architecture="vit_tiny_patch16_224")
+    assert "MEAN" not in str(told.value)

@@ -11,7 +11,6 @@ import torch
 
 from model.checkpoint import Checkpoint, load_checkpoint, native
 from model.config import PreprocessConfig, ViTConfig
-from model.data import pictures
 from model.data.image_folder import find_pictures
 from model.errors import CheckpointError, TrainingError
 from model.images.preprocess import preprocess
@@ -117,19 +116,6 @@ def test_the_same_run_cut_in_two_ends_the_same(tmp_path: Path, tuning: Recipe) -
     assert resumed["validation"] == whole["validation"]
     for name in ("model.safetensors", "split.json", "recipe.json"):
         assert (cut / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-
-
-def test_pictures_in_a_file_teach_what_pictures_in_memory_do(
-    tmp_path: Path, tuning: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = write_checkpoint(tmp_path / "start")
-    data = write_folder(tmp_path / "data", 12)
-    recipe = tuning.override(checkpoint=str(start), epochs=2)
-    for name, memory in (("memory", 1 << 30), ("file", 0)):
-        monkeypatch.setattr(pictures, "MEMORY", memory)
-        run(data, tmp_path / name, recipe, device="cpu")
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("memory", "file")]
-    assert weights[0] == weights[1]
 
 
 def test_other_pictures_than_those_the_run_began_with_are_refused(tmp_path: Path, tuning: Recipe) -> None:

@@ -12,8 +12,6 @@ from safetensors.torch import load_file
 
 from model.checkpoint import load_checkpoint
 from model.data import cifar10
-from model.data.datasets import open_dataset
-from model.data.pictures import channel_statistics, decode
 from model.errors import DatasetError, TrainingError
 from model.evaluation.evaluate import measure, predict_logits, predict_scores
 from model.runtime.predictor import Predictor
@@ -21,7 +19,6 @@ from model.training.recipe import Recipe, read_recipe
 from model.training.run_folder import CARD_FILE, RECIPE_FILE
 from model.training.train import run
 from tests.model.conftest import tiny_recipe
-from tests.model.data.configs import bicubic_config
 from tests.model.training.synthetic import LABELS, write_cifar
 
 pytestmark = pytest.mark.timeout(120)  # models are trained
@@ -82,19 +79,6 @@ def test_the_folder_is_calibrated_on_the_validation_images(finished: tuple[Path,
     energies = np.log(np.exp(logits / calibration.temperature).sum(axis=1))
     assert np.median(calibration.energies) == pytest.approx(np.median(energies), rel=0.2)
     assert np.std(energies) > 0.01
-
-
-def test_preprocessing_is_measured_on_the_training_images_alone(
-    finished: tuple[Path, dict[str, Any]], cifar: Path, recipe: Recipe
-) -> None:
-    train = decode(open_dataset(cifar, recipe.validation, recipe.seed).train, bicubic_config(32, 32), cifar)
-    scaled = train.pixels.astype(np.float64) / 255
-    preprocess = load_checkpoint(str(finished[0])).preprocess
-    assert preprocess.mean == pytest.approx(scaled.mean(axis=(0, 2, 3)), abs=1e-4)
-    assert preprocess.std == pytest.approx(scaled.std(axis=(0, 2, 3)), abs=1e-4)
-    pixels = np.zeros((2, 3, 4, 4), dtype=np.uint8)
-    pixels[:, 0], pixels[0, 2] = 255, 255
-    assert channel_statistics(pixels) == ((1.0, 0.0, 0.5), (0.0, 0.0, 0.5))
 
 
 def test_the_record_and_the_card_tell_what_was_measured(finished: tuple[Path, dict[str, Any]], recipe: Recipe) -> None:

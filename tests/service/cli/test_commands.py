@@ -105,6 +105,8 @@ def test_pillow_logs_nothing_of_the_files_that_a_command_reads(
         (["attention", "README.md", "--npy", "-o", "x.png"], "x.png: expected a name that ends in .npy"),
         (["attention", "README.md", "--sheet", "x"], "x: expected a name that ends in .png"),
         (["attention", "README.md", "-o", "nowhere/x.png"], "nowhere/x.png: not a file in a folder that exists"),
+        (["embed", "README.md", "-o", "x.txt"], "x.txt: expected a name that ends in .npy"),
+        (["embed", "README.md", "-o", "nowhere/x.npy"], "nowhere/x.npy: expected a name"),
         (["inspect", "absent"], "absent: no such folder"),
         (["classify", "README.md", "--device", "tpu"], "VIT_DEVICE='tpu'"),
         (["classify", "examples/dog.jpg", "--url", "http://127.0.0.1:1"], "is the server running"),

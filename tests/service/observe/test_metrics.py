@@ -107,25 +107,6 @@ def test_the_engines_gauges_are_read_at_the_scrape_and_name_its_device_once_it_i
     assert value(metrics, "vit_engine_up", device="cuda:0") == 0
 
 
-def test_the_model_is_told_once() -> None:
-    metrics = Metrics()
-    metrics.set_model(model_info(name="old"), "1")
-    metrics.set_model(model_info(name="new", loaded_at=1767225600), "1")
-    assert value(metrics, "vit_model_loaded_timestamp_seconds", device="cpu") == 1767225600
-    assert value(metrics, "vit_batches_total", device="cpu", release="full") == 0  # before the first batch
-    [family] = [family for family in metrics.registry.collect() if family.name == "vit_model_info"]
-    [sample] = family.samples
-    assert sample.labels == {
-        "model": "new",
-        "architecture": "fake_vit",
-        "device": "cpu",
-        "dtype": "float32",
-        "version": "1",
-        "checkpoint": "nowhere",
-        "content": "0123456789abcdef",
-    }
-
-
 @pytest.fixture
 def count_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Metrics]:
     """Return what makes the metrics of one process among several that count in the same folder."""
