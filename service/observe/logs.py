@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
 
-from PIL import _imaging
+from PIL import Image
 
 trace_ids: ContextVar[Mapping[str, str]] = ContextVar("trace_ids", default=MappingProxyType({}))
 """The ids of the span of the current request, by OpenTelemetry's names; empty without a span."""
@@ -59,7 +59,8 @@ def _silence_libtiff() -> None:
 
     It would write what is wrong with a file to standard error, between our lines; the answer says that already.
     """
-    libraries = ctypes.CDLL(_imaging.__file__)  # a name is looked up in what the extension is linked to, too
+    core = Image.core  # type: ignore[attr-defined]  # it is not in its stubs
+    libraries = ctypes.CDLL(core.__file__)  # a name is looked up in what the extension is linked to, too
     for name in ("TIFFSetErrorHandler", "TIFFSetWarningHandler"):
         with contextlib.suppress(AttributeError):
             getattr(libraries, name)(None)
