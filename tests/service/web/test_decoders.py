@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import io
 import os
 import signal
@@ -94,6 +95,8 @@ COSTLY = tiff_of_tiles(100)
 @on_a_loop
 async def test_every_format_comes_back_as_if_it_were_decoded_here() -> None:
     image = scene(500, 400)
+    if "HEIF" in SUPPORTED_FORMATS:
+        importlib.import_module("pillow_heif").register_heif_opener()  # which encodes, too
     async with pool() as decoders:
         for name in [*FORMATS, *({"HEIF"} & {*SUPPORTED_FORMATS})]:  # HEIF's library begins threads
             data = encode(image, name, **({"orientation": 6} if name in ("JPEG", "PNG", "WEBP", "TIFF") else {}))
