@@ -40,7 +40,7 @@ from service.lifecycle import freeze_objects, trim_regularly
 from service.models.model import LocalModel
 from service.observe.metrics import Metrics
 from service.settings import Settings
-from service.web.image_stores.memory import MemoryImageStore
+from service.web.image_stores import MemoryImageStore
 
 logger = logging.getLogger("vitserve")
 

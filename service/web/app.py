@@ -25,9 +25,7 @@ from service.web import problems
 from service.web.admission import RECEIVING_BYTES, Limiter, Receiving, RefusalPace
 from service.web.api_keys import ApiKeyMiddleware, KeyGuard, KeyLimiter
 from service.web.decoders import Decoders
-from service.web.image_stores import ImageStore
-from service.web.image_stores.memory import MemoryImageStore
-from service.web.image_stores.redis import RedisImageStore
+from service.web.image_stores import ImageStore, MemoryImageStore, RedisImageStore
 from service.web.middleware import PROBES, ProblemMiddleware, RequestContextMiddleware
 from service.web.request import Lanes, Service
 from service.web.routes import (
@@ -36,7 +34,6 @@ from service.web.routes import (
     embed,
     inference_protocol,
     operations,
-    other_servers,
     pages,
 )
 from service.web.routes.endpoint import Application, Endpoint, no_such_path
@@ -53,10 +50,10 @@ _ROUTERS = (
     embed.router,
     attention.router,
     operations.router,
-    other_servers.router,
+    classify.others,
     inference_protocol.router,
 )
-_PUBLIC = pages.PUBLIC | inference_protocol.PUBLIC | other_servers.PUBLIC | {"/healthz", "/readyz"}
+_PUBLIC = pages.PUBLIC | inference_protocol.PUBLIC | classify.PUBLIC | {"/healthz", "/readyz"}
 
 
 def image_store_of(settings: Settings, metrics: Metrics, clock: Callable[[], float]) -> ImageStore:

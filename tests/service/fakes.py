@@ -28,7 +28,7 @@ from service.engine.base import Engine
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, ModelInfo
 from service.models.model import LocalModel, ServedModel
-from service.web.image_stores.memory import MemoryImageStore
+from service.web.image_stores import MemoryImageStore
 
 PATIENCE = 30.0
 """Seconds after which a test gives up; nothing ever waits this long when the code is right."""

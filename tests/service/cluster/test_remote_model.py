@@ -22,7 +22,7 @@ from service.engine.local import LocalEngine
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import CheckpointRefused, EngineUnavailable, SwapUnderWay
 from service.models.model import LocalModel
-from service.web.image_stores.memory import MemoryImageStore
+from service.web.image_stores import MemoryImageStore
 from tests.service.fakes import PATIENCE, FakePredictor, expected_indices, model_info, on_a_loop, pixels, request_for
 
 

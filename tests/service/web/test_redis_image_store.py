@@ -16,8 +16,8 @@ import pytest
 
 from model.images.preprocess import ModelInput
 from model.images.region import Region
-from service.web.image_stores import redis as redis_image_store
-from service.web.image_stores.redis import RedisImageStore
+from service.web import image_stores
+from service.web.image_stores import RedisImageStore
 from tests.service.fakes import PATIENCE, on_a_loop, png
 from tests.service.web.apps import app, service_in
 
@@ -61,7 +61,7 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine an answer of Redis may take longer than a service waits for it."""
-    monkeypatch.setattr(redis_image_store, "_TIMEOUT_SECONDS", PATIENCE)
+    monkeypatch.setattr(image_stores, "_TIMEOUT_SECONDS", PATIENCE)
 
 
 @pytest.fixture

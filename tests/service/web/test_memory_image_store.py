@@ -6,7 +6,7 @@ import numpy as np
 
 from model.images.preprocess import ModelInput
 from model.images.region import Region
-from service.web.image_stores.memory import MemoryImageStore
+from service.web.image_stores import MemoryImageStore
 from tests.service.web.apps import Clock
 
 

@@ -1,7 +1,8 @@
-"""The image store in Redis, where all replicas of a service find the pictures for GET /attention.
+"""Where pictures are stored for GET /attention: the model's inputs, never the uploads.
 
-Each picture is a key that expires. A sorted set has their ids by age, so that the oldest go first when there are too
-many. A picture that cannot be stored costs its answer the id and nothing else.
+In memory of this process, or in Redis, where all replicas of a service find them. There each picture is a key that
+expires; a sorted set has their ids by age, so that the oldest go first when there are too many. A picture that cannot
+be stored costs its answer the id and nothing else.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import re
 import secrets
 import struct
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from model.images.preprocess import ModelInput
 from model.images.region import Region
-from service.web.image_stores import StoreUsage
 
 logger = logging.getLogger("vitserve")
 
@@ -31,7 +32,7 @@ _HEADER: Final = struct.Struct("<3I4d")
 
 _ID: Final = re.compile(r"[A-Za-z0-9_-]{22}")
 
-_OVERHEAD_BYTES: Final = 512
+_OVERHEAD_IN_REDIS: Final = 512
 """What Redis takes for a picture beside its bytes: two keys, an expiry, an entry of the sorted set."""
 
 _TIMEOUT_SECONDS: Final = 0.25
@@ -57,6 +58,86 @@ redis.call('ZADD', order, now, id)
 redis.call('PEXPIRE', order, ttl)
 return {redis.call('ZCARD', order), tonumber(redis.call('GET', evictions) or '0')}
 """
+
+_OVERHEAD_IN_MEMORY = 768
+"""What a picture takes beside its pixels: an array's header, the region's numbers, the dictionary's entry."""
+
+
+class StoreUsage(NamedTuple):
+    """The pictures that a store holds, their bytes, and how many were pushed out before their time, since the start."""
+
+    pictures: int = 0
+    size: int = 0
+    evicted: int = 0
+
+
+class ImageStore(Protocol):
+    """Stores pictures, each with its region of the original, under unguessable ids."""
+
+    async def put(self, picture: ModelInput) -> str | None:
+        """Store a picture, and return its id, 128 bits of the system's randomness, or None if it is not stored."""
+
+    async def get(self, image_id: str) -> ModelInput | None:
+        """Return the picture, or None if it is unknown, expired or pushed out."""
+
+    def usage(self) -> StoreUsage:
+        """Return what is stored now."""
+
+    async def close(self) -> None:
+        """Close the connections."""
+
+
+class MemoryImageStore:
+    """Stores at most `max_bytes` of pictures, each for `ttl` seconds of the monotonic `clock`; the oldest goes first.
+
+    A limit of 0 stores nothing. Belongs to one event loop.
+    """
+
+    def __init__(self, *, ttl: float, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ttl = ttl
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._pictures: OrderedDict[str, tuple[float, ModelInput]] = OrderedDict()
+        self._bytes = 0
+        self._evicted = 0
+
+    async def put(self, picture: ModelInput) -> str | None:
+        """Store a picture; see `ImageStore.put`."""
+        cost = picture.pixels.nbytes + _OVERHEAD_IN_MEMORY
+        if self._ttl == 0 or cost > self._max_bytes:
+            return None
+        self._drop_expired()
+        while self._bytes + cost > self._max_bytes:
+            self._drop_oldest()
+            self._evicted += 1
+        image_id = secrets.token_urlsafe(16)
+        self._pictures[image_id] = (self._clock() + self._ttl, picture)
+        self._bytes += cost
+        return image_id
+
+    async def get(self, image_id: str) -> ModelInput | None:
+        """Return the picture; see `ImageStore.get`."""
+        self._drop_expired()
+        _, picture = self._pictures.get(image_id, (0.0, None))
+        return picture
+
+    def usage(self) -> StoreUsage:
+        """Return what is stored now."""
+        self._drop_expired()
+        return StoreUsage(len(self._pictures), self._bytes, self._evicted)
+
+    async def close(self) -> None:
+        """Do nothing: memory goes with its process."""
+
+    def _drop_expired(self) -> None:
+        now = self._clock()
+        # All live equally long, so the oldest expires first.
+        while self._pictures and next(iter(self._pictures.values()))[0] <= now:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        _, (_, picture) = self._pictures.popitem(last=False)
+        self._bytes -= picture.pixels.nbytes + _OVERHEAD_IN_MEMORY
 
 
 class RedisImageStore:
@@ -95,7 +176,7 @@ class RedisImageStore:
         """Store a picture; see `ImageStore.put`."""
         pixels = picture.pixels
         value = _HEADER.pack(*pixels.shape, *picture.region) + pixels.tobytes()
-        cost = len(value) + _OVERHEAD_BYTES
+        cost = len(value) + _OVERHEAD_IN_REDIS
         most = self._max_bytes // cost
         if self._milliseconds == 0 or most == 0:
             return None
