@@ -21,10 +21,10 @@ from model.outputs import (
     embedding_name,
     parse_embedding,
 )
-from model.runtime.batches import BatchRequest, HostOutputs, Images
+from model.runtime.backend import BatchRequest, HostOutputs, Images
 from model.runtime.openvino.backend import unsupported_reason
 from model.runtime.predictor import Predictor
-from model.runtime.torch_cpu import TorchCpu
+from model.runtime.torch_backend import TorchCpu
 from model.runtime.torch_pass import Normalise
 from tests.model.runtime.cuda.device_stand_in import StandInOps
 from tests.model.runtime.predictions import MODES

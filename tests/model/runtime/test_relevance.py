@@ -18,13 +18,12 @@ from model.explanation.methods import explain
 from model.explanation.relevance import token_relevance
 from model.outputs import AttentionMap, MapRequest
 from model.runtime import torch_pass
-from model.runtime.batches import HostOutputs
+from model.runtime.backend import HostOutputs
 from model.runtime.openvino import network, tracing
 from model.runtime.openvino.backend import OpenVino, unsupported_reason
 from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.predictor import Predictor
-from model.runtime.torch_backend import TorchBackend
-from model.runtime.torch_cpu import TorchCpu
+from model.runtime.torch_backend import TorchBackend, TorchCpu
 from model.runtime.torch_pass import Normalise
 from tests.model.explanation.test_methods import FAMILIES, model_of
 from tests.model.runtime.cuda.device_stand_in import StandInOps

@@ -11,7 +11,7 @@ import pytest
 
 from model.runtime import cpu
 from model.runtime.predictor import Predictor
-from model.runtime.torch_cpu import TorchCpu
+from model.runtime.torch_backend import TorchCpu
 from tests.model.runtime.test_relevance import checkpoint_of
 
 FAULTS_OF_A_PASS = """

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.runtime.batches import BatchRequest
+from model.runtime.backend import BatchRequest
 from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed
 from tests.model.runtime.cuda.device_stand_in import StandInOps
 
