@@ -130,11 +130,8 @@ def test_callers_at_once_get_their_own(both: tuple[Predictor, Predictor], images
 
 KINDS: list[dict[str, Any]] = [
     {"pool": "mean", "class_token": False, "position_prefix": False},
-    {"pool": "attention", "class_token": False, "position_prefix": False},
     {"pool": "mean_max"},
-    {"pool": "cls_mean"},
     {"registers": 4, "position_prefix": False},
-    {"distillation_token": True, "distillation_head": True},
     {"mlp": "swiglu", "activation": "silu", "layer_scale": True},
     {"qk_norm": True, "norm_before_blocks": True, "qkv_bias": False},
     {"relative_position_bias": True, "activation": "quick_gelu"},
