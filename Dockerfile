@@ -1,10 +1,12 @@
-# vitserve in a container; docs/deployment.md says how to run it. Nothing here is of one processor: arm64 builds too.
+# vitserve in a container; docs/deployment.md says how to run it. The variant `cpu` builds for arm64 too.
 
 ARG PYTHON_IMAGE=python:3.11-slim
+# What the image is for: `cpu`, `cuda` (CUDA 13), or `cuda12` for hosts with older drivers.
+ARG VARIANT=cpu
 
 FROM ${PYTHON_IMAGE} AS dependencies
 # For `strip`, and to compile the kernel that resizes pictures.
-RUN apt-get update && apt-get install --yes --no-install-recommends binutils gcc libc6-dev
+RUN apt-get update && apt-get install --yes --no-install-recommends binutils gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 WORKDIR /build
 COPY pyproject.toml constraints.txt ./
 ENV PIP_CONSTRAINT=/build/constraints.txt \
@@ -13,15 +15,24 @@ ENV PIP_CONSTRAINT=/build/constraints.txt \
     PIP_ROOT_USER_ACTION=ignore
 # pip works from outside: the service has no use for a copy of it.
 RUN python -m venv --without-pip /opt/venv
-# Where torch comes from. Empty: the default index, whose Linux build is for CUDA.
-# https://download.pytorch.org/whl/cpu holds the CPU's build, a fraction of the size.
-ARG TORCH_INDEX_URL=
-# These extras are small, and quiet where they have nothing to do; the CPU's image adds openvino, which is neither.
+ARG VARIANT
+# Where torch comes from, if not from the variant's own index. Empty: the default index, whose Linux build is for CUDA 13.
+ARG TORCH_INDEX_URL
+# These extras are small, and quiet where they have nothing to do; the variant `cpu` adds openvino, which is neither.
 ARG EXTRAS="gpu hub redis otel grpc isolation"
 # timm brings torchvision, which has to be of the same build as torch.
-RUN case " ${EXTRAS} " in *" timm "*) torchvision=torchvision ;; esac \
-    && pip --python /opt/venv/bin/python install ${TORCH_INDEX_URL:+--index-url "${TORCH_INDEX_URL}"} torch ${torchvision:-}
-RUN python -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+# hadolint ignore=SC2086
+RUN case "${VARIANT}" in \
+        cpu) index=https://download.pytorch.org/whl/cpu ;; \
+        cuda12) index=https://download.pytorch.org/whl/cu126 ;; \
+        *) index= ;; \
+    esac \
+    && index="${TORCH_INDEX_URL-${index}}" \
+    && case " ${EXTRAS} " in *" timm "*) torchvision=torchvision ;; esac \
+    && pip --python /opt/venv/bin/python install ${index:+--index-url "${index}"} torch ${torchvision:-}
+# hadolint ignore=SC2086
+RUN if [ "${VARIANT}" = cpu ]; then EXTRAS="${EXTRAS} openvino"; fi \
+    && python -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
         extras = project["optional-dependencies"]; \
         print(*project["dependencies"], *(line for name in sys.argv[1:] for line in extras[name]), sep="\n")' \
         ${EXTRAS} >requirements.txt \
@@ -31,7 +42,10 @@ RUN python slim.py /opt/venv
 
 # Apart from its dependencies, so that a change of code replaces megabytes and not gigabytes.
 FROM dependencies AS code
-COPY README.md LICENSE ./
+COPY README.md LICENSE setup.py ./
+COPY examples examples
+COPY deploy/grafana/dashboards deploy/grafana/dashboards
+COPY deploy/prometheus deploy/prometheus
 COPY model model
 COPY service service
 COPY vitserve vitserve
@@ -42,6 +56,7 @@ FROM ${PYTHON_IMAGE} AS system
 # With COMPILER= there is neither, and `VIT_COMPILE=on` says so.
 ARG COMPILER=g++
 # What only link-time optimisation, sanitisers and static programs use is not kept.
+# hadolint ignore=SC2086
 RUN test -z "${COMPILER}" || { \
         packages="${COMPILER}" \
         && { test -e "$(python -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" \
@@ -51,16 +66,28 @@ RUN test -z "${COMPILER}" || { \
         && rm -f /usr/lib*/gcc/*/*/lto1 /usr/bin/*lto-dump* /usr/lib/gcc/*/*/libstdc++.a \
             /usr/lib/*-linux-gnu/libc.a /usr/lib/*-linux-gnu/libpython*.a /usr/lib/python3*/config-*/libpython*.a \
             /usr/lib/gcc/*/*/lib*san.a /usr/lib/*-linux-gnu/lib*san.so.*; }
+# The filter of system calls of decoder processes is libseccomp's; the extra `isolation` is its binding.
 # The uid is fixed, so that a host folder can be made readable or writable for it.
-RUN useradd --uid 10001 --user-group --no-create-home --home-dir /cache --shell /usr/sbin/nologin vitserve \
+RUN apt-get update && apt-get install --yes --no-install-recommends libseccomp2 && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 10001 --user-group --no-create-home --home-dir /cache --shell /usr/sbin/nologin vitserve \
     && install --directory --owner=vitserve --group=vitserve /cache /cache/tmp
 
-FROM system
+# The NVIDIA Container Toolkit refuses to start a container whose driver is too old, instead of a service that fails again
+# and again. CUDA 12.6 runs on drivers that know 12.0, which are those from 525 on; CUDA 13 needs 580.
+FROM system AS system-cpu
+FROM system AS system-cuda
+ENV NVIDIA_REQUIRE_CUDA="cuda>=13.0"
+FROM system AS system-cuda12
+ENV NVIDIA_REQUIRE_CUDA="cuda>=12.0"
+
+# hadolint ignore=DL3006
+FROM system-${VARIANT}
 WORKDIR /app
 COPY --from=dependencies /opt/venv /opt/venv
 COPY --from=code /code /
 COPY deploy/healthcheck.py ./
-# TMPDIR too, as torch keeps 150 MB of precompiled headers in it.
+# TMPDIR too, as torch keeps 150 MB of precompiled headers in it. OpenBLAS, which NumPy brings, would start a thread a core in
+# every process for products that are never large.
 ENV PATH=/opt/venv/bin:$PATH \
     VIT_HOST=0.0.0.0 \
     VIT_PORT=8000 \
@@ -70,6 +97,7 @@ ENV PATH=/opt/venv/bin:$PATH \
     TRITON_CACHE_DIR=/cache/triton \
     CUDA_CACHE_PATH=/cache/cuda \
     TMPDIR=/cache/tmp \
+    OPENBLAS_NUM_THREADS=1 \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001

@@ -26,8 +26,7 @@ help:
 	@echo "make bench-peers  install the peers, each in an environment of its own"
 	@echo "make gpu-kit  write what a machine with a GPU and without a network lacks to $(GPU_KIT); PYTHON_THERE=3.12"
 	@echo "make rules   write the rules of Prometheus anew as the manifest of its operator"
-	@echo "make image   build the container's image with its labels; for the one without a GPU:"
-	@echo "             make image COMPOSE_FILE=docker-compose.yml:docker-compose.cpu.yml"
+	@echo "make image   build the container's image VARIANT=cpu, cuda or cuda12"
 	@echo "make protocol  generate the messages of gRPC anew from service/web/grpc/open_inference.proto"
 	@echo "make screenshots  take the pictures of the page in docs/images anew; needs Chromium"
 	@echo "make wheels  write the wheels and the source distribution to dist/"
@@ -161,6 +160,20 @@ wheels: $(RELEASE)/.made
 	$(RELEASE)/bin/auditwheel show dist/vitserve-$(VERSION)-py3-none-$(PLATFORM).whl | grep '"$(PLATFORM)"'
 	$(RELEASE)/bin/twine check --strict dist/vitserve-*
 
+# The reference is generated: of the API from its OpenAPI document, of the client from its docstrings.
+SITE := $(VENV)/site
+
+$(SITE)/.made: $(VENV)/.made deploy/site/requirements.txt
+	$(BIN)/python -m venv $(SITE)
+	$(SITE)/bin/pip install --quiet --disable-pip-version-check -r deploy/site/requirements.txt
+	@touch $@
+
+site: $(VENV)/.test $(SITE)/.made
+	@mkdir -p dist
+	$(BIN)/python -m deploy.site.openapi dist/openapi.json
+	$(SITE)/bin/oad gen-docs -s dist/openapi.json -d dist/http.md
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --quiet
+
 # In an empty environment for each Python, outside the clone.
 PYTHONS ?= $(PYTHON)
 
@@ -171,6 +184,7 @@ release-check: wheels site
 	@[ -n "$$($(MAKE) --no-print-directory notes)" ] || { echo "CHANGELOG.md has nothing of $(VERSION)"; exit 1; }
 	set -e; for python in $(PYTHONS); do for wheel in $(PLATFORM) any; do \
 		there=$$(mktemp -d); $$python -m venv $$there/env; \
+		$(if $(TORCH_INDEX_URL),$$there/env/bin/pip install --quiet -c constraints.txt --index-url '$(TORCH_INDEX_URL)' torch;) \
 		$$there/env/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
 			"dist/vitserve-$(VERSION)-py3-none-$$wheel.whl[openvino]"; \
 		cp deploy/release/try_wheel.py $$there; \
@@ -178,12 +192,15 @@ release-check: wheels site
 		$(RELEASE)/bin/cyclonedx-py environment $$there/env/bin/python -o dist/sbom.json; \
 		rm -rf $$there; done; done
 
-# Where the code is, for a label of the image.
+# Where the code is, for a label of the image; and what it is for: cpu, cuda or cuda12.
 SOURCE ?=
-# Compose reads COMPOSE_FILE and TORCH_INDEX_URL from the environment, or from .env; make puts its arguments there.
+VARIANT ?= cpu
+# Compose reads TORCH_INDEX_URL and EXTRAS from the environment, or from .env; make puts its arguments there.
 
 image:
-	docker compose build --build-arg VERSION="$(VERSION)" --build-arg CREATED="$$(date -u +%Y-%m-%dT%H:%M:%SZ)" --build-arg SOURCE="$(SOURCE)" \
+	VARIANT=$(VARIANT) docker compose -f docker-compose.yml -f docker-compose.build.yml build \
+		--build-arg VERSION="$(VERSION)" --build-arg CREATED="$$(date -u +%Y-%m-%dT%H:%M:%SZ)" \
+		--build-arg SOURCE="$(SOURCE)" \
 		--build-arg REVISION="$$(git describe --always --abbrev=40 --dirty --exclude '*')" vitserve
 
 clean:

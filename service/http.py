@@ -26,7 +26,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from service.errors import MalformedRequest, ReceivingFull, RequestTimeout, ServiceError
-from service.lifecycle import Lifecycle, exit_now, stop_signals
+from service.lifecycle import Lifecycle, exit_now, log_end, stop_signals
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ DISCARDED_BYTES: Final = 1 << 20
 
 _KEEP_ALIVE_SECONDS = 75  # load balancers keep idle connections for about a minute: the side that answers, longer
 _STUCK_SECONDS = 30.0
+_LAST_CALLERS_SECONDS = 0.2  # after the listener is closed, for who was let in just before
 _OTHER_FILES = 128
 _MOST_REFUSED = 64  # connections beyond the limit whose refusal is on its way
 
@@ -297,6 +298,8 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
         """Send a part of an answer. What uvicorn writes while it parses is its refusal of what it parses."""
         if self._is_parsing:
             self._is_invalid = True
+        elif self.transport.is_closing():  # the caller has closed its side, and is taken for one that left
+            self.holds_head, self._head = False, b""
         elif self.holds_head:
             self._head, self.holds_head = bytes(data), False
         elif self._head:
@@ -493,10 +496,10 @@ def address_family(host: str) -> socket.AddressFamily:
 class Server:
     """One web process: uvicorn, with the shutdown that API clients need.
 
-    SIGTERM or SIGINT: for `drain_delay` seconds it goes on listening while new work is answered 503; then it stops
-    listening, finishes what it accepted, and returns, at the latest after `drain_timeout`. A second SIGTERM or SIGINT
-    ends the process at once. SIGHUP drains, too, unless `on_hang_up` handles it. By itself uvicorn would close its
-    listener at the first SIGTERM, and end with 143.
+    SIGTERM or SIGINT: for `drain_delay` seconds it goes on serving, but is not ready; then it stops listening, finishes
+    what it accepted, refuses what still comes, and returns, at the latest after `drain_timeout`. A second SIGTERM or
+    SIGINT ends the process at once. SIGHUP stops it, too, unless `on_hang_up` handles it. By itself uvicorn would close
+    its listener at the first SIGTERM, and end with 143.
 
     Args:
         beside: started with the server and cancelled at its end. Without it, a process whose event loop stands still
@@ -572,35 +575,47 @@ class Server:
                 loop.remove_signal_handler(number)
             for task in beside:
                 task.cancel()
+        self._log_end()
 
     def stop(self, exit_code: int) -> None:
         """End the process in order, without the delay for load balancers: there is nothing left to serve."""
         self._lifecycle.exit_code = exit_code
-        self._begin_to_drain(0.0)
+        self._begin_to_stop(0.0)
 
     def drain(self) -> None:
-        """Refuse new work, and stop when all accepted requests are answered."""
-        if not self._lifecycle.draining:
-            self._begin_to_drain(self._settings.drain_delay)
+        """Serve for the delay, then refuse new work, and stop when all accepted requests are answered."""
+        if not self._lifecycle.stopping:
+            self._begin_to_stop(self._settings.drain_delay)
 
-    def _begin_to_drain(self, delay: float) -> None:
-        self._lifecycle.draining = True
+    def _begin_to_stop(self, delay: float) -> None:
+        self._lifecycle.stopping = True
         loop = asyncio.get_running_loop()
-        loop.call_later(delay, setattr, self._uvicorn, "should_exit", True)
+        loop.call_later(delay, self._stop_listening)
         loop.call_later(self._settings.drain_timeout, self._give_up)
+
+    def _stop_listening(self) -> None:
+        self._uvicorn.should_exit = True  # which uvicorn sees, and closes idle connections, within 0.1 s
+        for server in self._uvicorn.servers:
+            server.close()
+        asyncio.get_running_loop().call_later(_LAST_CALLERS_SECONDS, setattr, self._lifecycle, "draining", True)
 
     def _give_up(self) -> None:
         logger.warning("not everything was answered within %g s: ending", self._settings.drain_timeout)
+        self._log_end()
         exit_now(self._lifecycle.exit_code)
+
+    def _log_end(self) -> None:
+        if not self._is_supervised:  # else the supervisor tells it of all
+            log_end(self._lifecycle.answered, self._lifecycle.refused)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._is_supervised:
             if number != signal.SIGHUP:
                 self.drain()
-        elif not self._lifecycle.draining:
+        elif not self._lifecycle.stopping:
             if number == signal.SIGHUP and self._on_hang_up():
                 return
-            logger.info("%s: draining", number.name)
+            logger.info("%s: stopping", number.name)
             self.drain()
         elif number != signal.SIGHUP and not self._hung_up:
             logger.warning("%s again: ending at once", number.name)

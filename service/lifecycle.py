@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
 
+logger = logging.getLogger("vitserve")
+
 _TRIM_SECONDS: Final = 30.0
 """Seconds between two moments at which a process returns freed memory."""
 
@@ -24,11 +26,23 @@ third of the event loop's time, in which it found nothing: no request leaves a c
 
 
 class Lifecycle:
-    """The state of a process: whether it is about to end and takes no new work, and its exit code."""
+    """The state of a process.
+
+    Attributes:
+        stopping: it was asked to end: it is not ready, but serves, so that load balancers have time to look away.
+        draining: it takes no new work.
+        answered, refused: counts of requests since it was asked to end.
+    """
 
     def __init__(self) -> None:
-        self.draining = False
+        self.stopping = self.draining = False
+        self.answered = self.refused = 0
         self.exit_code = 0
+
+    @property
+    def is_ending(self) -> bool:
+        """Return whether the process is about to end."""
+        return self.stopping or self.draining
 
 
 def freeze_objects() -> None:
@@ -71,6 +85,13 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     """Return the signals that drain the service; SIGHUP only if it is not ignored, as it is under nohup."""
     hang_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGTERM, signal.SIGINT, *hang_up)
+
+
+def log_end(answered: int, refused: int) -> None:
+    """Log, as the last line of a service, how many requests were answered and refused since it was asked to end."""
+    fields = {"answered": answered, "refused": refused}
+    text = "stopped: since the signal %(answered)d requests were answered and %(refused)d refused"
+    logger.info(text, fields, extra={"fields": fields})
 
 
 def exit_now(code: int) -> NoReturn:

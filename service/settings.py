@@ -318,7 +318,11 @@ class Settings(BaseSettings):
     )
 
     # How it stops, and the rest.
-    drain_delay: Seconds = Field(2, description="seconds after SIGTERM during which the service still listens")
+    drain_delay: Seconds = Field(
+        2,
+        description="seconds after SIGTERM during which new work is still served, while /readyz is 503 so that load "
+        "balancers look away",
+    )
     drain_timeout: Seconds = Field(30, description="seconds after SIGTERM at which the process ends at the latest")
     cors_origins: Annotated[tuple[str, ...], CommaSeparated, NoDecode] = Field(
         (), description="comma-separated origins that browsers may call from; `*` for any"

@@ -48,10 +48,10 @@ class CheckpointOptions:
 
     def refuse_architecture(self, where: str) -> None:
         """Raise CheckpointError where an option for plain state dicts is set beside a file that says its own."""
-        if self.architecture is not None:
-            raise CheckpointError(f"{where}: says its own architecture; VIT_ARCHITECTURE is for plain state dicts")
-        if self.keys is not None:
-            raise CheckpointError(f"{where}: has names of its own; VIT_KEYS is for plain state dicts")
+        given = {"VIT_ARCHITECTURE": self.architecture, "VIT_KEYS": self.keys}
+        for name, value in given.items():
+            if value is not None:
+                raise CheckpointError(f"{where}: says its own architecture and names; {name} is for plain state dicts")
 
     def preprocess_or(
         self,

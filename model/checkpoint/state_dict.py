@@ -27,13 +27,14 @@ from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.refusals import validating
 from model.checkpoint.tensors import shape_of
 from model.checkpoint.timm_architectures import (
+    POOL,
+    EvaArguments,
     TimmArguments,
     architectures,
     native_names,
     parse_arguments,
     runs_in_library,
 )
-from model.checkpoint.timm_eva import POOL, EvaArguments
 from model.config import NetworkConfig, PreprocessConfig, Size, ViTConfig
 from model.errors import CheckpointError
 from model.network import library

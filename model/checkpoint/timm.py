@@ -12,11 +12,10 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from model.checkpoint.checkpoint import Checkpoint, native_tensors
+from model.checkpoint.checkpoint import Checkpoint, native_tensors, resized_config, resized_positions
 from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.options import CheckpointOptions, imagenet_labels
 from model.checkpoint.refusals import required, validating
-from model.checkpoint.resizing import resized_config, resized_positions
 from model.checkpoint.timm_architectures import architectures, native_names, parse_arguments, runs_in_library
 from model.config import Interpolation, NetworkConfig, PreprocessConfig
 from model.errors import CheckpointError
@@ -98,12 +97,6 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         revision=files.revision,
         assumed=assumed,
     )
-
-
-def preprocess_of(pretrained: Mapping[str, Any], where: str) -> PreprocessConfig:
-    """Return the preprocessing that a `pretrained_cfg` states; CheckpointError where it states none."""
-    with validating(where, "pretrained_cfg."):
-        return Pretrained.model_validate(pretrained).preprocess()
 
 
 def _own(files: Files, config: Mapping[str, Any], pretrained: Pretrained) -> tuple[NetworkConfig, Mapping[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import shutil
@@ -19,6 +20,8 @@ from tqdm import tqdm
 from model.config import PreprocessConfig
 from model.errors import DatasetError, ImageError
 from model.images.preprocess import preprocess
+
+logger = logging.getLogger(__name__)
 
 MEMORY: Final = 4 << 30
 """Bytes up to which an array of decoded pictures is kept in memory."""
@@ -88,11 +91,12 @@ def allocate(shape: tuple[int, ...], folder: Path) -> NDArray[np.uint8]:
         return np.memmap(file, np.uint8, "w+", shape=shape)
 
 
-def decode(files: PictureFiles, config: PreprocessConfig, folder: Path) -> Images:
+def decode(files: PictureFiles, config: PreprocessConfig, folder: Path, *, leave_out: bool = False) -> Images:
     """Decode pictures, on all cores, as a model with this preprocessing sees them.
 
     Args:
         folder: where their pixels go if they take too much memory; see `allocate`.
+        leave_out: warn of files that are no pictures, and leave them out.
 
     Raises:
         DatasetError: files that are no pictures, the first of which it names with what is wrong; or no room.
@@ -111,15 +115,22 @@ def decode(files: PictureFiles, config: PreprocessConfig, folder: Path) -> Image
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
         futures = [pool.submit(work, number) for number in range(len(files))]
-        done = tqdm(as_completed(futures), total=len(files), desc="read", unit="img", disable=None)
-        bad = sorted(problem for future in done if (problem := future.result()) is not None)
+        for _ in tqdm(as_completed(futures), total=len(files), desc="read", unit="img", disable=None):
+            pass
     finally:
         pool.shutdown(cancel_futures=True)  # an interruption does not wait for a million files
-    if bad:
-        more = [f"  and {len(bad) - _LISTED_FILES} more"] if len(bad) > _LISTED_FILES else []
-        heading = f"{len(bad)} file{'s' * (len(bad) > 1)} in class folders cannot be read as pictures:"
-        raise DatasetError("\n".join([heading, *bad[:_LISTED_FILES], *more]))
-    return Images(pixels, files.labels)
+    problems = [future.result() for future in futures]
+    bad = sorted(problem for problem in problems if problem is not None)
+    if not bad:
+        return Images(pixels, files.labels)
+    more = [f"  and {len(bad) - _LISTED_FILES} more"] if len(bad) > _LISTED_FILES else []
+    heading = f"{len(bad)} file{'s' * (len(bad) > 1)} in class folders cannot be read as pictures:"
+    message = "\n".join([heading, *bad[:_LISTED_FILES], *more])
+    if not leave_out:
+        raise DatasetError(message)
+    logger.warning("left out: %s", message)
+    good = [number for number, problem in enumerate(problems) if problem is None]
+    return Images(pixels[good], files.labels[good])
 
 
 def channel_statistics(pixels: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:

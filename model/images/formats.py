@@ -29,7 +29,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 from model.errors import InvalidImage, UnsupportedImageFormat
 from model.images import jpeg, png
-from model.images.orientation import UPRIGHT
+from model.images.jpeg import UPRIGHT
 
 _READERS: dict[str, type[ImageFile.ImageFile] | None] = {
     "JPEG": JpegImageFile,

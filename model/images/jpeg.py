@@ -1,4 +1,4 @@
-"""JPEG (ITU-T T.81, annex B): the header, and the file without what a decoder need not see.
+"""JPEG (ITU-T T.81, annex B): the header, the file without what a decoder need not see, the orientation from Exif.
 
 A multi-picture MPO begins with a whole JPEG and is read as JPEG.
 """
@@ -6,12 +6,19 @@ A multi-picture MPO begins with a whole JPEG and is read as JPEG.
 from __future__ import annotations
 
 import re
+import struct
 import sys
 from collections.abc import Iterator
 from itertools import islice
 
 from model.errors import InvalidImage, UnsupportedImageFormat
-from model.images.orientation import read_orientation
+
+UPRIGHT = 1
+_TAG = 274
+_FORMATS = {1: "B", 3: "H", 4: "L"}
+"""Format characters of `struct` for the field types of unsigned integers (TIFF 6.0, section 2)."""
+
+_EXIF_PREFIX = b"Exif\0\0"
 
 MAX_PARTS = 16_384
 """Segments or chunks of a file. Honest files have at most a few thousand."""
@@ -104,3 +111,29 @@ def _segments(data: bytes | bytearray, max_gap: int) -> Iterator[tuple[int, int,
             position += max(2, int.from_bytes(data[start : start + 2], "big"))
         yield marker, match.start(), start, position
     raise InvalidImage(f"the file is made of more than {MAX_PARTS} parts")
+
+
+def read_orientation(exif: bytes | None) -> int:
+    """Return the Exif orientation 1...8 (CIPA DC-008, tag 274); 1, upright, where none can be read.
+
+    Nothing else of Exif is read. A general reader builds a table of every tag, and a few kilobytes of overlapping tags
+    can make such a table take hundreds of megabytes.
+
+    Args:
+        exif: with or without its prefix, which some writers state twice.
+    """
+    exif = (exif or b"").removeprefix(_EXIF_PREFIX).removeprefix(_EXIF_PREFIX)
+    order = {b"II": "<", b"MM": ">"}.get(exif[:2])
+    if order is None:
+        return UPRIGHT
+    try:
+        (directory,) = struct.unpack_from(order + "L", exif, 4)
+        (entries,) = struct.unpack_from(order + "H", exif, directory)
+        for entry in range(directory + 2, directory + 2 + 12 * entries, 12):
+            tag, kind, count = struct.unpack_from(order + "HHL", exif, entry)
+            if tag == _TAG and count:
+                (value,) = struct.unpack_from(order + _FORMATS[kind], exif, entry + 8)
+                return value if 1 <= value <= 8 else UPRIGHT
+    except (struct.error, KeyError):  # cut off, or no integer
+        pass
+    return UPRIGHT

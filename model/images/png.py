@@ -5,8 +5,7 @@ from __future__ import annotations
 import zlib
 
 from model.errors import InvalidImage
-from model.images.jpeg import MAX_PARTS
-from model.images.orientation import read_orientation
+from model.images.jpeg import MAX_PARTS, read_orientation
 
 _PICTURE_CHUNKS = {b"IHDR", b"PLTE", b"IDAT", b"IEND"}
 _MAX_BOUNDED_FILE = 8_388_608

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from model.images.colour import Converter
+from model.images.decode import Converter
 
 _STRIP_PIXELS = 4_000_000
 """Pixels that are cut out and converted at once: bounds what that adds to a picture's memory."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import torch
@@ -21,13 +22,17 @@ from tqdm import tqdm
 from model.config import ViTConfig
 from model.errors import TrainingError
 from model.network.layers.attention import Attention, plain_attention
-from model.training.augment import mix
+from model.network.layers.position import sincos2d_position_embedding
+from model.network.vit import VisionTransformer
 from model.training.optimisers import ModelOptimiser, Position, position
 from model.training.recipe import Recipe
-from model.training.run_folder import STATE_FILE, TEACHER_FILE, EpochMetrics, read_state, write_metrics, write_state
-from model.training.start import initial_model
+from model.training.run_folder import EpochMetrics, read_state, write_metrics, write_state
 from model.training.teacher import TeacherNet, TeacherRecord, answers, stem_weights, train_teacher
-from model.training.training_data import Arithmetic, TrainingData
+from model.training.training_data import Arithmetic, TrainingData, mix
+
+_TEMPERATURE: Final = 100.0
+"""The lowest frequency of the code is above 1/_TEMPERATURE; grids are small, so it is far below the papers' 10,000."""
+_POSITION_SCALE: Final = 0.3
 
 
 @dataclass(frozen=True)
@@ -109,9 +114,11 @@ class Trainer:
             TrainingError: the loss is no longer finite.
         """
         if self._teacher is not None:
-            self.teacher = self._train_teacher(self._teacher)
-            if self.epoch == 0:
+            if self.teacher is None:
+                self.teacher = train_teacher(self._teacher, self.recipe, self.data, self.arithmetic)
                 self._inherit_stem(self._teacher)
+                self.save()
+            self._teacher.to(self.device).eval().requires_grad_(False)
         while self.epoch < self.recipe.epochs:
             metrics = self._run_epoch()
             self.history.append(metrics)
@@ -142,9 +149,10 @@ class Trainer:
             "history": [vars(row) for row in self.history],
             "best": None if self.best is None else vars(self.best),
             "weights": self.weights,
-            "optimisers": self._optimiser.rates.state_dict(),
+            "optimisers": [optimiser.state_dict() for optimiser in self._optimiser.all],
+            "teacher": None if self._teacher is None else (vars(self.teacher), self._teacher.state_dict()),
         }
-        write_state(self.folder / STATE_FILE, self.recipe, state)
+        write_state(self.folder, self.recipe, state)
         write_metrics(self.folder, self.history)
 
     def load(self) -> None:
@@ -153,14 +161,19 @@ class Trainer:
         Raises:
             TrainingError: no state there, unreadable, or of another recipe.
         """
-        state = read_state(self.folder / STATE_FILE, self.recipe, self.device)
+        state = read_state(self.folder, self.recipe, self.device)
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(state["weights"][name])
-        self._optimiser.rates.load_state_dict(state["optimisers"])
+        for optimiser, own in zip(self._optimiser.all, state["optimisers"], strict=True):
+            optimiser.load_state_dict(own)
         self.epoch = state["epoch"]
         self.history = [EpochMetrics(**row) for row in state["history"]]
-        self.best = BestWeights(**state["best"])
+        self.best = None if state["best"] is None else BestWeights(**state["best"])
+        if self._teacher is not None:
+            record, weights = state["teacher"]
+            self.teacher = TeacherRecord(**record)
+            self._teacher.load_state_dict(weights)
 
     def _update_best(self, row: EpochMetrics) -> None:
         found, best = (row.validation_accuracy, -row.validation_loss), self.best
@@ -226,20 +239,6 @@ class Trainer:
             learns = where.restarted or where.progress >= teacher.frozen_stem
             self.model.patch_embed.get_submodule("backbone").requires_grad_(learns)
 
-    def _train_teacher(self, net: TeacherNet) -> TeacherRecord:
-        """Train the teacher, or read it from the folder."""
-        path = self.folder / TEACHER_FILE
-        if path.exists():
-            state = read_state(path, self.recipe, self.device)
-            net.load_state_dict(state["weights"])
-            record = TeacherRecord(**state["record"])
-        else:
-            record = train_teacher(net, self.recipe, self.data, self.arithmetic)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_state(path, self.recipe, {"weights": net.state_dict(), "record": vars(record)})
-        net.to(self.device).eval().requires_grad_(False)
-        return record
-
     def _inherit_stem(self, teacher: TeacherNet) -> None:
         stem = self.config.conv_stem
         assert stem is not None  # a recipe with a teacher has one
@@ -263,3 +262,32 @@ def distillation_loss(logits: Tensor, answers: Tensor, temperature: float) -> Te
     """Return the mean divergence of scores from a teacher's (Hinton et al. 2015), both from logits [B, num_classes]."""
     scores, taught = (F.log_softmax(x / temperature, dim=1) for x in (logits, answers))
     return F.kl_div(scores, taught, reduction="batchmean", log_target=True) * temperature**2
+
+
+def initial_model(config: ViTConfig, seed: int, initial: Mapping[str, Tensor] | None) -> VisionTransformer:
+    """Make the float32 model that training starts with, on the CPU.
+
+    Args:
+        initial: all weights by the model's parameter names; None: drawn by the seed, and positions a sine-cosine code.
+    """
+    model = VisionTransformer(config)
+    if initial is not None:
+        model.load_state_dict(initial)
+        return model
+    model.reset_parameters(torch.Generator().manual_seed(seed))
+    start_positions(model)
+    return model
+
+
+@torch.no_grad()
+def start_positions(model: VisionTransformer) -> None:
+    """Put a 2D sine-cosine code into the patches' position embeddings.
+
+    Its frequencies are those of MoCo v3 (Chen et al. 2021, https://arxiv.org/abs/2104.02057): of q of them, the lowest
+    is `_TEMPERATURE` to the power -(q - 1) / q. The code of the row comes first.
+    """
+    config = model.config
+    assert model.pos_embed is not None  # recipes train models with learned positions
+    quarter = config.width // 4
+    code = sincos2d_position_embedding(config.grid, config.width, temperature=_TEMPERATURE ** ((quarter - 1) / quarter))
+    model.pos_embed[0, config.prefix_tokens :] = _POSITION_SCALE * code[0].roll(2 * quarter, dims=1)

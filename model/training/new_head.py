@@ -23,17 +23,15 @@ from model.checkpoint import Checkpoint, native
 from model.config import LibraryConfig, NetworkConfig, ViTConfig
 from model.data.datasets import open_dataset
 from model.data.pictures import Images, decode
-from model.errors import CheckpointError, TrainingError
+from model.errors import CheckpointError, DatasetError, TrainingError
 from model.evaluation.evaluate import Evaluation, measure, predict_embeddings
 from model.network.library import library_config, linear_head
 from model.runtime.device import choose_device
 from model.runtime.predictor import Predictor
 from model.training.probe import Head, fit_head
 from model.training.recipe import Recipe
-from model.training.report import describe_device, installed_versions, write_confusion
-from model.training.run_folder import prepare_folder
-from model.training.start import read_start
-from model.training.train import STORED_DTYPE, rounded
+from model.training.run_folder import describe_device, installed_versions, prepare_folder, write_confusion
+from model.training.train import STORED_DTYPE, read_start, rounded
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +48,7 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
             seed decides the folds. Fields on training are not used.
 
     Raises:
-        DatasetError: the data cannot be read, or a class has less than two pictures.
+        DatasetError: the data cannot be read, or a class has less than two pictures that can; others are left out.
         CheckpointError: the checkpoint cannot be read, or its head cannot be replaced.
         DeviceError: the device is not available here.
         TrainingError: `out` holds something already.
@@ -64,7 +62,10 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
     heads = head_names(start.config)
     dtype, threads = recipe.precision, recipe.threads or None
     predictor = Predictor(start, device=device, dtype=dtype, compile_mode="off", threads=threads, streams=1)
-    parts = [decode(files, start.preprocess, out) for files in (dataset.train, dataset.validation)]
+    parts = [decode(files, start.preprocess, out, leave_out=True) for files in (dataset.train, dataset.validation)]
+    counts = np.bincount(np.concatenate([part.labels for part in parts]), minlength=len(dataset.labels))
+    if counts.min() < 2:
+        raise DatasetError(f"class {dataset.labels[counts.argmin()]!r}: less than two of its pictures can be read")
     if isinstance(start.config, LibraryConfig):
         _require_linear(predictor, start.tensors, heads[0], parts[0])
     features = torch.cat([_features(predictor, part) for part in parts])
@@ -77,7 +78,7 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
     head = Head(*(tensor.to(STORED_DTYPE).double() for tensor in fitted))
     split, logits, labels = "held-out", choice.logits, truth[choice.rows].numpy()
     if dataset.test is not None:
-        test = decode(dataset.test, start.preprocess, out)
+        test = decode(dataset.test, start.preprocess, out, leave_out=True)
         split, logits, labels = "test", head.logits(_features(predictor, test)), test.labels
     measured = measure((logits / choice.temperature).softmax(dim=1).float().numpy(), labels, dataset.labels)
     logger.info("%s", _in_words(measured, split))

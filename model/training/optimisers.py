@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -65,39 +66,27 @@ def muon(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer
     return torch.optim.Muon(groups, **settings)
 
 
-class Rates:
-    """Several optimisers that are stepped together, and whose learning rates follow one schedule."""
+def set_rates(optimisers: Iterable[torch.optim.Optimizer], factor: float) -> None:
+    """Set all learning rates to this share of their peaks, which become `initial_lr` of their groups."""
+    for optimiser in optimisers:
+        for group in optimiser.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
-    def __init__(self, *optimisers: torch.optim.Optimizer) -> None:
-        self._optimisers = optimisers
-        self._peaks = [[group["lr"] for group in optimiser.param_groups] for optimiser in optimisers]
 
-    def set(self, factor: float) -> None:
-        """Set all learning rates to this share of their peaks."""
-        for optimiser, peaks in zip(self._optimisers, self._peaks, strict=True):
-            for group, peak in zip(optimiser.param_groups, peaks, strict=True):
-                group["lr"] = peak * factor
-
-    def step(self) -> None:
-        """Update the weights by their gradients, which are cleared."""
-        for optimiser in self._optimisers:
-            optimiser.step()
-            optimiser.zero_grad()
-
-    def state_dict(self) -> list[dict[str, Any]]:
-        """Return the state of each."""
-        return [optimiser.state_dict() for optimiser in self._optimisers]
-
-    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Restore what `state_dict` returned."""
-        for optimiser, state in zip(self._optimisers, states, strict=True):
-            optimiser.load_state_dict(state)
+def step_all(optimisers: Iterable[torch.optim.Optimizer]) -> None:
+    """Update the weights by their gradients, which are cleared."""
+    for optimiser in optimisers:
+        optimiser.step()
+        optimiser.zero_grad()
 
 
 class ModelOptimiser:
     """AdamW and, where the recipe asks for it, Muon on the weights of a model.
 
     With layer-wise decay each layer has its own rate. Muon takes matrices: a stem's filters are the rows of one.
+
+    Attributes:
+        all: both, or AdamW alone.
     """
 
     def __init__(self, model: VisionTransformer, settings: Optimiser) -> None:
@@ -117,17 +106,16 @@ class ModelOptimiser:
             else:
                 decay = settings.weight_decay if weight.ndim > 1 else 0.0
                 adamw.append({"params": [weight], "lr": settings.learning_rate * scale, "weight_decay": decay})
-        optimisers: list[torch.optim.Optimizer] = [torch.optim.AdamW(adamw, betas=settings.betas)]
+        self.all: list[torch.optim.Optimizer] = [torch.optim.AdamW(adamw, betas=settings.betas)]
         if matrices:
-            optimisers.append(muon(matrices, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw"))
-        self.rates = Rates(*optimisers)
+            self.all.append(muon(matrices, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw"))
 
     def set_rate(self, where: Position) -> float:
         """Set all learning rates for this point of the schedule, and return AdamW's for the head."""
         factor = rate_factor(where.progress, self._settings.warmup)
         if where.restarted:
             factor *= self._settings.restart_rate
-        self.rates.set(factor)
+        set_rates(self.all, factor)
         return self._settings.learning_rate * factor
 
     def step(self) -> None:
@@ -137,4 +125,4 @@ class ModelOptimiser:
         for parameter, matrix in self._filters.items():
             matrix.grad = None if parameter.grad is None else parameter.grad.flatten(1)
             parameter.grad = None
-        self.rates.step()
+        step_all(self.all)

@@ -1,4 +1,4 @@
-"""The folder of a run: checks before the run, and the files that the run writes.
+"""The folder of a run: checks before the run, and the files that the run writes; its model card by a template.
 
 Each file is whole or absent, whenever the process ends. The state to resume from never holds code.
 """
@@ -6,28 +6,41 @@ Each file is whole or absent, whenever the process ends. The state to resume fro
 from __future__ import annotations
 
 import csv
+import html
 import json
 import pickle
+import platform
+import re
+import shlex
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from model.checkpoint import Checkpoint
 from model.data.datasets import Dataset
 from model.errors import TrainingError
+from model.evaluation.evaluate import Evaluation
 from model.training.recipe import Recipe
 
 STATE_FILE: Final = "last.pt"
-TEACHER_FILE: Final = "teacher.pt"
 METRICS_FILE: Final = "metrics.csv"
 RECIPE_FILE: Final = "recipe.json"
 SPLIT_FILE: Final = "split.json"
 CARD_FILE: Final = "MODEL_CARD.md"
-_LEFT_BEFORE_FIRST_EPOCH: Final = frozenset({RECIPE_FILE, SPLIT_FILE, TEACHER_FILE})
+CONFUSION_FILE: Final = "confusion_matrix.csv"
+_MARKUP: Final = re.compile(r"[\\`*_\[\]|#!]")
+_LISTED_CLASSES: Final = 20
+"""Up to this many classes are named in the card's first sentence."""
+_TABLED_CLASSES: Final = 100
+"""Up to this many have a line each in its table; of more, the worst `_LISTED_CLASSES`."""
+_LEFT_BEFORE_FIRST_EPOCH: Final = frozenset({RECIPE_FILE, SPLIT_FILE})
 """What a run that was ended before its first epoch may have left behind."""
 
 
@@ -106,13 +119,13 @@ def write_metrics(folder: Path, history: Sequence[EpochMetrics]) -> None:
         writer.writerows(vars(row) for row in history)
 
 
-def write_state(path: Path, recipe: Recipe, state: dict[str, Any]) -> None:
+def write_state(folder: Path, recipe: Recipe, state: dict[str, Any]) -> None:
     """Replace the state on disk."""
-    with _replaced(path) as part:
+    with _replaced(folder / STATE_FILE) as part:
         torch.save({"recipe": recipe.model_dump_json(), **state}, part)
 
 
-def read_state(path: Path, recipe: Recipe, device: torch.device) -> dict[str, Any]:
+def read_state(folder: Path, recipe: Recipe, device: torch.device) -> dict[str, Any]:
     """Read the state that `write_state` wrote.
 
     Args:
@@ -122,6 +135,7 @@ def read_state(path: Path, recipe: Recipe, device: torch.device) -> dict[str, An
     Raises:
         TrainingError: no state there, unreadable, or of another recipe.
     """
+    path = folder / STATE_FILE
     try:
         with warnings.catch_warnings(action="ignore"):  # torch's remarks on pickles that it refuses
             state: object = torch.load(path, map_location=device, weights_only=True)
@@ -141,3 +155,56 @@ def _replaced(path: Path) -> Iterator[Path]:
     part = path.with_name(f"{path.name}.part")
     yield part
     part.replace(path)
+
+
+def model_card(run: dict[str, Any], checkpoint: Checkpoint) -> str:
+    """Fill a run's record (see `model.training.train.run`) in `model_card.md.jinja`."""
+    split = "validation" if run["test"] is None else "test"
+    tabled = list(run[split]["per_class"].items())
+    if len(tabled) > _TABLED_CLASSES:
+        tabled = sorted(tabled, key=lambda row: row[1])[:_LISTED_CLASSES]
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    templates.filters |= {"fmt": format, "escaped": _text, "quoted": shlex.quote}
+    return templates.get_template("model_card.md.jinja").render(
+        run=run,
+        recipe=run["recipe"],
+        measured=run[split],
+        split=split,
+        checkpoint=checkpoint,
+        config=checkpoint.config,
+        preprocess=checkpoint.preprocess,
+        listed_classes=_LISTED_CLASSES,
+        tabled=tabled,
+    )
+
+
+def _text(name: str) -> str:
+    """Escape a name that comes from outside, so that Markdown shows it as it is."""
+    return _MARKUP.sub(r"\\\g<0>", html.escape(name, quote=False))
+
+
+def write_confusion(out: Path, measured: Evaluation, labels: Sequence[str]) -> None:
+    """Write the confusion matrix as CSV: a row a class, a column an answer."""
+    with (out / CONFUSION_FILE).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["truth", *labels])
+        writer.writerows([label, *row] for label, row in zip(labels, measured.confusion, strict=True))
+
+
+def describe_device(device: torch.device) -> str:
+    """Return the name of a device: `NVIDIA H100 80GB HBM3`, or `x86_64, 2 threads`."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide the numbers."""
+    packages = ("vitserve", "torch", "numpy", "safetensors")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,15 +25,16 @@ from torch import Tensor, nn
 from model.config import ConvolutionalStem
 from model.errors import TrainingError
 from model.network.vit import count_parameters
-from model.training.optimisers import Rates, muon
+from model.training.optimisers import muon, set_rates, step_all
 from model.training.recipe import Augmentation, Recipe, Teacher
-from model.training.start import whitening_filters
 from model.training.training_data import Arithmetic, TrainingData
 
 logger = logging.getLogger(__name__)
 
 _WHITENING_EDGE: Final = 2
 _WHITENING_IMAGES: Final = 5000
+_WHITENING_FLOOR: Final = 1e-2
+"""Added to the patches' variances, so that directions without content are not blown up."""
 _LEARN_WHITENING_BIAS: Final = 0.2
 """Share of the schedule over which the first layer's biases are learned; from then on nothing reaches back to it."""
 _HEAD_RATE: Final = 0.67
@@ -101,6 +103,24 @@ class TeacherNet(nn.Module):
     def convolutions(self) -> list[_Convolution]:
         """Return the layers that Muon trains, in order."""
         return [module for module in self.modules() if isinstance(module, _Convolution)]
+
+
+def whitening_filters(pixels: Tensor, patch_size: int) -> Tensor:
+    """Return filters that give uncorrelated outputs of unit variance on these pictures' patches.
+
+    They are the eigenvectors of the patches' covariance over the root of their eigenvalues, as in
+    https://arxiv.org/abs/2404.00498, section 3.2.
+
+    Args:
+        pixels: float32 [N, C, H, W], normalised.
+
+    Returns:
+        float32 [C*patch_size**2, C, patch_size, patch_size], most variance first.
+    """
+    patches = F.unfold(pixels, patch_size, stride=patch_size).transpose(1, 2).flatten(0, 1)
+    variance, direction = torch.linalg.eigh(patches.T @ patches / len(patches))
+    filters: Tensor = (direction / (variance.clamp_min(0) + _WHITENING_FLOOR).sqrt()).T.flip(0)
+    return filters.reshape(-1, pixels.shape[1], patch_size, patch_size)
 
 
 class _Group(nn.Module):
@@ -195,7 +215,7 @@ def train_teacher(net: TeacherNet, recipe: Recipe, data: TrainingData, run: Arit
     sample = data.normalise(torch.from_numpy(data.train.pixels[:_WHITENING_IMAGES]))
     net.reset_parameters(sample, torch.Generator().manual_seed(recipe.seed))
     net.to(run.device)
-    rates = _rates(net, teacher)
+    optimisers = _optimisers(net, teacher)
     settings = Augmentation(crop_padding=4, flip=False, resample=teacher.resample)
     mirrored_first = np.random.default_rng(recipe.seed).random(len(data.train)) < 0.5
     accuracy, steps = 0.0, len(data.train) // teacher.batch_size
@@ -208,7 +228,7 @@ def train_teacher(net: TeacherNet, recipe: Recipe, data: TrainingData, run: Arit
             pixels[mirrored] = pixels[mirrored].flip(-1)
             normalised = data.normalise(pixels.to(run.device))
             progress = (epoch + step / steps) / teacher.epochs
-            loss_sum += _step(net, rates, run, normalised, labels.to(run.device), progress)
+            loss_sum += _step(net, optimisers, run, normalised, labels.to(run.device), progress)
         loss = loss_sum.item() / (steps * teacher.batch_size)
         if not math.isfinite(loss):
             raise TrainingError(f"teacher: epoch {epoch + 1}: the loss is not finite; lower its learning rate")
@@ -218,9 +238,16 @@ def train_teacher(net: TeacherNet, recipe: Recipe, data: TrainingData, run: Arit
     return TeacherRecord(accuracy, time.monotonic() - began, count_parameters(net))
 
 
-def _step(net: TeacherNet, rates: Rates, run: Arithmetic, pixels: Tensor, labels: Tensor, progress: float) -> Tensor:
+def _step(
+    net: TeacherNet,
+    optimisers: Sequence[torch.optim.Optimizer],
+    run: Arithmetic,
+    pixels: Tensor,
+    labels: Tensor,
+    progress: float,
+) -> Tensor:
     """Do one update; return the sum of the losses."""
-    rates.set(1 - progress)
+    set_rates(optimisers, 1 - progress)
     with run.autocast:
         pixels = pixels.contiguous(memory_format=torch.channels_last)
         logits = net(pixels, progress < _LEARN_WHITENING_BIAS)
@@ -229,7 +256,7 @@ def _step(net: TeacherNet, rates: Rates, run: Arithmetic, pixels: Tensor, labels
     with torch.no_grad():
         for convolution in net.convolutions():  # a batch norm follows: the norm sets no more than the pace
             convolution.weight.mul_(len(convolution.weight) ** 0.5 / convolution.weight.norm())
-    rates.step()
+    step_all(optimisers)
     return loss.detach()
 
 
@@ -247,7 +274,7 @@ def _accuracy(net: TeacherNet, data: TrainingData, run: Arithmetic) -> float:
     return float((found.numpy() == data.validation.labels).mean())
 
 
-def _rates(net: TeacherNet, recipe: Teacher) -> Rates:
+def _optimisers(net: TeacherNet, recipe: Teacher) -> list[torch.optim.Optimizer]:
     """Return SGD for biases and head, and Muon for the convolutions; the loss is a sum over the batch."""
     biases = [p for p in net.parameters() if p.requires_grad and p.ndim == 1]
     groups = [
@@ -255,7 +282,7 @@ def _rates(net: TeacherNet, recipe: Teacher) -> Rates:
         {"params": [net.head.weight], "lr": _HEAD_RATE, "weight_decay": _DECAY / _HEAD_RATE},
     ]
     matrices = [{"params": [convolution.weight for convolution in net.convolutions()], "lr": recipe.learning_rate}]
-    return Rates(
+    return [
         torch.optim.SGD(groups, lr=_HEAD_RATE, momentum=0.85, nesterov=True),
         muon(matrices, momentum=0.6, nesterov=True, weight_decay=0.0, ns_steps=3),
-    )
+    ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.calibration import MIN_PICTURES, calibration_of, fit_temperature
-from model.checkpoint import Checkpoint, native
-from model.config import PreprocessConfig
+from model.checkpoint import Checkpoint, load_checkpoint, native
+from model.config import PreprocessConfig, Size, ViTConfig
 from model.data.cifar10 import is_cifar10
 from model.data.datasets import Dataset, open_dataset
 from model.data.pictures import Images, channel_statistics, decode
@@ -30,17 +30,31 @@ from model.network.vit import count_parameters
 from model.runtime.device import choose_device
 from model.runtime.predictor import Predictor
 from model.training import run_folder
-from model.training.augment import MARGIN
 from model.training.loop import Trainer
 from model.training.recipe import RECIPES, Recipe
-from model.training.report import describe_device, installed_versions, model_card, write_confusion
-from model.training.start import Start, start_from
-from model.training.training_data import TrainingData
+from model.training.training_data import MARGIN, TrainingData
 
 logger = logging.getLogger(__name__)
 
 STORED_DTYPE: Final = torch.float16
 """Dtype of the weights on disk."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """The model that a run trains, before its first step.
+
+    Attributes:
+        config: the architecture, fitted to the data's classes.
+        preprocess: what the service will do; from scratch, mean and std are yet to be measured.
+        weights: float32 on the CPU by name; None from scratch.
+        name: name of the checkpoint that is fine-tuned; None from scratch.
+    """
+
+    config: ViTConfig
+    preprocess: PreprocessConfig
+    weights: Mapping[str, Tensor] | None = None
+    name: str | None = None
 
 
 def default_recipe(data: Path, checkpoint: str | None) -> Path:
@@ -108,14 +122,65 @@ def run(data: Path, out: Path, recipe: Recipe, *, resume: bool = False, device: 
         reported = _measure(predict_logits(predictor, test.pixels), test, checkpoint)
         record["test"] = reported.record()
     # The folder is servable when all else is written, and not before.
-    write_confusion(out, reported, checkpoint.labels)
-    run_folder.write_text(out / run_folder.CARD_FILE, model_card(record, checkpoint))
+    run_folder.write_confusion(out, reported, checkpoint.labels)
+    run_folder.write_text(out / run_folder.CARD_FILE, run_folder.model_card(record, checkpoint))
     native.write(out, checkpoint, dtype=STORED_DTYPE, training=record)
     if checkpoint.calibration is not None:  # of the rounded weights, so it holds for them in any dtype
         native.write_calibration(out, checkpoint.calibration)
     text = "%s: accuracy %.2f%% of %d images that were not trained on, after %.0f s of training"
     logger.info(text, data, 100 * reported.accuracy, reported.count, record["seconds"])
     return record
+
+
+def start_from(recipe: Recipe, classes: int, image_size: Size | None) -> Start:
+    """Make a recipe's start for data of `classes` classes.
+
+    Args:
+        classes: number of classes of the new head.
+        image_size: (rows, columns) of the data's pictures, where all are of one size.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or not be resized.
+        TrainingError: neither a checkpoint nor an architecture, or it does not fit the data.
+    """
+    if recipe.checkpoint is not None:
+        return _from_checkpoint(recipe, recipe.checkpoint, classes)
+    if recipe.architecture is None:
+        raise TrainingError("recipe: neither an architecture to train from scratch nor a checkpoint to fine-tune")
+    size = recipe.image_size or image_size
+    if size is None:
+        raise TrainingError("recipe: image_size: needed to train from scratch on pictures of any size")
+    half = (0.5, 0.5, 0.5)
+    preprocess = PreprocessConfig(
+        size=size, resize="shortest_edge", resize_size=size, interpolation="bicubic", mean=half, std=half
+    )
+    return Start(recipe.architecture.config(size, classes), preprocess)
+
+
+def read_start(recipe: Recipe, source: str) -> Checkpoint:
+    """Read the checkpoint that a recipe starts from, whose head is to be replaced.
+
+    Raises:
+        CheckpointError: it cannot be read, or not be resized.
+    """
+    return load_checkpoint(
+        source,
+        image_size=recipe.image_size,
+        preprocess=recipe.checkpoint_preprocess,
+        labels="numbers",  # the old head's labels go with it, and some formats have none
+        architecture=recipe.checkpoint_architecture,
+    )
+
+
+def _from_checkpoint(recipe: Recipe, source: str, classes: int) -> Start:
+    checkpoint = read_start(recipe, source)
+    if checkpoint.vit.in_channels != 3:
+        raise TrainingError(f"{source}: takes greyscale pictures; only models of RGB pictures can be fine-tuned")
+    config = checkpoint.vit.model_copy(update={"num_classes": classes})
+    weights = dict(checkpoint.build().state_dict())  # built, so that all of them are checked
+    for name in [name for name in weights if name.startswith(("head.", "head_dist."))]:
+        weights[name] = torch.zeros(classes, *weights[name].shape[1:])
+    return Start(config, checkpoint.preprocess, weights, checkpoint.name)
 
 
 def _checkpoint(
@@ -184,10 +249,10 @@ def _record(trainer: Trainer, start: Start, dataset: Dataset, checkpoint: Checkp
         "validation_images": len(dataset.validation),
         "seconds": trainer.seconds + (0.0 if teacher is None else teacher.seconds),
         "teacher": None if teacher is None else vars(teacher),
-        "device": describe_device(trainer.device),
+        "device": run_folder.describe_device(trainer.device),
         "precision": str(trainer.arithmetic.dtype).removeprefix("torch."),
         "parameters": count_parameters(trainer.model),
-        "versions": installed_versions(),
+        "versions": run_folder.installed_versions(),
         "temperature": checkpoint.temperature,
     }
 

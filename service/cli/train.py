@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +14,22 @@ from service.observe import logs
 from service.settings import ENV_PREFIX
 
 
-def _share_or_count(text: str) -> int | float:
-    return float(text) if "." in text else int(text)
-
-
 def _size(text: str) -> tuple[int, int]:
     """Parse `224`, or `224x160` (rows x columns)."""
     rows, _, columns = text.lower().partition("x")
     return int(rows), int(columns or rows)
 
 
-OVERRIDES: dict[str, tuple[Callable[[str], Any], str, str]] = {
-    "name": (str, "NAME", "what the service calls the model (default: the name of --out; of CIFAR-10, the recipe's)"),
-    "image-size": (_size, "N|RxC", "pixels of the model's input; position embeddings are interpolated"),
-    "epochs": (int, "N", "times that every picture is seen"),
-    "batch-size": (int, "N", "pictures a step"),
-    "validation": (_share_or_count, "N", "size of the validation set (100 or 0.1), where --data has none"),
-    "precision": (str, "NAME", "auto, float32 or bfloat16"),
-    "seed": (int, "N", "decides the split and all random choices"),
-    "threads": (int, "N", "threads of one operator on the CPU"),
+OVERRIDES = {
+    "name": ("NAME", "what the service calls the model (default: the name of --out; of CIFAR-10, the recipe's)"),
+    "epochs": ("N", "times that every picture is seen"),
+    "batch-size": ("N", "pictures a step"),
+    "validation": ("N", "size of the validation set (100 or 0.1), where --data has none"),
+    "precision": ("NAME", "auto, float32 or bfloat16"),
+    "seed": ("N", "decides the split and all random choices"),
+    "threads": ("N", "threads of one operator on the CPU"),
 }
-"""Each flag (a field of the recipe, with dashes): its type, the name of its value, and its help."""
-
+"""Each flag (a field of the recipe, with dashes): the name of its value, and its help."""
 
 _NOT_OF_PROBE = ("recipe", "resume", "set", "epochs", "batch-size", "validation")
 
@@ -78,8 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"of --from, if its format carries none [{ENV_PREFIX}{name.upper()}]",
         )
     recipe = parser.add_argument_group("instead of the recipe's")
-    for name, (kind, metavar, text) in OVERRIDES.items():
-        recipe.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
+    for name, (metavar, text) in OVERRIDES.items():
+        recipe.add_argument(f"--{name}", metavar=metavar, help=text)
+    recipe.add_argument(
+        "--image-size", type=_size, metavar="N|RxC", help="pixels of the model's input; positions are interpolated"
+    )
     recipe.add_argument(
         "--set",
         action="append",
@@ -131,7 +127,7 @@ def _recipe_path(arguments: argparse.Namespace) -> Path:
 
 
 def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
-    fields = ("checkpoint", *(name.replace("-", "_") for name in OVERRIDES))
+    fields = ("checkpoint", "image_size", *(name.replace("-", "_") for name in OVERRIDES))
     given = {name: value for name in fields if (value := getattr(arguments, name)) is not None}
     if "checkpoint" in given:
         # The recipe's name, which is for any pictures, would name all results alike.

@@ -4,7 +4,7 @@
     ----------                                     --------------
     RemoteEngine.infer                             EngineServer
       Submit          --- Unix socket, frames -->    LocalEngine.infer -> batch queue
-      future  <-- Completed or Failed, ------------  answers of a batch leave together,
+      future  <-- Answer or Failed, ---------------  answers of a batch leave together,
                   one wake-up a batch                so a worker wakes up once
 
 The workers' requests meet in one queue, and batches mix them. A worker that dies takes its own requests along and no
@@ -182,18 +182,18 @@ class _Worker:
     def handle(self, frame: frames.Frame) -> None:
         """Handle a request."""
         match frame:
-            case frames.Adopted(generation):
-                self.adopted = generation
-            case frames.Released(generation) if generation in self._generations:
-                self._generations.pop(generation)[1].close()
+            case frames.Uses(newest, oldest):
+                self.adopted = newest
+                for number in [number for number in self._generations if number < oldest]:
+                    self._generations.pop(number)[1].close()
             case frames.Cancel(id_) if id_ in self._tasks:
                 self._tasks[id_].cancel()
             case frames.Cancel():
                 pass  # its answer is on the way
-            case _ if isinstance(frame, frames.Request):
-                task = asyncio.create_task(self._answer(frame))
-                self._tasks[frame.id] = task
-                task.add_done_callback(lambda _: self._tasks.pop(frame.id, None))
+            case frames.Call(id_, request):
+                task = asyncio.create_task(self._answer(id_, request))
+                self._tasks[id_] = task
+                task.add_done_callback(lambda _: self._tasks.pop(id_, None))
             case _:
                 raise frames.FrameError(f"{type(frame).__name__} out of order")
 
@@ -217,33 +217,35 @@ class _Worker:
             raise EngineUnavailable("the engine has another model now")
         return self._generations[generation][0]
 
-    async def _answer(self, frame: frames.Request) -> None:
-        reply: frames.Reply | frames.Failed = frames.Done(frame.id)
+    async def _answer(self, id_: int, request: frames.Request) -> None:
         try:
-            match frame:
-                case frames.Submit(id_, generation, pixels, requested, timeout):
-                    request = InferenceRequest(pixels, requested)
-                    reply = frames.Completed(id_, await self._engine(generation).infer(request, timeout=timeout))
-                case frames.EmbedTexts(id_, generation, texts, timeout):
-                    features = await self._engine(generation).embed_texts(texts, timeout=timeout)
-                    reply = frames.TextsEmbedded(id_, features)
-                case frames.Put(id_, picture):
-                    reply = frames.Kept(id_, await self._server.images.put(picture))
-                case frames.Get(id_, image_id):
-                    reply = frames.Found(id_, await self._server.images.get(image_id))
-                case frames.Load(_, checkpoint):
-                    await self._load(checkpoint)
-                case frames.TakeOver():
-                    await self._take_over()
-                case frames.Discard(_, reason):
-                    await self._discard(reason)
+            reply: frames.Frame = frames.answer(id_, await self._result(request))
         except Exception as error:  # a defect costs its own request alone
             if not isinstance(error, ServiceError) or type(error) not in frames.ERRORS:
                 logger.exception("a request failed")
                 error = InferenceFailed("the engine failed on this request")
             self._server.publish_status()  # it has the count of a load that failed
-            reply = frames.Failed.of(frame.id, error)
+            reply = frames.Failed.of(id_, error)
         self.send(reply)
+
+    async def _result(self, request: frames.Request) -> object:
+        result: object = None
+        match request:
+            case frames.Submit(generation, pixels, requested, timeout):
+                result = await self._engine(generation).infer(InferenceRequest(pixels, requested), timeout=timeout)
+            case frames.EmbedTexts(generation, texts, timeout):
+                result = await self._engine(generation).embed_texts(texts, timeout=timeout)
+            case frames.Put(picture):
+                result = await self._server.images.put(picture)
+            case frames.Get(image_id):
+                result = await self._server.images.get(image_id)
+            case frames.Load(checkpoint):
+                await self._load(checkpoint)
+            case frames.TakeOver():
+                await self._take_over()
+            case frames.Discard(reason):
+                await self._discard(reason)
+        return result
 
     # The next checkpoint, on behalf of the worker that asked for it.
 

@@ -1,24 +1,17 @@
 """Defines the typed frames that web workers and engine processes exchange: msgspec structs, no pickle.
 
-    web worker                                        engine process
-    ----------                                        --------------
-                                             <--      StatusChanged(status)           at once, and on each change
-                                             <--      Serving(generation, info)       once it answers requests
-    Adopted(generation)                      -->                                      new requests belong to it
-    Released(generation)                     -->                                      its last request here has ended
-    Submit(id, generation, pixels, ...)      -->
-    Cancel(id)                               -->
-                                             <--      Completed(id) or Failed(id)     answers of a batch together
-    EmbedTexts(id, generation, texts, ...)   -->
-                                             <--      TextsEmbedded(id) or Failed(id)
-    Load(id, checkpoint)                     -->                                      it is loaded beside what serves
-                                             <--      Done(id) or Failed(id)
-    TakeOver(id) or Discard(id, reason)      -->
-                                             <--      Done(id)                        all workers have adopted it
-    Put(id, picture)                         -->
-                                             <--      Kept(id)
-    Get(id, image_id)                        -->
-                                             <--      Found(id)
+    web worker                                  engine process
+    ----------                                  --------------
+                                          <--   StatusChanged(status)        at once, and on each change
+                                          <--   Serving(generation, info)    once it answers requests
+    Uses(newest, oldest)                  -->                                new requests belong to the newest one
+    Call(id, request)                     -->
+    Cancel(id)                            -->
+                                          <--   Answer(id) or Failed(id)     those of a batch together
+
+    Submit, EmbedTexts                          an image, or texts, by the model of a generation
+    Load, then TakeOver or Discard              a checkpoint beside the one that serves
+    Put, Get                                    a picture that is kept
 
 A frame is a length (uint32, little-endian, of what follows) and a struct as a MessagePack array, its tag first.
 Arrays are a shape and raw bytes; their dtypes are those of the annotations. Times are intervals in seconds. Both
@@ -73,81 +66,77 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """Writes every frame as a MessagePack array that begins with its class's tag."""
 
 
-class Adopted(_Frame, frozen=True, tag=1):
-    """Says that the worker's new requests belong to this generation."""
-
-    generation: int
-
-
-class Released(_Frame, frozen=True, tag=2):
-    """Says that the worker has no request of this generation, and will have none."""
-
-    generation: int
-
-
-class Submit(_Frame, frozen=True, tag=3):
+class Submit(_Frame, frozen=True, tag=1):
     """Asks for one image to be computed.
 
     Attributes:
-        id: unique on its connection, as of all requests.
         pixels: uint8 [H, W, C].
         timeout: seconds from now within which it must be launched.
     """
 
-    id: int
     generation: int
     pixels: NDArray[np.uint8]
     requested: RequestedOutputs
     timeout: float
 
 
-class Cancel(_Frame, frozen=True, tag=4):
-    """Says that nobody waits for this request any more."""
-
-    id: int
-
-
-class EmbedTexts(_Frame, frozen=True, tag=5):
+class EmbedTexts(_Frame, frozen=True, tag=2):
     """Asks for the features of texts, within `timeout` seconds from now."""
 
-    id: int
     generation: int
     texts: tuple[str, ...]
     timeout: float
 
 
-class Load(_Frame, frozen=True, tag=6):
+class Load(_Frame, frozen=True, tag=3):
     """Asks for a checkpoint to be loaded beside the one that serves; None: the configured checkpoint."""
 
-    id: int
     checkpoint: str | None
 
 
-class TakeOver(_Frame, frozen=True, tag=7):
-    """Lets the checkpoint that was loaded answer new requests."""
-
-    id: int
+class TakeOver(_Frame, frozen=True, tag=4):
+    """Lets the checkpoint that was loaded answer new requests; answered when all workers use it."""
 
 
-class Discard(_Frame, frozen=True, tag=8):
+class Discard(_Frame, frozen=True, tag=5):
     """Closes the checkpoint that was loaded, for a reason."""
 
-    id: int
     reason: str
 
 
-class Put(_Frame, frozen=True, tag=9):
-    """Asks for a picture to be kept for GET /attention."""
+class Put(_Frame, frozen=True, tag=6):
+    """Asks for a picture to be kept for GET /attention; its id, or None if it is not kept."""
 
-    id: int
     picture: ModelInput
 
 
-class Get(_Frame, frozen=True, tag=10):
-    """Asks for a picture that was kept."""
+class Get(_Frame, frozen=True, tag=7):
+    """Asks for a picture that was kept; None if it is unknown, expired or pushed out."""
+
+    image_id: str
+
+
+Request = Submit | EmbedTexts | Load | TakeOver | Discard | Put | Get
+
+
+class Call(_Frame, frozen=True, tag=8):
+    """Makes a request; its id is unique on the connection."""
 
     id: int
-    image_id: str
+    request: Request
+
+
+class Cancel(_Frame, frozen=True, tag=9):
+    """Says that nobody waits for this request any more."""
+
+    id: int
+
+
+class Uses(_Frame, frozen=True, tag=10):
+    """Says which generation the worker's new requests belong to, and the oldest of which it has a request left."""
+
+    newest: int
+    oldest: int
 
 
 class StatusChanged(_Frame, frozen=True, tag=11):
@@ -165,43 +154,15 @@ class Serving(_Frame, frozen=True, tag=12):
     info: ModelInfo
 
 
-class Completed(_Frame, frozen=True, tag=13):
-    """Answers one image."""
+class Answer(_Frame, frozen=True, tag=13):
+    """Answers a request with its result, see `result_of`."""
 
     id: int
-    value: InferenceResult
+    result: msgspec.Raw
 
 
-class TextsEmbedded(_Frame, frozen=True, tag=14):
-    """Answers texts with their features [N, D]."""
-
-    id: int
-    value: NDArray[np.float32]
-
-
-class Kept(_Frame, frozen=True, tag=15):
-    """Answers a picture with its id; None: it is not kept."""
-
-    id: int
-    value: str | None
-
-
-class Found(_Frame, frozen=True, tag=16):
-    """Answers an id with its picture; None: it is unknown, expired or pushed out."""
-
-    id: int
-    value: ModelInput | None
-
-
-class Done(_Frame, frozen=True, tag=17):
-    """Answers what has no result."""
-
-    id: int
-    value: None = None
-
-
-class Failed(_Frame, frozen=True, tag=18):
-    """Answers any request with an error: its type's place among `ERRORS`, and its message."""
+class Failed(_Frame, frozen=True, tag=14):
+    """Answers a request with an error: its type's place among `ERRORS`, and its message."""
 
     id: int
     kind: Annotated[int, Meta(ge=0, lt=len(ERRORS))]
@@ -217,9 +178,7 @@ class Failed(_Frame, frozen=True, tag=18):
         return ERRORS[self.kind](self.message)
 
 
-Reply = Completed | TextsEmbedded | Kept | Found | Done
-Request = Submit | EmbedTexts | Load | TakeOver | Discard | Put | Get
-Frame = Adopted | Released | Cancel | StatusChanged | Serving | Failed | Request | Reply
+Frame = Call | Cancel | Uses | StatusChanged | Serving | Answer | Failed
 
 
 def _to_plain(value: Any) -> Any:
@@ -243,6 +202,26 @@ def _from_plain(kind: Any, value: Any) -> Any:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)
 _decoder = msgspec.msgpack.Decoder(Frame, dec_hook=_from_plain)
+_results: dict[type[msgspec.Struct], msgspec.msgpack.Decoder[Any]] = {
+    Submit: msgspec.msgpack.Decoder(InferenceResult, dec_hook=_from_plain),
+    EmbedTexts: msgspec.msgpack.Decoder(NDArray[np.float32], dec_hook=_from_plain),
+    Put: msgspec.msgpack.Decoder(str | None),
+    Get: msgspec.msgpack.Decoder(ModelInput | None, dec_hook=_from_plain),
+}
+
+
+def answer(id_: int, result: object) -> Answer:
+    """Return the answer of a request."""
+    return Answer(id_, msgspec.Raw(_encoder.encode(result)))
+
+
+def result_of(answer: Answer, request: Request) -> Any:
+    """Return the result of a request, None where it has none; raises `FrameError` if it is another one's."""
+    decoder = _results.get(type(request))
+    try:
+        return None if decoder is None else decoder.decode(answer.result)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise FrameError(f"no answer of {type(request).__name__}: {error}") from error
 
 
 def encode(frame: Frame) -> bytes:

@@ -40,12 +40,15 @@ class Report(msgspec.Struct, omit_defaults=True):
     Attributes:
         state: `RUNNING` or `SERVING`, if that has changed.
         generation, checkpoint: of the model that has taken over; None is the configured checkpoint.
+        answered, refused: requests since the process was asked to end, in its last report.
         options: settings that its successors are to start with instead of those of the service.
     """
 
     state: int = 0
     generation: int = 0
     checkpoint: str | None = None
+    answered: int = 0
+    refused: int = 0
     options: dict[str, str | int] = {}
 
 
@@ -112,12 +115,6 @@ class OperatingSystem:
     def kill(self, pid: int, number: signal.Signals) -> None:
         """Send a signal to a process."""
         os.kill(pid, number)
-
-    def cpu_seconds(self, pid: int) -> float:
-        """Return the processor time that all threads of a child process have used."""
-        # The name in brackets may hold anything; user and system ticks are fields 14 and 15.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def wait(self, seconds: float, links: Sequence[Link]) -> list[int]:
         """Return the signals that arrived, once there are any, or reports have come, or some seconds have passed."""

@@ -13,7 +13,6 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,8 +52,8 @@ class EngineClient:
         self._path = path
         self._on_change: Callable[[], None] = lambda: None
         self._writer: asyncio.StreamWriter | None = None
-        self._adopted = 0
-        self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._uses = (0, 0)
+        self._pending: dict[int, tuple[frames.Request, asyncio.Future[Any]]] = {}
         self._ids = itertools.count(1)
         self._task: asyncio.Task[None] | None = None
 
@@ -79,16 +78,16 @@ class EngineClient:
             raise EngineUnavailable(self.status.reason or CONNECTION_LOST)
         self._writer.write(frames.encode(frame))
 
-    async def ask(self, frame: Callable[[int], frames.Request]) -> Any:
-        """Send the frame of a new id, and return the value of its reply; raises the error that is the reply.
+    async def ask(self, request: frames.Request) -> Any:
+        """Make a request, and return its result; raises the error that is its answer.
 
         Raises:
             EngineUnavailable: the engine is gone.
         """
         id_ = next(self._ids)
-        self.send(frame(id_))
+        self.send(frames.Call(id_, request))
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._pending[id_] = future
+        self._pending[id_] = request, future
         try:
             return await future
         except asyncio.CancelledError:
@@ -98,16 +97,12 @@ class EngineClient:
         finally:
             self._pending.pop(id_, None)
 
-    def adopt(self, generation: int) -> None:
-        """Tell the engine once that new requests belong to a generation, if it has it."""
-        if generation in self.models and self._adopted != generation:
-            self._adopted = generation
-            self.send(frames.Adopted(generation))
-
-    def release(self, generation: int) -> None:
-        """Let the engine close a generation, if it has it, of which no request is left."""
-        if self.models.pop(generation, None) is not None:
-            self.send(frames.Released(generation))
+    def use(self, newest: int, oldest: int) -> None:
+        """Tell the engine once which generations this worker uses, if it has the newest one, and forget older ones."""
+        if newest in self.models and self._uses != (newest, oldest):
+            self._uses = newest, oldest
+            self.models = {number: info for number, info in self.models.items() if number >= oldest}
+            self.send(frames.Uses(newest, oldest))
 
     async def close(self) -> None:
         """Disconnect; requests without an outcome are answered `EngineUnavailable`."""
@@ -136,8 +131,8 @@ class EngineClient:
         self._writer.close()
         self._writer = None
         self.models.clear()
-        self._adopted = 0
-        for future in self._pending.values():
+        self._uses = (0, 0)
+        for _, future in self._pending.values():
             if not future.done():
                 future.set_exception(EngineUnavailable(CONNECTION_LOST))
         if self.status.state != "closed":  # else it has said so
@@ -155,17 +150,16 @@ class EngineClient:
                 self.models[generation] = info
                 if self.status.state == "ready":  # else the status follows
                     self._on_change()
-            case frames.Failed(id_):
-                self._settle(id_, lambda future: future.set_exception(frame.error()))
-            case frames.Completed() | frames.TextsEmbedded() | frames.Kept() | frames.Found() | frames.Done():
-                self._settle(frame.id, lambda future: future.set_result(frame.value))
+            case frames.Answer() | frames.Failed():
+                request, future = self._pending.get(frame.id, (None, None))
+                if request is None or future is None or future.done():
+                    return  # its caller went away
+                if isinstance(frame, frames.Failed):
+                    future.set_exception(frame.error())
+                else:
+                    future.set_result(frames.result_of(frame, request))
             case _:
                 raise frames.FrameError(f"{type(frame).__name__} out of order")
-
-    def _settle(self, id_: int, settle: Callable[[asyncio.Future[Any]], None]) -> None:
-        future = self._pending.get(id_)
-        if future is not None and not future.done():  # else its caller went away
-            settle(future)
 
 
 class RemoteEngine:
@@ -203,21 +197,14 @@ class RemoteEngine:
 
     async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
         """See `Engine.infer`."""
-        make = partial(
-            frames.Submit,
-            generation=self._generation,
-            pixels=request.pixels,
-            requested=request.requested,
-            timeout=timeout,
-        )
-        result: InferenceResult = await self._least_loaded().ask(make)
+        submit = frames.Submit(self._generation, request.pixels, request.requested, timeout)
+        result: InferenceResult = await self._least_loaded().ask(submit)
         return result
 
     async def embed_texts(self, texts: Sequence[str], *, timeout: float) -> NDArray[np.float32]:
         """See `Engine.embed_texts`; all workers ask the same engine, so that a text is computed once."""
-        make = partial(frames.EmbedTexts, generation=self._generation, texts=tuple(texts), timeout=timeout)
         engine = self._serving[0] if self._serving else self._least_loaded()
-        features: NDArray[np.float32] = await engine.ask(make)
+        features: NDArray[np.float32] = await engine.ask(frames.EmbedTexts(self._generation, tuple(texts), timeout))
         return features
 
     def _least_loaded(self) -> EngineClient:
@@ -238,6 +225,7 @@ class RemoteModel(ServedModel):
         super().__init__()
         self.engines = tuple(engines)
         self.current = Generation(RemoteEngine(self.engines, 0), 0)
+        self._open = [self.current]
         self._on_change: Callable[[], None] = lambda: None
         self._leads = False
 
@@ -258,13 +246,13 @@ class RemoteModel(ServedModel):
             raise SwapUnderWay(UNDER_WAY)
         self._leads = True
         try:
-            await self._ask_all(partial(frames.Load, checkpoint=checkpoint))
+            await self._ask_all(frames.Load(checkpoint))
         except ServiceError as error:
-            discard = partial(frames.Discard, reason=str(error))
+            discard = frames.Discard(str(error))
             await asyncio.gather(*(engine.ask(discard) for engine in self.engines), return_exceptions=True)
             raise
         else:
-            await self._ask_all(frames.TakeOver)
+            await self._ask_all(frames.TakeOver())
         finally:
             self._leads = False
 
@@ -272,12 +260,12 @@ class RemoteModel(ServedModel):
         """Disconnect from all engines."""
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
-    async def _ask_all(self, frame: Callable[[int], frames.Request]) -> None:
+    async def _ask_all(self, request: frames.Request) -> None:
         """Ask all engines; raises the first error, and cancels what the others do."""
         try:
             async with asyncio.TaskGroup() as group:
                 for engine in self.engines:
-                    group.create_task(engine.ask(frame))
+                    group.create_task(engine.ask(request))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
@@ -287,16 +275,20 @@ class RemoteModel(ServedModel):
         newest = max((number for engine in ready for number in engine.models), default=self.current.number)
         if newest != self.current.number:
             previous, self.current = self.current, Generation(RemoteEngine(self.engines, newest), newest)
+            self._open.append(self.current)
             self._task(self._release(previous))
         self.current.engine.refresh()
-        for engine in self.engines:
-            engine.adopt(newest)
+        self._use()
         self._on_change()
+
+    def _use(self) -> None:
+        for engine in self.engines:
+            engine.use(self.current.number, self._open[0].number)
 
     async def _release(self, previous: Generation[RemoteEngine]) -> None:
         await previous.idle()
-        for engine in self.engines:
-            engine.release(previous.number)
+        self._open.remove(previous)
+        self._use()
 
 
 class RemoteImageStore:
@@ -307,12 +299,12 @@ class RemoteImageStore:
 
     async def put(self, picture: ModelInput) -> str | None:
         """Keep a picture, and return its id, or None if nothing is kept, or the engine is gone."""
-        image_id: str | None = await self._ask(partial(frames.Put, picture=picture))
+        image_id: str | None = await self._ask(frames.Put(picture))
         return image_id
 
     async def get(self, image_id: str) -> ModelInput | None:
         """Return the picture, or None if it is unknown, expired or pushed out, or the engine is gone."""
-        picture: ModelInput | None = await self._ask(partial(frames.Get, image_id=image_id))
+        picture: ModelInput | None = await self._ask(frames.Get(image_id))
         return picture
 
     def usage(self) -> StoreUsage:
@@ -322,8 +314,8 @@ class RemoteImageStore:
     async def close(self) -> None:
         """Do nothing: memory goes with the engine's process."""
 
-    async def _ask(self, frame: Callable[[int], frames.Request]) -> Any:
+    async def _ask(self, request: frames.Request) -> Any:
         try:
-            return await self._engine.ask(frame)
+            return await self._engine.ask(request)
         except EngineUnavailable:
             return None

@@ -5,12 +5,10 @@
 * A child that dies is started again, at once the first time, then after a delay that doubles up to
   `_MAX_DELAY`; a child that lived for `_LONG_LIFE` begins anew. Meanwhile the others go on: workers answer 503
   when no engine is left, and connections of a worker wait for its successor.
-* A child that is frozen is killed: without a sign of its event loop and without processor time for a short while, or
-  without a sign for a long one. A busy machine may delay the turn of a healthy event loop by seconds, but it lets a
-  process use some processor time.
+* A child whose event loop gives no sign for `_MOST_SILENT_LOOKS` is frozen, and killed.
 * A child that ends before it ever ran ends the service with 1: what cannot start will not start by itself. So does one
-  that was started again `_MOST_FAILED_RESTARTS` times in a row and failed each time: a GPU that is lost inside of a
-  container comes back in a new container only.
+  that was started again `_MOST_RESTARTS` times in a row and then fails: a GPU that is lost inside of a container comes
+  back in a new container only. What a signal ends has not failed.
 * A child that ends with `TRY_AGAIN` is started again at once, whether it ever ran or not: it has reported the
   option that its successor is to change.
 * SIGTERM, SIGINT or SIGHUP: the workers drain, then the engines end, exit code 0. A second SIGTERM or SIGINT ends
@@ -30,6 +28,7 @@ from functools import partial
 from typing import Final, Protocol
 
 from service.cluster.processes import RUNNING, Link, OperatingSystem, Report
+from service.lifecycle import log_end
 
 logger = logging.getLogger("vitserve")
 
@@ -37,18 +36,16 @@ TRY_AGAIN: Final = 75
 """Exit code of a child whose successor starts with another option (EX_TEMPFAIL of sysexits.h)."""
 
 _MAX_DELAY: Final = 30.0
-_MOST_FAILED_RESTARTS: Final = 5
+_MOST_RESTARTS: Final = 5
 _LONG_LIFE: Final = 60.0
 _GRACE: Final = 5.0
 _LONGEST_WAIT: Final = 1.0
 
-_FROZEN_SECONDS: Final = 3.0
-_STUCK_SECONDS: Final = 30.0
-_FROZEN_AT_START_SECONDS: Final = 60.0
-"""A process that maps a gigabyte of libraries may wait for the disk while it holds the interpreter's lock."""
-
-_LONGEST_LOOK: Final = 1.5
-"""Seconds between two looks at most, unless the supervisor stood still."""
+_MOST_SILENT_LOOKS: Final = 10
+_MOST_SILENT_LOOKS_AT_START: Final = 60
+"""Looks, a second or more apart, between which a process gave no sign. A busy machine delays a healthy event loop by
+seconds; a process that maps a gigabyte of libraries may wait for the disk while it holds the interpreter's lock. Time
+for which the supervisor stood still too, perhaps with the whole machine, has no looks."""
 
 
 @dataclass(eq=False)
@@ -62,9 +59,9 @@ class Child:
         state: see `Report`; 0 while it starts.
         options: settings that it starts with instead of those of the service.
         restarts: how often it was started again.
-        failures: how often in a row it ended with an exit code soon after its start; what a signal ends did not fail.
+        short_lives: how often in a row it ended soon after its start.
         start_at: when it is to be started; None while it runs or is not to be started any more.
-        reported_at, worked_at: when it last gave a sign of life: a report, or more processor time (`cpu_seconds`).
+        silent_looks: looks since its last report.
     """
 
     name: str
@@ -77,12 +74,9 @@ class Child:
     restarts: int = 0
     pid: int | None = None
     started: float = 0.0
-    delay: float = 0.0
-    failures: int = 0
+    short_lives: int = 0
     start_at: float | None = 0.0
-    reported_at: float = 0.0
-    worked_at: float = 0.0
-    cpu_seconds: float = 0.0
+    silent_looks: int = 0
 
 
 class Events(Protocol):
@@ -126,7 +120,7 @@ class Supervisor:
         self._looked_at = 0.0
         self._kill_at: float | None = None
         self._hung_up = False
-        self._exit_code = 0
+        self._exit_code = self._answered = self._refused = 0
 
     def run(self) -> int:
         """Run until every child has ended, and return the exit code of the service."""
@@ -145,6 +139,7 @@ class Supervisor:
                         self._ended(child, code)
             if self._kill_at is None:  # else a child that does not end in time is killed anyway
                 self._kill_frozen()
+        log_end(self._answered, self._refused)
         return self._exit_code
 
     def _seconds_to_wait(self) -> float:
@@ -158,42 +153,31 @@ class Supervisor:
             now = self._system.now()
             if child.start_at is not None and child.start_at <= now:
                 child.started, child.start_at = now, None
-                child.state, child.reported_at, child.worked_at = 0, now, now
+                child.state, child.silent_looks = 0, 0
                 child.pid = self._system.spawn(child.name, partial(child.main, child))
 
     def _read_reports(self, child: Child) -> None:
         for report in child.link.receive():
-            child.reported_at = self._system.now()
+            child.silent_looks = 0
             child.state = max(child.state, report.state)
             child.ever_ran |= child.state >= RUNNING
             child.options |= report.options
+            self._answered += report.answered
+            self._refused += report.refused
             if report.state:
                 self._events.reported(report)
 
     def _kill_frozen(self) -> None:
         now = self._system.now()
-        passed = now - self._looked_at
-        if passed < _LONGEST_WAIT:
+        if now - self._looked_at < _LONGEST_WAIT:
             return
         self._looked_at = now
-        # The supervisor may have been stopped too, perhaps with the whole machine: that time does not count.
-        stood_still = max(0.0, passed - _LONGEST_LOOK)
         for child in self._children:
-            if child.pid is not None:
-                child.reported_at += min(stood_still, now - child.reported_at)
-                child.worked_at += min(stood_still, now - child.worked_at)
-                if self._is_frozen(child, child.pid, now):
-                    logger.error("%s is frozen: no sign of life for %.0f s", child.name, now - child.reported_at)
-                    self._system.kill(child.pid, signal.SIGKILL)
-
-    def _is_frozen(self, child: Child, pid: int, now: float) -> bool:
-        cpu_seconds = self._system.cpu_seconds(pid)
-        if cpu_seconds != child.cpu_seconds:
-            child.cpu_seconds, child.worked_at = cpu_seconds, now
-        idle, silent = now - max(child.reported_at, child.worked_at), now - child.reported_at
-        if child.state < RUNNING:
-            return idle >= _FROZEN_AT_START_SECONDS
-        return idle >= _FROZEN_SECONDS or silent >= _STUCK_SECONDS
+            child.silent_looks += 1
+            most = _MOST_SILENT_LOOKS if child.state >= RUNNING else _MOST_SILENT_LOOKS_AT_START
+            if child.pid is not None and child.silent_looks > most:
+                logger.error("%s is frozen: no sign of life for %d s", child.name, most)
+                self._system.kill(child.pid, signal.SIGKILL)
 
     def _ended(self, child: Child, code: int) -> None:
         child.pid, child.state = None, 0
@@ -209,24 +193,21 @@ class Supervisor:
             logger.critical("%s ended with %s before it was ready", child.name, how)
             self._drain(exit_code=1)
             return
-        if now - child.started > _LONG_LIFE:
-            child.delay, child.failures = 0.0, 0
-        child.failures = child.failures + 1 if code > 0 else 0
-        if child.failures > _MOST_FAILED_RESTARTS:
-            restarts = child.failures - 1
-            logger.critical("%s ended with %s after each of %d restarts: giving up", child.name, how, restarts)
+        child.short_lives = 1 if now - child.started > _LONG_LIFE else child.short_lives + 1
+        if code > 0 and child.short_lives > _MOST_RESTARTS:
+            logger.critical("%s ended with %s after %d restarts: giving up", child.name, how, _MOST_RESTARTS)
             self._drain(exit_code=1)
             return
-        logger.error("%s ended with %s: starting it again in %g s", child.name, how, child.delay)
+        delay = 0.0 if child.short_lives == 1 else min(_MAX_DELAY, 2.0 ** min(child.short_lives - 2, 9))
+        logger.error("%s ended with %s: starting it again in %g s", child.name, how, delay)
         child.restarts += 1
-        child.start_at = now + child.delay
-        child.delay = min(_MAX_DELAY, 2 * child.delay or 1.0)
+        child.start_at = now + delay
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._kill_at is None:
             if number == signal.SIGHUP and self._events.hung_up():
                 return
-            logger.info("%s: draining", number.name)
+            logger.info("%s: stopping", number.name)
             self._drain(exit_code=0)
         elif number != signal.SIGHUP and not self._hung_up:
             logger.warning("%s again: ending at once", number.name)

@@ -83,4 +83,5 @@ def run_web(
     server = Server(app, settings, lifecycle, beside, is_supervised=True)
     trim_regularly()
     server.run(sockets=[listener])
+    child.link.send(Report(answered=lifecycle.answered, refused=lifecycle.refused))
     return lifecycle.exit_code

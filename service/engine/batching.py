@@ -94,10 +94,6 @@ class BatchQueue(Generic[T]):
         """Return whether the entry waits here."""
         return entry in self._entries
 
-    def age(self) -> float:
-        """Return the seconds since the oldest entry arrived; 0 when none waits."""
-        return self._clock() - next(iter(self._entries)).arrived if self._entries else 0.0
-
     def put(self, item: T, *, deadline: float) -> Entry[T]:
         """Add an item at the end.
 

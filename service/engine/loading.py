@@ -89,6 +89,7 @@ def _keep_in_child(settings: Settings) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,  # else it had the signals of this process's terminal
     ) as child:
         assert child.stdin is not None, "it is a pipe"
         assert child.stdout is not None, "it is a pipe"

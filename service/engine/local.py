@@ -81,7 +81,7 @@ class LocalEngine:
         self._runner: ModelRunner | None = None
         self._callers: dict[Waiting, asyncio.Future[InferenceResult]] = {}
         self._streams = Streams(queue_size=queue_size, max_delay=max_delay, deliver=self._on_launched, clock=clock)
-        self._texts = TextFeatures(self._texts_of_runner)
+        self._texts = TextFeatures()
         self._on_change: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -136,15 +136,9 @@ class LocalEngine:
 
     async def embed_texts(self, texts: Sequence[str], *, timeout: float) -> Floats:
         """Return the features of texts; see `Engine.embed_texts`."""
-        if not self.ready:
+        if self._runner is None or not self.ready:
             raise EngineUnavailable(self._reason)
-        return await self._texts.embed(texts, timeout=timeout)
-
-    def _texts_of_runner(self, texts: Sequence[str]) -> Floats:
-        runner = self._runner
-        if runner is None:
-            raise RuntimeError("the model is gone")
-        return runner.embed_texts(texts)
+        return await self._texts.embed(texts, self._runner.embed_texts, timeout=timeout)
 
     async def close(self) -> None:
         """Finish the running batches; what still waits is answered `EngineUnavailable`.
@@ -181,8 +175,9 @@ class LocalEngine:
         """Fail the engine if a batch has computed for too long; else look again soon."""
         if self._state in ("failed", "closed"):
             return
-        if self._streams.computing_seconds() <= self._batch_seconds:
-            self._loop.call_later(min(1.0, self._batch_seconds / 4), self._look_at_batches)
+        seconds = min(1.0, self._batch_seconds / 4)
+        if self._streams.look(seconds) <= self._batch_seconds:
+            self._loop.call_later(seconds, self._look_at_batches)
             return
         reason = f"a batch computed for more than {self._batch_seconds:g} s: the device hangs"
         self._streams.stop()

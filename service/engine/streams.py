@@ -3,7 +3,7 @@
 Every image of a launch gets an outcome, and an image that the model fails on fails alone.
 
 Maps that need a pass of their own have a queue and a thread of their own, behind classification: a small batch is
-launched only while no other image waits, or when a map has waited for long. Images for which the runner has still to
+launched only while no other image waits, or when maps have waited for long. Images for which the runner has still to
 load something, as torch, go there too, until that is loaded.
 """
 
@@ -12,9 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from model.errors import CheckpointChanged, VitError
 from model.outputs import RequestedOutputs
@@ -29,7 +27,7 @@ MAX_EXPLANATION_BATCH: Final = 8
 """Images in a batch of explanations at most, so that it does not hold the device for long."""
 
 MAX_EXPLANATION_WAIT: Final = 1.0
-"""Seconds after which a map no longer waits for classification, which under constant load never pauses."""
+"""Seconds that a batch of maps waits for classification at most, which under constant load never pauses."""
 
 Outcome = InferenceResult | ServiceError
 Waiting = Entry[InferenceRequest]
@@ -38,31 +36,11 @@ Waiting = Entry[InferenceRequest]
 Deliver = Callable[[Iterable[tuple[Waiting, Outcome]], BatchReport | None], None]
 
 
-def seconds_without_core(thread: int) -> float:
-    """Return for how long a thread of this process, named by its native id, could run and had to wait for a core.
-
-    0 where the system has no such figure: only Linux has, unless it is built without statistics of its scheduler.
-    """
-    try:
-        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError):
-        return 0.0
-
-
-class _Lane:
+class _Lane(NamedTuple):
     """A queue, and the condition that its threads wait for; all lanes of an engine share a lock."""
 
-    def __init__(self, queue: BatchQueue[InferenceRequest], lock: threading.Lock) -> None:
-        self.queue = queue
-        self.wake = threading.Condition(lock)
-
-
-@dataclass(slots=True)
-class _Launched:
-    """When a thread's batch was launched, and for how long the thread had waited for a core at the first look at it."""
-
-    began: float
-    waited_before: float | None = None
+    queue: BatchQueue[InferenceRequest]
+    wake: threading.Condition
 
 
 class Streams:
@@ -75,38 +53,30 @@ class Streams:
         queue_size, max_delay, clock: see `BatchQueue`; each queue is of that size, and explanations are never delayed.
         deliver: called on a stream's thread after each launch, with each image's outcome and the report of the
             launch, or None if the launch ended the engine.
-        without_core: returns for how many seconds of its life the thread of a native id has waited for a core.
     """
 
-    def __init__(
-        self,
-        *,
-        queue_size: int,
-        max_delay: float,
-        deliver: Deliver,
-        clock: Callable[[], float],
-        without_core: Callable[[int], float] = seconds_without_core,
-    ) -> None:
+    def __init__(self, *, queue_size: int, max_delay: float, deliver: Deliver, clock: Callable[[], float]) -> None:
         self._lock = threading.Lock()
-        self._images = _Lane(BatchQueue(capacity=queue_size, max_delay=max_delay, clock=clock), self._lock)
-        self._explanations = _Lane(BatchQueue(capacity=queue_size, max_delay=0.0, clock=clock), self._lock)
+        self._images, self._maps = (
+            _Lane(BatchQueue(capacity=queue_size, max_delay=delay, clock=clock), threading.Condition(self._lock))
+            for delay in (max_delay, 0.0)
+        )
         self._deliver = deliver
         self._clock = clock
-        self._without_core = without_core
         self._stopping = False
         self._defers: Callable[[RequestedOutputs], bool] = lambda _: False
-        self._launched: dict[int, _Launched] = {}
-        self._failures: list[BaseException] = []
+        self._under_way: dict[int, float] = {}
+        self._failure: BaseException | None = None
 
     def __len__(self) -> int:
         """Return the number of images that wait."""
-        return len(self._images.queue) + len(self._explanations.queue)
+        return len(self._images.queue) + len(self._maps.queue)
 
     def put(self, request: InferenceRequest, timeout: float) -> Waiting:
         """Add an image that must be launched within `timeout` seconds from now; raises as `BatchQueue.put`."""
         with self._lock:
             is_slow = request.requested.needs_pass or self._defers(request.requested)
-            lane = self._explanations if is_slow else self._images
+            lane = self._maps if is_slow else self._images
             entry = lane.queue.put(request, deadline=self._clock() + timeout)
             lane.wake.notify()
         return entry
@@ -114,25 +84,17 @@ class Streams:
     def cancel(self, entry: Waiting) -> None:
         """Take an image out of the queue if it is still there."""
         with self._lock:
-            lane = self._explanations if entry in self._explanations.queue else self._images
+            lane = self._maps if entry in self._maps.queue else self._images
             lane.queue.cancel(entry)
-            self._wake_if_explanations_alone_wait()
 
-    def computing_seconds(self) -> float:
-        """Return for how long the oldest batch under way has been computed, in seconds; 0 without a batch.
+    def look(self, seconds: float) -> float:
+        """Return for how long the oldest batch under way has been looked at, of which `seconds` have passed just now.
 
-        From the first look at a batch on, time for which its thread waits for a core does not count: on a machine that
-        others keep busy, a thread may wait for longer than any batch computes.
+        So time does not count in which this process stood still, or the whole machine.
         """
         with self._lock:
-            now, batches = self._clock(), list(self._launched.items())
-        longest = 0.0
-        for thread, batch in batches:
-            waited = self._without_core(thread)
-            if batch.waited_before is None:
-                batch.waited_before = waited
-            longest = max(longest, now - batch.began - (waited - batch.waited_before))
-        return longest
+            self._under_way = {thread: looked + seconds for thread, looked in self._under_way.items()}
+            return max(self._under_way.values(), default=0.0)
 
     def run(self, runner: ModelRunner) -> None:
         """Launch batches until `stop`: on this thread, a thread for each further stream, and a thread for explanations.
@@ -144,7 +106,7 @@ class Streams:
         work = [(self._images, runner.max_batch, f"engine-{number}") for number in range(1, runner.streams)]
         others = [
             threading.Thread(target=self._launch_all, args=(runner, lane, max_batch), name=name, daemon=True)
-            for lane, max_batch, name in [*work, (self._explanations, maps, "engine-maps")]
+            for lane, max_batch, name in [*work, (self._maps, maps, "engine-maps")]
         ]
         for thread in others:
             thread.start()
@@ -152,26 +114,21 @@ class Streams:
         for thread in others:
             thread.join()
         self._defers = lambda _: False  # whoever holds this engine does not hold the model
-        for failure in self._failures[1:]:
-            logger.error("another stream failed too", exc_info=failure)
-        if self._failures:
-            raise self._failures[0]
+        if self._failure is not None:
+            raise self._failure
 
     def stop(self) -> None:
         """End each stream after the batch that it computes; what waits is left in the queue."""
         with self._lock:
             self._stopping = True
             self._images.wake.notify_all()
-            self._explanations.wake.notify_all()
+            self._maps.wake.notify_all()
 
-    def close(self) -> list[Waiting]:
-        """Refuse further images and hand back those that wait, oldest first."""
+    def close(self) -> None:
+        """Refuse further images, and forget those that wait."""
         with self._lock:
-            return self._images.queue.close() + self._explanations.queue.close()
-
-    def _wake_if_explanations_alone_wait(self) -> None:
-        if len(self._explanations.queue) and not len(self._images.queue):
-            self._explanations.wake.notify()
+            self._images.queue.close()
+            self._maps.queue.close()
 
     def _launch_all(self, runner: ModelRunner, lane: _Lane, max_batch: int) -> None:
         batch: list[Waiting] = []
@@ -183,25 +140,22 @@ class Streams:
         except BaseException as error:  # noqa: BLE001  raised by `run`
             # Whatever ends the engine, the callers of this batch get an error.
             self._deliver([(entry, EngineUnavailable(reason_of(error))) for entry in batch], None)
-            self._failures.append(error)
+            self._failure = self._failure or error
             self.stop()
 
     def _next(self, lane: _Lane, max_batch: int) -> Poll[InferenceRequest] | None:
         """Return the next batch of a lane as soon as its queue releases it, or None when the stream is to end."""
-        thread = threading.get_native_id()
+        thread = threading.get_ident()
         with self._lock:
-            self._launched.pop(thread, None)
+            self._under_way.pop(thread, None)
             while not self._stopping:
-                age = lane.queue.age()
-                if lane is self._explanations and len(self._images.queue) and age < MAX_EXPLANATION_WAIT:
-                    lane.wake.wait(MAX_EXPLANATION_WAIT - age if len(lane.queue) else None)
-                    continue
-                before = len(lane.queue)
+                if lane is self._maps and len(lane.queue):
+                    lane.wake.wait_for(lambda: self._stopping or not len(self._images.queue), MAX_EXPLANATION_WAIT)
                 poll = lane.queue.poll(max_batch)
-                if lane is self._images and len(lane.queue) < before:  # images were taken, or were out of time
-                    self._wake_if_explanations_alone_wait()
+                if lane is self._images and len(self._maps.queue) and not len(lane.queue):
+                    self._maps.wake.notify()
                 if poll.batch:
-                    self._launched[thread] = _Launched(self._clock())
+                    self._under_way[thread] = 0.0
                     return poll
                 lane.wake.wait(poll.wait)
         return None

@@ -79,6 +79,15 @@ class Permit:
         finally:
             self._limiter.in_use += 1
 
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Release one of the places when the context ends."""
+        try:
+            yield
+        finally:
+            self._limiter.in_use -= 1
+            self._held -= 1
+
     def __enter__(self) -> Self:
         return self
 

@@ -13,7 +13,7 @@ https://doi.org/10.1145/248156.248171.
 from __future__ import annotations
 
 import asyncio
-import threading
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable
@@ -32,8 +32,6 @@ T = TypeVar("T")
 _DECAY: Final = 0.98
 # Callers that are remembered, before those are forgotten that have no job now.
 _MOST_SHARES: Final = 4096
-# Time between two looks for waiting jobs whose time is up.
-_SWEEP_SECONDS: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +88,11 @@ class FairQueue(Generic[E]):
 
     Args:
         servers: returns how many jobs may be under way.
-        on_late: called with each job whose time is up while it waits.
         clock: monotonic seconds.
     """
 
-    def __init__(self, servers: Callable[[], int], on_late: Callable[[E], object], clock: Callable[[], float]) -> None:
+    def __init__(self, servers: Callable[[], int], clock: Callable[[], float]) -> None:
         self._servers = servers
-        self._on_late = on_late
         self._clock = clock
         self._shares: dict[Hashable, _Share[E]] = {}
         self._turns: list[tuple[float, int, _Share[E]]] = []
@@ -106,11 +102,6 @@ class FairQueue(Generic[E]):
         self.under_way = 0
         self._size_waiting, self._size_under_way = 0.0, 0.0
         self._sizes, self._worked, self._held = 0.0, 0.0, 0.0
-
-    @property
-    def can_begin(self) -> bool:
-        """Return whether a job waits and a server is free."""
-        return self.waiting > 0 and self.under_way < self._servers()
 
     def add(self, entry: E, caller: Hashable) -> None:
         """Let a job of a caller wait; raises `QueueFull` if it cannot begin before its deadline."""
@@ -128,15 +119,14 @@ class FairQueue(Generic[E]):
             self._line_up(share)
 
     def begin(self) -> E | None:
-        """Return the job that begins now, None if none waits or no server is free."""
-        while self._turns and self.can_begin:
+        """Return the job that begins now, None if none waits or no server is free; drop those that are too late."""
+        while self._turns and self.waiting and self.under_way < self._servers():
             _, turn, share = heappop(self._turns)
             if turn != share.turn:  # it was charged since, or its last job is gone
                 continue
             entry = share.waiting[0]
             self._remove(entry)
             if entry.deadline <= self._clock():
-                self._on_late(entry)
                 continue
             self._now = max(self._now, share.used)
             entry.is_under_way, entry.began = True, self._clock()
@@ -166,14 +156,6 @@ class FairQueue(Generic[E]):
             entry.share.under_way -= 1
             self.under_way -= 1
             self._size_under_way -= entry.size
-
-    def drop_late(self) -> None:
-        """Drop the jobs whose time is up while they wait."""
-        now = self._clock()
-        late = [entry for share in self._shares.values() for entry in share.waiting if entry.deadline <= now]
-        for entry in late:
-            self._remove(entry)
-            self._on_late(entry)
 
     @property
     def _pace(self) -> float:
@@ -231,22 +213,12 @@ class Job(Entry, Generic[T]):
         self, size: float, deadline: float, work: Callable[[], T] | None, leave: Callable[[Job[Any]], object]
     ) -> None:
         super().__init__(size, deadline)
-        self.future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self.on_thread = False
-        self.left = False
+        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.timer: asyncio.TimerHandle | None = None
+        self.on_thread = self.works = self.left = False
+        self.is_turn = work is None
         self.work = work
         self._leave = leave
-        self.outcome: tuple[Any, BaseException | None] = (None, None)
-
-    def publish(self) -> None:
-        """Set the result of the future, on the event loop, unless the caller has left."""
-        (result, error), self.outcome = self.outcome, (None, None)
-        if self.future.done():
-            return
-        if error is None:
-            self.future.set_result(result)
-        else:
-            self.future.set_exception(error)
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.future.__await__()
@@ -256,25 +228,43 @@ class Job(Entry, Generic[T]):
 
     def __exit__(self, *_: object) -> None:
         self.left = True
+        if self.timer is not None:
+            self.timer.cancel()
         if not self.future.cancel() and not self.future.cancelled():
             self.future.exception()  # seen, though nobody asks for it
         self._leave(self)
 
 
 class Lane:
-    """Turns at something scarce, for callers on one event loop: a job awaits its turn and then works.
+    """Turns at something scarce, for callers on one event loop at a time: a job awaits its turn and then works.
+
+    Where the lane has threads, it can do the work itself. A thread finishes what it has begun.
 
     Args:
         name: what jobs wait for, in messages to callers.
-        servers: returns how many jobs may be under way.
+        servers: returns how many jobs may have begun and not been left; None: a job leaves with its thread.
+        threads: how many there are.
+        background: leave the processor to every other thread that needs it (Linux).
+        clock: monotonic seconds.
     """
 
-    def __init__(self, name: str, servers: Callable[[], int], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        name: str,
+        servers: Callable[[], int] | None = None,
+        *,
+        threads: int = 0,
+        background: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._name = name
         self._clock = clock
-        self._queue: FairQueue[Job[Any]] = FairQueue(servers, self._late, clock)
-        self._lock = threading.Lock()  # of the queue
-        self._sweeper: asyncio.AbstractEventLoop | None = None
+        self._leaves_at_once = servers is None
+        # A job more than there are threads, for the one that ends before the event loop looks.
+        self._free = threads + 1 if threads else math.inf
+        self._queue: FairQueue[Job[Any]] = FairQueue(servers or (lambda: threads + 1), clock)
+        initializer = lower_priority if background else None
+        self._executor = ThreadPoolExecutor(max(1, threads), thread_name_prefix=name, initializer=initializer)
 
     @property
     def waiting(self) -> int:
@@ -288,138 +278,73 @@ class Lane:
         """
         return self._enter(None, caller, size, deadline)
 
-    def _enter(self, work: Callable[[], T] | None, caller: Hashable, size: float, deadline: Deadline) -> Job[T]:
-        job = Job(size, self._clock() + deadline.remaining(), work, self._leave)
-        with self._lock:
-            self._queue.add(job, caller)
-        loop = asyncio.get_running_loop()
-        if self._sweeper is not loop:
-            self._sweeper = loop
-            loop.call_later(_SWEEP_SECONDS, self._sweep, loop)
-        self._advance()
-        return job
-
-    def _leave(self, job: Job[Any]) -> None:
-        if job.is_under_way:
-            self._queue.charge(job, self._clock() - job.began)
-        self._queue.leave(job)
-        self._advance()
-
-    def _advance(self) -> None:
-        """Begin what can begin."""
-        while (job := self._queue.begin()) is not None:
-            job.publish()
-
-    def _late(self, job: Job[Any]) -> None:
-        job.outcome = None, DeadlineExceeded(f"the time was up before {self._name} was free")
-        self._publish(job)
-
-    def _publish(self, job: Job[Any]) -> None:
-        """Let the caller of a job have its outcome."""
-        job.publish()
-
-    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
-        with self._lock:
-            self._queue.drop_late()
-        if self._queue.waiting:
-            loop.call_later(_SWEEP_SECONDS, self._sweep, loop)
-        else:
-            self._sweeper = None
-
-
-class ThreadLane(Lane):
-    """Threads that do the work of jobs, one after the other while any wait.
-
-    What has ended until the event loop comes to it wakes the loop once. Threads start at the loop's next turn, as they
-    compete with the rest of this one for the interpreter's lock. A thread finishes what it has begun.
-
-    Args:
-        threads: how many there are.
-        servers: returns how many jobs may have begun and not been left; None: a job leaves with its thread.
-        background: leave the processor to every other thread that needs it (Linux).
-    """
-
-    def __init__(
-        self,
-        name: str,
-        threads: int,
-        *,
-        servers: Callable[[], int] | None = None,
-        background: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(name, servers or (lambda: threads), clock=clock)
-        self._leaves_at_once = servers is None
-        self._executor = ThreadPoolExecutor(
-            threads, thread_name_prefix=name, initializer=lower_priority if background else None
-        )
-        self._free = threads
-        self._ended: deque[Job[Any]] = deque()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._woken: asyncio.AbstractEventLoop | None = None  # the loop that will look at what has ended
-
     def work(self, work: Callable[[], T], caller: Hashable, size: float, deadline: Deadline) -> Job[T]:
         """Return the job of a thread, which waits; raises `QueueFull` if it cannot begin in time.
 
         To await it raises `DeadlineExceeded` if its time is up before it begins, and what the work raises.
         """
-        self._loop = asyncio.get_running_loop()
         return self._enter(work, caller, size, deadline)
 
     def close(self) -> None:
         """Take nothing more, without waiting for the threads."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _leave(self, job: Job[Any]) -> None:
-        with self._lock:
+    def _enter(self, work: Callable[[], T] | None, caller: Hashable, size: float, deadline: Deadline) -> Job[T]:
+        job = Job(size, self._clock() + deadline.remaining(), work, self._leave)
+        self._queue.add(job, caller)
+        self._advance()
+        if not job.future.done():
+            job.timer = asyncio.get_running_loop().call_later(deadline.remaining(), self._give_up, job)
+        return job
+
+    def _give_up(self, job: Job[Any]) -> None:
+        """Drop a job whose time is up before it works."""
+        if not (job.works or job.future.done()):
             if not job.on_thread:
                 self._queue.leave(job)
-        self._advance()
+            job.future.set_exception(DeadlineExceeded(f"the time was up before {self._name} was free"))
+
+    def _leave(self, job: Job[Any]) -> None:
+        if not job.on_thread:
+            if job.is_under_way and job.is_turn:
+                self._queue.charge(job, self._clock() - job.began)
+            self._queue.leave(job)
+            self._advance()
 
     def _advance(self) -> None:
-        if self._free and self._queue.can_begin:
-            asyncio.get_running_loop().call_soon(self._start)
-
-    def _start(self) -> None:
-        with self._lock:
-            if not (self._free and self._queue.can_begin):
-                return
-            self._free -= 1
-        self._executor.submit(self._work_off)
-
-    def _work_off(self) -> None:
-        while True:
-            with self._lock:
-                job = self._queue.begin()
-                if job is None:
-                    self._free += 1
-                    return
+        """Begin what can begin; threads start at the loop's next turn, as they compete with this one's Python."""
+        while self._free and (job := self._queue.begin()) is not None:
+            if job.is_turn:
+                job.future.set_result(None)
+            else:
                 job.on_thread = True
-            began = self._clock()
-            job.outcome, job.work = _outcome(job.work), None
-            with self._lock:
-                self._queue.charge(job, self._clock() - began)
-                if self._leaves_at_once:
-                    self._queue.leave(job)
-            self._publish(job)
-            del job  # it holds the picture
+                self._free -= 1
+                loop = asyncio.get_running_loop()
+                loop.call_soon(self._executor.submit, self._run, job, loop)
 
-    def _publish(self, job: Job[Any]) -> None:
-        """Wake the event loop to look at a job that has ended."""
-        self._ended.append(job)
-        loop = self._loop
-        if not (loop is None or loop is self._woken or loop.is_closed()):
-            self._woken = loop
-            loop.call_soon_threadsafe(self._publish_ended)
+    def _run(self, job: Job[Any], loop: asyncio.AbstractEventLoop) -> None:
+        """Work, on a thread, unless the caller has left or its time is up."""
+        began, job.works = self._clock(), not job.future.done()
+        work, job.work = job.work, None  # it holds the picture
+        outcome = _outcome(work) if job.works else (None, None)
+        del work
+        loop.call_soon_threadsafe(self._end, job, outcome, self._clock() - began)
 
-    def _publish_ended(self) -> None:
-        self._woken = None  # before the look: what ends after it wakes the loop again
-        while self._ended:
-            job = self._ended.popleft()
-            job.publish()
-            job.on_thread = False
-            if job.left:
-                self._leave(job)
+    def _end(self, job: Job[T], outcome: tuple[T | None, BaseException | None], seconds: float) -> None:
+        """Publish what a thread made of a job, unless its caller has left."""
+        result, error = outcome
+        job.on_thread = False
+        self._free += 1
+        self._queue.charge(job, seconds)
+        if self._leaves_at_once or job.left:
+            self._queue.leave(job)
+        if job.future.done():
+            pass
+        elif error is None:
+            job.future.set_result(result)
+        else:
+            job.future.set_exception(error)
+        self._advance()
 
 
 def _outcome(work: Callable[[], T] | None) -> tuple[T | None, BaseException | None]:

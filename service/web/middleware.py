@@ -95,7 +95,7 @@ class RequestContext:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
-            if self._lifecycle.draining:
+            if self._lifecycle.is_ending:
                 headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}
         await self._send(message)
@@ -106,7 +106,7 @@ class RequestContextMiddleware:
 
     Args:
         endpoints: paths that may become label values; any other is `other`.
-        lifecycle: while draining, every answer closes its connection.
+        lifecycle: when the process is about to end, every answer closes its connection.
     """
 
     def __init__(
@@ -162,6 +162,9 @@ class RequestContextMiddleware:
             self._key_requests(key_name, str(status)).inc()
         if status == problems.CLIENT_DISCONNECTED:
             self._metrics.cancelled.inc()
+        if self._lifecycle.is_ending and path not in PROBES:
+            self._lifecycle.answered += refusal is None
+            self._lifecycle.refused += refusal is not None
         if path in PROBES:
             self.log.answered(logging.DEBUG, answered)
         elif refusal is None or self.log.has_own_line(refusal):

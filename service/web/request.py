@@ -52,7 +52,7 @@ from service.settings import Settings
 from service.web.admission import Body, Limiter, Permit, Receiving
 from service.web.decoders import Decoded, Decoders
 from service.web.image_stores import ImageStore
-from service.web.lanes import Deadline, Lane, ThreadLane
+from service.web.lanes import Deadline, Lane
 from service.web.middleware import request_context
 from service.web.upload import UploadedFile, UploadLimits, read_files, read_whole
 from vitserve.documents import FIELD
@@ -84,10 +84,10 @@ class Lanes:
             engine = models.current.engine
             return number * len(engine.engines) * (1 if engine.info is None else engine.info.max_batch)
 
-        self.pictures = ThreadLane("decode", threads, servers=lambda: batches(_BATCHES_AHEAD), clock=clock)
+        self.pictures = Lane("decode", lambda: batches(_BATCHES_AHEAD), threads=threads, clock=clock)
         self.decoders = Lane("decoders", lambda: decoders.processes, clock=clock)
-        self.documents = ThreadLane("documents", 1, background=True, clock=clock)
-        self.drawings = ThreadLane("drawing", 1, background=True, clock=clock)
+        self.documents = Lane("documents", threads=1, background=True, clock=clock)
+        self.drawings = Lane("drawing", threads=1, background=True, clock=clock)
         self.texts = Lane("texts", lambda: _TEXTS_AT_ONCE, clock=clock)
         self.explanations = Lane("explanations", lambda: batches(2), clock=clock)
 
@@ -140,6 +140,12 @@ class Service:
     def check_open(self) -> None:
         """Raise `Draining` or `EngineUnavailable` if the service takes no requests."""
         if self.lifecycle.draining:
+            raise Draining("the service is about to stop: try another instance")
+        self.model()
+
+    def check_ready(self) -> None:
+        """Raise what `check_open` does, and `Draining` from the moment on at which the process was asked to end."""
+        if self.lifecycle.is_ending:
             raise Draining("the service is about to stop: try another instance")
         self.model()
 
@@ -357,12 +363,14 @@ class AdmittedRequest:
         """Return the picture in a file as the model saw it, and the answer; raises as `decoded` and `infer`.
 
         A picture keeps its turn until it is answered, so that decoding does not run far ahead of the model. Those of
-        which a map is asked keep none: they may wait for long.
+        which a map is asked keep none: they may wait for long. Its place is free as soon as it is answered or refused,
+        though others of its batch are not.
         """
-        async with self.decoded(data) as decoded:
-            if requested.map is None:
-                return decoded, await self.infer(decoded.picture.pixels, requested)
-        return decoded, await self.infer(decoded.picture.pixels, requested)
+        with self._permit.used():
+            async with self.decoded(data) as decoded:
+                if requested.map is None:
+                    return decoded, await self.infer(decoded.picture.pixels, requested)
+            return decoded, await self.infer(decoded.picture.pixels, requested)
 
     async def infer(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
         """Return the model's answer to one picture, uint8 [H, W, C]; raises as `Engine.infer`.

@@ -80,13 +80,10 @@ def test_the_image_asks_for_what_cuda_and_the_metrics_of_a_gpu_need():
     assert environment["NVIDIA_VISIBLE_DEVICES"] == "all"
     # `compute` is CUDA, `utility` is NVML and nvidia-smi. The chip's decoder of JPEGs (`video`) is not used.
     assert set(environment["NVIDIA_DRIVER_CAPABILITIES"].split(",")) == {"compute", "utility"}
-
-
-def test_the_cpu_file_builds_with_the_cpu_build_of_torch():
-    argument = CPU["services"]["vitserve"]["build"]["args"]["TORCH_INDEX_URL"]
-
-    assert default(argument).endswith("/whl/cpu")
-    assert ":-" not in argument, "an empty value must mean the default index"
+    required = dict(
+        re.findall(r'AS system-(\w+)\nENV NVIDIA_REQUIRE_CUDA="(.*)"', (REPOSITORY / "Dockerfile").read_text())
+    )
+    assert required == {"cuda": "cuda>=13.0", "cuda12": "cuda>=12.0"}
 
 
 def test_docker_waits_longer_than_the_service_drains():
@@ -228,16 +225,20 @@ def test_compose_accepts_its_files_without_a_warning_and_reserves_every_gpu_on_a
 
 
 @pytest.mark.usefixtures("compose_v2")
-@pytest.mark.parametrize("files", [[], ["docker-compose.yml", "docker-compose.cpu.yml"]], ids=["gpu", "cpu"])
-@pytest.mark.parametrize("extras", ["", "gpu hub"], ids=["default", "chosen"])
-def test_the_extras_of_the_build_can_be_chosen(files, extras):
-    named = [argument for file in files for argument in ("-f", file)]
+def test_compose_takes_an_image_by_default_and_builds_the_named_variant_by_an_override():
+    taken = json.loads(docker_compose("config", "--format", "json", VITSERVE_IMAGE="registry.example.org/v").stdout)
+    files = ["-f", "docker-compose.yml", "-f", "docker-compose.build.yml"]
+    unnamed = docker_compose(*files, "config")
+    built = docker_compose(*files, "config", "--format", "json", VARIANT="cuda12", TORCH_INDEX_URL="")
 
-    done = docker_compose(*named, "config", "--format", "json", **({"EXTRAS": extras} if extras else {}))
-
-    (image,) = re.findall(r'^ARG EXTRAS="(.*)"$', (REPOSITORY / "Dockerfile").read_text(), re.M)
-    given = json.loads(done.stdout)["services"]["vitserve"]["build"]["args"]["EXTRAS"].split()
-    assert given == extras.split() if extras else set(given) == {*image.split()} | ({"openvino"} if files else set())
+    assert taken["services"]["vitserve"]["image"] == "registry.example.org/v:cuda"
+    assert "build" not in taken["services"]["vitserve"]
+    assert unnamed.returncode != 0
+    assert "give cpu, cuda or cuda12" in unnamed.stderr
+    service = json.loads(built.stdout)["services"]["vitserve"]
+    assert service["image"] == "vitserve:cuda12"
+    given = {name: value for name, value in service["build"]["args"].items() if value is not None}
+    assert given == {"VARIANT": "cuda12", "TORCH_INDEX_URL": ""}
 
 
 @pytest.mark.usefixtures("compose_v2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import tomllib
 from pathlib import Path
@@ -22,13 +23,12 @@ def load(name: str) -> dict[str, Any]:
 
 
 def test_the_workflow_runs_ci_with_the_cpu_build_on_the_oldest_python():
-    (job,) = load(".github/workflows/ci.yml")["jobs"].values()
+    job = load(".github/workflows/ci.yml")["jobs"]["checks"]
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    image = load("docker-compose.cpu.yml")["services"]["vitserve"]["build"]["args"]
 
     assert ".ci/run" in [step.get("run") for step in job["steps"]]
     assert project["requires-python"] == f">={job['strategy']['matrix']['python'][0]}"
-    assert image["TORCH_INDEX_URL"] == f"${{TORCH_INDEX_URL-{job['env']['TORCH_INDEX_URL']}}}"
+    assert f"cpu) index={job['env']['TORCH_INDEX_URL']} ;;" in (REPOSITORY / "Dockerfile").read_text()
 
 
 def test_pre_commit_runs_the_tools_of_make_check():
@@ -51,3 +51,20 @@ def test_an_issue_form_asks_for_something(form):
     assert {field["type"] for field in document["body"]} <= {"textarea", "input"}
     assert all(field["attributes"]["label"] for field in document["body"])
     assert any(field.get("validations", {}).get("required") for field in document["body"])
+
+
+def test_a_release_is_of_the_version_that_its_tag_names_and_every_action_is_pinned():
+    workflow = load(".github/workflows/release.yml")
+    uses = re.findall(
+        r"uses: (\S+)", "".join(path.read_text() for path in (REPOSITORY / ".github/workflows").glob("*.yml"))
+    )
+
+    assert 'test "$TAG" = "v$(make --silent version)"' in [
+        step.get("run") for step in workflow["jobs"]["distributions"]["steps"]
+    ]
+    assert {entry["variant"] for entry in workflow["jobs"]["images"]["strategy"]["matrix"]["include"]} == {
+        "cpu",
+        "cuda",
+        "cuda12",
+    }
+    assert uses and all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action) for action in uses)

@@ -1,4 +1,4 @@
-"""The file for nginx, by a real nginx in front of a small server that says what it was asked."""
+"""The file for nginx, by a real nginx in front of two real servers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import ssl
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.launcher import free_port
+from tests.e2e.checkpoints import write_checkpoint
+from tests.e2e.serving import Served
+from tests.launcher import free_port, until
+from tests.service.fakes import png
 
 pytestmark = [
     pytest.mark.timeout(60),  # processes start
@@ -35,66 +39,60 @@ http {{
 
 
 class Proxy:
-    """An nginx with the documented file; `asked` are the paths that came through, with the size of their bodies."""
+    """An nginx with the documented file, before two servers."""
 
-    def __init__(self, port: int, asked: list[tuple[str, int]]) -> None:
-        self.port, self.asked = port, asked
+    def __init__(self, port: int, servers: tuple[Served, Served]) -> None:
+        self.port, self.servers = port, servers
 
-    def ask(self, method: str, path: str, body: bytes = b"") -> int:
+    def ask(self, method: str, path: str, body: bytes = b"", request_id: str = "") -> tuple[int, str, str]:
+        """The answer's status, the kind of its body, and the id of its request, empty where it is nginx's own."""
         context = ssl._create_unverified_context()
         connection = http.client.HTTPSConnection("127.0.0.1", self.port, timeout=20, context=context)
         try:
-            connection.request(method, path, body)
-            return connection.getresponse().status
+            connection.request(method, path, body, {"X-Request-ID": request_id} if request_id else {})
+            answer = connection.getresponse()
+            answer.read()
+            return answer.status, answer.headers["Content-Type"], answer.headers.get("X-Request-ID", "")
         finally:
             connection.close()
 
 
 @pytest.fixture(scope="module")
 def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
-    folder, asked = tmp_path_factory.mktemp("nginx"), list[tuple[str, int]]()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            asked.append((self.path, len(self.rfile.read(int(self.headers.get("Content-Length", 0))))))
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def do_GET(self) -> None:
-            self.do_POST()
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
+    folder = tmp_path_factory.mktemp("nginx")
+    checkpoint = write_checkpoint(folder / "checkpoint", "tiny", (16, 16), tuple("ab"), seed=7)
     key, certificate = folder / "privkey.pem", folder / "fullchain.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     named = ["-subj", "/CN=vit.example.org", "-keyout", str(key), "-out", str(certificate)]
     subprocess.run([*command, *named], check=True, capture_output=True)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as behind:
-        thread = threading.Thread(target=behind.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        port = free_port()
+    settings = {"checkpoint": checkpoint, "device": "cpu", "queue_size": 1, "drain_delay": 1, "log_format": "json"}
+    first, second = (Served(folder / f"{n}.log", wait=False, warm=True, port=free_port(), **settings) for n in "12")
+    port = free_port()
+    try:
+        until(lambda: all("ready: " in server.log for server in (first, second)))
+        ports = [re.findall(r"ready: http://[\d.]+:(\d+)", server.log)[0] for server in (first, second)]
+        like = re.findall(r"server 127.0.0.1:8000([^;]*);", DOCUMENTED)[0]
+        upstream = " ".join(f"server 127.0.0.1:{port}{like};" for port in ports)
         documented = (
-            DOCUMENTED.replace("server 127.0.0.1:8000;", f"server 127.0.0.1:{behind.server_port};")
+            re.sub(r"server 127.0.0.1:8000[^;]*;", upstream, DOCUMENTED)
             .replace("listen 443 ssl;", f"listen 127.0.0.1:{port} ssl;")
             .replace("/etc/ssl/vit.example.org", str(folder))
+            .replace("rate=20r/s", "rate=5000r/s")  # all callers of a test have one address
+            .replace("burst=40", "burst=5000")
         )
         file = folder / "nginx.conf"
         file.write_text(NGINX.format(folder=folder, documented=documented))
         nginx = subprocess.Popen(["nginx", "-c", file, "-p", folder])
         try:
-            proxy = Proxy(port, asked)
+            proxy = Proxy(port, (first, second))
             wait_until_it_listens(proxy, nginx)
-            asked.clear()
             yield proxy
         finally:
             nginx.terminate()
             nginx.wait()
-            behind.shutdown()
-            thread.join()
+    finally:
+        first.kill()
+        second.kill()
 
 
 def wait_until_it_listens(proxy: Proxy, nginx: subprocess.Popen[bytes]) -> None:
@@ -109,10 +107,12 @@ def wait_until_it_listens(proxy: Proxy, nginx: subprocess.Popen[bytes]) -> None:
     pytest.fail("nginx does not listen")
 
 
-def test_requests_pass_with_a_photograph_as_their_body(proxy: Proxy) -> None:
-    assert proxy.ask("POST", "/classify", bytes(5 << 20)) == 200
-    assert proxy.ask("GET", "/v2/models/vit/ready") == 200
-    assert proxy.asked[-2:] == [("/classify", 5 << 20), ("/v2/models/vit/ready", 0)]
+def test_requests_pass_with_a_photograph_as_their_body_and_the_callers_id(proxy: Proxy) -> None:
+    too_many_pixels = proxy.ask("POST", "/classify", bytes(5 << 20), request_id="mine-1")
+    assert too_many_pixels == (415, "application/problem+json", "mine-1")  # vitserve's answer
+    status, _, request_id = proxy.ask("GET", "/v2/models/tiny/ready", request_id="a b")
+    assert status == 200
+    assert re.fullmatch("[0-9a-f]{32}", request_id)
 
 
 @pytest.mark.parametrize(
@@ -133,9 +133,31 @@ def test_requests_pass_with_a_photograph_as_their_body(proxy: Proxy) -> None:
 )
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_what_is_for_the_inside_does_not_pass_however_it_is_written(proxy: Proxy, method: str, path: str) -> None:
-    before = list(proxy.asked)
-    assert proxy.ask(method, path) == 404
-    assert proxy.asked == before
+    assert proxy.ask(method, path) == (404, "text/html", "")
+
+
+def test_under_overload_and_while_a_server_stops_callers_see_answers_and_refusals_of_vitserve_alone(
+    proxy: Proxy,
+) -> None:
+    picture, stop = png(1, (64, 64)), threading.Event()
+
+    def call() -> Counter[tuple[int, str]]:
+        seen: Counter[tuple[int, str]] = Counter()
+        while not stop.is_set():
+            status, kind, _ = proxy.ask("POST", "/classify", picture)
+            seen[status, kind] += 1
+        return seen
+
+    with ThreadPoolExecutor(12) as pool:
+        callers = [pool.submit(call) for _ in range(12)]
+        time.sleep(1.5)
+        ended = proxy.servers[0].process.terminate()
+        time.sleep(1.0)
+        stop.set()
+        seen = sum((caller.result() for caller in callers), Counter[tuple[int, str]]())
+    assert ended == 0
+    assert seen.keys() == {(200, "application/json"), (503, "application/problem+json")}
+    assert seen[200, "application/json"] > 50
 
 
 def test_caddys_file_closes_the_same_paths() -> None:

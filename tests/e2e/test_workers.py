@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -204,17 +205,20 @@ def test_draining_answers_whoever_was_accepted_and_leaves_nothing_behind(
         slow.post(pictures.files[1], sent=20)
         until(lambda: server.metric("vit_inflight_requests") > 0)
         server.process.process.send_signal(signal.SIGTERM)
-        running.until(lambda outcomes: outcomes["draining"] >= 8)
+        running.until(lambda outcomes: outcomes["lost"] >= 8)  # nobody listens any more
         slow.send(pictures.files[1][20:])
         status, _, body = slow.answer()
         assert status == 200
         pictures.check(1, json.loads(body))
         outcomes = running.stop()
-    assert set(outcomes) == {"answered", "draining"}
+    assert set(outcomes) == {"answered", "lost"}
     assert server.process.process.wait(PATIENCE) == 0
     assert all(is_gone(pid) for pid in pids)
     assert "Traceback" not in server.log
     assert "CRITICAL" not in server.log
+    told = re.search(r"stopped: .* (\d+) requests were answered and 0 refused$", server.log.strip())
+    assert told is not None
+    assert 0 < int(told[1]) < outcomes["answered"]
     assert not list(temporary.glob("vitserve-*"))
 
 

@@ -6,13 +6,10 @@ import os
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
-import vitserve
-import vitserve.client
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.timeout(60)  # processes start
@@ -55,11 +52,3 @@ def test_the_command_works_beside_files_of_any_name(folder: Path) -> None:
     for command in (["-c", script], ["-m", "vitserve"]):
         done = run_in(folder, *command, "attention", "--help")  # with the subcommand's modules
         assert "usage: vitserve attention" in done.stdout, done.stderr
-
-
-def test_a_tree_that_was_copied_and_not_installed_has_a_version_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def not_installed(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr("importlib.metadata.version", not_installed)
-    assert vitserve.__version__ == "0+unknown"

@@ -140,12 +140,3 @@ def test_a_server_that_starts_again_is_waited_for(ask: Ask) -> None:
     server = Scripted(200, httpx.ConnectError("refused"), httpx.ConnectError("refused"), 200)
     assert ask(server, requests=2) == ["cat"]
     assert len(server.pauses) == 2
-
-
-def test_a_gateway_that_says_later_is_asked_later(ask: Ask) -> None:
-    answers = [httpx.Response(503, text="<html>", headers={"Retry-After": "3"}), httpx.Response(502, text="<html>")]
-    server = Scripted()
-    server.__class__ = type("Gateway", (Scripted,), {"__call__": lambda self, request: answers.pop(0)})
-    with pytest.raises(ClientError, match="502 from"):
-        ask(server)
-    assert server.pauses == [3]

@@ -106,22 +106,6 @@ def test_as_many_requests_as_asked_for_are_under_way_at_once() -> None:
     assert busy.most == 3
 
 
-@on_a_loop
-async def test_as_many_requests_as_asked_for_are_under_way_at_once_asynchronously() -> None:
-    together = asyncio.Barrier(3)
-    busy = Busy()
-
-    async def ask(image: bytes) -> bytes:
-        with busy:
-            await together.wait()
-            return image
-
-    async with asynchronous(answer) as client:
-        found = [item async for item in client.stream(Source(9), ask, concurrency=3)]
-    assert [outcome for _, outcome in found] == [str(index).encode() for index in range(9)]
-    assert busy.most == 3
-
-
 def test_images_are_taken_as_there_is_room() -> None:
     source = Source(1000)
     with blocking(answer) as client:

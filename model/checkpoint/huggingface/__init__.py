@@ -9,14 +9,13 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from model.checkpoint.checkpoint import Checkpoint, native_tensors
+from model.checkpoint.checkpoint import Checkpoint, native_tensors, resized_preprocess
 from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.huggingface.families import CLIP, FAMILIES, SIGLIP, Family
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE, PROCESSOR_FILE, carried_preprocess
 from model.checkpoint.huggingface.texts import read_texts
 from model.checkpoint.options import CheckpointOptions, indexed_labels
 from model.checkpoint.refusals import validating
-from model.checkpoint.resizing import resized_preprocess
 from model.checkpoint.tensors import renamed
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import CheckpointError

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.jit import TracerWarning  # type: ignore[attr-defined]  # it does not say that it exports it
 
 from model.config import ViTConfig
 from model.errors import DeviceError
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
 
     from model.runtime.openvino.kept import Keep
 
+# Sizes become constants, as all but the first may; and tracing is deprecated. Set once and for all, as a context that
+# ignores warnings is of all threads: its end in another one would end it while a graph is traced.
+warnings.filterwarnings("ignore", category=TracerWarning)
+warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.jit")
+
 
 def trace(options: TorchOptions, *, relevance: bool = False) -> NetworkGraph:
     """Return a network as a graph, in float32, with torch's own outputs for some images.
@@ -41,7 +47,7 @@ def trace(options: TorchOptions, *, relevance: bool = False) -> NetworkGraph:
         DeviceError: OpenVINO does not read this model, or torch's scores are not finite.
     """
     config = options.model.config
-    # A mean over the patch queries is made an image at a time, which a trace would fix to its own batch.
+    # A mean over the patch queries takes all scores of a block: torch computes it where it is asked for.
     layers: tuple[int, ...] = ()
     if isinstance(config, ViTConfig) and config.attention_source != "patch_mean":
         layers = (config.depth - 1,)
@@ -89,9 +95,7 @@ def convert(module: nn.Module, example: Tensor) -> openvino.Model:
     from openvino.frontend import FrontEndManager  # noqa: PLC0415
     from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder  # noqa: PLC0415
 
-    with warnings.catch_warnings(), torch.inference_mode(mode=False), torch.no_grad():
-        # The warnings are of sizes that become constants, as all but the first may, and of tracing being deprecated.
-        warnings.simplefilter("ignore")
+    with torch.inference_mode(mode=False), torch.no_grad():
         traced = torch.jit.trace(module, example, check_trace=False)  # type: ignore[no-untyped-call]
         frontend = FrontEndManager().load_by_framework("pytorch")
         # The decoder has a name because the frontend reads it until the graph is made, but does not keep it.

@@ -198,7 +198,7 @@ async def _model_ready(service: Service, call: Call) -> bytes:
 
 def _is_ready(service: Service, name: str | None = None, version: str = "") -> bool:
     try:
-        service.check_open()
+        service.check_ready()
         find_model(service, name, version)
     except (NotFound, Unavailable):
         return False

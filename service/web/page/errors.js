@@ -19,6 +19,9 @@ const WORDS = {
   not_found: "The service does not keep this picture any more.",
 };
 
+/** What to say to who pastes or drops an address. */
+export const NOT_FETCHED = "This is an address, not a picture. The page fetches nothing from elsewhere: save the picture, or copy it itself, and give it here.";
+
 /** Whether another try cannot mend it: it is the file's own fault. */
 export const isFinal = (error) => /^unreadable|^unsupported|^invalid|_too_large$/.test(error?.code);
 

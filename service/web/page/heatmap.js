@@ -1,5 +1,5 @@
-// Drawing of a map, as the service does. With r a patch's share over the even share, colour and opacity
-// follow log r / log(max(4, the largest r before it faded)): patches at or below the even share stay clear.
+// Drawing of a map, as the service does. With r a patch's share over the even share, colour and opacity follow
+// log r / log(max(4, the largest r)): patches at or below the even share stay clear. The opacity fades with the evidence.
 
 const FULL_AT_LEAST = 4;
 
@@ -15,7 +15,7 @@ const TABLE = Uint8ClampedArray.from({ length: 256 * 4 }, (_, at) => {
   return STOPS[lower][at % 4] + (place - lower) * (STOPS[lower + 1][at % 4] - STOPS[lower][at % 4]);
 });
 
-/** Read a map. `full`: the multiple of the even share at which the colour is full. */
+/** Read a map. `full`: the multiple of the even share at which the colour is full; `strength`: what drawings fade by. */
 export function readMap({ values, evidence }) {
   const rows = values.length;
   const columns = values[0].length;
@@ -24,27 +24,32 @@ export function readMap({ values, evidence }) {
   const shares = flat.map((value) => value / total);
   const times = shares.map((share) => share * flat.length);
   const most = times.reduce((best, value) => Math.max(best, value), 0);
-  const whole = evidence ? Math.min(flat.length, 1 + (most - 1) / evidence) : most;
-  return { rows, columns, shares, times, strongest: times.indexOf(most), full: Math.max(FULL_AT_LEAST, whole) };
+  return { rows, columns, shares, times, strongest: times.indexOf(most), full: Math.max(FULL_AT_LEAST, most), strength: evidence ?? 1 };
 }
 
-/** Draw the map into a canvas of the picture's size, over `region` in shares of its sides. */
-export function drawHeat(canvas, map, region, smooth) {
+/** Draw the map into a canvas of the picture's size, over `region` in shares of its sides; `full`: see `readMap`. */
+export function drawHeat(canvas, map, region, { smooth, full }) {
   const across = Math.min(512, Math.max(map.columns * 8, Math.round(canvas.width * region.width)));
   const down = Math.min(512, Math.max(map.rows * 8, Math.round(canvas.height * region.height)));
   const image = new ImageData(across, down);
-  const level = map.times.map((value) => Math.log(Math.max(1, value)) / Math.log(map.full));
-  const at = (row, column) => level[row * map.columns + column];
-  for (let y = 0; y < down; y += 1) {
-    const [top, bottom, below] = between(y, down, map.rows, smooth);
-    for (let x = 0; x < across; x += 1) {
-      const [left, right, beyond] = between(x, across, map.columns, smooth);
-      const upper = at(top, left) * (1 - beyond) + at(top, right) * beyond;
-      const lower = at(bottom, left) * (1 - beyond) + at(bottom, right) * beyond;
-      const colour = Math.round(255 * (upper * (1 - below) + lower * below)) * 4;
-      image.data.set(TABLE.subarray(colour, colour + 4), (y * across + x) * 4);
-    }
+  const level = map.times.map((value) => Math.log(Math.max(1, Math.min(full, value))) / Math.log(full));
+  const [fromColumns, fromRows] = [taps(across, map.columns, smooth), taps(down, map.rows, smooth)];
+  const wide = new Float32Array(across * map.rows);
+  for (let row = 0; row < map.rows; row += 1) {
+    fromColumns.forEach((weights, x) => {
+      for (const [column, weight] of weights) wide[row * across + x] += weight * level[row * map.columns + column];
+    });
   }
+  fromRows.forEach((weights, y) => {
+    for (let x = 0; x < across; x += 1) {
+      let value = 0;
+      for (const [row, weight] of weights) value += weight * wide[row * across + x];
+      const colour = Math.round(255 * Math.max(0, Math.min(1, value))) * 4;
+      const at = (y * across + x) * 4;
+      image.data.set(TABLE.subarray(colour, colour + 3), at);
+      image.data[at + 3] = TABLE[colour + 3] * map.strength;
+    }
+  });
   const small = document.createElement("canvas");
   small.width = across;
   small.height = down;
@@ -56,14 +61,20 @@ export function drawHeat(canvas, map, region, smooth) {
   context.drawImage(small, x, y, region.width * canvas.width, region.height * canvas.height);
 }
 
-/** Linear interpolation between patches' centres: [one, the next, weight of the next]. */
-function between(pixel, pixels, patches, smooth) {
-  const place = ((pixel + 0.5) * patches) / pixels;
-  if (!smooth) return [Math.floor(place), Math.floor(place), 0];
-  const centred = Math.max(0, Math.min(patches - 1, place - 0.5));
-  const one = Math.floor(centred);
-  return [one, Math.min(patches - 1, one + 1), centred - one];
+/** The weights by which each pixel is made of patches: cubic convolution (Keys 1981, a = -0.5), as Pillow's BICUBIC. */
+function taps(pixels, patches, smooth) {
+  return Array.from({ length: pixels }, (_, pixel) => {
+    const place = ((pixel + 0.5) * patches) / pixels;
+    if (!smooth) return [[Math.floor(place), 1]];
+    const first = Math.floor(place - 0.5) - 1;
+    const near = [0, 1, 2, 3].map((step) => first + step).filter((patch) => patch >= 0 && patch < patches);
+    const weights = near.map((patch) => [patch, cubic(Math.abs(place - 0.5 - patch))]);
+    const total = weights.reduce((sum, [, weight]) => sum + weight, 0);
+    return weights.map(([patch, weight]) => [patch, weight / total]);
+  });
 }
+
+const cubic = (x) => (x < 1 ? (1.5 * x - 2.5) * x * x + 1 : x < 2 ? ((-0.5 * x + 2.5) * x - 4) * x + 2 : 0);
 
 /** Dim what the model did not see. */
 export function dimOutside(canvas, region) {

@@ -2,8 +2,13 @@
 
 const byId = (id) => document.getElementById(id);
 
-export function takePictures(onFiles) {
+/** `onFiles(files)` hears of pictures, `onAddress()` of a link that came instead. */
+export function takePictures(onFiles, onAddress) {
   const give = (files) => files.length && onFiles([...files]);
+  const giveData = (data) => {
+    if (!data.files.length && /^\s*(https?|file|data):/i.test(data.getData("text/uri-list") || data.getData("text/plain"))) onAddress();
+    give(data.files);
+  };
 
   for (const [button, input] of [["choose", "files"], ["photograph", "camera"]]) {
     byId(button).addEventListener("click", () => byId(input).click());
@@ -16,8 +21,8 @@ export function takePictures(onFiles) {
   byId("photograph").hidden = navigator.maxTouchPoints === 0; // where there is no camera at hand, `capture` only chooses files
 
   document.addEventListener("paste", (event) => {
-    if (event.target.matches?.("input[type=password]")) return;
-    give(event.clipboardData.files);
+    if (event.target.matches?.("input")) return;
+    giveData(event.clipboardData);
   });
 
   const dragging = (on) => document.body.classList.toggle("dragging", on);
@@ -29,7 +34,7 @@ export function takePictures(onFiles) {
   document.addEventListener("drop", (event) => {
     event.preventDefault();
     dragging(false);
-    give(event.dataTransfer.files);
+    giveData(event.dataTransfer);
   });
 
   for (const button of document.querySelectorAll(".example")) {

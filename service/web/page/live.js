@@ -7,12 +7,13 @@ const WINDOW = 21_000; // milliseconds: the tenth look back is in it
 
 /** Sum the samples of Prometheus' text by name, and a histogram's by its bound. */
 export function parse(text) {
-  const sums = { buckets: new Map() };
+  const sums = { buckets: new Map(), model: "" };
   for (const line of text.split("\n")) {
     const found = /^(\w+)(\{.*\})? (\S+)/.exec(line);
     if (!found) continue;
     const [, name, labels = "", value] = found;
-    if (name === "vit_request_duration_seconds_bucket") {
+    if (name === "vit_model_info") sums.model += labels;
+    else if (name === "vit_request_duration_seconds_bucket") {
       if (!labels.includes('endpoint="/classify"')) continue;
       const bound = /le="([^"]+)"/.exec(labels)[1];
       sums.buckets.set(bound === "+Inf" ? Infinity : Number(bound), Number(value));
@@ -42,18 +43,25 @@ function median(counts) {
   return null;
 }
 
-export function watchLoad() {
+/** Show the load every two seconds, once there was any; `onOther()` hears that another model is served, or the service started again. */
+export function watchLoad(onOther) {
   const looks = [];
+  let model = null;
   const show = (id, text) => { document.getElementById(`live-${id}`).textContent = text; };
   async function look() {
     if (document.hidden) return;
     try {
       const sums = parse(await send("GET", "metrics", { type: "text" }));
-      if (sums.vit_images_total < looks.at(-1)?.sums.vit_images_total) looks.length = 0; // a service that was started again
+      if (sums.vit_images_total < looks.at(-1)?.sums.vit_images_total || (model && sums.model && sums.model !== model)) {
+        looks.length = 0;
+        onOther();
+      }
+      model = sums.model || model;
       looks.push({ at: performance.now(), sums });
     } catch (error) {
       looks.length = 0;
       for (const id of ["rate", "batch", "queue", "p50"]) show(id, "–");
+      document.querySelector("footer").classList.remove("empty");
       show("note", error.code === "no_answer" ? "the service does not answer" : "the service does not show its metrics here");
       return;
     }
@@ -62,6 +70,7 @@ export function watchLoad() {
     const [first, last] = [looks[0], looks.at(-1)];
     if (first === last) return;
     const { rate, batch, queue, p50 } = between(first.sums, last.sums, (last.at - first.at) / 1000);
+    if (batch !== null) document.querySelector("footer").classList.remove("empty");
     show("rate", rate < 10 ? rate.toFixed(1) : Math.round(rate));
     show("batch", batch === null ? "–" : batch.toFixed(1));
     show("queue", queue);

@@ -1,4 +1,4 @@
-// One map over the picture, with its choices and the share of the patch that is pointed at.
+// One picture with a map over it: its choices, what the colours say, and the share of the patch that is pointed at.
 
 import { explain, isFinal } from "./errors.js";
 import { dimOutside, drawHeat, drawRamp, multiple, percent, readMap } from "./heatmap.js";
@@ -7,20 +7,26 @@ const NAMES = { relevance: "Relevance for the class", cls: "Attention of one lay
   gae: "Generic attention explainability" };
 const WITHOUT_CLASS = ["cls", "rollout"];
 const WHOLE = { x: 0, y: 0, width: 1, height: 1 };
+const LITTLE = 0.2; // evidence below which the words say that little speaks for the class
+const FOUND = 20; // classes that a search lists
+
+let lastPanel = 0;
 
 export class MapPanel {
-  /** `element`: its figure; `service`: {model, labels, methods}; `onChange` runs after a map is shown. */
-  constructor(element, service, onChange) {
+  /** `element`: its figure; `service`: a Service; `onChange` runs after a map is there; `onOther` when it is of another model. */
+  constructor(element, service, { onChange, onOther }) {
     this.service = service;
     this.onChange = onChange;
+    this.onOther = onOther;
     this.element = element;
     this.find = (selector) => this.element.querySelector(selector);
     this.choice = { method: service.methods[0], class: null, layer: null, head: "mean" };
     this.picture = null;
     this.document = null; // the map's JSON
     this.map = null; // its values as `readMap` returns them
-    this.smooth = true;
+    this.look = { smooth: true, full: null }; // `full` may be another panel's: two maps share a scale
     this.patch = null; // index of the one pointed at
+    this.held = false; // the photo alone is shown
     this.failed = false; // another try may do better
     this.classChosen = false; // by hand: another answer of the same picture does not change it
     const { layers, heads } = service.model;
@@ -28,9 +34,17 @@ export class MapPanel {
     fill(this.find(".layer"), Array.from({ length: layers }, (_, index) => [index, index === layers - 1 ? `${index} (last)` : index]));
     fill(this.find(".head"), [["mean", "mean"], ["max", "max"], ...Array.from({ length: heads }, (_, index) => [index, index])]);
     this.find(".layer").value = layers - 1;
-    for (const name of ["method", "class", "layer", "head"]) {
+    for (const name of ["method", "layer", "head"]) {
       this.find(`.${name}`).addEventListener("change", (event) => this.choose({ [name]: event.target.value }));
     }
+    this.searchClasses();
+    this.listen();
+    drawRamp(this.find(".ramp"));
+    for (const part of this.element.querySelectorAll(".of-map")) part.hidden = !service.methods.length;
+    this.showControls();
+  }
+
+  listen() {
     const stack = this.find(".stack");
     stack.addEventListener("pointermove", (event) => this.point(this.patchAt(event)));
     stack.addEventListener("pointerdown", (event) => this.point(this.patchAt(event)));
@@ -38,16 +52,59 @@ export class MapPanel {
     stack.addEventListener("focus", () => this.map && this.patch === null && stack.matches(":focus-visible") && this.point(this.map.strongest));
     stack.addEventListener("blur", () => this.point(null));
     stack.addEventListener("keydown", (event) => this.step(event));
-    drawRamp(this.find(".ramp"));
-    this.showControls();
+    const hold = this.find(".hold");
+    const holdWhile = (begin, ends, isMeant = () => true) => {
+      hold.addEventListener(begin, (event) => isMeant(event) && this.hold(true));
+      for (const end of ends) hold.addEventListener(end, () => this.hold(false));
+    };
+    holdWhile("pointerdown", ["pointerup", "pointerleave", "pointercancel"]);
+    holdWhile("keydown", ["keyup", "blur"], ({ key }) => key === " " || key === "Enter");
+    hold.addEventListener("contextmenu", (event) => event.preventDefault()); // what a long touch would open
   }
 
-  get classSpecific() { return !WITHOUT_CLASS.includes(this.choice.method); }
+  /** The class is searched by its name: a list of a thousand helps nobody. */
+  searchClasses() {
+    const [input, list] = [this.find(".class"), this.find("datalist")];
+    list.id = `classes-${++lastPanel}`;
+    input.setAttribute("list", list.id);
+    input.addEventListener("focus", () => input.select());
+    input.addEventListener("input", () => {
+      const index = this.indexOf(input.value);
+      if (index !== null) this.choose({ class: index });
+      else fill(list, this.search(input.value));
+    });
+    input.addEventListener("change", () => {
+      const [first] = this.search(input.value);
+      if (this.indexOf(input.value) === null && first) this.choose({ class: this.indexOf(first[0]) });
+      this.showControls();
+    });
+  }
+
+  nameOf(index) { return `${this.labelOf(index)} (${index})`; }
+
+  labelOf(index) {
+    const answered = this.picture?.answer?.predictions.find((prediction) => prediction.index === Number(index));
+    return answered?.label ?? this.service.labels[index] ?? `class ${index}`;
+  }
+
+  indexOf(text) {
+    const index = Number(/\((\d+)\)$/.exec(text)?.[1] ?? NaN);
+    return index < this.service.classes && this.nameOf(index) === text ? index : null;
+  }
+
+  search(text) {
+    const wanted = text.trim().toLowerCase();
+    const found = this.service.labels.map((label, index) => [label.toLowerCase().indexOf(wanted), index]).filter(([place]) => place >= 0);
+    return found.sort(([one], [other]) => one - other).slice(0, FOUND).map(([, index]) => [this.nameOf(index), ""]);
+  }
+
+  get classSpecific() { return this.service.methods.length > 0 && !WITHOUT_CLASS.includes(this.choice.method); }
 
   /** The query of the map on screen, without what the service assumes by itself. */
   get query() {
     const { method } = this.choice;
-    if (this.classSpecific) return { method, class: this.choice.class };
+    const labels = this.service.asked;
+    if (this.classSpecific) return { method, class: this.choice.class, ...(labels && { labels }) };
     if (method !== "cls") return { method };
     return { method, layer: this.choice.layer ?? this.service.model.layers - 1, head: this.choice.head };
   }
@@ -65,56 +122,46 @@ export class MapPanel {
     this.picture = picture;
     if (!this.classChosen) this.choice.class = classIndex;
     this.map = this.document = null;
-    this.fillClasses();
     this.showControls();
     return this.refresh();
   }
 
-  fillClasses() {
-    const select = this.find(".class");
-    const answers = this.picture?.answer?.predictions ?? [];
-    const group = (label, options) => {
-      const element = document.createElement("optgroup");
-      element.label = label;
-      fill(element, options);
-      return element;
-    };
-    if (!answers.length) return select.replaceChildren();
-    const all = this.service.labels.map((label, index) => [index, `${label} (${index})`]);
-    const named = new Set(answers.map(({ index }) => index));
-    select.replaceChildren(group("Answers", answers.map(({ label, index, score }) => [index, `${label}: ${percent(score)}`])),
-      group("Other classes", all.filter(([index]) => !named.has(index))));
-  }
-
   showControls() {
-    this.find(".method").value = this.choice.method;
-    if (this.choice.class !== null) this.find(".class").value = this.choice.class;
+    this.find(".method").value = this.choice.method ?? "";
+    const isKnown = this.choice.class !== null && this.picture?.answer;
+    this.find(".class").value = isKnown ? this.nameOf(this.choice.class) : "";
     this.find(".for-class").hidden = !this.classSpecific;
     for (const label of this.element.querySelectorAll(".for-layer")) label.hidden = this.choice.method !== "cls";
-    for (const select of this.element.querySelectorAll("select")) select.disabled = !this.picture?.answer;
+    this.element.classList.toggle("idle", !this.picture?.answer);
   }
 
   /** Ask for the map of the choice and draw it, unless another was chosen meanwhile. */
   async refresh() {
-    const { picture } = this;
+    const { picture, service } = this;
     const wanted = (this.wanted = {});
     const note = this.find(".map-note");
-    if (!picture?.answer) {
+    this.failed = false;
+    note.textContent = "";
+    const isAsked = picture?.answer && service.methods.length;
+    this.element.toggleAttribute("aria-busy", false);
+    if (isAsked || picture?.isUnderWay) this.element.setAttribute("aria-busy", "true");
+    if (!isAsked) {
       this.document = this.map = null;
-      note.textContent = "\u00a0";
       this.draw();
       this.onChange();
       return;
     }
-    this.element.setAttribute("aria-busy", "true");
     this.find(".readout").textContent = "Waiting for the map";
-    this.failed = false;
     try {
       const found = await picture.map(this.query);
       if (wanted !== this.wanted) return;
+      if (found.label && found.label !== this.labelOf(found.class)) {
+        this.onOther();
+        return;
+      }
       this.document = found;
       this.map = readMap(found);
-      note.textContent = picture.photo === null ? "Drawn over what the model saw of the picture" : "\u00a0";
+      if (picture.photo === null) note.textContent = "Drawn over what the model saw of the picture";
     } catch (error) {
       if (wanted !== this.wanted) return;
       this.failed = !isFinal(error);
@@ -131,24 +178,37 @@ export class MapPanel {
   /** The picture under the map, and the part of it that the map covers. */
   get ground() {
     const { picture, document: found } = this;
-    if (!found) return { base: null, region: WHOLE };
-    if (!picture.photo) return { base: picture.seen, region: WHOLE };
+    if (!picture?.photo) return { base: picture?.seen ?? null, region: WHOLE };
+    if (!found) return { base: picture.photo, region: WHOLE };
     const [width, height] = picture.size;
     const { x, y, width: across, height: down } = found.region;
     return { base: picture.photo, region: { x: x / width, y: y / height, width: across / width, height: down / height } };
   }
 
+  hold(held) {
+    if (held === this.held) return;
+    this.held = held;
+    this.draw();
+  }
+
   draw() {
     const { base, region } = this.ground;
-    const heat = this.find(".heat");
-    paint(this.find(".stack"), this.find(".base"), base);
+    const [heat, stack] = [this.find(".heat"), this.find(".stack")];
+    paint(stack, this.find(".base"), base);
     [heat.width, heat.height] = [this.find(".base").width, this.find(".base").height];
     this.point(null);
-    this.find(".high").textContent = this.map ? multiple(this.map.full) : "–";
+    const full = this.look.full ?? this.map?.full;
+    this.find(".high").textContent = this.map ? multiple(full) : "–";
+    this.element.classList.toggle("mapless", !this.map);
+    stack.setAttribute("aria-label", this.picture?.name ?? "No picture yet");
     if (!this.map) return;
+    stack.setAttribute("aria-label", `${this.picture.name}. Map, patch by patch: arrow keys move. Strongest: ${this.describe(this.map.strongest)}`);
+    if (this.held) return;
     dimOutside(this.find(".base"), region);
-    drawHeat(heat, this.map, region, this.smooth);
-    this.find(".stack").setAttribute("aria-label", `Map, patch by patch: arrow keys move. Strongest: ${this.describe(this.map.strongest)}`);
+    drawHeat(heat, this.map, region, { smooth: this.look.smooth, full });
+    const stage = this.find(".stage"); // what is long is scrolled to what the model saw
+    stage.scrollTo({ left: (region.x + region.width / 2) * stack.clientWidth - stage.clientWidth / 2,
+      top: (region.y + region.height / 2) * stack.clientHeight - stage.clientHeight / 2, behavior: "instant" });
   }
 
   patchAt(event) {
@@ -177,13 +237,20 @@ export class MapPanel {
     return `row ${Math.floor(patch / columns) + 1}, column ${(patch % columns) + 1}: ${percent(shares[patch])}, ${multiple(times[patch])} the even share`;
   }
 
+  /** What the colours say, in a few words. Of the best class they need no judgement: it is the best. */
+  get meaning() {
+    if (!this.map) return "\u00a0";
+    if (!this.classSpecific) return "Coloured: where it looked, whatever the class";
+    const label = this.labelOf(this.choice.class);
+    const isBest = Number(this.choice.class) === this.picture.answer.predictions[0].index;
+    return !isBest && this.map.strength < LITTLE ? `Little speaks for ${label} here` : `Coloured: what spoke for ${label}`;
+  }
+
   point(patch) {
     this.patch = patch;
     const mark = this.find(".patch");
     mark.hidden = patch === null;
-    const evidence = this.document?.evidence_in_words;
-    const strongest = () => `${evidence ? `Evidence: ${evidence}. ` : ""}Strongest: ${this.describe(this.map.strongest)}`;
-    const readout = patch === null ? (this.map ? strongest() : "\u00a0") : this.describe(patch);
+    const readout = patch === null ? this.meaning : this.describe(patch);
     this.find(".readout").textContent = readout.charAt(0).toUpperCase() + readout.slice(1);
     if (patch === null) return;
     const { region } = this.ground;
@@ -196,25 +263,26 @@ export class MapPanel {
     });
   }
 
-  /** What the map shows, in a few words. */
-  get title() {
-    const { method, class: index, layer, head } = this.query;
+  /** What a saved drawing says below: the class with its score, and how it was made. */
+  get caption() {
+    const { method, layer, head } = this.query;
     const name = NAMES[method] ?? method;
-    if (index !== undefined) return `${name}: ${this.service.labels[index] ?? index}`;
-    return layer === undefined ? name : `${name}: layer ${layer}, head ${head}`;
+    if (!this.classSpecific) return [this.picture.name, layer === undefined ? name : `${name}: layer ${layer}, head ${head}`];
+    const { score, evidence } = this.document;
+    const known = [[score, percent(score ?? 0)], [evidence, `evidence ${Number((evidence ?? 0).toFixed(2))}`]];
+    return [[this.labelOf(this.choice.class), ...known.filter(([value]) => value !== undefined).map(([, text]) => text)].join(", "), name];
   }
 }
 
-export function fill(select, options) {
-  select.replaceChildren(...options.map(([value, text]) => new Option(text, value)));
+export function fill(list, options) {
+  list.replaceChildren(...options.map(([value, text]) => new Option(text, value)));
 }
 
-/** Paint a picture into a figure whose frame has its size already. */
-export function paint(stack, canvas, picture) {
+/** Paint a picture into a figure. */
+function paint(stack, canvas, picture) {
   const [width, height] = picture ? [picture.width, picture.height] : [1, 1];
   [canvas.width, canvas.height] = [width, height];
-  stack.style.aspectRatio = `${width} / ${height}`;
-  stack.classList.toggle("tall", height > width);
+  stack.style.setProperty("--ratio", width / height);
   stack.classList.toggle("empty", !picture);
   if (picture) canvas.getContext("2d").drawImage(picture, 0, 0);
 }

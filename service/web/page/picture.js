@@ -28,10 +28,20 @@ export class Picture {
     this.controller = new AbortController();
   }
 
+  get isUnderWay() { return ["waiting", "sending", "busy"].includes(this.state); }
+
   /** End every request of this picture. */
   cancel() {
     this.controller.abort();
     this.controller = new AbortController();
+  }
+
+  /** Forget all that a model said: another is there. */
+  forget() {
+    this.cancel();
+    this.answer = this.error = null;
+    this.maps.clear();
+    this.state = "waiting";
   }
 
   /** Decode the picture where the browser can. Exif orientation is applied, as by the service. */
@@ -47,16 +57,18 @@ export class Picture {
     }
   }
 
-  async classify({ topK, map, ...listeners }) {
+  async classify({ topK, map, labels, ...listeners }) {
     const { signal } = this.controller;
-    this.answer = await sendPatiently("POST", "classify", { query: { top_k: topK, attention: map }, file: this.file, signal, ...listeners });
-    const { id, attention, predictions: [first] } = this.answer;
+    const answer = await sendPatiently("POST", "classify", { query: { top_k: topK, attention: map, labels }, file: this.file, signal, ...listeners });
+    signal.throwIfAborted();
+    this.answer = answer;
+    const { id, attention, predictions: [first] } = answer;
     if (map) this.maps.set(keyOf({ method: map, class: first.index }), { ...attention, id });
     await this.decoded;
     if (map && this.photo === null) await this.see();
   }
 
-  /** The map of a choice {method, class, layer, head}, asked for once. */
+  /** The map of a choice {method, class, layer, head, labels}, asked for once. */
   map(choice) {
     const name = keyOf(choice);
     if (!this.maps.has(name)) {

@@ -18,7 +18,8 @@ export class Queue {
     return this.round.reduce((sum, picture) => sum + (isDone(picture) ? 1 : 0.9 * picture.progress), 0) / Math.max(1, this.round.length);
   }
 
-  get done() { return this.round.filter(isDone).length; }
+  /** How many pictures of the round came to this end. */
+  count(accepts) { return this.round.filter(accepts).length; }
 
   add(pictures) {
     if (!this.busy) this.round = [];
@@ -37,6 +38,22 @@ export class Queue {
     for (const picture of this.running) picture.cancel();
   }
 
+  /** Drop everything; what comes of requests under way is not heard of any more. */
+  reset() {
+    this.waiting = [];
+    this.round = [];
+    this.running = new Set();
+  }
+
+  /** Leave out pictures that are gone. */
+  remove(pictures) {
+    for (const name of ["waiting", "round"]) this[name] = this[name].filter((picture) => !pictures.includes(picture));
+    for (const picture of pictures) {
+      if (this.running.delete(picture)) this.pump();
+      this.onChange(picture);
+    }
+  }
+
   pump() {
     while (this.running.size < AT_ONCE && this.waiting.length) {
       const picture = this.waiting.shift();
@@ -46,7 +63,10 @@ export class Queue {
   }
 
   async run(picture) {
+    const { running } = this;
+    const isHeard = () => running === this.running && running.has(picture);
     const change = (found) => {
+      if (!isHeard()) return;
       Object.assign(picture, found);
       this.onChange(picture);
     };
@@ -55,8 +75,9 @@ export class Queue {
     const onBusy = () => change({ state: "busy" });
     try {
       await picture.classify({ ...this.options, onProgress, onBusy });
-      this.end(picture, "answered");
+      if (isHeard()) this.end(picture, "answered");
     } catch (error) {
+      if (!isHeard()) return;
       picture.error = error;
       this.end(picture, error.name === "AbortError" ? "cancelled" : "failed");
     }
@@ -74,4 +95,4 @@ export class Queue {
   }
 }
 
-const isDone = (picture) => !["waiting", "sending", "busy"].includes(picture.state);
+const isDone = (picture) => !picture.isUnderWay;

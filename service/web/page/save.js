@@ -7,7 +7,7 @@ export function savePng(picture, panels, opacity) {
   const heights = bases.map((base) => base.height);
   const sheet = document.createElement("canvas");
   sheet.width = bases.reduce((sum, base) => sum + base.width, gap * (bases.length - 1));
-  sheet.height = Math.max(...heights) + 32;
+  sheet.height = Math.max(...heights) + 60;
   const context = sheet.getContext("2d");
   context.fillStyle = "#fff";
   context.fillRect(0, 0, sheet.width, sheet.height);
@@ -20,7 +20,7 @@ export function savePng(picture, panels, opacity) {
     context.globalAlpha = 1;
     context.fillStyle = "#000";
     context.font = "16px system-ui, sans-serif";
-    context.fillText(panel.title, left + 4, sheet.height - 10, bases[index].width - 8);
+    panel.caption.forEach((line, at) => context.fillText(line, left + 4, sheet.height - 36 + 24 * at, bases[index].width - 8));
     left += bases[index].width + gap;
   });
   sheet.toBlob((blob) => download(blob, `${stem(picture)}-map.png`), "image/png");
@@ -33,7 +33,7 @@ export function saveJson(picture, panels) {
 
 const stem = (picture) => picture.name.replace(/\.[^.]*$/, "");
 
-function download(blob, name) {
+export function download(blob, name) {
   const link = document.createElement("a");
   link.href = URL.createObjectURL(blob);
   link.download = name;

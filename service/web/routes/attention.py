@@ -31,7 +31,7 @@ from model.outputs import (
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, NotFound
 from service.web.request import AdmittedRequest, all_of, model_of, service_of
-from service.web.routes.endpoint import BINARY, ONE_PICTURE, Endpoint, npy_response, problems
+from service.web.routes.endpoint import BINARY, ONE_PICTURE, Absent, Endpoint, npy_response, problems
 from vitserve.documents import AttentionDocument, RegionDocument, significant
 
 router = APIRouter(tags=["attention"], route_class=Endpoint)
@@ -61,43 +61,46 @@ class AttentionQuery(BaseModel, frozen=True):
     """The query of both endpoints; None is what was not sent."""
 
     method: Annotated[
-        str | None,
+        str | Absent,
         Field(
             description=f"default `{METHODS[0]}`, or `cls` with a layer or head",
             json_schema_extra={"enum": list(METHODS)},
         ),
     ] = None
     class_: Annotated[
-        str | None,
+        str | Absent,
         Field(
             alias="class",
             description=f"whose map: an index or a label, or at most {MAX_CLASSES} with commas between; default "
             f"the best class; for {', '.join(sorted(CLASS_SPECIFIC))}",
         ),
     ] = None
-    layer: Annotated[int | None, Field(description="`cls`: default the last; negatives count from the end")] = None
+    layer: Annotated[int | Absent, Field(description="`cls`: default the last; negatives count from the end")] = None
     head: Annotated[
-        str | None,
+        str | Absent,
         Field(description="`cls`: `mean` (default), `max`, or a head's number", json_schema_extra={"pattern": _HEAD}),
     ] = None
     format: Literal["png", "json", "npy"] = "png"
-    overlay: Annotated[bool | None, Field(description="PNG: over a picture; default true")] = None
+    overlay: Annotated[bool | Absent, Field(description="PNG: over a picture; default true")] = None
     view: Annotated[
-        Literal["input", "photo"] | None,
+        Literal["input", "photo"] | Absent,
         Field(
             description="PNG: over what the model saw, or over the whole photo, the unseen part dimmed; default "
             "`photo` for models whose input has less than 128 pixels, else `input`"
         ),
     ] = None
     alpha: Annotated[
-        float | None, Field(ge=0, le=1, description="PNG: opacity of the map where it is highest; default 0.7")
+        Annotated[float, Field(ge=0, le=1)] | Absent,
+        Field(description="PNG: opacity of the map where it is highest; default 0.7"),
     ] = None
-    colormap: Annotated[str | None, Field(description="PNG", json_schema_extra={"enum": list(COLORMAPS)})] = None
-    size: Annotated[int | None, Field(ge=1, le=MAX_SIZE, description="PNG: longer side in pixels")] = None
-    smooth: Annotated[bool | None, Field(description="PNG: no steps between patches; default true")] = None
-    colorbar: Annotated[bool | None, Field(description="PNG: a colour bar at the right; default false")] = None
+    colormap: Annotated[str | Absent, Field(description="PNG", json_schema_extra={"enum": list(COLORMAPS)})] = None
+    size: Annotated[
+        Annotated[int, Field(ge=1, le=MAX_SIZE)] | Absent, Field(description="PNG: longer side in pixels")
+    ] = None
+    smooth: Annotated[bool | Absent, Field(description="PNG: no steps between patches; default true")] = None
+    colorbar: Annotated[bool | Absent, Field(description="PNG: a colour bar at the right; default false")] = None
     caption: Annotated[
-        bool | None, Field(description="PNG: class, score, method and colours in words below; default true")
+        bool | Absent, Field(description="PNG: class, score, method and colours in words below; default true")
     ] = None
 
 
@@ -106,7 +109,7 @@ class StoredPictureQuery(AttentionQuery):
 
     id: Annotated[str, Field(description="from the answer of /classify")]
     view: Annotated[
-        Literal["input"] | None, Field(description="PNG: over what the model saw; the photo itself is not kept")
+        Literal["input"] | Absent, Field(description="PNG: over what the model saw; the photo itself is not kept")
     ] = None
 
 

@@ -20,7 +20,7 @@ from service.web.decoders import Decoded
 from service.web.problems import problem_of
 from service.web.request import AdmittedRequest, all_of, model_of, require_file, service_of
 from service.web.routes.attention import map_fields, region_document
-from service.web.routes.endpoint import ONE_PICTURE, SEVERAL_PICTURES, Endpoint, problems, to_json
+from service.web.routes.endpoint import ONE_PICTURE, SEVERAL_PICTURES, Absent, Endpoint, problems, to_json
 from service.web.upload import UploadedFile
 from vitserve.documents import (
     Attention,
@@ -39,16 +39,17 @@ class ClassifyQuery(BaseModel, frozen=True):
     """The query of both endpoints."""
 
     top_k: Annotated[
-        int | None, Field(ge=1, description="classes to answer with; default the smaller of 5 and all")
+        Annotated[int, Field(ge=1)] | Absent,
+        Field(description="classes to answer with; default the smaller of 5 and all"),
     ] = None
     attention: Annotated[
-        bool | Literal["relevance"] | None,
+        bool | Literal["relevance"] | Absent,
         Field(description="answer with the last layer's attention map, too, or with the relevance of the best class"),
         WithJsonSchema({"type": "string", "enum": ["false", "true", "0", "1", "relevance"]}),
     ] = None  # FastAPI would document a default that is no string
     embedding: Annotated[bool, Field(description="answer with what the head reads, too")] = False
     labels: Annotated[
-        str | None,
+        str | Absent,
         Field(description="names to compare with, comma-separated or a JSON array; for models with a text tower"),
     ] = None
 

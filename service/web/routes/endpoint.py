@@ -22,6 +22,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import SkipJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
@@ -33,6 +34,9 @@ from service.web.problems import MEDIA_TYPE
 from vitserve.documents import FIELD, ProblemDocument
 
 _MAX_PARAMETERS = 64
+
+Absent = SkipJsonSchema[None]
+"""None as the default of a parameter: a query cannot hold null, so OpenAPI does not name it."""
 
 BINARY = {"type": "string", "format": "binary"}
 _SCHEME = "api_key"
@@ -78,7 +82,6 @@ class Application(FastAPI):
         """Return the OpenAPI document, which names the operations that take a key."""
         if self.openapi_schema is None:
             document = super().openapi()
-            _drop_null_parameters(document)
             _describe_keys(document, self.state.public, required=self.state.keys_required)
         return super().openapi()
 
@@ -170,17 +173,6 @@ def parse_query(model: type[BaseModel], query_string: bytes) -> BaseModel:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         message = str(first["msg"])
         raise InvalidParameter(f"{first['loc'][0]}: {message[:1].lower()}{message[1:]}") from None
-
-
-def _drop_null_parameters(document: dict[str, Any]) -> None:
-    """Remove null from the types of an OpenAPI document's parameters, in place: a query cannot hold null."""
-    for operations in document["paths"].values():
-        for operation in operations.values():
-            for parameter in operation.get("parameters", ()):
-                schema = parameter["schema"]
-                for kind in schema.pop("anyOf", ()):
-                    if kind != {"type": "null"}:
-                        schema |= kind
 
 
 def _describe_keys(document: dict[str, Any], public: Collection[str], *, required: bool) -> None:

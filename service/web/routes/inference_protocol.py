@@ -69,7 +69,7 @@ async def v2_live(request: Request) -> Response:
 @router.get(f"{_VERSIONED}/ready")
 async def v2_ready(request: Request) -> Response:
     """Answer 200 when the model is ready, else 503."""
-    service_of(request).check_open()
+    service_of(request).check_ready()
     _model(request)
     return Response()
 
@@ -147,7 +147,7 @@ async def v2_load(request: Request) -> Response:
     _require_admin(request, service.settings)
     model = find_model(service, request.path_params["name"])
     checkpoint = _checkpoint(await _question(request, model), service.settings)
-    service.check_open()
+    service.check_ready()
     await service.models.load(checkpoint)
     return json_response(repository_index(service.model().info)[0])
 

@@ -64,7 +64,7 @@ async def healthz(request: Request) -> Status:
 @router.get("/readyz", response_model=Status, responses=problems(503))
 async def readyz(request: Request) -> Status:
     """Answer 200 only when the model is loaded and warm, and the service is not about to stop."""
-    service_of(request).check_open()
+    service_of(request).check_ready()
     return Status(status="ready")
 
 

@@ -45,7 +45,7 @@ class Health(BaseModel):
 @router.get("/ping", response_model=Health, responses=problems(503))
 async def ping(request: Request) -> Health:
     """Answer 200 when the model is ready, as /readyz."""
-    service_of(request).check_open()
+    service_of(request).check_ready()
     return Health(status="Healthy")
 
 

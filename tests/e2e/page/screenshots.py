@@ -38,7 +38,7 @@ def take(browser: Browser, url: str, *, compare: bool, **options: Any) -> Image.
             page.get_by_label("Compare two maps").check()
         for index in range(1 + compare):
             map_shown(page, index)
-        expect(page.locator("#progress-text")).to_have_text("2 of 2 done")
+        expect(page.locator("#progress-text")).to_have_text("2 of 2 answered")
         expect(page.locator("#live-p50")).not_to_have_text("\u2013")
         return Image.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -32,8 +33,13 @@ def choose(page: Page, *files: Path | dict[str, object]) -> None:
 
 def map_shown(page: Page, index: int = 0) -> None:
     """Wait for a map."""
-    expect(page.locator(".map .readout").nth(index)).to_contain_text("Strongest")
+    expect(page.locator(".map .readout").nth(index)).to_contain_text(re.compile("^(Coloured|Little speaks)"))
     expect(page.locator("figure.map").nth(index)).not_to_have_attribute("aria-busy", "true")
+
+
+def open_choices(page: Page, index: int = 0) -> None:
+    """Open what a map's class and method are chosen in."""
+    page.locator(".choices summary").nth(index).click()
 
 
 def pixels(page: Page, selector: str) -> np.ndarray:

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from tests.e2e.page.browser import expect
-from tests.e2e.page.steps import DOG, Open, answers, choose, map_shown, pixels
+from tests.e2e.page.steps import DOG, Open, answers, choose, map_shown, open_choices, pixels
 from tests.e2e.serving import Served
 from tests.launcher import PATIENCE
 
@@ -32,7 +32,7 @@ def test_a_heic_picture_is_shown_as_the_model_saw_it(open_page: Open) -> None:
         assert answers(found.page)[0] == "dog"
         expect(found.page.locator("#photo-caption")).to_contain_text("as the model saw it")
         map_shown(found.page)
-        assert pixels(found.page, ".photo .base")[..., :3].std() > 20
+        assert pixels(found.page, ".map .base")[..., :3].std() > 20
 
 
 def test_layer_and_head_are_switched_and_two_maps_stand_side_by_side(open_page: Open, server: Served) -> None:
@@ -40,6 +40,7 @@ def test_layer_and_head_are_switched_and_two_maps_stand_side_by_side(open_page: 
         page = found.page
         choose(page, DOG)
         map_shown(page)
+        open_choices(page)
         page.locator(".method").select_option("cls")
         before = pixels(page, ".heat")
         page.locator(".layer").select_option("1")
@@ -50,6 +51,7 @@ def test_layer_and_head_are_switched_and_two_maps_stand_side_by_side(open_page: 
         page.get_by_label("Compare two maps").check()
         expect(page.locator("figure.map")).to_have_count(2)
         map_shown(page, 1)
+        open_choices(page, 1)
         page.locator("figure.map").nth(1).locator(".head").select_option("max")
         with page.expect_download() as saved:
             page.get_by_role("button", name="Download JSON").click()
@@ -86,8 +88,6 @@ def test_a_patch_tells_its_share_to_pointer_and_keyboard(open_page: Open, server
         page = found.page
         choose(page, DOG)
         map_shown(page)
-        box = page.locator(".map .stack").bounding_box()
-        assert box is not None
         with page.expect_download() as saved:
             page.get_by_role("button", name="Download JSON").click()
         [shown] = json.loads(Path(saved.value.path()).read_text())["maps"]
@@ -105,6 +105,8 @@ def test_a_patch_tells_its_share_to_pointer_and_keyboard(open_page: Open, server
             share = 100 * values[row, column] / values.sum()
             return re.compile(rf"Row {row + 1}, column {column + 1}: {re.escape(f'{share:.3g}')}\d* %")
 
+        box = page.locator(".map .stack").bounding_box()
+        assert box is not None
         x = box["x"] + box["width"] * (left + across * 2.5 / 8)
         page.mouse.move(x, box["y"] + box["height"] * (top + down * 3.5 / 8))
         readout = page.locator(".readout")
@@ -112,7 +114,7 @@ def test_a_patch_tells_its_share_to_pointer_and_keyboard(open_page: Open, server
         expect(page.locator(".patch")).to_be_visible()
         page.mouse.move(1, 1)
         expect(page.locator(".patch")).to_be_hidden()
-        page.get_by_label("Compare two maps").focus()
+        page.locator("#pictures button").focus()
         page.keyboard.press("Tab")
         row, column = divmod(int(values.argmax()), 8)
         expect(readout).to_have_text(told(row, column))
@@ -155,9 +157,8 @@ def test_a_label_is_clicked_and_its_map_is_drawn_beside_that_of_another(open_pag
         assert (pixels(page, ".heat") != of_first).any()
         page.get_by_label("Compare two maps").check()
         map_shown(page, 1)
-        expect(page.locator(".class").nth(1)).to_have_value(
-            str(server.get("/labels").json()["labels"].index(labels[1]))
-        )
+        index = server.get("/labels").json()["labels"].index(labels[1])
+        expect(page.locator(".class").nth(1)).to_have_value(f"{labels[1]} ({index})")
         with page.expect_download() as saved:
             page.get_by_role("button", name="Download JSON").click()
         document = json.loads(Path(saved.value.path()).read_text())
@@ -174,6 +175,7 @@ def test_every_method_is_drawn(open_page: Open, server: Served) -> None:
         page = found.page
         choose(page, DOG)
         map_shown(page)
+        open_choices(page)
         for method in server.get("/model").json()["attention_methods"]:
             page.locator(".method").select_option(method)
             expect(page.locator("#curl-text")).to_contain_text(f"method={method}")

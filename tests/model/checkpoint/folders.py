@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,14 +37,13 @@ def tiny(config: ViTConfig = CONFIG) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def native_folder(folder: Path) -> Path:
-    checkpoint = Checkpoint("tiny", "here", "vitserve", "tiny", CONFIG, PREPROCESS, ("a", "b", "c"), tiny())
+def native_folder(folder: Path, labels: tuple[str, ...] = ("a", "b", "c")) -> Path:
+    checkpoint = Checkpoint("tiny", "here", "vitserve", "tiny", CONFIG, PREPROCESS, labels, tiny())
     native.write(folder, checkpoint, dtype=torch.float32)
     return folder
 
 
 def timm_folder(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
     config = {
         "architecture": "vit_tiny_patch16_224",
         "num_classes": 3,
@@ -60,13 +60,26 @@ def timm_folder(folder: Path) -> Path:
             "std": [0.5, 0.5, 0.5],
         },
     }
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tiny(), folder / "model.safetensors")
-    return folder
+    return _written(folder, {"config.json": config}, tiny())
+
+
+# From the model's names to those of transformers' files.
+_THEIRS = (
+    (r"^cls_token$", "embeddings.cls_token"),
+    (r"^pos_embed$", "embeddings.position_embeddings"),
+    (r"^patch_embed\.proj", "embeddings.patch_embeddings.projection"),
+    (r"^norm\.", "layernorm."),
+    (r"^blocks\.(\d)\.", r"encoder.layer.\1."),
+    (r"attn\.([qkv][a-z]+)\.", r"attention.attention.\1."),
+    (r"attn\.proj", "attention.output.dense"),
+    (r"norm1", "layernorm_before"),
+    (r"norm2", "layernorm_after"),
+    (r"mlp\.fc1", "intermediate.dense"),
+    (r"mlp\.fc2", "output.dense"),
+)
 
 
 def huggingface_folder(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
     config = {
         "architectures": ["ViTForImageClassification"],
         "model_type": "vit",
@@ -91,41 +104,31 @@ def huggingface_folder(folder: Path) -> Path:
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     }
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-    ours = tiny()
-    theirs = {
-        "vit.embeddings.cls_token": ours["cls_token"],
-        "vit.embeddings.position_embeddings": ours["pos_embed"],
-        "vit.embeddings.patch_embeddings.projection.weight": ours["patch_embed.proj.weight"],
-        "vit.embeddings.patch_embeddings.projection.bias": ours["patch_embed.proj.bias"],
-        "vit.layernorm.weight": ours["norm.weight"],
-        "vit.layernorm.bias": ours["norm.bias"],
-        "classifier.weight": ours["head.weight"],
-        "classifier.bias": ours["head.bias"],
-    }
-    for i in range(2):
-        layer, block = f"vit.encoder.layer.{i}.", f"blocks.{i}."
-        for kind in ("weight", "bias"):
-            for part, tensor in zip(("query", "key", "value"), ours[f"{block}attn.qkv.{kind}"].chunk(3), strict=True):
-                theirs[f"{layer}attention.attention.{part}.{kind}"] = tensor.contiguous()
-            theirs[f"{layer}attention.output.dense.{kind}"] = ours[f"{block}attn.proj.{kind}"]
-            theirs[f"{layer}layernorm_before.{kind}"] = ours[f"{block}norm1.{kind}"]
-            theirs[f"{layer}layernorm_after.{kind}"] = ours[f"{block}norm2.{kind}"]
-            theirs[f"{layer}intermediate.dense.{kind}"] = ours[f"{block}mlp.fc1.{kind}"]
-            theirs[f"{layer}output.dense.{kind}"] = ours[f"{block}mlp.fc2.{kind}"]
-    save_file(theirs, folder / "model.safetensors")
-    return folder
+    theirs: dict[str, Tensor] = {}
+    for name, tensor in tiny().items():
+        parts = dict(zip(("query", "key", "value"), tensor.chunk(3), strict=True)) if ".qkv." in name else {"": tensor}
+        for part, rows in parts.items():
+            named = name.replace("qkv", part) if part else name
+            for ours, their in _THEIRS:
+                named = re.sub(ours, their, named)
+            named = named.replace("head.", "classifier.") if name.startswith("head.") else f"vit.{named}"
+            theirs[named] = rows.contiguous()
+    return _written(folder, {"config.json": config, "preprocessor_config.json": processor}, theirs)
 
 
 def adapter_folder(folder: Path, base: str, rank: int = 2, width: int = 16) -> Path:
     """A LoRA adapter, as PEFT saves it, of one layer of `huggingface_folder`."""
-    folder.mkdir(exist_ok=True)
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "base_model_name_or_path": base}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
     module = "base_model.model.vit.encoder.layer.0.attention.attention.query"
     pair = {f"{module}.lora_A.weight": torch.ones(rank, width), f"{module}.lora_B.weight": torch.ones(width, rank)}
-    save_file(pair, folder / "adapter_model.safetensors")
+    return _written(folder, {"adapter_config.json": config}, pair, "adapter_model.safetensors")
+
+
+def _written(folder: Path, documents: dict[str, Any], tensors: dict[str, Tensor], weights: str = "") -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, document in documents.items():
+        (folder / name).write_text(json.dumps(document))
+    save_file(tensors, folder / (weights or "model.safetensors"))
     return folder
 
 
@@ -143,7 +146,7 @@ def refusal(source: Path, **options: Any) -> str:
     message = str(caught.value)
     assert message
     assert "\n" not in message
-    assert len(message) < 700
+    assert len(message) < 900
     return message
 
 
@@ -151,6 +154,20 @@ def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     value = json.loads(path.read_text())
     change(value)
     path.write_text(json.dumps(value))
+
+
+def put(path: Path, key: str, *values: Any) -> None:
+    """Set a dotted key of a JSON file to a value, or remove it where none is given."""
+
+    def change(config: dict[str, Any]) -> None:
+        *parents, name = key.split(".")
+        for parent in parents:
+            config = config[parent]
+        config.pop(name, None)
+        for value in values:
+            config[name] = value
+
+    edit(path, change)
 
 
 def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:

@@ -1,114 +1,81 @@
-"""A local server that speaks the hub's protocol, and a checkpoint to put there."""
+"""A local server that speaks the hub's protocol."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from model.checkpoint import native
-from model.checkpoint.checkpoint import Checkpoint
-from model.config import PreprocessConfig, ViTConfig
-from model.network.vit import VisionTransformer
-
 MAIN = "a" * 40
 OLD = "b" * 40
-
-Load = Callable[..., dict[str, Any]]
-"""Reads an id through a hub or none; see the fixture `load`."""
-
-
-def write_native(folder: Path, labels: tuple[str, ...]) -> None:
-    config = ViTConfig(
-        image_size=(16, 16), patch_size=8, width=16, depth=1, heads=2, mlp_width=32, num_classes=len(labels)
-    )
-    model = VisionTransformer(config)
-    model.reset_parameters(torch.Generator().manual_seed(0))
-    preprocess = PreprocessConfig(
-        size=(16, 16),
-        resize="squash",
-        resize_size=(16, 16),
-        interpolation="bilinear",
-        mean=(0.5, 0.5, 0.5),
-        std=(0.5, 0.5, 0.5),
-    )
-    checkpoint = Checkpoint("tiny", "here", "vitserve", "tiny", config, preprocess, labels, model.state_dict())
-    native.write(folder, checkpoint)
+_BRANCHES = {"main": MAIN, "v1": OLD}
 
 
 @dataclass
 class Hub:
-    """Repositories by name and commit, and what was asked for."""
+    """Repositories by name and commit, those that are gated or broken, and what was asked for."""
 
     repositories: dict[str, dict[str, Path]] = field(default_factory=dict)
-    branches: dict[str, str] = field(default_factory=lambda: {"main": MAIN, "v1": OLD})
     gated: set[str] = field(default_factory=set)
-    token: str | None = None
     broken: set[str] = field(default_factory=set)
+    token: str | None = None
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     endpoint: str = ""
 
+    def answer(self, path: str, authorization: str | None) -> tuple[int, dict[str, str], bytes]:
+        """Return status, headers and body for `owner/name/resolve/revision/file`."""
+        repository, _, asked = path.strip("/").partition("/resolve/")
+        revision, _, name = asked.partition("/")
+        commits = self.repositories.get(repository, {})
+        commit = _BRANCHES.get(revision, revision)
+        refusals = {
+            # The hub does not tell strangers which repositories exist.
+            (401, "RepoNotFound"): not commits,
+            (401, "GatedRepo"): repository in self.gated and authorization != f"Bearer {self.token}",
+            (500, "ServerError"): repository in self.broken,
+            (404, "RevisionNotFound"): commit not in commits,
+            (404, "EntryNotFound"): not (commits.get(commit, Path("/nowhere")) / name).is_file(),
+        }
+        for (status, code), applies in refusals.items():
+            if applies:
+                return status, {"X-Error-Code": code, "X-Error-Message": code, "X-Repo-Commit": commit}, b""
+        data = (commits[commit] / name).read_bytes()
+        return 200, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": commit}, data
 
-def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
+
+@contextmanager
+def running(hub: Hub) -> Iterator[Hub]:
+    """Serve a hub, which then knows its endpoint."""
+
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def log_message(self, *_: Any) -> None:
             pass
 
-        def refuse(self, status: int, code: str, message: str) -> None:
-            self.send_response(status)
-            self.send_header("X-Error-Code", code)
-            self.send_header("X-Error-Message", message)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def do_HEAD(self) -> None:
-            self.answer(body=False)
-
         def do_GET(self) -> None:
-            self.answer(body=True)
-
-        def answer(self, *, body: bool) -> None:  # noqa: PLR0911 - one answer a case
             authorization = self.headers.get("Authorization")
             hub.requests.append((self.command, self.path, authorization))
-            parts = self.path.strip("/").split("/")
-            # owner/name/resolve/revision/file
-            if len(parts) < 5 or parts[2] != "resolve":
-                return self.refuse(404, "EntryNotFound", "no such page")
-            repository, revision, name = "/".join(parts[:2]), parts[3], "/".join(parts[4:])
-            if repository not in hub.repositories:
-                # The hub does not tell strangers which repositories exist.
-                return self.refuse(401, "RepoNotFound", "Repository not found")
-            if repository in hub.gated and authorization != f"Bearer {hub.token}":
-                return self.refuse(401, "GatedRepo", "Access to this repository is restricted")
-            if repository in hub.broken:
-                return self.refuse(500, "ServerError", "internal error")
-            commit = hub.branches.get(revision, revision)
-            folder = hub.repositories[repository].get(commit)
-            if folder is None:
-                return self.refuse(404, "RevisionNotFound", "Revision not found")
-            file = folder / name
-            if not file.is_file():
-                self.send_response(404)
-                self.send_header("X-Error-Code", "EntryNotFound")
-                self.send_header("X-Repo-Commit", commit)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-                return None
-            data = file.read_bytes()
-            self.send_response(200)
-            self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
-            self.send_header("X-Repo-Commit", commit)
-            self.send_header("Content-Length", str(len(data)))
+            status, headers, body = hub.answer(self.path, authorization)
+            self.send_response(status)
+            for name, value in (headers | {"Content-Length": str(len(body))}).items():
+                self.send_header(name, value)
             self.end_headers()
-            if body:
-                self.wfile.write(data)
-            return None
+            if self.command == "GET":
+                self.wfile.write(body)
 
-    return Handler
+        do_HEAD = do_GET  # noqa: N815 - the library's name
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+    yield hub
+    server.shutdown()
+    thread.join()
+    server.server_close()

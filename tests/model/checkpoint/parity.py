@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from model.checkpoint import Checkpoint
+from model.outputs import POOLINGS, embedding_name, embedding_width
 
 TOLERANCE = 1e-4
+EXACT = 1e-5
 
 
 def randomise(module: nn.Module, seed: int = 0) -> None:
@@ -57,6 +59,33 @@ def assert_same_logits(checkpoint: Checkpoint, reference: Any, what: str) -> Ten
     print(f"parity {what}: {error:.1e}")  # noqa: T201 - read with pytest -s for the table in the documentation
     assert error < TOLERANCE, what
     return pixels
+
+
+def assert_same_embeddings(checkpoint: Checkpoint, pixels: Tensor, expected: dict[str, Tensor]) -> None:
+    """Compare embeddings by their pooling; those of a pass that spares tokens are those of a whole one."""
+    network, config = checkpoint.build(), checkpoint.vit
+    with torch.inference_mode():
+        whole, spared = network(pixels, (), 0, True), network(pixels)
+    for name, values in spared.embeddings.items():
+        assert relative_error(values, whole.embeddings[name]) < EXACT
+    assert relative_error(spared.logits, whole.logits) < EXACT
+    for pool in POOLINGS:
+        if pool in expected:
+            found = whole.embeddings[embedding_name(config, pool)]
+            assert found.shape == (len(pixels), embedding_width(config, pool))
+            assert relative_error(found, expected[pool]) < EXACT, pool
+
+
+def assert_same_rows(checkpoint: Checkpoint, pixels: Tensor, whole: Tensor) -> None:
+    """Compare attention rows of all layers with whole matrices [B, layers, heads, N, N]."""
+    config = checkpoint.vit
+    with torch.inference_mode():
+        rows = checkpoint.build()(pixels, tuple(range(config.depth))).attention
+    assert rows is not None
+    is_cls = config.attention_source == "cls"
+    expected = whole[:, :, :, 0] if is_cls else whole[:, :, :, config.prefix_tokens :].mean(dim=3)
+    last = config.depth - 1 if config.attention_source == "pool_query" else config.depth  # that is the pooling's own
+    torch.testing.assert_close(rows[:, :last], expected[:, :last], atol=1e-5, rtol=0)
 
 
 def preprocess_file(folder: Path, rows: int, columns: int, channels: int = 3) -> str:

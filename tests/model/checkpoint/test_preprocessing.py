@@ -18,7 +18,7 @@ from model.checkpoint.files import Files
 from model.checkpoint.huggingface import FAMILIES
 from model.checkpoint.huggingface.families import Family
 from model.checkpoint.huggingface.preprocessor import carried_preprocess, read_preprocessor
-from model.checkpoint.timm import preprocess_of
+from model.checkpoint.timm import Pretrained
 from model.config import PreprocessConfig
 from model.errors import CheckpointError
 from model.images.preprocess import preprocess
@@ -129,7 +129,7 @@ def resized_by(processor: Any) -> Any:
 def timm_case(case: str) -> tuple[PreprocessConfig, Any]:
     library = timm()
     fields = {"input_size": [3, 224, 224], "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]} | CROPS[case]
-    config = preprocess_of(fields, "config.json")
+    config = Pretrained.model_validate(fields).preprocess()
     transform = library.data.create_transform(**fields, is_training=False, normalize=False)
 
     def reference(image: Image.Image) -> NDArray[np.float64]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shutil
 import sys
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from model.checkpoint import Checkpoint, load_checkpoint
@@ -23,10 +21,11 @@ from model.errors import CheckpointError
 from model.explanation.methods import explain
 from model.heads import compared
 from model.insight.summary import summarise
-from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs, faded
+from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
 from model.runtime.torch_pass import Normalise
 from tests.model.checkpoint import whole_models
+from tests.model.checkpoint.folders import edit, edit_tensors
 from tests.model.checkpoint.parity import pictures
 from tests.model.runtime.predictions import MODES
 from tests.timm_reference import transformers
@@ -66,7 +65,7 @@ def own_scores(checkpoint: Checkpoint, pixels: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_scores_are_those_of_the_pipeline(name: str, tmp_path: Path) -> None:
+def test_scores_are_those_of_the_pipeline_and_features_those_of_the_library(name: str, tmp_path: Path) -> None:
     model = MODELS[name](tmp_path)
     # The pipeline cuts texts of SigLIP that are too long, and fails on those of CLIP.
     labels = LABELS if name.startswith("siglip") else LABELS[:3]
@@ -76,17 +75,9 @@ def test_scores_are_those_of_the_pipeline(name: str, tmp_path: Path) -> None:
     expected = pipeline_scores(model, tmp_path, pixels, labels)
     assert expected.std() > 1e-3, "the reference says nothing"
     torch.testing.assert_close(own_scores(checkpoint, pixels), expected, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_features_are_those_of_the_library(name: str, tmp_path: Path) -> None:
-    model = MODELS[name](tmp_path)
-    checkpoint = load_checkpoint(str(tmp_path), labels=CSV)
+    length, padding = (64, "max_length") if checkpoint.multi_label else (77, True)
     tokenizer = transformers().AutoTokenizer.from_pretrained(tmp_path)
-    length = 64 if checkpoint.multi_label else 77
-    padding = "max_length" if checkpoint.multi_label else True
     inputs = tokenizer(list(LABELS), padding=padding, truncation=True, max_length=length, return_tensors="pt")
-    pixels = pictures(checkpoint)
     with torch.inference_mode():
         of_texts = model.get_text_features(**inputs).pooler_output
         of_images = model.get_image_features(pixels).pooler_output
@@ -100,55 +91,37 @@ def test_features_are_those_of_the_library(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "backend"), [("clip", "openvino"), ("siglip", "torch")])
-def test_a_predictor_serves_it_as_any_classifier(name: str, backend: Any, tmp_path: Path) -> None:
+def test_labels_of_a_request_have_the_scores_and_maps_of_labels_of_the_start(
+    name: str, backend: Any, tmp_path: Path
+) -> None:
     MODELS[name](tmp_path)
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "compile_mode": MODES[backend], "threads": 1}
     checkpoint = load_checkpoint(str(tmp_path), labels=CSV)
-    predictor = Predictor(
-        checkpoint, device="cpu", dtype="float32", compile_mode=MODES[backend], threads=1, max_batch=2
-    )
-    predictor.warm_up()
+    bare, full = (Predictor(each, **options) for each in (load_checkpoint(str(tmp_path)), checkpoint))
+    assert (bare.checkpoint.labels, bare.checkpoint.config.num_classes) == ((), 0)
+    zero_shot = checkpoint.zero_shot
+    assert zero_shot is not None
     images = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), np.uint8)
-    requested = RequestedOutputs(4, MapRequest("relevance"), embedding=EmbeddingRequest(), logits=True)
-    for image, outputs in zip(images, predictor.predict(images, requested), strict=True):
+    head = zero_shot.head(LABELS, bare.embed_texts(zero_shot.prompts(LABELS)))
+    embedded = bare.predict(images, RequestedOutputs(1, MapRequest("relevance"), embedding=EmbeddingRequest()))
+    for image, outputs, expected in zip(images, embedded, full.predict(images, RequestedOutputs(4)), strict=True):
+        found, best = compared(outputs, head, RequestedOutputs(4, MapRequest("relevance"), labels=LABELS))
+        np.testing.assert_allclose(found.scores, expected.scores, atol=1e-5)
+        assert found.indices.tolist() == expected.indices.tolist()
         pixels = Normalise(checkpoint.preprocess)(torch.from_numpy(image[None]))
-        expected = own_scores(checkpoint, pixels)
-        np.testing.assert_allclose(outputs.scores, expected[outputs.indices], atol=1e-5)
-        classes = torch.tensor([int(outputs.indices[0])])
+        np.testing.assert_allclose(expected.scores, own_scores(checkpoint, pixels).numpy()[expected.indices], atol=1e-5)
+        [of_label] = full.predict(image[None], RequestedOutputs(1, best))
         with torch.no_grad():
+            classes = torch.tensor([int(expected.indices[0])])
             maps, _ = explain(checkpoint.build(), pixels, classes, MapRequest("relevance"))
-        assert outputs.map is not None
-        assert outputs.map.evidence == (outputs.scores[0] if checkpoint.multi_label else 1)
-        [shown] = faded(maps.numpy(), np.array([outputs.map.evidence], np.float32))
-        np.testing.assert_allclose(outputs.map.values, shown, atol=1e-4)
-        # The same labels of a request, compared with the embedding, have the same scores.
-        assert checkpoint.zero_shot is not None
-        head = checkpoint.zero_shot.head(LABELS, predictor.embed_texts(checkpoint.zero_shot.prompts(LABELS)))
-        of_texts, best = compared(outputs, head, RequestedOutputs(4, labels=LABELS))
-        np.testing.assert_allclose(of_texts.scores, outputs.scores, atol=1e-5)
-        assert of_texts.indices.tolist() == outputs.indices.tolist()
-        # So has the map, which torch computes whatever the backend is.
-        [of_label] = predictor.predict(image[np.newaxis], RequestedOutputs(1, best))
         assert of_label.map is not None
         np.testing.assert_allclose(of_label.map.values, maps[0], atol=1e-5)
 
 
-def test_without_labels_it_gives_embeddings_and_takes_labels_of_requests(whole: Path) -> None:
-    checkpoint, labelled = load_checkpoint(str(whole)), load_checkpoint(str(whole), labels=CSV)
-    assert (checkpoint.labels, checkpoint.config.num_classes) == ((), 0)
-    rows = summarise(checkpoint)
+def test_a_summary_says_that_requests_bring_the_labels(whole: Path) -> None:
+    rows = summarise(load_checkpoint(str(whole)))
     assert rows["labels"] == "none: set VIT_LABELS, or send labels= with a request"
     assert rows["scores"] == "of the labels of a request"
-    images = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), np.uint8)
-    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "compile_mode": "off", "threads": 1}
-    requested = RequestedOutputs(1, embedding=EmbeddingRequest())
-    bare, full = (Predictor(each, **options) for each in (checkpoint, labelled))
-    assert checkpoint.zero_shot is not None
-    head = checkpoint.zero_shot.head(LABELS, bare.embed_texts(checkpoint.zero_shot.prompts(LABELS)))
-    pairs = zip(bare.predict(images, requested), full.predict(images, RequestedOutputs(4)), strict=True)
-    for outputs, expected in pairs:
-        found, _ = compared(outputs, head, RequestedOutputs(4, labels=LABELS))
-        np.testing.assert_allclose(found.scores, expected.scores, atol=1e-5)
-        assert found.indices.tolist() == expected.indices.tolist()
 
 
 @pytest.fixture(scope="module")
@@ -164,21 +137,7 @@ def copy(whole: Path, tmp_path: Path) -> Path:
 
 
 def change_json(file: Path, **fields: object) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-
-
-def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
-def without(*names: str) -> Callable[[Path], None]:
-    def remove(folder: Path) -> None:
-        for name in names:
-            (folder / name).unlink()
-
-    return remove
+    edit(file, lambda value: value.update(fields))
 
 
 def text_config(**fields: object) -> Callable[[Path], None]:
@@ -186,7 +145,7 @@ def text_config(**fields: object) -> Callable[[Path], None]:
 
 
 REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no tokenizer": (without("tokenizer.json"), "no tokenizer .*processor.save_pretrained"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer .*processor.save_pretrained"),
     "a broken tokenizer": (
         lambda folder: (folder / "tokenizer.json").write_text("{}"),
         "no tokenizer that transformers",
@@ -228,21 +187,21 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another activation": (text_config(hidden_act="mish"), "text_config: hidden_act: activation 'mish'"),
     "other positions": (text_config(max_position_embeddings=78), "text tower: pos_embed.weight has shape"),
     "no scale": (
-        lambda folder: change_tensors(folder, lambda tensors: tensors.pop("logit_scale")),
+        lambda folder: edit_tensors(folder, lambda tensors: tensors.pop("logit_scale")),
         "missing key 'logit_scale'",
     ),
     "an endless scale": (
-        lambda folder: change_tensors(folder, lambda tensors: tensors["logit_scale"].fill_(torch.inf)),
+        lambda folder: edit_tensors(folder, lambda tensors: tensors["logit_scale"].fill_(torch.inf)),
         "logit_scale: expected one number",
     ),
     "no text tower": (
-        lambda folder: change_tensors(
+        lambda folder: edit_tensors(
             folder, lambda t: [t.pop(name) for name in list(t) if name.startswith("text_model.encoder")]
         ),
         "text tower: missing key 'blocks.0",
     ),
     "a text tower that is not finite": (
-        lambda folder: change_tensors(folder, lambda t: t["text_projection.weight"].fill_(torch.nan)),
+        lambda folder: edit_tensors(folder, lambda t: t["text_projection.weight"].fill_(torch.nan)),
         "of the text tower holds values that are not finite",
     ),
     "another width": (

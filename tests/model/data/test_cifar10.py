@@ -25,14 +25,6 @@ def test_a_record_is_a_label_then_red_green_and_blue_planes_row_by_row(cifar: Pa
     assert read_labels(cifar) == LABELS
 
 
-def test_training_images_come_from_all_five_files_in_order(cifar: Path) -> None:
-    for number in range(1, 6):
-        write_record(cifar / f"data_batch_{number}.bin", number, np.full((3, 32, 32), number))
-    images = read(cifar, TRAIN_FILES)
-    assert images.labels.tolist() == [1, 2, 3, 4, 5]
-    assert images.pixels[:, 0, 0, 0].tolist() == [1, 2, 3, 4, 5]
-
-
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda _: b"", lambda data: data + b"\x00"])
 def test_a_file_of_the_wrong_length_is_named(cifar: Path, damage: Callable[[bytes], bytes]) -> None:
     path = cifar / "data_batch_3.bin"

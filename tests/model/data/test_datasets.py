@@ -126,8 +126,3 @@ def test_all_bad_files_are_told_at_once_with_their_reasons_and_many_are_counted(
         (root / "red" / f"bad{number}.png").write_bytes(b"x")
     with pytest.raises(DatasetError, match=r"35 files(.*\n){21}  and 15 more$"):
         decode(find_pictures(root).train, CONFIG, tmp_path)
-
-
-def test_a_disk_that_is_too_small_is_said_before_anything_is_decoded(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match=r"no room for .* GiB"):
-        pictures.allocate((1 << 50,), tmp_path)

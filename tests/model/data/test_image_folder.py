@@ -43,11 +43,6 @@ def test_splits_that_are_given_are_kept(tmp_path: Path, validation: str) -> None
         assert files.labels.tolist() == [0, 0, 1, 1, 2, 2]
 
 
-def test_a_class_may_be_called_train(root: Path) -> None:
-    write_class(root / "train", "red", 2)
-    assert find_pictures(root).labels == ("blue", "green", "red", "train")
-
-
 def test_pictures_may_lie_deeper_and_linked_files_and_classes_count(root: Path, tmp_path: Path) -> None:
     write_class(root / "red" / "more" / "still", "red", 1)
     elsewhere = write_class(tmp_path / "elsewhere", "blue", 2)

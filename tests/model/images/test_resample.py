@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from model.images import resample
-from model.images.colour import converter
+from model.images.decode import converter
 from model.images.preprocess import preprocess
 from model.images.resample import Axis, resample_part
 from tests.model.images.pictures import config, encode, noise, scene

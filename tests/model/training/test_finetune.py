@@ -11,7 +11,6 @@ import torch
 
 from model.checkpoint import Checkpoint, load_checkpoint, native
 from model.config import PreprocessConfig, ViTConfig
-from model.data import pictures
 from model.data.image_folder import find_pictures
 from model.errors import CheckpointError, TrainingError
 from model.images.preprocess import preprocess
@@ -19,8 +18,7 @@ from model.network.vit import VisionTransformer
 from model.outputs import RequestedOutputs
 from model.runtime.predictor import Predictor
 from model.training.recipe import RECIPES, Recipe, read_recipe
-from model.training.start import start_from
-from model.training.train import run
+from model.training.train import run, start_from
 from tests.model.data.picture_folders import COLOURS, write_class, write_folder
 
 pytestmark = pytest.mark.timeout(120)  # models are trained
@@ -120,19 +118,6 @@ def test_the_same_run_cut_in_two_ends_the_same(tmp_path: Path, tuning: Recipe) -
         assert (cut / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_pictures_in_a_file_teach_what_pictures_in_memory_do(
-    tmp_path: Path, tuning: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = write_checkpoint(tmp_path / "start")
-    data = write_folder(tmp_path / "data", 12)
-    recipe = tuning.override(checkpoint=str(start), epochs=2)
-    for name, memory in (("memory", 1 << 30), ("file", 0)):
-        monkeypatch.setattr(pictures, "MEMORY", memory)
-        run(data, tmp_path / name, recipe, device="cpu")
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("memory", "file")]
-    assert weights[0] == weights[1]
-
-
 def test_other_pictures_than_those_the_run_began_with_are_refused(tmp_path: Path, tuning: Recipe) -> None:
     start = write_checkpoint(tmp_path / "start")
     data = write_folder(tmp_path / "data", 6)
@@ -146,12 +131,8 @@ def test_other_pictures_than_those_the_run_began_with_are_refused(tmp_path: Path
 VARIANTS: dict[str, dict[str, Any]] = {
     "distilled": {"distillation_token": True, "distillation_head": True},
     "attention pool": {"class_token": False, "pool": "attention"},
-    "mean pool, fc_norm": {"class_token": False, "pool": "mean", "norm_after_pool": True},
-    "CLS and mean": {"pool": "cls_mean"},
     "registers": {"registers": 2, "position_prefix": False},
     "fixed positions": {"position_embedding": "sincos2d", "pool": "mean"},
-    "no positions": {"position_embedding": "none"},
-    "relative positions": {"position_embedding": "none", "relative_position_bias": True},
     "swiglu, scaled, normed": {"mlp": "swiglu", "layer_scale": True, "qk_norm": True, "norm_before_blocks": True},
 }
 

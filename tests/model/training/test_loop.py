@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from model.data.cifar10 import CLASSES, IMAGE_SIZE
+from model.data.cifar10 import CLASSES
 from model.data.pictures import Images
 from model.errors import TrainingError
-from model.training.loop import Trainer, distillation_loss
+from model.training.loop import distillation_loss
 from model.training.recipe import Recipe
 from model.training.run_folder import METRICS_FILE, STATE_FILE, EpochMetrics
 from model.training.training_data import TrainingData
-from tests.model.training.runs import CPU, EVERYTHING, interrupted_after, make_trainer, same, same_tensors, trained
+from tests.model.training.runs import EVERYTHING, interrupted_after, make_trainer, same, same_tensors, trained
 
 pytestmark = pytest.mark.timeout(120)  # models are trained
 
@@ -83,25 +83,6 @@ def test_patches_are_dropped_until_the_told_share_and_rates_start_anew_after_a_r
     rates = [row.learning_rate for row in trainer.history]
     assert [rates[2] / rates[0], rates[3] / rates[1]] == pytest.approx([0.25, 0.25])
     assert dropped == [0.5, 0.0, 0.5, 0.0]  # of each epoch's last step
-
-
-def test_patches_cannot_be_dropped_where_positions_are_relative(
-    recipe: Recipe, data: TrainingData, tmp_path: Path
-) -> None:
-    recipe = recipe.override({"patch_dropout.rate": 0.5})
-    assert recipe.architecture is not None
-    config = recipe.architecture.config(IMAGE_SIZE, CLASSES).model_copy(update={"relative_position_bias": True})
-    with pytest.raises(TrainingError, match="patch_dropout: not with relative or rotary positions"):
-        Trainer(recipe, config, data, tmp_path, CPU)
-
-
-def test_training_leaves_the_global_random_state_alone(recipe: Recipe, data: TrainingData, tmp_path: Path) -> None:
-    trainer = make_trainer(recipe.override({"epochs": 1, "patch_dropout.rate": 0.5}), data, tmp_path)
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    trainer.run()
-    assert torch.equal(torch.rand(3), expected)
 
 
 def test_validation_images_are_never_trained_on(recipe: Recipe, data: TrainingData, tmp_path: Path) -> None:

@@ -14,12 +14,18 @@ from model.data.pictures import Images
 from model.errors import TrainingError
 from model.network.layers.patch_embed import ConvStem
 from model.training.recipe import RECIPES, Recipe, read_recipe
-from model.training.run_folder import CARD_FILE, TEACHER_FILE
-from model.training.start import whitening_filters
-from model.training.teacher import TeacherNet, TeacherRecord, answers, stem_weights, train_teacher
+from model.training.run_folder import CARD_FILE
+from model.training.teacher import (
+    TeacherNet,
+    TeacherRecord,
+    answers,
+    stem_weights,
+    train_teacher,
+    whitening_filters,
+)
 from model.training.train import run
 from model.training.training_data import Arithmetic, TrainingData
-from tests.model.training.runs import CPU, TAUGHT, interrupted_after, make_trainer, same, trained
+from tests.model.training.runs import CPU, TAUGHT, interrupted_after, make_trainer
 
 pytestmark = pytest.mark.timeout(120)  # models are trained
 
@@ -68,21 +74,16 @@ def test_a_frozen_stem_stays_the_teachers_until_its_share_of_the_schedule_is_ove
     taught: Recipe, data: TrainingData, tmp_path: Path
 ) -> None:
     taught = taught.override({"teacher.frozen_stem": 0.5})
-    whole = trained(taught, data, tmp_path / "whole")
     interrupted_after(taught, data, tmp_path / "broken", 1)
-    assert (tmp_path / "broken" / TEACHER_FILE).exists()
     broken = make_trainer(taught, data, tmp_path / "broken")
     broken.load()
     net, _ = teacher_of(taught, data)
     assert broken.config.conv_stem is not None
     for name, weight in stem_weights(net, broken.config.conv_stem).items():
         assert torch.equal(broken.weights[f"patch_embed.backbone.{name}"], weight)
-        assert not torch.equal(whole.weights[f"patch_embed.backbone.{name}"], weight)
     broken.run()
-    assert same(whole, broken)
-    assert broken.teacher is not None
-    assert whole.teacher is not None
-    assert broken.teacher.validation_accuracy == whole.teacher.validation_accuracy
+    for name, weight in stem_weights(net, broken.config.conv_stem).items():
+        assert not torch.equal(broken.weights[f"patch_embed.backbone.{name}"], weight)
 
 
 def test_what_a_teacher_cannot_learn_from_is_refused(taught: Recipe, data: TrainingData, tmp_path: Path) -> None:

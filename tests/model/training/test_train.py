@@ -12,17 +12,13 @@ from safetensors.torch import load_file
 
 from model.checkpoint import load_checkpoint
 from model.data import cifar10
-from model.data.datasets import open_dataset
-from model.data.pictures import channel_statistics, decode
 from model.errors import DatasetError, TrainingError
 from model.evaluation.evaluate import measure, predict_logits, predict_scores
 from model.runtime.predictor import Predictor
 from model.training.recipe import Recipe, read_recipe
-from model.training.report import model_card
 from model.training.run_folder import CARD_FILE, RECIPE_FILE
 from model.training.train import run
 from tests.model.conftest import tiny_recipe
-from tests.model.data.configs import bicubic_config
 from tests.model.training.synthetic import LABELS, write_cifar
 
 pytestmark = pytest.mark.timeout(120)  # models are trained
@@ -85,19 +81,6 @@ def test_the_folder_is_calibrated_on_the_validation_images(finished: tuple[Path,
     assert np.std(energies) > 0.01
 
 
-def test_preprocessing_is_measured_on_the_training_images_alone(
-    finished: tuple[Path, dict[str, Any]], cifar: Path, recipe: Recipe
-) -> None:
-    train = decode(open_dataset(cifar, recipe.validation, recipe.seed).train, bicubic_config(32, 32), cifar)
-    scaled = train.pixels.astype(np.float64) / 255
-    preprocess = load_checkpoint(str(finished[0])).preprocess
-    assert preprocess.mean == pytest.approx(scaled.mean(axis=(0, 2, 3)), abs=1e-4)
-    assert preprocess.std == pytest.approx(scaled.std(axis=(0, 2, 3)), abs=1e-4)
-    pixels = np.zeros((2, 3, 4, 4), dtype=np.uint8)
-    pixels[:, 0], pixels[0, 2] = 255, 255
-    assert channel_statistics(pixels) == ((1.0, 0.0, 0.5), (0.0, 0.0, 0.5))
-
-
 def test_the_record_and_the_card_tell_what_was_measured(finished: tuple[Path, dict[str, Any]], recipe: Recipe) -> None:
     out, record = finished
     assert json.loads((out / "config.json").read_text())["training"] == record
@@ -112,21 +95,6 @@ def test_the_record_and_the_card_tell_what_was_measured(finished: tuple[Path, di
         "seed 3",
     ):
         assert told in card
-
-
-def test_a_card_of_other_pictures_says_what_is_not_known_and_shows_names_as_they_are(
-    finished: tuple[Path, dict[str, Any]],
-) -> None:
-    out, record = finished
-    names = [f"class_{number} <b>|" for number in range(120)]
-    few = {**record["validation"], "per_class": dict.fromkeys(names, 0.5), "count": 1}
-    changes = {"data": "my `pictures`", "started_from": "de`it", "test": None, "temperature": 1.0, "validation": few}
-    card = model_card({**record, **changes}, load_checkpoint(str(out)))
-    assert "There were no test images" in card
-    assert "No temperature was fitted" in card
-    assert "fine-tuned from `deit`" in card
-    assert r"class\_0 &lt;b&gt;\|" in card
-    assert "The 20 worst of 120" in card
 
 
 def test_data_that_cannot_be_used_are_told_before_training(cifar: Path, tmp_path: Path, recipe: Recipe) -> None:

@@ -88,33 +88,6 @@ def test_classes_stand_beside_the_picture(
     assert values.sum(axis=(1, 2)) == pytest.approx(1, abs=1e-5)
 
 
-def test_the_map_lies_over_the_whole_photo(
-    checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Image.new("RGB", (300, 200), "white").save(pictures / "b.png")
-    common = ["attention", pictures / "b.png", "--checkpoint", checkpoint, "--view", "photo", "--size", "150"]
-    assert run(capsys, *common, "-o", tmp_path / "x.png", "--alpha", "0")[0] == 0
-    with Image.open(tmp_path / "x.png") as drawing:
-        assert drawing.size == (150, 100)
-        pixels = np.asarray(drawing)
-    # The model sees the middle, 200 x 200 of 300 x 200; what it does not see is dimmed.
-    assert (pixels[:, 26:124] == 255).all()
-    assert (pixels[:, [*range(24), *range(126, 150)]] < 128).all()
-    assert run(capsys, *common, "-o", tmp_path / "bar.png", "--colorbar", "--no-smooth", "--side-by-side")[0] == 0
-    assert size_of(tmp_path / "bar.png")[0] > 2 * 150 + 4
-
-
-def test_a_bad_file_is_reported_and_the_others_have_their_maps(
-    checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (pictures / "bad.png").write_bytes(b"no picture")
-    code, out, err = run(capsys, "attention", pictures, "-o", tmp_path / "maps", "--checkpoint", checkpoint)
-    assert code == 1
-    assert len(out.splitlines()) == 3
-    assert f"vitserve: {pictures / 'bad.png'}: " in err
-    assert "1 of 4 files have no map" in err
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -110,25 +110,6 @@ def test_a_picture_that_is_like_none_is_abstained_from(
     assert re.fullmatch(r"2 pictures of none of its .* is [\d.]+% .* above 90% for [\d.]+%; 100.0% abstained\n", out)
 
 
-def test_how_sure_it_is_of_unknown_pictures_is_measured_and_a_bad_one_named(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pictures = write_pictures(tmp_path / "p", "a.png", "b.jpg")
-    code, out, _ = run(capsys, "evaluate", "--unknown", pictures, "--checkpoint", checkpoint, *HERE)
-    assert code == 0
-    _, told, _ = run(capsys, "classify", pictures, "--json", "--top-k", "1", "--checkpoint", checkpoint, *HERE)
-    best = [each["predictions"][0]["score"] for each in map(json.loads, told.splitlines()) if "error" not in each]
-    share = np.mean(np.array(best) > 0.9)
-    assert out == (
-        f"2 pictures of none of its classes: the best score is {np.mean(best):.1%} on average, "
-        f"and above 90% for {share:.1%}\n"
-    )
-    (pictures / "bad.png").write_bytes(b"\x89PNG\r\n\x1a\nno more")
-    code, _, err = run(capsys, "evaluate", "--unknown", pictures, "--checkpoint", checkpoint, *HERE)
-    assert (code, err.count("\n")) == (1, 1)
-    assert "bad.png: the PNG picture does not decode" in err
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -163,27 +144,3 @@ def test_what_cannot_be_calibrated_is_one_line(
     lines = [line for line in err.splitlines() if line.startswith("vitserve: ")]
     assert (code, out, len(lines)) == (1, "", 1)
     assert re.search(message, lines[0])
-
-
-def test_a_checkpoint_that_takes_no_calibration_is_refused_before_it_is_loaded(
-    labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_checkpoint(tmp_path / "bundled", ("cat", "dog", "fox"))
-    monkeypatch.chdir(tmp_path)  # a folder that happens to have the name
-    monkeypatch.setattr("service.cli.calibrate.load_predictor", lambda _: pytest.fail("loaded for nothing"))
-    code, _, err = run(capsys, "calibrate", "bundled", "--data", labelled, *HERE)
-    assert (code, err) == (
-        1,
-        "vitserve: bundled: is no folder of your own: give --out DIR, which gets a calibrated copy\n",
-    )
-
-
-def test_a_coverage_of_an_uncalibrated_checkpoint_is_refused_in_one_line(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    picture = write_pictures(tmp_path / "p", "a.png")
-    code, _, err = run(capsys, "classify", picture, "--coverage", "0.95", "--checkpoint", checkpoint, *HERE)
-    assert (code, err.count("\n")) == (1, 1)
-    assert (
-        "is not calibrated, which a coverage of 0.95 (VIT_COVERAGE) needs: `vitserve calibrate CHECKPOINT --data" in err
-    )

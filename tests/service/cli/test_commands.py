@@ -12,14 +12,10 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from model.outputs import Outputs
-from model.runtime.predictor import Predictor
 from tests.service.cli.command_line import run, write_checkpoint, write_pictures
 
 pytestmark = pytest.mark.timeout(90)  # checkpoints are loaded, and answer
@@ -78,28 +74,6 @@ def test_classify_reports_a_bad_file_and_answers_the_others(
     assert all(row["label"] in ("cat", "dog", "bird, flying") for row in rows if not row["error"])
 
 
-def test_a_picture_whose_scores_are_not_finite_has_no_answer(
-    checkpoint: Path,
-    pictures: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    predict = Predictor.predict
-
-    def overflow(self: Predictor, images: Any, requests: Any) -> list[Outputs]:
-        outputs = predict(self, images, requests)
-        if len(images) == 2:  # those of the command, and not of the warm-up
-            outputs[0] = replace(outputs[0], finite=False)
-        return outputs
-
-    monkeypatch.setattr(Predictor, "predict", overflow)
-    files = [pictures / "a.jpg", pictures / "b.png"]
-    code, out, err = run(capsys, "classify", *files, "--checkpoint", checkpoint)
-    assert code == 1
-    assert out.count("error: the model gives no finite score for this picture") == 1
-    assert "vitserve: 1 of 2 files have no " in err
-
-
 def test_pillow_logs_nothing_of_the_files_that_a_command_reads(
     checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -131,6 +105,8 @@ def test_pillow_logs_nothing_of_the_files_that_a_command_reads(
         (["attention", "README.md", "--npy", "-o", "x.png"], "x.png: expected a name that ends in .npy"),
         (["attention", "README.md", "--sheet", "x"], "x: expected a name that ends in .png"),
         (["attention", "README.md", "-o", "nowhere/x.png"], "nowhere/x.png: not a file in a folder that exists"),
+        (["embed", "README.md", "-o", "x.txt"], "x.txt: expected a name that ends in .npy"),
+        (["embed", "README.md", "-o", "nowhere/x.npy"], "nowhere/x.npy: expected a name"),
         (["inspect", "absent"], "absent: no such folder"),
         (["classify", "README.md", "--device", "tpu"], "VIT_DEVICE='tpu'"),
         (["classify", "examples/dog.jpg", "--url", "http://127.0.0.1:1"], "is the server running"),
@@ -162,17 +138,6 @@ def _truncate_weights(folder: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-10])
 
 
-def _empty(folder: Path) -> None:
-    for file in folder.iterdir():
-        file.unlink()
-
-
-def _forget_the_mean(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    del config["preprocess"]["mean"]
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 def _nonsense(folder: Path) -> None:
     (folder / "config.json").write_text('{"format": "vitserve", "version": ' + "[" * 100_000)
 
@@ -181,8 +146,6 @@ def _nonsense(folder: Path) -> None:
     ("spoil", "message"),
     [
         (_truncate_weights, "model.safetensors"),
-        (_empty, "config.json"),
-        (_forget_the_mean, "mean"),
         (_nonsense, "not JSON"),
     ],
 )

@@ -108,22 +108,3 @@ def test_a_server_is_asked_for_the_same(
     assert code == 0
     assert sorted(asked) == ["a.jpg cls False", "aa.png cls False", "b.png cls False", "c.webp cls False"]
     assert np.load(output).shape == (4, 2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["README.md", "-o", "x.txt"], "x.txt: expected a name that ends in .npy"),
-        (["README.md", "-o", "nowhere/x.npy"], "nowhere/x.npy: expected a name"),
-        (["absent.jpg", "-o", "x.npy"], "absent.jpg: no such file"),
-        (["examples/dog.jpg", "-o", "x.npy", "--url", "http://127.0.0.1:1"], "is the server running"),
-    ],
-)
-def test_a_mistake_is_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("VIT_API_KEYS", raising=False)
-    code, _, err = run(capsys, "embed", *arguments)
-    assert code == 1
-    assert message in err
-    assert err.count("\n") == 1

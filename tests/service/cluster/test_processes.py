@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 
-from service.cluster.processes import OperatingSystem
-from tests.service.cluster.fake_system import FakeSystem
 from tests.service.cluster.scripts import run
 
 pytestmark = pytest.mark.timeout(60)  # processes start
@@ -113,36 +108,6 @@ while len(reports) < 2:
 print(reports == [Report(2, 3, "a\\nb", {"max_batch": 4}), Report()])
 """
     assert run(PROLOGUE + script) == "True\nTrue"
-
-
-def test_a_process_uses_processor_time_unless_it_is_stopped() -> None:
-    script = """
-def spin():
-    while True:
-        pass
-
-pid = system.spawn("child (with) brackets", spin)
-while system.cpu_seconds(pid) < 0.05:
-    pass
-system.kill(pid, signal.SIGSTOP)
-os.waitpid(pid, os.WUNTRACED)
-stopped = system.cpu_seconds(pid)
-print(all(system.cpu_seconds(pid) == stopped for _ in range(100)))
-system.kill(pid, signal.SIGKILL)
-until_ended()
-"""
-    assert run(PROLOGUE + script) == "True"
-
-
-def test_processor_time_is_that_of_the_user_and_of_the_system_whatever_the_process_is_called(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    numbers = " ".join(str(field) for field in range(4, 53))  # each field holds its own number
-    monkeypatch.setattr(
-        Path, "read_text", lambda path: f"7 (a) (b 1) R {numbers}" if str(path) == "/proc/7/stat" else ""
-    )
-    seconds = OperatingSystem.cpu_seconds(FakeSystem(), 7)
-    assert seconds == (14 + 15) / os.sysconf("SC_CLK_TCK")
 
 
 def test_no_process_outlives_the_one_that_started_it() -> None:

@@ -292,7 +292,7 @@ async def test_what_a_worker_asked_for_that_died_does_not_take_over(loaded: bool
         [device] = service.devices
         if not loaded:
             device.gate.clear()
-        asking = asyncio.create_task(dies.engines[0].ask(lambda id_: frames.Load(id_, "next")))
+        asking = asyncio.create_task(dies.engines[0].ask(frames.Load("next")))
         await until(lambda: device.model.next)
         if loaded:
             await asking
@@ -331,7 +331,7 @@ async def test_an_engine_that_dies_while_it_loads_ends_the_swap_and_its_successo
 async def test_a_peer_that_sends_nonsense_loses_its_connection_alone(caplog: pytest.LogCaptureFixture) -> None:
     async with running() as service:
         model = await service.worker()
-        for nonsense in (b"\1\0\0\0\xc0", frames.encode(frames.Kept(1, None)), b"\xff\xff\xff\xff"):
+        for nonsense in (b"\1\0\0\0\xc0", frames.encode(frames.answer(1, None)), b"\xff\xff\xff\xff"):
             reader, writer = await asyncio.open_unix_connection(service.devices[0].path)
             writer.write(nonsense)
             await reader.read()  # to the end

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 import pytest
@@ -155,10 +154,6 @@ class QueueMachine(RuleBasedStateMachine):
     def length_counts_those_that_wait(self) -> None:
         assert len(self.queue) == len(self.waiting) <= self.capacity
 
-    @invariant()
-    def age_is_that_of_the_oldest(self) -> None:
-        assert self.queue.age() == (self.clock.now - self.waiting[0].arrived if self.waiting else 0.0)
-
     def teardown(self) -> None:
         if hasattr(self, "queue"):
             assert self.queue.close() == self.waiting
@@ -166,15 +161,6 @@ class QueueMachine(RuleBasedStateMachine):
 
 QueueMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestAnyOrderOfOperations = QueueMachine.TestCase
-
-
-def test_an_empty_queue_has_no_age_and_an_image_that_of_the_oldest() -> None:
-    waiting, clock = queue()
-    assert waiting.age() == 0
-    waiting.put("first", deadline=math.inf)
-    clock.now += 2
-    waiting.put("second", deadline=math.inf)
-    assert waiting.age() == 2
 
 
 def test_an_incomplete_batch_is_held_until_its_oldest_entry_is_old_enough() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from service.engine.texts import MAX_WAITING, Floats, TextFeatures
-from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
+from service.engine.texts import Floats, TextFeatures
+from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed
 from tests.service.engine.conftest import Running
 from tests.service.fakes import PATIENCE, Rig, on_a_loop, text_feature
 from tests.service.fakes import running as running_engine
@@ -70,36 +70,18 @@ async def test_a_text_that_is_not_computed_in_time_is_refused_and_then_dropped(r
 
 
 @on_a_loop
-async def test_too_many_texts_that_wait_are_refused(running: Running) -> None:
-    async with running() as rig:
-        rig.predictor.gate.clear()
-        tasks = [embed_soon(rig, *(f"{number} {i}" for i in range(1000))) for number in range(MAX_WAITING // 1000)]
-        await rig.predictor.wait_until_busy()
-        with pytest.raises(QueueFull, match=f"{MAX_WAITING} texts wait"):
-            await embed(rig, "one more")
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        rig.predictor.gate.set()
-        await embed(rig, "one more")
-
-
-@on_a_loop
 async def test_callers_of_the_same_new_texts_wait_for_one_computation_until_the_last_has_left() -> None:
-    texts = [f"many {number}" for number in range(MAX_WAITING // 2)]
+    texts = [f"many {number}" for number in range(500)]
     async with running_engine() as rig:
         rig.predictor.gate.clear()
         impatient = embed_soon(rig, *texts)
         pictures = [embed_soon(rig, *texts) for _ in range(8)]
-        hasty = asyncio.create_task(embed(rig, *texts, timeout=0.001))
         await rig.predictor.wait_until_busy()
         impatient.cancel()
-        with pytest.raises(DeadlineExceeded):
-            await hasty
         rig.predictor.gate.set()
         for rows in await asyncio.gather(*pictures):
             np.testing.assert_array_equal(rows[[0, -1]], [text_feature(texts[0]), text_feature(texts[-1])])
-    assert sum(map(len, rig.predictor.embedded)) <= len(texts) + 2 * 16  # what was computed for those who left
+    assert sum(map(len, rig.predictor.embedded)) <= len(texts) + 16  # what was computed for the one who left
 
 
 @on_a_loop
@@ -114,12 +96,14 @@ async def test_texts_that_the_tower_fails_on_fail_alone(running: Running) -> Non
 async def test_an_engine_that_closes_refuses_texts(running: Running) -> None:
     async with running() as rig:
         rig.predictor.gate.clear()
-        waiting = embed_soon(rig, "waiting")
+        computed, waiting = embed_soon(rig, "computed"), embed_soon(rig, "waiting")
         await rig.predictor.wait_until_busy()
         closing = asyncio.create_task(rig.close())
+        await asyncio.sleep(0.05)
+        rig.predictor.gate.set()
+        await computed
         with pytest.raises(EngineUnavailable):
             await waiting
-        rig.predictor.gate.set()
         await closing
         with pytest.raises(EngineUnavailable):
             await embed(rig, "later")
@@ -133,8 +117,8 @@ async def test_the_memory_of_features_is_bounded_oldest_out_first() -> None:
         computed.extend(texts)
         return np.stack([text_feature(text) for text in texts])
 
-    features = TextFeatures(tower, cache_bytes=3 * 1600)
+    features = TextFeatures(cache_bytes=3 * 1600)
     for text in ("a", "b", "c", "a", "d", "a", "b"):  # "b" is the oldest when "d" comes
-        await features.embed([text], timeout=PATIENCE)
+        await features.embed([text], tower, timeout=PATIENCE)
     assert computed == ["a", "b", "c", "d", "b"]
     features.close()

@@ -211,6 +211,22 @@ async def test_a_caller_that_asks_and_does_not_read_is_let_go() -> None:
         await until(lambda: server.app.metric("vit_inflight_requests") == 0)
 
 
+def test_who_closes_its_sending_side_is_taken_for_one_that_left(caplog: pytest.LogCaptureFixture) -> None:
+    uvloop = pytest.importorskip("uvloop", reason="uvloop is not installed: it alone minds a write that comes too late")
+
+    async def half_close() -> None:
+        async with listening() as server:
+            for request in (post(png(1)), GET, post(b"no picture")) * 5:
+                async with server.connect() as caller:
+                    await caller.send(request)
+                    caller.writer.write_eof()
+                    await caller.reader.read()
+            assert (await server.ask(GET)).status == 200
+
+    uvloop.run(half_close())
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 @on_a_loop
 async def test_leaving_cancels_the_request_that_is_being_answered() -> None:
     async with listening() as server:

@@ -95,7 +95,7 @@ async def test_a_hang_up_drains_and_is_never_the_second_signal(
         for number in received:
             os.kill(os.getpid(), number)
             await asyncio.sleep(0.001)
-        await until(lambda: service.lifecycle.draining)
+        await until(lambda: service.lifecycle.stopping)
     assert ended == codes
 
 
@@ -111,11 +111,11 @@ async def test_a_hang_up_that_means_something_else_does_not_drain(ended: list[in
     async with started(service, on_hang_up=hung_up, is_supervised=supervised):
         os.kill(os.getpid(), HUP)
         await asyncio.sleep(0.01)
-        assert not service.lifecycle.draining
+        assert not service.lifecycle.stopping
         for _ in range(2 if supervised else 1):
             os.kill(os.getpid(), TERM)
             await asyncio.sleep(0.001)
-        await until(lambda: service.lifecycle.draining)
+        await until(lambda: service.lifecycle.stopping)
     assert (taken, ended) == ([] if supervised else [True], [])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 
@@ -11,28 +10,11 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser
 
 from service.observe import logs
-from tests import logging_state
 
 
 @pytest.fixture
 def configured(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure("text", "info")
-
-
-def test_a_command_in_one_test_changes_no_logging_of_the_next() -> None:
-    before = _logging()
-    with logging_state.restored():
-        logs.configure("json", "debug")
-        logging.getLogger("vitserve.named_here").setLevel("ERROR")
-        assert _logging() != before
-    assert _logging() == before
-    assert logging.getLogger("vitserve.named_here").level == logging.NOTSET
-
-
-def _logging() -> tuple[object, ...]:
-    root = logging.getLogger()
-    levels = [logging.getLogger(name).level for name in ("uvicorn", "httpx", "python_multipart")]
-    return (root.handlers[:], root.level, levels, logging.logThreads, logging.logProcesses)
 
 
 def test_a_broken_form_writes_no_line_of_the_parsers_own(configured: None, capsys: pytest.CaptureFixture[str]) -> None:

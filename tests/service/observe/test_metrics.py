@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -95,21 +94,6 @@ def test_names_types_and_labels_are_those_that_dashboards_rely_on(metrics: Metri
     assert not [name for name in found if name.startswith("vit_")]
 
 
-def test_no_summaries_and_no_series_that_only_tell_when_others_began(metrics: Metrics) -> None:
-    text = metrics.render().decode()
-    assert "summary" not in re.findall(r"^# TYPE vit_\S+ (\S+)", text, re.MULTILINE)
-    assert "_created" not in text
-
-
-def test_a_batch_is_counted_once_in_each_of_its_metrics(metrics: Metrics) -> None:
-    metrics.observe_batch(BatchReport("cpu", 4, 0, "full", 0.01))
-    assert value(metrics, "vit_batches_total", device="cpu", release="idle") == 1
-    assert value(metrics, "vit_batches_total", device="cpu", release="full") == 1
-    assert value(metrics, "vit_batch_size_sum", device="cpu") == 7
-    assert value(metrics, "vit_batch_size_count", device="cpu") == 2
-    assert value(metrics, "vit_batch_padding_total", device="cpu") == 1
-
-
 def test_the_engines_gauges_are_read_at_the_scrape_and_name_its_device_once_it_is_known() -> None:
     now = status("loading", device="auto")
     metrics = Metrics()
@@ -121,31 +105,6 @@ def test_the_engines_gauges_are_read_at_the_scrape_and_name_its_device_once_it_i
     assert value(metrics, "vit_engine_up", device="auto") is None
     now = status("failed", device="cuda:0")
     assert value(metrics, "vit_engine_up", device="cuda:0") == 0
-
-
-def test_the_model_is_told_once() -> None:
-    metrics = Metrics()
-    metrics.set_model(model_info(name="old"), "1")
-    metrics.set_model(model_info(name="new", loaded_at=1767225600), "1")
-    assert value(metrics, "vit_model_loaded_timestamp_seconds", device="cpu") == 1767225600
-    assert value(metrics, "vit_batches_total", device="cpu", release="full") == 0  # before the first batch
-    [family] = [family for family in metrics.registry.collect() if family.name == "vit_model_info"]
-    [sample] = family.samples
-    assert sample.labels == {
-        "model": "new",
-        "architecture": "fake_vit",
-        "device": "cpu",
-        "dtype": "float32",
-        "version": "1",
-        "checkpoint": "nowhere",
-        "content": "0123456789abcdef",
-    }
-
-
-def test_two_services_in_one_process_do_not_mix() -> None:
-    one, other = Metrics(), Metrics()
-    one.images.inc()
-    assert value(other, "vit_images_total") == 0
 
 
 @pytest.fixture

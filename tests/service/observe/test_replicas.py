@@ -30,12 +30,3 @@ def test_each_sample_keeps_its_value_and_gets_the_label_of_its_replica():
         ({"endpoint": "/model", "code": "200", "replica": "b"}, 1),
     ]
     assert all("replica" in sample.labels for family in families for sample in family.samples)
-
-
-def test_each_metric_is_declared_once_with_its_type():
-    merged = merge(a=replica("/classify", 0.5), b=replica("/classify", 2))
-    alone = replica("/classify", 0.5).render().decode()
-
-    declared = [line for line in merged.splitlines() if line.startswith("# TYPE")]
-    assert declared == [line for line in alone.splitlines() if line.startswith("# TYPE")]
-    assert 'vit_request_duration_seconds_sum{endpoint="/classify",replica="b"} 2.0' in merged

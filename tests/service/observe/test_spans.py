@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import threading
 from typing import Any
 
@@ -17,7 +15,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from service.errors import SettingsError
 from service.observe import spans
-from service.observe.logs import JsonFormatter, trace_ids
 from service.observe.spans import Tracing
 from service.settings import exports_spans
 from tests.service.fakes import on_a_loop, png
@@ -96,15 +93,6 @@ async def test_a_failed_request_is_an_error_and_a_refused_one_is_not() -> None:
     assert not service.spans["POST /classify"].status.is_ok
     assert (await service.ask("GET", "/nothing")).status == 404
     assert service.spans["GET /nothing"].status.is_unset
-
-
-def test_lines_of_a_request_carry_its_ids() -> None:
-    record = logging.LogRecord("vitserve", logging.INFO, "", 1, "hello", (), None)
-    token = trace_ids.set({"trace_id": TRACE, "span_id": CALLER})
-    document = json.loads(JsonFormatter().format(record))
-    trace_ids.reset(token)
-    assert (document["trace_id"], document["span_id"]) == (TRACE, CALLER)
-    assert "trace_id" not in json.loads(JsonFormatter().format(record))
 
 
 @on_a_loop

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from service.errors import MalformedRequest
 from service.web import request as request_module
-from service.web.inference_protocol import inference, tensors
-from service.web.inference_protocol.tensors import InputTensor
+from service.web.inference_protocol import inference
 from service.web.routes import classify, inference_protocol
 from tests.service.fakes import CLASSES, on_a_loop, png
 from tests.service.web.apps import app, form
@@ -61,19 +59,3 @@ async def test_json_of_many_values_does_not_hold_the_event_loop(
     answer = await service.request("POST", "/v2/models/fake/infer", body=body)
     assert answer.json["outputs"][1]["data"][0] == 3
     assert threads == {thread}
-
-
-def test_long_base64_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "_BASE64_PIECE", 8)
-    for size in range(20):
-        text = base64.b64encode(bytes(range(size))).decode()
-        assert InputTensor("image", "BYTES", [1], [text]).files() == [bytes(range(size))]
-
-
-@pytest.mark.parametrize(
-    "text", ["AAAAAA==AAAA", "AAAAAAA=AAAA", "AAAAAAAAA", "AAAAAAAAA===", "AAAA=AAAAAAA", [], {}, 1, None]
-)
-def test_what_is_no_base64_is_refused_wherever_a_piece_ends(text: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "_BASE64_PIECE", 8)
-    with pytest.raises(MalformedRequest, match="element 0 is not a string in base64"):
-        InputTensor("image", "BYTES", [1], [text]).files()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from importlib.metadata import version
 
-import numpy as np
 import pytest
 
 from service.settings import load_settings
-from service.web.inference_protocol.descriptions import model_metadata
 from tests.service.fakes import CLASSES, LIBRARY, model_info, on_a_loop, png
 from tests.service.web.apps import App
 from tests.service.web.fake_engine import FakeEngine
@@ -62,13 +59,3 @@ async def test_the_model_says_whose_code_it_is() -> None:
     unknown = ("patch_size", "grid", "layers", "heads", "pool", "attention_source")
     assert {name: model[name] for name in unknown} == dict.fromkeys(unknown)
     assert (model["width"], model["classes"], model["input_size"]) == (LIBRARY.width, CLASSES, list(LIBRARY.image_size))
-
-
-@on_a_loop
-async def test_the_open_inference_protocol_has_no_output_attention() -> None:
-    names = [output["name"] for output in model_metadata(model_info(config=LIBRARY))["outputs"]]
-    assert names == ["label", "index", "score", "logits", "embedding"]
-    pixels = {"name": "pixels", "datatype": "UINT8", "shape": [1, 8, 8, 3], "data": np.zeros(192, int).tolist()}
-    body = json.dumps({"inputs": [pixels], "outputs": [{"name": "attention"}]}).encode()
-    response = await library_app().request("POST", "/v2/models/fake/infer", body=body)
-    assert (response.status, response.json) == (422, {"error": NONE})

@@ -6,7 +6,7 @@ import pytest
 
 from model import errors as model_errors
 from service import errors
-from service.web.problems import TABLE, body, problem_of, shortened
+from service.web.problems import TABLE, body, problem_of
 
 CONTRACT = {
     (400, "malformed_request"),
@@ -92,10 +92,3 @@ def test_the_document_is_rfc_9457_with_code_and_request_id() -> None:
         "code": "not_found",
         "request_id": "abc",
     }
-
-
-@pytest.mark.parametrize(
-    ("limit", "expected"), [(10, "abcdefghij"), (9, "abc...hij"), (8, "ab...ij"), (5, "a...j"), (99, "abcdefghij")]
-)
-def test_a_long_text_is_shown_by_its_start_and_its_end(limit: int, expected: str) -> None:
-    assert shortened("abcdefghij", limit) == expected

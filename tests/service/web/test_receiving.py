@@ -72,15 +72,6 @@ def test_a_body_that_is_here_gives_way_to_none_and_its_bytes_count_until_it_is_a
     assert (bodies.ended, bodies.receiving.in_use) == ([], 0)
 
 
-def test_a_body_does_not_give_way_to_itself() -> None:
-    bodies = Bodies(capacity=100)
-    body = bodies.arrive("only", 99)
-    bodies.clock.now += 5
-    with pytest.raises(ReceivingFull):
-        bodies.receiving.add(body, 2)
-    assert bodies.ended == []
-
-
 @on_a_loop
 async def test_callers_that_crawl_keep_nobody_out() -> None:
     service = app(queue_size=8)

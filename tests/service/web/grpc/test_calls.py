@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import logging
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,7 @@ from service.web.grpc.calls import STATUS_CODES
 from service.web.problems import TABLE
 from tests.service.fakes import CLASSES, PATIENCE, SIZE, answer, expected_indices, on_a_loop, pixels, png
 from tests.service.web.apps import service_in, settle, until
-from tests.service.web.grpc.caller import Output, arrays, calling, image, number, raw
+from tests.service.web.grpc.caller import arrays, calling, image, number, raw
 
 Code = grpc.StatusCode
 ENDPOINT = "/inference.GRPCInferenceService/ModelInfer"
@@ -58,18 +57,6 @@ async def test_pixels_are_taken_as_they_are_raw_and_typed() -> None:
         for request in (typed, raw("pixels", "UINT8", list(data.shape), data.tobytes())):
             request.outputs.add(name="index")
             assert arrays(await caller.infer(request))["index"].tolist() == [expected_indices(red, 5) for red in (1, 2)]
-
-
-@on_a_loop
-async def test_outputs_are_those_that_are_asked_for() -> None:
-    request = image(png(8))
-    request.outputs.append(Output(name="score", parameters={"classification": number(2)}))
-    request.outputs.append(Output(name="attention"))
-    request.parameters["attention"].string_param = "cls"
-    async with calling() as caller:
-        found = arrays(await caller.infer(request))
-    assert found["score"].tolist() == [["0.500000:8:label 8", "0.250000:9:label 9"]]
-    assert found["attention"].shape == (1, 2, 2)
 
 
 @on_a_loop
@@ -273,23 +260,6 @@ async def test_what_was_accepted_is_answered_before_the_engine_is_closed() -> No
         await stopping
         assert service.engine.state == "closed"
         assert arrays(await held)["index"].tolist() == [expected_indices(4, 5)]
-
-
-@on_a_loop
-async def test_probes_are_logged_for_debugging_only_and_are_no_load(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "service.web")
-
-    def logged() -> list[str]:
-        # Where other loops of grpcio's have run before, its poller now and then logs an exception as asyncio's.
-        return [record.message for record in caplog.records if record.name != "asyncio"]
-
-    async with calling() as caller:
-        for method in ("ServerLive", "ServerReady"):
-            await caller.call(method)
-        assert logged() == []
-        await caller.call("ServerMetadata")
-        assert len(logged()) == 1
-        assert caller.service.metric("vit_inflight_requests") == 0
 
 
 def test_every_error_of_a_call_has_a_status_code() -> None:

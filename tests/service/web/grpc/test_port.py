@@ -19,12 +19,6 @@ def test_a_free_port_is_chosen_and_listeners_that_share_it_may_come() -> None:
             socket.create_connection(address, timeout=10).close()
 
 
-def test_without_grpc_nothing_is_kept() -> None:
-    settings = load_settings()
-    with grpc_port_kept(settings) as same:
-        assert same is settings
-
-
 def test_a_port_that_is_taken_ends_the_start_with_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0), reuse_port=True) as taken:
         port = taken.getsockname()[1]

@@ -8,7 +8,10 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from tests.service.fakes import on_a_loop
+import pytest
+
+from service.web.grpc import server
+from tests.service.fakes import PATIENCE, on_a_loop
 from tests.service.web.grpc.caller import calling
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -27,6 +30,25 @@ async def test_pings_without_a_key_are_not_kept_in_memory() -> None:
             await asyncio.to_thread(send_and_read, flood, PREFACE + SETTINGS + ping * (FLOOD_BYTES // len(ping)))
             assert await caller.call("ServerLive")
             assert resident_mebibytes() - before < 40
+
+
+@on_a_loop
+async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
+    async with calling() as caller:
+        opened = [socket.create_connection(("127.0.0.1", caller.port), timeout=PATIENCE) for _ in range(6)]
+        received = [await asyncio.to_thread(greeting, each) for each in opened]
+        for each in opened:
+            each.close()
+        assert [bool(each) for each in received].count(True) == 2
+
+
+def greeting(connection: socket.socket) -> bytes:
+    """What the server says to a new connection; nothing if it closes it."""
+    with suppress(ConnectionError):
+        connection.sendall(PREFACE + SETTINGS)
+        return connection.recv(9)
+    return b""
 
 
 def send_and_read(connection: socket.socket, flood: bytes) -> None:

@@ -67,28 +67,7 @@ def test_a_picture_larger_than_the_memory_is_not_kept_and_pushes_nothing_out() -
     assert asyncio.run(store.get(image_id)) is not None
 
 
-def test_what_is_kept_may_fill_the_memory_to_its_last_byte() -> None:
-    large, _ = kept()
-    put(large, picture(1))
-    cost = large.usage()[1]
-    assert cost == picture(1).pixels.nbytes + 768  # what Python needs beside the pixels
-    store, _ = kept(max_bytes=3 * cost)
-    ids = [put(store, picture(value)) for value in range(4)]
-    assert store.usage() == (3, 3 * cost, 1)
-    assert [asyncio.run(store.get(image_id)) is not None for image_id in ids] == [False, True, True, True]
-    assert asyncio.run(kept(max_bytes=cost)[0].put(picture(1))) is not None
-    assert asyncio.run(kept(max_bytes=cost - 1)[0].put(picture(1))) is None
-
-
 def test_zero_keeps_nothing() -> None:
     for store, _ in (kept(ttl=0), kept(max_bytes=0)):
         assert asyncio.run(store.put(picture(1))) is None
         assert store.usage() == (0, 0, 0)
-
-
-def test_memory_of_expired_pictures_is_given_back() -> None:
-    store, clock = kept()
-    for value in range(10):
-        put(store, picture(value))
-    clock.now += 60
-    assert store.usage() == (0, 0, 0)

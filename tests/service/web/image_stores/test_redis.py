@@ -235,6 +235,23 @@ async def test_what_is_no_redis_costs_the_id_only(
     assert all(len(line) < 300 and line.isprintable() for line in lines)
 
 
+@on_a_loop
+async def test_a_redis_that_does_not_answer_costs_a_quarter_of_a_second_once(tmp_path: Path) -> None:
+    async def listen(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        while await reader.read(1 << 16):
+            pass
+
+    path = str(tmp_path / "socket")
+    service = app(Clock(), recent_url=f"unix://{path}", recent_ttl=60)
+    async with await asyncio.start_unix_server(listen, path):
+        started = asyncio.get_running_loop().time()
+        answers = [await service.classify(png(1)) for _ in range(5)]
+        seconds = asyncio.get_running_loop().time() - started
+        await service_in(service).images.close()
+    assert ["id" in answer.json for answer in answers] == [False] * 5
+    assert 0.25 <= seconds < 5 * 0.25, "the first waits, and the others leave Redis alone"
+
+
 class Clock:
     now = 100.0
 

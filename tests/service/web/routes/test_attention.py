@@ -180,47 +180,6 @@ async def test_when_the_caller_leaves_the_maps_of_all_classes_are_given_up() -> 
     assert service_in(service).limiter.in_use == 0
 
 
-@on_a_loop
-@pytest.mark.parametrize(
-    ("query", "size"),
-    [
-        ("size=100", (100, 100)),  # no room for a caption
-        ("size=1", (1, 1)),
-        ("size=2048", (1922, 2048)),
-        ("size=300", (251, 300)),
-        ("caption=false&size=2048", (2048, 2048)),
-        ("caption=false", (384, 384)),
-        ("", (384, 440)),
-    ],
-)
-async def test_a_heat_map_has_the_asked_for_size_with_its_caption(query: str, size: tuple[int, int]) -> None:
-    service = app(request_timeout=60)  # a large one takes long on a busy machine
-    response = await service.get("/attention", f"id={await kept(service)}&{query}")
-    assert Image.open(io.BytesIO(response.content)).size == size
-
-
-@on_a_loop
-async def test_overlay_and_alpha_and_colormap_change_the_drawing() -> None:
-    service = app()
-    image_id = await kept(service)
-    queries = [
-        "",
-        "overlay=false",
-        "alpha=0",
-        "alpha=0.3",
-        "colormap=viridis",
-        "smooth=false",
-        "colorbar=true",
-        "caption=false",
-    ]
-    answers = [await service.get("/attention", f"id={image_id}&{query}") for query in queries]
-    assert [answer.status for answer in answers] == [200] * len(queries)
-    drawings = [answer.content for answer in answers]
-    assert len(set(drawings)) == len(queries)
-    untouched = np.asarray(Image.open(io.BytesIO(drawings[2])))
-    assert (untouched[:384] == (100, 0, 0)).all()  # alpha=0 shows what the model saw and nothing else
-
-
 def crops(monkeypatch: pytest.MonkeyPatch, service: App) -> None:
     """Let the model see the middle square of a photo."""
     info = model_info()
@@ -262,15 +221,6 @@ async def test_a_small_model_has_its_map_over_the_photo_which_dims_what_it_did_n
         [0, 0, 200],
         [0, 0, 70],
     ]
-
-
-@on_a_loop
-async def test_a_kept_picture_has_no_photo_to_look_at() -> None:
-    service = app()
-    response = await service.get("/attention", f"id={await kept(service)}&view=photo")
-    assert (response.status, response.code) == (422, "invalid_parameter")
-    assert "view" in response.json["detail"]
-    assert (await service.get("/attention", f"id={await kept(service)}&view=input")).status == 200
 
 
 @on_a_loop

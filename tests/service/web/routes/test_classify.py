@@ -105,13 +105,6 @@ async def test_an_embedding_comes_with_the_answer_when_asked() -> None:
 
 
 @on_a_loop
-async def test_without_a_memory_for_pictures_there_is_no_id() -> None:
-    document = (await app(recent_ttl=0).classify(png(1), query="attention=true")).json
-    assert "id" not in document
-    assert "url" not in document["attention"]
-
-
-@on_a_loop
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
@@ -154,12 +147,6 @@ async def test_a_bad_picture_is_answered_by_its_fault_and_never_reaches_the_engi
     for response in (await service.classify(body), await service.request("POST", "/classify", **form(body))):
         assert (response.status, response.code) == (status, code)
     assert service.engine.timeouts == []
-
-
-@on_a_loop
-async def test_a_second_file_is_too_many_for_classify() -> None:
-    response = await app().request("POST", "/classify", **form(png(1), png(2)))
-    assert (response.status, response.code) == (413, "too_many_images")
 
 
 @on_a_loop

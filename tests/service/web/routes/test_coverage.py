@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.service.fakes import model_info, on_a_loop, png
-from tests.service.web.apps import App, app, form
+from tests.service.web.apps import App, app
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.grpc.caller import Output, arrays, calling, image
 from vitserve.documents import MAX_SET, Classification, set_fields
@@ -40,14 +40,6 @@ async def test_an_answer_has_its_set_or_abstains_whatever_top_k(path: str, red: 
     assert fields(answer) == expected
     assert len(answer["predictions"]) == 1
     assert service.metric("vit_abstained_total") == (red == 0)
-
-
-@on_a_loop
-async def test_each_picture_of_a_batch_has_its_own() -> None:
-    service = with_coverage()
-    answer = (await service.request("POST", "/classify/batch", **form(png(3), png(0)))).json
-    assert [fields(each) for each in answer["results"]] == [THREE, ABSTAINED]
-    assert service.metric("vit_abstained_total") == 1
 
 
 @on_a_loop

@@ -107,12 +107,6 @@ async def test_files_and_their_forms_are_documented_and_in_which_formats_a_map_c
     assert paths["/embed"]["post"]["requestBody"]["required"] is False
 
 
-@on_a_loop
-async def test_a_path_with_a_slash_behind_it_is_another_path() -> None:
-    for path in ("/healthz/", "/classify/"):
-        assert (await app().get(path)).status == 404
-
-
 def operations(document: dict[str, Any]) -> dict[str, Any]:
     """Operations by id."""
     return {found["operationId"]: found for path in document["paths"].values() for found in path.values()}

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from starlette.requests import Request
-from starlette.responses import Response
 
-from service.web.routes.endpoint import Application, Endpoint
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import app
 
@@ -26,19 +23,6 @@ async def test_405_names_every_method_that_the_path_has(method: str, path: str, 
     response = await app().request(method, path)
     assert (response.status, response.code) == (405, "method_not_allowed")
     assert response.headers["allow"] == allow
-
-
-async def nothing(request: Request) -> Response:
-    return Response(request.url.path)
-
-
-def test_of_two_endpoints_of_a_path_the_first_that_takes_the_method_answers() -> None:
-    methods = (["GET"], ["GET", "POST"], ["GET"], ["GET"])
-    paths = ("/a", "/a", "/a", "/models/{name}")
-    routes = [Endpoint(path, nothing, methods=method) for path, method in zip(paths, methods, strict=True)]
-    application = Application(openapi_url=None)
-    application.set_routes(routes)
-    assert application.endpoints == {("GET", "/a"): routes[0], ("POST", "/a"): routes[1]}
 
 
 @on_a_loop
@@ -98,14 +82,6 @@ async def test_a_bad_query_is_refused_in_words_that_name_the_parameter(path: str
     response = await app().classify(query=query, path=path)
     assert (response.status, response.code) == (422, "invalid_parameter")
     assert response.json["detail"] == detail
-
-
-@on_a_loop
-@pytest.mark.parametrize(("method", "query"), [("POST", "colourmap=magma"), ("GET", "id=x&colourmap=magma")])
-async def test_the_parameter_that_is_written_most_alike_is_named_first(method: str, query: str) -> None:
-    response = await app().request(method, "/attention", query=query)
-    assert (response.status, response.code) == (422, "invalid_parameter")
-    assert response.json["detail"].startswith("colourmap: no such parameter; there are colormap, ")
 
 
 @on_a_loop

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from model.outputs import EmbeddingRequest
-from service.web.inference_protocol import tensors
 from tests.service.fakes import (
     CLASSES,
     SIZE,
@@ -305,26 +304,6 @@ async def test_json_of_very_many_values_is_refused_before_anything_is_made_of_th
     document = json.dumps({"inputs": [header]}).encode()
     response = await post(app(), document + data, **{"inference-header-content-length": str(len(document))})
     assert response.status == 415
-
-
-@on_a_loop
-@pytest.mark.parametrize(("claimed", "status"), [(2_000_000, 413), (3, 400)])
-async def test_elements_without_bytes_are_not_collected_by_the_million(
-    claimed: int, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[int] = []
-
-    def element(data: bytes) -> bytearray:
-        made.append(len(data))
-        return bytearray(data)
-
-    monkeypatch.setattr(tensors, "bytearray", element, raising=False)
-    data = bytes(4 * 2_000_000)
-    header = {"name": "image", "datatype": "BYTES", "shape": [claimed], "parameters": {"binary_data_size": len(data)}}
-    document = json.dumps({"inputs": [header]}).encode()
-    response = await post(app(), document + data, **{"inference-header-content-length": str(len(document))})
-    assert response.status == status
-    assert len(made) <= 4
 
 
 @on_a_loop

@@ -81,7 +81,12 @@ async def test_without_an_engine_only_readiness_suffers_and_work_is_503(state: s
 async def test_who_is_about_to_stop_is_alive_and_not_ready() -> None:
     service = app()
     assert (await service.get("/readyz")).json == {"status": "ready"}
-    service.lifecycle.draining = True
+    service.lifecycle.stopping = True
     assert (await service.get("/healthz")).json == {"status": "ok"}
-    response = await service.get("/readyz")
-    assert (response.status, response.code) == (503, "draining")
+    for path in ("/readyz", "/ping", "/v2/health/ready", "/v2/models/fake/ready"):
+        assert (await service.get(path)).status == 503
+    response = await service.classify()  # load balancers need time to look away
+    assert (response.status, response.headers["connection"]) == (200, "close")
+    service.lifecycle.draining = True
+    assert (await service.classify()).code == (await service.get("/readyz")).code == "draining"
+    assert (service.lifecycle.answered, service.lifecycle.refused) == (1, 2)  # the model's readiness is one of them

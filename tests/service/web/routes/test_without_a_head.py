@@ -9,7 +9,7 @@ import pytest
 
 from service.settings import load_settings
 from tests.service.fakes import SIZE, model_info, on_a_loop, png
-from tests.service.web.apps import App, form
+from tests.service.web.apps import App
 from tests.service.web.fake_engine import FakeEngine
 
 REFUSAL = "the model has no classification head: it gives embeddings (POST /embed, vitserve embed) and attention maps"
@@ -38,12 +38,6 @@ async def test_classes_are_refused_with_what_the_model_has_instead(path: str, qu
     assert (response.status, response.json["code"]) == (422, "invalid_parameter")
     assert response.json["detail"].startswith(REFUSAL)
     assert service.metric("vit_images_total") == 0
-
-
-@on_a_loop
-async def test_a_batch_is_refused_as_a_whole() -> None:
-    response = await headless().request("POST", "/classify/batch", **form(png(1), png(2)))
-    assert (response.status, response.json["detail"][: len(REFUSAL)]) == (422, REFUSAL)
 
 
 @on_a_loop

@@ -235,26 +235,3 @@ async def test_labels_of_v2_are_a_parameter() -> None:
         refusal = await infer(service(), encoded(9), parameters=parameters)
         assert refusal.status == 422
         assert detail in refusal.json["error"]
-
-
-@on_a_loop
-@pytest.mark.parametrize("classes", [0, 10])
-async def test_maps_of_v2_are_of_the_best_label(classes: int) -> None:
-    config = model_info().config.model_copy(update={"num_classes": classes})
-    labels = model_info().labels[:classes]
-    served = App(load_settings(), FakeEngine(model_info(zero_shot=ZERO_SHOT, config=config, labels=labels)))
-    names = [{"name": name} for name in ("attention", "evidence")]
-    found = outputs((await infer(served, encoded(9), outputs=names, parameters={"labels": CSV})).json)
-    np.testing.assert_allclose(found["attention"], [[[0.1, 0.2], [0.3, 0.4]]])
-    assert found["evidence"].tolist() == [[1]]
-    without = await infer(served, encoded(9), outputs=names)
-    assert without.status == (200 if classes else 422)
-
-
-@on_a_loop
-async def test_other_servers_routes_take_labels() -> None:
-    query = urlencode({"labels": CSV})
-    scores = (await service().request("POST", "/predictions/fake", query=query, body=png(9))).json
-    assert scores == pytest.approx(expected_scores(9), abs=1e-6)
-    document = (await service().request("POST", "/invocations", query=query, body=png(9))).json
-    require_scores(document["predictions"], 9)

@@ -1,0 +1,50 @@
+// The model behind the page, and which answers are its own: the one place that knows the model of an answer.
+
+import { send } from "./api.js";
+
+const SHOWN = 12; // labels that the first view names
+
+export class Service {
+  constructor(model) {
+    this.model = model;
+    this.methods = model.attention_methods;
+    this.ofTexts = model.templates !== null && model.templates !== undefined; // it compares pictures with words
+    this.asksLabels = this.ofTexts && model.classes === 0;
+    this.labels = [];
+  }
+
+  /** Ask which model answers now. Its labels come later: a thousand of them are not needed for the first answer. */
+  static async reach() { return new Service(await send("GET", "model")); }
+
+  async fetchLabels() {
+    const { model, labels } = await send("GET", "labels");
+    if (model === this.model.name) this.labels = labels;
+  }
+
+  get classes() { return this.asksLabels ? this.labels.length : this.model.classes; }
+
+  /** Whether an answer of /classify is this model's. */
+  gave(answer) { return answer.model === this.model.name; }
+
+  /** Whether another description is of this very model. */
+  equals({ model }) {
+    return ["name", "source", "revision", "architecture", "classes", "device"].every((name) => model[name] === this.model[name]);
+  }
+
+  get title() {
+    const { name, device, dtype, input_size: [rows, columns] } = this.model;
+    const classes = this.asksLabels ? "any words" : `${this.model.classes} classes`;
+    return `${name} on ${device}, ${dtype}, input ${rows}×${columns}, ${classes}`;
+  }
+
+  /** What it knows, in a sentence. */
+  get knowledge() {
+    if (this.asksLabels) return "This one compares your picture with words of your own.";
+    if (!this.model.classes) return "This one has no classes: it gives features, for programs.";
+    if (!this.labels.length) return "\u00a0";
+    const step = Math.max(1, this.labels.length / SHOWN);
+    const some = Array.from({ length: Math.min(SHOWN, this.labels.length) }, (_, at) => this.labels[Math.floor(at * step)].split(",")[0]);
+    const all = some.length === this.labels.length;
+    return all ? `This one knows: ${some.join(", ")}.` : `This one knows ${this.labels.length.toLocaleString("en")} classes: ${some.join(", ")}, …`;
+  }
+}
