@@ -42,12 +42,12 @@ def test_a_second_server_holds_no_torch_until_something_needs_it(
     assert holds_torch(first)
     answers(first)  # which makes the graph of relevance
     until(lambda: kept() == 2)
-    expected = answers(first)
     content = first.get("/model").json()["content"]
-    first.process.terminate()
 
     second = serve(warm=False, cache_dir=tmp_path / "cache")
-    assert answers(second) == expected
+    expected = answers(second)
+    until(lambda: answers(first) == expected)  # a graph of relevance computes once it has been compared with torch
+    first.process.terminate()
     assert second.get("/model").json()["content"] == content
     assert second.get("/model").json()["backend"].startswith("openvino")
     assert not holds_torch(second)

@@ -7,8 +7,9 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -191,11 +192,16 @@ def test_a_frozen_engine_and_a_frozen_worker_are_replaced(service: Served, pictu
 # Ended
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder of one service alone, whose path is short enough for sockets in it."""
+    with tempfile.TemporaryDirectory(prefix="vit-", dir="/tmp") as name:
+        yield Path(name)
+
+
 def test_draining_answers_whoever_was_accepted_and_leaves_nothing_behind(
-    serve: Serve, pictures: Pictures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, pictures: Pictures, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    temporary = tmp_path / "temporary"  # of this service alone; others may run beside it
-    temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     server = serve(workers=WORKERS, drain_delay=1)
     pids = Processes(server).all

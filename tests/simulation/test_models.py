@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from numpy.typing import NDArray
 
 from model.errors import CheckpointError, DeviceError
@@ -39,6 +39,11 @@ CAPACITY = 6
 MAX_BATCH = 3
 SECONDS = 10
 """Of the injected clock, in which an image must be launched."""
+
+MOST = 20
+"""Requests that are under way."""
+
+WHICH = st.integers(0, MOST - 1)
 
 GAE = MapRequest("gae", 3)
 
@@ -169,27 +174,29 @@ class ModelMachine(RuleBasedStateMachine):
 
     # What callers do
 
-    @precondition(lambda self: len(self.requests) < 20)
+    # Threads decide when a batch is launched, so what is drawn depends on no state: a rule that has nothing to do does
+    # nothing.
+
     @rule()
     def head(self) -> None:
         """A request's head comes, and its body is awaited."""
+        if len(self.requests) >= MOST:
+            return
         request = Request(next(self.numbers) % 250, self.model.current, self.version())
         request.held.enter_context(request.generation.request())
         self.requests.append(request)
 
-    @precondition(lambda self: any(each.answer is None for each in self.requests))
-    @rule(data=st.data(), explained=st.booleans())
-    def body(self, data: st.DataObject, explained: bool) -> None:
+    @rule(which=WHICH, explained=st.booleans())
+    def body(self, which: int, explained: bool) -> None:
         """Its picture is here, and asks for an answer; sometimes for a map of its own pass."""
-        request = data.draw(st.sampled_from([each for each in self.requests if each.answer is None]))
-        self.ask(request, GAE if explained else None)
-        self.wait(self.settle())
+        if awaited := [each for each in self.requests if each.answer is None]:
+            self.ask(awaited[which % len(awaited)], GAE if explained else None)
+            self.wait(self.settle())
 
-    @precondition(lambda self: len(self.requests) < 20)
     @rule(count=st.integers(2, 2 * MAX_BATCH))
     def burst(self, count: int) -> None:
         """Several callers come at the same time."""
-        for _ in range(count):
+        for _ in range(min(count, MOST - len(self.requests))):
             self.head()
             self.ask(self.requests[-1], None)
         self.wait(self.settle())
@@ -204,10 +211,12 @@ class ModelMachine(RuleBasedStateMachine):
         self.deadlines[request.number] = self.now + SECONDS
         request.answer = self.loop.create_task(answer())
 
-    @precondition(lambda self: any(each.answer is not None for each in self.requests))
-    @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from([each for each in self.requests if each.answer is not None]))
+    @rule(which=WHICH)
+    def leave(self, which: int) -> None:
+        asked = [each for each in self.requests if each.answer is not None]
+        if not asked:
+            return
+        request = asked[which % len(asked)]
         assert request.answer is not None
         request.gone = not request.answer.done()
         request.answer.cancel()
@@ -222,25 +231,29 @@ class ModelMachine(RuleBasedStateMachine):
 
     # What the device does
 
-    @precondition(lambda self: any(runner.waiting for runner in self.runners.values()))
-    @rule(data=st.data(), bad=st.booleans())
-    def compute(self, data: st.DataObject, bad: bool) -> None:
+    @rule(which=WHICH, bad=st.booleans())
+    def compute(self, which: int, bad: bool) -> None:
         """A batch is computed, of which an image may be at fault."""
-        runner = data.draw(st.sampled_from([each for each in self.runners.values() if each.waiting]))
+        busy = [each for each in self.runners.values() if each.waiting]
+        if not busy:
+            return
+        runner = busy[which % len(busy)]
         if bad:
-            runner.bad.add(data.draw(st.sampled_from(runner.launched[-1][0])))
+            batch = runner.launched[-1][0]
+            runner.bad.add(batch[which % len(batch)])
         runner.turns.release()
         self.wait(self.settle())
 
     # What the operator does
 
-    @precondition(lambda self: self.loading is None or self.loading.done())
     @rule(broken=st.booleans())
     def load(self, broken: bool) -> None:
+        if self.loading is not None and not self.loading.done():
+            return
         self.load_gate.clear()
         self.broken = broken
         self.loading = self.loop.create_task(self.model.load(None))
-        self.loading.add_done_callback(lambda task: task.exception())
+        self.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
         self.wait(self.settle())
 
     @rule()

@@ -100,12 +100,12 @@ for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     os.kill(os.getpid(), number)
 print(system.wait(60, []) == [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 link = Link()
-system.spawn("child", lambda: link.send(Report(2, 3, "a\\nb", {"max_batch": 4})) or link.send(Report()) or 0)
+system.spawn("child", lambda: link.send(Report(2, 3, "a\\nb", options={"max_batch": 4})) or link.send(Report()) or 0)
 reports = []
 while len(reports) < 2:
     system.wait(60, [link])
     reports += link.receive()
-print(reports == [Report(2, 3, "a\\nb", {"max_batch": 4}), Report()])
+print(reports == [Report(2, 3, "a\\nb", options={"max_batch": 4}), Report()])
 """
     assert run(PROLOGUE + script) == "True\nTrue"
 
