@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import logging
+import os
 import re
 import resource
 import signal
@@ -538,7 +539,7 @@ class Server:
             log_level="error",  # its warnings repeat what callers send
             access_log=False,
             server_header=False,
-            proxy_headers=False,
+            proxy_headers="FORWARDED_ALLOW_IPS" in os.environ,  # uvicorn's own variable: X-Forwarded-For is believed
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=None,  # uvicorn would cut requests off; `_give_up` ends the process instead
         )

@@ -48,6 +48,7 @@ def load_checkpoint(
         CheckpointError: nothing there, no format recognised, or not exactly what the format demands.
     """
     options = CheckpointOptions(**fields)
+    options.check_files()
     keys = read_key_map(options.keys)
     files = _open(source, keys)
     has_config = files.config is not None

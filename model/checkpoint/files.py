@@ -69,7 +69,7 @@ class Files:
         """Return the JSON object in the part `name`; CheckpointError where it holds none."""
         value = read_json(self.required(name), self.where(name))
         if not isinstance(value, dict):
-            raise CheckpointError(f"{self.where(name)}: holds a {type(value).__name__}, expected an object")
+            raise CheckpointError(f"{self.where(name)}: expected an object: names and values in braces")
         return value
 
     @property

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from pydantic import ValidationError
 
-from model.errors import CheckpointError, first_line, first_problem
+from model.errors import CheckpointError, first_problem
 
 
 @contextmanager
@@ -23,9 +26,12 @@ def reading(where: str, refusal: str = "", *malformed: type[Exception]) -> Itera
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{where}: {error.strerror or error}") from None
+        is_damaged = bool(malformed) and error.errno == errno.EINVAL  # a library looked before the file's begin
+        raise CheckpointError(f"{where}: {refusal if is_damaged else error.strerror or error}") from None
     except malformed as error:
-        raise CheckpointError(f"{where}: {refusal}: {first_line(error)}") from None
+        # The words of a parser of text say where; those of Python and of libraries say nothing to an operator.
+        place = f": {error}" if isinstance(error, json.JSONDecodeError | tomllib.TOMLDecodeError) else ""
+        raise CheckpointError(f"{where}: {refusal}{place}") from None
 
 
 @contextmanager

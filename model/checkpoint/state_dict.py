@@ -14,6 +14,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Final
 
 import torch
@@ -71,9 +72,10 @@ _SIZES: Final = frozenset({"embed_dim", "depth", "num_heads", "mlp_ratio", "fina
 _OF_LAYOUT: Final = frozenset({"qkv_order", "patch_order"})
 # How the rows of a fused projection are counted: 3 of queries, keys and values, h heads, d numbers of a head.
 _ORDERS: Final = ("3hd", "3dh", "h3d", "hd3", "d3h", "dh3")
-_PREPROCESS: Final = (
-    '{"size": [ROWS, COLUMNS], "resize": "squash", "resize_size": [ROWS, COLUMNS], "interpolation": "bilinear", '
-    '"mean": [MEAN], "std": [STD]}'
+_PREPROCESS: Final = "deit-224"
+_PRESETS: Final = (
+    "of the presets of preprocessing deit-224 is for DeiT's and most of timm's networks, google-224 and google-384 for "
+    "those that saw pixels from -1 to 1, torchvision-224 for torchvision's; another is written as JSON"
 )
 
 # torchvision's models: name and heads by width, edge of a patch, depth and width of the MLP.
@@ -119,13 +121,17 @@ def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
         CheckpointError: an unknown name, or arguments that cannot be read.
     """
     name, *pairs = re.split(r",(?![^\[]*\])", text)  # not within a list
-    if name != OWN:
-        runs_in_library(name, "VIT_ARCHITECTURE")
+    if "=" in name:
+        raise CheckpointError(f"VIT_ARCHITECTURE {text!r:.200}: expected a name first, as in {OWN},{text[:200]}")
+    known = _arguments_of(name)
     given: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
             raise CheckpointError(f"VIT_ARCHITECTURE {pair!r}: expected argument=value")
+        if known and key not in known:
+            near = "".join(f": did you mean {each}?" for each in get_close_matches(key, known, 1))
+            raise CheckpointError(f"VIT_ARCHITECTURE: {name} has no argument {key!r:.100}{near}")
         try:
             given[key] = json.loads(value)
         except (ValueError, RecursionError):
@@ -133,6 +139,14 @@ def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
         if key in _INFERRED and (key, given[key]) != ("num_classes", 0):
             raise CheckpointError(f"VIT_ARCHITECTURE {pair!r}: {key} is read from the file and need not be given")
     return name, given
+
+
+def _arguments_of(name: str) -> frozenset[str]:
+    """Return the arguments that an architecture may be given; none where timm's own code says which they are."""
+    if name != OWN and runs_in_library(name, "VIT_ARCHITECTURE"):
+        return frozenset()
+    is_eva = name != OWN and architectures()[name].get("family") == "eva"
+    return frozenset((EvaArguments if is_eva else TimmArguments).model_fields) | _OF_LAYOUT | _USUAL.keys()
 
 
 def _of_library(
@@ -194,6 +208,7 @@ def _require(
     command += ["--labels", options.labels or "numbers"] if needs_labels or options.labels else []
     command += ["--keys", options.keys] if options.keys else []
     hint = "what stands here is only usual; a name of timm says all of it"
+    hint += f"; {_PRESETS}" if options.preprocess is None else ""
     hint += "; num_classes=0 is a network without a head, which gives embeddings" if "num_classes" in asked else ""
     raise CheckpointError(
         f"{files.place}: no file says its {', '.join(missing)}: with the values of its training code, this serves it: "

@@ -45,6 +45,11 @@ _FOREIGN: Final = {
 }
 
 SUFFIXES: Final = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl", ".npz")
+_DAMAGED: Final = ", or damaged, or it holds more than arrays: compare its size and checksum with the original's"
+_NOT_TORCHS: Final = (
+    "not a file that torch.save wrote, but damaged, or of a program other than torch: compare its size and checksum "
+    "with the original's"
+)
 _POINTER: Final = b"version https://git-lfs"
 # What torch, safetensors, NumPy and the standard library raise on damaged files.
 _MALFORMED: Final = (
@@ -90,13 +95,16 @@ def read_tensor_file(path: Path, where: str | None = None) -> Any:
 
 def _parsed(file: BinaryIO, suffix: str, where: str) -> Any:
     if suffix == ".safetensors":
-        with reading(where, "not a valid safetensors file", *_MALFORMED):
+        with reading(where, f"not a valid safetensors file{_DAMAGED}", *_MALFORMED):
             return safetensors.torch.load(file.read())
     if suffix == ".npz":
-        with reading(where, "not a valid .npz file", *_MALFORMED), np.load(file, allow_pickle=False) as arrays:
+        with (
+            reading(where, f"not a valid .npz file{_DAMAGED}", *_MALFORMED),
+            np.load(file, allow_pickle=False) as arrays,
+        ):
             return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
     with (
-        reading(where, "not a file that torch.save wrote, but damaged, or of a program other than torch", *_MALFORMED),
+        reading(where, _NOT_TORCHS, *_MALFORMED),
         torch.serialization.safe_globals(_BESIDE),
     ):
         try:
@@ -104,7 +112,7 @@ def _parsed(file: BinaryIO, suffix: str, where: str) -> Any:
         except (pickle.UnpicklingError, RuntimeError) as error:
             advice = _advice(str(error), PurePath(where).name)
             if advice is None:
-                raise ValueError(str(error).rpartition("WeightsUnpickler error:")[2].strip()) from None
+                raise
     raise CheckpointError(f"{where}: refused, it is not plain tensors: {advice}")
 
 

@@ -134,7 +134,9 @@ def _draft(image: Image.Image, min_size: MinSize, *, swapped: bool) -> int:
 def _check_pixels(size: tuple[int, int], max_pixels: int) -> None:
     width, height = size
     if width * height > max_pixels:
-        raise ImageTooLarge(f"the picture has {width} x {height} pixels: at most {max_pixels} are allowed")
+        raise ImageTooLarge(
+            f"the picture has {width} x {height} pixels: at most {max_pixels} are allowed (VIT_MAX_IMAGE_PIXELS)"
+        )
     if max(width, height) > MAX_SIDE:
         raise ImageTooLarge(f"the picture has {width} x {height} pixels: a side may have at most {MAX_SIDE}")
 

@@ -206,12 +206,21 @@ def _create(config: LibraryConfig) -> nn.Module:
     return module
 
 
+def _torchvision() -> str:
+    """Return the command that installs the torchvision which fits this torch."""
+    build = torch.__version__.partition("+")[2]
+    index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
+    return f"pip install --force-reinstall --no-deps torchvision{index}"
+
+
 def _timm() -> Any:
     try:
         import timm  # noqa: PLC0415  an optional package, which takes seconds
     except (ImportError, OSError, RuntimeError) as error:
         raise CheckpointError(
-            f"timm cannot be imported: {first_line(error)} (its torchvision has to be of the same build as torch)"
+            f"timm cannot be imported, as its torchvision is of another build than torch: {_torchvision()}"
+            if "torchvision" in str(error)
+            else f"timm cannot be imported: {first_line(error)}"
         ) from error
     return timm
 

@@ -40,8 +40,6 @@ class BestWeights:
     """The weights that did best on the validation images, float32 on the CPU, and their epoch, counted from 1."""
 
     epoch: int
-    accuracy: float
-    loss: float
     weights: dict[str, Tensor]
 
 
@@ -123,7 +121,7 @@ class Trainer:
             metrics = self._run_epoch()
             self.history.append(metrics)
             self.epoch += 1
-            self._update_best(metrics)
+            self._update_best()
             self.save()
             on_epoch(metrics)
         assert self.best is not None  # a recipe has an epoch
@@ -175,12 +173,11 @@ class Trainer:
             self.teacher = TeacherRecord(**record)
             self._teacher.load_state_dict(weights)
 
-    def _update_best(self, row: EpochMetrics) -> None:
-        found, best = (row.validation_accuracy, -row.validation_loss), self.best
-        if best is not None and found <= (best.accuracy, -best.loss):
-            return
-        weights = {name: weight.to("cpu", copy=True) for name, weight in self.weights.items()}
-        self.best = BestWeights(row.epoch, row.validation_accuracy, row.validation_loss, weights)
+    def _update_best(self) -> None:
+        best = max(self.history, key=lambda row: (row.validation_accuracy, -row.validation_loss))  # of equals the first
+        if best.epoch == self.epoch:
+            weights = {name: weight.to("cpu", copy=True) for name, weight in self.weights.items()}
+            self.best = BestWeights(best.epoch, weights)
 
     def _run_epoch(self) -> EpochMetrics:
         began = time.monotonic()

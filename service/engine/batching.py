@@ -90,10 +90,6 @@ class BatchQueue(Generic[T]):
         """Return the number of entries that wait."""
         return len(self._entries)
 
-    def __contains__(self, entry: Entry[T]) -> bool:
-        """Return whether the entry waits here."""
-        return entry in self._entries
-
     def put(self, item: T, *, deadline: float) -> Entry[T]:
         """Add an item at the end.
 
@@ -110,8 +106,8 @@ class BatchQueue(Generic[T]):
         return entry
 
     def cancel(self, entry: Entry[T]) -> bool:
-        """Take an entry out. Return False if it left already: launched, expired, or cancelled before."""
-        if entry.state is not State.WAITING:
+        """Take an entry out. Return False if it is not here: it left already, or waits in another queue."""
+        if entry not in self._entries:
             return False
         self._leave(entry, State.CANCELLED)
         return True

@@ -84,8 +84,8 @@ class Streams:
     def cancel(self, entry: Waiting) -> None:
         """Take an image out of the queue if it is still there."""
         with self._lock:
-            lane = self._maps if entry in self._maps.queue else self._images
-            lane.queue.cancel(entry)
+            for lane in (self._images, self._maps):
+                lane.queue.cancel(entry)
 
     def look(self, seconds: float) -> float:
         """Return for how long the oldest batch under way has been looked at, of which `seconds` have passed just now.

@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
 
-from PIL import _imaging
+from PIL import Image
 
 trace_ids: ContextVar[Mapping[str, str]] = ContextVar("trace_ids", default=MappingProxyType({}))
 """The ids of the span of the current request, by OpenTelemetry's names; empty without a span."""
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one JSON object; a request's fields stand beside the message."""
+    """Formats a record as one JSON object; a request's fields stand beside a short message."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return one record as a line of JSON."""
@@ -27,7 +27,7 @@ class JsonFormatter(logging.Formatter):
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": getattr(record, "summary", None) or record.getMessage(),
             **getattr(record, "fields", {}),
             **trace_ids.get(),
         }
@@ -59,7 +59,8 @@ def _silence_libtiff() -> None:
 
     It would write what is wrong with a file to standard error, between our lines; the answer says that already.
     """
-    libraries = ctypes.CDLL(_imaging.__file__)  # a name is looked up in what the extension is linked to, too
+    core = Image.core  # type: ignore[attr-defined]  # it is not in its stubs
+    libraries = ctypes.CDLL(core.__file__)  # a name is looked up in what the extension is linked to, too
     for name in ("TIFFSetErrorHandler", "TIFFSetWarningHandler"):
         with contextlib.suppress(AttributeError):
             getattr(libraries, name)(None)

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.errors import ClientDisconnected, EngineUnavailable, QueueFull, ServiceError, Unauthorized
 from service.http import Header, connection_of
 from service.lifecycle import Lifecycle
-from service.observe.metrics import Metrics
+from service.observe.metrics import Metrics, stage_seconds
 from service.web import problems
 from service.web.admission import RefusalPace
 from service.web.request_log import Answered, RequestLog
@@ -76,19 +76,42 @@ class RequestContext:
         status: of the answer; None until it starts.
         endpoint: path of the route that answers, None until it is known.
         key_name: of the API key, None without a key.
-        refusal: code of the problem if it is refused because there is no room, else None.
+        code: of the problem that answers it, None without a problem.
+        refusal: the same if it is refused because there is no room, else None.
+        model: name of the model that it is for, None until it is known.
+        stages: seconds of each, see `service.observe.metrics.stage_seconds`.
     """
 
-    def __init__(self, scope: Scope, send: Send, lifecycle: Lifecycle, started: float) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, lifecycle: Lifecycle, started: float) -> None:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         self.request_id = request_id_from(given.decode("latin-1"))
         self.started = started
         self.status: int | None = None
         self.endpoint: str | None = None
         self.key_name: str | None = None
+        self.code: str | None = None
         self.refusal: str | None = None
+        self.model: str | None = None
+        self.stages: dict[str, float] = {}
+        self._client = scope.get("client")
+        self._received = self._sent = 0
+        self._receive = receive
         self._send = send
         self._lifecycle = lifecycle
+
+    @property
+    def details(self) -> dict[str, object]:
+        """Return what a log line in JSON has beside `Answered`; what is not known is left out."""
+        known = {"client": self._client and self._client[0], "model": self.model, "code": self.code}
+        times = {f"{stage}_ms": round(1000 * seconds, 1) for stage, seconds in self.stages.items()}
+        counts = {"bytes_in": self._received, "bytes_out": self._sent}
+        return {name: value for name, value in known.items() if value is not None} | counts | times
+
+    async def receive(self) -> Message:
+        """Return the next message of the request."""
+        message = await self._receive()
+        self._received += len(message.get("body", b""))
+        return message
 
     async def send(self, message: Message) -> None:
         """Send a message of the answer, with the headers that every answer has."""
@@ -98,6 +121,7 @@ class RequestContext:
             if self._lifecycle.is_ending:
                 headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}
+        self._sent += len(message.get("body", b""))
         await self._send(message)
 
 
@@ -134,13 +158,14 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        context = RequestContext(scope, send, self._lifecycle, self._clock())
+        context = RequestContext(scope, receive, send, self._lifecycle, self._clock())
         scope[_CONTEXT] = context
+        stage_seconds.set(context.stages)
         counted = scope["path"] not in PROBES
         if counted:
             self._metrics.inflight.inc()
         try:
-            await self._app(scope, receive, context.send)
+            await self._app(scope, context.receive, context.send)
         except Exception:  # `ProblemMiddleware` has answered it, unless the answer had begun before
             logger.exception("request %s failed", context.request_id)
         finally:
@@ -148,7 +173,10 @@ class RequestContextMiddleware:
                 self._metrics.inflight.dec()
             seconds = self._clock() - context.started
             status = context.status or problems.CLIENT_DISCONNECTED
-            answered = Answered(scope["method"], scope["path"], status, seconds, context.request_id, context.key_name)
+            answered = Answered(
+                *(scope["method"], scope["path"], status, seconds, context.request_id, context.key_name),
+                context.details,
+            )
             self.count(answered, context.endpoint, refusal=context.refusal)
 
     def count(self, answered: Answered, route: str | None, *, refusal: str | None = None) -> None:
@@ -205,6 +233,7 @@ class ProblemMiddleware:
             if scope["type"] != "http" or request_context(scope).status is not None:
                 raise
             problem, context = problems.problem_of(error), request_context(scope)
+            context.code = problem.code
             context.refusal = problems.refusal_of(problem)
             # A 503 to a probe is no refusal, but a 401 is.
             if scope["path"] not in PROBES or isinstance(error, Unauthorized):

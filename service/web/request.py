@@ -178,6 +178,7 @@ class Service:
         if needs_place:
             self.check_room()
         context = request_context(request.scope)
+        context.model = model.info.name
         caller = context.key_name or (request.client.host if request.client else "")
         async with self.admit_from(caller, context.started, model) as admitted:
             connection = connection_of(request.scope)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from service.web.problems import shortened
@@ -22,7 +23,10 @@ _MAX_PATH = 200
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A request that was answered, over HTTP or gRPC, with its status of HTTP and the seconds from its head on."""
+    """A request that was answered, over HTTP or gRPC, with its status of HTTP and the seconds from its head on.
+
+    `details` stand in JSON alone.
+    """
 
     method: str
     path: str
@@ -30,6 +34,7 @@ class Answered:
     seconds: float
     request_id: str
     key_name: str | None = None
+    details: Mapping[str, object] = field(default_factory=dict)
 
 
 class RequestLog:
@@ -63,7 +68,7 @@ class RequestLog:
             line,
             # Paths come from outside: no line break may start a log line of their own.
             {**fields, "path": fields["path"].encode("unicode_escape").decode("ascii")},
-            extra={"fields": fields},
+            extra={"fields": {**fields, **request.details}, "summary": "request"},
         )
 
     def unparsed(self, status: int, detail: str, request_id: str) -> None:

@@ -208,7 +208,7 @@ def _json_picture(document: bytearray, most: int) -> bytearray:
     prefix = _DATA_URI.match(text)
     text = text[prefix.end() if prefix else 0 :].replace("\r", "").replace("\n", "")  # MIME's base64 has lines
     if len(text) // 4 * 3 - 2 > most:
-        raise UploadTooLarge(f"more than {most} bytes in one file")
+        raise UploadTooLarge(f"more than {most} bytes in one file (VIT_MAX_UPLOAD_BYTES)")
     try:
         return bytearray(base64.b64decode(text, validate=True))
     except (binascii.Error, ValueError):
@@ -287,7 +287,7 @@ class _Form:
         if self._field is None or self._field.decode("latin-1") not in self._limits.fields:
             return
         if len(self._files) >= self._limits.files:
-            raise TooManyImages(f"more than {self._limits.files} file(s) in one request")
+            raise TooManyImages(f"more than {self._limits.files} file(s) in one request (VIT_MAX_IMAGES_PER_REQUEST)")
         if self._files:
             self._on_further_file()
         self._current = bytearray()
@@ -299,7 +299,7 @@ class _Form:
             return
         self._current += data[start:end]
         if len(self._current) > self._limits.file_bytes:
-            error = UploadTooLarge(f"more than {self._limits.file_bytes} bytes in one file")
+            error = UploadTooLarge(f"more than {self._limits.file_bytes} bytes in one file (VIT_MAX_UPLOAD_BYTES)")
             if self._limits.files == 1:
                 raise error
             self._files[-1], self._current = error, None  # the other files of the request may be fine

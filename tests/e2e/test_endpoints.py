@@ -248,5 +248,21 @@ def test_keys_cors_json_logs_and_short_memories(serve: Serve, pictures: Pictures
     requests = [line for line in lines if line.get("path") == "/classify"]
     assert [line["status"] for line in requests] == [401, 401, 200]
     assert requests[-1]["request_id"] == answer.headers["x-request-id"]
+    assert requests[-1] | {"message": "request", "client": "127.0.0.1", "model": CHECKPOINT_NAME} == requests[-1]
+    assert requests[-1]["bytes_in"] == len(pictures.files[0])
+    assert requests[-1]["bytes_out"] == len(answer.content)
+    assert {"read_ms", "decode_ms", "queue_ms", "inference_ms"} <= requests[-1].keys()
+    assert requests[0]["code"] == "unauthorized"
     assert "alpha" not in server.log
     assert "beta" not in server.log
+
+
+@pytest.mark.parametrize(("trusted", "client"), [(None, "127.0.0.1"), ("127.0.0.1", "203.0.113.7")])
+def test_a_forwarded_address_is_believed_of_a_trusted_proxy_alone(
+    trusted: str | None, client: str, serve: Serve, pictures: Pictures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if trusted is not None:
+        monkeypatch.setenv("FORWARDED_ALLOW_IPS", trusted)
+    server = serve(log_format="json")
+    server.classify(pictures.files[0], headers={"X-Forwarded-For": "203.0.113.7"}).raise_for_status()
+    until(lambda: f'"client": "{client}"' in server.log)

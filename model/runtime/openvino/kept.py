@@ -246,7 +246,8 @@ class Keep:
             facts = {"files": files, "checkpoint": kept, "parameters": parameters, "dtype": dtype}
             return self.entry.put(graph, facts | {"largest_layer": largest_layer(checkpoint.config)})
         except (OSError, RuntimeError, ValueError) as error:
-            logger.warning("the graph is not kept, and is made again at each start: %s", first_line(error))
+            reason = first_line(error)
+            logger.warning("the graph is not kept (VIT_CACHE_DIR names the folder), and is made again: %s", reason)
             return graph
 
 

@@ -146,6 +146,7 @@ class Calls:
         metrics, path = self._service.metrics, f"/{GRPC_SERVICE}/{method}"
         call = Call(context, self._arrivals, self._service)
         trailers = [("x-request-id", call.request_id)]
+        details: dict[str, object] = {"client": call.caller}
         status, name, refusal = CLIENT_DISCONNECTED, None, None
         counted = path not in PROBES
         if counted:
@@ -164,6 +165,7 @@ class Calls:
             if problem.code == INTERNAL_ERROR:
                 logger.exception("request %s failed", call.request_id)
             metrics.rejected.labels(problem.code).inc()
+            details["code"] = problem.code
             await hold_back(error)
             status, refusal = problem.status, refusal_of(problem)
             seconds = problem.headers.get("Retry-After")
@@ -175,7 +177,8 @@ class Calls:
             if counted:
                 metrics.inflight.dec()
             seconds_taken = self._service.clock() - call.started
-            self._count(Answered("gRPC", path, status, seconds_taken, call.request_id, name), path, refusal=refusal)
+            answered = Answered("gRPC", path, status, seconds_taken, call.request_id, name, details)
+            self._count(answered, path, refusal=refusal)
 
 
 def _encode(document: Mapping[str, Any], message: Message) -> bytes:

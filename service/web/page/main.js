@@ -19,7 +19,8 @@ const TOP_K = [1, 3, 5, 10, 20, 50];
 
 const emptyMap = document.querySelector("figure.map").cloneNode(true);
 let shown = null; // the picture on screen
-let picked = false; // by the user, and not by the page
+let latest = []; // the pictures that came last
+let picked = false; // the shown one was chosen by the user, and not by the page
 let service = null;
 let reached = false; // the service has answered, whatever it said
 let keyTried = false;
@@ -133,6 +134,7 @@ function addFiles(files) {
     list.update(picture);
     picture.decode().then(() => pictureChanged(picture));
   }
+  latest = added;
   picked = false;
   show(added[0]);
   if (service) queue.add(added);
@@ -179,8 +181,8 @@ function pictureChanged(picture) {
   list.update(picture);
   showProgress();
   if (picture === shown) showPicture();
-  // The first that is answered is shown, unless the user looks at another.
-  else if (picture.state === "answered" && !picked && hasNothing(shown)) show(picture);
+  // The first of them that is answered is shown, unless the user looks at another.
+  else if (picture.state === "answered" && !picked && hasNothing(shown) && latest.includes(picture)) show(picture);
   return undefined;
 }
 

@@ -82,9 +82,11 @@ export class MapPanel {
 
   nameOf(index) { return `${this.labelOf(index)} (${index})`; }
 
-  labelOf(index) {
+  labelOf(index) { return this.knownLabel(index) ?? `class ${index}`; }
+
+  knownLabel(index) {
     const answered = this.picture?.answer?.predictions.find((prediction) => prediction.index === Number(index));
-    return answered?.label ?? this.service.labels[index] ?? `class ${index}`;
+    return answered?.label ?? this.service.labels[index];
   }
 
   indexOf(text) {
@@ -155,7 +157,7 @@ export class MapPanel {
     try {
       const found = await picture.map(this.query);
       if (wanted !== this.wanted) return;
-      if (found.label && found.label !== this.labelOf(found.class)) {
+      if (found.label && found.label !== (this.knownLabel(found.class) ?? found.label)) {
         this.onOther();
         return;
       }

@@ -1,16 +1,18 @@
 // The model behind the page, and which answers are its own: the one place that knows the model of an answer.
 
 import { send } from "./api.js";
+import { FUSED } from "./picture.js";
 
 const SHOWN = 12; // labels that the first view names
 
 export class Service {
   constructor(model) {
     this.model = model;
-    this.methods = model.attention_methods;
-    this.ofTexts = model.templates !== null && model.templates !== undefined; // it compares pictures with words
-    this.asksLabels = this.ofTexts && model.classes === 0;
+    this.asksLabels = Boolean(model.templates) && model.classes === 0; // it compares pictures with words that are given
+    // Labels that are given have relevance too, which a model without any does not name.
+    this.methods = this.asksLabels && model.attention_methods.length ? [FUSED, ...model.attention_methods] : model.attention_methods;
     this.labels = [];
+    this.asked = undefined; // the labels as a request has them
   }
 
   /** Ask which model answers now. Its labels come later: a thousand of them are not needed for the first answer. */

@@ -1,23 +1,39 @@
 """GET / and GET /docs: pages with a strict policy, the files that they load from this host alone, and /openapi.json.
 
-Browsers ask for a file again each time, and are answered with 304 while it is the same.
+Browsers ask for a file again each time, and are answered with 304 while it is the same. Who asks for the page will soon
+ask for a map, whose first computation after a start takes seconds: it is done meanwhile.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import hashlib
+import logging
 import re
 from collections.abc import Awaitable, Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
+from weakref import WeakSet
 
+import numpy as np
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from model.outputs import MapRequest, RequestedOutputs, methods_of
+from service.engine.base import Engine
+from service.engine.messages import InferenceRequest
+from service.errors import ServiceError
+from service.models.model import Generation
+from service.web.request import Service, service_of
 from service.web.routes.endpoint import Endpoint
+
+logger = logging.getLogger("vitserve")
+
+_PREPARE_SECONDS: Final = 60.0
+"""Seconds within which the model must begin with the map that prepares the others."""
 
 _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
@@ -50,6 +66,9 @@ _FILES: Final = {
 PUBLIC: Final = frozenset({"/openapi.json", *_FILES})
 """Paths that are open even when keys are set: the page asks for the key."""
 
+_prepared: WeakSet[Generation[Engine]] = WeakSet()
+_preparing: set[asyncio.Task[None]] = set()
+
 router = APIRouter(include_in_schema=False, route_class=Endpoint)
 
 
@@ -64,6 +83,8 @@ def _endpoint(url: str, path: Path) -> Callable[[Request], Awaitable[Response]]:
     media_type = _MEDIA_TYPES.get(Path(url).suffix, "text/html")
 
     async def file(request: Request) -> Response:
+        if url == "/":
+            _prepare_maps(service_of(request))
         content, tag = _content(path)
         headers = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
         if media_type == "text/html":
@@ -81,6 +102,30 @@ def _endpoint(url: str, path: Path) -> Callable[[Request], Awaitable[Response]]:
         return Response(content, headers=headers, media_type=media_type)
 
     return file
+
+
+def _prepare_maps(service: Service) -> None:
+    """Begin with a map of an empty picture, once for each version of the model that the service has."""
+    generation = service.models.current
+    info = generation.engine.info
+    if info is None or not generation.engine.ready or generation in _prepared:
+        return
+    _prepared.add(generation)
+    if "relevance" in methods_of(info.config):
+        requested = RequestedOutputs(1, MapRequest("relevance"))
+        picture = InferenceRequest(np.zeros(info.input_shape, np.uint8), requested)
+        task = asyncio.create_task(_compute(generation, picture))
+        _preparing.add(task)
+        task.add_done_callback(_preparing.discard)
+
+
+async def _compute(generation: Generation[Engine], picture: InferenceRequest) -> None:
+    """Let a model compute a picture for nobody."""
+    try:
+        with generation.request():
+            await generation.engine.infer(picture, timeout=_PREPARE_SECONDS)
+    except ServiceError as error:
+        logger.info("the first map will take longer: %s", error)
 
 
 @lru_cache

@@ -70,17 +70,35 @@ def test_layer_and_head_are_switched_and_two_maps_stand_side_by_side(open_page: 
         expect(page.locator("figure.map")).to_have_count(1)
 
 
-def test_opacity_and_patches(open_page: Open) -> None:
+def test_a_map_is_drawn_as_the_service_draws_it(open_page: Open, server: Served) -> None:
+    look = "overlay=false&caption=false&size=256"
+    png = server.client.post(f"/attention?{look}", content=DOG.read_bytes()).content
+    region = server.client.post("/attention?format=json", content=DOG.read_bytes()).json()["region"]
+    with Image.open(io.BytesIO(png)) as drawn, Image.open(DOG) as photo:
+        expected, width = np.asarray(drawn.convert("RGB")).astype(int), photo.width
     with open_page() as found:
         page = found.page
         choose(page, DOG)
         map_shown(page)
         smooth = pixels(page, ".heat")
+        scale = smooth.shape[1] / width
+        left, top, across, down = (round(scale * region[name]) for name in ("x", "y", "width", "height"))
+        seen = Image.fromarray(smooth[top : top + down, left : left + across]).resize((256, 256))
+        actual = np.asarray(seen).astype(int)
+        strong = actual[..., 3] > 128
+        assert strong.any()
+        assert np.abs(actual[..., :3] - expected)[strong].mean() < 8
         page.get_by_label("Smooth").uncheck()
         squares = pixels(page, ".heat")
         assert len(np.unique(squares[..., 3])) <= 64 < len(np.unique(smooth[..., 3]))
         page.get_by_label("Opacity of the map").fill("25")
         expect(page.locator(".heat")).to_have_css("opacity", "0.25")
+        # The photo alone, while the button is held.
+        page.get_by_role("button", name="Hold to see the photo").hover()
+        page.mouse.down()
+        assert not pixels(page, ".heat").any()
+        page.mouse.up()
+        assert pixels(page, ".heat").any()
 
 
 def test_a_patch_tells_its_share_to_pointer_and_keyboard(open_page: Open, server: Served) -> None:
@@ -166,6 +184,19 @@ def test_a_label_is_clicked_and_its_map_is_drawn_beside_that_of_another(open_pag
         shown = document["maps"][0]
         query = f"/attention?id={shown['id']}&method=relevance&class={chosen}&format=json"
         np.testing.assert_allclose(shown["values"], server.get(query).json()["values"], atol=1e-6)
+        # Two maps share a scale, and a class is searched by its name.
+        [high, other] = page.locator(".high").all_inner_texts()
+        assert high == other
+        open_choices(page, 1)
+        page.locator(".class").nth(1).fill("fro")
+        expect(page.locator("datalist").nth(1).locator("option")).to_have_attribute(
+            "value", re.compile(r"^frog \(6\)$")
+        )
+        page.keyboard.press("Enter")
+        expect(page.locator(".class").nth(1)).to_have_value("frog (6)")
+        expect(page.locator(".readout").nth(1)).to_have_text(
+            re.compile("^(Coloured: what spoke|Little speaks) for frog")
+        )
         # What has no layer offers none.
         expect(page.locator(".layer").first).to_be_hidden()
 
@@ -186,14 +217,16 @@ def test_every_method_is_drawn(open_page: Open, server: Served) -> None:
 def test_the_map_lies_where_the_model_looked_on_the_original(open_page: Open, server: Served) -> None:
     wide = io.BytesIO()
     with Image.open(DOG) as picture:
-        picture.resize((300, 100)).save(wide, "JPEG")
+        picture.resize((600, 100)).save(wide, "JPEG")
     region = server.client.post("/attention?format=json", content=wide.getvalue()).json()["region"]
     with open_page() as found:
         choose(found.page, {"name": "wide.jpg", "mimeType": "image/jpeg", "buffer": wide.getvalue()})
         map_shown(found.page)
         heat = pixels(found.page, ".heat")
         rows, across = heat.shape[:2]
-        assert rows * 3 == pytest.approx(across, abs=3)
+        assert rows * 6 == pytest.approx(across, abs=6)
         left, right = region["x"], region["x"] + region["width"]
-        columns = np.flatnonzero(heat[..., 3].any(axis=0)) * 300 / across
+        columns = np.flatnonzero(heat[..., 3].any(axis=0)) * 600 / across
+        box = found.page.locator(".map .stack").bounding_box()
+        assert box is not None and box["height"] > 200  # not a strip of a few pixels
         assert left - 2 <= columns.min() <= columns.max() <= right + 2

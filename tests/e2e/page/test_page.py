@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -106,6 +106,109 @@ def test_several_pictures_are_answered_each_and_can_be_looked_at(open_page: Open
         expect(thumbnails.nth(1)).to_have_attribute("aria-current", "true")
         assert answers(page)[0] == "dog"
         expect(thumbnails.nth(1)).to_have_attribute("aria-label", "dog.jpg: dog")
+
+
+def test_many_pictures_are_a_table(open_page: Open) -> None:
+    with open_page() as found:
+        found.refusals_expected = True
+        page = found.page
+        send_event(page, "drop", [HARBOUR, DOG] * 5)
+        late: dict[str, object] = {"name": "late.jpg", "mimeType": "", "buffer": DOG.read_bytes()}
+        choose(page, {"name": "notes, old.txt", "mimeType": "", "buffer": b"no picture"}, late)
+        expect(page.locator("tr.failed")).to_have_count(1)
+        rows = page.locator("tbody tr")
+        expect(rows.nth(9)).to_contain_text("dog.jpgdog9")
+        expect(page.locator("#photo-caption")).to_have_text("late.jpg")  # the first of them that was answered
+        page.locator("th button[data-by=score]").click()
+        expect(page.locator("th[aria-sort=descending]")).to_have_text("Score")
+        page.locator("th button[data-by=label]").focus()
+        for _ in range(3):
+            page.keyboard.press("Tab")
+        expect(page.locator("tr:focus")).to_have_attribute("aria-selected", "true")  # one stop for all rows
+        page.keyboard.press("End")
+        expect(rows.last).to_be_focused()
+        page.keyboard.press("ArrowUp")
+        expect(rows.nth(10)).to_have_attribute("aria-selected", "true")
+        expect(rows.nth(10)).to_be_in_viewport(ratio=1)
+        page.get_by_label("Filter").fill("dog")
+        expect(rows).to_have_count(6)
+        page.get_by_label("Filter").fill("")
+        with page.expect_download() as saved:
+            page.get_by_role("button", name="Download CSV").click()
+        lines = Path(saved.value.path()).read_text().splitlines()
+        assert lines[0] == "file,label,score,abstained,error"
+        assert re.match(r"(dog|late)\.jpg,dog,0\.9", lines[1])
+        assert lines[-1].startswith('"notes, old.txt",,,,')
+        rows.nth(9).focus()
+        page.keyboard.press("Delete")
+        expect(rows).to_have_count(11)
+        page.get_by_role("button", name="Clear").click()
+        expect(page.locator("tbody tr, #where:visible, #answer:visible")).to_have_count(0)
+
+
+def test_another_model_behind_the_page_begins_anew(open_page: Open, server: Served) -> None:
+    model, answer = server.get("/model").json(), server.classify(DOG.read_bytes(), "attention=relevance").json()
+    with open_page() as found:
+        page = found.page
+        choose(page, DOG)
+        map_shown(page)
+        page.route("**/model", lambda route: route.fulfill(json=model | {"name": "other"}))
+        answer |= {"model": "other", "predictions": [{"label": "loaf", "index": 7, "score": 0.9}]}
+        answer["attention"] |= {"label": "loaf", "class": 7}
+        page.route("**/classify?*", lambda route: route.fulfill(json=answer))
+        page.route("**/labels", lambda route: route.fulfill(json={"model": "other", "labels": ["loaf"] * 10}))
+        choose(page, HARBOUR)
+        expect(page.locator("#notice")).to_contain_text("The model changed")
+        expect(page.locator("#model")).to_contain_text("other on")
+        expect(page.locator("#pictures button[aria-label$=': loaf']")).to_have_count(2)
+        map_shown(page)
+        # A map of another model, whose answer the page has not heard of.
+        page.unroute("**/model")
+        page.unroute("**/classify?*")
+        page.evaluate("document.querySelector('#notice').textContent = ''")
+        map_of_other = answer["attention"] | {"label": "pie", "class": 3}
+        page.route("**/attention?*", lambda route: route.fulfill(json=map_of_other))
+        open_choices(page)
+        page.locator(".class").fill("loaf (3)")
+        expect(page.locator("#notice")).to_contain_text("The model changed")
+        expect(page.locator("#pictures button[aria-label='dog.jpg: dog']")).to_have_count(1)
+
+
+def test_a_model_of_words_has_a_box_for_them_and_one_without_maps_shows_the_picture(
+    open_page: Open, server: Served
+) -> None:
+    model, answer = server.get("/model").json(), server.classify(DOG.read_bytes()).json()
+    described = model | {"classes": 0, "templates": ["a photo of {}."], "attention_methods": []}
+    with open_page() as found:
+        page = found.page
+        page.route("**/model", lambda route: route.fulfill(json=described))
+        page.route("**/classify?*", lambda route: route.fulfill(json=answer))
+        page.reload()
+        expect(page.locator("#knows")).to_contain_text("words of your own")
+        page.get_by_label("What may it be?").fill("a party hat, dog,")
+        with page.expect_request("**/classify?*") as sent:
+            page.get_by_role("button", name="Use these").click()
+            choose(page, DOG)
+        assert parse_qs(urlsplit(sent.value.url).query)["labels"] == ['["a party hat","dog"]']
+        assert answers(page)[0] == "dog"
+        assert pixels(page, ".map .base")[..., :3].std() > 20
+        expect(page.locator(".hold:visible, .choices:visible, #more:visible")).to_have_count(0)
+
+
+def test_an_address_is_no_picture_and_answers_are_told_aloud(open_page: Open) -> None:
+    with open_page() as found:
+        page = found.page
+        page.evaluate(
+            """() => {
+              const data = new DataTransfer();
+              data.setData("text/plain", "https://example.org/cat.jpg");
+              document.body.dispatchEvent(new ClipboardEvent("paste", { clipboardData: data, bubbles: true }));
+            }"""
+        )
+        expect(page.get_by_role("status").filter(has_text="This is an address")).to_be_visible()
+        expect(page.locator("#knows")).to_have_text(re.compile("^This one knows: airplane, automobile, "))
+        choose(page, DOG)
+        expect(page.locator("#said[role=status]")).to_have_text(re.compile(r"^dog\.jpg: dog, 9\d"))
 
 
 def test_what_a_proxy_says_is_told_in_plain_words(open_page: Open) -> None:
@@ -326,6 +429,9 @@ def test_axe_finds_nothing(open_page: Open, options: dict[str, object]) -> None:
         page.get_by_label("Compare two maps").check()
         map_shown(page, 1)
         page.get_by_text("The same with curl").click()
+        open_choices(page)
+        send_event(page, "drop", [HARBOUR] * 3)
+        expect(page.locator("tbody tr")).to_have_count(4)
         after = axe.run(page)
         assert after.violations_count == 0, after.generate_report()
 
