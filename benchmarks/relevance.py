@@ -18,8 +18,7 @@ from benchmarks import checkpoints
 from benchmarks.record import RESULTS, Record, table
 from model.checkpoint import load_checkpoint
 from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
-from model.runtime.backend import CompileMode
-from model.runtime.batches import BatchRequest
+from model.runtime.backend import BatchRequest, CompileMode
 from model.runtime.openvino.backend import OpenVino
 from model.runtime.predictor import Predictor
 

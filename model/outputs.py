@@ -286,7 +286,7 @@ class AttentionMap:
         kept_mass: share of the attention, or of what the method finds, that fell on patches; the rest went to the
             prefix tokens.
         score: of the class, with a class-specific method.
-        evidence: how much speaks for the class, 0 ... 1, with a class-specific method; see `Postprocess.evidence`.
+        evidence: how much speaks for the class, 0 ... 1, with a class-specific method; see `model.heads.Head.evidence`.
     """
 
     request: MapRequest

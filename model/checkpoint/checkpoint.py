@@ -40,6 +40,7 @@ class Checkpoint:
         config, preprocess: see `model.config`.
         labels: a human description for each class, in index order; may repeat.
         tensors: float32 on the CPU, keyed as the network names its parameters; see `meta_tensors`.
+            Here, and not in a file, the head's are told from the backbone's, by the network's names.
         temperature: logits are divided by it before the softmax (Guo et al. 2017).
         multi_label: scores are independent sigmoids instead of one softmax.
         revision: commit of a hub id; None for a local path.

@@ -46,7 +46,6 @@ _FOREIGN: Final = {
 
 SUFFIXES: Final = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl", ".npz")
 _DAMAGED: Final = ", or damaged, or it holds more than arrays: compare its size and checksum with the original's"
-_NOT_NPZ: Final = f"not a valid .npz file{_DAMAGED}"
 _NOT_TORCHS: Final = (
     "not a file that torch.save wrote, but damaged, or of a program other than torch: compare its size and checksum "
     "with the original's"

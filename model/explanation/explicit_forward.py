@@ -77,11 +77,8 @@ def weigh_pool(pool: AttentionPool, x: Tensor) -> Weighed:
     Args:
         x: the tokens after the final norm, [B, N, D].
     """
-    seen = x[:, pool.skipped :]
-    q = pool.q(pool.latent).unflatten(2, (pool.heads, pool.head_dim)).transpose(1, 2)
-    k, v = pool.kv(seen).unflatten(2, (2, pool.heads, pool.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
-    scores = (q * pool.head_dim**-0.5) @ k.transpose(-2, -1)
-    return Weighed(scores.float().softmax(dim=-1), v)
+    q, k, v = pool.project(x)
+    return Weighed(pool.weights(q, k), v)
 
 
 def over_all_tokens(seen: Tensor, config: ViTConfig) -> Tensor:

@@ -15,6 +15,7 @@ other may be in the hands of whoever wrote the picture.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -63,7 +64,10 @@ _ALLOWED_CALLS: Final = (
     *("clock_gettime", "clock_nanosleep", "gettimeofday", "getrandom", "getpid", "gettid", "sched_yield"),
     *("exit", "exit_group"),
 )
-"""System calls that decoding needs; any other fails with EPERM."""
+"""System calls that decoding needs, beside those that begin a thread, as libde265 does; any other fails with EPERM."""
+
+_CLONE_THREAD: Final = 0x10000
+"""Flag of clone(2): a thread of this process, and not another process."""
 
 
 def main() -> None:
@@ -138,6 +142,8 @@ def _confine() -> bool:
             calls = seccomp.SyscallFilter(seccomp.ERRNO(1))  # EPERM
             for call in _ALLOWED_CALLS:
                 calls.add_rule(seccomp.ALLOW, call)
+            calls.add_rule(seccomp.ALLOW, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, _CLONE_THREAD, _CLONE_THREAD))
+            calls.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags lie in memory; libc then takes clone
             calls.load()
         except (OSError, RuntimeError, ValueError):  # a kernel without filters, or a library without a name
             return False

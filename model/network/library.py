@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -116,14 +115,13 @@ def largest_layer(config: NetworkConfig) -> int:
     Raises:
         CheckpointError: a library does not make this network, or it does not take pictures of its size.
     """
-    return config.largest_layer if isinstance(config, ViTConfig) else measured_layer(config.model_dump_json())
+    return config.largest_layer if isinstance(config, ViTConfig) else _measured_layer(config.model_dump_json())
 
 
 @functools.lru_cache(maxsize=8)
-def measured_layer(described: str) -> int:
-    """Return `largest_layer` of a configuration in JSON, as a pass measures it that allocates nothing."""
-    kind = LibraryConfig if "library" in json.loads(described) else ViTConfig
-    config: NetworkConfig = kind.model_validate_json(described)
+def _measured_layer(described: str) -> int:
+    """Return `largest_layer` of a library's configuration in JSON, as a pass measures it that allocates nothing."""
+    config = LibraryConfig.model_validate_json(described)
     network, largest = meta_network(config).eval(), [0]
 
     def record(_: nn.Module, __: object, output: object) -> None:

@@ -90,17 +90,23 @@ class AttentionPool(nn.Module):
 
         Tokens that the pooling does not look at have attention 0.
         """
-        batch, _, width = x.shape
-        seen = x[:, self.skipped :]
-        q = self.q(self.latent).reshape(1, 1, self.heads, self.head_dim).transpose(1, 2).expand(batch, -1, -1, -1)
-        k, v = self.kv(seen).reshape(batch, -1, 2, self.heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
-        row = None
-        if return_attention:
-            scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)  # [B, heads, 1, seen]
-            row = F.pad(scores.float().softmax(dim=-1).squeeze(2), (self.skipped, 0))
-        pooled = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, width)
-        pooled = self.proj(pooled)
+        q, k, v = self.project(x)
+        row = F.pad(self.weights(q, k).squeeze(2), (self.skipped, 0)) if return_attention else None
+        pooled = self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(1))
         return pooled + self.mlp(self.norm(pooled)), row
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the query [B, heads, 1, head_dim], and keys and values of what it looks at, of [B, N, D]."""
+        by_head = (self.heads, self.head_dim)
+        q = self.q(self.latent).unflatten(2, by_head).transpose(1, 2).expand(x.shape[0], -1, -1, -1)
+        k, v = self.kv(x[:, self.skipped :]).unflatten(2, (2, *by_head)).permute(2, 0, 3, 1, 4).unbind(0)
+        return q, k, v
+
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        """Return the attention weights of the query, float32 [B, heads, 1, seen]."""
+        scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
+        weights: Tensor = scores.float().softmax(dim=-1)
+        return weights
 
 
 _HEADS: Final = ("head.", "head_dist.")

@@ -15,19 +15,17 @@ from model.cores import compute_threads
 from model.errors import DeviceError
 from model.network.library import largest_layer
 from model.network.vit import count_parameters
-from model.runtime.backend import Backend, CompileMode, Parts
-from model.runtime.batches import captured_sizes
-from model.runtime.cpu import ThreadPolicy, default_batch, default_streams
+from model.runtime.backend import Backend, CompileMode, Parts, ThreadPolicy, captured_sizes
+from model.runtime.cpu import default_batch, default_streams
 from model.runtime.cuda.backend import Cuda
 from model.runtime.cuda.batch_launcher import DeviceOps
 from model.runtime.cuda.ops import CudaOps
 from model.runtime.device import choose_device, choose_dtype, gpu_identifier
-from model.runtime.openvino.backend import REASON, LazyTorch, OpenVino, unsupported_reason
+from model.runtime.openvino.backend import REASON, OpenVino, unsupported_reason
 from model.runtime.openvino.kept import Keep
 from model.runtime.openvino.network import OpenVinoNetwork
-from model.runtime.openvino.tracing import trace
-from model.runtime.torch_backend import TorchOptions
-from model.runtime.torch_cpu import TorchCpu
+from model.runtime.openvino.tracing import traced_network
+from model.runtime.torch_backend import TorchCpu, TorchOptions
 
 logger = logging.getLogger(__name__)
 
@@ -102,23 +100,18 @@ def build(checkpoint: Checkpoint, options: PredictorOptions) -> Parts:
 
 def _openvino(run: TorchOptions, threads: ThreadPolicy, streams: int, parameters: int, keep: Keep | None) -> OpenVino:
     """Return the backend; raises DeviceError where OpenVINO does not compute what torch does."""
-    checkpoint = run.checkpoint
 
     def network(model: TorchOptions, *, relevance: bool) -> OpenVinoNetwork:
-        graph = trace(model, relevance=relevance)
-        if keep is not None:
-            graph = keep.stage(graph)
-        made = OpenVinoNetwork(graph, run.dtype_name, threads=threads.count, streams=streams)
-        if keep is not None:
-            keep.save(relevance, checkpoint, parameters, run.dtype_name)
-        return made
+        return traced_network(model, parameters, keep, relevance=relevance, threads=threads.count, streams=streams)
 
     def with_relevance() -> OpenVinoNetwork:
         torch.set_num_threads(1)  # of the calling thread
         # Of the checkpoint's own tensors, which are the constants of the first network's graphs already.
-        return network(replace(run, model=checkpoint.build()), relevance=True)
+        return network(replace(run, model=run.checkpoint.build()), relevance=True)
 
     plain = network(run, relevance=False)
-    fallback = LazyTorch(lambda: TorchCpu(replace(run, compile_mode="off"), threads))
-    fallback.load()
-    return OpenVino(plain, run.head, threads, fallback, with_relevance)
+    made = OpenVino(
+        plain, run.head, threads, lambda: TorchCpu(replace(run, compile_mode="off"), threads), with_relevance
+    )
+    made.load_torch()
+    return made

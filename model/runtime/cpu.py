@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import threading
 from pathlib import Path
 from typing import Final
 
@@ -43,29 +42,6 @@ def default_batch(largest_layer: int) -> int:
 def default_streams(threads: int) -> int:
     """Return how many batches compute at the same time where no number is chosen."""
     return min(_STREAMS, threads)
-
-
-class ThreadPolicy:
-    """Gives a batch all threads when it is alone, and one when others compute beside it.
-
-    A batch on a single thread needs no barrier between operators, at which threads wait for each other longest when
-    the machine is busy; a lone batch is done sooner with all `count` of them. It is a context manager around the
-    computation, and enters with whether it is alone. Explanations count as a batch, though they always take one thread.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._lock = threading.Lock()
-        self._running = 0
-
-    def __enter__(self) -> bool:
-        with self._lock:
-            self._running += 1
-            return self._running == 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._running -= 1
 
 
 def keep_freed_memory() -> bool:

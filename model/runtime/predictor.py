@@ -32,8 +32,7 @@ from model.outputs import (
     embedding_name,
     faded,
 )
-from model.runtime.backend import Compilation, Parts, batch_too_large, trial_images
-from model.runtime.batches import BatchRequest, Images, launch_size
+from model.runtime.backend import BatchRequest, Compilation, Images, Parts, batch_too_large, launch_size, trial_images
 
 if TYPE_CHECKING:
     from model.checkpoint import Checkpoint

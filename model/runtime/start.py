@@ -10,17 +10,16 @@ from model.calibration import CALIBRATION_FILE
 from model.cores import compute_threads
 from model.errors import CheckpointChanged, DeviceError, VitError
 from model.heads import Floats, own_head
-from model.runtime.backend import Parts
-from model.runtime.cpu import ThreadPolicy, default_batch, default_streams
-from model.runtime.openvino.backend import REASON, LazyTorch, OpenVino
+from model.runtime.backend import Parts, ThreadPolicy
+from model.runtime.cpu import default_batch, default_streams
+from model.runtime.openvino.backend import REASON, OpenVino
 from model.runtime.openvino.kept import Entry, Keep, KeptCheckpoint, Manifest
-from model.runtime.openvino.network import NetworkGraph, OpenVinoNetwork
+from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.predictor import Predictor
 
 if TYPE_CHECKING:
     from model.checkpoint import Checkpoint
-    from model.runtime.torch_backend import TorchOptions
-    from model.runtime.torch_cpu import TorchCpu
+    from model.runtime.torch_backend import TorchCpu, TorchOptions
 
 
 class _Torch:
@@ -71,7 +70,7 @@ class _Torch:
     def backend(self) -> TorchCpu:
         """Return torch's backend; raises as `checkpoint`."""
         options = self.options()
-        from model.runtime.torch_cpu import TorchCpu  # noqa: PLC0415
+        from model.runtime.torch_backend import TorchCpu  # noqa: PLC0415
 
         return TorchCpu(options, self._threads)
 
@@ -80,19 +79,16 @@ class _Torch:
         manifest, kept = self._manifest, self._entry.load(relevance=True)
         # Another process may have kept a graph of other weights, which took the place of these on disk.
         if kept is not None and kept[0].files == manifest.files:
-            return self._network(kept[1])
+            return OpenVinoNetwork(kept[1], manifest.dtype, threads=self._threads.count, streams=self._streams)
         from model.checkpoint.local_files import recording  # noqa: PLC0415
-        from model.runtime.openvino.tracing import trace  # noqa: PLC0415
+        from model.runtime.openvino.tracing import traced_network  # noqa: PLC0415
 
         with recording() as files:
             options = self.options()
-        keep = Keep(self._entry, files)
-        network = self._network(keep.stage(trace(options, relevance=True)))
-        keep.save(True, options.checkpoint, manifest.parameters, manifest.dtype)
-        return network
-
-    def _network(self, graph: NetworkGraph) -> OpenVinoNetwork:
-        return OpenVinoNetwork(graph, self._manifest.dtype, threads=self._threads.count, streams=self._streams)
+        keep, threads = Keep(self._entry, files), self._threads.count
+        return traced_network(
+            options, manifest.parameters, keep, relevance=True, threads=threads, streams=self._streams
+        )
 
 
 def kept_predictor(
@@ -127,7 +123,7 @@ def kept_predictor(
     if checkpoint.zero_shot is not None:
         checkpoint = checkpoint.model_copy(update={"embed_texts": torch.embed_texts})
     head = own_head(checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label)
-    backend = OpenVino(network, head, policy, LazyTorch(torch.backend), torch.with_relevance)
+    backend = OpenVino(network, head, policy, torch.backend, torch.with_relevance)
     largest = max_batch or default_batch(manifest.largest_layer)
     parts = Parts("cpu", manifest.dtype, None, manifest.parameters, largest, streams, backend, REASON)
     return Predictor(checkpoint, parts)

@@ -1,10 +1,11 @@
-"""The common base of the backends that run the network in torch, on the CPU or on CUDA."""
+"""The backends that run the network in torch: their common base, and the one on the CPU."""
 
 from __future__ import annotations
 
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,16 +20,37 @@ from model.errors import DeviceError, first_line
 from model.explanation.folded_weights import fold
 from model.explanation.methods import explain
 from model.heads import Head, own_head
-from model.network.layers.attention import Attention, chunked_attention, mean_row_at_once
+from model.network.layers.attention import Attention, chunked_attention
 from model.network.layers.patch_embed import PatchEmbed
 from model.network.layers.rotary import Rotary
 from model.network.library import Classifier
 from model.network.vit import VisionTransformer, count_parameters
 from model.outputs import MapRequest
-from model.runtime.backend import Compilation, CompilationState, CompileMode
-from model.runtime.batches import BatchOutputs, BatchRequest
-from model.runtime.compilation import plan_compilation, strict_compiler
-from model.runtime.torch_pass import Normalise, run_network
+from model.runtime.backend import (
+    SIZES,
+    BatchOutputs,
+    BatchRequest,
+    Compilation,
+    CompilationState,
+    CompileMode,
+    HostOutputs,
+    Images,
+    ThreadPolicy,
+    compute_in_pieces,
+    stacked,
+    trial_images,
+    with_best,
+)
+from model.runtime.cpu import keep_freed_memory
+from model.runtime.torch_pass import (
+    Network,
+    Normalise,
+    compiled_network,
+    on_host,
+    plan_compilation,
+    run_network,
+    strict_compiler,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +92,6 @@ def choose_kernels(model: Classifier, device: torch.device) -> None:
             module.fix()
         elif isinstance(module, Attention) and device.type == "cpu":
             module.attend = chunked_attention
-        elif isinstance(module, Attention):
-            module.mean_row = mean_row_at_once
         elif isinstance(module, PatchEmbed):
             module.as_product = device.type == "cuda"
 
@@ -149,3 +169,47 @@ class TorchBackend(ABC):
     @abstractmethod
     def _take_compiled(self) -> None:
         """Compile, and run what was compiled; it raises whatever the compiler raises."""
+
+
+class TorchCpu(TorchBackend):
+    """Torch on the CPU.
+
+    The process's heap is told to keep what a pass frees: see `keep_freed_memory`.
+    """
+
+    def __init__(self, options: TorchOptions, threads: ThreadPolicy) -> None:
+        super().__init__(options)
+        keep_freed_memory()
+        self.largest_tried = SIZES[-1]  # larger ones are cut
+        self.threads = threads
+        self._head = options.head
+        self._compiled: Network | None = None
+
+    @torch.inference_mode()
+    def predict(self, images: Images, request: BatchRequest) -> HostOutputs:
+        """See `Backend.predict`."""
+        network: Network = self.network
+        sizes: Sequence[int] = range(1, SIZES[-1] + 1)
+        if self._compiled is not None and request.of_network in self.usual:
+            network, sizes = self._compiled, SIZES
+        with self.threads as alone:
+            torch.set_num_threads(self.threads.count if alone else 1)  # of the calling thread
+            outputs = compute_in_pieces(
+                stacked(images), lambda piece: on_host(network(self.upload(piece), request)), sizes
+            )
+            return with_best(outputs, self._head, request.top_k)
+
+    def explain(
+        self, images: NDArray[np.uint8], targets: NDArray[np.int64] | NDArray[np.float32], request: MapRequest
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """See `Backend.explain`; it takes one thread, and leaves the others to the batches that are classified."""
+        with self.threads:
+            torch.set_num_threads(1)  # of the calling thread
+            return super().explain(images, targets, request)
+
+    def _take_compiled(self) -> None:
+        compiled = compiled_network(self._plain, self._normalise, self._folded, any_batch=False)
+        for size in reversed(SIZES):
+            for request in self.usual:
+                compiled(self.upload(trial_images(self.config, size)), request)
+        self._compiled = compiled

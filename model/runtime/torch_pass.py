@@ -1,9 +1,14 @@
-"""The network's pass in torch, from uint8 pixels to its outputs."""
+"""The network's pass in torch, from uint8 pixels to its outputs, uncompiled and compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import logging
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +18,7 @@ from model.explanation.folded_weights import FoldedWeights
 from model.explanation.relevance import KEPT, token_relevance
 from model.network.library import Classifier
 from model.network.vit import VisionTransformer
-from model.runtime.batches import BatchOutputs, BatchRequest, HostOutputs
+from model.runtime.backend import BatchOutputs, BatchRequest, Compilation, CompilationState, CompileMode, HostOutputs
 
 
 class Normalise(nn.Module):
@@ -76,3 +81,96 @@ def on_host(outputs: BatchOutputs[Tensor]) -> HostOutputs:
     """Return outputs as arrays, floats as float32."""
     floats = {name: each.float() if each.is_floating_point() else each for name, each in outputs.tensors().items()}
     return BatchOutputs.of({name: each.cpu().numpy() for name, each in floats.items()})
+
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Network = Callable[[Tensor, BatchRequest], BatchOutputs[Tensor]]
+"""(uint8 [B, H, W, C] on the device, request) -> the network's outputs there."""
+
+_RECOMPILE_LIMIT: Final = 256
+"""How often a function may be compiled in a process: dynamo's own limit over all of a function's callers."""
+
+
+def plan_compilation(mode: CompileMode, device: torch.device) -> Compilation:
+    """Return `COMPILING` where the network is to be compiled, else why it is not."""
+    if mode == "off":
+        return Compilation(CompilationState.OFF)
+    if mode == "auto" and device.type == "cpu":
+        return Compilation(CompilationState.SKIPPED, "off on the CPU unless asked for")
+    if shutil.which("g++") is None:
+        logger.warning("not compiled: no C++ compiler (g++) on this machine")
+        return Compilation(CompilationState.SKIPPED, "no C++ compiler (g++) on this machine")
+    return Compilation(CompilationState.COMPILING)
+
+
+@contextmanager
+def strict_compiler() -> Iterator[None]:
+    """Let torch compile in this context for every model that a process meets, and fail where it would give up.
+
+    By default it compiles a function eight times, and from then on runs it uncompiled in silence. Several models, kinds
+    of block and batch sizes need more.
+    """
+    with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True):
+        yield
+
+
+def compiled_network(
+    model: Classifier,
+    normalise: Callable[[Tensor], Tensor],
+    folded: FoldedWeights | None,
+    *,
+    any_batch: bool,
+    backend: str = "inductor",
+) -> Network:
+    """Return the network for uint8 pixels, compiled at its first runs.
+
+    The embedding and each kind of block are a graph: a whole pass for each request would take a multiple of the time
+    to compile. Where code is for any batch size and no map is asked for, the whole pass is one graph, in which
+    normalisation fuses with the patch embedding, and the end of a block with the norm that follows.
+
+    Args:
+        folded: see `model.explanation.relevance.token_relevance`.
+        any_batch: whether code is for any batch size, which on a CPU ran no faster than uncompiled.
+        backend: of `torch.compile`.
+    """
+    compiled = partial(_compiled, any_batch=any_batch, backend=backend)
+    whole = compiled(lambda pixels: run_network(model, normalise(pixels), BatchRequest()))
+    if not isinstance(model, VisionTransformer):
+        return lambda pixels, request: whole(pixels)
+    tensors: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    twin = copy.deepcopy(model, tensors)  # its modules are its own, its tensors the model's
+    embed = model.embed
+    twin.embed = compiled(lambda pixels: embed(normalise(pixels)))  # type: ignore[method-assign]
+    for block in twin.blocks:
+        block.forward = compiled(block.forward)
+
+    def network(pixels: Tensor, request: BatchRequest) -> BatchOutputs[Tensor]:
+        if any_batch and request.of_network == BatchRequest():
+            return whole(pixels)
+        return run_network(twin, pixels, request, folded)
+
+    return network
+
+
+def _compiled(function: Callable[P, T], *, any_batch: bool, backend: str) -> Callable[P, T]:
+    """Return a function that compiles itself, once for all sizes of its tensors' first dimension or for each.
+
+    Where it is for any size, a single row is computed uncompiled: it would be compiled once more.
+    """
+    compiled = torch.compile(function, dynamic=None if any_batch else False, backend=backend)
+    if not any_batch:
+        return compiled
+
+    def run(*arguments: P.args, **keywords: P.kwargs) -> T:
+        tensors = [each for each in arguments if isinstance(each, Tensor)]
+        if len(tensors[0]) == 1:
+            return function(*arguments, **keywords)
+        for tensor in tensors:
+            torch._dynamo.mark_dynamic(tensor, 0)
+        return compiled(*arguments, **keywords)
+
+    return run

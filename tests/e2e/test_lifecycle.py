@@ -136,6 +136,41 @@ def test_open_to_all_it_warns_once_and_ends_with_zero_when_nobody_asks_anything(
     assert "container" not in server.log
 
 
+class UntilNobodyListens(threading.Thread):
+    """Asks until nobody listens: a balancer that looks at /readyz is gone by then.
+
+    Attributes:
+        stopping: set once the service drains.
+        refused: set once nobody can connect any more.
+    """
+
+    stopping, refused = threading.Event(), threading.Event()
+
+    def __init__(self, url: str, pictures: Pictures, number: int) -> None:
+        super().__init__(daemon=True)
+        self.url, self.pictures, self.number = url, pictures, number
+        self.outcomes: Counter[str] = Counter()
+        self.wrong: object = None
+
+    def run(self) -> None:
+        try:
+            while self.ask():
+                pass
+        except (AssertionError, httpx.HTTPError, ValueError) as error:
+            self.wrong = error
+
+    def ask(self) -> bool:
+        index = (self.number + 16 * self.outcomes.total()) % len(self.pictures)
+        try:
+            response = httpx.post(f"{self.url}/classify?top_k=10", content=self.pictures.files[index], headers=KIND)
+        except httpx.TransportError:
+            assert self.refused.wait(PATIENCE)
+            return False
+        self.outcomes[f"{response.status_code} {'draining' if self.stopping.is_set() else 'before'}"] += 1
+        self.pictures.check(index, response.json())
+        return True
+
+
 def test_it_serves_through_the_delay_and_then_answers_whoever_was_accepted(serve: Serve, pictures: Pictures) -> None:
     """Then nobody can connect, and it finishes what it has, a body that is half here included."""
     server = serve(drain_delay=2, request_timeout=30)
@@ -145,44 +180,21 @@ def test_it_serves_through_the_delay_and_then_answers_whoever_was_accepted(serve
     assert idle.answer()[0] == 200
     until(lambda: server.metric("vit_inflight_requests") == 1)
 
-    stopping, refused = threading.Event(), threading.Event()
-    outcomes: Counter[str] = Counter()
-    lock = threading.Lock()
-    wrong: list[object] = []
-
-    def call(number: int) -> None:
-        """Ask until nobody listens: a balancer that looks at /readyz is gone by then."""
-        for turn in range(10_000):
-            index = (number + 16 * turn) % len(pictures)
-            try:
-                response = httpx.post(f"{server.url}/classify?top_k=10", content=pictures.files[index], headers=KIND)
-            except httpx.TransportError:
-                assert refused.wait(PATIENCE)
-                return
-            with lock:
-                outcomes[f"{response.status_code} {'draining' if stopping.is_set() else 'before'}"] += 1
-            pictures.check(index, response.json())
-
-    def guarded(number: int) -> None:
-        try:
-            call(number)
-        except (AssertionError, httpx.HTTPError, ValueError) as error:
-            wrong.append(error)
-
-    callers = [threading.Thread(target=guarded, args=(number,)) for number in range(16)]
+    callers = [UntilNobodyListens(server.url, pictures, number) for number in range(16)]
     for caller in callers:
         caller.start()
-    until(lambda: outcomes["200 before"] > 50)
+    until(lambda: sum(caller.outcomes["200 before"] for caller in callers) > 50)
 
     end(server)
     until(lambda: is_draining(server))
-    stopping.set()
+    UntilNobodyListens.stopping.set()
     assert server.classify(pictures.files[0]).headers["connection"] == "close"
     until(lambda: refuses_connections(server))
-    refused.set()
+    UntilNobodyListens.refused.set()
     for caller in callers:
         caller.join(PATIENCE)
-    assert wrong == []
+    assert [caller.wrong for caller in callers if caller.wrong] == []
+    outcomes = sum((caller.outcomes for caller in callers), Counter())
     assert outcomes.keys() == {"200 before", "200 draining"}
 
     assert idle.is_closed()

@@ -1,9 +1,7 @@
 """Multi-head self-attention, the row of it that a map is made of, and the kernels that compute either.
 
 `Attention.attend` computes softmax(QK^T / sqrt(d)) V. Such a kernel takes q, k and v, [B, heads, N, head_dim], q
-perhaps with fewer tokens than k and v, and returns q's shape. `Attention.mean_row` computes the mean over queries of
-softmax(QK^T / sqrt(d)). Such a kernel takes q that is scaled, [B, heads, Q, head_dim], k [B, heads, N, head_dim] and a
-bias on the scores, [1, heads, Q, N] or None, and returns [B, heads, N] float32.
+perhaps with fewer tokens than k and v, and returns q's shape.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ class Attention(nn.Module):
     """Multi-head self-attention with one fused QKV projection.
 
     Attributes:
-        attend, mean_row: the kernels; others may be put here.
+        attend: the kernel; another may be put here.
     """
 
     relative_position_index: Tensor
@@ -67,7 +65,6 @@ class Attention(nn.Module):
             self.norm = nn.LayerNorm(config.inner_width, eps=config.norm_eps)
         self.proj = nn.Linear(config.inner_width, config.width, bias=config.projection_bias)
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = F.scaled_dot_product_attention
-        self.mean_row: Callable[[Tensor, Tensor, Tensor | None], Tensor] = mean_row_by_image
         self.register_buffer("fixed_bias", None, persistent=False)
         self.relative_position_bias_table: nn.Parameter | None = None
         if config.relative_position_bias:
@@ -162,7 +159,7 @@ class Attention(nn.Module):
             row: Tensor = scores.float().softmax(dim=-1).squeeze(2)
             return row
         patches = slice(self.prefix_tokens, None)
-        return self.mean_row(q[:, :, patches] * scale, k, None if bias is None else bias[:, :, patches])
+        return mean_row(q[:, :, patches] * scale, k, None if bias is None else bias[:, :, patches])
 
 
 def chunked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -194,24 +191,19 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attended
 
 
-def mean_row_by_image(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute the mean row image by image: on a CPU the scores of one image stay in the cache, those of many do not."""
-    rows = []
-    for q_i, k_i in zip(q, k, strict=True):
-        scores = q_i @ k_i.transpose(-2, -1)  # [heads, Q, N]
-        if bias is not None:
-            scores = scores + bias[0]
-        rows.append(scores.float().softmax(dim=-1).mean(dim=1))
-    return torch.stack(rows)
+def mean_row(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the mean over queries of softmax(QK^T), [B, heads, N] float32.
 
+    As many queries are taken at a time as keep the scores of eight images in cache. The number does not depend on the
+    batch: compiled code serves any.
 
-def mean_row_at_once(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute the mean row of all images together, for a GPU, and for a compiler that is to serve any batch size.
-
-    As many queries are taken at a time as keep an image's scores below `SCORES_BYTES`.
+    Args:
+        q: scaled, [B, heads, Q, head_dim].
+        k: [B, heads, N, head_dim].
+        bias: on the scores, [1, heads, Q, N], or None.
     """
     _, heads, queries, _ = q.shape
-    step = max(1, SCORES_BYTES // (4 * heads * k.shape[2]))
+    step = max(1, SCORES_BYTES // (8 * 4 * heads * k.shape[2]))
     rows = []
     for start in range(0, queries, step):
         part = slice(start, start + step)

@@ -13,18 +13,21 @@ from torch import Tensor
 from model.errors import DeviceError, NewProcessNeeded, first_line
 from model.runtime.backend import (
     WITHOUT_GRAPHS,
+    BatchOutputs,
+    BatchRequest,
     Compilation,
     CompilationState,
+    HostOutputs,
+    Images,
     batch_too_large,
+    launch_size,
     require_close,
     trial_images,
 )
-from model.runtime.batches import BatchOutputs, BatchRequest, HostOutputs, Images, launch_size
-from model.runtime.compilation import Network, compiled_network
 from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed, Compute, DeviceOps
 from model.runtime.cuda.top_k import with_best
 from model.runtime.torch_backend import TorchBackend, TorchOptions
-from model.runtime.torch_pass import on_host
+from model.runtime.torch_pass import Network, compiled_network, on_host
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from model.errors import first_line
-from model.runtime.batches import BatchRequest, Images
+from model.runtime.backend import BatchRequest, Images
 
 Compute = Callable[[Tensor, BatchRequest], dict[str, Tensor]]
 """(uint8 [B, H, W, C] on the device, request) -> the outputs there, by the names of `BatchOutputs`."""

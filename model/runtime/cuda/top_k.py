@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from model.heads import Head
-from model.runtime.batches import BatchOutputs
+from model.runtime.backend import BatchOutputs
 
 
 def with_best(outputs: BatchOutputs[Tensor], head: Head, top_k: int) -> BatchOutputs[Tensor]:

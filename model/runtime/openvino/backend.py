@@ -18,14 +18,21 @@ from numpy.typing import NDArray
 from model.errors import DeviceError, VitError
 from model.heads import Head
 from model.outputs import MapRequest
-from model.runtime.backend import Compilation, CompilationState
-from model.runtime.batches import BatchRequest, HostOutputs, Images, stacked, with_best
-from model.runtime.cpu import ThreadPolicy, give_back_memory, keep_freed_memory
-from model.runtime.openvino.graph import PRECISIONS, core
-from model.runtime.openvino.network import OpenVinoNetwork
+from model.runtime.backend import (
+    BatchRequest,
+    Compilation,
+    CompilationState,
+    HostOutputs,
+    Images,
+    ThreadPolicy,
+    stacked,
+    with_best,
+)
+from model.runtime.cpu import give_back_memory, keep_freed_memory
+from model.runtime.openvino.network import PRECISIONS, OpenVinoNetwork, core
 
 if TYPE_CHECKING:
-    from model.runtime.torch_cpu import TorchCpu
+    from model.runtime.torch_backend import TorchCpu
 
 logger = logging.getLogger(__name__)
 
@@ -46,29 +53,6 @@ def unsupported_reason(device: str, dtype: str) -> str | None:
     return None if capability in offered else f"this CPU has no {capability} instructions that it uses"
 
 
-class LazyTorch:
-    """Torch's backend, made when it is first needed: importing torch alone takes a second and 180 MiB.
-
-    Args:
-        make: imports torch and builds the backend; called once, by one thread.
-    """
-
-    def __init__(self, make: Callable[[], TorchCpu]) -> None:
-        self._make = make
-        self._loading = threading.Lock()
-        self.loaded: TorchCpu | None = None
-
-    def load(self) -> TorchCpu:
-        """Return the backend; raises RuntimeError where it cannot be made, each time anew."""
-        with self._loading:
-            if self.loaded is None:
-                try:
-                    self.loaded = self._make()
-                except VitError as error:  # of one batch, and no reason to end the engine
-                    raise RuntimeError(str(error)) from error
-            return self.loaded
-
-
 class OpenVino:
     """Computes all but rows of other layers than the last, some embeddings, and explanations, which are torch's.
 
@@ -79,7 +63,8 @@ class OpenVino:
         network: gives no relevance.
         head: the checkpoint's.
         threads: counts the batches under way.
-        fallback: torch's backend, which takes the same threads.
+        make_torch: imports torch, which takes a second and 180 MiB, and returns its backend, which takes the same
+            threads; called by one thread when torch is first needed.
         with_relevance: returns the network that gives it; raises DeviceError or RuntimeError.
     """
 
@@ -88,7 +73,7 @@ class OpenVino:
         network: OpenVinoNetwork,
         head: Head,
         threads: ThreadPolicy,
-        fallback: LazyTorch,
+        make_torch: Callable[[], TorchCpu],
         with_relevance: Callable[[], OpenVinoNetwork],
     ) -> None:
         keep_freed_memory()
@@ -97,16 +82,18 @@ class OpenVino:
         self.batch_sizes: tuple[int, ...] | None = None
         self.largest_tried: int | None = 1  # for others it compiles behind the service
         self.usual: tuple[BatchRequest, ...] = (BatchRequest(), network.request)
-        self._network, self._head, self._threads, self._torch = network, head, threads, fallback
+        self._network, self._head, self._threads, self._make_torch = network, head, threads, make_torch
         self._with_relevance = with_relevance
         self._relevance: OpenVinoNetwork | None = None
         self._prepared = self._in_service = False
         self._preparing = threading.Lock()
+        self._loading = threading.Lock()
+        self._torch: TorchCpu | None = None
 
     def predict(self, images: Images, request: BatchRequest) -> HostOutputs:
         """See `Backend.predict`."""
         if request.relevance and not self._prepared:
-            if self._torch.loaded is None:
+            if self._torch is None:
                 self.prepare()
             else:
                 # Not a daemon: a thread that ends within OpenVINO's own code takes the process with it.
@@ -118,7 +105,17 @@ class OpenVino:
                     return with_best(network(stacked(images), alone=alone), self._head, request.top_k)
             except DeviceError as error:  # of a graph that was compiled just now
                 logger.warning("torch computes a batch: %s", error)
-        return self._torch.load().predict(images, request)
+        return self.load_torch().predict(images, request)
+
+    def load_torch(self) -> TorchCpu:
+        """Return torch's backend; raises RuntimeError where it cannot be made, each time anew."""
+        with self._loading:
+            if self._torch is None:
+                try:
+                    self._torch = self._make_torch()
+                except VitError as error:  # of one batch, and no reason to end the engine
+                    raise RuntimeError(str(error)) from error
+            return self._torch
 
     def _network_of(self, request: BatchRequest) -> OpenVinoNetwork | None:
         """Return the network that gives all that is asked for, if there is one."""
@@ -127,7 +124,7 @@ class OpenVino:
 
     def defers(self, request: BatchRequest) -> bool:
         """See `Backend.defers`."""
-        return self._torch.loaded is None and self._network_of(request) is None
+        return self._torch is None and self._network_of(request) is None
 
     def prepare(self) -> None:
         """Make the network that gives relevance, once; torch computes it where that fails."""
@@ -147,7 +144,7 @@ class OpenVino:
         self, images: NDArray[np.uint8], targets: NDArray[np.int64] | NDArray[np.float32], request: MapRequest
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """See `Backend.explain`."""
-        return self._torch.load().explain(images, targets, request)
+        return self.load_torch().explain(images, targets, request)
 
     def compile(self) -> None:
         """Compile for the other sizes, on a thread: nobody waits for them."""

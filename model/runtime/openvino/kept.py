@@ -26,8 +26,9 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors.numpy import load_file, save_file
@@ -36,9 +37,8 @@ from model.calibration import CALIBRATION_FILE, Calibration
 from model.config import LibraryConfig, PreprocessConfig, ViTConfig
 from model.errors import first_line
 from model.heads import Floats, ZeroShot
-from model.runtime.batches import BatchOutputs, BatchRequest
-from model.runtime.openvino.graph import core, openvino_package
-from model.runtime.openvino.network import NetworkGraph
+from model.runtime.backend import BatchOutputs, BatchRequest
+from model.runtime.openvino.network import NetworkGraph, core, openvino_package
 
 if TYPE_CHECKING:
     from model.checkpoint import Checkpoint
@@ -54,9 +54,8 @@ _GRAPH: Final = "graph.xml"
 _REFERENCE: Final = "reference.safetensors"
 _FILES: Final = (_GRAPH, "graph.bin", _REFERENCE)
 _LOCK: Final = "lock"
-"""A file in a folder that is being written, locked until that is done: the kernel unlocks it when the process ends."""
+"""A file that who writes an entry has locked: the kernel unlocks it when the process ends."""
 
-_NOT_KEPT: Final = "the graph is not kept, and is made again at each start (VIT_CACHE_DIR names the folder): %s"
 _VERSIONS: Final = ("vitserve", "openvino", "torch", "timm", "transformers", "numpy", "safetensors")
 
 
@@ -114,14 +113,6 @@ class Manifest(BaseModel):
         return next((str(path) for path, digest in files if path.name != but and _digest(path) != digest), None)
 
 
-class Staged(NamedTuple):
-    """A graph that was written, as it is read again, and the lock of its folder."""
-
-    folder: Path
-    graph: NetworkGraph
-    lock: IO[str]
-
-
 class Entry:
     """The graphs of one model with its settings, in a folder of entries.
 
@@ -143,7 +134,6 @@ class Entry:
     def load(self, *, relevance: bool = False) -> tuple[Manifest, NetworkGraph] | None:
         """Return a graph that was kept, or None where there is none that may be used; one line of the log says why."""
         place = self.place(relevance=relevance)
-        self._remove_abandoned()
         if not place.exists():
             return None
         try:
@@ -165,40 +155,47 @@ class Entry:
             return None
         return manifest, NetworkGraph(model, manifest.outputs, request, reference)
 
-    def stage(self, graph: NetworkGraph) -> Staged:
-        """Write a graph to a folder of its own, which is locked until the result's lock is closed.
+    def put(self, graph: NetworkGraph, facts: Mapping[str, object]) -> NetworkGraph:
+        """Write a graph to its place, and return it as it is read from there.
+
+        Args:
+            facts: the fields of `Manifest` that neither the graph nor this entry tells.
 
         Raises:
-            OSError, RuntimeError: it cannot be written, or the folder is another user's.
+            OSError, RuntimeError, ValueError: it cannot be written, or the folder is another user's.
         """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _require_own(self._folder)
-        with _lock(self._folder):  # else it may be removed before it is locked
-            written = Path(tempfile.mkdtemp(prefix=".", dir=self._folder))
-            lock = _lock(written)
-        try:
-            openvino_package().save_model(graph.model, written / _GRAPH, compress_to_fp16=False)
-            save_file(graph.reference.tensors(), written / _REFERENCE)
-            return Staged(written, graph._replace(model=core().read_model(written / _GRAPH)), lock)
-        except BaseException:
-            lock.close()
-            shutil.rmtree(written, ignore_errors=True)
-            raise
+        place = self.place(relevance=graph.request.relevance)
+        with (self._folder / _LOCK).open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for _, _, abandoned in self._entries(r"\..*"):  # by a process that was killed
+                shutil.rmtree(abandoned, ignore_errors=True)
+            with tempfile.TemporaryDirectory(prefix=".", dir=self._folder) as name:
+                written = Path(name) / place.name
+                written.mkdir(mode=0o700)
+                openvino_package().save_model(graph.model, written / _GRAPH, compress_to_fp16=False)
+                save_file(graph.reference.tensors(), written / _REFERENCE)
+                of_graph = {"layers": graph.request.layers, "relevance": graph.request.relevance}
+                of_graph |= {"outputs": graph.outputs, "graph": {name: _digest(written / name) for name in _FILES}}
+                manifest = Manifest.model_validate({"key": self._facts, **of_graph, **facts})
+                (written / _MANIFEST).write_text(manifest.model_dump_json())
+                self._make_room(_size(written))
+                shutil.rmtree(place, ignore_errors=True)
+                written.rename(place)
+        return graph._replace(model=core().read_model(place / _GRAPH))
 
-    def put(self, written: Path, facts: Mapping[str, Any], *, relevance: bool) -> None:
-        """Put a graph that was staged in its place, from where it is loaded.
+    def remove(self, *, relevance: bool) -> None:
+        """Remove a graph that is not what torch computes."""
+        shutil.rmtree(self.place(relevance=relevance), ignore_errors=True)
 
-        Args:
-            written: the folder of what `stage` returned.
-            facts: the other fields of `Manifest`.
+    def unpinned(self, files: Iterable[Path]) -> str | None:
+        """Return a commit of the hub that files are of and no setting names: the next start asks the hub again."""
+        commits = (re.search(r"models--[^/]+/snapshots/([0-9a-f]{40})/", str(path)) for path in files)
+        return next((found[1] for found in commits if found and found[1] not in self._facts), None)
 
-        Raises:
-            OSError, ValueError: it cannot be written.
-        """
-        graph = {name: _digest(written / name) for name in _FILES}
-        manifest = Manifest.model_validate({"key": self._facts, "graph": graph, "relevance": relevance, **facts})
-        (written / _MANIFEST).write_text(manifest.model_dump_json())
-        size = _size(written)
+    def _make_room(self, size: int) -> None:
+        """Remove the entries that are unused for longest until so many bytes fit; raises OSError where they do not."""
         if size > self._limit or size > shutil.disk_usage(self._folder).free // 2:
             raise OSError(f"{size >> 20} MiB are too much for {self._folder}")
         entries = sorted(self._entries("[0-9a-f]{40}"))
@@ -207,21 +204,6 @@ class Entry:
             if total > self._limit:
                 shutil.rmtree(place, ignore_errors=True)
                 total -= each
-        place = self.place(relevance=relevance)
-        shutil.rmtree(place, ignore_errors=True)
-        written.rename(place)
-
-    def unpinned(self, files: Iterable[Path]) -> str | None:
-        """Return a commit of the hub that files are of and no setting names: the next start asks the hub again."""
-        commits = (re.search(r"models--[^/]+/snapshots/([0-9a-f]{40})/", str(path)) for path in files)
-        return next((found[1] for found in commits if found and found[1] not in self._facts), None)
-
-    def _remove_abandoned(self) -> None:
-        """Remove what processes were writing that have ended."""
-        with suppress(OSError), _lock(self._folder):  # none is there, or it may only be read
-            for _, _, place in self._entries(r"\..*"):
-                with suppress(BlockingIOError), _lock(place, wait=False):
-                    shutil.rmtree(place, ignore_errors=True)
 
     def _entries(self, names: str) -> Iterable[tuple[float, int, Path]]:
         """Return the time of the last use, the bytes and the folder of each entry whose name is like that."""
@@ -231,66 +213,42 @@ class Entry:
                     yield place.lstat().st_mtime, _size(place), place
 
 
+@dataclass(frozen=True, slots=True)
 class Keep:
-    """Keeps the graphs of a checkpoint that was just read; where that fails, one line of the log says why.
+    """Keeps the graphs of a checkpoint that was just read.
 
-    Args:
+    Attributes:
         entry: where.
         files: what was looked at when it was read, see `model.checkpoint.local_files.recording`.
     """
 
-    def __init__(self, entry: Entry, files: Mapping[Path, Signature]) -> None:
-        self._entry, self._files = entry, files
-        self._staged: dict[bool, Staged] = {}
+    entry: Entry
+    files: Mapping[Path, Signature]
 
-    def stage(self, graph: NetworkGraph) -> NetworkGraph:
+    def __call__(self, graph: NetworkGraph, checkpoint: Checkpoint, parameters: int, dtype: str) -> NetworkGraph:
         """Write a graph, and return it as it is read from there: what is compiled now and later is the same.
 
-        OpenVINO fuses operations of a graph that was read in another way than of one that was just translated.
+        OpenVINO fuses operations of a graph that was read in another way than of one that was just translated. Where it
+        is not kept, or a file was changed since it was read, one line of the log says why, and the graph is returned.
         """
-        try:
-            self._staged[graph.request.relevance] = self._entry.stage(graph)
-        except (OSError, RuntimeError) as error:
-            logger.warning(_NOT_KEPT, first_line(error))
-            return graph
-        return self._staged[graph.request.relevance].graph
-
-    def save(self, relevance: bool, checkpoint: Checkpoint, parameters: int, dtype: str) -> None:
-        """Keep a graph that was staged and found to agree with torch, unless a file was changed since it was read."""
         from model.checkpoint.local_files import signature  # noqa: PLC0415  torch made the graph, and is loaded
         from model.network.library import largest_layer  # noqa: PLC0415
 
-        if relevance not in self._staged:
-            return
-        written, graph, lock = self._staged.pop(relevance)
+        if unpinned := self.entry.unpinned(self.files):
+            logger.info("the graph is not kept: the hub may name another commit than %s next time", unpinned)
+            return graph
         try:
-            if unpinned := self._entry.unpinned(self._files):
-                logger.info("the graph is not kept: the hub may name another commit than %s next time", unpinned)
-                return
-            files = {str(path): _digest(path) for path in self._files}
-            if changed := [path for path, before in self._files.items() if signature(path) != before]:
+            files = {str(path): _digest(path) for path in self.files}
+            if changed := [path for path, before in self.files.items() if signature(path) != before]:
                 raise OSError(f"{changed[0]} changed since it was read")
             fields = KeptCheckpoint.model_fields.keys() - {"embed_texts"}
             kept = KeptCheckpoint.model_validate({name: getattr(checkpoint, name) for name in fields})
-            facts = {"files": files, "checkpoint": kept, "outputs": graph.outputs, "layers": graph.request.layers}
-            facts |= {"parameters": parameters, "dtype": dtype, "largest_layer": largest_layer(checkpoint.config)}
-            self._entry.put(written, facts, relevance=relevance)
-        except (OSError, ValueError) as error:
-            logger.warning(_NOT_KEPT, first_line(error))
-        finally:
-            shutil.rmtree(written, ignore_errors=True)
-            lock.close()
-
-
-def _lock(folder: Path, *, wait: bool = True) -> IO[str]:
-    """Return a file that locks a folder until it is closed; raises `BlockingIOError` where not to wait for another."""
-    file = (folder / _LOCK).open("a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise
-    return file
+            facts = {"files": files, "checkpoint": kept, "parameters": parameters, "dtype": dtype}
+            return self.entry.put(graph, facts | {"largest_layer": largest_layer(checkpoint.config)})
+        except (OSError, RuntimeError, ValueError) as error:
+            reason = first_line(error)
+            logger.warning("the graph is not kept (VIT_CACHE_DIR names the folder), and is made again: %s", reason)
+            return graph
 
 
 def _require_own(place: Path) -> None:

@@ -14,14 +14,21 @@ from model.errors import DeviceError
 from model.explanation.folded_weights import fold
 from model.network.library import Classifier
 from model.network.vit import VisionTransformer
-from model.runtime.batches import BatchOutputs, BatchRequest
-from model.runtime.openvino.graph import openvino_package
-from model.runtime.openvino.network import REFERENCE_COUNT, NetworkGraph, reference_images
+from model.runtime.backend import BatchOutputs, BatchRequest
+from model.runtime.openvino.network import (
+    REFERENCE_COUNT,
+    NetworkGraph,
+    OpenVinoNetwork,
+    openvino_package,
+    reference_images,
+)
 from model.runtime.torch_backend import TorchOptions
 from model.runtime.torch_pass import Normalise, on_host, run_network
 
 if TYPE_CHECKING:
     import openvino
+
+    from model.runtime.openvino.kept import Keep
 
 # Sizes become constants, as all but the first may; and tracing is deprecated. Set once and for all, as a context that
 # ignores warnings is of all threads: its end in another one would end it while a graph is traced.
@@ -40,7 +47,7 @@ def trace(options: TorchOptions, *, relevance: bool = False) -> NetworkGraph:
         DeviceError: OpenVINO does not read this model, or torch's scores are not finite.
     """
     config = options.model.config
-    # A mean over the patch queries is made an image at a time, which a trace would fix to its own batch.
+    # A mean over the patch queries takes all scores of a block: torch computes it where it is asked for.
     layers: tuple[int, ...] = ()
     if isinstance(config, ViTConfig) and config.attention_source != "patch_mean":
         layers = (config.depth - 1,)
@@ -56,6 +63,29 @@ def trace(options: TorchOptions, *, relevance: bool = False) -> NetworkGraph:
     except RuntimeError as error:
         raise DeviceError(f"OpenVINO does not run this model: {str(error).strip().splitlines()[-1]}") from error
     return NetworkGraph(model, tuple(expected.tensors()), request, on_host(expected))
+
+
+def traced_network(
+    options: TorchOptions, parameters: int, keep: Keep | None, *, relevance: bool, threads: int, streams: int
+) -> OpenVinoNetwork:
+    """Return a network whose graph is traced now, and kept.
+
+    Args:
+        parameters: how many the model has.
+        keep: keeps the graph; None keeps none.
+
+    Raises:
+        DeviceError: as `trace` and `OpenVinoNetwork`.
+    """
+    graph = trace(options, relevance=relevance)
+    if keep is not None:
+        graph = keep(graph, options.checkpoint, parameters, options.dtype_name)
+    try:
+        return OpenVinoNetwork(graph, options.dtype_name, threads=threads, streams=streams)
+    except DeviceError:
+        if keep is not None:
+            keep.entry.remove(relevance=relevance)
+        raise
 
 
 def convert(module: nn.Module, example: Tensor) -> openvino.Model:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,84 +35,54 @@ class HomeAttention(nn.Module):
         return y
 
 
-class HomeMlp(nn.Module):
-    def __init__(self, width: int, hidden: int, activation: str) -> None:
-        super().__init__()
-        self.activation = ACTIVATIONS[activation]
-        self.fc1, self.fc2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.fc2(self.activation(self.fc1(x)))
-        return y
-
-
 class HomeBlock(nn.Module):
-    def __init__(
-        self, width: int, heads: int, hidden: int, activation: str, eps: float, norm_first: bool, order: str
-    ) -> None:
+    def __init__(self, made: Mapping[str, Any]) -> None:
         super().__init__()
-        self.norm_first = norm_first
-        self.norm1, self.norm2 = nn.LayerNorm(width, eps=eps), nn.LayerNorm(width, eps=eps)
-        self.attn = HomeAttention(width, heads, order)
-        self.mlp = HomeMlp(width, hidden, activation)
+        width, hidden = made["width"], made["hidden"]
+        self.norm_first, self.activation = made["norm_first"], ACTIVATIONS[made["activation"]]
+        self.norm1, self.norm2 = (nn.LayerNorm(width, eps=made["eps"]) for _ in range(2))
+        self.attn = HomeAttention(width, made["heads"], made["qkv_order"])
+        self.mlp = nn.ModuleDict({"fc1": nn.Linear(width, hidden), "fc2": nn.Linear(hidden, width)})
 
     def forward(self, x: Tensor) -> Tensor:
         if self.norm_first:
             x = x + self.attn(self.norm1(x))
-            return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+            z: Tensor = x + self.feed(self.norm2(x))
+            return z
         x = self.norm1(x + self.attn(x))
-        y: Tensor = self.norm2(x + self.mlp(x))
+        y: Tensor = self.norm2(x + self.feed(x))
+        return y
+
+    def feed(self, x: Tensor) -> Tensor:
+        y: Tensor = self.mlp["fc2"](self.activation(self.mlp["fc1"](x)))
         return y
 
 
+_USUAL: Final[dict[str, Any]] = {
+    **{"size": 16, "patch": 4, "channels": 3, "width": 48, "depth": 2, "heads": 3, "hidden": 192, "classes": 5},
+    **{"activation": "gelu", "eps": 1e-6, "norm_first": True, "final_norm": True, "pool": "token"},
+    **{"qkv_order": "3hd"},
+}
+
+
 class HomeMade(nn.Module):
-    """Maps [B, C, H, W] to logits [B, classes].
+    """Maps [B, C, H, W] to logits [B, classes]; `changes` are of `_USUAL`."""
 
-    Args:
-        head: a head in place of one linear layer.
-        final_norm: whether a norm stands before the pooling.
-    """
-
-    def __init__(
-        self,
-        *,
-        size: int = 16,
-        patch: int = 4,
-        channels: int = 3,
-        width: int = 48,
-        depth: int = 2,
-        heads: int = 3,
-        hidden: int = 192,
-        classes: int = 5,
-        activation: str = "gelu",
-        eps: float = 1e-6,
-        norm_first: bool = True,
-        final_norm: bool = True,
-        pool: str = "token",
-        position_prefix: bool = True,
-        qkv_order: str = "3hd",
-        head: nn.Module | None = None,
-    ) -> None:
+    def __init__(self, **changes: Any) -> None:
         super().__init__()
-        self.pool, self.position_prefix = pool, position_prefix
+        made = _USUAL | changes
+        width, patch, self.pool = made["width"], made["patch"], made["pool"]
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
-        self.pos_embed = nn.Parameter(torch.zeros(1, (size // patch) ** 2 + position_prefix, width))
-        self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(channels, width, patch, patch)})
-        block = width, heads, hidden, activation, eps, norm_first, qkv_order
-        self.blocks = nn.ModuleList(HomeBlock(*block) for _ in range(depth))
-        self.norm = nn.LayerNorm(width, eps=eps) if final_norm else nn.Identity()
-        self.head = head or nn.Linear(width, classes)
+        self.pos_embed = nn.Parameter(torch.zeros(1, (made["size"] // patch) ** 2 + 1, width))
+        self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(made["channels"], width, patch, patch)})
+        self.blocks = nn.Sequential(*(HomeBlock(made) for _ in range(made["depth"])))
+        self.norm = nn.LayerNorm(width, eps=made["eps"]) if made["final_norm"] else nn.Identity()
+        self.head: nn.Module = nn.Linear(width, made["classes"])
 
     def forward(self, pixels: Tensor) -> Tensor:
         x = self.patch_embed["proj"](pixels).flatten(2).transpose(1, 2)
-        if not self.position_prefix:
-            x = x + self.pos_embed
-        x = torch.cat((self.cls_token.expand(len(x), -1, -1), x), dim=1)
-        if self.position_prefix:
-            x = x + self.pos_embed
-        for block in self.blocks:
-            x = block(x)
-        x = self.norm(x)
+        x = torch.cat((self.cls_token.expand(len(x), -1, -1), x), dim=1) + self.pos_embed
+        x = self.norm(self.blocks(x))
         y: Tensor = self.head(x[:, 0] if self.pool == "token" else x[:, 1:].mean(dim=1))
         return y
 

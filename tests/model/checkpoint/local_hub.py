@@ -18,11 +18,10 @@ _BRANCHES = {"main": MAIN, "v1": OLD}
 
 @dataclass
 class Hub:
-    """Repositories by name and commit, those that are gated or broken, and what was asked for."""
+    """Repositories by name and commit, those that are gated, and what was asked for."""
 
     repositories: dict[str, dict[str, Path]] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
-    broken: set[str] = field(default_factory=set)
     token: str | None = None
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     endpoint: str = ""
@@ -37,7 +36,6 @@ class Hub:
             # The hub does not tell strangers which repositories exist.
             (401, "RepoNotFound"): not commits,
             (401, "GatedRepo"): repository in self.gated and authorization != f"Bearer {self.token}",
-            (500, "ServerError"): repository in self.broken,
             (404, "RevisionNotFound"): commit not in commits,
             (404, "EntryNotFound"): not (commits.get(commit, Path("/nowhere")) / name).is_file(),
         }

@@ -80,8 +80,6 @@ def test_what_is_cached_is_read_offline_and_without_a_network(hub: Hub, load: Lo
     for weights in (tmp_path / "cache").rglob("model.safetensors"):
         weights.unlink()
     assert "(from the cache: the hub cannot be reached" in load("owner/name", None)["error"]
-    hub.broken.add("owner/name")  # which is not said of a folder, once the config was found
-    assert load("owner/name", hub)["error"].startswith("owner/name: on the hub: adapter_config.json ")
 
 
 def test_a_hub_that_takes_connections_and_answers_nothing_is_not_waited_for(

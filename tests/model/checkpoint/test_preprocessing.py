@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from model.checkpoint.files import Files
 from model.checkpoint.huggingface import FAMILIES
 from model.checkpoint.huggingface.families import Family
-from model.checkpoint.huggingface.preprocessor import carried_preprocess, read_preprocessor
+from model.checkpoint.huggingface.preprocessor import carried_preprocess
 from model.checkpoint.timm import Pretrained
 from model.config import PreprocessConfig
 from model.errors import CheckpointError
@@ -189,10 +189,6 @@ def test_what_a_file_leaves_open_is_what_the_class_that_it_names_does(
 ) -> None:
     named = {} if name is None else {"feature_extractor_type": f"{name}FeatureExtractor"}
     assert_read_as_by_transformers(NUMBERS | {"size": SIZES[size]} | named, BY_CLASS[family], tmp_path)
-
-
-def read(file: dict[str, Any], folder: Path, family: str = "ViTForImageClassification") -> PreprocessConfig:
-    return read_preprocessor(file, BY_CLASS[family], Files(folder, str(folder)), "here")
 
 
 NESTED: dict[str, dict[str, Any]] = {

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from model.checkpoint import load_checkpoint
 from model.errors import CheckpointError
-from tests.model.checkpoint import test_lora, test_timm
 from tests.model.checkpoint.folders import FOLDERS
 from tests.model.checkpoint.home_made import PLAIN, made
 from tests.model.checkpoint.parity import assert_same_logits, preprocess_file, randomise
@@ -121,10 +120,6 @@ def _safetensors(folder: Path) -> Brought:
     return made_._replace(source=folder / "b.safetensors", options=made_.options | {"keys": str(folder / "keys.toml")})
 
 
-def _timm_folder(folder: Path) -> Brought:
-    return Brought(folder, test_timm.make("vit-7-classes", folder), {})
-
-
 def _timm_wrapper(folder: Path) -> Brought:
     timm_, hub = timm(), transformers()
     pretrained = timm_.create_model("vit_tiny_patch16_224", depth=1).pretrained_cfg | {"input_size": (3, 48, 48)}
@@ -140,31 +135,11 @@ def _timm_wrapper(folder: Path) -> Brought:
     return Brought(folder, lambda pixels: model(pixels).logits, {})
 
 
-def _lora(folder: Path) -> Brought:
-    library = test_lora.peft()
-    base = test_lora.base_folder(folder / "base")
-    config = library.LoraConfig(r=4, lora_alpha=7, target_modules=["q_proj"], modules_to_save=["classifier"])
-    adapted = library.get_peft_model(base, config).eval()
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in adapted.named_parameters():
-        if "lora_" in name or "modules_to_save" in name:
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
-    test_lora.saved(adapted, folder / "adapter", str(folder / "base"))
-    merged = adapted.merge_and_unload().eval()
-    return Brought(folder / "adapter", lambda pixels: merged(pixels).logits, {})
-
-
 SERVED: Final[dict[str, tuple[Maker, str]]] = {
     "DistributedDataParallel": (saved(lambda model: nn.DataParallel(model).state_dict()), ""),
     "compile": (saved(lambda model: {f"_orig_mod.{n}": t for n, t in model.state_dict().items()}), ""),
     "DDP of compile": (saved(lambda model: {f"module._orig_mod.{n}": t for n, t in model.state_dict().items()}), ""),
     "Lightning": (saved(_lightning, "epoch=3.ckpt"), "criterion.weight"),
-    "Lightning with a metric": (
-        saved(
-            lambda m: {"state_dict": {f"net.{n}": t for n, t in m.state_dict().items()} | {"loss_fn.w": torch.ones(2)}}
-        ),
-        "loss_fn.w",
-    ),
     "Namespace and NumPy": (
         saved(
             lambda m: {
@@ -182,13 +157,11 @@ SERVED: Final[dict[str, tuple[Maker, str]]] = {
         saved(lambda m: {"state_dict": {f"student_net.model.vit.{n}": t for n, t in m.state_dict().items()}}),
         "",
     ),
-    "any key": (saved(lambda model: {"model_state": model.state_dict()}), ""),
     ".pth.tar": (
         saved(lambda m: {"epoch": 9, "state_dict": m.state_dict(), "best_acc1": torch.tensor(81.0)}, "best.pth.tar"),
         "best_acc1",
     ),
     ".pkl": (saved(name="weights.pkl"), ""),
-    "EMA pair": (saved(_pair("model_ema", "model")), ""),
     "EMA pair by prefixes": (saved(_pair("ema_model.", "model.")), ""),
     "Lightning with an averaged twin": (saved(_twin, "epoch=3.ckpt"), "ema_model.n_averaged"),
     "EMA pair in safetensors": (_safetensors, ""),
@@ -198,9 +171,7 @@ SERVED: Final[dict[str, tuple[Maker, str]]] = {
         saved(lambda m: {n if n.startswith("head.") else f"backbone.{n}": t for n, t in m.state_dict().items()}),
         "",
     ),
-    "timm folder": (_timm_folder, ""),
     "timm_wrapper": (_timm_wrapper, ""),
-    "LoRA folder": (_lora, "is merged into"),
     "grey, 28 px in patches of 4": (saved(size=28, channels=1), ""),
     "post-norm": (saved(architecture=PLAIN.replace("pre", "post"), norm_first=False), ""),
 }
@@ -258,12 +229,7 @@ REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
         _held(lambda model: _backbone_and_head(model)["backbone"]),
         "num_classes=0 is a network without a head, which gives embeddings",
     ),
-    "an optimiser's state": (
-        _held(lambda model: _training(model)["optimizer"]),
-        r"keys 'state', 'param_groups', .*torch\.save\(model",
-    ),
     "the numbers of an IR": (_text("net.bin", "no pickle"), "damaged, or of a program other than torch"),
-    "nothing": (_held(lambda _: {}), "expected a state dict of tensors"),
 }
 
 

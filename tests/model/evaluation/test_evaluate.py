@@ -16,7 +16,7 @@ from model.errors import DatasetError
 from model.evaluation.evaluate import Evaluation, calibration_error, measure, predict_scores
 from model.network.vit import VisionTransformer
 from model.outputs import Outputs, RequestedOutputs
-from model.runtime.batches import Images
+from model.runtime.backend import Images
 from model.runtime.predictor import Predictor
 from tests.model.data.picture_folders import write_folder
 from tests.model.training.synthetic import LABELS

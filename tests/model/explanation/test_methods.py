@@ -13,7 +13,7 @@ from model.config import ViTConfig
 from model.explanation import methods
 from model.explanation.methods import EXPLANATIONS, explain
 from model.network.vit import VisionTransformer
-from model.outputs import CLASS_SPECIFIC, METHODS, MapRequest, Method
+from model.outputs import CLASS_SPECIFIC, MapRequest, Method
 from tests.model.explanation.plain_reference import Reference, forward
 from tests.model.explanation.plain_relevance import plain_relevance
 
@@ -226,7 +226,3 @@ def test_the_model_is_left_as_it_was(method: Method) -> None:
     for name, parameter in model.named_parameters():
         assert parameter.grad is None
         assert torch.equal(parameter, before[name])
-
-
-def test_every_method_but_the_attention_row_is_an_explanation() -> None:
-    assert set(METHODS) == {"cls", *EXPLANATIONS}

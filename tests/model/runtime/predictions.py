@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.outputs import AttentionMap, MapRequest, RequestedOutputs
-from model.runtime.backend import CompileMode
-from model.runtime.batches import Images
+from model.runtime.backend import CompileMode, Images
 from model.runtime.predictor import Predictor
 
 MODES: Final[dict[str, CompileMode]] = {"openvino": "auto", "auto": "auto", "torch": "off"}

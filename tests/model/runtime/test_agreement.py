@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from model.errors import DeviceError
-from model.runtime.backend import require_close
-from model.runtime.batches import BatchOutputs, HostOutputs
+from model.runtime.backend import BatchOutputs, HostOutputs, require_close
 
 
 def outputs() -> HostOutputs:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from model.outputs import MapRequest, RequestedOutputs
-from model.runtime.batches import BatchOutputs, BatchRequest, HostOutputs, compute_in_pieces
+from model.runtime.backend import BatchOutputs, BatchRequest, HostOutputs, compute_in_pieces
 from tests.model.runtime.test_predictor import make_checkpoint
 
 

@@ -21,10 +21,8 @@ from model.outputs import (
     embedding_name,
     parse_embedding,
 )
-from model.runtime.batches import BatchRequest, HostOutputs, Images
 from model.runtime.openvino.backend import unsupported_reason
 from model.runtime.predictor import Predictor
-from model.runtime.torch_cpu import TorchCpu
 from model.runtime.torch_pass import Normalise
 from tests.model.runtime.cuda.device_stand_in import StandInOps
 from tests.model.runtime.predictions import MODES
@@ -136,29 +134,6 @@ def test_a_model_without_a_head_gives_the_same_embeddings_and_rows(kind: str, ba
         np.testing.assert_allclose(ours.map.values, expected.map.values, atol=1e-5)
     with pytest.raises(CheckpointError, match=r"unexpected key 'head\.bias'"):
         make_checkpoint(config=config, tensors=headed.tensors, labels=()).build()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_the_head_reads_costs_no_pass_of_its_own(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    predictor = predictor_of(backend, checkpoint_of("cls"))
-    passes: list[BatchRequest] = []
-    inner = predictor._backend.predict
-
-    def counted(images: Images, request: BatchRequest) -> HostOutputs:
-        passes.append(request)
-        return inner(images, request)
-
-    monkeypatch.setattr(predictor._backend, "predict", counted)
-    if backend == "openvino":
-        monkeypatch.setattr(TorchCpu, "predict", lambda *_: pytest.fail("torch computes it"))
-    [head], [cls] = (
-        predictor.predict(make_images(1), RequestedOutputs(1, embedding=EmbeddingRequest(pool)))
-        for pool in ("head", "cls")
-    )
-    assert passes == [BatchRequest(embeddings=("head",))] * 2
-    assert passes[0].of_network == BatchRequest()
-    assert head.embedding is not None
-    np.testing.assert_array_equal(head.embedding, cls.embedding)
 
 
 def test_an_embedding_of_zeros_stays_one_when_it_is_normalised() -> None:

@@ -15,16 +15,13 @@ from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig
 from model.errors import DeviceError
 from model.explanation.methods import explain
-from model.explanation.relevance import token_relevance
 from model.outputs import AttentionMap, MapRequest
-from model.runtime import torch_pass
-from model.runtime.batches import HostOutputs
+from model.runtime.backend import HostOutputs
 from model.runtime.openvino import network, tracing
 from model.runtime.openvino.backend import OpenVino, unsupported_reason
 from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.predictor import Predictor
-from model.runtime.torch_backend import TorchBackend
-from model.runtime.torch_cpu import TorchCpu
+from model.runtime.torch_backend import TorchBackend, TorchCpu
 from model.runtime.torch_pass import Normalise
 from tests.model.explanation.test_methods import FAMILIES, model_of
 from tests.model.runtime.cuda.device_stand_in import StandInOps
@@ -118,26 +115,6 @@ def test_a_captured_graph_gives_it() -> None:
     replays = ops.replays
     require_mixed(predictor, made("registers"))
     assert ops.replays == replays + 3, "images with nothing, with the last row and with relevance; another row has none"
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_its_small_operations_take_one_thread_and_the_number_is_put_back(
-    count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before, seen = torch.get_num_threads(), []
-
-    def spy(*arguments: Any, **options: Any) -> torch.Tensor:
-        seen.append(torch.get_num_threads())
-        return token_relevance(*arguments, **options)
-
-    monkeypatch.setattr(torch_pass, "token_relevance", spy)
-    predictor = made("plain")
-    predictor._backend.threads.count = count  # type: ignore[attr-defined]
-    try:
-        predict(predictor, images_for(predictor, 2), top_k=1, maps=[RELEVANCE, RELEVANCE])
-        assert (seen, torch.get_num_threads()) == ([1], count)
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_of_a_named_class_it_is_an_explanation() -> None:

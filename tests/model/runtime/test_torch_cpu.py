@@ -5,14 +5,10 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from model.runtime import cpu
-from model.runtime.predictor import Predictor
-from model.runtime.torch_cpu import TorchCpu
-from tests.model.runtime.test_relevance import checkpoint_of
 
 FAULTS_OF_A_PASS = """
 import ctypes, resource, sys
@@ -54,11 +50,6 @@ def test_the_kernel_clears_no_pages_for_a_pass() -> None:
     assert faults("keep") < 100
 
 
-def test_a_c_library_without_mallopt_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace())
-    assert not cpu.keep_freed_memory()
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -71,17 +62,3 @@ def test_thresholds_of_the_environment_hold(name: str, value: str, monkeypatch: 
     monkeypatch.setenv(name, value)
     monkeypatch.setattr(ctypes, "CDLL", lambda _: pytest.fail("glibc is told others"))
     assert not cpu.keep_freed_memory()
-
-
-def test_a_model_on_the_cpu_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
-
-    def mallopt(parameter: int, value: int) -> int:
-        told.append(parameter)
-        return int(value > 0)
-
-    library = SimpleNamespace(mallopt=mallopt)
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
-    predictor = Predictor(checkpoint_of("plain"), device="cpu", compile_mode="off", threads=1)
-    assert isinstance(predictor._backend, TorchCpu)
-    assert told == [-3, -1]

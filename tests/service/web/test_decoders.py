@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import io
 import os
 import signal
@@ -23,7 +24,7 @@ from PIL import Image
 from model.config import PreprocessConfig
 from model.errors import ImageTooCostly, ImageTooLarge, InvalidImage, UnsupportedImageFormat
 from model.images.decoder_process import ANSWER, CONFINED
-from model.images.formats import is_bounded
+from model.images.formats import SUPPORTED_FORMATS, is_bounded
 from model.images.preprocess import model_input, upright_photo
 from service.errors import DeadlineExceeded, EngineUnavailable
 from service.settings import load_settings
@@ -94,8 +95,10 @@ COSTLY = tiff_of_tiles(100)
 @on_a_loop
 async def test_every_format_comes_back_as_if_it_were_decoded_here() -> None:
     image = scene(500, 400)
+    if "HEIF" in SUPPORTED_FORMATS:
+        importlib.import_module("pillow_heif").register_heif_opener()  # which encodes, too
     async with pool() as decoders:
-        for name in FORMATS:
+        for name in [*FORMATS, *({"HEIF"} & {*SUPPORTED_FORMATS})]:  # HEIF's library begins threads
             data = encode(image, name, **({"orientation": 6} if name in ("JPEG", "PNG", "WEBP", "TIFF") else {}))
             got = (await decoders.model_input(bytearray(data), CONFIG, Deadline(time.monotonic() + 50))).picture
             expected = model_input(data, CONFIG)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.runtime.batches import BatchRequest
+from model.runtime.backend import BatchRequest
 from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed
 from tests.model.runtime.cuda.device_stand_in import StandInOps
 
@@ -169,24 +169,6 @@ def test_a_device_that_died_fails_every_batch_that_follows() -> None:
     for _ in range(3):
         with pytest.raises(RuntimeError, match="illegal memory access"):
             subject.run(images(1), BatchRequest(), size=1)
-
-
-def test_images_that_lie_apart_are_copied_once_straight_into_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    ops = watchless()
-    subject = launcher(ops, Sums(), slots=1)
-    made: list[object] = []
-    stack = np.stack
-
-    def watched(*arguments: object, **keywords: object) -> object:
-        made.append(keywords.get("out"))
-        return stack(*arguments, **keywords)  # type: ignore[call-overload]
-
-    monkeypatch.setattr(np, "stack", watched)
-    apart = [np.full((4, 6, 1), value, np.uint8)[::2, ::2] for value in (3, 4)]
-    found = subject.run(apart, BatchRequest(), size=2)
-    assert found["scores"][:, 0].tolist() == [18, 24]
-    assert len(made) == 1
-    assert made[0] is not None
 
 
 def test_graphs_are_captured_on_a_stream_of_their_own_once_the_batch_before_is_done() -> None:

@@ -16,12 +16,11 @@ from model.checkpoint import Checkpoint
 from model.errors import NewProcessNeeded
 from model.network.vit import VisionTransformer
 from model.outputs import MapRequest
-from model.runtime import compilation
-from model.runtime.backend import CompilationState
-from model.runtime.batches import BatchOutputs, BatchRequest
-from model.runtime.compilation import Network, compiled_network
+from model.runtime import torch_pass
+from model.runtime.backend import BatchOutputs, BatchRequest, CompilationState
 from model.runtime.cuda import backend as cuda
 from model.runtime.predictor import Predictor
+from model.runtime.torch_pass import Network, compiled_network
 from tests.model.runtime.cuda.device_stand_in import StandInOps
 from tests.model.runtime.cuda.test_cuda import plain, same
 from tests.model.runtime.predictions import predict
@@ -98,7 +97,7 @@ def test_nothing_is_compiled_after_the_compiler_has_run(graphs: bool, monkeypatc
     assert seen[0] > 0
 
 
-KINDS = {"mlp": "swiglu", "activation": "silu", "qk_norm": True, "layer_scale": True, "qkv_bias": False}
+KINDS = {"mlp": "swiglu", "qk_norm": True, "layer_scale": True}
 
 
 @pytest.mark.usefixtures("tracer")
@@ -115,7 +114,7 @@ def test_every_model_of_a_process_is_compiled(monkeypatch: pytest.MonkeyPatch) -
         assert traced() - before >= 4, name
     assert torch._dynamo.config.recompile_limit == 8, "functions of others keep their limit"
 
-    monkeypatch.setattr(compilation, "_RECOMPILE_LIMIT", 1)
+    monkeypatch.setattr(torch_pass, "_RECOMPILE_LIMIT", 1)
     predictor = warm(not_strict(), graphs=False)
     assert predictor.compilation.state is CompilationState.FAILED
 

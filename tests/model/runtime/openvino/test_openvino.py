@@ -20,8 +20,7 @@ from model.network.vit import VisionTransformer
 from model.outputs import MapRequest
 from model.runtime.openvino import network as openvino_network
 from model.runtime.openvino.backend import unsupported_reason
-from model.runtime.openvino.graph import _LEAN, CompiledGraph, core
-from model.runtime.openvino.network import OpenVinoNetwork
+from model.runtime.openvino.network import _LEAN, CompiledGraph, OpenVinoNetwork, core
 from model.runtime.predictor import Predictor
 from tests.model.runtime.predictions import MODES, predict
 
@@ -63,7 +62,7 @@ def test_threads_that_come_to_openvino_first_at_the_same_time_do_not_wait_for_ea
     code = """
 import os, sys, threading, time
 import numpy as np
-from model.runtime.openvino.graph import core, openvino_package
+from model.runtime.openvino.network import core, openvino_package
 core()
 package, barrier = openvino_package(), threading.Barrier(6)
 def first():
@@ -105,7 +104,7 @@ def test_the_installed_version_knows_the_option_that_saves_memory() -> None:
 def test_a_version_that_knows_an_option_no_more_compiles_without_it(
     both: tuple[Predictor, Predictor], images: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.runtime.openvino.graph._LEAN", {"NO_SUCH_OPTION": "YES"})
+    monkeypatch.setattr("model.runtime.openvino.network._LEAN", {"NO_SUCH_OPTION": "YES"})
     made = Predictor(load_checkpoint("bundled"), device="cpu", dtype="float32", threads=1)
     np.testing.assert_allclose(made.logits(images), both[0].logits(images), atol=1e-4)
 
@@ -131,11 +130,8 @@ def test_callers_at_once_get_their_own(both: tuple[Predictor, Predictor], images
 
 KINDS: list[dict[str, Any]] = [
     {"pool": "mean", "class_token": False, "position_prefix": False},
-    {"pool": "attention", "class_token": False, "position_prefix": False},
     {"pool": "mean_max"},
-    {"pool": "cls_mean"},
     {"registers": 4, "position_prefix": False},
-    {"distillation_token": True, "distillation_head": True},
     {"mlp": "swiglu", "activation": "silu", "layer_scale": True},
     {"qk_norm": True, "norm_before_blocks": True, "qkv_bias": False},
     {"relative_position_bias": True, "activation": "quick_gelu"},
@@ -204,7 +200,7 @@ def test_signals_are_heard_on_the_first_thread_after_a_model_was_freed_on_anothe
 import gc, os, signal, threading
 import numpy as np
 from openvino import Model, opset13
-from model.runtime.openvino.graph import core
+from model.runtime.openvino.network import core
 
 given = opset13.parameter([1], np.float32)
 compiled = [core().compile_model(Model([opset13.relu(given)], [given]), "CPU")]
