@@ -56,7 +56,6 @@ _FILES: Final = (_GRAPH, "graph.bin", _REFERENCE)
 _LOCK: Final = "lock"
 """A file that who writes an entry has locked: the kernel unlocks it when the process ends."""
 
-_NOT_KEPT: Final = "the graph is not kept, and is made again at each start (VIT_CACHE_DIR names the folder): %s"
 _VERSIONS: Final = ("vitserve", "openvino", "torch", "timm", "transformers", "numpy", "safetensors")
 
 
@@ -247,7 +246,8 @@ class Keep:
             facts = {"files": files, "checkpoint": kept, "parameters": parameters, "dtype": dtype}
             return self.entry.put(graph, facts | {"largest_layer": largest_layer(checkpoint.config)})
         except (OSError, RuntimeError, ValueError) as error:
-            logger.warning(_NOT_KEPT, first_line(error))
+            reason = first_line(error)
+            logger.warning("the graph is not kept (VIT_CACHE_DIR names the folder), and is made again: %s", reason)
             return graph
 
 

@@ -97,7 +97,7 @@ def test_nothing_is_compiled_after_the_compiler_has_run(graphs: bool, monkeypatc
     assert seen[0] > 0
 
 
-KINDS = {"mlp": "swiglu", "activation": "silu", "qk_norm": True, "layer_scale": True, "qkv_bias": False}
+KINDS = {"mlp": "swiglu", "qk_norm": True, "layer_scale": True}
 
 
 @pytest.mark.usefixtures("tracer")

@@ -77,14 +77,14 @@ def test_logits_are_those_of_the_batch_with_and_without_a_graph(compile_mode: Co
     assert ops.replays == replays + (4 if compile_mode == "auto" else 0)
 
 
-def test_maps_of_other_layers_are_right_without_a_graph() -> None:
+def test_a_batch_with_maps_of_other_layers_leaves_the_graphs_for_these_alone() -> None:
     ops = StandInOps()
     predictor = launched(ops)
     predictor.warm_up()
     replays = ops.replays
     maps = [MapRequest.row(0), MapRequest.row(1, 1), None]
     same(predict(predictor, make_images(3), top_k=1, maps=maps), predict(plain(), make_images(3), top_k=1, maps=maps))
-    assert ops.replays == replays + 2, "the row of the last layer and the picture without a map have graphs each"
+    assert ops.replays == replays + 2, "of the last layer's row, and of none"
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError, AssertionError], ids=lambda error: error.__name__)
