@@ -297,17 +297,6 @@ class ModelMachine(RuleBasedStateMachine):
             if request.answer is None or not request.answer.done():
                 assert request.generation in self.model._open, "its engine is closed, and it has no answer"
 
-    @invariant()
-    def nothing_waits_while_a_stream_is_free(self) -> None:
-        for generation in list(self.model._open):
-            engine, deadline = generation.engine, time.monotonic() + PATIENCE
-            # A thread may not have had a core yet.
-            while engine.info is not None and engine.ready and engine.status.queue_depth:
-                if self.runners[int(engine.info.name)].waiting:
-                    break
-                assert time.monotonic() < deadline, "an image waits, and nobody takes it"
-                self.wait(self.settle())
-
     def teardown(self) -> None:
         if not hasattr(self, "model"):
             self.loop.close()
