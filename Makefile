@@ -182,7 +182,7 @@ release-check: wheels site
 	$(RELEASE)/bin/zizmor --offline --quiet .github/workflows
 	$(RELEASE)/bin/hadolint Dockerfile
 	@[ -n "$$($(MAKE) --no-print-directory notes)" ] || { echo "CHANGELOG.md has nothing of $(VERSION)"; exit 1; }
-	set -e; for python in $(PYTHONS); do for wheel in $(PLATFORM) any; do \
+	set -e; unset PYTHONPATH; for python in $(PYTHONS); do for wheel in $(PLATFORM) any; do \
 		there=$$(mktemp -d); $$python -m venv $$there/env; \
 		$(if $(TORCH_INDEX_URL),$$there/env/bin/pip install --quiet -c constraints.txt --index-url '$(TORCH_INDEX_URL)' torch;) \
 		$$there/env/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
