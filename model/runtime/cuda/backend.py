@@ -21,6 +21,7 @@ from model.runtime.backend import (
     Images,
     batch_too_large,
     launch_size,
+    noise_images,
     require_close,
     trial_images,
 )
@@ -113,7 +114,7 @@ class Cuda(TorchBackend):
         """
         for size in self._options.sizes:
             for turn, request in enumerate(replace(usual, logits=True) for usual in self.usual):
-                images = trial_images(self.config, size, turn)
+                images = noise_images(size, (*self.config.image_size, self.config.in_channels), seed=turn)
                 outputs = self._launch(images, request)
                 expected = self._launch(images, request, self._uncompiled)
                 exact, source = self._options.dtype == torch.float32, f"for {size} images the launched model"

@@ -23,6 +23,7 @@ from model.runtime.backend import (
     HostOutputs,
     compute_in_pieces,
     joined,
+    noise_images,
     pieces,
     require_close,
 )
@@ -159,23 +160,13 @@ class NetworkGraph(NamedTuple):
             float32.
         outputs: their names, in the model's order: of `BatchOutputs`.
         request: what they are: the last layer's attention row where it is given, and perhaps relevance.
-        reference: torch's own outputs for all `reference_images`.
+        reference: torch's own outputs for the first `REFERENCE_COUNT` of `noise_images`.
     """
 
     model: openvino.Model
     outputs: tuple[str, ...]
     request: BatchRequest
     reference: HostOutputs
-
-
-def reference_images(count: int, shape: Sequence[int]) -> NDArray[np.uint8]:
-    """Return the first of these images, uint8 [count, H, W, C]: noise, which is the same at each start.
-
-    Args:
-        count: at most `REFERENCE_COUNT`.
-        shape: (H, W, C).
-    """
-    return np.random.default_rng(0).integers(0, 256, (count, *shape), dtype=np.uint8)
 
 
 class _Key(NamedTuple):
@@ -240,7 +231,7 @@ class OpenVinoNetwork:
             made = CompiledGraph(self._graph.model, self.dtype, threads=self._threads, streams=streams, size=key.size)
             # In a graph for any size a constant that the trace made of a size shows with other sizes than were traced.
             for count in (key.size,) if key.size else (1, 3):
-                for outputs in made.infer_on_all(reference_images(count, self._shape)):
+                for outputs in made.infer_on_all(noise_images(count, self._shape)):
                     exact = self.dtype == "float32"
                     require_close(self._named(outputs), self._graph.reference, exact=exact, source="OpenVINO")
         except RuntimeError as error:

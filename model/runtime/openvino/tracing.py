@@ -14,13 +14,12 @@ from model.errors import DeviceError
 from model.explanation.folded_weights import fold
 from model.network.library import Classifier
 from model.network.vit import VisionTransformer
-from model.runtime.backend import BatchOutputs, BatchRequest
+from model.runtime.backend import BatchOutputs, BatchRequest, noise_images
 from model.runtime.openvino.network import (
     REFERENCE_COUNT,
     NetworkGraph,
     OpenVinoNetwork,
     openvino_package,
-    reference_images,
 )
 from model.runtime.torch_backend import TorchOptions
 from model.runtime.torch_pass import Normalise, on_host, run_network
@@ -53,7 +52,7 @@ def trace(options: TorchOptions, *, relevance: bool = False) -> NetworkGraph:
         layers = (config.depth - 1,)
     request = BatchRequest(layers=layers, relevance=relevance)
     module = _Traced(options.model, Normalise(options.checkpoint.preprocess), request)
-    images = reference_images(REFERENCE_COUNT, (*config.image_size, config.in_channels))
+    images = noise_images(REFERENCE_COUNT, (*config.image_size, config.in_channels))
     with torch.inference_mode():
         expected = module.outputs(torch.from_numpy(images))
     if not expected.tensors()["logits"].isfinite().all():
