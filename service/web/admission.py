@@ -10,6 +10,7 @@ A body crawls when it arrives more slowly than `MIN_BODY_RATE`. All of it belong
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator
@@ -49,6 +50,11 @@ class Limiter:
         """Raise `QueueFull` unless `count` places are free."""
         if self.in_use + count > self.capacity:
             raise QueueFull(f"all {self.capacity} places in the service are taken")
+
+    async def settle(self, count: int = 1) -> None:
+        """Wait for the loop's next turn unless `count` places are free: a batch that has just come lends some then."""
+        if self.in_use + count > self.capacity:
+            await asyncio.sleep(0)
 
     def permit(self) -> Permit:
         """Take one place, and return the permit that holds it; raises `QueueFull` if none is free."""

@@ -176,6 +176,7 @@ class Service:
             ClientDisconnected: the caller left.
         """
         if needs_place:
+            await self.limiter.settle()
             self.check_room()
         context = request_context(request.scope)
         context.model = model.info.name
@@ -278,7 +279,7 @@ class AdmittedRequest:
         files = await self.read(
             lambda receive: read_files(self.headers, receive, limits, lambda: limiter.check(next(numbers)))
         )
-        self.take(len(files))
+        await self.take(len(files))
         return files
 
     async def read_body(self, limit: int | None = None) -> bytearray:
@@ -310,11 +311,12 @@ class AdmittedRequest:
         self.service.receiving.add(self._body, len(message.get("body", b"")))
         return message
 
-    def take(self, places: int) -> None:
+    async def take(self, places: int) -> None:
         """Take so many places, all or none, now that the body is here; raises `QueueFull`.
 
         From now on the request ends when its caller leaves.
         """
+        await self.service.limiter.settle(places)
         self._permit.extend(places)
         self._end_in(self.deadline.remaining() + LATE_SECONDS)
         if self.watches:

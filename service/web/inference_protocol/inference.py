@@ -285,7 +285,7 @@ async def infer(admitted: AdmittedRequest, asked: Inference, encode: Callable[[I
         ImageError, ServiceError: of the first picture that failed, its position named if there are several.
     """
     info = admitted.model.info
-    admitted.take(len(asked.pictures))
+    await admitted.take(len(asked.pictures))
     results = await all_of(_compute(admitted, asked, position) for position in range(len(asked.pictures)))
     admitted.service.metrics.images.inc(len(results))
     for result in results if info.config.num_classes else ():

@@ -125,7 +125,7 @@ async def attention_of_kept_picture(request: Request, query: Annotated[StoredPic
     if picture is None or picture.pixels.shape != model.info.input_shape:
         raise NotFound("no picture of this id is kept: it is unknown, expired or pushed out")
     async with service.admit(request, model) as admitted:
-        admitted.take(1)
+        await admitted.take(1)
         explained = await _explain(admitted, map_requests, picture)
         return await _answer(admitted, query, explained, picture, query.id)
 

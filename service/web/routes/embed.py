@@ -150,7 +150,7 @@ async def _embed_texts(request: Request, query: EmbedOneQuery, model: Model) -> 
     async with service_of(request).admit(request, model) as admitted:
         if await admitted.read_body():
             raise InvalidParameter("text: there is a body, too: send a picture or texts")
-        admitted.take(1)
+        await admitted.take(1)
         features = await admitted.embed_texts(texts)
     if query.normalize:
         features = normalized(features)

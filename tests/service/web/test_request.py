@@ -8,6 +8,7 @@ import pytest
 
 from service.errors import InferenceFailed
 from service.web import request as request_module
+from service.web.admission import Permit
 from service.web.lanes import Deadline
 from service.web.request import all_of
 from tests.service.fakes import PATIENCE, model_info, on_a_loop, png
@@ -135,6 +136,20 @@ async def test_a_picture_of_a_batch_frees_its_place_when_it_is_answered_or_refus
     await running
     assert ["error" in each for each in batch.json["results"]] == [True, False, True]
     assert service_in(service).limiter.in_use == 0
+
+
+@on_a_loop
+async def test_a_batch_for_the_decoders_refuses_nobody_while_its_pictures_are_lined_up() -> None:
+    service = app(queue_size=2)
+    limiter = service_in(service).limiter
+    permit, other = Permit(limiter), service.communicator("POST", "/classify", body=png(1))
+    with permit:
+        permit.extend(2)
+        answered = other.start()
+        await asyncio.sleep(0)
+        with permit.lent():
+            await answered
+    assert other.status == 200
 
 
 @on_a_loop
