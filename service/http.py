@@ -10,6 +10,7 @@ answers what is no valid request with a problem document. Bodies are bounded by 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import logging
 import os
@@ -50,7 +51,7 @@ DISCARDED_BYTES: Final = 1 << 20
 
 _KEEP_ALIVE_SECONDS = 75  # load balancers keep idle connections for about a minute: the side that answers, longer
 _STUCK_SECONDS = 30.0
-_LAST_CALLERS_SECONDS = 0.2  # after the listener is closed, for who was let in just before
+_LAST_CALLERS_SECONDS = 1.0  # after the listener is closed, for who was let in just before
 _OTHER_FILES = 128
 _MOST_REFUSED = 64  # connections beyond the limit whose refusal is on its way
 
@@ -321,7 +322,13 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
         self.flush()
         if self._request is not None and self._request.more_body:
             self._linger()
+        elif self._request is None and self.connections.is_ending:  # its request may be on the way
+            self._loop.call_later(_LAST_CALLERS_SECONDS, self._close_idle)
         else:
+            self.transport.close()
+
+    def _close_idle(self) -> None:
+        if self._request is None:  # else its answer closes it
             self.transport.close()
 
     def pause_reading(self) -> None:
@@ -414,6 +421,7 @@ class Connections:
         app: that they serve.
         buffer: where any of them reads.
         waiting: those that wait for a request, or for its body, the longest first.
+        is_ending: no more are let in, and each ends with its next answer, or a second after it was to be closed.
     """
 
     def __init__(self, app: Application, most: int = MAX_CONNECTIONS) -> None:
@@ -421,6 +429,7 @@ class Connections:
         self.buffer = memoryview(bytearray(_READ))
         self.waiting: dict[Guard, None] = {}
         self.open: set[Guard] = set()
+        self.is_ending = False
         self._most = most
 
     def protocol(
@@ -526,6 +535,7 @@ class Server:
         self._on_hang_up = on_hang_up
         self._is_supervised = is_supervised
         self._hung_up = False
+        self._let_in_last: set[asyncio.Task[Any]] = set()  # the loop itself keeps no task alive
         self.connections = Connections(app, connection_limit(max_connections))
         config = uvicorn.Config(
             self.connections.serve,
@@ -595,10 +605,36 @@ class Server:
         loop.call_later(self._settings.drain_timeout, self._give_up)
 
     def _stop_listening(self) -> None:
-        self._uvicorn.should_exit = True  # which uvicorn sees, and closes idle connections, within 0.1 s
+        loop = asyncio.get_running_loop()
         for server in self._uvicorn.servers:
-            server.close()
+            for listener in server.sockets:
+                loop.remove_reader(listener.fileno())
+        loop.call_soon(self._close_listeners)  # who was just accepted has a protocol by then: a closed server drops it
+
+    def _close_listeners(self) -> None:
+        self.connections.is_ending = True
+        self._uvicorn.should_exit = True  # which uvicorn sees, and closes idle connections, within 0.1 s
         asyncio.get_running_loop().call_later(_LAST_CALLERS_SECONDS, setattr, self._lifecycle, "draining", True)
+        for server in self._uvicorn.servers:
+            listeners = [socket.socket(fileno=os.dup(listener.fileno())) for listener in server.sockets]
+            server.close()
+            for listener in listeners:
+                self._let_in(listener)
+
+    def _let_in(self, listener: socket.socket) -> None:
+        """Accept who is connected by the system, and close the listener: the system would reset their connections."""
+        loop, config, state = asyncio.get_running_loop(), self._uvicorn.config, self._uvicorn.server_state
+        listener.setblocking(False)
+        with listener, contextlib.suppress(OSError):  # there is nobody left, or no file for one more
+            while True:
+                connection, _ = listener.accept()
+                task = loop.create_task(
+                    loop.connect_accepted_socket(
+                        lambda: self.connections.protocol(config, state, self._uvicorn.lifespan.state), connection
+                    )
+                )
+                self._let_in_last.add(task)
+                task.add_done_callback(self._let_in_last.discard)
 
     def _give_up(self) -> None:
         logger.warning("not everything was answered within %g s: ending", self._settings.drain_timeout)

@@ -61,6 +61,27 @@ async def test_a_request_that_was_accepted_is_answered_when_the_server_drains() 
 
 
 @on_a_loop
+async def test_who_connected_before_the_stop_is_answered_though_its_request_comes_after() -> None:
+    service = app(port=0, drain_delay=0)
+    async with started(service) as server:
+        let_in = Connection(*await asyncio.open_connection("127.0.0.1", server.port))
+        await let_in.send(post(png(1)))
+        assert (await let_in.answer()).status == 200
+        with socket.create_connection(("127.0.0.1", server.port)) as queued:  # by the system, as the loop stood still
+            server.drain()
+            port = server.port
+            await until(lambda: server.connections.is_ending)
+            await asyncio.sleep(0.3)  # uvicorn has closed what was idle by now
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection("127.0.0.1", port)
+            late = Connection(*await asyncio.open_connection(sock=queued.dup()))
+            for caller in (let_in, late):
+                await caller.send(post(png(1)))
+                answer = await caller.answer()
+                assert (answer.status, answer.headers["connection"]) == (200, "close")
+
+
+@on_a_loop
 @pytest.mark.parametrize("code", [0, 3])
 async def test_a_server_ends_at_the_latest_when_the_time_for_draining_is_over(ended: list[int], code: int) -> None:
     service = app(port=0, drain_delay=0, drain_timeout=0.05)
