@@ -23,7 +23,6 @@ from model.network.layers.position import (
 )
 from model.network.vit import VisionTransformer, count_parameters
 from tests.model.checkpoint.parity import randomise
-from tests.timm_reference import timm
 
 SMALL = ViTConfig(image_size=(32, 48), patch_size=8, width=32, depth=2, heads=4, mlp_width=64, num_classes=5)
 
@@ -205,14 +204,3 @@ def test_relative_positions_refuse_another_size() -> None:
 def test_a_model_of_no_pictures_channels_is_refused(channels: int) -> None:
     with pytest.raises(CheckpointError, match="channels"):
         checkpoint(SMALL.model_copy(update={"in_channels": channels}))
-
-
-def test_deit_tiny_is_timms(shared: Path) -> None:
-    folder = shared / "weights" / "deit_tiny_imagenet"
-    read = load_checkpoint(str(folder))
-    reference = timm().create_model("deit_tiny_patch16_224").eval()
-    reference.load_state_dict(dict(read.tensors))
-    pixels = torch.randn(4, 3, 224, 224, generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        expected, got = reference(pixels), read.build()(pixels).logits
-    assert float((got - expected).abs().max() / expected.abs().max()) < 1e-4
