@@ -53,7 +53,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=list(checkpoints.SHAPES), choices=list(checkpoints.SHAPES))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=4, help="of each measurement")
-    parser.add_argument("--warm-seconds", type=float, default=3)
     parser.add_argument("--connections", type=int, nargs="+", default=[32])
     parser.add_argument("--setting", action="append", default=[], metavar="VIT_NAME=VALUE", help="of both servers")
     parser.add_argument("--record", type=Path, default=RESULTS / "revisions.json")
@@ -84,7 +83,7 @@ def _measure(
         load = Loader(files, OURS)
         started = {"before": before, "after": after}
         for server in started.values():
-            load.closed(server.url, connections=32, seconds=arguments.warm_seconds)
+            load.closed(server.url, connections=32, seconds=3)
         while short := [count for count, done in rounds.items() if len(done) < arguments.rounds]:
             for count in short:
                 done = rounds[count]
@@ -96,20 +95,16 @@ def _measure(
 
 def _load(server: Running, load: Loader, connections: int, seconds: float) -> dict[str, Any]:
     """Return what the clients saw, and the milliseconds that a request took the server; see the module."""
+    # The nanoseconds that the first thread has run (proc(5)).
     event_loop = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/schedstat")
-    cpu, loop, stages = server.processor_seconds(), _nanoseconds(event_loop), _stage_seconds(server.url)
+    cpu, loop, stages = server.processor_seconds(), int(event_loop.read_text().split()[0]), _stage_seconds(server.url)
     found = load.closed(server.url, connections=connections, seconds=seconds)
-    cpu, loop = server.processor_seconds() - cpu, _nanoseconds(event_loop) - loop
+    cpu, loop = server.processor_seconds() - cpu, int(event_loop.read_text().split()[0]) - loop
     requests = found.rate * seconds
     took = {"cpu_ms": round(1000 * cpu / requests, 3), "loop_ms": round(1e-6 * loop / requests, 3)}
     if connections == 1:
         took["beside_ms"] = round(1000 * (seconds - (_stage_seconds(server.url) - stages)) / requests, 3)
     return {**found.as_json(), **took}
-
-
-def _nanoseconds(schedstat: Path) -> int:
-    """Return the time that a thread has run (proc(5))."""
-    return int(schedstat.read_text().split()[0])
 
 
 def _stage_seconds(url: str) -> float:
@@ -121,8 +116,7 @@ def _stage_seconds(url: str) -> float:
 
 
 def _ratio(round_: dict[str, Any], value: str) -> float:
-    ratio: float = round_["after"][value] / round_["before"][value]
-    return ratio
+    return float(round_["after"][value] / round_["before"][value])
 
 
 def _print(models: dict[str, Any]) -> None:

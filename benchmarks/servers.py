@@ -81,23 +81,21 @@ class Running:
         held: whether it is held while it is not `thawed`.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path, mark: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], port: int, mark: str) -> None:
         self.process = process
         self.url = f"http://127.0.0.1:{port}"
         self.start_seconds = self.answer_seconds = 0.0
         self.held = False
-        self._port = port
-        self._log = log
-        self._mark = f"{_MARK}={mark}"
-
-    @property
-    def log(self) -> str:
-        """What it has written."""
-        return self._log.read_text(errors="replace")
+        self._mark = f"{_MARK}={mark}".encode()
 
     def pids(self) -> list[int]:
         """Every process of this server, daemons included: those that inherited its mark."""
-        return _marked(self._mark)
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if self._mark in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+        return sorted(found)
 
     @contextmanager
     def thawed(self) -> Iterator[None]:
@@ -105,19 +103,11 @@ class Running:
 
         They are held before the first time, too. Nothing is done where `running` was not told to hold it.
         """
+        self._signal(signal.SIGCONT)
+        yield
         if self.held:
-            self._signal(signal.SIGCONT)
-        try:
-            yield
-        finally:
-            if self.held:
-                # A batch that was held half-way would count as a slow one: BentoML then refuses for fear of the next.
-                time.sleep(_DRAIN_SECONDS)
-            self.hold()
-
-    def hold(self) -> None:
-        """Stop all of its processes, where it is held at all: whoever shares the machine may have woken them."""
-        if self.held:
+            # A batch that was held half-way would count as a slow one: BentoML then refuses for fear of the next.
+            time.sleep(_DRAIN_SECONDS)
             self._signal(signal.SIGSTOP)
 
     def processor_seconds(self) -> float:
@@ -180,24 +170,27 @@ def running(
             process = subprocess.Popen(
                 command, cwd=REPOSITORY, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
             )
-        found = Running(process, port, log, mark)
+        found = Running(process, port, mark)
         try:
-            found.answer_seconds = _wait(server, found, picture, timeout) - started
+            found.answer_seconds = _wait(server, found, picture, timeout, log) - started
             found.start_seconds = time.monotonic() - started
             found.held = held
-            found.hold()
+            with found.thawed():
+                pass
             yield found
         finally:
             found.stop()
 
 
-def _wait(server: Server, found: Running, picture: bytes, timeout: float) -> float:
+def _wait(server: Server, found: Running, picture: bytes, timeout: float, log: Path) -> float:
     """Wait until it answers and has compiled; return the moment of the first answer."""
     deadline = time.monotonic() + timeout
     reason, answered = "no answer", 0.0
     while time.monotonic() < deadline:
         if found.process.poll() is not None:
-            raise ServerFailed(f"{server.name} ended with {found.process.returncode}:\n{found.log[-3000:]}")
+            raise ServerFailed(
+                f"{server.name} ended with {found.process.returncode}:\n{log.read_text(errors='replace')[-3000:]}"
+            )
         try:
             ask(found.url, server.protocol, picture)
         except (OSError, ValueError, KeyError) as error:
@@ -207,7 +200,9 @@ def _wait(server: Server, found: Running, picture: bytes, timeout: float) -> flo
             if server.distribution != "vitserve" or _compiled(found.url):
                 return answered
         time.sleep(0.1)
-    raise ServerFailed(f"{server.name} was not ready within {timeout:g} s ({reason}):\n{found.log[-3000:]}")
+    raise ServerFailed(
+        f"{server.name} was not ready within {timeout:g} s ({reason}):\n{log.read_text(errors='replace')[-3000:]}"
+    )
 
 
 def _compiled(url: str) -> bool:
@@ -245,17 +240,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _marked(mark: str) -> list[int]:
-    """Every process that was started with this variable, `NAME=VALUE`, in its environment."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with contextlib.suppress(OSError):
-                if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append(int(folder.name))
-    return sorted(found)
 
 
 def _json(*path: str | int) -> Callable[[bytes], int]:

@@ -104,26 +104,6 @@ def test_a_kept_picture_is_drawn_saved_and_told(server: Served, pictures: Pictur
     assert saved.sum() == pytest.approx(1, abs=1e-5)
 
 
-def test_every_layer_and_head_has_a_map_of_its_own(server: Served, pictures: Pictures) -> None:
-    url = f"/attention?id={server.classify(pictures.files[6]).json()['id']}&format=npy"
-    maps = {
-        (layer, head): np.load(io.BytesIO(server.get(f"{url}&layer={layer}&head={head}").content))
-        for layer in (0, 1)
-        for head in ("0", "1", "mean", "max")
-    }
-    assert all(found.sum() == pytest.approx(1, abs=1e-5) for found in maps.values())
-    assert len({found.tobytes() for found in maps.values()}) == len(maps)
-    last = np.load(io.BytesIO(server.get(f"{url}&layer=-1").content))
-    assert np.array_equal(last, maps[1, "mean"])
-
-
-def test_posting_for_a_map_gives_the_same_map_as_a_kept_picture(server: Served, pictures: Pictures) -> None:
-    posted = server.client.post("/attention?format=json", files=files(pictures.files[7]))
-    assert posted.status_code == 200
-    kept = server.get(f"{posted.headers['content-location']}&format=json").json()
-    assert kept == posted.json()
-
-
 def test_what_is_served_is_told(server: Served) -> None:
     model = server.get("/model").json()
     assert model["name"] == CHECKPOINT_NAME

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -93,22 +91,3 @@ def test_answers_are_those_of_classify(client: Any, server: Served, pictures: Pi
     answer = client.infer(CHECKPOINT_NAME, [images(*files)], outputs=wanted, request_id="17", parameters=parameters)
     assert answer.get_response().id == "17"
     check_inferred(answer, server, files)
-
-
-def test_many_callers_are_served_until_the_service_has_drained(serve: Serve, pictures: Pictures) -> None:
-    server = serve(workers=WORKERS, grpc_port=0, drain_delay=0)
-    files = pictures.files[:20]
-
-    async def ask(file: bytes) -> Any:
-        from tritonclient.grpc import aio
-
-        async with aio.InferenceServerClient(address(server)) as caller:
-            return (await caller.infer(CHECKPOINT_NAME, [images(file)])).as_numpy("index")
-
-    async def ask_all() -> list[Any]:
-        return await asyncio.gather(*(ask(file) for file in files))
-
-    found = asyncio.run(ask_all())
-    assert [int(index[0, 0]) for index in found] == pictures.scores[: len(files)].argmax(axis=1).tolist()
-    server.process.process.send_signal(signal.SIGTERM)
-    assert server.process.process.wait(60) == 0

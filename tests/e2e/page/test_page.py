@@ -345,16 +345,6 @@ def test_a_service_that_starts_or_is_busy_is_asked_again(open_page: Open) -> Non
         assert busy == {}
 
 
-def test_more_answers_can_be_asked_for(open_page: Open) -> None:
-    with open_page() as found:
-        choose(found.page, DOG)
-        assert len(answers(found.page)) == 5
-        found.page.locator(".answer").nth(2).click()
-        found.page.locator("#top-k").select_option("10")
-        expect(found.page.locator(".answer")).to_have_count(10)
-        expect(found.page.locator(".answer").nth(2)).to_have_attribute("aria-pressed", "true")  # as it was chosen
-
-
 def test_the_load_is_shown(open_page: Open) -> None:
     with open_page() as found:
         page = found.page
