@@ -1,4 +1,4 @@
-"""Load on a server: closed loops by `wrk` where it is installed, open loops and all else by processes of our own.
+"""Load on a server: closed and open loops.
 
 Closed: each connection sends its next request when it has its answer. Open: requests leave at the moments of a Poisson
 process from a seed, whatever the server does; a latency counts from that moment, so that a stall is charged to every
@@ -10,14 +10,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-import json
 import multiprocessing
 import random
-import re
-import shutil
 import statistics
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -28,27 +23,6 @@ from typing import Any, NamedTuple
 import httptools
 import uvloop
 
-_SCRIPT = """
-local requests, turn = {}, 0
-function init(args)
-  local files = {%s}
-  for i, name in ipairs(files) do
-    local file = assert(io.open(name, "rb"))
-    requests[i] = wrk.format("POST", %s, {%s}, file:read("*a"))
-    file:close()
-  end
-end
-function request()
-  turn = turn %% #requests + 1
-  return requests[turn]
-end
-function done(summary, latency, requests)
-  io.write(string.format("RESULT requests=%%d us=%%d status=%%d connect=%%d read=%%d write=%%d timeout=%%d" ..
-    " p50=%%d p90=%%d p99=%%d max=%%d\\n", summary.requests, summary.duration, summary.errors.status,
-    summary.errors.connect, summary.errors.read, summary.errors.write, summary.errors.timeout, latency:percentile(50),
-    latency:percentile(90), latency:percentile(99), latency.max))
-end
-"""
 _GIVE_UP = 30.0
 """Seconds after the last planned moment."""
 _HEAD_START = 2.0
@@ -105,23 +79,11 @@ class Load:
         return {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(self).items()}
 
 
-def parse_wrk(output: str) -> Load:
-    """The `RESULT` line of our script; raises `ValueError` where there is none."""
-    found = re.search(r"^RESULT (.*)$", output, re.MULTILINE)
-    if found is None:
-        raise ValueError(f"wrk gave no result:\n{output}")
-    values = {name: int(value) for name, value in (pair.split("=") for pair in found[1].split())}
-    milliseconds = {name: values[name] / 1000 for name in ("p50", "p90", "p99", "max")}
-    broken = values["connect"] + values["read"] + values["write"] + values["timeout"]
-    answered = values["requests"] - values["status"]
-    return Load(rate=answered / (values["us"] / 1e6), refused=values["status"], broken=broken, **milliseconds)
-
-
 class Loader:
     """Sends one picture set to a server.
 
     Args:
-        processes: that send where `wrk` does not.
+        processes: that send.
     """
 
     def __init__(self, pictures: Sequence[Path], protocol: Protocol, processes: int = 1) -> None:
@@ -130,28 +92,15 @@ class Loader:
         self._processes = processes
 
     def closed(self, url: str, *, connections: int, seconds: float) -> Load:
-        """As many requests under way as connections; `wrk` measures whole seconds, with one thread."""
-        if shutil.which("wrk") is None:
-            return self._own(url, seconds, connections=connections)
-        whole = max(1, round(seconds))
-        with tempfile.TemporaryDirectory(prefix="vitserve-bench-") as folder:
-            files = [Path(folder, f"{number}.body") for number in range(len(self._bodies))]
-            for file, body in zip(files, self._bodies, strict=True):
-                file.write_bytes(body)
-            headers = (f"[{json.dumps(name)}] = {json.dumps(value)}" for name, value in self._protocol.headers.items())
-            names = ", ".join(json.dumps(str(file)) for file in files)
-            script = Path(folder, "load.lua")
-            script.write_text(_SCRIPT % (names, json.dumps(self._protocol.path), ", ".join(headers)))
-            command = ["wrk", "-t1", f"-c{connections}", f"-d{whole}s", "--timeout", "30s", "-s", str(script), url]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=whole + 60, check=True)
-        return parse_wrk(done.stdout)
+        """As many requests under way as connections."""
+        return self._send(url, seconds, connections=connections)
 
     def open(self, url: str, *, rate: float, seconds: float) -> Load:
         """Requests at moments that do not depend on the answers."""
-        return self._own(url, seconds, rate=rate)
+        return self._send(url, seconds, rate=rate)
 
-    def _own(self, url: str, seconds: float, *, connections: int = 0, rate: float = 0.0) -> Load:
-        """Send from processes of our own, that begin together."""
+    def _send(self, url: str, seconds: float, *, connections: int = 0, rate: float = 0.0) -> Load:
+        """Send from several processes, that begin together."""
         count = min(self._processes, connections) if connections else self._processes
         begin = time.time() + (_HEAD_START if count > 1 else 0)
         host, _, port = url.removeprefix("http://").partition(":")

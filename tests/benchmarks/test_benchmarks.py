@@ -10,29 +10,18 @@ from pathlib import Path
 import pytest
 
 from benchmarks import checkpoints, gpu
-from benchmarks.load import Load, Loader, parse_wrk
+from benchmarks.load import Load, Loader
 from benchmarks.peers.__main__ import report
 from benchmarks.record import Record, medians, table
 from benchmarks.reliability import Honest, told_apart
 from benchmarks.servers import OURS
-
-_OUTPUT = """Running 3s test @ http://127.0.0.1:8000
-  Non-2xx or 3xx responses: 10
-RESULT requests=610 us=3000000 status=10 connect=1 read=2 write=3 timeout=4 p50=5000 p90=9000 p99=12500 max=20000
-"""
 
 
 def _load(rate: float) -> dict[str, float]:
     return {"rate": rate, "p50": 5.0, "p99": 10.0, "refused": 0, "broken": 0}
 
 
-def test_wrk_counts_only_requests_answered_200():
-    assert parse_wrk(_OUTPUT) == Load(200, 5, 9, 12.5, 20, refused=10, broken=10)
-    with pytest.raises(ValueError, match="unable to connect"):
-        parse_wrk("unable to connect to 127.0.0.1:1 Connection refused\n")
-
-
-def test_the_own_generator_counts_answers_refusals_and_closed_connections(tmp_path):
+def test_the_generator_counts_answers_refusals_and_closed_connections(tmp_path):
     picture = tmp_path / "a.jpg"
     picture.write_bytes(b"picture")
     seen: list[bytes] = []
@@ -53,7 +42,7 @@ def test_the_own_generator_counts_answers_refusals_and_closed_connections(tmp_pa
         load = Loader([picture], OURS)
         async with server:
             opened = await asyncio.to_thread(load.open, url, rate=100, seconds=0.3)
-            return opened, await asyncio.to_thread(load._own, url, 0.2, connections=2)
+            return opened, await asyncio.to_thread(load.closed, url, connections=2, seconds=0.2)
 
     opened, closed = asyncio.run(run())
     assert len(seen) >= opened.rate * 0.3 + opened.refused + opened.broken > 3
