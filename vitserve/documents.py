@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from typing import Annotated, Any, Final, Literal, Self, TypedDict
+from typing import Annotated, Any, Final, Literal, TypedDict
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
@@ -30,11 +30,11 @@ class Prediction(BaseModel):
     index: Annotated[int, Field(description="class index, which identifies", examples=[281])]
     score: Annotated[float, Field(description="softmax (or sigmoid) after the checkpoint's temperature")]
 
-    @classmethod
-    def ranked(cls, labels: Sequence[str], indices: Iterable[int], scores: Iterable[float]) -> list[Self]:
-        """Return the classes `indices` with their float32 `scores`, in the order given."""
-        pairs = zip(indices, scores, strict=True)
-        return [cls(label=labels[index], index=index, score=significant(score)) for index, score in pairs]
+
+def ranked(labels: Sequence[str], indices: Iterable[int], scores: Iterable[float]) -> list[dict[str, object]]:
+    """Return the fields of `Prediction` for the classes `indices`, with their float32 `scores`, in the order given."""
+    pairs = zip(indices, scores, strict=True)
+    return [{"label": labels[index], "index": index, "score": significant(score)} for index, score in pairs]
 
 
 MAX_SET: Final = 100

@@ -127,6 +127,7 @@ class FairQueue(Generic[E]):
             entry = share.waiting[0]
             self._remove(entry)
             if entry.deadline <= self._clock():
+                self._line_up(share)
                 continue
             self._now = max(self._now, share.used)
             entry.is_under_way, entry.began = True, self._clock()
@@ -141,13 +142,13 @@ class FairQueue(Generic[E]):
         """Charge the caller of a job that is under way the seconds of work that it took."""
         entry.share.used += seconds - entry.charged
         entry.charged = seconds
-        if entry.share.waiting:
-            self._line_up(entry.share)
+        self._line_up(entry.share)
 
     def leave(self, entry: E) -> None:
         """Give back the server of a job, or drop it while it waits; a job that is gone stays so."""
         if entry.is_waiting:
             self._remove(entry)
+            self._line_up(entry.share)
         elif entry.is_under_way:
             entry.is_under_way = False
             self._sizes = self._sizes * _DECAY + entry.size
@@ -187,8 +188,9 @@ class FairQueue(Generic[E]):
         return share
 
     def _line_up(self, share: _Share[E]) -> None:
-        share.turn = next(self._numbers)
-        heappush(self._turns, (share.used, share.turn, share))
+        if share.waiting:
+            share.turn = next(self._numbers)
+            heappush(self._turns, (share.used, share.turn, share))
 
     def _remove(self, entry: E) -> None:
         share = entry.share
@@ -198,8 +200,6 @@ class FairQueue(Generic[E]):
         self._size_waiting -= entry.size
         self.waiting -= 1
         share.turn = -1
-        if share.waiting:
-            self._line_up(share)
 
 
 class Job(Entry, Generic[T]):
