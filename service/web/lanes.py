@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any, Final, Generic, Self, TypeVar
@@ -260,9 +262,11 @@ class Lane:
         self._name = name
         self._clock = clock
         self._leaves_at_once = servers is None
-        # A job more than there are threads, for the one that ends before the event loop looks.
-        self._free = threads + 1 if threads else math.inf
-        self._queue: FairQueue[Job[Any]] = FairQueue(servers or (lambda: threads + 1), clock)
+        # Twice as many jobs as there are threads: those that end before the event loop looks have successors.
+        self._free = 2 * threads if threads else math.inf
+        self._queue: FairQueue[Job[Any]] = FairQueue(servers or (lambda: 2 * threads), clock)
+        self._ended: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
         initializer = lower_priority if background else None
         self._executor = ThreadPoolExecutor(max(1, threads), thread_name_prefix=name, initializer=initializer)
 
@@ -328,7 +332,18 @@ class Lane:
         work, job.work = job.work, None  # it holds the picture
         outcome = _outcome(work) if job.works else (None, None)
         del work
-        loop.call_soon_threadsafe(self._end, job, outcome, self._clock() - began)
+        with self._lock:
+            self._ended.append(partial(self._end, job, outcome, self._clock() - began))
+            is_first = len(self._ended) == 1
+        if is_first:  # else the event loop is about to look
+            loop.call_soon_threadsafe(self._end_all)
+
+    def _end_all(self) -> None:
+        with self._lock:
+            ended, self._ended = self._ended, []
+        for end in ended:
+            end()
+        self._advance()
 
     def _end(self, job: Job[T], outcome: tuple[T | None, BaseException | None], seconds: float) -> None:
         """Publish what a thread made of a job, unless its caller has left."""
@@ -344,7 +359,6 @@ class Lane:
             job.future.set_result(result)
         else:
             job.future.set_exception(error)
-        self._advance()
 
 
 def _outcome(work: Callable[[], T] | None) -> tuple[T | None, BaseException | None]:
