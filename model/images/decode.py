@@ -97,8 +97,6 @@ def decode(data: bytes | bytearray, *, max_pixels: int, min_size: MinSize | None
     """
     encoded = unpack(data)
     try:
-        if encoded.size is not None:
-            _check_pixels(encoded.size, max_pixels)
         image = encoded.open()
         size = image.size
         _check_pixels(size, max_pixels)

@@ -15,7 +15,6 @@ import importlib
 import importlib.util
 import io
 import re
-import struct
 from dataclasses import dataclass
 
 from PIL import ImageFile, features
@@ -65,13 +64,11 @@ class EncodedImage:
     Attributes:
         name: the format's name in Pillow.
         orientation: Exif orientation 1...8; None where only the reader can tell, once the file is open.
-        size: (width, height) in pixels, where they are known before the file is opened.
     """
 
     name: str
     data: bytes
     orientation: int | None = None
-    size: tuple[int, int] | None = None
 
     def open(self) -> ImageFile.ImageFile:
         """Return Pillow's image with its header read and its pixels not yet decoded."""
@@ -117,8 +114,6 @@ def unpack(data: bytes | bytearray) -> EncodedImage:
             return EncodedImage(name, *jpeg.strip(data))
         case "PNG":
             return EncodedImage(name, *png.strip(data))
-        case "GIF":
-            return EncodedImage(name, bytes(data), UPRIGHT, _gif_size(data))
         case "WEBP" | "AVIF":
             return EncodedImage(name, bytes(data))
     # Pillow and libheif turn TIFF and HEIC upright; the others have no orientation.
@@ -139,31 +134,6 @@ def _format_of(data: bytes | bytearray) -> str:
     if brands & _HEIC_BRANDS:
         return "HEIF"
     raise UnsupportedImageFormat("an ISO media file that is neither AVIF nor HEIC")
-
-
-def _gif_size(data: bytes | bytearray) -> tuple[int, int]:
-    """Return the size of the canvas that all frames of a GIF need, which a player would allocate (GIF89a)."""
-    width = height = 0
-    try:
-        canvas_width, canvas_height, flags = struct.unpack_from("<HHB", data, 6)
-        position = 13 + _palette_bytes(flags)
-        while (kind := data[position]) in b"!,":
-            position += 2
-            if kind == ord(","):
-                left, top, columns, rows, flags = struct.unpack_from("<HHHHB", data, position - 1)
-                width = max(width, canvas_width, left + columns)
-                height = max(height, canvas_height, top + rows)
-                position += 9 + _palette_bytes(flags)
-            while block := data[position]:
-                position += 1 + block
-            position += 1
-    except (struct.error, IndexError):  # cut off, as the decoder will say if it is within the first frame
-        pass
-    return width, height
-
-
-def _palette_bytes(flags: int) -> int:
-    return 3 << (flags & 7) + 1 if flags & 0x80 else 0
 
 
 def _has_whole_boxes(data: bytes) -> bool:
