@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 from model.errors import ImageTooCostly, ImageTooLarge, InvalidImage
-from model.images.formats import unpack
+from model.images.formats import format_of, open_image
 from model.images.jpeg import UPRIGHT, read_orientation
 
 Converter = Callable[[Image.Image], Image.Image]
@@ -95,13 +95,13 @@ def decode(data: bytes | bytearray, *, max_pixels: int, min_size: MinSize | None
         ImageTooCostly: there is not enough memory to decode it.
         InvalidImage: empty, truncated or corrupt.
     """
-    encoded = unpack(data)
+    name = format_of(data)
     try:
-        image = encoded.open()
+        image, orientation = open_image(name, data)
         size = image.size
         _check_pixels(size, max_pixels)
-        orientation, scale = encoded.orientation, 1
-        if min_size is not None and encoded.name == "JPEG":
+        scale = 1
+        if min_size is not None and name == "JPEG":
             scale = _draft(image, min_size, swapped=(orientation or UPRIGHT) >= 5)
         image.load()
         if scale == 1:  # Pillow turns a TIFF as it loads it
@@ -109,11 +109,11 @@ def decode(data: bytes | bytearray, *, max_pixels: int, min_size: MinSize | None
         if orientation is None:
             orientation = read_orientation(image.info.get("exif"))
     except Image.DecompressionBombError as error:
-        raise ImageTooLarge(f"the {encoded.name} picture is larger than Pillow decodes: {error}") from error
+        raise ImageTooLarge(f"the {name} picture is larger than Pillow decodes: {error}") from error
     except MemoryError as error:
-        raise ImageTooCostly(f"decoding this {encoded.name} picture takes more memory than is allowed") from error
+        raise ImageTooCostly(f"decoding this {name} picture takes more memory than is allowed") from error
     except DECODE_ERRORS as error:
-        raise InvalidImage(f"the {encoded.name} picture does not decode: {_reason(error)}") from error
+        raise InvalidImage(f"the {name} picture does not decode: {_reason(error)}") from error
     return DecodedImage(image, size, scale, orientation)
 
 

@@ -15,7 +15,6 @@ import importlib
 import importlib.util
 import io
 import re
-from dataclasses import dataclass
 
 from PIL import ImageFile, features
 from PIL.AvifImagePlugin import AvifImageFile
@@ -57,34 +56,6 @@ _PIECE_BYTES = 262_144
 """Bytes of the file that a decoder gets at a time: most pictures at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedImage:
-    """The first picture of a file as its decoder gets it.
-
-    Attributes:
-        name: the format's name in Pillow.
-        orientation: Exif orientation 1...8; None where only the reader can tell, once the file is open.
-    """
-
-    name: str
-    data: bytes
-    orientation: int | None = None
-
-    def open(self) -> ImageFile.ImageFile:
-        """Return Pillow's image with its header read and its pixels not yet decoded."""
-        reader = _READERS[self.name]
-        assert reader is not None
-        try:
-            image = reader(io.BytesIO(self.data))
-        except SyntaxError as error:
-            # libavif says this of a file that is cut off, and of one that lacks a required property.
-            if "BMFF" in str(error) and _has_whole_boxes(self.data):
-                raise UnsupportedImageFormat("this AVIF picture is of a kind that libavif does not read") from error
-            raise
-        image.decodermaxblock = _PIECE_BYTES
-        return image
-
-
 def is_bounded(data: bytes | bytearray) -> bool:
     """Return whether the header of a file bounds the work of decoding it: less than 0.5 s and 180 MB.
 
@@ -96,36 +67,59 @@ def is_bounded(data: bytes | bytearray) -> bool:
     return {"JPEG": jpeg.is_bounded, "PNG": png.is_bounded}.get(match.lastgroup or "", lambda _: False)(data)
 
 
-def unpack(data: bytes | bytearray) -> EncodedImage:
-    """Detect a whole file's format and leave out what its decoder need not see; keep no reference to a bytearray.
+def format_of(data: bytes | bytearray) -> str:
+    """Return the format of a whole file, as Pillow names it.
 
     Raises:
         UnsupportedImageFormat: not the magic of an allowed format, or a format that this installation cannot read.
-        InvalidImage: empty, cut off before the first picture begins, or made of absurdly many parts.
+        InvalidImage: empty.
     """
     if not data:
         raise InvalidImage("the picture is empty: 0 bytes")
-    name = _format_of(data)
-    if _READERS[name] is None:
-        hint = ": pip install 'vitserve[heic]' adds them" if name == "HEIF" else " by this Pillow"
-        raise UnsupportedImageFormat(f"{name} pictures are not supported{hint}")
-    match name:
-        case "JPEG":
-            return EncodedImage(name, *jpeg.strip(data))
-        case "PNG":
-            return EncodedImage(name, *png.strip(data))
-        case "WEBP" | "AVIF":
-            return EncodedImage(name, bytes(data))
-    # Pillow and libheif turn TIFF and HEIC upright; the others have no orientation.
-    return EncodedImage(name, bytes(data), UPRIGHT)
-
-
-def _format_of(data: bytes | bytearray) -> str:
     match = _MAGIC.match(data)
     if match is None:
         raise UnsupportedImageFormat("not a picture of an allowed format: JPEG, PNG, WebP, GIF, BMP, TIFF or AVIF")
-    if match.lastgroup != "ISO":
-        return str(match.lastgroup)
+    name = _brand(data) if match.lastgroup == "ISO" else str(match.lastgroup)
+    if _READERS[name] is None:
+        hint = ": pip install 'vitserve[heic]' adds them" if name == "HEIF" else " by this Pillow"
+        raise UnsupportedImageFormat(f"{name} pictures are not supported{hint}")
+    return name
+
+
+def open_image(name: str, data: bytes | bytearray) -> tuple[ImageFile.ImageFile, int | None]:
+    """Return Pillow's image, its header read and its pixels not yet decoded, of a file without what need not be seen.
+
+    Args:
+        name: of `format_of`.
+        data: the whole file; no reference to a bytearray is kept.
+
+    Returns:
+        The image, and its Exif orientation 1...8, or None where only the reader can tell.
+
+    Raises:
+        UnsupportedImageFormat: a kind of AVIF or JPEG that is not read.
+        InvalidImage: cut off before the first picture begins, or made of absurdly many parts.
+        Exception: see `model.images.decode.DECODE_ERRORS`.
+    """
+    # Pillow and libheif turn TIFF and HEIC upright; GIF and BMP have no orientation.
+    orientation = None if name in ("WEBP", "AVIF") else UPRIGHT
+    if name in ("JPEG", "PNG"):
+        data, orientation = (jpeg if name == "JPEG" else png).strip(data)
+    reader = _READERS[name]
+    assert reader is not None, "format_of refuses it"
+    try:
+        image = reader(io.BytesIO(data))
+    except SyntaxError as error:
+        # libavif says this of a file that is cut off, and of one that lacks a required property.
+        if "BMFF" in str(error) and _has_whole_boxes(data):
+            raise UnsupportedImageFormat("this AVIF picture is of a kind that libavif does not read") from error
+        raise
+    image.decodermaxblock = _PIECE_BYTES
+    return image, orientation
+
+
+def _brand(data: bytes | bytearray) -> str:
+    """Return the format of an ISO media file."""
     # The brands in the first box tell the formats apart that share this container (ISO/IEC 23008-12).
     end = min(int.from_bytes(data[:4], "big"), 256)
     brands = {bytes(data[start : min(start + 4, end)]) for start in range(8, end, 4)}
@@ -136,7 +130,7 @@ def _format_of(data: bytes | bytearray) -> str:
     raise UnsupportedImageFormat("an ISO media file that is neither AVIF nor HEIC")
 
 
-def _has_whole_boxes(data: bytes) -> bool:
+def _has_whole_boxes(data: bytes | bytearray) -> bool:
     """Return whether the top boxes of an ISO media file fill it."""
     position = 0
     while 0 <= position < len(data):
