@@ -20,7 +20,7 @@ from model.errors import CheckpointError
 from model.heads import ZeroShot
 from model.network.layers.position import resize_position_embedding, resize_relative_table
 from model.network.library import LibraryNetwork, library_config, meta_tensors
-from model.network.vit import VisionTransformer, checkpoint_shapes, meta_model, placeholder_heads
+from model.network.vit import VisionTransformer, meta_model, placeholder_heads
 
 # Characters of a label and of a name: every answer repeats them.
 MAX_TEXT: Final = 1000
@@ -181,8 +181,6 @@ def native_tensors(tensors: Mapping[str, Tensor], config: NetworkConfig, where: 
     Raises:
         CheckpointError: a tensor is missing, unexpected, of the wrong shape, or not floating point.
     """
-    if isinstance(config, ViTConfig):
-        return checked(tensors, checkpoint_shapes(config), where)
     return checked(tensors, {name: tuple(tensor.shape) for name, tensor in meta_tensors(config).items()}, where)
 
 
