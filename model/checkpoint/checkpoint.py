@@ -111,8 +111,16 @@ class Checkpoint:
         old = self.config
         if size == old.image_size:
             return self
+        preprocess = resized_preprocess(self.preprocess, size)
         if isinstance(old, LibraryConfig):
-            return self._resized_by_library(old, size)
+            if old.fixed_size:
+                raise CheckpointError(
+                    f"{self.source}: image size {size[0]}x{size[1]}: timm's {old.architecture} is made for "
+                    f"{old.image_size[0]}x{old.image_size[1]}, and is not resized"
+                )
+            with validating(self.source):
+                other = library_config(old.architecture, old.arguments, old.num_classes, old.in_channels, size)
+            return replace(self, config=other, preprocess=preprocess)
         old = self.vit
         if size[0] % old.patch_size or size[1] % old.patch_size:
             raise CheckpointError(
@@ -122,17 +130,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.source}: relative position biases are not resized; keep {old.image_size}")
         config = resized_config(old, size, self.source)
         tensors = resized_positions(self.tensors, old, config, antialias=self.antialias)
-        return replace(self, config=config, preprocess=resized_preprocess(self.preprocess, size), tensors=tensors)
-
-    def _resized_by_library(self, old: LibraryConfig, size: Size) -> Checkpoint:
-        if old.fixed_size:
-            raise CheckpointError(
-                f"{self.source}: image size {size[0]}x{size[1]}: timm's {old.architecture} is made for "
-                f"{old.image_size[0]}x{old.image_size[1]}, and is not resized"
-            )
-        with validating(self.source):
-            config = library_config(old.architecture, old.arguments, old.num_classes, old.in_channels, size)
-        return replace(self, config=config, preprocess=resized_preprocess(self.preprocess, size))
+        return replace(self, config=config, preprocess=preprocess, tensors=tensors)
 
     @property
     def vit(self) -> ViTConfig:

@@ -12,7 +12,7 @@ import numpy as np
 from model.calibration import MeasuredSets, calibrate, require_pictures
 from model.data.datasets import open_evaluation_set
 from model.errors import InputError
-from model.outputs import RequestedOutputs, require_classes
+from model.outputs import require_classes
 from service.cli.image_files import require_empty, writing
 from service.cli.setting_flags import CHECKPOINT_FLAGS, add_setting_flags, serve_command, settings_from
 from service.engine.loading import checkpoint_from, load_predictor
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         require_empty(arguments.out)
     from model.checkpoint import native  # noqa: PLC0415  torch takes seconds to import
-    from model.evaluation.evaluate import logits_of, outputs_of_files  # noqa: PLC0415
+    from model.evaluation.evaluate import predict_logits  # noqa: PLC0415
 
     pictures = open_evaluation_set(arguments.data)
     require_pictures(len(pictures.files), coverage, pictures.source)
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     predictor.warm_up()
 
     drawn = np.random.default_rng(arguments.seed).permutation(len(truth))[:_MOST_PICTURES]
-    logits = logits_of(outputs_of_files(predictor, pictures.files.take(drawn), RequestedOutputs(1, logits=True)))
+    logits = predict_logits(predictor, pictures.files.take(drawn))
     if not np.isfinite(logits).all():
         raise InputError("data", f"{info.name}: gives scores that are not finite for these pictures")
     coverages = (coverage, *(each for each in _MEASURED if each != coverage))
