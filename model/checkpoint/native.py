@@ -135,7 +135,7 @@ def write_calibration(folder: Path, calibration: Calibration) -> None:
 
 
 def write(
-    folder: Path, checkpoint: Checkpoint, *, dtype: torch.dtype = torch.float16, training: dict[str, Any] | None = None
+    folder: Path, checkpoint: Checkpoint, *, dtype: torch.dtype = torch.float32, training: dict[str, Any] | None = None
 ) -> None:
     """Write a checkpoint as a native folder, made if absent; what is there already is replaced file by file.
 

@@ -45,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write the checkpoint as vitserve's own folder here; without it, CHECKPOINT is such a folder, and gets a "
         "file more",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn of the pictures (default: %(default)s)")
     add_setting_flags(parser, (*CHECKPOINT_FLAGS, "device", "dtype", "coverage"))
 
 
@@ -70,25 +69,23 @@ def run(arguments: argparse.Namespace) -> int:
     truth = pictures.truth(info.labels, info.name)
     predictor.warm_up()
 
-    drawn = np.random.default_rng(arguments.seed).permutation(len(truth))[:_MOST_PICTURES]
+    drawn = np.random.default_rng(0).permutation(len(truth))[:_MOST_PICTURES]
     logits = predict_logits(predictor, pictures.files.take(drawn))
     if not np.isfinite(logits).all():
         raise InputError("data", f"{info.name}: gives scores that are not finite for these pictures")
     coverages = (coverage, *(each for each in _MEASURED if each != coverage))
     calibration, fitted, measured = calibrate(
-        logits, truth[drawn], checkpoint.temperature, arguments.data.name, coverages, seed=arguments.seed
+        logits, truth[drawn], checkpoint.temperature, arguments.data.name, coverages
     )
     folder = arguments.out or Path(settings.checkpoint).expanduser()
     with writing(folder):
         if arguments.out is None:
             native.write_calibration(folder, calibration)
         else:
-            import torch  # noqa: PLC0415
-
             # Read again: a predictor of a kept graph has no tensors.
             whole = checkpoint_from(settings)
             calibrated = replace(whole, temperature=calibration.temperature, calibration=calibration)
-            native.write(folder, calibrated, dtype=torch.float32)
+            native.write(folder, calibrated)
     how = f"fitted to {fitted}" if fitted else "not fitted: too few, or all are answered right"
     print(f"{info.name}: {len(drawn)} pictures; temperature {calibration.temperature:.4g} ({how})")  # noqa: T201
     _print(measured, len(drawn) - fitted)

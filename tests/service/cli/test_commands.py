@@ -169,7 +169,7 @@ def test_convert_writes_a_folder_that_answers_the_same(
     assert (code, out.splitlines()) == (
         0,
         [
-            f"{tmp_path}/my converted: tiny, float32; serve it with: "
+            f"{tmp_path}/my converted: tiny; serve it with: "
             f"vitserve serve --checkpoint '{tmp_path}/my converted'"
         ],
     )
