@@ -122,15 +122,12 @@ class VisionTransformer(nn.Module):
     Attributes:
         patch_dropout: share of the patches that training leaves out, drawn anew for each image and pass;
             may be changed between passes.
-        spare_last_block: whether the last block computes only the tokens that the head reads, which is
-            the same function: 10/12 of a block's arithmetic saved where that is the CLS token alone.
     """
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.config = config
         self.patch_dropout = 0.0
-        self.spare_last_block = True
         width, eps = config.width, config.norm_eps
         embed = LinearPatchEmbed if config.patch_embedding == "linear" else PatchEmbed
         self.patch_embed = embed(config)
@@ -187,7 +184,8 @@ class VisionTransformer(nn.Module):
             x = torch.cat((*(token.expand(x.shape[0], -1, -1) for token in prefix), x), dim=1)
         if self.pos_embed is not None and self.config.position_prefix:
             x = x + self.pos_embed
-        return self.norm_pre(x)
+        normed: Tensor = self.norm_pre(x)  # [B, N, D]
+        return normed
 
     def forward(
         self, pixels: Tensor, attention_layers: Sequence[int] = (), keep: int = 0, all_tokens: bool = False
@@ -198,7 +196,8 @@ class VisionTransformer(nn.Module):
             pixels: [B, C, H, W], normalised, in the model's dtype; H, W = `config.image_size`.
             attention_layers: layers (0 is the first) whose attention row to return, in this order.
             keep: of how many of the last blocks to keep what an explanation needs; see `KeptPass`.
-            all_tokens: whether the last block computes the tokens, too, that the head does not read.
+            all_tokens: whether the last block computes the tokens, too, that the head does not read. Without them 10/12
+                of its arithmetic are saved where that is the CLS token alone.
 
         Returns:
             See `ViTOutput`. With attention pooling the last layer's row is the pooling query's.
@@ -210,7 +209,7 @@ class VisionTransformer(nn.Module):
         rows: dict[int, Tensor] = {}
         kept: list[Kept] = []
         # The head reads the CLS token; a distilled model's second head reads the token beside it.
-        spared = self.spare_last_block and self.config.pool == "cls" and not all_tokens
+        spared = self.config.pool == "cls" and not all_tokens
         read = 1 + self.config.distillation_token if spared else None
         for index, block in enumerate(self.blocks):
             with_row = index in attention_layers and not (index == last and of_query)
