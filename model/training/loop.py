@@ -121,7 +121,11 @@ class Trainer:
             metrics = self._run_epoch()
             self.history.append(metrics)
             self.epoch += 1
-            self._update_best()
+            # Of equals the first.
+            best = max(self.history, key=lambda row: (row.validation_accuracy, -row.validation_loss))
+            if best.epoch == self.epoch:
+                weights = {name: weight.to("cpu", copy=True) for name, weight in self.weights.items()}
+                self.best = BestWeights(self.epoch, weights)
             self.save()
             on_epoch(metrics)
         assert self.best is not None  # a recipe has an epoch
@@ -172,12 +176,6 @@ class Trainer:
             record, weights = state["teacher"]
             self.teacher = TeacherRecord(**record)
             self._teacher.load_state_dict(weights)
-
-    def _update_best(self) -> None:
-        best = max(self.history, key=lambda row: (row.validation_accuracy, -row.validation_loss))  # of equals the first
-        if best.epoch == self.epoch:
-            weights = {name: weight.to("cpu", copy=True) for name, weight in self.weights.items()}
-            self.best = BestWeights(best.epoch, weights)
 
     def _run_epoch(self) -> EpochMetrics:
         began = time.monotonic()

@@ -232,7 +232,9 @@ def train_teacher(net: TeacherNet, recipe: Recipe, data: TrainingData, run: Arit
         loss = loss_sum.item() / (steps * teacher.batch_size)
         if not math.isfinite(loss):
             raise TrainingError(f"teacher: epoch {epoch + 1}: the loss is not finite; lower its learning rate")
-        accuracy = _accuracy(net.eval(), data, run)
+        net.eval()
+        found = [answers(net, data.normalise(each.to(run.device)), run).argmax(1) for each in data.validation_batches()]
+        accuracy = float((torch.cat(found).cpu().numpy() == data.validation.labels).mean())
         text = "teacher: epoch %d of %d: loss %.3f, validation accuracy %.2f%%, %.0f s"
         logger.info(text, epoch + 1, teacher.epochs, loss, 100 * accuracy, time.monotonic() - began)
     return TeacherRecord(accuracy, time.monotonic() - began, count_parameters(net))
@@ -266,12 +268,6 @@ def answers(net: TeacherNet, pixels: Tensor, run: Arithmetic) -> Tensor:
     with run.autocast:
         logits: Tensor = net(pixels.contiguous(memory_format=torch.channels_last))
     return logits.float()
-
-
-def _accuracy(net: TeacherNet, data: TrainingData, run: Arithmetic) -> float:
-    batches = (data.normalise(pixels.to(run.device)) for pixels in data.validation_batches())
-    found = torch.cat([answers(net, pixels, run).argmax(dim=1).cpu() for pixels in batches])
-    return float((found.numpy() == data.validation.labels).mean())
 
 
 def _optimisers(net: TeacherNet, recipe: Teacher) -> list[torch.optim.Optimizer]:
