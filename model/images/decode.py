@@ -167,7 +167,8 @@ def converter(image: Image.Image, mode: Literal["RGB", "L"]) -> Converter | None
     if stored in (mode, "L"):
         return None
     if stored.startswith("I;16"):
-        return _high_byte
+        # Pillow hands 16-bit pixels over in the machine's byte order or names another order in the dtype.
+        return lambda piece: Image.fromarray((np.asarray(piece) >> 8).astype(np.uint8))
     if stored in ("I", "F"):
         return _scaler(*_range(image))
     route = _ROUTES.get(stored, ()) + (("L",) if stored in _GREY else (mode,))
@@ -178,11 +179,6 @@ def converter(image: Image.Image, mode: Literal["RGB", "L"]) -> Converter | None
         return piece
 
     return convert
-
-
-def _high_byte(piece: Image.Image) -> Image.Image:
-    # Pillow hands 16-bit pixels over in the machine's byte order or names another order in the dtype.
-    return Image.fromarray((np.asarray(piece) >> 8).astype(np.uint8))
 
 
 def _scaler(low: float, high: float) -> Converter:

@@ -204,23 +204,6 @@ def _first_pixel(resized: int, target: int, rounding: str) -> int:
     return (resized - target) // 2 if rounding == "down" else round((resized - target) / 2.0)
 
 
-def _seen_region(size: tuple[int, int], resized: tuple[int, int], config: PreprocessConfig) -> Region:
-    """Return the region of an upright picture that the model sees.
-
-    Args:
-        size: (width, height) of the upright picture in pixels.
-        resized: (width, height) after the resize and before the centre crop or the border.
-    """
-    rows, columns = config.size
-    (width, height), (new_width, new_height) = size, resized
-    return Region(
-        _first_pixel(new_width, columns, config.crop_rounding) * width / new_width,
-        _first_pixel(new_height, rows, config.crop_rounding) * height / new_height,
-        columns * width / new_width,
-        rows * height / new_height,
-    )
-
-
 def _resize_and_crop(decoded: DecodedImage, config: PreprocessConfig) -> tuple[NDArray[np.uint8], Region]:
     """Return the centre of the upright picture, resized, or all of it in a border; and the region that is."""
     swapped = decoded.orientation >= 5
@@ -249,7 +232,12 @@ def _resize_and_crop(decoded: DecodedImage, config: PreprocessConfig) -> tuple[N
     elif swapped:
         small = small.transpose(1, 0, 2)
 
-    region = _seen_region(size, resized, config)
+    region = Region(
+        _first_pixel(resized[0], config.size[1], config.crop_rounding) * size[0] / resized[0],
+        _first_pixel(resized[1], config.size[0], config.crop_rounding) * size[1] / resized[1],
+        config.size[1] * size[0] / resized[0],
+        config.size[0] * size[1] / resized[1],
+    )
     shape = (*config.size, len(config.mean))
     if small.shape == shape:
         return np.require(small, requirements=["C", "W"]), region
