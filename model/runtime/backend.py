@@ -245,10 +245,10 @@ class Backend(Protocol):
     """
 
     name: str
-    compilation: Compilation
-    batch_sizes: tuple[int, ...] | None
+    compilation: Compilation = Compilation(CompilationState.OFF)
+    batch_sizes: tuple[int, ...] | None = None
     usual: tuple[BatchRequest, ...]
-    largest_tried: int | None
+    largest_tried: int | None = None
 
     def predict(self, images: Images, request: BatchRequest) -> HostOutputs:
         """Return what is asked of a batch, or more, in host memory.
@@ -272,6 +272,7 @@ class Backend(Protocol):
 
     def defers(self, request: BatchRequest) -> bool:
         """Return whether `predict` would first load what takes a second or two; soon after it has, it never does."""
+        return False
 
     def compile(self) -> None:
         """Compile as the settings ask for; `compilation` tells a failure."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +28,7 @@ from model.network.vit import VisionTransformer, count_parameters
 from model.outputs import MapRequest
 from model.runtime.backend import (
     SIZES,
+    Backend,
     BatchOutputs,
     BatchRequest,
     Compilation,
@@ -96,7 +97,7 @@ def choose_kernels(model: Classifier, device: torch.device) -> None:
             module.as_product = device.type == "cuda"
 
 
-class TorchBackend(ABC):
+class TorchBackend(Backend):
     """Holds the network on its device, normalises images for it, and compiles it.
 
     Raises:
@@ -105,12 +106,11 @@ class TorchBackend(ABC):
 
     def __init__(self, options: TorchOptions) -> None:
         self.name = f"torch {torch.__version__}"
-        self.batch_sizes: tuple[int, ...] | None = None
-        self.largest_tried: int | None = None
         self.config: NetworkConfig = options.model.config
-        self.usual: tuple[BatchRequest, ...] = (BatchRequest(),)
+        self.usual = (BatchRequest(),)
         if isinstance(self.config, ViTConfig):
-            self.usual += BatchRequest(layers=(self.config.depth - 1,)), BatchRequest(relevance=True)
+            last = BatchRequest(layers=(self.config.depth - 1,))
+            self.usual = BatchRequest(), last, BatchRequest(relevance=True)
         self.compilation = plan_compilation(options.compile_mode, options.device)
         self._options = options
         self._device = options.device
@@ -142,10 +142,6 @@ class TorchBackend(ABC):
         pixels = self._normalise(self.upload(images))
         maps, kept_mass = explain(self._plain, pixels, self.upload(targets), request, self._folded)
         return maps.numpy(), kept_mass.numpy()
-
-    def defers(self, request: BatchRequest) -> bool:
-        """See `Backend.defers`: all is loaded."""
-        return False
 
     def compile(self) -> None:
         """See `Backend.compile`: compile a network that shares the weights, and let it take over."""

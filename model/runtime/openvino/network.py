@@ -61,7 +61,11 @@ class CompiledGraph:
             "ENABLE_CPU_PINNING": False,
         }
         if size is not None:
-            graph = _of_size(graph, size)
+            from openvino import PartialShape  # noqa: PLC0415  an optional package
+
+            shape = [size, *list(graph.inputs[0].partial_shape)[1:]]
+            graph = graph.clone()  # which shares the weights
+            graph.reshape({0: PartialShape(shape)})
         try:
             compiled = core().compile_model(graph, "CPU", {**options, **_LEAN})
         except RuntimeError:
@@ -92,15 +96,6 @@ class CompiledGraph:
         finally:
             for request in requests:
                 self._free.put(request)
-
-
-def _of_size(graph: openvino.Model, size: int) -> openvino.Model:
-    """Return the graph for one batch size; it shares the weights."""
-    from openvino import PartialShape  # noqa: PLC0415  an optional package
-
-    fixed = graph.clone()
-    fixed.reshape({0: PartialShape([size, *list(graph.inputs[0].partial_shape)[1:]])})
-    return fixed
 
 
 _STARTING: Final = threading.Lock()
