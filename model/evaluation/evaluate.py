@@ -91,10 +91,10 @@ def calibration_error(confidence: NDArray[np.float32], correct: NDArray[np.bool_
 def outputs_of(
     predictor: Predictor, pictures: PictureFiles | NDArray[np.uint8], requested: RequestedOutputs
 ) -> Iterator[Outputs]:
-    """Yield the outputs of pictures in order: of files, through the service's own preprocessing, or of the model's size.
+    """Yield the outputs of pictures in order.
 
     Args:
-        pictures: files, or uint8 [N, C, H, W].
+        pictures: files, which go through the service's own preprocessing; or uint8 [N, C, H, W] of the model's size.
 
     Raises:
         DatasetError: a file that cannot be read or does not decode.
@@ -102,7 +102,7 @@ def outputs_of(
 
     def read(number: int) -> NDArray[np.uint8]:
         if not isinstance(pictures, PictureFiles):
-            return pictures[number].transpose(1, 2, 0)
+            return np.moveaxis(pictures[number], 0, -1)
         try:
             return preprocess(pictures.read(number), predictor.checkpoint.preprocess)
         except (ImageError, OSError) as error:
