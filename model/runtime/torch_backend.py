@@ -107,10 +107,9 @@ class TorchBackend(Backend):
     def __init__(self, options: TorchOptions) -> None:
         self.name = f"torch {torch.__version__}"
         self.config: NetworkConfig = options.model.config
-        self.usual = (BatchRequest(),)
+        self.usual: tuple[BatchRequest, ...] = (BatchRequest(),)
         if isinstance(self.config, ViTConfig):
-            last = BatchRequest(layers=(self.config.depth - 1,))
-            self.usual = BatchRequest(), last, BatchRequest(relevance=True)
+            self.usual += BatchRequest(layers=(self.config.depth - 1,)), BatchRequest(relevance=True)
         self.compilation = plan_compilation(options.compile_mode, options.device)
         self._options = options
         self._device = options.device
