@@ -25,11 +25,11 @@ from model.images.jpeg import UPRIGHT, read_orientation
 Converter = Callable[[Image.Image], Image.Image]
 
 _GREY = ("1", "L", "LA", "La")
+# Modes that Pillow converts to grey or RGB only by way of others.
 _ROUTES: dict[str, tuple[str, ...]] = {"La": ("LA",), "LAB": ("RGB",)}
-"""Modes that Pillow converts to grey or RGB only by way of others."""
 
+# Pixels looked at together when a picture's range is measured.
 _PIECE_PIXELS = 1_000_000
-"""Pixels looked at together when a picture's range is measured."""
 
 DEFAULT_MAX_PIXELS = 64_000_000
 
@@ -54,11 +54,11 @@ DECODE_ERRORS = (
     Image.DecompressionBombError,
 )
 
+# Pixels of one side. A resize holds filter weights for every pixel of a side, 48 bytes of them at most.
 MAX_SIDE = 1_048_576
-"""Pixels of one side. A resize holds filter weights for every pixel of a side, 48 bytes of them at most."""
 
+# From an upright (width, height) in pixels to the smallest (width, height) that it may be decoded at.
 MinSize = Callable[[int, int], tuple[int, int]]
-"""From an upright (width, height) in pixels to the smallest (width, height) that it may be decoded at."""
 
 
 class DecodedImage(NamedTuple):

@@ -29,6 +29,7 @@ from model.errors import InvalidImage, UnsupportedImageFormat
 from model.images import jpeg, png
 from model.images.jpeg import UPRIGHT
 
+# Pillow's classes that decode each format; None where this installation has no codec for it.
 _READERS: dict[str, type[ImageFile.ImageFile] | None] = {
     "JPEG": JpegImageFile,
     "PNG": PngImageFile,
@@ -39,10 +40,9 @@ _READERS: dict[str, type[ImageFile.ImageFile] | None] = {
     "BMP": BmpImageFile,
     "HEIF": importlib.import_module("pillow_heif").HeifImageFile if importlib.util.find_spec("pillow_heif") else None,
 }
-"""Pillow's classes that decode each format; None where this installation has no codec for it."""
 
+# Formats that this installation reads, as Pillow names them.
 SUPPORTED_FORMATS: tuple[str, ...] = tuple(name for name, reader in _READERS.items() if reader is not None)
-"""Formats that this installation reads, as Pillow names them."""
 
 _MAGIC = re.compile(
     rb"(?P<JPEG>\xff\xd8\xff)|(?P<PNG>\x89PNG\r\n\x1a\n)|(?P<WEBP>RIFF.{4}WEBP)|(?P<GIF>GIF8[79]a)"
@@ -52,8 +52,8 @@ _MAGIC = re.compile(
 _AVIF_BRANDS = {b"avif", b"avis"}
 _HEIC_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs"}
 
+# Bytes of the file that a decoder gets at a time: most pictures at once.
 _PIECE_BYTES = 262_144
-"""Bytes of the file that a decoder gets at a time: most pictures at once."""
 
 
 def is_bounded(data: bytes | bytearray) -> bool:

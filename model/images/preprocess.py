@@ -21,16 +21,17 @@ from model.images.decode import DECODE_ERRORS, DEFAULT_MAX_PIXELS, Converter, De
 from model.images.region import Region
 from model.images.resample import Axis, passes_rows_first, resample_part
 
+# Up to this many pixels of a side, Pillow resizes a picture whole: it takes a part in 32-bit floats, which may move a
+# value by one level.
 _MAX_WHOLE_SIDE = 4096
-"""Up to this many pixels of a side, Pillow resizes a picture whole: it takes a part in 32-bit floats, which may move
-a value by one level."""
 
+# How many times as many pixels as the resized picture a scaled decode leaves, along each axis.
 _MIN_DECODED_FACTOR = 2
-"""How many times as many pixels as the resized picture a scaled decode leaves, along each axis."""
 
+# Longer side of a photo in pixels, at most, where no size is given.
 _MAX_PHOTO_SIZE = 1024
-"""Longer side of a photo in pixels, at most, where no size is given."""
 
+# Transpositions that turn a picture of each Exif orientation upright (as `PIL.ImageOps.exif_transpose`).
 TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -40,11 +41,10 @@ TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""Transpositions that turn a picture of each Exif orientation upright (as `PIL.ImageOps.exif_transpose`)."""
 
+# Exif orientations of pictures that are stored from right to left, and from bottom to top.
 _MIRRORED_COLUMNS = (2, 3, 7, 8)
 _MIRRORED_ROWS = (3, 4, 6, 7)
-"""Exif orientations of pictures that are stored from right to left, and from bottom to top."""
 
 
 @dataclass(frozen=True, slots=True)

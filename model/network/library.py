@@ -19,14 +19,14 @@ from model.config import LARGEST_LAYER, LibraryConfig, NetworkConfig, Size, ViTC
 from model.errors import CheckpointError, first_line
 from model.network.vit import HEADS, VisionTransformer, ViTOutput, meta_model
 
+# What installs the library.
 INSTALL: Final = "pip install 'vitserve[timm]'"
-"""What installs the library."""
 
+# Numbers in all buffers of a network, such as masks and tables of positions, which no file holds.
 _MAX_BUFFERS: Final = 1 << 28
-"""Numbers in all buffers of a network, such as masks and tables of positions, which no file holds."""
 
+# What networks raise where an argument or a size does not fit.
 _ERRORS: Final = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What networks raise where an argument or a size does not fit."""
 
 
 def is_installed() -> bool:

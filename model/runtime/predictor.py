@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# What an embedding is divided by at least, as in torch's `normalize`.
 _LEAST_NORM: Final = 1e-12
-"""What an embedding is divided by at least, as in torch's `normalize`."""
 
 
 class Predictor:

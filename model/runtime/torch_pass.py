@@ -88,11 +88,11 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# (uint8 [B, H, W, C] on the device, request) -> the network's outputs there.
 Network = Callable[[Tensor, BatchRequest], BatchOutputs[Tensor]]
-"""(uint8 [B, H, W, C] on the device, request) -> the network's outputs there."""
 
+# How often a function may be compiled in a process: dynamo's own limit over all of a function's callers.
 _RECOMPILE_LIMIT: Final = 256
-"""How often a function may be compiled in a process: dynamo's own limit over all of a function's callers."""
 
 
 def plan_compilation(mode: CompileMode, device: torch.device) -> Compilation:

@@ -30,8 +30,8 @@ from model.training.run_folder import EpochMetrics, read_state, write_metrics, w
 from model.training.teacher import TeacherNet, TeacherRecord, answers, stem_weights, train_teacher
 from model.training.training_data import Arithmetic, TrainingData, mix
 
+# The lowest frequency of the code is above 1/_TEMPERATURE; grids are small, so it is far below the papers' 10,000.
 _TEMPERATURE: Final = 100.0
-"""The lowest frequency of the code is above 1/_TEMPERATURE; grids are small, so it is far below the papers' 10,000."""
 _POSITION_SCALE: Final = 0.3
 
 

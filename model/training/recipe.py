@@ -13,8 +13,8 @@ from pydantic import Field, ValidationError, model_validator
 from model.config import ConvolutionalStem, Frozen, Size, ViTConfig
 from model.errors import TrainingError, first_problem
 
+# The recipes that travel with the code.
 RECIPES: Final = Path(__file__).resolve().parent / "recipes"
-"""The recipes that travel with the code."""
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]

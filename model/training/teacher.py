@@ -33,16 +33,16 @@ logger = logging.getLogger(__name__)
 
 _WHITENING_EDGE: Final = 2
 _WHITENING_IMAGES: Final = 5000
+# Added to the patches' variances, so that directions without content are not blown up.
 _WHITENING_FLOOR: Final = 1e-2
-"""Added to the patches' variances, so that directions without content are not blown up."""
+# Share of the schedule over which the first layer's biases are learned; from then on nothing reaches back to it.
 _LEARN_WHITENING_BIAS: Final = 0.2
-"""Share of the schedule over which the first layer's biases are learned; from then on nothing reaches back to it."""
 _HEAD_RATE: Final = 0.67
 _BIAS_RATE: Final = 0.053
 _DECAY: Final = 4e-3
 _SMOOTHING: Final = 0.1
+# Pixels a side that three poolings and the first layer leave something of.
 _SMALLEST: Final = 9
-"""Pixels a side that three poolings and the first layer leave something of."""
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ from model.training.training_data import MARGIN, TrainingData
 
 logger = logging.getLogger(__name__)
 
+# Dtype of the weights on disk.
 STORED_DTYPE: Final = torch.float16
-"""Dtype of the weights on disk."""
 
 
 @dataclass(frozen=True)

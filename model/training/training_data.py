@@ -23,8 +23,8 @@ from model.data.pictures import Images
 from model.runtime.device import choose_dtype
 from model.training.recipe import Augmentation, Mixing
 
+# Bounds a validation batch of large images, and so its memory.
 _VALIDATION_PIXELS = 500 * 32 * 32
-"""Bounds a validation batch of large images, and so its memory."""
 
 Item = TypeVar("Item")
 Read = TypeVar("Read")
@@ -106,20 +106,20 @@ def read_ahead(read: Callable[[Item], Read], items: Iterable[Item]) -> Iterator[
             yield following.result()
 
 
+# Takes a picture and a strength, -1...1.
 Operation = Callable[[Image.Image, float], Image.Image]
-"""Takes a picture and a strength, -1...1."""
 
 Enhancement = type[ImageEnhance.Color | ImageEnhance.Contrast | ImageEnhance.Brightness | ImageEnhance.Sharpness]
 
+# Pictures that random parts are resized from are kept larger than the model's input by this factor.
 MARGIN: Final = 256 / 224
-"""Pictures that random parts are resized from are kept larger than the model's input by this factor."""
 
+# Least and largest width / height of a crop.
 _CROP_RATIO: Final = (3 / 4, 4 / 3)
-"""Least and largest width / height of a crop."""
+# How often a crop that does not fit is drawn again, as in torchvision and timm.
 _ATTEMPTS: Final = 10
-"""How often a crop that does not fit is drawn again, as in torchvision and timm."""
+# Factor by which `resample` enlarges the sides; a larger factor hardly changes the result.
 _ENLARGED: Final = 4
-"""Factor by which `resample` enlarges the sides; a larger factor hardly changes the result."""
 _MAX_ROTATION: Final = 30.0
 _MAX_SHEAR: Final = 0.3
 _MAX_TRANSLATION: Final = 10 / 32
@@ -204,6 +204,7 @@ def _shift(image: Image.Image, across: tuple[float, float], down: tuple[float, f
     return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
 
 
+# The fourteen of TrivialAugment: identity, auto contrast, equalise and so on to translations.
 OPERATIONS: Final[tuple[Operation, ...]] = (
     lambda image, strength: image,
     lambda image, strength: ImageOps.autocontrast(image),
@@ -220,7 +221,6 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     lambda image, strength: _shift(image, (_MAX_TRANSLATION * strength * image.width, 0), (0, 0)),
     lambda image, strength: _shift(image, (0, 0), (_MAX_TRANSLATION * strength * image.height, 0)),
 )
-"""The fourteen of TrivialAugment: identity, auto contrast, equalise and so on to translations."""
 
 
 def mix(pixels: Tensor, targets: Tensor, mixing: Mixing, generator: np.random.Generator) -> tuple[Tensor, Tensor]:

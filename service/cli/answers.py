@@ -38,18 +38,18 @@ from service.cli.setting_flags import predictor_from, settings_from
 from vitserve.client import Client, ClientError, Unauthorized, Unreachable
 from vitserve.documents import AttentionDocument, Prediction, SetFields, set_fields
 
+# The fields of a set of labels.
 SET: Final = tuple(SetFields.__annotations__)
-"""The fields of a set of labels."""
 
+# Consecutive files without an answer after which the server is taken for gone.
 _LOST_IN_A_ROW: Final = 8
-"""Consecutive files without an answer after which the server is taken for gone."""
 
+# Images whose maps are computed together at most: a bar that moves, and little memory.
 _MOST_MAPS: Final = 8
-"""Images whose maps are computed together at most: a bar that moves, and little memory."""
 
 _Answer = TypeVar("_Answer")
+# Float32 [D].
 Embedding = NDArray[np.float32]
-"""Float32 [D]."""
 
 
 class SeenMaps(NamedTuple):

@@ -20,8 +20,8 @@ from service.settings import Settings
 
 _COVERAGE: Final = 0.95
 _MEASURED: Final = (0.8, 0.9, 0.95, 0.99)
+# The most that are made use of.
 _MOST_PICTURES: Final = 12_000
-"""The most that are made use of."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,8 +18,8 @@ from service.cli.answers import SET, add_server_flags, answers_from
 from service.cli.image_files import find_images, handle_answers
 from service.cli.setting_flags import MODEL_FLAGS, add_setting_flags
 
+# A file's `predictions`, with the fields of its set of labels where the model has a coverage.
 Answer = dict[str, Any]
-"""A file's `predictions`, with the fields of its set of labels where the model has a coverage."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

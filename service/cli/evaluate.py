@@ -18,8 +18,8 @@ from service.cli.setting_flags import MODEL_FLAGS, add_setting_flags, predictor_
 
 CIFAR10_HOME: Final = "https://www.cs.toronto.edu/~kriz/cifar.html"
 
+# A best score above it reads as certainty.
 _SURE: Final = 0.9
-"""A best score above it reads as certainty."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,6 +20,7 @@ def _size(text: str) -> tuple[int, int]:
     return int(rows), int(columns or rows)
 
 
+# Each flag (a field of the recipe, with dashes): the name of its value, and its help.
 OVERRIDES = {
     "name": ("NAME", "what the service calls the model (default: the name of --out; of CIFAR-10, the recipe's)"),
     "epochs": ("N", "times that every picture is seen"),
@@ -29,7 +30,6 @@ OVERRIDES = {
     "seed": ("N", "decides the split and all random choices"),
     "threads": ("N", "threads of one operator on the CPU"),
 }
-"""Each flag (a field of the recipe, with dashes): the name of its value, and its help."""
 
 _NOT_OF_PROBE = ("recipe", "resume", "set", "epochs", "batch-size", "validation")
 

@@ -17,8 +17,8 @@ from model.config import ViTConfig
 from model.network.layers.position import relative_position_index, relative_table_size
 from model.network.layers.rotary import Rotary
 
+# Bound on the bytes of scores that are alive at once in `chunked_attention`: a core's share of the cache.
 SCORES_BYTES: Final = 8 << 20
-"""Bound on the bytes of scores that are alive at once in `chunked_attention`: a core's share of the cache."""
 
 
 def norm_or_none(width: int, eps: float, *, present: bool) -> nn.Module:

@@ -32,8 +32,8 @@ from model.runtime.torch_pass import Network, compiled_network, on_host
 
 logger = logging.getLogger(__name__)
 
+# Most classes that a captured graph returns; a request for more is computed without one.
 _CAPTURED_TOP_K: Final = 32
-"""Most classes that a captured graph returns; a request for more is computed without one."""
 
 
 class Cuda(TorchBackend):

@@ -26,11 +26,11 @@ from torch import Tensor
 from model.errors import first_line
 from model.runtime.backend import BatchRequest, Images
 
+# (uint8 [B, H, W, C] on the device, request) -> the outputs there, by the names of `BatchOutputs`.
 Compute = Callable[[Tensor, BatchRequest], dict[str, Tensor]]
-"""(uint8 [B, H, W, C] on the device, request) -> the outputs there, by the names of `BatchOutputs`."""
 
+# Outputs that every pass gives, and that come to the host only where they are asked for.
 _ON_REQUEST: Final = frozenset({"logits", "head", "cls", "mean"})
-"""Outputs that every pass gives, and that come to the host only where they are asked for."""
 
 
 class DeviceOps(Protocol):

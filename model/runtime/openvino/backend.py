@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Why it runs the network.
 REASON: Final = "OpenVINO is installed, has the dtype and agrees with torch"
-"""Why it runs the network."""
 
 
 def unsupported_reason(device: str, dtype: str) -> str | None:

@@ -168,10 +168,7 @@ def test_convert_writes_a_folder_that_answers_the_same(
     code, out, _ = run(capsys, "convert", checkpoint, "-o", tmp_path / "my converted")
     assert (code, out.splitlines()) == (
         0,
-        [
-            f"{tmp_path}/my converted: tiny; serve it with: "
-            f"vitserve serve --checkpoint '{tmp_path}/my converted'"
-        ],
+        [f"{tmp_path}/my converted: tiny; serve it with: vitserve serve --checkpoint '{tmp_path}/my converted'"],
     )
     assert run(capsys, "convert", checkpoint, "-o", tmp_path / "converted")[0] == 0
     arguments = ["classify", pictures, "--json", "--dtype", "float32", "--checkpoint"]
