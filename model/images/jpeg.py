@@ -18,8 +18,6 @@ _TAG = 274
 # Format characters of `struct` for the field types of unsigned integers (TIFF 6.0, section 2).
 _FORMATS = {1: "B", 3: "H", 4: "L"}
 
-_EXIF_PREFIX = b"Exif\0\0"
-
 # Segments or chunks of a file. Honest files have at most a few thousand.
 MAX_PARTS = 16_384
 
@@ -122,7 +120,7 @@ def read_orientation(exif: bytes | None) -> int:
     Args:
         exif: with or without its prefix, which some writers state twice.
     """
-    exif = (exif or b"").removeprefix(_EXIF_PREFIX).removeprefix(_EXIF_PREFIX)
+    exif = (exif or b"").removeprefix(_EXIF).removeprefix(_EXIF)
     order = {b"II": "<", b"MM": ">"}.get(exif[:2])
     if order is None:
         return UPRIGHT
