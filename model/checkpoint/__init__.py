@@ -51,7 +51,7 @@ def load_checkpoint(
     options.check_files()
     keys = read_key_map(options.keys)
     files = _open(source, keys)
-    has_config = files.config is not None
+    has_config = files.path(CONFIG_FILE) is not None
     if files.path(ADAPTER_CONFIG) is not None:
         if has_config and base is None:
             raise CheckpointError(

@@ -73,9 +73,9 @@ class Files:
         return value
 
     @cached_property
-    def config(self) -> dict[str, Any] | None:
-        """`config.json`, or None where there is none."""
-        return None if self.path(CONFIG_FILE) is None else self.json(CONFIG_FILE)
+    def config(self) -> dict[str, Any]:
+        """`config.json`, empty where there is none."""
+        return {} if self.path(CONFIG_FILE) is None else self.json(CONFIG_FILE)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return all tensors, with an adapter merged into them if there is one.

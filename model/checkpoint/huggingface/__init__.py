@@ -35,15 +35,12 @@ _BACKBONES: Final = {
 
 def recognises(files: Files) -> bool:
     """Return whether a folder's `config.json` is transformers'."""
-    config = files.config
-    return config is not None and ("architectures" in config or "model_type" in config) and "format" not in config
+    return not files.config.keys().isdisjoint(("architectures", "model_type")) and "format" not in files.config
 
 
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a folder as `save_pretrained` writes it."""
-    where = files.where(CONFIG_FILE)
-    config = files.config
-    assert config is not None
+    where, config = files.where(CONFIG_FILE), files.config
     options.refuse_architecture(where)
     family, is_backbone = _family(config, where)
     problem = config.get("problem_type")
@@ -108,7 +105,6 @@ def adapted(
         classes: of the head that the adapter brings, None where it brings none.
     """
     config = files.config
-    assert config is not None
     config["_name_or_path"] = name
     if class_name in _BY_CLASS:
         config["architectures"] = [class_name]
