@@ -7,7 +7,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -50,10 +50,12 @@ from model.runtime.torch_pass import (
     on_host,
     plan_compilation,
     run_network,
-    strict_compiler,
 )
 
 logger = logging.getLogger(__name__)
+
+# How often a function may be compiled in a process: dynamo's own limit over all of a function's callers.
+_RECOMPILE_LIMIT: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,12 @@ class TorchBackend(Backend):
         logger.info("compiling, for minutes at the first start")
         started = time.monotonic()
         try:
-            with strict_compiler(), torch.inference_mode():
+            # By default torch compiles a function eight times, and from then on runs it uncompiled in silence. Several
+            # models, kinds of block and batch sizes need more.
+            with (
+                torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True),
+                torch.inference_mode(),
+            ):
                 self._take_compiled()
         except torch.OutOfMemoryError:
             raise

@@ -270,19 +270,11 @@ def initial_model(config: ViTConfig, seed: int, initial: Mapping[str, Tensor] | 
         model.load_state_dict(initial)
         return model
     model.reset_parameters(torch.Generator().manual_seed(seed))
-    start_positions(model)
-    return model
-
-
-@torch.no_grad()
-def start_positions(model: VisionTransformer) -> None:
-    """Put a 2D sine-cosine code into the patches' position embeddings.
-
-    Its frequencies are those of MoCo v3 (Chen et al. 2021, https://arxiv.org/abs/2104.02057): of q of them, the lowest
-    is `_TEMPERATURE` to the power -(q - 1) / q. The code of the row comes first.
-    """
-    config = model.config
     assert model.pos_embed is not None  # recipes train models with learned positions
+    # The frequencies are those of MoCo v3 (Chen et al. 2021, https://arxiv.org/abs/2104.02057): of q of them, the
+    # lowest is `_TEMPERATURE` to the power -(q - 1) / q. The code of the row comes first.
     quarter = config.width // 4
     code = sincos2d_position_embedding(config.grid, config.width, temperature=_TEMPERATURE ** ((quarter - 1) / quarter))
-    model.pos_embed[0, config.prefix_tokens :] = _POSITION_SCALE * code[0].roll(2 * quarter, dims=1)
+    with torch.no_grad():
+        model.pos_embed[0, config.prefix_tokens :] = _POSITION_SCALE * code[0].roll(2 * quarter, dims=1)
+    return model

@@ -7,10 +7,10 @@ the wide one). What comes into view is black.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 import torch
@@ -25,9 +25,6 @@ from model.training.recipe import Augmentation, Mixing
 
 # Bounds a validation batch of large images, and so its memory.
 _VALIDATION_PIXELS = 500 * 32 * 32
-
-Item = TypeVar("Item")
-Read = TypeVar("Read")
 
 
 class Arithmetic:
@@ -81,29 +78,18 @@ class TrainingData:
             pixels = augment(self.train.pixels[indices], self.size, settings, generator)
             return indices, torch.from_numpy(pixels), torch.from_numpy(self.train.labels[indices])
 
-        return read_ahead(read, batches)
+        with ThreadPoolExecutor(1) as reader:
+            following = reader.submit(read, batches[0])
+            for each in batches[1:]:
+                present, following = following, reader.submit(read, each)
+                yield present.result()
+            yield following.result()
 
     def validation_batches(self) -> Iterator[Tensor]:
         """Yield the validation images, uint8 [B, C, rows, columns], in order."""
         batch = max(1, _VALIDATION_PIXELS // (self.size[0] * self.size[1]))
         for start in range(0, len(self.validation), batch):
             yield torch.from_numpy(self.validation.pixels[start : start + batch])
-
-
-def read_ahead(read: Callable[[Item], Read], items: Iterable[Item]) -> Iterator[Read]:
-    """Yield `read(item)` of each item; a thread reads the next one while the present one is used.
-
-    Raises:
-        Exception: whatever `read` raises, in place of its item.
-    """
-    with ThreadPoolExecutor(1) as reader:
-        following = None
-        for item in items:
-            present, following = following, reader.submit(read, item)
-            if present is not None:
-                yield present.result()
-        if following is not None:
-            yield following.result()
 
 
 # Takes a picture and a strength, -1...1.
