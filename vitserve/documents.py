@@ -9,13 +9,13 @@ from typing import Annotated, Any, Final, Literal, TypedDict
 from pydantic import BaseModel, Field, WithJsonSchema
 
 # Pydantic describes a tuple by `prefixItems`, which FastAPI turns into a form that OpenAPI 3.1 does not allow.
+# [rows, columns].
 RowsColumns = Annotated[
     tuple[int, int], WithJsonSchema({"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2})
 ]
-"""[rows, columns]."""
 
+# Name of the multipart field that carries a picture.
 FIELD = "file"
-"""Name of the multipart field that carries a picture."""
 
 
 def significant(value: float) -> float:
@@ -37,8 +37,8 @@ def ranked(labels: Sequence[str], indices: Iterable[int], scores: Iterable[float
     return [{"label": labels[index], "index": index, "score": significant(score)} for index, score in pairs]
 
 
+# Labels of the largest set that an answer spells out: more say little, and fewer would not have the coverage.
 MAX_SET: Final = 100
-"""Labels of the largest set that an answer spells out: more say little, and fewer would not have the coverage."""
 
 
 class SetFields(TypedDict, total=False):

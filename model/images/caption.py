@@ -17,20 +17,20 @@ from PIL import Image, ImageDraw, ImageFont
 
 from model.outputs import AttentionMap, evidence_in_words
 
+# Longer side in pixels of a drawing, at least, that has a caption: a smaller one has no room for words.
 _MIN_CAPTIONED: Final = 160
-"""Longer side in pixels of a drawing, at least, that has a caption: a smaller one has no room for words."""
 
+# Characters of a text that are looked at: none of these pictures has room for more.
 _MAX_TEXT: Final = 500
-"""Characters of a text that are looked at: none of these pictures has room for more."""
 
+# Pixels of a drawing with a colour bar: below it, the scale cannot be read.
 _MIN_BAR_HEIGHT: Final = 96
-"""Pixels of a drawing with a colour bar: below it, the scale cannot be read."""
 
 _BAR_TITLE: Final = "times even share"
 
 Font = ImageFont.ImageFont | ImageFont.FreeTypeFont
+# uint8 [256, 3], lowest value first.
 Colours = NDArray[np.uint8]
-"""uint8 [256, 3], lowest value first."""
 
 
 def caption_of(attention: AttentionMap, labels: Sequence[str]) -> tuple[str, str]:

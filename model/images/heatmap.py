@@ -31,26 +31,26 @@ from model.images.region import Region
 
 COLORMAPS = ("viridis", "plasma", "inferno", "magma", "cividis", "turbo", "jet", "hot", "bone", "gray")
 
+# Longest side of a heat map in pixels.
 MAX_SIZE = 2048
-"""Longest side of a heat map in pixels."""
 
+# Longer side in pixels of an input from which on it shows what is there; of a smaller one, the photo shows more.
 _SMALL_INPUT = 128
-"""Longer side in pixels of an input from which on it shows what is there; of a smaller one, the photo shows more."""
 
+# Longer side in pixels, at least, where no size is given: patches stay visible on small pictures.
 _MIN_DEFAULT_SIZE = 384
-"""Longer side in pixels, at least, where no size is given: patches stay visible on small pictures."""
 
+# Times the even share, at least, that the last colour stands for: a map with less in it stays pale.
 _MIN_FULL_SCALE = 4.0
-"""Times the even share, at least, that the last colour stands for: a map with less in it stays pale."""
 
+# Brightness of the part of a photo that the model did not see.
 _DIMMED = 0.35
-"""Brightness of the part of a photo that the model did not see."""
 
+# Values made along a side of each patch of a smooth map; pixels lie on straight lines between them.
 _ZOOM = 9
-"""Values made along a side of each patch of a smooth map; pixels lie on straight lines between them."""
 
+# A level of zlib, 1...9: overlays get no smaller beyond it, only slower (6 takes three times as long).
 _COMPRESS_LEVEL = 4
-"""A level of zlib, 1...9: overlays get no smaller beyond it, only slower (6 takes three times as long)."""
 
 
 @dataclass(frozen=True, slots=True)

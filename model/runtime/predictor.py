@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# What an embedding is divided by at least, as in torch's `normalize`.
 _LEAST_NORM: Final = 1e-12
-"""What an embedding is divided by at least, as in torch's `normalize`."""
 
 
 class Predictor:
@@ -218,7 +218,10 @@ class Predictor:
         arrays = self._backend.predict(images, request).tensors()
         scores, indices, finite = (arrays[name] for name in ("scores", "indices", "finite"))
         logits = arrays["logits"] if request.logits else None
-        sets = self._sets(logits, requests)
+        with_set = [place for place, each in enumerate(requests) if each.label_set]
+        sets: dict[int, NDArray[np.int64]] = {}
+        if self._label_sets is not None and logits is not None and with_set:
+            sets = dict(zip(with_set, self._label_sets(logits[with_set]), strict=True))
         maps = self._maps_of_pass(arrays, request, requests)
         maps |= self._maps_of_own_pass(images, requests, arrays)
         return [
@@ -245,13 +248,6 @@ class Predictor:
         for place, each in enumerate(requests):
             kinds.setdefault(BatchRequest.of([each], self.config).of_network, []).append(place)
         return list(kinds.values())
-
-    def _sets(self, logits: Floats | None, requests: Sequence[RequestedOutputs]) -> dict[int, NDArray[np.int64]]:
-        """Return the sets of labels of a batch, by the places of their images; none without a coverage."""
-        places = [place for place, each in enumerate(requests) if each.label_set]
-        if self._label_sets is None or logits is None or not places:
-            return {}
-        return dict(zip(places, self._label_sets(logits[places]), strict=True))
 
     def _check_batch(self, images: Images, requests: int) -> None:
         count = len(images)
