@@ -82,15 +82,11 @@ class _Map(BaseModel):
     score: Annotated[float | None, Field(description="the score of that class")] = None
     evidence: Annotated[
         float | None,
-        Field(description="0...1: how much speaks for that class; the map is even but for this share of it"),
-    ] = None
-    evidence_in_words: Annotated[
-        Literal["strong", "some", "little", "none"] | None,
-        Field(description="from 0.5, from 0.2, from 0.05, and below"),
+        Field(description="0...1: how much speaks for that class in this picture; drawings fade with it"),
     ] = None
     layer: Annotated[int | None, Field(description="`cls`: 0 is the first")] = None
     head: Annotated[int | Literal["mean", "max"] | None, Field(description="`cls`: how heads are combined")] = None
-    values: Annotated[list[list[float]], Field(description="[rows][columns], summing to 1")]
+    values: Annotated[list[list[float]], Field(description="[rows][columns] of what the method found, summing to 1")]
     kept_mass: Annotated[float, Field(description="share of the attention that fell on patches")]
     region: RegionDocument
 

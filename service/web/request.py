@@ -31,7 +31,7 @@ from model.heads import compared, of_image, with_map
 from model.images.formats import is_bounded
 from model.images.preprocess import ModelInput, model_input
 from model.images.region import Region
-from model.outputs import RequestedOutputs
+from model.outputs import MapRequest, RequestedOutputs
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from service.errors import (
@@ -400,11 +400,12 @@ class AdmittedRequest:
         result = await self._infer(pixels, of_image(requested))
         texts = await self.embed_texts(zero_shot.prompts(requested.labels))
         head = zero_shot.head(requested.labels, texts)
-        outputs, of_label = compared(result.outputs, head, requested)
+        outputs, logits = compared(result.outputs, head, requested)
         if requested.map is not None and requested.map.of_best_class:
+            of_label = MapRequest("relevance", direction=head.direction(logits))
             explained = await self._infer(pixels, RequestedOutputs(1, of_label))
             assert explained.outputs.map is not None, "the engine answers each request for a map"
-            outputs = with_map(outputs, head, explained.outputs.map)
+            outputs = with_map(outputs, head, logits, explained.outputs.map)
             result = replace(
                 result,
                 queue_seconds=result.queue_seconds + explained.queue_seconds,
