@@ -149,6 +149,8 @@ class Predictor:
     def warm_up(self) -> None:
         """Run the model at its smallest and largest batch, so that no request pays for allocations, and compile it.
 
+        A text tower computes a text: where the graph was kept, torch and the tower are loaded only now.
+
         On CUDA the model is captured for every launch size, too, and compared with the uncompiled one. OpenVINO
         compiles for the sizes beyond 1 on a thread of its own.
 
@@ -161,6 +163,8 @@ class Predictor:
             self._backend.compile()
             if self.batch_sizes is not None:
                 self._exercise((1,))
+            if self.checkpoint.embed_texts is not None:
+                self.embed_texts(["a picture"])
 
     def check(self) -> None:
         """Check that the device still computes, by running the smallest batch.

@@ -278,6 +278,7 @@ class Lane:
     def turn(self, caller: Hashable, size: float, deadline: Deadline) -> Job[None]:
         """Return a turn that waits; raises `QueueFull` if it cannot begin in time, see `FairQueue.add`.
 
+        It costs the seconds that it is held; beside threads, what threads need for work of its size.
         To await it raises `DeadlineExceeded` if its time is up before it begins.
         """
         return self._enter(None, caller, size, deadline)
@@ -310,7 +311,7 @@ class Lane:
 
     def _leave(self, job: Job[Any]) -> None:
         if not job.on_thread:
-            if job.is_under_way and job.is_turn:
+            if job.is_under_way and job.is_turn and math.isinf(self._free):
                 self._queue.charge(job, self._clock() - job.began)
             self._queue.leave(job)
             self._advance()

@@ -14,7 +14,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar, cast
@@ -341,7 +341,9 @@ class AdmittedRequest:
     async def decoded(self, data: bytearray) -> AsyncIterator[Decoded]:
         """Decode a file to a picture of the model's size, and keep its turn until the context ends.
 
-        A thread decodes a file whose header bounds the work, a process of its own any other, which keeps no turn.
+        A thread decodes a file whose header bounds the work, a process of its own any other. What a process decoded
+        has a turn beside what threads decode, which costs what a file of as many bytes does; the process waits for it,
+        so that decoding there runs no further ahead either.
 
         Raises `MissingImage` if there are no bytes, `QueueFull`, and what `Decoders.model_input` raises.
         """
@@ -355,10 +357,13 @@ class AdmittedRequest:
                 service.metrics.observe_stage("decode", decoded.seconds)
                 yield decoded
         else:
-            async with self._beside(service.lanes.decoders):
-                decoded = await service.decoders.model_input(data, config, self.deadline)
-            service.metrics.observe_stage("decode", decoded.seconds)
-            yield decoded
+            with ExitStack() as held:
+                async with self._beside(service.lanes.decoders):
+                    decoded = await service.decoders.model_input(data, config, self.deadline)
+                    size = decoded.picture.pixels.nbytes
+                    await held.enter_context(service.lanes.pictures.turn(self._caller, size, self.deadline))
+                service.metrics.observe_stage("decode", decoded.seconds)
+                yield decoded
 
     async def photo(self, data: bytearray, region: Region, size: int | None) -> ModelInput:
         """Return the photo in a file, at most so large, with the region of it that the model saw."""
