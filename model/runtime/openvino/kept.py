@@ -46,15 +46,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Bytes of all entries together; those whose last use is longest ago go first.
 LIMIT: Final = 4 << 30
-"""Bytes of all entries together; those whose last use is longest ago go first."""
 
 _MANIFEST: Final = "manifest.json"
 _GRAPH: Final = "graph.xml"
 _REFERENCE: Final = "reference.safetensors"
 _FILES: Final = (_GRAPH, "graph.bin", _REFERENCE)
+# A file that who writes an entry has locked: the kernel unlocks it when the process ends.
 _LOCK: Final = "lock"
-"""A file that who writes an entry has locked: the kernel unlocks it when the process ends."""
 
 _VERSIONS: Final = ("vitserve", "openvino", "torch", "timm", "transformers", "numpy", "safetensors")
 
