@@ -1,11 +1,11 @@
 """Large pictures that are shrunk before they are sent, beside the originals: `python -m benchmarks.shrink FOLDER...`
 
 Of the pictures in each folder that the client shrinks: bytes, the client's time, whether the best class is that of the
-original, and the largest difference of a score, over HTTP. And the requests a second that the server answers of either, in
-turn (A B B A ...); the ratio is the median of the rounds' ratios. In results/shrink.json, `photos` are the 45 JPEGs of 8
-to 25 Mpx in drewnoakes/metadata-extractor-images@4beba640 that decode, and three of other repositories;
-`imagenet-sample-images` is that repository of EliSchwartz @bc69043e: one picture for each of 1,000 classes. They are large
-enough for few models, so that they are measured with a smaller input, too (`--image-size`), at which the model is unsure.
+original, and the largest difference of a score, over HTTP. And the requests a second that the server answers of either,
+in turn (A B B A ...); the ratio is the median of the rounds' ratios. In results/shrink.json, `photos` are the 45 JPEGs
+of 8 to 25 Mpx in drewnoakes/metadata-extractor-images@4beba640 that decode, and three of other repositories;
+`imagenet-sample-images` is that repository of EliSchwartz @bc69043e: one picture for each of 1,000 classes. Few of them
+are large enough, so they are measured at a smaller input as well (`--image-size`), where the model is unsure.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.shrink", description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
     parser.add_argument("--checkpoint", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument(
-        "--image-size", default="", metavar="N", help="of the model's input (default: the checkpoint's)"
-    )
+    parser.add_argument("--image-size", default="", metavar="N", help="of the model's input")
     parser.add_argument("--rounds", type=int, default=6, help="of five seconds for each kind of picture")
     parser.add_argument("--record", type=Path, default=RESULTS / "shrink.json")
     arguments = parser.parse_args()
