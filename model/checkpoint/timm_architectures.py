@@ -339,7 +339,6 @@ _RULES: Final[Rules] = (
     (r"\.rel_pos\.relative_", ".relative_"),
     (r"^patch_embed\.backbone\.(conv|norm)\.", r"patch_embed.backbone.stem.\1."),  # a root without stages is all of it
 )
-_TABLE: Final = "relative_position_bias_table"
 _MLP: Final = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
 
 
@@ -365,7 +364,7 @@ def native_names(
         table = _table_of_mlp(list(layers.values()), config) if targets and len(layers) == len(_MLP) else None
         if table is not None:
             result = {name: t for name, t in result.items() if name not in layers}
-            result |= {f"{target}.{_TABLE}": table for target in targets}
+            result |= {f"{target}.relative_position_bias_table": table for target in targets}
     return result
 
 

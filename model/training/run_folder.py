@@ -34,7 +34,6 @@ METRICS_FILE: Final = "metrics.csv"
 RECIPE_FILE: Final = "recipe.json"
 SPLIT_FILE: Final = "split.json"
 CARD_FILE: Final = "MODEL_CARD.md"
-CONFUSION_FILE: Final = "confusion_matrix.csv"
 _MARKUP: Final = re.compile(r"[\\`*_\[\]|#!]")
 # Up to this many classes are named in the card's first sentence.
 _LISTED_CLASSES: Final = 20
@@ -191,7 +190,7 @@ def _text(name: str) -> str:
 
 def write_confusion(out: Path, measured: Evaluation, labels: Sequence[str]) -> None:
     """Write the confusion matrix as CSV: a row a class, a column an answer."""
-    with (out / CONFUSION_FILE).open("w", newline="", encoding="utf-8") as file:
+    with (out / "confusion_matrix.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["truth", *labels])
         writer.writerows([label, *row] for label, row in zip(labels, measured.confusion, strict=True))
