@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from model.outputs import AttentionMap, evidence_in_words
+from model.outputs import LITTLE, AttentionMap
 
 # Longer side in pixels of a drawing, at least, that has a caption: a smaller one has no room for words.
 _MIN_CAPTIONED: Final = 160
@@ -42,10 +42,11 @@ def caption_of(attention: AttentionMap, labels: Sequence[str]) -> tuple[str, str
     assert request.class_index is not None
     assert attention.score is not None
     assert attention.evidence is not None
-    label, word = drawable(labels[request.class_index]), evidence_in_words(attention.evidence)
+    label, evidence = drawable(labels[request.class_index]), attention.evidence
     named = label if label.strip("? ,") else f"class {request.class_index}"
     score = f"{attention.score:.1%}" if attention.score >= 0.0005 else "< 0.1%"
-    return f"{named}: {score}", f"{request.method}, evidence: {word} ({attention.evidence:.2f})"
+    words = f"evidence {evidence:.2f}" if evidence >= LITTLE else f"little speaks for it here ({evidence:.2f})"
+    return f"{named}: {score}", f"{request.method}, {words}"
 
 
 def drawable(text: str) -> str:

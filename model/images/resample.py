@@ -83,6 +83,11 @@ def passes_rows_first(source: tuple[int, int], target: tuple[int, int]) -> bool:
     return new_height < height and height - new_height > 2 * (width - new_width)
 
 
+def is_compiled() -> bool:
+    """Return whether the kernel resizes here, and not Pillow."""
+    return _KERNEL is not None
+
+
 def resample_part(
     image: Image.Image,
     columns: Axis,

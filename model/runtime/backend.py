@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from model.config import NetworkConfig, ViTConfig
 from model.errors import DeviceError, NewProcessNeeded
 from model.heads import Head
-from model.outputs import MapRequest, Pooling, RequestedOutputs, embedding_name
+from model.outputs import CLASS_SPECIFIC, MapRequest, Pooling, RequestedOutputs, embedding_name
 
 T = TypeVar("T")
 
@@ -53,9 +53,9 @@ class BatchRequest:
         embeddings = tuple(sorted({embedding_name(config, pool) for pool in pools}))
         return cls(
             top_k=max(request.top_k for request in requests),
-            # The evidence of a class that a caller names is made of all logits, and so is a set of labels.
+            # The evidence of a class is made of all logits, and so is a set of labels.
             logits=any(request.logits or request.label_set for request in requests)
-            or any(each.class_index is not None for each in maps),
+            or any(each.method in CLASS_SPECIFIC and each.direction is None for each in maps),
             layers=tuple(sorted({each.layer for each in maps if each.layer is not None})),
             relevance=any(each.of_best_class for each in maps),
             embeddings=embeddings,

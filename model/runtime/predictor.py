@@ -30,7 +30,6 @@ from model.outputs import (
     Outputs,
     RequestedOutputs,
     embedding_name,
-    faded,
 )
 from model.runtime.backend import BatchRequest, Compilation, Images, Parts, batch_too_large, launch_size, trial_images
 
@@ -147,6 +146,8 @@ class Predictor:
     def warm_up(self) -> None:
         """Run the model at its smallest and largest batch, so that no request pays for allocations, and compile it.
 
+        A text tower computes a text: where the graph was kept, torch and the tower are loaded only now.
+
         On CUDA the model is captured for every launch size, too, and compared with the uncompiled one. OpenVINO
         compiles for the sizes beyond 1 on a thread of its own.
 
@@ -159,6 +160,8 @@ class Predictor:
             self._backend.compile()
             if self.batch_sizes is not None:
                 self._exercise((1,))
+            if self.checkpoint.embed_texts is not None:
+                self.embed_texts(["a picture"])
 
     def check(self) -> None:
         """Check that the device still computes, by running the smallest batch.
@@ -319,21 +322,15 @@ class Predictor:
         kept_mass: Floats,
         arrays: Mapping[str, NDArray[Any]],
     ) -> dict[int, AttentionMap]:
-        """Return maps [B, rows, columns] of these classes, int64 [B], faded by their evidence, by the images' places.
+        """Return maps [B, rows, columns] of these classes, int64 [B], with their evidence, by the images' places.
 
         Args:
-            arrays: of the batch; without logits, the classes are the best ones.
+            arrays: of the batch, with logits.
         """
-        logits = arrays.get("logits")
-        if logits is None:
-            score = arrays["scores"][places, 0]
-            evidence = score if self._head.independent else np.ones_like(score)
-        else:
-            score, evidence = self._head.evidence(logits[places], classes)
+        score, evidence = self._head.evidence(arrays["logits"][places], classes)
         requests = (replace(request, class_index=label) for label in classes.tolist())
-        shown = faded(values, evidence)
         facts = kept_mass.tolist(), score.tolist(), evidence.tolist()
-        return dict(zip(places, map(AttentionMap, requests, shown, *facts), strict=True))
+        return dict(zip(places, map(AttentionMap, requests, values, *facts), strict=True))
 
     def embed_texts(self, texts: Sequence[str]) -> Floats:
         """Return the features of texts, float32 [N, D], computed by the calling thread alone.

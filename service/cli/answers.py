@@ -32,7 +32,7 @@ from model.outputs import (
 from service.cli.image_files import read_input
 from service.cli.setting_flags import predictor_from
 from vitserve.client import Client, ClientError, Unauthorized, Unreachable
-from vitserve.documents import Prediction, SetFields, set_fields
+from vitserve.documents import SetFields, ranked, set_fields
 
 # The fields of a set of labels.
 SET: Final = tuple(SetFields.__annotations__)
@@ -106,9 +106,9 @@ class LocalAnswers:
 
         def answer(_: ModelInput, outputs: list[Outputs]) -> dict[str, Any]:
             [each] = outputs
-            predictions = Prediction.ranked(info.labels, each.indices.tolist(), each.scores.tolist())
+            predictions = ranked(info.labels, each.indices.tolist(), each.scores.tolist())
             label_set = None if each.label_set is None else each.label_set.tolist()
-            return {"predictions": [each.model_dump() for each in predictions], **set_fields(info.labels, label_set)}
+            return {"predictions": predictions, **set_fields(info.labels, label_set)}
 
         return self._answers(files, [requested], answer)
 
