@@ -23,7 +23,7 @@ from service.errors import DeadlineExceeded, QueueFull
 from service.settings import load_settings
 from tests.model.checkpoint import whole_models
 from tests.service.fakes import expected_embedding, model_info, on_a_loop, png, running, text_feature
-from tests.service.web.apps import App, app, form, service_in
+from tests.service.web.apps import App, app, form
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
 from tests.service.web.routes.test_inference_protocol import encoded, infer, outputs
@@ -192,16 +192,34 @@ async def test_a_text_tower_that_is_late_or_full_is_said_and_pictures_alone_are_
 @on_a_loop
 async def test_a_text_that_waits_past_its_deadline_is_a_504_by_the_service_itself() -> None:
     served = service(request_timeout=0.01)
-    places: list[int] = []
 
     async def never(*_: object, **__: object) -> None:
-        places.append(service_in(served).limiter.in_use)
         await asyncio.Event().wait()
 
     served.engine.embed_texts = never  # type: ignore[method-assign, assignment]
     response = await served.request("POST", "/embed", query="text=cat")
     assert (response.status, response.json["code"]) == (504, "deadline_exceeded")
-    assert places == [1], "texts take a place, as a picture does"
+
+
+@on_a_loop
+async def test_a_caller_that_leaves_takes_its_texts_along() -> None:
+    served = service(request_timeout=1000)
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def never(*_: object, **__: object) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    served.engine.embed_texts = never  # type: ignore[method-assign, assignment]
+    caller = served.communicator("POST", "/embed", query="text=cat", body=b"")
+    running = caller.start()
+    await begun.wait()
+    caller.disconnect()
+    await ended.wait()
+    await running
 
 
 @on_a_loop
