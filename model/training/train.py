@@ -242,8 +242,8 @@ def _record(trainer: Trainer, start: Start, dataset: Dataset, checkpoint: Checkp
         "kept_epoch": trainer.best.epoch,
         "images": len(dataset.train),
         "validation_images": len(dataset.validation),
-        "seconds": trainer.seconds + (0.0 if teacher is None else teacher.seconds),
-        "teacher": None if teacher is None else vars(teacher),
+        "seconds": trainer.seconds + (0.0 if teacher is None else teacher["seconds"]),
+        "teacher": teacher,
         "device": run_folder.describe_device(trainer.device),
         "precision": str(trainer.arithmetic.dtype).removeprefix("torch."),
         "parameters": count_parameters(trainer.model),
@@ -253,8 +253,8 @@ def _record(trainer: Trainer, start: Start, dataset: Dataset, checkpoint: Checkp
 
 
 def _log_epoch(metrics: run_folder.EpochMetrics) -> None:
-    trained = f"loss {metrics.train_loss:.3f}, accuracy {metrics.train_accuracy:.2%}"
-    pace = f"{metrics.images_per_second:.0f} images/s, {metrics.seconds:.0f} s"
-    logger.info(
-        "epoch %d: %s, validation accuracy %.2f%%, %s", metrics.epoch, trained, 100 * metrics.validation_accuracy, pace
+    text = (
+        "epoch {epoch}: loss {train_loss:.3f}, accuracy {train_accuracy:.2%}, validation accuracy "
+        "{validation_accuracy:.2%}, {images_per_second:.0f} images/s, {seconds:.0f} s"
     )
+    logger.info("%s", text.format(**metrics))
