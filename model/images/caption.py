@@ -17,20 +17,19 @@ from PIL import Image, ImageDraw, ImageFont
 
 from model.outputs import LITTLE, AttentionMap
 
+# Longer side in pixels of a drawing, at least, that has a caption: a smaller one has no room for words.
 _MIN_CAPTIONED: Final = 160
-"""Longer side in pixels of a drawing, at least, that has a caption: a smaller one has no room for words."""
 
+# Characters of a text that are looked at: none of these pictures has room for more.
 _MAX_TEXT: Final = 500
-"""Characters of a text that are looked at: none of these pictures has room for more."""
 
+# Pixels of a drawing with a colour bar: below it, the scale cannot be read.
 _MIN_BAR_HEIGHT: Final = 96
-"""Pixels of a drawing with a colour bar: below it, the scale cannot be read."""
 
 _BAR_TITLE: Final = "times even share"
 
-Font = ImageFont.ImageFont | ImageFont.FreeTypeFont
+# uint8 [256, 3], lowest value first.
 Colours = NDArray[np.uint8]
-"""uint8 [256, 3], lowest value first."""
 
 
 def caption_of(attention: AttentionMap, labels: Sequence[str]) -> tuple[str, str]:
@@ -60,7 +59,7 @@ def drawable(text: str) -> str:
     return re.sub(r"[^ -~]+", "?", without_accents)[:_MAX_TEXT]
 
 
-def fit_text(text: str, font: Font, width: float, end: str = "") -> str:
+def fit_text(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: float, end: str = "") -> str:
     """Return a text that can be drawn, cut before its `end` so that it is no wider than so many pixels."""
     text = drawable(text)
     if font.getlength(text + end) <= width:

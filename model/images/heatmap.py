@@ -31,26 +31,21 @@ from model.images.region import Region
 
 COLORMAPS = ("viridis", "plasma", "inferno", "magma", "cividis", "turbo", "jet", "hot", "bone", "gray")
 
+# Longest side of a heat map in pixels.
 MAX_SIZE = 2048
-"""Longest side of a heat map in pixels."""
 
+# Longer side in pixels of an input from which on it shows what is there; of a smaller one, the photo shows more.
 _SMALL_INPUT = 128
-"""Longer side in pixels of an input from which on it shows what is there; of a smaller one, the photo shows more."""
 
+# Longer side in pixels, at least, where no size is given: patches stay visible on small pictures.
 _MIN_DEFAULT_SIZE = 384
-"""Longer side in pixels, at least, where no size is given: patches stay visible on small pictures."""
 
+# Times the even share, at least, that the last colour stands for: a map with less in it stays pale.
 _MIN_FULL_SCALE = 4.0
-"""Times the even share, at least, that the last colour stands for: a map with less in it stays pale."""
 
-_DIMMED = 0.35
-"""Brightness of the part of a photo that the model did not see."""
 
+# Values made along a side of each patch of a smooth map; pixels lie on straight lines between them.
 _ZOOM = 9
-"""Values made along a side of each patch of a smooth map; pixels lie on straight lines between them."""
-
-_COMPRESS_LEVEL = 4
-"""A level of zlib, 1...9: overlays get no smaller beyond it, only slower (6 takes three times as long)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +140,8 @@ def draw_heatmap(
         under = Image.fromarray(picture[:, :, 0] if picture.shape[2] == 1 else picture).convert("RGB")
         under = under.resize(size, Image.Resampling.BICUBIC)
         seen = Image.new("L", values.shape[::-1], 255).transform(size, Image.Transform.AFFINE, place)
-        under = Image.composite(under, under.point(lambda level: int(_DIMMED * level)), seen)
+        # Brightness of the part of a photo that the model did not see.
+        under = Image.composite(under, under.point(lambda level: int(0.35 * level)), seen)
         drawing = Image.composite(drawing, under, Image.fromarray(np.rint(opacity * index).astype(np.uint8)))
     if below:
         peak = float(ratios.max()) if opacity or picture is None else None
@@ -165,7 +161,8 @@ def full_scale(values: NDArray[np.float32]) -> float:
 def encode_png(drawing: Image.Image) -> bytes:
     """Return a drawing as a PNG."""
     encoded = io.BytesIO()
-    drawing.save(encoded, "PNG", compress_level=_COMPRESS_LEVEL)
+    # A level of zlib, 1...9: overlays get no smaller beyond it, only slower (6 takes three times as long).
+    drawing.save(encoded, "PNG", compress_level=4)
     return encoded.getvalue()
 
 

@@ -15,17 +15,17 @@ from model.images.heatmap import MAX_SIZE, Look, draw_heatmap, full_scale
 from model.images.region import Region
 from model.outputs import AttentionMap
 
+# White pixels between two maps of a row.
 _ROW_GAP: Final = 4
-"""White pixels between two maps of a row."""
 
+# White pixels between two pictures of a sheet.
 _GAP: Final = 8
-"""White pixels between two pictures of a sheet."""
 
+# Pixels of a cell's height on a sheet of few pictures.
 _MAX_CELL: Final = 320
-"""Pixels of a cell's height on a sheet of few pictures."""
 
+# Pixels that a sheet has at most along each side: with many pictures, the cells get smaller.
 _MAX_SHEET: Final = 8192
-"""Pixels that a sheet has at most along each side: with many pictures, the cells get smaller."""
 
 
 def draw_maps(

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from model.runtime.openvino.kept import KeptCheckpoint
 
 logger = logging.getLogger(__name__)
-
-_LEAST_NORM: Final = 1e-12
-"""What an embedding is divided by at least, as in torch's `normalize`."""
 
 
 class Predictor:
@@ -149,6 +146,8 @@ class Predictor:
     def warm_up(self) -> None:
         """Run the model at its smallest and largest batch, so that no request pays for allocations, and compile it.
 
+        A text tower computes a text: where the graph was kept, torch and the tower are loaded only now.
+
         On CUDA the model is captured for every launch size, too, and compared with the uncompiled one. OpenVINO
         compiles for the sizes beyond 1 on a thread of its own.
 
@@ -161,6 +160,8 @@ class Predictor:
             self._backend.compile()
             if self.batch_sizes is not None:
                 self._exercise((1,))
+            if self.checkpoint.embed_texts is not None:
+                self.embed_texts(["a picture"])
 
     def check(self) -> None:
         """Check that the device still computes, by running the smallest batch.
@@ -217,7 +218,10 @@ class Predictor:
         arrays = self._backend.predict(images, request).tensors()
         scores, indices, finite = (arrays[name] for name in ("scores", "indices", "finite"))
         logits = arrays["logits"] if request.logits else None
-        sets = self._sets(logits, requests)
+        with_set = [place for place, each in enumerate(requests) if each.label_set]
+        sets: dict[int, NDArray[np.int64]] = {}
+        if self._label_sets is not None and logits is not None and with_set:
+            sets = dict(zip(with_set, self._label_sets(logits[with_set]), strict=True))
         maps = self._maps_of_pass(arrays, request, requests)
         maps |= self._maps_of_own_pass(images, requests, arrays)
         return [
@@ -245,13 +249,6 @@ class Predictor:
             kinds.setdefault(BatchRequest.of([each], self.config).of_network, []).append(place)
         return list(kinds.values())
 
-    def _sets(self, logits: Floats | None, requests: Sequence[RequestedOutputs]) -> dict[int, NDArray[np.int64]]:
-        """Return the sets of labels of a batch, by the places of their images; none without a coverage."""
-        places = [place for place, each in enumerate(requests) if each.label_set]
-        if self._label_sets is None or logits is None or not places:
-            return {}
-        return dict(zip(places, self._label_sets(logits[places]), strict=True))
-
     def _check_batch(self, images: Images, requests: int) -> None:
         count = len(images)
         expected = (*self.config.image_size, self.config.in_channels)
@@ -267,7 +264,8 @@ class Predictor:
         """Return what is asked for of the embeddings of a batch: [D], in memory of its own."""
         embedding: Floats = arrays[embedding_name(self.config, request.pool)][place].copy()
         if request.normalize:
-            embedding /= max(float(np.linalg.norm(embedding)), _LEAST_NORM)
+            # What an embedding is divided by at least, as in torch's `normalize`.
+            embedding /= max(float(np.linalg.norm(embedding)), 1e-12)
         return embedding
 
     def _maps_of_pass(

@@ -36,8 +36,8 @@ from model.training.training_data import MARGIN, TrainingData
 
 logger = logging.getLogger(__name__)
 
+# Dtype of the weights on disk.
 STORED_DTYPE: Final = torch.float16
-"""Dtype of the weights on disk."""
 
 
 @dataclass(frozen=True)
@@ -163,13 +163,8 @@ def read_start(recipe: Recipe, source: str) -> Checkpoint:
     Raises:
         CheckpointError: it cannot be read, or not be resized.
     """
-    return load_checkpoint(
-        source,
-        image_size=recipe.image_size,
-        preprocess=recipe.checkpoint_preprocess,
-        labels="numbers",  # the old head's labels go with it, and some formats have none
-        architecture=recipe.checkpoint_architecture,
-    )
+    # The old head's labels go with it, and some formats have none.
+    return load_checkpoint(source, image_size=recipe.image_size, labels="numbers")
 
 
 def _from_checkpoint(recipe: Recipe, source: str, classes: int) -> Start:
@@ -247,8 +242,8 @@ def _record(trainer: Trainer, start: Start, dataset: Dataset, checkpoint: Checkp
         "kept_epoch": trainer.best.epoch,
         "images": len(dataset.train),
         "validation_images": len(dataset.validation),
-        "seconds": trainer.seconds + (0.0 if teacher is None else teacher.seconds),
-        "teacher": None if teacher is None else vars(teacher),
+        "seconds": trainer.seconds + (0.0 if teacher is None else teacher["seconds"]),
+        "teacher": teacher,
         "device": run_folder.describe_device(trainer.device),
         "precision": str(trainer.arithmetic.dtype).removeprefix("torch."),
         "parameters": count_parameters(trainer.model),
@@ -258,8 +253,8 @@ def _record(trainer: Trainer, start: Start, dataset: Dataset, checkpoint: Checkp
 
 
 def _log_epoch(metrics: run_folder.EpochMetrics) -> None:
-    trained = f"loss {metrics.train_loss:.3f}, accuracy {metrics.train_accuracy:.2%}"
-    pace = f"{metrics.images_per_second:.0f} images/s, {metrics.seconds:.0f} s"
-    logger.info(
-        "epoch %d: %s, validation accuracy %.2f%%, %s", metrics.epoch, trained, 100 * metrics.validation_accuracy, pace
+    text = (
+        "epoch {epoch}: loss {train_loss:.3f}, accuracy {train_accuracy:.2%}, validation accuracy "
+        "{validation_accuracy:.2%}, {images_per_second:.0f} images/s, {seconds:.0f} s"
     )
+    logger.info("%s", text.format(**metrics))

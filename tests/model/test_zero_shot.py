@@ -14,7 +14,7 @@ from model.errors import InputError
 from model.heads import MAX_CHARACTERS, MAX_TEXTS, Head, ZeroShot, compared, labels_of_request, of_image, parse_labels
 from model.outputs import EmbeddingRequest, MapRequest, Outputs, RequestedOutputs
 from model.runtime.backend import BatchOutputs
-from model.runtime.cuda.top_k import with_best
+from model.runtime.cuda.backend import with_best
 
 CONFIG = ViTConfig(image_size=(8, 8), patch_size=4, width=8, depth=1, heads=2, mlp_width=16, num_classes=2)
 PLAIN = ZeroShot(10.0, -2.0, False, ("a photo of {}.",))

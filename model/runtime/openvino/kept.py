@@ -46,15 +46,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Bytes of all entries together; those whose last use is longest ago go first.
 LIMIT: Final = 4 << 30
-"""Bytes of all entries together; those whose last use is longest ago go first."""
 
 _MANIFEST: Final = "manifest.json"
 _GRAPH: Final = "graph.xml"
 _REFERENCE: Final = "reference.safetensors"
 _FILES: Final = (_GRAPH, "graph.bin", _REFERENCE)
-_LOCK: Final = "lock"
-"""A file that who writes an entry has locked: the kernel unlocks it when the process ends."""
 
 _VERSIONS: Final = ("vitserve", "openvino", "torch", "timm", "transformers", "numpy", "safetensors")
 
@@ -167,7 +165,8 @@ class Entry:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _require_own(self._folder)
         place = self.place(relevance=graph.request.relevance)
-        with (self._folder / _LOCK).open("a") as lock:
+        # A file that who writes an entry has locked: the kernel unlocks it when the process ends.
+        with (self._folder / "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for _, _, abandoned in self._entries(r"\..*"):  # by a process that was killed
                 shutil.rmtree(abandoned, ignore_errors=True)

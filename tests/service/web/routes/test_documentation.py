@@ -40,29 +40,6 @@ async def test_pages_and_documentation_are_there() -> None:
 
 
 @on_a_loop
-async def test_classify_is_documented_as_it_is_validated_and_answered() -> None:
-    document = (await app().get("/openapi.json")).json
-    operation = document["paths"]["/classify"]["post"]
-    top_k, attention, embedding, labels = operation["parameters"]
-    assert (labels["name"], labels["schema"]["type"], labels["required"]) == ("labels", "string", False)
-    assert (top_k["name"], top_k["in"], top_k["required"]) == ("top_k", "query", False)
-    assert (top_k["schema"]["type"], top_k["schema"]["minimum"]) == ("integer", 1)
-    assert (attention["name"], attention["schema"]["type"]) == ("attention", "string")
-    assert attention["schema"]["enum"] == ["false", "true", "0", "1", "relevance"]
-    assert "default" not in attention["schema"]
-    assert (embedding["schema"]["type"], embedding["schema"]["default"]) == ("boolean", False)
-    assert operation["description"].startswith("Classify one picture")
-    assert operation["tags"] == ["classify"]
-    assert operation["requestBody"]["required"] is True
-    answers = operation["responses"]
-    assert set(answers) == {"200", "400", "401", "408", "413", "415", "422", "500", "503", "504"}
-    assert answers["200"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/Classification"}
-    assert set(answers["422"]["content"]) == {"application/problem+json"}
-    properties = document["components"]["schemas"]["Classification"]["properties"]
-    assert properties["predictions"]["items"] == {"$ref": "#/components/schemas/Prediction"}
-
-
-@on_a_loop
 async def test_attention_is_documented_with_all_its_parameters() -> None:
     paths = (await app().get("/openapi.json")).json["paths"]["/attention"]
     drawing = {"overlay", "view", "alpha", "colormap", "size", "smooth", "colorbar", "caption"}
