@@ -341,7 +341,8 @@ class AdmittedRequest:
         if is_bounded(data):
             work = partial(_decode, data, config, service.settings)
             with service.lanes.pictures.work(work, self._caller, len(data), self.deadline) as job:
-                decoded = await job
+                with self._permit.lent(keep=1):  # a batch does not keep others out
+                    decoded = await job
                 service.metrics.observe_stage("decode", decoded.seconds)
                 yield decoded
         else:

@@ -194,6 +194,7 @@ async def test_a_batch_delays_its_own_caller_and_no_others(picture: Callable[[in
     other.scope["client"] = ("127.0.0.2", 1)
     asked = other.start()
     await until(lambda: service_in(service).lanes.pictures.waiting == waiting)
+    assert service_in(service).limiter.in_use <= 6, "what waits holds no place"
     service.engine.gate.set()
     await asked
     assert not running.done()
