@@ -68,7 +68,7 @@ run: $(VENV)/.run
 
 # One process a core begins with its half of the tests, long files first (tests/conftest.py), and takes over from the tail of
 # another when it has none left. Four at most: each holds torch and its servers in memory. A test that ends its process
-# fails, and another process goes on; a run that takes or stands still for 20 minutes ends and names the tests that run.
+# fails, and another process goes on; a run that takes 20 minutes ends.
 # What Python has compiled it keeps, whatever the environment says: dozens of processes import the same modules.
 TEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal --max-worker-restart 2 --session-timeout 1200
 

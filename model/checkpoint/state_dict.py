@@ -72,7 +72,6 @@ _SIZES: Final = frozenset({"embed_dim", "depth", "num_heads", "mlp_ratio", "fina
 _OF_LAYOUT: Final = frozenset({"qkv_order", "patch_order"})
 # How the rows of a fused projection are counted: 3 of queries, keys and values, h heads, d numbers of a head.
 _ORDERS: Final = ("3hd", "3dh", "h3d", "hd3", "d3h", "dh3")
-_PREPROCESS: Final = "deit-224"
 _PRESETS: Final = (
     "of the presets of preprocessing deit-224 is for DeiT's and most of timm's networks, google-224 and google-384 for "
     "those that saw pixels from -1 to 1, torchvision-224 for torchvision's; another is written as JSON"
@@ -204,7 +203,7 @@ def _require(
     values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
     command = ["vitserve", "serve", "--checkpoint", files.source, "--architecture"]
     command += [",".join([name, *(f"{key}={value}" for key, value in values.items())])]
-    command += ["--preprocess", options.preprocess or _PREPROCESS]
+    command += ["--preprocess", options.preprocess or "deit-224"]
     command += ["--labels", options.labels or "numbers"] if needs_labels or options.labels else []
     command += ["--keys", options.keys] if options.keys else []
     hint = "what stands here is only usual; a name of timm says all of it"
@@ -340,17 +339,14 @@ class _Network:
         own = {} if self.is_own else architectures()[self.name]
         known = (EvaArguments if own.get("family") == "eva" else TimmArguments).model_fields.keys() | self.given.keys()
         stated = {key: value for key, value in self.stated.items() if key in known - _OF_LAYOUT}
-        head: dict[str, Any] = {"num_classes": self.classes, "in_chans": self._channels()}
+        stem = [name for name in self.tensors if re.fullmatch(r"patch_embed\.backbone\.(stem\.)?conv\.weight", name)]
+        shape = self._shape(stem[0] if stem else "patch_embed.proj.weight", 2, 4)
+        channels = shape[1] if len(shape) == 4 else _flat_patch(shape[1], self.where)[0]
+        head: dict[str, Any] = {"num_classes": self.classes, "in_chans": channels}
         if "pre_logits.fc.weight" in self.tensors:
             head["head_hidden"] = self._shape("pre_logits.fc.weight", 2)[0]
         made = parse_arguments(own | stated | head | {"img_size": size})
         return made if size != (1, 1) else made.model_copy(update={"img_size": (made.patch_edge, made.patch_edge)})
-
-    def _channels(self) -> int:
-        """Return the channels of pictures, by the first convolution."""
-        stem = [name for name in self.tensors if re.fullmatch(r"patch_embed\.backbone\.(stem\.)?conv\.weight", name)]
-        shape = self._shape(stem[0] if stem else "patch_embed.proj.weight", 2, 4)
-        return shape[1] if len(shape) == 4 else _flat_patch(shape[1], self.where)[0]
 
     def _told(self, preprocess: PreprocessConfig) -> dict[str, Any]:
         """Return timm's arguments that the tensors of a network tell by their names and shapes."""

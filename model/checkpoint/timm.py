@@ -25,7 +25,6 @@ FORMAT: Final = "timm"
 
 _RESIZE: Final = {"center": "shortest_edge", "squash": "squash", "border": "border"}
 _WRAPPER: Final = "timm_wrapper"  # the `model_type` of transformers' wrapper around timm's models
-_WRAPPED: Final = "timm_model."  # what it puts before the names
 # Arguments that change training or checks, never an answer.
 _UNUSED_ARGS: Final = frozenset(
     {"weight_init", "fix_init", "strict_img_size", "head_init_scale"}
@@ -66,15 +65,13 @@ class Pretrained(BaseModel):
 def recognises(files: Files) -> bool:
     """Return whether a folder's `config.json` is timm's, or that of transformers' wrapper around its models."""
     config = files.config
-    if config is None or not isinstance(config.get("architecture"), str):
-        return False
-    return "pretrained_cfg" in config or config.get("model_type") == _WRAPPER
+    is_timms = "pretrained_cfg" in config or config.get("model_type") == _WRAPPER
+    return is_timms and isinstance(config.get("architecture"), str)
 
 
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a folder as timm's `save_for_hf` and `push_to_hf_hub` write it."""
-    where = files.where(CONFIG_FILE)
-    config = files.config or {}
+    where, config = files.where(CONFIG_FILE), files.config
     options.refuse_architecture(where)
     name = config["architecture"]
     stated = required(config, "pretrained_cfg", where)
@@ -137,7 +134,7 @@ def _library(
 
 
 def _stored(files: Files) -> dict[str, Tensor]:
-    return {name.removeprefix(_WRAPPED): tensor for name, tensor in files.tensors().items()}
+    return {name.removeprefix("timm_model."): tensor for name, tensor in files.tensors().items()}
 
 
 def _given(where: str, config: Mapping[str, Any], demanded: tuple[str, ...]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,6 @@ from model.outputs import (
     Outputs,
     RequestedOutputs,
     embedding_name,
-    faded,
 )
 from model.runtime.backend import BatchRequest, Compilation, Images, Parts, batch_too_large, launch_size, trial_images
 
@@ -40,9 +39,6 @@ if TYPE_CHECKING:
     from model.runtime.openvino.kept import KeptCheckpoint
 
 logger = logging.getLogger(__name__)
-
-_LEAST_NORM: Final = 1e-12
-"""What an embedding is divided by at least, as in torch's `normalize`."""
 
 
 class Predictor:
@@ -222,7 +218,10 @@ class Predictor:
         arrays = self._backend.predict(images, request).tensors()
         scores, indices, finite = (arrays[name] for name in ("scores", "indices", "finite"))
         logits = arrays["logits"] if request.logits else None
-        sets = self._sets(logits, requests)
+        with_set = [place for place, each in enumerate(requests) if each.label_set]
+        sets: dict[int, NDArray[np.int64]] = {}
+        if self._label_sets is not None and logits is not None and with_set:
+            sets = dict(zip(with_set, self._label_sets(logits[with_set]), strict=True))
         maps = self._maps_of_pass(arrays, request, requests)
         maps |= self._maps_of_own_pass(images, requests, arrays)
         return [
@@ -250,13 +249,6 @@ class Predictor:
             kinds.setdefault(BatchRequest.of([each], self.config).of_network, []).append(place)
         return list(kinds.values())
 
-    def _sets(self, logits: Floats | None, requests: Sequence[RequestedOutputs]) -> dict[int, NDArray[np.int64]]:
-        """Return the sets of labels of a batch, by the places of their images; none without a coverage."""
-        places = [place for place, each in enumerate(requests) if each.label_set]
-        if self._label_sets is None or logits is None or not places:
-            return {}
-        return dict(zip(places, self._label_sets(logits[places]), strict=True))
-
     def _check_batch(self, images: Images, requests: int) -> None:
         count = len(images)
         expected = (*self.config.image_size, self.config.in_channels)
@@ -272,7 +264,8 @@ class Predictor:
         """Return what is asked for of the embeddings of a batch: [D], in memory of its own."""
         embedding: Floats = arrays[embedding_name(self.config, request.pool)][place].copy()
         if request.normalize:
-            embedding /= max(float(np.linalg.norm(embedding)), _LEAST_NORM)
+            # What an embedding is divided by at least, as in torch's `normalize`.
+            embedding /= max(float(np.linalg.norm(embedding)), 1e-12)
         return embedding
 
     def _maps_of_pass(
@@ -329,21 +322,15 @@ class Predictor:
         kept_mass: Floats,
         arrays: Mapping[str, NDArray[Any]],
     ) -> dict[int, AttentionMap]:
-        """Return maps [B, rows, columns] of these classes, int64 [B], faded by their evidence, by the images' places.
+        """Return maps [B, rows, columns] of these classes, int64 [B], with their evidence, by the images' places.
 
         Args:
-            arrays: of the batch; without logits, the classes are the best ones.
+            arrays: of the batch, with logits.
         """
-        logits = arrays.get("logits")
-        if logits is None:
-            score = arrays["scores"][places, 0]
-            evidence = score if self._head.independent else np.ones_like(score)
-        else:
-            score, evidence = self._head.evidence(logits[places], classes)
+        score, evidence = self._head.evidence(arrays["logits"][places], classes)
         requests = (replace(request, class_index=label) for label in classes.tolist())
-        shown = faded(values, evidence)
         facts = kept_mass.tolist(), score.tolist(), evidence.tolist()
-        return dict(zip(places, map(AttentionMap, requests, shown, *facts), strict=True))
+        return dict(zip(places, map(AttentionMap, requests, values, *facts), strict=True))
 
     def embed_texts(self, texts: Sequence[str]) -> Floats:
         """Return the features of texts, float32 [N, D], computed by the calling thread alone.

@@ -8,14 +8,14 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from model.config import PreprocessConfig
 from model.explanation.folded_weights import FoldedWeights
-from model.explanation.relevance import KEPT, token_relevance
+from model.explanation.relevance import kept_blocks, token_relevance
 from model.network.library import Classifier
 from model.network.vit import VisionTransformer
 from model.runtime.backend import BatchOutputs, BatchRequest, Compilation, CompilationState, CompileMode, HostOutputs
@@ -49,13 +49,14 @@ def run_network(
     Args:
         folded: see `token_relevance`.
     """
-    output = model(pixels, request.layers, KEPT if request.relevance else 0, request.all_tokens)
-    relevance = None
-    if request.relevance:
-        assert isinstance(model, VisionTransformer), "of others no map is asked for: see `parse_maps`"
-        assert folded is not None
-        with one_thread(pixels.device):
-            relevance = token_relevance(model, output, folded)
+    if not request.relevance:
+        output = model(pixels, request.layers, 0, request.all_tokens)
+        return BatchOutputs(output.logits, output.attention, **output.embeddings)
+    assert isinstance(model, VisionTransformer), "of others no map is asked for: see `parse_maps`"
+    assert folded is not None
+    output = model(pixels, request.layers, kept_blocks(model.config), request.all_tokens)
+    with one_thread(pixels.device):
+        relevance = token_relevance(model, output, folded)
     return BatchOutputs(output.logits, output.attention, relevance, **output.embeddings)
 
 
@@ -88,11 +89,8 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# (uint8 [B, H, W, C] on the device, request) -> the network's outputs there.
 Network = Callable[[Tensor, BatchRequest], BatchOutputs[Tensor]]
-"""(uint8 [B, H, W, C] on the device, request) -> the network's outputs there."""
-
-_RECOMPILE_LIMIT: Final = 256
-"""How often a function may be compiled in a process: dynamo's own limit over all of a function's callers."""
 
 
 def plan_compilation(mode: CompileMode, device: torch.device) -> Compilation:
@@ -105,17 +103,6 @@ def plan_compilation(mode: CompileMode, device: torch.device) -> Compilation:
         logger.warning("not compiled: no C++ compiler (g++) on this machine")
         return Compilation(CompilationState.SKIPPED, "no C++ compiler (g++) on this machine")
     return Compilation(CompilationState.COMPILING)
-
-
-@contextmanager
-def strict_compiler() -> Iterator[None]:
-    """Let torch compile in this context for every model that a process meets, and fail where it would give up.
-
-    By default it compiles a function eight times, and from then on runs it uncompiled in silence. Several models, kinds
-    of block and batch sizes need more.
-    """
-    with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True):
-        yield
 
 
 def compiled_network(

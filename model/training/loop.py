@@ -27,11 +27,11 @@ from model.network.vit import VisionTransformer
 from model.training.optimisers import ModelOptimiser, Position, position
 from model.training.recipe import Recipe
 from model.training.run_folder import EpochMetrics, read_state, write_metrics, write_state
-from model.training.teacher import TeacherNet, TeacherRecord, answers, stem_weights, train_teacher
+from model.training.teacher import TeacherNet, answers, stem_weights, train_teacher
 from model.training.training_data import Arithmetic, TrainingData, mix
 
+# The lowest frequency of the code is above 1/_TEMPERATURE; grids are small, so it is far below the papers' 10,000.
 _TEMPERATURE: Final = 100.0
-"""The lowest frequency of the code is above 1/_TEMPERATURE; grids are small, so it is far below the papers' 10,000."""
 _POSITION_SCALE: Final = 0.3
 
 
@@ -88,7 +88,7 @@ class Trainer:
                     module.attend = plain_attention
         self.model.to(device).train()
         self._optimiser = ModelOptimiser(self.model, recipe.optimiser)
-        self.teacher: TeacherRecord | None = None
+        self.teacher: dict[str, float] | None = None
         self._teacher: TeacherNet | None = None
         if recipe.teacher is not None:
             self._teacher = TeacherNet(recipe.teacher.widths, config.num_classes)
@@ -103,7 +103,7 @@ class Trainer:
     @property
     def seconds(self) -> float:
         """Return the wall time of the epochs done, in seconds, without the teacher's."""
-        return self.history[-1].seconds if self.history else 0.0
+        return self.history[-1]["seconds"] if self.history else 0.0
 
     def run(self, on_epoch: Callable[[EpochMetrics], None] = lambda _: None) -> BestWeights:
         """Train from `epoch` to the recipe's end, after the teacher; write state and metrics after each epoch.
@@ -121,7 +121,11 @@ class Trainer:
             metrics = self._run_epoch()
             self.history.append(metrics)
             self.epoch += 1
-            self._update_best()
+            # Of equals the first.
+            best = max(self.history, key=lambda row: (row["validation_accuracy"], -row["validation_loss"]))
+            if best["epoch"] == self.epoch:
+                weights = {name: weight.to("cpu", copy=True) for name, weight in self.weights.items()}
+                self.best = BestWeights(self.epoch, weights)
             self.save()
             on_epoch(metrics)
         assert self.best is not None  # a recipe has an epoch
@@ -144,11 +148,11 @@ class Trainer:
         self.folder.mkdir(parents=True, exist_ok=True)
         state = {
             "epoch": self.epoch,
-            "history": [vars(row) for row in self.history],
+            "history": self.history,
             "best": None if self.best is None else vars(self.best),
             "weights": self.weights,
             "optimisers": [optimiser.state_dict() for optimiser in self._optimiser.all],
-            "teacher": None if self._teacher is None else (vars(self.teacher), self._teacher.state_dict()),
+            "teacher": None if self._teacher is None else (self.teacher, self._teacher.state_dict()),
         }
         write_state(self.folder, self.recipe, state)
         write_metrics(self.folder, self.history)
@@ -166,18 +170,11 @@ class Trainer:
         for optimiser, own in zip(self._optimiser.all, state["optimisers"], strict=True):
             optimiser.load_state_dict(own)
         self.epoch = state["epoch"]
-        self.history = [EpochMetrics(**row) for row in state["history"]]
+        self.history = state["history"]
         self.best = None if state["best"] is None else BestWeights(**state["best"])
         if self._teacher is not None:
-            record, weights = state["teacher"]
-            self.teacher = TeacherRecord(**record)
+            self.teacher, weights = state["teacher"]
             self._teacher.load_state_dict(weights)
-
-    def _update_best(self) -> None:
-        best = max(self.history, key=lambda row: (row.validation_accuracy, -row.validation_loss))  # of equals the first
-        if best.epoch == self.epoch:
-            weights = {name: weight.to("cpu", copy=True) for name, weight in self.weights.items()}
-            self.best = BestWeights(best.epoch, weights)
 
     def _run_epoch(self) -> EpochMetrics:
         began = time.monotonic()
@@ -197,7 +194,7 @@ class Trainer:
             seconds=self.seconds + time.monotonic() - began,
         )
         # The outcome of the last step is in no training loss yet, and must not be saved either.
-        if not (math.isfinite(metrics.train_loss) and math.isfinite(metrics.validation_loss)):
+        if not (math.isfinite(metrics["train_loss"]) and math.isfinite(metrics["validation_loss"])):
             raise TrainingError(f"epoch {self.epoch + 1}: the loss is not finite; lower the learning rate")
         return metrics
 
@@ -272,19 +269,11 @@ def initial_model(config: ViTConfig, seed: int, initial: Mapping[str, Tensor] | 
         model.load_state_dict(initial)
         return model
     model.reset_parameters(torch.Generator().manual_seed(seed))
-    start_positions(model)
-    return model
-
-
-@torch.no_grad()
-def start_positions(model: VisionTransformer) -> None:
-    """Put a 2D sine-cosine code into the patches' position embeddings.
-
-    Its frequencies are those of MoCo v3 (Chen et al. 2021, https://arxiv.org/abs/2104.02057): of q of them, the lowest
-    is `_TEMPERATURE` to the power -(q - 1) / q. The code of the row comes first.
-    """
-    config = model.config
     assert model.pos_embed is not None  # recipes train models with learned positions
+    # The frequencies are those of MoCo v3 (Chen et al. 2021, https://arxiv.org/abs/2104.02057): of q of them, the
+    # lowest is `_TEMPERATURE` to the power -(q - 1) / q. The code of the row comes first.
     quarter = config.width // 4
     code = sincos2d_position_embedding(config.grid, config.width, temperature=_TEMPERATURE ** ((quarter - 1) / quarter))
-    model.pos_embed[0, config.prefix_tokens :] = _POSITION_SCALE * code[0].roll(2 * quarter, dims=1)
+    with torch.no_grad():
+        model.pos_embed[0, config.prefix_tokens :] = _POSITION_SCALE * code[0].roll(2 * quarter, dims=1)
+    return model

@@ -10,23 +10,19 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar
 
 import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from model.config import PreprocessConfig
 from model.errors import InputError
 from model.heads import is_list, labels_of_request, parse_labels
 from model.images.preprocess import ModelInput
 from model.outputs import (
     AttentionMap,
-    MapRequest,
-    Method,
     Outputs,
     Pooling,
     RequestedOutputs,
@@ -34,22 +30,22 @@ from model.outputs import (
     parse_maps,
 )
 from service.cli.image_files import read_input
-from service.cli.setting_flags import predictor_from, settings_from
+from service.cli.setting_flags import predictor_from
 from vitserve.client import Client, ClientError, Unauthorized, Unreachable
-from vitserve.documents import AttentionDocument, Prediction, SetFields, set_fields
+from vitserve.documents import SetFields, ranked, set_fields
 
+# The fields of a set of labels.
 SET: Final = tuple(SetFields.__annotations__)
-"""The fields of a set of labels."""
 
+# Consecutive files without an answer after which the server is taken for gone.
 _LOST_IN_A_ROW: Final = 8
-"""Consecutive files without an answer after which the server is taken for gone."""
 
+# Images whose maps are computed together at most: a bar that moves, and little memory.
 _MOST_MAPS: Final = 8
-"""Images whose maps are computed together at most: a bar that moves, and little memory."""
 
 _Answer = TypeVar("_Answer")
+# Float32 [D].
 Embedding = NDArray[np.float32]
-"""Float32 [D]."""
 
 
 class SeenMaps(NamedTuple):
@@ -57,25 +53,6 @@ class SeenMaps(NamedTuple):
 
     seen: ModelInput
     maps: list[AttentionMap]
-
-
-class Answers(Protocol):
-    """Who answers about files."""
-
-    @property
-    def labels(self) -> Sequence[str]:
-        """Return the labels of the model, in index order."""
-
-    def classify(self, files: Sequence[Path], top_k: int) -> Iterator[tuple[Path, dict[str, Any] | str]]:
-        """Yield each file with its `predictions`, and the fields of its set of labels if the model has a coverage."""
-
-    def embed(self, files: Sequence[Path], pool: Pooling, normalize: bool) -> Iterator[tuple[Path, Embedding | str]]:
-        """Yield each file with its embedding."""
-
-    def maps(
-        self, files: Sequence[Path], classes: Sequence[str], **options: Any
-    ) -> Iterator[tuple[Path, SeenMaps | str]]:
-        """Yield each file with its maps; `options` are method, layer and head, as far as they are given."""
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
@@ -92,13 +69,15 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 def answers_from(arguments: argparse.Namespace) -> Iterator[Answers]:
     """Give what the flags name: the server at `--url`, or a model that is loaded here.
 
+    Both classify and embed files, and yield each with its answer or a text that says why there is none.
+
     Raises:
         InputError: the server cannot be asked; one line that says what to do.
         SettingsError, CheckpointError, DeviceError: one line that says why the model cannot be loaded.
     """
     url: str | None = arguments.url
     if url is None:
-        yield _LocalAnswers(arguments)
+        yield LocalAnswers(arguments)
         return
     if "://" not in url:
         raise InputError("url", f"{url}: expected an address such as http://{url}")
@@ -112,7 +91,7 @@ def answers_from(arguments: argparse.Namespace) -> Iterator[Answers]:
         raise InputError("url", f"{url}: {error}{key}") from None
 
 
-class _LocalAnswers:
+class LocalAnswers:
     """Answers of a model that is loaded into this process."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -120,19 +99,22 @@ class _LocalAnswers:
         self.labels = self._info.labels
 
     def classify(self, files: Sequence[Path], top_k: int) -> Iterator[tuple[Path, dict[str, Any] | str]]:
+        """Yield each file with its `predictions`, and the fields of its set of labels if the model has a coverage."""
         info = self._info
         labels_of_request(None, info.zero_shot, info.config)
         requested = RequestedOutputs(min(top_k, info.config.num_classes), label_set=info.coverage is not None)
 
         def answer(_: ModelInput, outputs: list[Outputs]) -> dict[str, Any]:
             [each] = outputs
-            predictions = Prediction.ranked(info.labels, each.indices.tolist(), each.scores.tolist())
+            predictions = ranked(info.labels, each.indices.tolist(), each.scores.tolist())
             label_set = None if each.label_set is None else each.label_set.tolist()
-            return {"predictions": [each.model_dump() for each in predictions], **set_fields(info.labels, label_set)}
+            return {"predictions": predictions, **set_fields(info.labels, label_set)}
 
         return self._answers(files, [requested], answer)
 
     def embed(self, files: Sequence[Path], pool: Pooling, normalize: bool) -> Iterator[tuple[Path, Embedding | str]]:
+        """Yield each file with its embedding."""
+
         def answer(_: ModelInput, outputs: list[Outputs]) -> Embedding:
             assert outputs[0].embedding is not None, "it was requested"
             return outputs[0].embedding
@@ -143,6 +125,7 @@ class _LocalAnswers:
     def maps(
         self, files: Sequence[Path], classes: Sequence[str], **options: Any
     ) -> Iterator[tuple[Path, SeenMaps | str]]:
+        """Yield each file with its maps; `options` are method, layer and head, as far as they are given."""
         wanted = parse_maps(self._info.config, self.labels, classes=",".join(classes) or None, **options)
 
         def answer(seen: ModelInput, outputs: list[Outputs]) -> SeenMaps:
@@ -183,10 +166,6 @@ class _ServerAnswers:
     def __init__(self, client: Client, arguments: argparse.Namespace) -> None:
         self._client, self._arguments = client, arguments
 
-    @cached_property
-    def labels(self) -> Sequence[str]:
-        return self._client.labels()
-
     def classify(self, files: Sequence[Path], top_k: int) -> Iterator[tuple[Path, dict[str, Any] | str]]:
         text = getattr(self._arguments, "labels", "")
         labels = parse_labels(text, "--labels") if is_list(text) else None
@@ -201,20 +180,6 @@ class _ServerAnswers:
     def embed(self, files: Sequence[Path], pool: Pooling, normalize: bool) -> Iterator[tuple[Path, Embedding | str]]:
         self._client.model()  # one error for all files where there is no service
         return self._stream(files, lambda file: self._client.embed(file, pool=pool, normalize=normalize))
-
-    def maps(
-        self, files: Sequence[Path], classes: Sequence[str], **options: Any
-    ) -> Iterator[tuple[Path, SeenMaps | str]]:
-        settings = settings_from(self._arguments)
-        preprocess = PreprocessConfig.model_validate(self._client.model().preprocessing)
-        options |= {"class_": classes or None}
-
-        def ask(file: Path) -> SeenMaps | str:
-            maps = [_map_of(document) for document in self._client.attention(file, **options)]
-            seen = read_input(file, preprocess, settings)
-            return seen if isinstance(seen, str) else SeenMaps(seen, maps)
-
-        return self._stream(files, ask, concurrency=4)
 
     def _stream(
         self, files: Sequence[Path], ask: Callable[[Path], _Answer], concurrency: int = 8
@@ -233,6 +198,4 @@ class _ServerAnswers:
                 raise ClientError(f"no answer any more, {left} of {len(files)} files were not asked about")
 
 
-def _map_of(found: AttentionDocument) -> AttentionMap:
-    request = MapRequest(cast(Method, found.method), found.class_, found.layer, found.head)
-    return AttentionMap(request, np.array(found.values, np.float32), found.kept_mass, found.score, found.evidence)
+Answers = LocalAnswers | _ServerAnswers

@@ -20,6 +20,7 @@ def _size(text: str) -> tuple[int, int]:
     return int(rows), int(columns or rows)
 
 
+# Each flag (a field of the recipe, with dashes): the name of its value, and its help.
 OVERRIDES = {
     "name": ("NAME", "what the service calls the model (default: the name of --out; of CIFAR-10, the recipe's)"),
     "epochs": ("N", "times that every picture is seen"),
@@ -29,7 +30,6 @@ OVERRIDES = {
     "seed": ("N", "decides the split and all random choices"),
     "threads": ("N", "threads of one operator on the CPU"),
 }
-"""Each flag (a field of the recipe, with dashes): the name of its value, and its help."""
 
 _NOT_OF_PROBE = ("recipe", "resume", "set", "epochs", "batch-size", "validation")
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="checkpoint",
         metavar="CHECKPOINT",
-        help="fine-tune this one, with a new head: `bundled`, a folder, a file, or a hub id",
+        help="fine-tune this one, with a new head: `bundled`, a folder, or a hub id",
     )
     parser.add_argument(
         "--recipe",
@@ -62,14 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--probe", action="store_true", help="with --from: fit a new head alone, in seconds")
     parser.add_argument("--resume", action="store_true", help="go on from the last finished epoch in --out")
     parser.add_argument("--device", default=argparse.SUPPRESS, metavar="NAME", help="auto, cpu, cuda or cuda:N")
-    for name in ("preprocess", "architecture"):
-        parser.add_argument(
-            f"--{name}",
-            dest=f"checkpoint_{name}",
-            default=os.environ.get(f"{ENV_PREFIX}{name.upper()}"),
-            metavar="VALUE",
-            help=f"of --from, if its format carries none [{ENV_PREFIX}{name.upper()}]",
-        )
     recipe = parser.add_argument_group("instead of the recipe's")
     for name, (metavar, text) in OVERRIDES.items():
         recipe.add_argument(f"--{name}", metavar=metavar, help=text)
@@ -87,8 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, or fit a head alone, measure, and write the folder."""
-    if arguments.probe:
-        _check_probe(arguments)
+    given = [name for name in _NOT_OF_PROBE if getattr(arguments, name.replace("-", "_"))]
+    if arguments.probe and arguments.checkpoint is None:
+        raise TrainingError("--probe: needs --from CHECKPOINT, whose features it reads")
+    if arguments.probe and given:
+        raise TrainingError(f"--probe: --{given[0]} does not apply")
     from model.training import new_head, train  # noqa: PLC0415  torch takes seconds to import
     from model.training.recipe import read_recipe  # noqa: PLC0415
 
@@ -101,15 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
         train.run(arguments.data, arguments.out, recipe, resume=arguments.resume, device=device)
     print(f"{arguments.out}: serve it with: {serve_command(arguments.out)}")  # noqa: T201
     return 0
-
-
-def _check_probe(arguments: argparse.Namespace) -> None:
-    """Raise TrainingError where --from is missing, or a flag is given that has no meaning for a probe."""
-    if arguments.checkpoint is None:
-        raise TrainingError("--probe: needs --from CHECKPOINT, whose features it reads")
-    given = [name for name in _NOT_OF_PROBE if getattr(arguments, name.replace("-", "_"))]
-    if given:
-        raise TrainingError(f"--probe: --{given[0]} does not apply")
 
 
 def _recipe_path(arguments: argparse.Namespace) -> Path:
@@ -132,8 +118,6 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     if "checkpoint" in given:
         # The recipe's name, which is for any pictures, would name all results alike.
         given = {"name": arguments.out.resolve().name} | given
-        options = ("checkpoint_preprocess", "checkpoint_architecture")
-        given |= {name: value for name in options if (value := getattr(arguments, name)) is not None}
     for text in arguments.set:
         name, equals, value = text.partition("=")
         if not equals:

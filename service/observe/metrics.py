@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import get_args
 
@@ -111,6 +111,7 @@ class Metrics(Collector):
             "vit_batch_size", "Images in a batch, without padding", ["device"], buckets=_BATCH_SIZES
         )
         self.batch_padding = counter("vit_batch_padding_total", "Rows launched beside images", ["device"])
+        self._batches = lru_cache(maxsize=64)(self._series_of_batches)
         self.inflight = gauge("vit_inflight_requests", "Requests being handled")
         self.admitted = gauge("vit_admitted_images", "Images in the service, of all stages")
         self.admitted_limit = gauge("vit_admitted_images_limit", "Images that the service admits at once")
@@ -161,9 +162,13 @@ class Metrics(Collector):
 
     def observe_batch(self, report: BatchReport) -> None:
         """Count one launch."""
-        self.batches.labels(report.device, report.release).inc()
-        self.batch_size.labels(report.device).observe(report.size)
-        self.batch_padding.labels(report.device).inc(report.padding)
+        batches, size, padding = self._batches(report.device, report.release)
+        batches.inc()
+        size.observe(report.size)
+        padding.inc(report.padding)
+
+    def _series_of_batches(self, device: str, release: Release) -> tuple[Counter, Histogram, Counter]:
+        return self.batches.labels(device, release), self.batch_size.labels(device), self.batch_padding.labels(device)
 
     async def gather(self) -> bytes:
         """Return the answer of `GET /metrics`; a subclass may ask other replicas for theirs."""

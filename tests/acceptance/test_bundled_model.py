@@ -16,9 +16,10 @@ from PIL import Image
 from model.checkpoint import BUNDLED, load_checkpoint
 from model.data import cifar10
 from model.data.pictures import Images
-from model.evaluation.evaluate import measure, predict_scores
+from model.evaluation.evaluate import measure
 from model.runtime.predictor import Predictor
 from tests.launcher import ServerProcess
+from tests.model.evaluation.scores import predict_scores
 from vitserve.documents import Classification
 
 pytestmark = pytest.mark.timeout(240)  # servers, checkpoints and many pictures
@@ -66,14 +67,6 @@ def png(pixels: NDArray[np.uint8]) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0))).save(buffer, "png")
     return buffer.getvalue()
-
-
-@pytest.mark.slow
-def test_every_image_gets_its_own_offline_scores(images: Images, offline: NDArray[np.float32], tmp_path: Path) -> None:
-    with ServerProcess(tmp_path / "log", dtype="float32", device="cpu") as server:
-        served = served_scores(server, images)
-        assert server.terminate() == 0
-    np.testing.assert_allclose(served, offline[:SERVED], rtol=0, atol=1e-3)
 
 
 @pytest.mark.slow

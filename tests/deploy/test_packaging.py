@@ -29,7 +29,7 @@ SOURCES = [
 def test_extras_that_messages_name_exist():
     named = {name for path in SOURCES for name in re.findall(r"pip install 'vitserve\[(\w+)\]'", path.read_text())}
 
-    assert {"heic", "hub", "openvino", "figures"} <= named <= EXTRAS.keys()
+    assert {"heic", "hub", "openvino"} <= named <= EXTRAS.keys()
 
 
 @pytest.mark.parametrize("name", ["test", "check"])

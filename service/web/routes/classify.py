@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Annotated, Final, Literal
 
+import msgspec
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field, WithJsonSchema
 from starlette.requests import Request
@@ -33,8 +34,7 @@ from vitserve.documents import (
     BatchClassification,
     Classification,
     FailedItem,
-    Prediction,
-    Timings,
+    ranked,
     set_fields,
     significant,
 )
@@ -137,8 +137,8 @@ async def _answer(admitted: AdmittedRequest, requested: RequestedOutputs, pictur
     admitted.service.metrics.observe_classes(result.outputs)
 
     def write() -> bytes:
-        total = admitted.service.clock() - admitted.started
-        return to_json(_document(admitted.model.info, requested, decoded, result, image_id, total))
+        total = admitted.service.clock() - admitted.sender.started
+        return msgspec.json.encode(_document(admitted.model.info, requested, decoded, result, image_id, total))
 
     # A document of many classes is large, and lives only until it is JSON: a batch has many such documents.
     return await admitted.write(write, size=requested.top_k)
@@ -151,8 +151,8 @@ def _document(
     result: InferenceResult,
     image_id: str | None,
     total: float,
-) -> Classification:
-    """Return the answer to a picture, `total` seconds after the request's head."""
+) -> dict[str, object]:
+    """Return the fields of `Classification` for a picture, `total` seconds after the request's head."""
     outputs, labels = result.outputs, requested.labels or info.labels
     attention = None
     if outputs.map is not None:
@@ -161,21 +161,23 @@ def _document(
         url = None if image_id is None or of_labels else _url(image_id, outputs.map.request.method)
         region = region_document(decoded.picture.region)
         attention = Attention(url=url, region=region, **map_fields(outputs.map, labels))
-    return Classification(
-        id=image_id,
-        model=info.name,
-        predictions=Prediction.ranked(labels, outputs.indices.tolist(), outputs.scores.tolist()),
-        attention=attention,
-        embedding=None if outputs.embedding is None else outputs.embedding.tolist(),
-        timings_ms=Timings(
-            decode=_milliseconds(decoded.seconds),
-            queue=_milliseconds(result.queue_seconds),
-            inference=_milliseconds(result.inference_seconds),
-            total=_milliseconds(total),
-        ),
-        batch_size=result.batch_size,
+    timings = {
+        "decode": _milliseconds(decoded.seconds),
+        "queue": _milliseconds(result.queue_seconds),
+        "inference": _milliseconds(result.inference_seconds),
+        "total": _milliseconds(total),
+    }
+    fields = {
+        "id": image_id,
+        "model": info.name,
+        "predictions": ranked(labels, outputs.indices.tolist(), outputs.scores.tolist()),
         **set_fields(labels, None if outputs.label_set is None else outputs.label_set.tolist()),
-    )
+        "attention": None if attention is None else attention.model_dump(exclude_none=True, by_alias=True),
+        "embedding": None if outputs.embedding is None else outputs.embedding.tolist(),
+        "timings_ms": timings,
+        "batch_size": result.batch_size,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 async def answer_each(
@@ -189,7 +191,7 @@ async def answer_each(
         except (ImageError, ServiceError) as error:
             problem = problem_of(error)
             admitted.service.metrics.rejected.labels(problem.code).inc()
-            return to_json(FailedItem(error=problem.document(admitted.request_id)))
+            return to_json(FailedItem(error=problem.document(admitted.sender.request_id)))
 
     results = b",".join(await all_of(map(item, pictures)))
     return Response(b'{"results":[%b]}' % results, media_type="application/json")

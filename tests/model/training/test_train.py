@@ -13,12 +13,13 @@ from safetensors.torch import load_file
 from model.checkpoint import load_checkpoint
 from model.data import cifar10
 from model.errors import DatasetError, TrainingError
-from model.evaluation.evaluate import measure, predict_logits, predict_scores
+from model.evaluation.evaluate import measure, predict_logits
 from model.runtime.predictor import Predictor
 from model.training.recipe import Recipe, read_recipe
 from model.training.run_folder import CARD_FILE, RECIPE_FILE
 from model.training.train import run
 from tests.model.conftest import tiny_recipe
+from tests.model.evaluation.scores import predict_scores
 from tests.model.training.synthetic import LABELS, write_cifar
 
 pytestmark = pytest.mark.timeout(120)  # models are trained
@@ -106,19 +107,6 @@ def test_data_that_cannot_be_used_are_told_before_training(cifar: Path, tmp_path
     with pytest.raises(DatasetError, match=r"test_batch\.bin: 3072 bytes"):
         run(cifar, tmp_path / "run", recipe, device="cpu")
     assert list((tmp_path / "run").iterdir()) == []
-
-
-def test_a_finished_run_is_measured_again_with_the_same_result(
-    finished: tuple[Path, dict[str, Any]], cifar: Path, recipe: Recipe, tmp_path: Path
-) -> None:
-    out, record = finished
-    again = run(cifar, out, recipe, resume=True, device="cpu")
-    assert {**again, "versions": None} == {**record, "versions": None}
-    moved = tmp_path / "moved"
-    moved.mkdir()
-    (out / "last.pt").rename(moved / "last.pt")  # of a run that left only its state
-    assert run(cifar, moved, recipe, resume=True, device="cpu")["test"] == record["test"]
-    assert load_checkpoint(str(moved)).temperature == record["temperature"]
 
 
 def test_a_folder_with_something_in_it_is_not_overwritten(
