@@ -93,8 +93,7 @@ def write_clip(folder: Path) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def weight(*size: int) -> Tensor:
-        fan_in = int(torch.tensor(size[1:]).prod())
-        return torch.randn(size, generator=generator) * float(fan_in**-0.5)
+        return torch.randn(size, generator=generator) / math.sqrt(math.prod(size[1:]))
 
     tensors = {"logit_scale": torch.tensor(4.0)}
     towers = {"text": (512, 8, 77), "vision": (384, 6, 50)}
