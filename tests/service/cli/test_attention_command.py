@@ -93,3 +93,18 @@ def test_what_the_model_does_not_offer_is_one_line(
     assert code == 1
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+def test_numbers_and_a_sheet_are_written_and_a_bad_file_is_reported(
+    checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (pictures / "bad.png").write_bytes(b"no picture")
+    maps, sheet = tmp_path / "maps", tmp_path / "sheet.png"
+    asked = ["attention", pictures, "-o", maps, "--npy", "--sheet", sheet, "--checkpoint", checkpoint, "--layer", "0"]
+    code, out, err = run(capsys, *asked)
+    assert code == 1
+    assert "bad.png: not a picture" in err
+    assert sorted(file.name for file in maps.iterdir()) == ["a-2.heat.npy", "a.heat.npy", "b.heat.npy"]
+    assert np.load(maps / "a.heat.npy").shape == (2, 2)
+    assert all(line.endswith("cls, layer 0, head mean") for line in out.splitlines())
+    assert size_of(sheet)[0] > 320
