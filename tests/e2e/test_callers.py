@@ -71,10 +71,16 @@ def test_regions_of_pictures_that_were_shrunk_are_those_of_the_originals(server:
             return super().handle_request(request)
 
     def regions(client: Client) -> list[dict[str, float]]:
-        classified = client.classify(file.getvalue(), attention=True)
-        [result] = client.classify_batch([file.getvalue()], attention=True).results
+        photo = file.getvalue()
+        classified = client.classify(photo, attention=True)
+        [result] = client.classify_batch([photo], attention=True).results
         assert isinstance(result, Classification) and result.attention and classified.attention
-        maps = [classified.attention, result.attention, *client.attention(classified), *client.attention(file.getvalue())]
+        maps = [
+            classified.attention,
+            result.attention,
+            *client.attention(classified),
+            *client.attention(file.getvalue()),
+        ]
         return [each.region.model_dump() for each in maps]
 
     with Client(server.url, api_key="right", transport=Counting()) as client:
