@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from model.calibration import LabelSets
 from model.config import NetworkConfig, ViTConfig
 from model.errors import InputError
 from model.outputs import (
@@ -24,6 +25,7 @@ from model.outputs import (
     AttentionMap,
     EmbeddingRequest,
     MapRequest,
+    Method,
     Outputs,
     RequestedOutputs,
     faded,
@@ -80,6 +82,7 @@ class Head:
         temperature: logits are divided by it.
         weight, bias: float32 [C, D] and [C]; None where the backbone's own pass gives the logits.
         normalized: whether features are divided by their L2 norm first: logits are scaled cosines.
+        label_sets: gives the sets of labels, where the head is calibrated and they are asked for.
     """
 
     labels: tuple[str, ...]
@@ -88,6 +91,7 @@ class Head:
     weight: Floats | None = None
     bias: Floats | float = 0.0
     normalized: bool = False
+    label_sets: LabelSets | None = None
 
     def logits(self, features: Floats) -> Floats:
         """Return the logits of features [B, D]: float32 [B, C]."""
@@ -143,13 +147,21 @@ class Head:
         relative = score / np.maximum(scores.max(axis=1), np.float32(_TINY))
         return score, np.clip(np.maximum(np.square(above).astype(np.float32), relative), 0, 1)
 
-    def direction(self, logits: Floats) -> Floats:
-        """Return what the margin of the best class of logits [C] rises with, float32 [D]: relevance begins with it.
+    def target(self, method: Method, logits: Floats, label: int) -> Floats:
+        """Return what a map of a class begins with, float32 [D], by a class-specific method; logits [C] rank rivals."""
+        assert self.weight is not None, "the backbone's pass begins with its own"
+        return self.direction(logits, label) if method == "relevance" else self.weight[label]
 
-        It is the class's weight less the mean of its rivals'; relevance knows no scale.
+    def direction(self, logits: Floats, label: int | None = None) -> Floats:
+        """Return what the margin of a class (None: the best one) rises with, float32 [D]: relevance begins with it.
+
+        It is the class's weight less the mean of its strongest rivals' by logits [C]; relevance knows no scale.
         """
         assert self.weight is not None, "the backbone's pass begins with its own"
-        best, *rivals = self.weight[np.argsort(-logits, kind="stable")[: 1 + RIVALS]]
+        ranked = np.argsort(-logits, kind="stable")
+        if label is not None:
+            ranked = np.concatenate(([label], ranked[ranked != label]))
+        best, *rivals = self.weight[ranked[: 1 + RIVALS]]
         margin: Floats = best - np.mean(rivals, axis=0) if rivals else best
         return margin / max(float(abs(self.weight).max()), 1e-12)
 
