@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.tensors import digest_of
-from model.config import ViTConfig
+from model.config import LibraryConfig, ViTConfig
 from model.errors import CheckpointError
 from model.heads import Head, own_head
 from model.network.library import linear_head
@@ -39,6 +39,7 @@ def _head_of(checkpoint: Checkpoint) -> str | None:
     config = checkpoint.config
     if isinstance(config, ViTConfig):
         return None if config.distillation_head or config.head_width is not None else "head"
+    assert isinstance(config, LibraryConfig)
     try:
         return linear_head(config)
     except CheckpointError:

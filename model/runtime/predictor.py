@@ -75,7 +75,7 @@ class Predictor:
         gpu_uuid: identifier of the GPU, whatever its number; None on the CPU.
         backend: what runs the network, with its version; attention of other layers than the last is always torch's.
         own: the head whose logits the network's pass gives.
-        heads: further heads of the same backbone, by the names that requests have; any other name is the own one's.
+        heads: all heads of the backbone by the names that requests have; without a name a request is to the own one.
 
     Raises:
         DeviceError: the device or dtype is not available here.
@@ -141,7 +141,10 @@ class Predictor:
 
     def defers(self, requested: RequestedOutputs) -> bool:
         """Return whether an image's outputs take a second pass, or what is loaded only then, for a second or two."""
-        if any(each.map is not None and each.map.of_best_class and each.head in self.heads for each in requested.each):
+        if any(
+            each.map is not None and each.map.of_best_class and self._head(each.head) is not self.own
+            for each in requested.each
+        ):
             return True
         if all(each.map is None and each.embedding is None for each in requested.each):
             return False
@@ -225,12 +228,12 @@ class Predictor:
         flat = [(place, each) for place, asked in enumerate(requests) for each in asked.each]
         by_head: dict[str, list[int]] = {}
         for number, (_, each) in enumerate(flat):
-            by_head.setdefault(each.head if each.head in self.heads else "", []).append(number)
+            by_head.setdefault(each.head, []).append(number)
         outputs: dict[int, Outputs] = {}
         for name, numbers in by_head.items():
             places, asked = [flat[number][0] for number in numbers], [flat[number][1] for number in numbers]
             of_head = {key: values[places] for key, values in arrays.items()}
-            head = self.heads.get(name, self.own)
+            head = self._head(name)
             if head is not self.own:
                 logits = head.logits(of_head["head"])
                 best = head.best(logits, max(each.top_k for each in asked))
@@ -240,9 +243,16 @@ class Predictor:
         ordered = iter(outputs[number] for number in range(len(flat)))
         return [replace(next(ordered), more=tuple(islice(ordered, len(each.more)))) for each in requests]
 
+    def _head(self, name: str) -> Head:
+        """Return the head of a name; ValueError where there is none: no other one answers in its place."""
+        head = self.heads.get(name) if name else self.own
+        if head is None:
+            raise ValueError(f"the backbone has no head {name!r}")
+        return head
+
     def _has_others(self, requests: Sequence[RequestedOutputs]) -> bool:
         """Return whether another head than the own one is to score an image of a batch, or several are."""
-        return any(each.more or each.head in self.heads for each in requests)
+        return any(each.more or self._head(each.head) is not self.own for each in requests)
 
     def _batch_request(self, requests: Sequence[RequestedOutputs]) -> BatchRequest:
         """Return what the backbone's pass computes for a batch: for further heads, what they read."""
@@ -250,7 +260,8 @@ class Predictor:
             flat = [each for asked in requests for each in asked.each]
             requests = [RequestedOutputs(1, embedding=EmbeddingRequest())]
             requests += [
-                replace(of_image(each), embedding=each.embedding) if each.head in self.heads else each for each in flat
+                replace(of_image(each), embedding=each.embedding) if self._head(each.head) is not self.own else each
+                for each in flat
             ]
         return BatchRequest.of(requests, self.config)
 

@@ -96,6 +96,7 @@ def kept_predictor(
     read: Callable[[], Checkpoint],
     on_read: Callable[[KeptCheckpoint], None] = lambda _: None,
     *,
+    manifest: Manifest | None = None,
     max_batch: int | None = None,
     threads: int | None = None,
 ) -> Predictor | None:
@@ -105,9 +106,10 @@ def kept_predictor(
         entry: where they are kept.
         read: reads the checkpoint, with torch.
         on_read: called when a graph was found and read, before it is compiled; what it raises is raised.
+        manifest: of the entry, if it was looked at already.
         max_batch, threads: see `Predictor`.
     """
-    found = entry.load()
+    found = entry.load(manifest)
     if found is None:
         return None
     manifest, graph = found

@@ -54,9 +54,14 @@ def sharing(models: dict[str, Checkpoint], mode: str = "torch") -> Predictor:
         key, head = backbone_and_head(checkpoint)
         assert key == backbone_and_head(models["own"])[0]
         assert head is not None
-        if name != "own":
-            predictor.heads[name] = head
+        predictor.heads[name] = predictor.own if name == "own" else head
     return predictor
+
+
+def asked_alone(checkpoint: Checkpoint, images: np.ndarray, requested: RequestedOutputs) -> Outputs:
+    """What the model answers that has a predictor to itself."""
+    [outputs] = predictor_of(checkpoint).predict(images, replace(requested, head=""))
+    return outputs
 
 
 def require_same(found: Outputs, alone: Outputs) -> None:
@@ -92,8 +97,7 @@ def test_a_batch_mixes_heads_and_each_answers_as_its_model_alone(mode: str) -> N
     requests[2] = replace(requests[2], embedding=EmbeddingRequest("mean", normalize=True))
     found = predictor.predict(images, requests)
     for place, name in enumerate(names):
-        [alone] = predictor_of(models[name]).predict(images[place : place + 1], requests[place])
-        require_same(found[place], alone)
+        require_same(found[place], asked_alone(models[name], images[place : place + 1], requests[place]))
 
 
 @pytest.mark.parametrize("family", ["plain", "cls_mean", "normalized"])
@@ -105,8 +109,7 @@ def test_maps_of_any_head_are_those_of_its_model_alone(family: str, wanted: MapR
     requests = [bounded(replace(ASKED, head=name, map=wanted), checkpoint) for name, checkpoint in models.items()]
     found = predictor.predict(images, requests)
     for place, checkpoint in enumerate(models.values()):
-        [alone] = predictor_of(checkpoint).predict(images[place : place + 1], requests[place])
-        require_same(found[place], alone)
+        require_same(found[place], asked_alone(checkpoint, images[place : place + 1], requests[place]))
 
 
 def test_one_picture_is_asked_of_several_heads_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,9 +128,16 @@ def test_one_picture_is_asked_of_several_heads_in_one_pass(monkeypatch: pytest.M
     both, single = predictor.predict(images, [replace(first, more=tuple(others)), others[1]])
     assert passes == [2]
     assert (len(both.more), single.more) == (3, ())
-    for outputs, (name, checkpoint) in zip((both, *both.more), models.items(), strict=True):
-        [alone] = predictor_of(checkpoint).predict(images[:1], bounded(replace(ASKED, head=name), checkpoint))
-        require_same(outputs, alone)
+    for outputs, checkpoint in zip((both, *both.more), models.values(), strict=True):
+        require_same(outputs, asked_alone(checkpoint, images[:1], bounded(ASKED, checkpoint)))
+
+
+def test_no_other_head_answers_for_one_that_is_gone() -> None:
+    models = models_on(checkpoint_of("plain"))
+    predictor = sharing(models)
+    del predictor.heads["seven"]
+    with pytest.raises(ValueError, match="no head 'seven'"):
+        predictor.predict(images_for(predictor, 1), [replace(ASKED, head="seven")])
 
 
 def keys(*checkpoints: Checkpoint) -> Sequence[str]:
