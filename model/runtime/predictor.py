@@ -33,6 +33,7 @@ from model.outputs import (
     faded,
 )
 from model.runtime.backend import BatchRequest, Compilation, Images, Parts, batch_too_large, launch_size, trial_images
+from model.runtime.memory import Meter
 
 if TYPE_CHECKING:
     from model.checkpoint import Checkpoint
@@ -74,6 +75,7 @@ class Predictor:
         dtype: what it computes in.
         gpu_uuid: identifier of the GPU, whatever its number; None on the CPU.
         backend: what runs the network, with its version; attention of other layers than the last is always torch's.
+        size: bytes that it takes, as measured from its making to the end of its warm-up.
         own: the head whose logits the network's pass gives.
         heads: all heads of the backbone by the names that requests have; without a name a request is to the own one.
 
@@ -88,6 +90,7 @@ class Predictor:
         self.checkpoint, self.config = checkpoint, checkpoint.config
         self.own = own_head(checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label)
         self.heads: dict[str, Head] = {}
+        self.meter, self.size = Meter(), 0
         if parts is not None:
             self._take(parts)
             return
@@ -169,6 +172,7 @@ class Predictor:
             self._backend.compile()
             if self.batch_sizes is not None:
                 self._exercise((1,))
+        self.size = self.meter.size(self.parameters, self.dtype)
 
     def check(self) -> None:
         """Check that the device still computes, by running the smallest batch.
