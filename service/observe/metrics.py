@@ -127,6 +127,7 @@ class Metrics(Collector):
             "vit_batch_size", "Images in a batch, without padding", ["device"], buckets=_BATCH_SIZES
         )
         self.batch_padding = counter("vit_batch_padding_total", "Rows launched beside images", ["device"])
+        self._batches = lru_cache(maxsize=64)(self._series_of_batches)
         self.inflight = gauge("vit_inflight_requests", "Requests being handled")
         self.admitted = gauge("vit_admitted_images", "Images in the service, of all stages")
         self.admitted_limit = gauge("vit_admitted_images_limit", "Images that the service admits at once")
@@ -187,9 +188,13 @@ class Metrics(Collector):
 
     def observe_batch(self, report: BatchReport) -> None:
         """Count one launch."""
-        self.batches.labels(report.device, report.release).inc()
-        self.batch_size.labels(report.device).observe(report.size)
-        self.batch_padding.labels(report.device).inc(report.padding)
+        batches, size, padding = self._batches(report.device, report.release)
+        batches.inc()
+        size.observe(report.size)
+        padding.inc(report.padding)
+
+    def _series_of_batches(self, device: str, release: Release) -> tuple[Counter, Histogram, Counter]:
+        return self.batches.labels(device, release), self.batch_size.labels(device), self.batch_padding.labels(device)
 
     async def gather(self) -> bytes:
         """Return the answer of `GET /metrics`; a subclass may ask other replicas for theirs."""

@@ -16,7 +16,7 @@ from model.calibration import MIN_PICTURES
 from model.checkpoint import Checkpoint, load_checkpoint
 from model.config import LibraryConfig
 from model.errors import CheckpointError, DatasetError, TrainingError
-from model.evaluation.evaluate import predict_embeddings, predict_scores
+from model.evaluation.evaluate import predict_embeddings
 from model.images.preprocess import preprocess
 from model.network.library import LibraryNetwork, library_config, linear_head
 from model.outputs import MapRequest, RequestedOutputs
@@ -26,6 +26,7 @@ from model.training.probe import PENALTIES, Head, choose_penalty, head_path
 from model.training.recipe import RECIPES, Recipe, read_recipe
 from tests.model.checkpoint import whole_models
 from tests.model.data.picture_folders import COLOURS, write_class, write_folder
+from tests.model.evaluation.scores import predict_scores
 from tests.service.cli.command_line import write_checkpoint
 from tests.timm_reference import timm
 
