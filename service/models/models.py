@@ -310,8 +310,8 @@ class LocalModels(Models):
             raise
         return existing is None
 
-    def take_over(self) -> None:
-        """Let what was prepared answer new requests."""
+    def take_over(self) -> str:
+        """Let what was prepared answer new requests, and return where it stands in `served`."""
         assert self._prepared is not None, "it was prepared"
         (key, model), self._prepared = self._prepared, None
         if model.next is not None:
@@ -325,6 +325,7 @@ class LocalModels(Models):
         self.results["loaded"] += 1
         self._turn.release()
         self.on_change()
+        return key
 
     async def discard(self, reason: str, error: BaseException | None = None) -> None:
         """Give up what was prepared, or failed to be, for a reason."""
@@ -402,14 +403,13 @@ class LocalModels(Models):
 
     async def _put(self, name: str, what: What, *, in_turn: bool = False) -> bool:
         is_new = await self.prepare(name, what, in_turn=in_turn)
-        self.take_over()
-        await self.fit(name)
+        await self.fit(self.take_over())
         return is_new
 
-    async def fit(self, name: str) -> None:
+    async def fit(self, key: str) -> None:
         """Unload others if there is too much now that a model is loaded, or that model; raises `ModelsFull`."""
         async with self._turn:
-            await self._fit(self.key(name), evict=True)
+            await self._fit(key, evict=True)
 
     async def _reload(self) -> None:
         while self._reload_again:

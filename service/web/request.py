@@ -185,7 +185,9 @@ class Service:
 
     async def kept(self, image_id: str, model: Model) -> ModelInput | None:
         """Return the picture of an id as a model sees it, or None where it is not stored."""
-        return await self.images.get(id_of_kind(image_id, model.info.preprocess))
+        picture = await self.images.get(id_of_kind(image_id, model.info.preprocess))
+        # What another replica stored may be anything.
+        return picture if picture is not None and picture.pixels.shape == model.info.input_shape else None
 
     def check_open(self) -> None:
         """Raise `Draining` or `EngineUnavailable` if the service takes no requests."""

@@ -21,7 +21,7 @@ import numpy as np
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.json_schema import SkipJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
@@ -61,6 +61,12 @@ class ModelQuery(BaseModel, frozen=True):
     """The query of what is asked of a model and has no other parameter."""
 
     model: ModelName = None
+
+
+class LooseModelQuery(ModelQuery, frozen=True):
+    """The same where probes and browsers add parameters."""
+
+    model_config = ConfigDict(extra="ignore")
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -170,7 +176,7 @@ def parse_query(model: type[BaseModel], query_string: bytes) -> BaseModel:
     query: dict[str, Any] = dict(pairs)
     known = [field.alias or name for name, field in model.model_fields.items()]
     unknown = next((name for name in query if name not in known), None)
-    if unknown is not None:
+    if unknown is not None and model.model_config.get("extra") != "ignore":
         given = unknown[:50].lower()
         known.sort(key=lambda name: (-difflib.SequenceMatcher(None, name, given).ratio(), name))
         raise InvalidParameter(f"{unknown:.50}: no such parameter; there are {', '.join(known)}")

@@ -26,6 +26,8 @@ async def test_pages_and_documentation_are_there() -> None:
         "/embed/batch",
         "/attention",
         "/model",
+        "/models",
+        "/models/{name}",
         "/labels",
         "/healthz",
         "/ping",
@@ -43,7 +45,9 @@ async def test_pages_and_documentation_are_there() -> None:
 async def test_classify_is_documented_as_it_is_validated_and_answered() -> None:
     document = (await app().get("/openapi.json")).json
     operation = document["paths"]["/classify"]["post"]
-    top_k, attention, embedding, labels = operation["parameters"]
+    model, top_k, attention, embedding, labels, min_score = operation["parameters"]
+    assert (model["name"], model["schema"]["type"], model["required"]) == ("model", "string", False)
+    assert (min_score["schema"]["minimum"], min_score["schema"]["maximum"]) == (0, 1)
     assert (labels["name"], labels["schema"]["type"], labels["required"]) == ("labels", "string", False)
     assert (top_k["name"], top_k["in"], top_k["required"]) == ("top_k", "query", False)
     assert (top_k["schema"]["type"], top_k["schema"]["minimum"]) == ("integer", 1)
@@ -55,8 +59,9 @@ async def test_classify_is_documented_as_it_is_validated_and_answered() -> None:
     assert operation["tags"] == ["classify"]
     assert operation["requestBody"]["required"] is True
     answers = operation["responses"]
-    assert set(answers) == {"200", "400", "401", "408", "413", "415", "422", "500", "503", "504"}
-    assert answers["200"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/Classification"}
+    assert set(answers) == {"200", "400", "401", "404", "408", "413", "415", "422", "500", "503", "504"}
+    answered = answers["200"]["content"]["application/json"]["schema"]["anyOf"]
+    assert [each["$ref"].rpartition("/")[2] for each in answered] == ["Classification", "Classifications"]
     assert set(answers["422"]["content"]) == {"application/problem+json"}
     properties = document["components"]["schemas"]["Classification"]["properties"]
     assert properties["predictions"]["items"] == {"$ref": "#/components/schemas/Prediction"}
@@ -66,7 +71,7 @@ async def test_classify_is_documented_as_it_is_validated_and_answered() -> None:
 async def test_attention_is_documented_with_all_its_parameters() -> None:
     paths = (await app().get("/openapi.json")).json["paths"]["/attention"]
     drawing = {"overlay", "view", "alpha", "colormap", "size", "smooth", "colorbar", "caption"}
-    names = {"method", "class", "layer", "head", "format"} | drawing
+    names = {"model", "method", "class", "layer", "head", "format"} | drawing
     assert {parameter["name"] for parameter in paths["post"]["parameters"]} == names
     assert {parameter["name"] for parameter in paths["get"]["parameters"]} == names | {"id"}
     assert [p["name"] for p in paths["get"]["parameters"] if p["required"]] == ["id"]
@@ -117,11 +122,14 @@ async def test_generated_clients_get_names_that_people_would_give() -> None:
     assert set(operations((await app().get("/openapi.json")).json)) == {
         "classify",
         "classify_batch",
+        "delete_model",
         "embed",
         "embed_batch",
         "attention",
         "attention_of_kept_picture",
         "model",
+        "models",
+        "put_model",
         "labels",
         "healthz",
         "ping",
