@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from model.errors import CheckpointError, DeviceError
 from model.outputs import MapRequest, Outputs, RequestedOutputs
+from service.engine.backbones import What
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import (
@@ -97,7 +98,7 @@ class Request:
     """A request from its head to its end: it belongs to one generation, and asks for one image."""
 
     number: int
-    generation: Generation[LocalEngine]
+    generation: Generation[Any]
     version: int
     held: ExitStack = field(default_factory=ExitStack)
     answer: asyncio.Task[InferenceResult] | None = None
@@ -127,7 +128,7 @@ class ModelMachine(RuleBasedStateMachine):
 
     # The service
 
-    def make(self, checkpoint: str | None) -> LocalEngine:
+    def make(self, checkpoint: What) -> Any:
         version, broken = next(self.versions), self.broken
 
         def load() -> tuple[Runner, ModelInfo]:
