@@ -13,10 +13,7 @@ const FOUND = 20; // classes that a search lists
 let lastPanel = 0;
 
 export class MapPanel {
-  /**
-   * `element`: its figure; `service`: a Service; `title`: its name where there are two; `onChange` runs after a map is
-   * there; `onOther` when it is of another model.
-   */
+  /** `element`: its figure; `title`: of its model where there are two; `onChange` runs after a map is there; `onOther` when it is of another model. */
   constructor(element, service, { title, onChange, onOther }) {
     this.service = service;
     this.title = title;
@@ -158,26 +155,19 @@ export class MapPanel {
     if (!isAsked) {
       this.document = this.map = null;
       this.draw();
-      this.onChange();
-      return;
+      return this.onChange();
     }
     this.find(".readout").textContent = "Waiting for the map";
     try {
       const found = await picture.map(this.query);
-      if (wanted !== this.wanted) return;
-      if (found.label && found.label !== (this.knownLabel(found.class) ?? found.label)) {
-        this.onOther();
-        return;
-      }
+      if (wanted !== this.wanted) return undefined;
+      if (found.label && found.label !== (this.knownLabel(found.class) ?? found.label)) return this.onOther();
       this.document = found;
       this.map = readMap(found);
       if (picture.photo === null) note.textContent = "Drawn over what the model saw of the picture";
     } catch (error) {
-      if (wanted !== this.wanted) return;
-      if (error.code === "unknown_model") {
-        this.onOther();
-        return;
-      }
+      if (wanted !== this.wanted) return undefined;
+      if (error.code === "unknown_model") return this.onOther();
       this.failed = !isFinal(error);
       this.document = this.map = null;
       const { lines, own } = explain(error, picture.file);
@@ -186,7 +176,7 @@ export class MapPanel {
       if (wanted === this.wanted) this.element.removeAttribute("aria-busy");
     }
     this.draw();
-    this.onChange();
+    return this.onChange();
   }
 
   /** The picture under the map, and the part of it that the map covers. */
