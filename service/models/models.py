@@ -13,7 +13,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -118,6 +117,13 @@ class Models:
             names = ", ".join(sorted(map(self.name_of, self.served)))
             raise UnknownModel(f"{name!r:.200}: no such model; there is {names:.2000}")
         return name
+
+    def place(self, name: str) -> str:
+        """Return where a model of this name stands, or is to stand, in `served`."""
+        try:
+            return self.key(name)
+        except UnknownModel:
+            return name
 
     def find(self, name: str | None) -> ServedModel:
         """Return the model of a name, None for the default; raises `UnknownModel`."""
@@ -292,9 +298,7 @@ class LocalModels(Models):
         if self._turn.locked() and not in_turn:
             raise SwapUnderWay(UNDER_WAY)
         await self._turn.acquire()
-        key = name
-        with suppress(UnknownModel):  # it is a new one
-            key = self.key(name)
+        key = self.place(name)
         existing = self.served.get(key)
         try:
             await self._make_room(key, self._needed(key))
@@ -437,7 +441,7 @@ class LocalModels(Models):
                     number = self._versions[name].number + 1 if name in self._versions else 1
                     self._versions[name] = Version(number)
                     self.served[name] = self._model(name)
-                    await self._begin(name)
+                    self._begin(name)
                 else:
                     await self._put(name, None, in_turn=True)
             except ServiceError as error:

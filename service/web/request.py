@@ -155,11 +155,11 @@ class Service:
             raise EngineUnavailable(generation.engine.status.reason)
         return Model(generation, info)
 
-    async def loaded_model(self, name: str | None, started: float) -> Model:
+    async def loaded_model(self, name: str | None, started: float, *, share: float = 1.0) -> Model:
         """Return the model of a name for a request whose head came at a reading of the clock; see `model`.
 
         One that is not loaded is waited for, but for the default one, without which the service is not ready. Who waits
-        takes a place, and all who do a quarter of them at most.
+        takes a place, and all who do a quarter of them at most. It may take a share of the request's time.
 
         Raises:
             ModelLoading: so many wait already, or it is not loaded in the request's time.
@@ -168,7 +168,7 @@ class Service:
         """
         model = self.models.find(name)
         if not model.current.engine.ready and model is not self.models.default:
-            deadline = Deadline(started + self.settings.request_timeout, self.clock)
+            deadline = Deadline(started + share * self.settings.request_timeout, self.clock)
             with self.limiter.waiting():
                 try:
                     async with asyncio.timeout(deadline.remaining()):

@@ -269,9 +269,9 @@ async def _classify_by_several(request: Request, query: ClassifyQuery) -> Respon
 
 
 async def _unavailable(request: Request, name: str) -> Exception | None:
-    """Return why a model does not answer, or None once it does."""
+    """Return why a model does not answer, or None once it does; others have half of the request's time left."""
     try:
-        await model_of(request, name)
+        await service_of(request).loaded_model(name, request_context(request.scope).started, share=0.5)
     except ServiceError as error:
         return error
     return None
