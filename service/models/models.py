@@ -247,12 +247,12 @@ class LocalModels(Models):
     @property
     def failure(self) -> str:
         """Return why the process cannot go on, or an empty text: what it serves at least failed, or what served."""
-        failed = [
-            model
-            for model in self.served.values()
-            if model.broke or (model.state == "failed" and (model.is_default or self._settings.strict))
-        ]
-        return failed[0].current.engine.status.reason if failed else ""
+        models = list(self.served.values())
+        failed = [model for model in models if model.state == "failed"]
+        fatal = [model for model in failed if model.broke or model.is_default or self._settings.strict]
+        if len(failed) == len(models):
+            fatal = failed
+        return fatal[0].current.engine.status.reason if fatal else ""
 
     def start(self, on_change: Callable[[], None]) -> None:
         """Begin loading, the default first; see `Models.start`."""
@@ -302,7 +302,7 @@ class LocalModels(Models):
         existing = self.served.get(key)
         try:
             await self._make_room(key, self._needed(key))
-            if existing is not None and (existing.state == "ready" or existing.is_default):
+            if existing is not None and (existing.state == "ready" or existing is self.default):
                 self._prepared = key, existing
                 await existing.prepare(what)
             else:
@@ -371,7 +371,8 @@ class LocalModels(Models):
     def _model(self, name: str, version: Version | None = None) -> LocalModel:
         number, what, _ = version or self._version(name)
         model = LocalModel(partial(self._engine, name), what, number, on_retired=self._on_retired)
-        model.is_default = name == self._default
+        # Of several, none of which is named as the default, any other may be that.
+        model.is_default = name == self._default and (bool(self._settings.model_name) or len(self._configured) == 1)
         return model
 
     def _engine(self, name: str, what: What) -> ModelEngine:
@@ -403,7 +404,15 @@ class LocalModels(Models):
             self.results["failed" if reason else "loaded"] += 1
             if reason and not model.is_default:
                 logger.error("model %s: %s", key, reason)
+                self._pass_default_on(key)
             await self._fit(key, evict=not at_start)
+
+    def _pass_default_on(self, key: str) -> None:
+        """Let the next model be the default, if that is none that was named, and cannot be loaded."""
+        if key == self.default_name:
+            left = (name for name, model in self.served.items() if model.state != "failed")
+            self.default_name = next(left, key)
+            self.on_change()
 
     async def _put(self, name: str, what: What, *, in_turn: bool = False) -> bool:
         is_new = await self.prepare(name, what, in_turn=in_turn)
@@ -482,10 +491,10 @@ class LocalModels(Models):
             self._is_full = not evict
             if evict:
                 await self._make_room(key, 0)
-            elif not model.is_default:
+            elif model is not self.default:
                 await model.unload()
         except ModelsFull:
-            if not model.is_default:
+            if model is not self.default:
                 await model.unload()
             raise
 
