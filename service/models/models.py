@@ -13,7 +13,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -118,6 +117,13 @@ class Models:
             names = ", ".join(sorted(map(self.name_of, self.served)))
             raise UnknownModel(f"{name!r:.200}: no such model; there is {names:.2000}")
         return name
+
+    def place(self, name: str) -> str:
+        """Return where a model of this name stands, or is to stand, in `served`."""
+        try:
+            return self.key(name)
+        except UnknownModel:
+            return name
 
     def find(self, name: str | None) -> ServedModel:
         """Return the model of a name, None for the default; raises `UnknownModel`."""
@@ -241,12 +247,12 @@ class LocalModels(Models):
     @property
     def failure(self) -> str:
         """Return why the process cannot go on, or an empty text: what it serves at least failed, or what served."""
-        failed = [
-            model
-            for model in self.served.values()
-            if model.broke or (model.state == "failed" and (model.is_default or self._settings.strict))
-        ]
-        return failed[0].current.engine.status.reason if failed else ""
+        models = list(self.served.values())
+        failed = [model for model in models if model.state == "failed"]
+        fatal = [model for model in failed if model.broke or model.is_default or self._settings.strict]
+        if len(failed) == len(models):
+            fatal = failed
+        return fatal[0].current.engine.status.reason if fatal else ""
 
     def start(self, on_change: Callable[[], None]) -> None:
         """Begin loading, the default first; see `Models.start`."""
@@ -272,13 +278,13 @@ class LocalModels(Models):
 
     async def wake(self, key: str) -> None:
         """Do as `available`, of the model that stands there in `served`."""
-        model = self.served[key]
-        if model.state == "failed":
-            raise EngineUnavailable(f"{key}: {model.current.engine.status.reason}".removeprefix(": "))
-        while model.state in ("loading", "unloaded"):
-            await asyncio.shield(self._under_way.get(key) or self._begin(key))
-        if model.state != "ready":
-            raise EngineUnavailable(model.current.engine.status.reason)
+        while key in self.served and self.served[key].state in ("loading", "unloaded"):
+            under_way = self._under_way.get(key)
+            await asyncio.shield(self._begin(key) if under_way is None or under_way.done() else under_way)
+        if key not in self.served:
+            raise UnknownModel(f"{key!r}: the model was deleted")
+        if self.served[key].state != "ready":
+            raise EngineUnavailable(f"{key}: {self.served[key].current.engine.status.reason}".removeprefix(": "))
 
     async def put(self, name: str, what: What) -> bool:
         """Load a model, or replace one; see `Models.put`. A caller who leaves does not end it."""
@@ -292,13 +298,11 @@ class LocalModels(Models):
         if self._turn.locked() and not in_turn:
             raise SwapUnderWay(UNDER_WAY)
         await self._turn.acquire()
-        key = name
-        with suppress(UnknownModel):  # it is a new one
-            key = self.key(name)
+        key = self.place(name)
         existing = self.served.get(key)
         try:
             await self._make_room(key, self._needed(key))
-            if existing is not None and (existing.state == "ready" or existing.is_default):
+            if existing is not None and (existing.state == "ready" or existing is self.default):
                 self._prepared = key, existing
                 await existing.prepare(what)
             else:
@@ -367,7 +371,8 @@ class LocalModels(Models):
     def _model(self, name: str, version: Version | None = None) -> LocalModel:
         number, what, _ = version or self._version(name)
         model = LocalModel(partial(self._engine, name), what, number, on_retired=self._on_retired)
-        model.is_default = name == self._default
+        # Of several, none of which is named as the default, any other may be that.
+        model.is_default = name == self._default and (bool(self._settings.model_name) or len(self._configured) == 1)
         return model
 
     def _engine(self, name: str, what: What) -> ModelEngine:
@@ -382,7 +387,6 @@ class LocalModels(Models):
     def _begin(self, key: str, *, at_start: bool = False) -> asyncio.Task[None]:
         """Load a model that is not loaded, when it is its turn."""
         task = self._under_way[key] = self._task(self._load(key, at_start=at_start))
-        task.add_done_callback(lambda _: self._under_way.pop(key, None))
         return task
 
     async def _load(self, key: str, *, at_start: bool) -> None:
@@ -399,7 +403,15 @@ class LocalModels(Models):
             self.results["failed" if reason else "loaded"] += 1
             if reason and not model.is_default:
                 logger.error("model %s: %s", key, reason)
+                self._pass_default_on(key)
             await self._fit(key, evict=not at_start)
+
+    def _pass_default_on(self, key: str) -> None:
+        """Let the next model be the default, if that is none that was named, and cannot be loaded."""
+        if key == self.default_name:
+            left = (name for name, model in self.served.items() if model.state != "failed")
+            self.default_name = next(left, key)
+            self.on_change()
 
     async def _put(self, name: str, what: What, *, in_turn: bool = False) -> bool:
         is_new = await self.prepare(name, what, in_turn=in_turn)
@@ -437,7 +449,7 @@ class LocalModels(Models):
                     number = self._versions[name].number + 1 if name in self._versions else 1
                     self._versions[name] = Version(number)
                     self.served[name] = self._model(name)
-                    await self._begin(name)
+                    self._begin(name)
                 else:
                     await self._put(name, None, in_turn=True)
             except ServiceError as error:
@@ -471,17 +483,17 @@ class LocalModels(Models):
     async def _fit(self, key: str, *, evict: bool) -> None:
         """Unload others if there is too much now that a model is loaded, or that model; raises `ModelsFull`."""
         self._sizes |= self.backbones()
-        model, most = self.served[key], self._settings.models_bytes
-        if most is None or sum(self.backbones().values()) <= most or model.state != "ready":
+        model, most = self.served.get(key), self._settings.models_bytes
+        if model is None or model.state != "ready" or most is None or sum(self.backbones().values()) <= most:
             return
         try:
             self._is_full = not evict
             if evict:
                 await self._make_room(key, 0)
-            elif not model.is_default:
+            elif model is not self.default:
                 await model.unload()
         except ModelsFull:
-            if not model.is_default:
+            if model is not self.default:
                 await model.unload()
             raise
 

@@ -11,10 +11,11 @@ model, which stays the same on the whole way.
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar, cast
@@ -90,7 +91,7 @@ class Lanes:
         self.documents = Lane("documents", threads=1, background=True, clock=clock)
         self.drawings = Lane("drawing", threads=1, background=True, clock=clock)
         self.texts = Lane("texts", lambda: _TEXTS_AT_ONCE, clock=clock)
-        self.explanations = Lane("explanations", lambda: batches(2), clock=clock)
+        self.explanations = Lane("explanations", lambda: batches(_BATCHES_AHEAD), clock=clock)
 
     def close(self) -> None:
         """Begin nothing more, without waiting for the threads."""
@@ -155,11 +156,11 @@ class Service:
             raise EngineUnavailable(generation.engine.status.reason)
         return Model(generation, info)
 
-    async def loaded_model(self, name: str | None, started: float) -> Model:
+    async def loaded_model(self, name: str | None, started: float, *, share: float = 1.0) -> Model:
         """Return the model of a name for a request whose head came at a reading of the clock; see `model`.
 
         One that is not loaded is waited for, but for the default one, without which the service is not ready. Who waits
-        takes a place, and all who do a quarter of them at most.
+        takes a place, and all who do a quarter of them at most. It may take a share of the request's time.
 
         Raises:
             ModelLoading: so many wait already, or it is not loaded in the request's time.
@@ -168,7 +169,7 @@ class Service:
         """
         model = self.models.find(name)
         if not model.current.engine.ready and model is not self.models.default:
-            deadline = Deadline(started + self.settings.request_timeout, self.clock)
+            deadline = Deadline(started + share * self.settings.request_timeout, self.clock)
             with self.limiter.waiting():
                 try:
                     async with asyncio.timeout(deadline.remaining()):
@@ -308,9 +309,15 @@ class AdmittedRequest:
         self._watcher: asyncio.Future[None] | None = None
 
     def choose(self, model: Model) -> None:
-        """Let the request belong to a model, too, until it ends, and to the last one first of all."""
+        """Let the request belong to a model until it ends, and be answered by it from now on."""
         self.model = model
         self._held.enter_context(model.generation.request())
+
+    def by(self, model: Model) -> AdmittedRequest:
+        """Return the same request as another model is to answer it, which it belongs to until it ends."""
+        other = copy.copy(self)
+        other.choose(model)
+        return other
 
     # The body is read
 
@@ -378,7 +385,7 @@ class AdmittedRequest:
     # It is decoded
 
     @asynccontextmanager
-    async def decoded(self, data: bytearray, model: Model | None = None) -> AsyncIterator[Decoded]:
+    async def decoded(self, data: bytearray) -> AsyncIterator[Decoded]:
         """Decode a file to a picture of the model's size, and keep its turn until the context ends.
 
         A thread decodes a file whose header bounds the work, a process of its own any other. What a process decoded
@@ -387,13 +394,14 @@ class AdmittedRequest:
 
         Raises `MissingImage` if there are no bytes, `QueueFull`, and what `Decoders.model_input` raises.
         """
-        service, config = self.service, (model or self.model).info.preprocess
+        service, config = self.service, self.model.info.preprocess
         if not data:
             raise MissingImage("the picture is empty")
         if is_bounded(data):
             work = partial(_decode, data, config, service.settings)
             with service.lanes.pictures.work(work, self._caller, len(data), self.deadline) as job:
-                decoded = await job
+                with self._permit.lent(keep=1):  # a batch does not keep others out
+                    decoded = await job
                 service.metrics.observe_stage("decode", decoded.seconds)
                 yield decoded
         else:
@@ -419,34 +427,34 @@ class AdmittedRequest:
 
     # The model answers
 
-    async def classify(
-        self, data: bytearray, requested: RequestedOutputs, model: Model | None = None
-    ) -> tuple[Decoded, InferenceResult]:
+    async def classify(self, data: bytearray, requested: RequestedOutputs) -> tuple[Decoded, InferenceResult]:
         """Return the picture in a file as the model saw it, and the answer; raises as `decoded` and `infer`.
 
-        A picture keeps its turn until it is answered, so that decoding does not run far ahead of the model. Those of
-        which a map is asked keep none: they may wait for long. Its place is free as soon as it is answered or refused,
-        though others of its batch are not.
+        A picture keeps its turn until it is answered, so that decoding does not run far ahead of the model. Where a map
+        is asked, or texts have to be computed, it gives the turn back first: that may take long. Its place is free as
+        soon as it is answered or refused, though others of its batch are not.
         """
+        asked = of_image(requested) if requested.labels else requested
         with self._permit.used():
-            async with self.decoded(data, model) as decoded:
-                if requested.map is None:
-                    return decoded, await self.infer(decoded.picture.pixels, requested, model)
-            return decoded, await self.infer(decoded.picture.pixels, requested, model)
+            async with self.decoded(data) as decoded:
+                pixels = decoded.picture.pixels
+                first = None if asked.map is not None else await self._batched(pixels, asked)
+            return decoded, await self.infer(pixels, requested, first)
 
     async def infer(
-        self, pixels: NDArray[np.uint8], requested: RequestedOutputs, model: Model | None = None
+        self, pixels: NDArray[np.uint8], requested: RequestedOutputs, first: InferenceResult | None = None
     ) -> InferenceResult:
         """Return the model's answer to one picture, uint8 [H, W, C]; raises as `Engine.infer`.
 
         Labels of the request are compared with the picture's embedding here; their texts are none of the batch's. A map
-        of the best of them, which is known only then, is asked for on its own.
+        of the best of them, which is known only then, is asked for on its own. `first` is the batch's answer, if there
+        is one already.
         """
         if not requested.labels:
-            return await self._infer(pixels, requested, model)
+            return first or await self._infer(pixels, requested)
         zero_shot = self.model.info.zero_shot
         assert zero_shot is not None, "routes refuse labels for other models"
-        result = await self._infer(pixels, of_image(requested))
+        result = first or await self._infer(pixels, of_image(requested))
         texts = await self.embed_texts(zero_shot.prompts(requested.labels))
         head = zero_shot.head(requested.labels, texts)
         outputs, logits = compared(result.outputs, head, requested)
@@ -462,14 +470,20 @@ class AdmittedRequest:
             )
         return replace(result, outputs=outputs)
 
-    async def _infer(
-        self, pixels: NDArray[np.uint8], requested: RequestedOutputs, model: Model | None = None
-    ) -> InferenceResult:
-        engine, info = (model or self.model).generation.engine, (model or self.model).info
-        if info.head and not requested.head:
-            requested = replace(requested, head=info.head)
-        async with self._beside(self.service.lanes.explanations) if requested.needs_pass else nullcontext():
-            result = await engine.infer(InferenceRequest(pixels, requested), timeout=self.deadline.remaining())
+    async def _infer(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
+        """Infer in a turn beside other maps, or beside other pictures."""
+        if requested.map is not None:
+            async with self._beside(self.service.lanes.explanations):
+                return await self._batched(pixels, requested)
+        with self.service.lanes.pictures.turn(self._caller, pixels.nbytes, self.deadline) as turn:
+            await turn
+            return await self._batched(pixels, requested)
+
+    async def _batched(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
+        engine, head = self.model.generation.engine, self.model.info.head
+        if head and not requested.head:
+            requested = replace(requested, head=head)
+        result = await engine.infer(InferenceRequest(pixels, requested), timeout=self.deadline.remaining())
         self.service.metrics.observe_stage("queue", result.queue_seconds)
         self.service.metrics.observe_stage("inference", result.inference_seconds, result.batch_size)
         return result

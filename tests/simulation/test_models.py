@@ -208,7 +208,8 @@ class ModelMachine(RuleBasedStateMachine):
 
         async def answer() -> InferenceResult:
             with request.held:
-                return await request.generation.engine.infer(image, timeout=SECONDS)
+                result: InferenceResult = await request.generation.engine.infer(image, timeout=SECONDS)
+                return result
 
         self.deadlines[request.number] = self.now + SECONDS
         request.answer = self.loop.create_task(answer())

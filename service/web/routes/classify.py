@@ -251,7 +251,7 @@ async def _classify_by_several(request: Request, query: ClassifyQuery) -> Respon
     # Without any model that answers, the default one's request is answered with the errors.
     async with service.admit(request, members[0][0] if members else service.model()) as admitted:
         for model, _ in members[1:]:
-            admitted.choose(model)
+            admitted.by(model)  # none is closed while others answer
         passes: list[_Pass] = []
         image_id = new_image_id()
         if members:
@@ -269,9 +269,9 @@ async def _classify_by_several(request: Request, query: ClassifyQuery) -> Respon
 
 
 async def _unavailable(request: Request, name: str) -> Exception | None:
-    """Return why a model does not answer, or None once it does."""
+    """Return why a model does not answer, or None once it does; others have half of the request's time left."""
     try:
-        await model_of(request, name)
+        await service_of(request).loaded_model(name, request_context(request.scope).started, share=0.5)
     except ServiceError as error:
         return error
     return None
@@ -292,7 +292,7 @@ async def _pass(
     (first, asked), *others = members
     try:
         asked = replace(asked, more=tuple(each for _, each in others))
-        decoded, result = await admitted.classify(picture, asked, first)
+        decoded, result = await admitted.by(first).classify(picture, asked)
     except MissingImage:
         raise
     except ServiceError as error:

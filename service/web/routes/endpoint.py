@@ -21,7 +21,7 @@ import numpy as np
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from pydantic.json_schema import SkipJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
@@ -63,10 +63,8 @@ class ModelQuery(BaseModel, frozen=True):
     model: ModelName = None
 
 
-class LooseModelQuery(ModelQuery, frozen=True):
+class LooseModelQuery(ModelQuery, frozen=True, extra="ignore"):
     """The same where probes and browsers add parameters."""
-
-    model_config = ConfigDict(extra="ignore")
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:

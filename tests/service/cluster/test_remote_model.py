@@ -305,7 +305,7 @@ async def test_what_a_worker_asked_for_that_died_does_not_take_over(loaded: bool
         if loaded:
             await asking
         await dies.close()
-        await until(lambda: device.model.next is None)
+        await until(lambda: not device.models._turn.locked())
         device.gate.set()
         asking.cancel()
         await load(stays, "other")

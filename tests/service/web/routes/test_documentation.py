@@ -42,32 +42,6 @@ async def test_pages_and_documentation_are_there() -> None:
 
 
 @on_a_loop
-async def test_classify_is_documented_as_it_is_validated_and_answered() -> None:
-    document = (await app().get("/openapi.json")).json
-    operation = document["paths"]["/classify"]["post"]
-    model, top_k, attention, embedding, labels, min_score = operation["parameters"]
-    assert (model["name"], model["schema"]["type"], model["required"]) == ("model", "string", False)
-    assert (min_score["schema"]["minimum"], min_score["schema"]["maximum"]) == (0, 1)
-    assert (labels["name"], labels["schema"]["type"], labels["required"]) == ("labels", "string", False)
-    assert (top_k["name"], top_k["in"], top_k["required"]) == ("top_k", "query", False)
-    assert (top_k["schema"]["type"], top_k["schema"]["minimum"]) == ("integer", 1)
-    assert (attention["name"], attention["schema"]["type"]) == ("attention", "string")
-    assert attention["schema"]["enum"] == ["false", "true", "0", "1", "relevance"]
-    assert "default" not in attention["schema"]
-    assert (embedding["schema"]["type"], embedding["schema"]["default"]) == ("boolean", False)
-    assert operation["description"].startswith("Classify one picture")
-    assert operation["tags"] == ["classify"]
-    assert operation["requestBody"]["required"] is True
-    answers = operation["responses"]
-    assert set(answers) == {"200", "400", "401", "404", "408", "413", "415", "422", "500", "503", "504"}
-    answered = answers["200"]["content"]["application/json"]["schema"]["anyOf"]
-    assert [each["$ref"].rpartition("/")[2] for each in answered] == ["Classification", "Classifications"]
-    assert set(answers["422"]["content"]) == {"application/problem+json"}
-    properties = document["components"]["schemas"]["Classification"]["properties"]
-    assert properties["predictions"]["items"] == {"$ref": "#/components/schemas/Prediction"}
-
-
-@on_a_loop
 async def test_attention_is_documented_with_all_its_parameters() -> None:
     paths = (await app().get("/openapi.json")).json["paths"]["/attention"]
     drawing = {"overlay", "view", "alpha", "colormap", "size", "smooth", "colorbar", "caption"}
@@ -75,41 +49,6 @@ async def test_attention_is_documented_with_all_its_parameters() -> None:
     assert {parameter["name"] for parameter in paths["post"]["parameters"]} == names
     assert {parameter["name"] for parameter in paths["get"]["parameters"]} == names | {"id"}
     assert [p["name"] for p in paths["get"]["parameters"] if p["required"]] == ["id"]
-
-
-@on_a_loop
-async def test_files_and_their_forms_are_documented_and_in_which_formats_a_map_comes() -> None:
-    paths = (await app().get("/openapi.json")).json["paths"]
-    binary = {"type": "string", "format": "binary"}
-    for path, file in (
-        ("/classify", binary),
-        ("/attention", binary),
-        ("/classify/batch", {"type": "array", "minItems": 1, "items": binary}),
-        ("/embed", binary),
-        ("/embed/batch", {"type": "array", "minItems": 1, "items": binary}),
-    ):
-        content = paths[path]["post"]["requestBody"]["content"]
-        form = {"type": "object", "required": ["file"], "properties": {"file": file}}
-        assert content.pop("multipart/form-data") == {"schema": form}
-        if file == binary:
-            assert content.pop("application/octet-stream") == {"schema": binary}
-            assert content.pop("application/json")["schema"]["required"] == ["image"]
-        assert not content
-    for method in ("get", "post"):
-        kinds = paths["/attention"][method]["responses"]["200"]["content"]
-        assert set(kinds) == {"application/json", "image/png", "application/x-npy"}
-        assert "asked-for format" in paths["/attention"][method]["responses"]["200"]["description"]
-        assert kinds["image/png"] == kinds["application/x-npy"] == {"schema": binary}
-    of_pictures, of_texts, of_batches = (
-        {"$ref": f"#/components/schemas/{schema}"} for schema in ("Embedding", "TextEmbeddings", "BatchEmbedding")
-    )
-    for path, schema in (("/embed", {"anyOf": [of_pictures, of_texts]}), ("/embed/batch", of_batches)):
-        kinds = paths[path]["post"]["responses"]["200"]["content"]
-        assert kinds["application/x-npy"] == {"schema": binary}
-        assert {key: value for key, value in kinds["application/json"]["schema"].items() if key != "title"} == schema
-    [text] = [each for each in paths["/embed"]["post"]["parameters"] if each["name"] == "text"]
-    assert (text["schema"]["type"], text["schema"]["items"]) == ("array", {"type": "string"})
-    assert paths["/embed"]["post"]["requestBody"]["required"] is False
 
 
 def operations(document: dict[str, Any]) -> dict[str, Any]:

@@ -24,8 +24,8 @@ def swapping(folder: Path | None = None, error: Exception | None = None, **setti
         settings["checkpoint_folder"] = str(folder)
     service, loaded = app(**({"admin_key": "admin"} | settings)), []
 
-    async def put(name: str, checkpoint: What) -> bool:
-        loaded.append(checkpoint)
+    async def put(name: str, what: What) -> bool:
+        loaded.append(what)
         if error is not None:
             raise error
         return False
