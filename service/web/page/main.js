@@ -218,7 +218,7 @@ function pictureChanged(picture) {
   if (!list.pictures.includes(picture)) return showProgress();
   if (service && refusals(picture).some(({ code }) => code === "unknown_model")) return renew();
   if (picture.state === "answered" && picture.answer) {
-    if (services.some((each) => picture.answerBy(each.side) && !each.gave(picture.answerBy(each.side)))) return renew();
+    if (services.some((each) => picture.answerBy(each.place) && !each.gave(picture.answerBy(each.place)))) return renew();
     changes = 0;
   }
   list.update(picture);
@@ -269,7 +269,7 @@ function showPicture() {
 
 /** The class whose map a panel shows first: the first answer, and beside it the second, or the first beside the second. */
 function classOf(panel) {
-  const [first, second] = (shown.answerBy(panel.service.side)?.predictions ?? []).map(({ index }) => index);
+  const [first, second] = (shown.answerBy(panel.service.place)?.predictions ?? []).map(({ index }) => index);
   const isSecond = panel !== panels[0] && services.length === 1;
   return (isSecond && second !== Number(panels[0].choice.class) ? second : first) ?? first ?? null;
 }
@@ -282,30 +282,30 @@ function showAnswer() {
   byId("timing").hidden = state === "failed" && !answer;
   sides.forEach(showSide);
   byId("timing").textContent = answer ? `${Math.round(answer.timings_ms.total)} ms in the service, ${Math.round(answer.timings_ms.inference)} ms of it in the model, batch of ${answer.batch_size}` : `${shown.name}: ${stateOf(shown)}`;
-  const told = services.filter(({ side }) => shown.answerBy(side)?.predictions.length).map(headline).join("; ");
+  const told = services.filter(({ place }) => shown.answerBy(place)?.predictions.length).map(headline).join("; ");
   byId("headline").textContent = byId("headline").title = told || (shown.isUnderWay ? "Looking …" : "No answer");
   byId("said").textContent = told && `${shown.name}: ${told}`;
   if (state === "failed") tell(byId("error"), error, shown.file);
 }
 
 /** What one model says: its answers, or why it has none. */
-function showSide(side, at) {
+function showSide(side, place) {
   const find = (selector) => side.querySelector(selector);
-  const answer = shown.answerBy(at);
-  const refusal = at ? shown.answers[at]?.error : null; // the first one's is the picture's
-  side.hidden = at > 0 && services.length < 2;
-  Object.assign(find(".of-model"), { hidden: services.length < 2, textContent: services[at]?.model.name ?? "" });
+  const answer = shown.answerBy(place);
+  const refusal = place ? shown.answers[place]?.error : null; // the first one's is the picture's
+  side.hidden = place > 0 && services.length < 2;
+  Object.assign(find(".of-model"), { hidden: services.length < 2, textContent: services[place]?.model.name ?? "" });
   find(".fits").hidden = answer?.set_size === undefined;
   find(".fits").textContent = find(".fits").title = answer ? fitting(answer) : "";
   find(".bars").classList.toggle("waiting", shown.isUnderWay);
-  find(".bars").replaceChildren(...(answer?.predictions ?? []).map((prediction) => bar(prediction, at)));
-  find(".bars").setAttribute("aria-label", `Classes by score${services.length > 1 ? `, ${services[at].model.name}` : ""}`);
+  find(".bars").replaceChildren(...(answer?.predictions ?? []).map((prediction) => bar(prediction, place)));
+  find(".bars").setAttribute("aria-label", `Classes by score${services.length > 1 ? `, ${services[place].model.name}` : ""}`);
   find(".refusal").hidden = !refusal;
   if (refusal) tell(find(".refusal"), refusal, shown.file);
 }
 
-function headline({ side, model }) {
-  const answer = shown.answerBy(side);
+function headline({ place, model }) {
+  const answer = shown.answerBy(place);
   const { predictions: [first] } = answer;
   return `${services.length > 1 ? `${model.name}: ` : ""}${answer.abstained ? "Not sure: " : ""}${first.label}, ${percent(first.score)}`;
 }
@@ -316,7 +316,7 @@ function fitting({ set, set_size: size }) {
   return `${size === 1 ? "One of its labels fits" : `${size} of its labels fit`}${set ? `: ${set.join("; ")}` : ""}.`;
 }
 
-function bar({ label, index, score }, side) {
+function bar({ label, index, score }, place) {
   const row = make("button", { type: "button", className: "answer", title: label });
   const part = (className, textContent = "") => make("span", { className, textContent });
   const fillPart = part("fill");
@@ -324,7 +324,7 @@ function bar({ label, index, score }, side) {
   row.append(fillPart, part("label", label), part("score", percent(score)));
   row.dataset.index = index;
   row.addEventListener("click", () => {
-    const panel = panels.find(({ service: of }) => of.side === side);
+    const panel = panels.find(({ service: of }) => of.place === place);
     panel?.choose({ class: index });
     panel?.find(".stage").scrollIntoView({ block: "nearest" }); // further up on a phone
   });
@@ -343,8 +343,8 @@ function tell(box, error, file) {
 
 function mapsChanged() {
   if (!service) return;
-  sides.forEach((side, at) => {
-    const chosen = panels.filter((panel) => panel.service.side === at && panel.classSpecific).map((panel) => Number(panel.choice.class));
+  sides.forEach((side, place) => {
+    const chosen = panels.filter((panel) => panel.service.place === place && panel.classSpecific).map((panel) => Number(panel.choice.class));
     for (const row of side.querySelectorAll(".answer")) row.setAttribute("aria-pressed", chosen.includes(Number(row.dataset.index)));
   });
   showProgress();

@@ -83,7 +83,7 @@ export class MapPanel {
     });
   }
 
-  get answer() { return this.picture?.answerBy(this.service.side); }
+  get answer() { return this.picture?.answerBy(this.service.place); }
 
   nameOf(index) { return `${this.labelOf(index)} (${index})`; }
 
@@ -182,7 +182,7 @@ export class MapPanel {
   /** The picture under the map, and the part of it that the map covers. */
   get ground() {
     const { picture, document: found } = this;
-    if (!picture?.photo) return { base: picture?.seen[this.service.side] ?? null, region: WHOLE };
+    if (!picture?.photo) return { base: picture?.seen[this.service.place] ?? null, region: WHOLE };
     if (!found) return { base: picture.photo, region: WHOLE };
     const [width, height] = picture.size;
     const { x, y, width: across, height: down } = found.region;

@@ -32,7 +32,7 @@ export class Picture {
   get isUnderWay() { return ["waiting", "sending", "busy"].includes(this.state); }
 
   /** The answer of the first or the second model, or null. */
-  answerBy(side) { return this.answers[side]?.error ? null : this.answers[side] ?? null; }
+  answerBy(place) { return this.answers[place]?.error ? null : this.answers[place] ?? null; }
 
   get answer() { return this.answerBy(0); }
 
@@ -73,9 +73,9 @@ export class Picture {
     const answers = await answersOf(services, { top_k: topK, attention: map }, ask);
     signal.throwIfAborted();
     this.answers = answers;
-    const answered = services.filter(({ side }) => this.answerBy(side));
-    for (const { name, side } of map ? answered : []) {
-      const { id, attention, predictions: [first] } = answers[side];
+    const answered = services.filter(({ place }) => this.answerBy(place));
+    for (const { name, place } of map ? answered : []) {
+      const { id, attention, predictions: [first] } = answers[place];
       this.maps.set(keyOf({ model: name, method: map, class: first.index }), { ...attention, id });
     }
     await this.decoded;
@@ -95,11 +95,11 @@ export class Picture {
   }
 
   /** Draw what a model saw into `seen`: maps lie over this where the browser cannot show the picture. */
-  async see({ name, side }) {
-    if (this.seen[side]) return;
+  async see({ name, place }) {
+    if (this.seen[place]) return;
     const png = await this.attention({ model: name, method: "cls", format: "png", alpha: 0, size: 1024 }, "blob");
     const bitmap = await createImageBitmap(png);
-    this.seen[side] = drawn(bitmap);
+    this.seen[place] = drawn(bitmap);
   }
 
   /** GET /attention of the kept picture; POST it again where it is not kept any more. */
