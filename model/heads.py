@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from model.calibration import SOFTMAX, Form
 from model.config import NetworkConfig, ViTConfig
 from model.errors import InputError
 from model.outputs import (
@@ -84,6 +85,7 @@ class Head:
         labels: of its classes.
         independent: whether each class has a sigmoid of its own, instead of a share of one softmax.
         temperature: logits are divided by it.
+        form: of the scores, unless these are independent.
         weight, bias: float32 [C, D] and [C]; None where the backbone's own pass gives the logits.
         normalized: whether features are divided by their L2 norm first: logits are scaled cosines.
     """
@@ -91,6 +93,7 @@ class Head:
     labels: tuple[str, ...]
     independent: bool
     temperature: float = 1.0
+    form: Form = SOFTMAX
     weight: Floats | None = None
     bias: Floats | float = 0.0
     normalized: bool = False
@@ -107,7 +110,7 @@ class Head:
             exact = (logits / np.float32(self.temperature)).astype(np.float64)
             if self.independent:
                 return (1 / (1 + np.exp(-exact))).astype(np.float32)
-            powers = np.exp(exact - exact.max(axis=-1, keepdims=True))
+            powers = np.exp(-self.form.falls(exact))
             shares: Floats = (powers / powers.sum(axis=-1, keepdims=True)).astype(np.float32)
             return shares
 
@@ -165,10 +168,10 @@ class Head:
         return margin / max(float(abs(self.weight).max()), 1e-12)
 
 
-def own_head(config: NetworkConfig, labels: tuple[str, ...], temperature: float, multi_label: bool) -> Head:
+def own_head(config: NetworkConfig, labels: tuple[str, ...], temperature: float, multi_label: bool, form: Form) -> Head:
     """Return the head of a checkpoint, whose logits its network's pass gives; the arguments are the checkpoint's."""
     compared = isinstance(config, ViTConfig) and config.normalized_head
-    return Head(labels, multi_label or (config.num_classes == 1 and not compared), temperature)
+    return Head(labels, multi_label or (config.num_classes == 1 and not compared), temperature, form)
 
 
 @dataclass(frozen=True, slots=True)

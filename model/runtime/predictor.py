@@ -80,7 +80,9 @@ class Predictor:
         self, checkpoint: Checkpoint | KeptCheckpoint, parts: Parts | None = None, **options: Unpack[PredictorOptions]
     ) -> None:
         self.checkpoint, self.config = checkpoint, checkpoint.config
-        self._head = own_head(checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label)
+        self._head = own_head(
+            checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label, checkpoint.form
+        )
         if parts is not None:
             self._take(parts)
             return

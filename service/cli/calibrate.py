@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from model.calibration import MeasuredSets, calibrate, require_pictures
+from model.calibration import Fit, MeasuredSets, calibrate, require_pictures
 from model.data.datasets import open_evaluation_set
 from model.errors import InputError
 from model.outputs import require_classes
@@ -73,9 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not np.isfinite(logits).all():
         raise InputError("data", f"{info.name}: gives scores that are not finite for these pictures")
     coverages = (coverage, *(each for each in (0.8, 0.9, 0.95, 0.99) if each != coverage))
-    calibration, fitted, measured = calibrate(
-        logits, truth[drawn], checkpoint.temperature, arguments.data.name, coverages
-    )
+    before = Fit(checkpoint.temperature, checkpoint.form)
+    found = calibrate(logits, truth[drawn], before, arguments.data.name, coverages)
+    calibration, left = found.calibration, len(drawn) - found.fitted
     folder = arguments.out or Path(settings.checkpoint).expanduser()
     with writing(folder):
         if arguments.out is None:
@@ -83,11 +83,15 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             # Read again: a predictor of a kept graph has no tensors.
             whole = checkpoint_from(settings)
-            calibrated = replace(whole, temperature=calibration.temperature, calibration=calibration)
+            calibrated = replace(
+                whole, temperature=calibration.temperature, form=calibration.form, calibration=calibration
+            )
             native.write(folder, calibrated)
-    how = f"fitted to {fitted}" if fitted else "not fitted: too few, or all are answered right"
-    print(f"{info.name}: {len(drawn)} pictures; temperature {calibration.temperature:.4g} ({how})")  # noqa: T201
-    _print(measured, len(drawn) - fitted)
+    how = f"by {found.form}, fitted to {found.fitted}" if found.fitted else "as they were: too few, or all right"
+    (loss, error), (now, remaining) = found.before, found.after
+    print(f"{info.name}: {len(drawn)} pictures; scores {how}")  # noqa: T201
+    print(f"  on the other {left}: log loss {loss:.4f} -> {now:.4f}, calibration error {error:.2%} -> {remaining:.2%}")  # noqa: T201
+    _print(found.sets, left)
     print(f"{folder}: calibrated; {serve_command(folder)} --coverage {coverage:g}")  # noqa: T201
     return 0
 

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Final
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors.numpy import load_file, save_file
 
-from model.calibration import CALIBRATION_FILE, Calibration
+from model.calibration import CALIBRATION_FILE, Calibration, Form
 from model.config import LibraryConfig, PreprocessConfig, ViTConfig
 from model.errors import first_line
 from model.heads import Floats, ZeroShot
@@ -70,6 +70,7 @@ class KeptCheckpoint(BaseModel):
     preprocess: PreprocessConfig
     labels: tuple[str, ...]
     temperature: float
+    form: Form
     multi_label: bool
     revision: str | None
     assumed: tuple[str, ...]

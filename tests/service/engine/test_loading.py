@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.calibration import Calibration
+from model.calibration import Calibration, Fit
 from model.checkpoint import native
 from model.checkpoint.files import Files
 from model.errors import CheckpointError, DeviceError
@@ -142,7 +142,7 @@ def test_a_folder_that_is_served_is_calibrated_for_the_next_start(
     served = start()[0]
     assert isinstance(served.checkpoint, KeptCheckpoint)
     [before] = first.predict(images, request)
-    calibration = Calibration.of("made", 39, 2.5, np.full(39, 0.1), np.full(39, -99.0))
+    calibration = Calibration.of("made", 39, Fit(2.5), np.full(39, 0.1), np.full(39, -99.0))
     native.write_calibration(folder, calibration)
 
     [answer] = served.predict(images, request)  # for which torch is loaded, and the folder read again
