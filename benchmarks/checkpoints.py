@@ -80,6 +80,58 @@ def write(folder: Path, shape: Shape, seed: int = 0) -> str:
     return origin
 
 
+def write_clip(folder: Path) -> None:
+    """Write a CLIP of two random towers, ViT-S/32 and the text tower of CLIP's size, with a token a letter."""
+    import torch  # noqa: PLC0415
+    from safetensors.torch import save_file  # noqa: PLC0415
+    from tokenizers.pre_tokenizers import ByteLevel  # noqa: PLC0415
+    from transformers import CLIPTokenizer  # noqa: PLC0415
+
+    letters = sorted(ByteLevel.alphabet())
+    tokens = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    CLIPTokenizer(vocab={token: number for number, token in enumerate(tokens)}, merges=[]).save_pretrained(folder)
+    generator = torch.Generator().manual_seed(0)
+
+    def weight(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator) / math.sqrt(math.prod(size[1:]))
+
+    tensors = {"logit_scale": torch.tensor(4.0)}
+    towers = {"text": (512, 8, 77), "vision": (384, 6, 50)}
+    for tower, (width, _, positions) in towers.items():
+        tensors[f"{tower}_model.embeddings.position_embedding.weight"] = weight(positions, width)
+        tensors[f"{'visual' if tower == 'vision' else tower}_projection.weight"] = weight(512, width)
+        blocks = [f"encoder.layers.{index}." for index in range(12)]
+        parts = [f"{block}{part}" for block in blocks for part in _CLIP_BLOCK]
+        for part in [*parts, *(("final_layer_norm",) if tower == "text" else ("pre_layrnorm", "post_layernorm"))]:
+            rows, columns = _CLIP_BLOCK.get(part.rpartition("layers.")[2].partition(".")[2], (1, 0))
+            linear = weight(rows * width, columns * width) if columns else torch.ones(width)
+            tensors |= {f"{tower}_model.{part}.weight": linear, f"{tower}_model.{part}.bias": torch.zeros(rows * width)}
+    tensors["text_model.embeddings.token_embedding.weight"] = weight(len(tokens), 512)
+    tensors["vision_model.embeddings.class_embedding"] = torch.zeros(384)
+    tensors["vision_model.embeddings.patch_embedding.weight"] = weight(384, 3, 32, 32)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config: dict[str, Any] = {"architectures": ["CLIPModel"], "model_type": "clip", "projection_dim": 512}
+    for tower, (width, heads, _) in towers.items():
+        sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": heads}
+        config[f"{tower}_config"] = sizes | {"num_hidden_layers": 12}
+    config["text_config"] |= {"vocab_size": len(tokens), "eos_token_id": len(tokens) - 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    square = {"height": 224, "width": 224}
+    processor = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 224}, "crop_size": square}
+    statistics = {"image_mean": [0.5] * 3, "image_std": [0.25] * 3, "resample": 3}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor | statistics))
+
+
+_CLIP_BLOCK = {
+    **{f"self_attn.{each}_proj": (1, 1) for each in ("q", "k", "v", "out")},
+    "mlp.fc1": (4, 1),
+    "mlp.fc2": (1, 4),
+    "layer_norm1": (1, 0),
+    "layer_norm2": (1, 0),
+}
+"""Parts of a block in CLIP's names, with the rows and columns of their weights in widths; norms have no columns."""
+
+
 def _config(shape: Shape) -> dict[str, Any]:
     return {
         "architectures": ["ViTForImageClassification"],

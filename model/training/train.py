@@ -111,7 +111,18 @@ def run(data: Path, out: Path, recipe: Recipe, *, resume: bool = False, device: 
     if resume and (out / run_folder.STATE_FILE).exists():
         trainer.load()
     best = trainer.run(_log_epoch)
-    checkpoint = rounded(_checkpoint(out, recipe, start, dataset.labels, best.weights))
+    checkpoint = rounded(
+        Checkpoint(
+            name=recipe.name,
+            source=str(out),
+            format=native.FORMAT,
+            architecture=native.describe_architecture(start.config),
+            config=start.config,
+            preprocess=start.preprocess,
+            labels=dataset.labels,
+            tensors=best.weights,
+        )
+    )
     # The very numbers that will be served, without a temperature.
     predictor = Predictor(checkpoint, device=device, compile_mode="off", dtype="float32")
     logits = predict_logits(predictor, validation.pixels)
@@ -176,21 +187,6 @@ def _from_checkpoint(recipe: Recipe, source: str, classes: int) -> Start:
     for name in [name for name in weights if name.startswith(("head.", "head_dist."))]:
         weights[name] = torch.zeros(classes, *weights[name].shape[1:])
     return Start(config, checkpoint.preprocess, weights, checkpoint.name)
-
-
-def _checkpoint(
-    out: Path, recipe: Recipe, start: Start, labels: tuple[str, ...], weights: Mapping[str, Tensor]
-) -> Checkpoint:
-    return Checkpoint(
-        name=recipe.name,
-        source=str(out),
-        format=native.FORMAT,
-        architecture=native.describe_architecture(start.config),
-        config=start.config,
-        preprocess=start.preprocess,
-        labels=labels,
-        tensors=weights,
-    )
 
 
 def rounded(checkpoint: Checkpoint) -> Checkpoint:

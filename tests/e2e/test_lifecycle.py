@@ -148,12 +148,13 @@ class UntilNobodyListens(threading.Thread):
 
     def ask(self) -> bool:
         index = (self.number + 16 * self.outcomes.total()) % len(self.pictures)
+        moment = "draining" if self.stopping.is_set() else "before"
         try:
             response = httpx.post(f"{self.url}/classify?top_k=10", content=self.pictures.files[index], headers=KIND)
         except httpx.TransportError:
             assert self.refused.wait(PATIENCE)
             return False
-        self.outcomes[f"{response.status_code} {'draining' if self.stopping.is_set() else 'before'}"] += 1
+        self.outcomes[f"{response.status_code} {moment}"] += 1
         self.pictures.check(index, response.json())
         return True
 

@@ -49,41 +49,6 @@ async def test_attention_is_documented_with_all_its_parameters() -> None:
     assert [p["name"] for p in paths["get"]["parameters"] if p["required"]] == ["id"]
 
 
-@on_a_loop
-async def test_files_and_their_forms_are_documented_and_in_which_formats_a_map_comes() -> None:
-    paths = (await app().get("/openapi.json")).json["paths"]
-    binary = {"type": "string", "format": "binary"}
-    for path, file in (
-        ("/classify", binary),
-        ("/attention", binary),
-        ("/classify/batch", {"type": "array", "minItems": 1, "items": binary}),
-        ("/embed", binary),
-        ("/embed/batch", {"type": "array", "minItems": 1, "items": binary}),
-    ):
-        content = paths[path]["post"]["requestBody"]["content"]
-        form = {"type": "object", "required": ["file"], "properties": {"file": file}}
-        assert content.pop("multipart/form-data") == {"schema": form}
-        if file == binary:
-            assert content.pop("application/octet-stream") == {"schema": binary}
-            assert content.pop("application/json")["schema"]["required"] == ["image"]
-        assert not content
-    for method in ("get", "post"):
-        kinds = paths["/attention"][method]["responses"]["200"]["content"]
-        assert set(kinds) == {"application/json", "image/png", "application/x-npy"}
-        assert "asked-for format" in paths["/attention"][method]["responses"]["200"]["description"]
-        assert kinds["image/png"] == kinds["application/x-npy"] == {"schema": binary}
-    of_pictures, of_texts, of_batches = (
-        {"$ref": f"#/components/schemas/{schema}"} for schema in ("Embedding", "TextEmbeddings", "BatchEmbedding")
-    )
-    for path, schema in (("/embed", {"anyOf": [of_pictures, of_texts]}), ("/embed/batch", of_batches)):
-        kinds = paths[path]["post"]["responses"]["200"]["content"]
-        assert kinds["application/x-npy"] == {"schema": binary}
-        assert {key: value for key, value in kinds["application/json"]["schema"].items() if key != "title"} == schema
-    [text] = [each for each in paths["/embed"]["post"]["parameters"] if each["name"] == "text"]
-    assert (text["schema"]["type"], text["schema"]["items"]) == ("array", {"type": "string"})
-    assert paths["/embed"]["post"]["requestBody"]["required"] is False
-
-
 def operations(document: dict[str, Any]) -> dict[str, Any]:
     """Operations by id."""
     return {found["operationId"]: found for path in document["paths"].values() for found in path.values()}
