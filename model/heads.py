@@ -157,14 +157,15 @@ class Head:
         relative = score / np.maximum(scores.max(axis=1), np.float32(_TINY))
         return score, np.clip(np.maximum(np.square(above).astype(np.float32), relative), 0, 1)
 
-    def direction(self, logits: Floats) -> Floats:
-        """Return what the margin of the best class of logits [C] rises with, float32 [D]: relevance begins with it.
+    def direction(self, logits: Floats, label: int) -> Floats:
+        """Return what the margin of a class of logits [C] rises with, float32 [D]: relevance begins with it.
 
         It is the class's weight less the mean of its rivals'; relevance knows no scale.
         """
         assert self.weight is not None, "the backbone's pass begins with its own"
-        best, *rivals = self.weight[np.argsort(-logits, kind="stable")[: 1 + RIVALS]]
-        margin: Floats = best - np.mean(rivals, axis=0) if rivals else best
+        ranked = np.argsort(-logits, kind="stable")
+        rivals = self.weight[ranked[ranked != label][:RIVALS]]
+        margin: Floats = self.weight[label] - rivals.mean(axis=0) if len(rivals) else self.weight[label]
         return margin / max(float(abs(self.weight).max()), 1e-12)
 
 
@@ -209,7 +210,7 @@ def normalized(vectors: Floats) -> Floats:
 def of_image(requested: RequestedOutputs) -> RequestedOutputs:
     """Return what the engine computes of an image that is compared with labels of the request."""
     embedding = requested.embedding or EmbeddingRequest()
-    own_map = None if requested.map is not None and requested.map.of_best_class else requested.map
+    own_map = None if requested.map is not None and requested.map.method == "relevance" else requested.map
     return replace(requested, top_k=1, map=own_map, logits=False, embedding=embedding, labels=())
 
 
@@ -228,11 +229,10 @@ def compared(outputs: Outputs, head: Head, requested: RequestedOutputs) -> tuple
     return answer, logits[0]
 
 
-def with_map(outputs: Outputs, head: Head, logits: Floats, found: AttentionMap) -> Outputs:
-    """Return what `compared` gave with the map of the best label; `logits` are those of all labels, [C]."""
-    label = outputs.indices[:1]
-    [score], [evidence] = (each.tolist() for each in head.evidence(logits[np.newaxis], label))
-    request = MapRequest("relevance", int(label[0]))
+def with_map(outputs: Outputs, head: Head, logits: Floats, label: int, found: AttentionMap) -> Outputs:
+    """Return what `compared` gave with the map of a label; `logits` are those of all labels, [C]."""
+    [score], [evidence] = (each.tolist() for each in head.evidence(logits[np.newaxis], np.array([label])))
+    request = MapRequest("relevance", label)
     return replace(outputs, map=replace(found, request=request, score=score, evidence=evidence))
 
 

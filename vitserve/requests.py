@@ -50,11 +50,12 @@ _DOCUMENTS: TypeAdapter[AttentionDocument | list[AttentionDocument]] = TypeAdapt
 class MapOptions(TypedDict, total=False):
     """Which map /attention computes; what is left out is the service's default.
 
-    `class_` is an index or a label, or several of them.
+    `class_` is an index or a label, or several of them: of `labels`, where they are given.
     """
 
     method: str
     class_: int | str | Sequence[int | str]
+    labels: Sequence[str]
     layer: int
     head: int | str
 

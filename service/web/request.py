@@ -396,7 +396,7 @@ class AdmittedRequest:
         """Return the model's answer to one picture, uint8 [H, W, C]; raises as `Engine.infer`.
 
         Labels of the request are compared with the picture's embedding here; their texts are none of the batch's. A map
-        of the best of them, which is known only then, is asked for on its own.
+        of one of them is asked for on its own, as their rivals and the best one are known only then.
         """
         if not requested.labels:
             return await self._infer(pixels, requested)
@@ -406,11 +406,13 @@ class AdmittedRequest:
         texts = await self.embed_texts(zero_shot.prompts(requested.labels))
         head = zero_shot.head(requested.labels, texts)
         outputs, logits = compared(result.outputs, head, requested)
-        if requested.map is not None and requested.map.of_best_class:
-            of_label = MapRequest("relevance", direction=head.direction(logits))
+        if requested.map is not None and requested.map.method == "relevance":
+            named = requested.map.class_index
+            label = int(outputs.indices[0]) if named is None else named
+            of_label = MapRequest("relevance", direction=head.direction(logits, label))
             explained = await self._infer(pixels, RequestedOutputs(1, of_label))
             assert explained.outputs.map is not None, "the engine answers each request for a map"
-            outputs = with_map(outputs, head, logits, explained.outputs.map)
+            outputs = with_map(outputs, head, logits, label, explained.outputs.map)
             result = replace(
                 result,
                 queue_seconds=result.queue_seconds + explained.queue_seconds,

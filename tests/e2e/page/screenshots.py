@@ -15,7 +15,7 @@ from typing import Any
 from PIL import Image
 
 from tests.e2e.page.browser import Browser, chromium, expect, tab
-from tests.e2e.page.steps import DOG, CAT, choose, map_shown
+from tests.e2e.page.steps import CAT, DOG, choose, map_shown
 from tests.launcher import ServerProcess
 
 REPOSITORY = Path(__file__).resolve().parents[3]

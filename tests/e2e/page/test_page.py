@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from tests.e2e.page.browser import Browser, Route, expect, tab
-from tests.e2e.page.steps import DOG, CAT, PHONE, Open, answers, choose, map_shown, open_choices, pixels, send_event
+from tests.e2e.page.steps import CAT, DOG, PHONE, Open, answers, choose, map_shown, open_choices, pixels, send_event
 from tests.e2e.serving import Served
 
 pytestmark = pytest.mark.timeout(180)  # a server and a browser start
