@@ -138,20 +138,21 @@ def losses(logits: NDArray[np.floating], truth: NDArray[np.int64], fit: Fit) -> 
     return found
 
 
-def choose_fit(logits: NDArray[np.floating], truth: NDArray[np.int64]) -> tuple[Fit, str]:
+def choose_fit(logits: NDArray[np.floating], truth: NDArray[np.int64], before: Fit) -> tuple[Fit, str]:
     """Return the scores of the form that cross-validation chooses, and its name of `FORMS`; see `fit_scores`.
 
-    A number more must lower the mean loss of what was held out by more than its standard error.
+    A number more must lower the mean loss of what was held out by more than its standard error, and so must the first:
+    else it is `before`, without a name.
     """
     count = max(_MOST_LOGITS // logits.shape[1], 10 * MIN_PICTURES)
     logits, truth = logits[:count], truth[:count]
-    fold, fit, chosen, least = np.arange(len(truth)) % _FOLDS, Fit(1.0), (Fit(1.0), FORMS[0]), np.empty(0)
+    fold, fit, chosen, least = np.arange(len(truth)) % _FOLDS, Fit(1.0), (before, ""), losses(logits, truth, before)
     for numbers, form in enumerate(FORMS, start=1):
         fit, held_out = fit_scores(logits, truth, numbers, fit), np.empty(len(truth))
         for held in (fold == number for number in range(_FOLDS)):
             of_others = fit_scores(logits[~held], truth[~held], numbers, fit)
             held_out[held] = losses(logits[held], truth[held], of_others)
-        gain = least - held_out if numbers > 1 else np.ones(1)
+        gain = least - held_out
         if gain.mean() > gain.std() / math.sqrt(len(gain)):
             chosen, least = (fit, form), held_out
     return chosen
@@ -373,7 +374,7 @@ class Calibrated(NamedTuple):
     Attributes:
         calibration: for `calibration.json`.
         fitted: how many pictures the scores were fitted to.
-        form: a name of `FORMS`, or none where they were not fitted.
+        form: a name of `FORMS`, or none where they stayed as they were.
         before, after: scores of the pictures that they were not fitted to.
         sets: how sets of labels do, by their coverage.
     """
@@ -420,7 +421,7 @@ def calibrate(
     if not is_enough or bool((logits[fitted].argmax(axis=1) == truth[fitted]).all()):
         fitted, rest, found, form = order[:0], order, fit, ""
     else:
-        found, form = choose_fit(logits[fitted], truth[fitted])
+        found, form = choose_fit(logits[fitted], truth[fitted], fit)
     logits, truth, half = logits[rest], truth[rest], len(rest) // 2
     scores, energies = scores_and_energies(logits, *found)
     measured: dict[float, MeasuredSets] = {}

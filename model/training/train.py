@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.calibration import MIN_PICTURES, calibration_of, choose_fit, scores_and_energies
+from model.calibration import MIN_PICTURES, Fit, calibration_of, choose_fit, scores_and_energies
 from model.checkpoint import Checkpoint, load_checkpoint, native
 from model.config import PreprocessConfig, Size, ViTConfig
 from model.data.cifar10 import is_cifar10
@@ -204,7 +204,7 @@ def calibrated(checkpoint: Checkpoint, logits: NDArray[np.float32], truth: NDArr
     """
     if len(truth) < MIN_PICTURES:
         return checkpoint
-    fit, _ = choose_fit(logits, truth)
+    fit, _ = choose_fit(logits, truth, Fit(1.0))
     calibration = calibration_of("the validation images", logits, truth, fit)
     return replace(checkpoint, temperature=fit.temperature, form=fit.form, calibration=calibration)
 
