@@ -21,7 +21,7 @@ help:
 	@echo "make fuzz    damaged pictures and requests, EXAMPLES=5000 of each kind"
 	@echo "make check   lint, format, types and import contracts"
 	@echo "make format  format the code"
-	@echo "make chaos   hurt a running service in every way under load; WORKERS=2, ONLY='heic swaps'"
+	@echo "make chaos   hurt a running service in every way under load; WORKERS=2, ONLY='heic-30 swaps'"
 	@echo "make soak    mixed load for MINUTES=30: does anything grow?"
 	@echo "make bench-peers  install the peers, each in an environment of its own"
 	@echo "make gpu-kit  write what a machine with a GPU and without a network lacks to $(GPU_KIT); PYTHON_THERE=3.12"

@@ -14,7 +14,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar, cast
@@ -89,7 +89,7 @@ class Lanes:
         self.documents = Lane("documents", threads=1, background=True, clock=clock)
         self.drawings = Lane("drawing", threads=1, background=True, clock=clock)
         self.texts = Lane("texts", lambda: _TEXTS_AT_ONCE, clock=clock)
-        self.explanations = Lane("explanations", lambda: batches(2), clock=clock)
+        self.explanations = Lane("explanations", lambda: batches(_BATCHES_AHEAD), clock=clock)
 
     def close(self) -> None:
         """Begin nothing more, without waiting for the threads."""
@@ -353,7 +353,8 @@ class AdmittedRequest:
         if is_bounded(data):
             work = partial(_decode, data, config, service.settings)
             with service.lanes.pictures.work(work, self._caller, len(data), self.deadline) as job:
-                decoded = await job
+                with self._permit.lent(keep=1):  # a batch does not keep others out
+                    decoded = await job
                 service.metrics.observe_stage("decode", decoded.seconds)
                 yield decoded
         else:
@@ -382,27 +383,31 @@ class AdmittedRequest:
     async def classify(self, data: bytearray, requested: RequestedOutputs) -> tuple[Decoded, InferenceResult]:
         """Return the picture in a file as the model saw it, and the answer; raises as `decoded` and `infer`.
 
-        A picture keeps its turn until it is answered, so that decoding does not run far ahead of the model. Those of
-        which a map is asked keep none: they may wait for long. Its place is free as soon as it is answered or refused,
-        though others of its batch are not.
+        A picture keeps its turn until it is answered, so that decoding does not run far ahead of the model. Where a map
+        is asked, or texts have to be computed, it gives the turn back first: that may take long. Its place is free as
+        soon as it is answered or refused, though others of its batch are not.
         """
+        asked = of_image(requested) if requested.labels else requested
         with self._permit.used():
             async with self.decoded(data) as decoded:
-                if requested.map is None:
-                    return decoded, await self.infer(decoded.picture.pixels, requested)
-            return decoded, await self.infer(decoded.picture.pixels, requested)
+                pixels = decoded.picture.pixels
+                first = None if asked.map is not None else await self._batched(pixels, asked)
+            return decoded, await self.infer(pixels, requested, first)
 
-    async def infer(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
+    async def infer(
+        self, pixels: NDArray[np.uint8], requested: RequestedOutputs, first: InferenceResult | None = None
+    ) -> InferenceResult:
         """Return the model's answer to one picture, uint8 [H, W, C]; raises as `Engine.infer`.
 
         Labels of the request are compared with the picture's embedding here; their texts are none of the batch's. A map
-        of one of them is asked for on its own, as their rivals and the best one are known only then.
+        of one of them is asked for on its own, as their rivals and the best one are known only then. `first` is the
+        batch's answer, if there is one already.
         """
         if not requested.labels:
-            return await self._infer(pixels, requested)
+            return first or await self._infer(pixels, requested)
         zero_shot = self.model.info.zero_shot
         assert zero_shot is not None, "routes refuse labels for other models"
-        result = await self._infer(pixels, of_image(requested))
+        result = first or await self._infer(pixels, of_image(requested))
         texts = await self.embed_texts(zero_shot.prompts(requested.labels))
         head = zero_shot.head(requested.labels, texts)
         outputs, logits = compared(result.outputs, head, requested)
@@ -421,10 +426,17 @@ class AdmittedRequest:
         return replace(result, outputs=outputs)
 
     async def _infer(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
-        needs_pass = requested.map is not None and requested.map.needs_pass
-        async with self._beside(self.service.lanes.explanations) if needs_pass else nullcontext():
-            engine = self.model.generation.engine
-            result = await engine.infer(InferenceRequest(pixels, requested), timeout=self.deadline.remaining())
+        """Infer in a turn beside other maps, or beside other pictures."""
+        if requested.map is not None:
+            async with self._beside(self.service.lanes.explanations):
+                return await self._batched(pixels, requested)
+        with self.service.lanes.pictures.turn(self._caller, pixels.nbytes, self.deadline) as turn:
+            await turn
+            return await self._batched(pixels, requested)
+
+    async def _batched(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
+        engine = self.model.generation.engine
+        result = await engine.infer(InferenceRequest(pixels, requested), timeout=self.deadline.remaining())
         self.service.metrics.observe_stage("queue", result.queue_seconds)
         self.service.metrics.observe_stage("inference", result.inference_seconds, result.batch_size)
         return result
