@@ -38,7 +38,7 @@ def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(given: dict[st
     checkpoint = predictor.checkpoint
     facts = {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
     assert facts.pop("name") == name
-    for own in ("source", "revision", "format", "architecture", "config", "preprocess", "labels", "content"):
+    for own in ("source", "revision", "format", "architecture", "config", "preprocess", "labels", "content", "form"):
         assert facts.pop(own) == getattr(checkpoint, own)
     assert facts.pop("backend").startswith("torch ")
     assert facts.pop("parameters") > 1_000_000
