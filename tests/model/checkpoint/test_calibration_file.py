@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -54,6 +56,13 @@ def test_a_form_of_the_scores_goes_with_it_and_with_the_weights_alone(folder: Pa
 def test_folders_of_versions_without_forms_are_read_as_they_were(folder: Path) -> None:
     for file in ("config.json", CALIBRATION_FILE):
         edit(folder / file, lambda written: written.pop("form"))
+    config, written = (json.loads((folder / file).read_text()) for file in ("config.json", CALIBRATION_FILE))
+    signed = [
+        {name: each for name, each in written.items() if name != "digest"},
+        hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest(),
+        *(config[name] for name in ("architecture", "preprocess")),
+    ]
+    assert written["digest"] == hashlib.sha256(json.dumps(signed, sort_keys=True).encode()).hexdigest()
     checkpoint = load_checkpoint(str(folder))
     assert (checkpoint.temperature, checkpoint.form) == (1.5, Form())
 
