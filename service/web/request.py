@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
@@ -34,6 +35,7 @@ from model.images.region import Region
 from model.outputs import MapRequest, RequestedOutputs
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
+from service.engine.streams import MAX_EXPLANATION_BATCH
 from service.errors import (
     ClientDisconnected,
     DeadlineExceeded,
@@ -80,16 +82,17 @@ class Lanes:
     def __init__(self, settings: Settings, models: ServedModel, decoders: Decoders, clock: Callable[[], float]) -> None:
         threads = -(-min(usable_cores(), 16) // settings.workers)
 
-        def batches(number: int) -> int:
+        def ahead(most: float = math.inf) -> int:
             engine = models.current.engine
-            return number * len(engine.engines) * (1 if engine.info is None else engine.info.max_batch)
+            largest = 1 if engine.info is None else engine.info.max_batch
+            return _BATCHES_AHEAD * len(engine.engines) * int(min(most, largest))
 
-        self.pictures = Lane("decode", lambda: batches(_BATCHES_AHEAD), threads=threads, clock=clock)
+        self.pictures = Lane("decode", ahead, threads=threads, clock=clock)
         self.decoders = Lane("decoders", lambda: decoders.processes, clock=clock)
         self.documents = Lane("documents", threads=1, background=True, clock=clock)
         self.drawings = Lane("drawing", threads=1, background=True, clock=clock)
         self.texts = Lane("texts", lambda: _TEXTS_AT_ONCE, clock=clock)
-        self.explanations = Lane("explanations", lambda: batches(_BATCHES_AHEAD), clock=clock)
+        self.explanations = Lane("explanations", lambda: ahead(MAX_EXPLANATION_BATCH), clock=clock)
 
     def close(self) -> None:
         """Begin nothing more, without waiting for the threads."""
@@ -426,8 +429,8 @@ class AdmittedRequest:
         return replace(result, outputs=outputs)
 
     async def _infer(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
-        """Infer in a turn beside other maps, or beside other pictures."""
-        if requested.map is not None:
+        """Infer in a turn beside other maps with a pass of their own, or beside other pictures."""
+        if requested.needs_pass:
             async with self._beside(self.service.lanes.explanations):
                 return await self._batched(pixels, requested)
         with self.service.lanes.pictures.turn(self._caller, pixels.nbytes, self.deadline) as turn:
