@@ -127,6 +127,8 @@ class Classification(BaseModel):
     embedding: Annotated[list[float] | None, Field(description="what the head reads, float32")] = None
     timings_ms: Timings
     batch_size: Annotated[int, Field(description="images that were computed together")]
+    # Of the picture that the client sent: (width, height) in pixels of the upright original.
+    _pixel: tuple[float, float] = (1.0, 1.0)
 
 
 class ProblemDocument(BaseModel):
