@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
@@ -35,6 +36,7 @@ from model.images.region import Region
 from model.outputs import MapRequest, RequestedOutputs
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
+from service.engine.streams import MAX_EXPLANATION_BATCH
 from service.errors import (
     ClientDisconnected,
     DeadlineExceeded,
@@ -82,16 +84,17 @@ class Lanes:
     def __init__(self, settings: Settings, models: Models, decoders: Decoders, clock: Callable[[], float]) -> None:
         threads = -(-min(usable_cores(), 16) // settings.workers)
 
-        def batches(number: int) -> int:
+        def ahead(most: float = math.inf) -> int:
             engine = models.default.current.engine
-            return number * len(engine.engines) * (1 if engine.info is None else engine.info.max_batch)
+            largest = 1 if engine.info is None else engine.info.max_batch
+            return _BATCHES_AHEAD * len(engine.engines) * int(min(most, largest))
 
-        self.pictures = Lane("decode", lambda: batches(_BATCHES_AHEAD), threads=threads, clock=clock)
+        self.pictures = Lane("decode", ahead, threads=threads, clock=clock)
         self.decoders = Lane("decoders", lambda: decoders.processes, clock=clock)
         self.documents = Lane("documents", threads=1, background=True, clock=clock)
         self.drawings = Lane("drawing", threads=1, background=True, clock=clock)
         self.texts = Lane("texts", lambda: _TEXTS_AT_ONCE, clock=clock)
-        self.explanations = Lane("explanations", lambda: batches(_BATCHES_AHEAD), clock=clock)
+        self.explanations = Lane("explanations", lambda: ahead(MAX_EXPLANATION_BATCH), clock=clock)
 
     def close(self) -> None:
         """Begin nothing more, without waiting for the threads."""
@@ -447,8 +450,8 @@ class AdmittedRequest:
         """Return the model's answer to one picture, uint8 [H, W, C]; raises as `Engine.infer`.
 
         Labels of the request are compared with the picture's embedding here; their texts are none of the batch's. A map
-        of the best of them, which is known only then, is asked for on its own. `first` is the batch's answer, if there
-        is one already.
+        of one of them is asked for on its own, as their rivals and the best one are known only then. `first` is the
+        batch's answer, if there is one already.
         """
         if not requested.labels:
             return first or await self._infer(pixels, requested)
@@ -458,11 +461,13 @@ class AdmittedRequest:
         texts = await self.embed_texts(zero_shot.prompts(requested.labels))
         head = zero_shot.head(requested.labels, texts)
         outputs, logits = compared(result.outputs, head, requested)
-        if requested.map is not None and requested.map.of_best_class:
-            of_label = MapRequest("relevance", direction=head.direction(logits))
+        if requested.map is not None and requested.map.method == "relevance":
+            named = requested.map.class_index
+            label = int(outputs.indices[0]) if named is None else named
+            of_label = MapRequest("relevance", direction=head.direction(logits, label))
             explained = await self._infer(pixels, RequestedOutputs(1, of_label))
             assert explained.outputs.map is not None, "the engine answers each request for a map"
-            outputs = with_map(outputs, head, logits, explained.outputs.map)
+            outputs = with_map(outputs, head, logits, label, explained.outputs.map)
             result = replace(
                 result,
                 queue_seconds=result.queue_seconds + explained.queue_seconds,
@@ -471,8 +476,8 @@ class AdmittedRequest:
         return replace(result, outputs=outputs)
 
     async def _infer(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
-        """Infer in a turn beside other maps, or beside other pictures."""
-        if requested.map is not None:
+        """Infer in a turn beside other maps with a pass of their own, or beside other pictures."""
+        if requested.needs_pass:
             async with self._beside(self.service.lanes.explanations):
                 return await self._batched(pixels, requested)
         with self.service.lanes.pictures.turn(self._caller, pixels.nbytes, self.deadline) as turn:

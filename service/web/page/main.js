@@ -91,7 +91,8 @@ function fillTopK() {
 }
 
 function setOptions() {
-  queue.options = { topK: Number(byId("top-k").value), map: services.every(({ methods }) => methods.includes(FUSED)) ? FUSED : undefined, services };
+  queue.options = { topK: Number(byId("top-k").value), map: services.every(({ methods }) => methods.includes(FUSED)) ? FUSED : undefined, services,
+    side: byId("small").checked ? Math.max(...services.map((each) => each.side)) : 0 };
 }
 
 /** Another model is behind the page: what the old one said is dropped, and the pictures are given to the new one. */
@@ -382,6 +383,7 @@ byId("top-k").addEventListener("change", () => {
   const again = list.pictures.filter(({ state }) => state === "answered");
   if (again.length) queue.add(again);
 });
+byId("small").addEventListener("change", () => service && setOptions());
 byId("use-labels").addEventListener("click", () => {
   takeLabels();
   fillTopK();

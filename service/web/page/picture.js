@@ -2,6 +2,7 @@
 
 import { sendPatiently } from "./api.js";
 import { answersOf } from "./models.js";
+import { shrink } from "./shrink.js";
 
 const SIDES = [640, 1536]; // the longer side of what is kept for drawing: small pictures are enlarged, as their maps are not small
 
@@ -14,6 +15,7 @@ export class Picture {
   /** `onAsking()` runs when a request for a map begins or ends. */
   constructor(file, onAsking) {
     this.file = file;
+    this.sent = { file, pixel: [1, 1] }; // perhaps smaller, and the size of its pixels in the original
     this.onAsking = onAsking;
     this.number = ++lastNumber;
     this.name = file.name || `picture ${this.number}`;
@@ -67,11 +69,29 @@ export class Picture {
     }
   }
 
-  async classify({ topK, map, services, ...listeners }) {
+  /** Choose what is sent: the file, or less of it for models that resize pictures to `side` pixels at most. */
+  async prepare(side) {
+    const asItIs = { file: this.file, pixel: [1, 1] };
+    await (side && this.decoded);
+    const sent = side && this.photo ? decoding.then(() => shrink(this.file, this.size, side)).catch(() => asItIs) : asItIs;
+    if (sent !== asItIs) decoding = sent;
+    this.sent = await sent;
+  }
+
+  /** What the service says of what was sent, said of the original. */
+  ofOriginal(found) {
+    const { region } = found;
+    const [across, down] = this.sent.pixel;
+    return { ...found, region: { x: region.x * across, y: region.y * down, width: region.width * across, height: region.height * down } };
+  }
+
+  async classify({ topK, map, services, side, ...listeners }) {
     const { signal } = this.controller;
-    const ask = (query) => sendPatiently("POST", "classify", { query, file: this.file, signal, ...listeners });
+    await this.prepare(side);
+    const ask = (query) => sendPatiently("POST", "classify", { query, file: this.sent.file, signal, ...listeners });
     const answers = await answersOf(services, { top_k: topK, attention: map }, ask);
     signal.throwIfAborted();
+    for (const answer of answers) if (answer.attention) answer.attention = this.ofOriginal(answer.attention);
     this.answers = answers;
     const answered = services.filter(({ place }) => this.answerBy(place));
     for (const { name, place } of map ? answered : []) {
@@ -87,7 +107,7 @@ export class Picture {
   map(choice) {
     const name = keyOf(choice);
     if (!this.maps.has(name)) {
-      const asked = this.attention({ ...choice, format: "json" }, "json");
+      const asked = this.attention({ ...choice, format: "json" }, "json").then((found) => this.ofOriginal(found));
       this.maps.set(name, asked);
       asked.catch(() => this.maps.delete(name));
     }
@@ -117,7 +137,7 @@ export class Picture {
           answer.id = null;
         }
       }
-      return await sendPatiently("POST", "attention", { query, file: this.file, type, signal });
+      return await sendPatiently("POST", "attention", { query, file: this.sent.file, type, signal });
     } finally {
       this.asking -= 1;
       this.onAsking();

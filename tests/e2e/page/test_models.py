@@ -16,7 +16,7 @@ from PIL import Image
 
 from model.checkpoint import BUNDLED
 from tests.e2e.page.browser import Browser, Page, Route, expect, tab
-from tests.e2e.page.steps import DOG, HARBOUR, PHONE, Open, answers, choose, map_shown, open_choices, pixels, send_event
+from tests.e2e.page.steps import CAT, DOG, PHONE, Open, answers, choose, map_shown, open_choices, pixels, send_event
 from tests.e2e.serving import Served
 from tests.launcher import until
 
@@ -214,7 +214,7 @@ def test_a_model_that_is_replaced_or_removed_under_way_begins_anew(open_models: 
         side_by_side(page, "german")
         page.route("**/metrics", lambda route: route.abort())  # so that a picture is the first to hear of it
         assert models_server.client.delete("/models/passing", headers=ADMIN).status_code == 204
-        choose(page, HARBOUR)
+        choose(page, CAT)
         expect(notice).to_have_text("passing does not answer any more: the pictures are classified anew.")
         expect(which).to_have_value("english")
         expect(page.get_by_label("Beside it")).to_have_value("german")
@@ -236,7 +236,7 @@ def test_axe_finds_nothing_with_two_models(open_models: Open, options: dict[str,
         side_by_side(page, "german")
         open_choices(page, 1)
         page.get_by_text("The same with curl").click()
-        send_event(page, "drop", [HARBOUR] * 3)
+        send_event(page, "drop", [CAT] * 3)
         expect(page.locator("tbody tr")).to_have_count(4)
         expect(page.locator("#progress-text")).to_have_text("3 of 3 answered")
         report = axe.run(page)
