@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
@@ -33,7 +34,12 @@ def models_server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) ->
     (folder / "german.txt").write_text("\n".join(GERMAN))
     for name, setting in (("english", ""), ("german", 'labels = "german.txt"'), ("large", "image_size = 48")):
         (folder / f"{name}.toml").write_text(f'checkpoint = "{BUNDLED}"\n{setting}\n')
-    settings = {"models": folder, "admin_key": "admin", "checkpoint_folder": BUNDLED.parent, "request_timeout": 60}
+    settings: dict[str, Any] = {
+        "models": folder,
+        "admin_key": "admin",
+        "checkpoint_folder": BUNDLED.parent,
+        "request_timeout": 60,
+    }
     served = Served(folder / "server.log", device="cpu", compile="off", max_batch=4, **settings)
     until(lambda: all(each["state"] == "ready" for each in served.get("/models").json()))
     yield served
