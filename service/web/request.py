@@ -324,15 +324,19 @@ class AdmittedRequest:
 
     # The body is read
 
-    async def read_picture(self, fields: Collection[str] = (FIELD,)) -> bytearray:
-        """Return the only picture in the body, and take its place; its part of a form has one of the names `fields`.
+    async def read_picture(self, fields: Collection[str] = (FIELD,), *, passes: int = 1) -> bytearray:
+        """Return the only picture in the body, and take a place for each of its passes.
+
+        Its part of a form has one of the names `fields`.
 
         Raises `QueueFull`, and what `read` and `service.web.upload.read_files` raise.
         """
-        [file] = await self.read_pictures(1, fields)
+        [file] = await self.read_pictures(1, fields, passes=passes)
         return require_file(file)
 
-    async def read_pictures(self, most: int, fields: Collection[str] = (FIELD,)) -> list[UploadedFile]:
+    async def read_pictures(
+        self, most: int, fields: Collection[str] = (FIELD,), *, passes: int = 1
+    ) -> list[UploadedFile]:
         """Return the pictures in the body, at most so many, and take a place for each; see `read_picture`."""
         settings, limiter = self.service.settings, self.service.limiter
         limits = UploadLimits(settings.max_upload_bytes, settings.max_request_bytes, most, fields)
@@ -340,7 +344,7 @@ class AdmittedRequest:
         files = await self.read(
             lambda receive: read_files(self.sender.headers, receive, limits, lambda: limiter.check(next(numbers)))
         )
-        await self.take(len(files))
+        await self.take(passes * len(files))
         return files
 
     async def read_body(self, limit: int | None = None) -> bytearray:
