@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from model.calibration import SOFTMAX, Form, LabelSets
 from model.config import NetworkConfig, ViTConfig
 from model.errors import InputError
 from model.outputs import (
@@ -24,6 +25,7 @@ from model.outputs import (
     AttentionMap,
     EmbeddingRequest,
     MapRequest,
+    Method,
     Outputs,
     RequestedOutputs,
     require_classes,
@@ -84,16 +86,20 @@ class Head:
         labels: of its classes.
         independent: whether each class has a sigmoid of its own, instead of a share of one softmax.
         temperature: logits are divided by it.
+        form: of the scores, unless these are independent.
         weight, bias: float32 [C, D] and [C]; None where the backbone's own pass gives the logits.
         normalized: whether features are divided by their L2 norm first: logits are scaled cosines.
+        label_sets: gives the sets of labels, where the head is calibrated and they are asked for.
     """
 
     labels: tuple[str, ...]
     independent: bool
     temperature: float = 1.0
+    form: Form = SOFTMAX
     weight: Floats | None = None
     bias: Floats | float = 0.0
     normalized: bool = False
+    label_sets: LabelSets | None = None
 
     def logits(self, features: Floats) -> Floats:
         """Return the logits of features [B, D]: float32 [B, C]."""
@@ -107,7 +113,7 @@ class Head:
             exact = (logits / np.float32(self.temperature)).astype(np.float64)
             if self.independent:
                 return (1 / (1 + np.exp(-exact))).astype(np.float32)
-            powers = np.exp(exact - exact.max(axis=-1, keepdims=True))
+            powers = np.exp(-self.form.falls(exact))
             shares: Floats = (powers / powers.sum(axis=-1, keepdims=True)).astype(np.float32)
             return shares
 
@@ -154,21 +160,27 @@ class Head:
         relative = score / np.maximum(scores.max(axis=1), np.float32(_TINY))
         return score, np.clip(np.maximum(np.square(above).astype(np.float32), relative), 0, 1)
 
-    def direction(self, logits: Floats) -> Floats:
-        """Return what the margin of the best class of logits [C] rises with, float32 [D]: relevance begins with it.
+    def target(self, method: Method, logits: Floats, label: int) -> Floats:
+        """Return what a map of a class begins with, float32 [D], by a class-specific method; logits [C] rank rivals."""
+        assert self.weight is not None, "the backbone's pass begins with its own"
+        return self.direction(logits, label) if method == "relevance" else self.weight[label]
+
+    def direction(self, logits: Floats, label: int) -> Floats:
+        """Return what the margin of a class of logits [C] rises with, float32 [D]: relevance begins with it.
 
         It is the class's weight less the mean of its rivals'; relevance knows no scale.
         """
         assert self.weight is not None, "the backbone's pass begins with its own"
-        best, *rivals = self.weight[np.argsort(-logits, kind="stable")[: 1 + RIVALS]]
-        margin: Floats = best - np.mean(rivals, axis=0) if rivals else best
+        ranked = np.argsort(-logits, kind="stable")
+        rivals = self.weight[ranked[ranked != label][:RIVALS]]
+        margin: Floats = self.weight[label] - rivals.mean(axis=0) if len(rivals) else self.weight[label]
         return margin / max(float(abs(self.weight).max()), 1e-12)
 
 
-def own_head(config: NetworkConfig, labels: tuple[str, ...], temperature: float, multi_label: bool) -> Head:
+def own_head(config: NetworkConfig, labels: tuple[str, ...], temperature: float, multi_label: bool, form: Form) -> Head:
     """Return the head of a checkpoint, whose logits its network's pass gives; the arguments are the checkpoint's."""
     compared = isinstance(config, ViTConfig) and config.normalized_head
-    return Head(labels, multi_label or (config.num_classes == 1 and not compared), temperature)
+    return Head(labels, multi_label or (config.num_classes == 1 and not compared), temperature, form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +218,7 @@ def normalized(vectors: Floats) -> Floats:
 def of_image(requested: RequestedOutputs) -> RequestedOutputs:
     """Return what the engine computes of an image that is compared with labels of the request."""
     embedding = requested.embedding or EmbeddingRequest()
-    own_map = None if requested.map is not None and requested.map.of_best_class else requested.map
+    own_map = None if requested.map is not None and requested.map.method == "relevance" else requested.map
     return replace(requested, top_k=1, map=own_map, logits=False, embedding=embedding, labels=())
 
 
@@ -225,11 +237,10 @@ def compared(outputs: Outputs, head: Head, requested: RequestedOutputs) -> tuple
     return answer, logits[0]
 
 
-def with_map(outputs: Outputs, head: Head, logits: Floats, found: AttentionMap) -> Outputs:
-    """Return what `compared` gave with the map of the best label; `logits` are those of all labels, [C]."""
-    label = outputs.indices[:1]
-    [score], [evidence] = (each.tolist() for each in head.evidence(logits[np.newaxis], label))
-    request = MapRequest("relevance", int(label[0]))
+def with_map(outputs: Outputs, head: Head, logits: Floats, label: int, found: AttentionMap) -> Outputs:
+    """Return what `compared` gave with the map of a label; `logits` are those of all labels, [C]."""
+    [score], [evidence] = (each.tolist() for each in head.evidence(logits[np.newaxis], np.array([label])))
+    request = MapRequest("relevance", label)
     return replace(outputs, map=replace(found, request=request, score=score, evidence=evidence))
 
 

@@ -13,7 +13,14 @@ from typing import IO, TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypedDic
 import httpx
 from pydantic import TypeAdapter
 
-from vitserve.documents import FIELD, AttentionDocument, BatchClassification, Classification
+from vitserve.documents import (
+    FIELD,
+    AttentionDocument,
+    BatchClassification,
+    Classification,
+    Classifications,
+    ListedModel,
+)
 from vitserve.errors import ForeignAnswer, error_of
 from vitserve.shrinking import Pixel, shrink
 
@@ -51,14 +58,20 @@ _DOCUMENTS: TypeAdapter[AttentionDocument | list[AttentionDocument]] = TypeAdapt
 )
 
 
+_MODELS = TypeAdapter(list[ListedModel])
+
+
 class MapOptions(TypedDict, total=False):
     """Which map /attention computes; what is left out is the service's default.
 
-    `class_` is an index or a label, or several of them.
+    `class_` is an index or a label, or several of them: of `labels`, where they are given. `model` names one of the
+    service's models; the map of a `Classification` is by the model that gave it.
     """
 
+    model: str
     method: str
     class_: int | str | Sequence[int | str]
+    labels: Sequence[str]
     layer: int
     head: int | str
 
@@ -108,8 +121,9 @@ class Request(Generic[Answer]):
 
     @property
     def can_shrink(self) -> bool:
-        """Whether it holds a file that may be worth shrinking."""
-        return not self.drawn and max(map(len, self._files), default=0) >= _MIN_BYTES
+        """Whether it holds a file that may be worth shrinking, for the default model, whose size is known."""
+        is_named = "model" in self.options.get("params", ())
+        return not (self.drawn or is_named) and max(map(len, self._files), default=0) >= _MIN_BYTES
 
     def shrunk(self, side: int) -> Request[Answer]:
         """Return the request with pictures that are no larger than a service needs which resizes them to `side`."""
@@ -146,12 +160,15 @@ def map_of(image: ImageSource | Classification, parse: Callable[[bytes], Answer]
         return Request("POST", "/attention", parse, body(image) | query(**options))
     if image.id is None:
         raise ValueError("the service kept no picture of this classification (VIT_RECENT_TTL is 0): send the picture")
-    return Request("GET", "/attention", parse, query(id=image.id, **options), pixels=[image._pixel])
+    asked = query(**{"id": image.id, "model": image.model, **options})
+    return Request("GET", "/attention", parse, asked, pixels=[image._pixel])
 
 
 def _refer_to_originals(answer: object, pixels: Sequence[Pixel]) -> None:
     """Make the regions of an answer those of the originals of its pictures."""
-    answers = answer.results if isinstance(answer, BatchClassification) else [answer]
+    answers: Sequence[object] = answer.results if isinstance(answer, BatchClassification) else [answer]
+    if isinstance(answer, Classifications):
+        answers, pixels = list(answer.models.values()), [*pixels] * len(answer.models)
     for found, pixel in zip(answers, pixels, strict=False):
         if isinstance(found, Classification):
             found._pixel = pixel
@@ -171,6 +188,11 @@ def _text(name: str, value: object) -> str | list[str]:
     if name == "text":
         return list(value)
     return json.dumps(list(value), ensure_ascii=False) if name == "labels" else ",".join(map(str, value))
+
+
+def listed(content: bytes) -> list[ListedModel]:
+    """Parse the list of models."""
+    return _MODELS.validate_json(content)
 
 
 def documents(content: bytes) -> list[AttentionDocument]:

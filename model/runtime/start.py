@@ -12,6 +12,7 @@ from model.errors import CheckpointChanged, DeviceError, VitError
 from model.heads import Floats, own_head
 from model.runtime.backend import Parts, ThreadPolicy
 from model.runtime.cpu import default_batch, default_streams
+from model.runtime.memory import Meter
 from model.runtime.openvino.backend import REASON, OpenVino
 from model.runtime.openvino.kept import Entry, Keep, KeptCheckpoint, Manifest
 from model.runtime.openvino.network import OpenVinoNetwork
@@ -47,7 +48,7 @@ class _Torch:
             raise CheckpointChanged(f"{changed} changed since the start: what torch is to compute needs a reload")
         # A calibration that was written since does not change the weights: it is for the next start.
         kept = self._manifest.checkpoint
-        return replace(checkpoint, temperature=kept.temperature, calibration=kept.calibration)
+        return replace(checkpoint, temperature=kept.temperature, form=kept.form, calibration=kept.calibration)
 
     def embed_texts(self, texts: Sequence[str]) -> Floats:
         """Return the features of texts; see `Checkpoint.embed_texts`. One thread calls it."""
@@ -96,6 +97,7 @@ def kept_predictor(
     read: Callable[[], Checkpoint],
     on_read: Callable[[KeptCheckpoint], None] = lambda _: None,
     *,
+    manifest: Manifest | None = None,
     max_batch: int | None = None,
     threads: int | None = None,
 ) -> Predictor | None:
@@ -105,12 +107,13 @@ def kept_predictor(
         entry: where they are kept.
         read: reads the checkpoint, with torch.
         on_read: called when a graph was found and read, before it is compiled; what it raises is raised.
+        manifest: of the entry, if it was looked at already.
         max_batch, threads: see `Predictor`.
     """
-    found = entry.load()
+    found = entry.load(manifest)
     if found is None:
         return None
-    manifest, graph = found
+    manifest, graph, meter = *found, Meter()
     checkpoint = manifest.checkpoint
     on_read(checkpoint)
     policy = ThreadPolicy(threads or compute_threads())
@@ -122,8 +125,12 @@ def kept_predictor(
     torch = _Torch(entry, manifest, read, policy, streams)
     if checkpoint.zero_shot is not None:
         checkpoint = checkpoint.model_copy(update={"embed_texts": torch.embed_texts})
-    head = own_head(checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label)
+    head = own_head(
+        checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label, checkpoint.form
+    )
     backend = OpenVino(network, head, policy, torch.backend, torch.with_relevance)
     largest = max_batch or default_batch(manifest.largest_layer)
     parts = Parts("cpu", manifest.dtype, None, manifest.parameters, largest, streams, backend, REASON)
-    return Predictor(checkpoint, parts)
+    predictor = Predictor(checkpoint, parts)
+    predictor.meter = meter
+    return predictor

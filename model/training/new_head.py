@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model.calibration import Fit, choose_fit, scores_and_energies
 from model.checkpoint import Checkpoint, native
 from model.config import LibraryConfig, NetworkConfig, ViTConfig
 from model.data.datasets import open_dataset
@@ -80,11 +81,12 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
     if dataset.test is not None:
         test = decode(dataset.test, start.preprocess, out, leave_out=True)
         split, logits, labels = "test", head.logits(_features(predictor, test)), test.labels
-    measured = measure((logits / choice.temperature).softmax(dim=1).float().numpy(), labels, dataset.labels)
+    fit, _ = choose_fit(choice.logits.numpy(), truth[choice.rows].numpy(), Fit(choice.temperature))
+    measured = measure(scores_and_energies(logits.numpy(), *fit)[0].astype(np.float32), labels, dataset.labels)
     logger.info("%s", _in_words(measured, split))
 
     served = with_head(start, heads, head, dataset.labels)
-    served = replace(served, name=recipe.name, source=str(out), temperature=choice.temperature)
+    served = replace(served, name=recipe.name, source=str(out), temperature=fit.temperature, form=fit.form)
     served.network()  # names, shapes and values of the weights are checked here
     write_confusion(out, measured, dataset.labels)
     record = {

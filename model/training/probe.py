@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.calibration import fit_temperature
+from model.calibration import fit_scores
 from model.runtime.torch_pass import one_thread
 
 PENALTIES: Final = tuple(10 ** (0.5 - number / 2) for number in range(11))
@@ -49,7 +49,7 @@ class Choice(NamedTuple):
 
     Attributes:
         penalty: the one with the lowest loss.
-        temperature: of the held-out scores at this penalty; see `fit_temperature`.
+        temperature: of the held-out scores at this penalty; see `fit_scores`.
         loss: their mean negative log-likelihood at this temperature, in nats.
         rows: int64 [M], the features that were held out.
         logits: float64 [M, K], theirs at this penalty.
@@ -100,7 +100,7 @@ def choose_penalty(features: Tensor, labels: Tensor, folds: NDArray[np.int64], c
     best: Choice | None = None
     for penalty, heads in zip(PENALTIES, zip(*paths, strict=True), strict=True):
         logits = torch.cat([head.logits(features[part]) for head, part in zip(heads, held_out, strict=True)])
-        temperature = fit_temperature(logits.numpy(), labels[rows].numpy())
+        temperature = fit_scores(logits.numpy(), labels[rows].numpy()).temperature
         loss = float(F.cross_entropy(logits / temperature, labels[rows]))
         if best is None or loss < best.loss:
             best = Choice(penalty, temperature, loss, rows, logits)

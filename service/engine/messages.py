@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from model.calibration import SOFTMAX, Form
 from model.config import NetworkConfig, PreprocessConfig
 from model.heads import ZeroShot
 from model.outputs import Outputs, RequestedOutputs
@@ -77,6 +78,8 @@ class ModelInfo:
 
     Attributes:
         loaded_at: date of the load, in seconds since 1970.
+        backbone: the same for models that share one.
+        head: its name among the heads of the backbone; see `RequestedOutputs.head`.
     """
 
     name: str
@@ -96,11 +99,14 @@ class ModelInfo:
     max_batch: int
     gpu_uuid: str | None
     content: str = ""
+    form: Form = SOFTMAX
     loaded_at: int = 0
     assumed: tuple[str, ...] = ()
     zero_shot: ZeroShot | None = None
     coverage: float | None = None
     calibrated_on: int | None = None
+    backbone: str = ""
+    head: str = ""
 
     @property
     def input_shape(self) -> tuple[int, int, int]:

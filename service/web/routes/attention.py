@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from model.heads import labels_of_request, with_labels
 from model.images.heatmap import COLORMAPS, MAX_SIZE, default_view, encode_png
 from model.images.preprocess import ModelInput
 from model.images.region import Region
@@ -22,15 +23,14 @@ from model.outputs import (
     MAX_CLASSES,
     METHODS,
     AttentionMap,
-    MapRequest,
     Outputs,
     RequestedOutputs,
     parse_maps,
 )
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, NotFound
-from service.web.request import AdmittedRequest, all_of, model_of, service_of
-from service.web.routes.endpoint import BINARY, ONE_PICTURE, Absent, Endpoint, npy_response, problems
+from service.web.request import AdmittedRequest, Model, all_of, model_of, service_of
+from service.web.routes.endpoint import BINARY, ONE_PICTURE, Absent, Endpoint, ModelName, npy_response, problems
 from vitserve.documents import AttentionDocument, RegionDocument, significant
 
 router = APIRouter(tags=["attention"], route_class=Endpoint)
@@ -59,6 +59,7 @@ _ANSWERS: dict[int | str, dict[str, object]] = {
 class AttentionQuery(BaseModel, frozen=True):
     """The query of both endpoints; None is what was not sent."""
 
+    model: ModelName = None
     method: Annotated[
         str | Absent,
         Field(
@@ -73,6 +74,10 @@ class AttentionQuery(BaseModel, frozen=True):
             description=f"whose map: an index or a label, or at most {MAX_CLASSES} with commas between; default "
             f"the best class; for {', '.join(sorted(CLASS_SPECIFIC))}",
         ),
+    ] = None
+    labels: Annotated[
+        str | Absent,
+        Field(description="for models with a text tower: what `class` names, as on /classify; `relevance` alone"),
     ] = None
     layer: Annotated[int | Absent, Field(description="`cls`: default the last; negatives count from the end")] = None
     head: Annotated[
@@ -116,16 +121,20 @@ class StoredPictureQuery(AttentionQuery):
 async def attention_of_kept_picture(request: Request, query: Annotated[StoredPictureQuery, Query()]) -> Response:
     """Draw the map of a picture that was classified before and is still stored."""
     service = service_of(request)
-    picture = await service.images.get(query.id)
-    # Only now: while the picture came, another model may have taken over.
-    model = model_of(request)
-    map_requests = _map_requests(query, model.info)
-    # A picture that another replica stored may have the size of the model before an update.
-    if picture is None or picture.pixels.shape != model.info.input_shape:
-        raise NotFound("no picture of this id is kept: it is unknown, expired or pushed out")
-    async with service.admit(request, model) as admitted:
+    model = await model_of(request, query.model)
+    _requests(query, model.info)
+    with model.generation.request():  # another one may take over while the picture comes
+        picture = await service.kept(query.id, model)
+        if picture is None:
+            raise NotFound("no picture of this id is kept for this model: it is unknown, expired or pushed out")
+        return await _of_kept(request, query, model, picture)
+
+
+async def _of_kept(request: Request, query: StoredPictureQuery, model: Model, picture: ModelInput) -> Response:
+    requests = _requests(query, model.info)
+    async with service_of(request).admit(request, model) as admitted:
         await admitted.take(1)
-        explained = await _explain(admitted, map_requests, picture)
+        explained = await _explain(admitted, requests, picture)
         return await _answer(admitted, query, explained, picture, query.id)
 
 
@@ -133,30 +142,31 @@ async def attention_of_kept_picture(request: Request, query: Annotated[StoredPic
     "/attention",
     response_class=Response,
     openapi_extra=ONE_PICTURE,
-    responses=_ANSWERS | problems(400, 408, 413, 415, 422, 500, 503, 504),
+    responses=_ANSWERS | problems(400, 404, 408, 413, 415, 422, 500, 503, 504),
 )
 async def attention(request: Request, query: Annotated[AttentionQuery, Query()]) -> Response:
     """Draw the map of the picture in the body."""
-    model = model_of(request)
-    map_requests = _map_requests(query, model.info)
+    model = await model_of(request, query.model)
+    requests = _requests(query, model.info)
     async with service_of(request).admit(request, model) as admitted:
         file = await admitted.read_picture()
         async with admitted.decoded(file) as decoded:
             picture = decoded.picture
-        explained = await _explain(admitted, map_requests, picture)
-        admitted.service.metrics.images.inc()
+        explained = await _explain(admitted, requests, picture)
+        own = admitted.service.metrics.of_model(model.info.name)
+        own.images.inc()
         if model.info.config.num_classes:
-            admitted.service.metrics.top1_score.observe(float(explained[0].scores[0]))
-        image_id = await admitted.service.images.put(picture)
+            own.top1_score.observe(float(explained[0].scores[0]))
+        image_id = await admitted.service.keep(picture, model)
         photo = await _photo(admitted, query, picture.region, file)
         return await _answer(admitted, query, explained, picture, image_id, photo)
 
 
-async def _explain(admitted: AdmittedRequest, map_requests: Sequence[MapRequest], picture: ModelInput) -> list[Outputs]:
+async def _explain(
+    admitted: AdmittedRequest, requests: Sequence[RequestedOutputs], picture: ModelInput
+) -> list[Outputs]:
     """Return the outputs for a picture that have its maps, in the order of the requests for them."""
-    results = await all_of(
-        admitted.infer(picture.pixels, RequestedOutputs(1, map_request)) for map_request in map_requests
-    )
+    results = await all_of(admitted.infer(picture.pixels, requested) for requested in requests)
     return [result.outputs for result in results]
 
 
@@ -184,8 +194,8 @@ async def _answer(
     # A map shows the caller's picture: no shared cache may keep it, and no browser may take it for something else.
     headers = {"Cache-Control": "private", "X-Content-Type-Options": "nosniff"}
     if image_id is not None:
-        headers["Content-Location"] = f"/attention?id={image_id}"
-    labels = admitted.model.info.labels
+        headers["Content-Location"] = f"/attention?id={image_id}{query_of(admitted)}"
+    labels = _labels(query, admitted.model.info) or admitted.model.info.labels
     if query.format == "json":
         region = region_document(picture.region)
         documents = [AttentionDocument(id=image_id, region=region, **map_fields(each, labels)) for each in maps]
@@ -213,6 +223,12 @@ def _png(
     return encode_png(draw_maps(maps, captioned, picture=shown, region=region, max_width=MAX_SIZE, **look))
 
 
+def query_of(admitted: AdmittedRequest, model: Model | None = None) -> str:
+    """Return what a path ends with that asks a model again, by default the request's; nothing for the default one."""
+    chosen, default = (model or admitted.model).info.name, admitted.service.models.default.info
+    return "" if default is not None and chosen == default.name else f"&model={chosen}"
+
+
 def map_fields(attention: AttentionMap, labels: Sequence[str]) -> dict[str, Any]:
     """Return the fields that `Attention` and `AttentionDocument` share, for a map."""
     request = attention.request
@@ -236,12 +252,19 @@ def region_document(region: Region) -> RegionDocument:
     return RegionDocument(x=x, y=y, width=width, height=height)
 
 
-def _map_requests(query: AttentionQuery, info: ModelInfo) -> list[MapRequest]:
-    """Return the maps of a query; raises `InvalidParameter` or `InputError` if the query is not allowed."""
-    selected = query.model_dump(include={"method", "layer", "head"})
-    maps = parse_maps(info.config, info.labels, classes=query.class_, **selected)
+def _requests(query: AttentionQuery, info: ModelInfo) -> list[RequestedOutputs]:
+    """Return what makes the maps of a query; raises `InvalidParameter` or `InputError` if the query is not allowed."""
+    selected, labels = query.model_dump(include={"method", "layer", "head"}), _labels(query, info)
+    maps = parse_maps(with_labels(info.config, labels), labels or info.labels, classes=query.class_, **selected)
+    if labels and maps[0].method != "relevance":
+        raise InvalidParameter(f"labels does not apply to method {maps[0].method!r}")
     _check_drawing(query)
-    return maps
+    return [RequestedOutputs(1, each, labels=labels) for each in maps]
+
+
+def _labels(query: AttentionQuery, info: ModelInfo) -> tuple[str, ...]:
+    """Return the labels of a query, none without; raises as `labels_of_request`."""
+    return () if query.labels is None else labels_of_request(query.labels, info.zero_shot, info.config)
 
 
 def _check_drawing(query: AttentionQuery) -> None:

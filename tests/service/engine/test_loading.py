@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.calibration import Calibration
+from model.calibration import Calibration, Fit
 from model.checkpoint import native
 from model.checkpoint.files import Files
 from model.errors import CheckpointError, DeviceError
@@ -32,16 +32,29 @@ from tests.service.cli.command_line import write_checkpoint
 from tests.service.fakes import PATIENCE
 
 
+class Forgetful(dict[str, Predictor]):
+    """Has no predictor, as in a process that has loaded none."""
+
+    def __setitem__(self, key: str, value: Predictor) -> None:
+        """Keep nothing."""
+
+
+@pytest.fixture(autouse=True)
+def _each_load_is_the_first_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_LIVE", Forgetful())
+
+
 @pytest.mark.parametrize(("given", "name"), [({}, "vit-cifar10"), ({"model_name": "cats"}, "cats")])
 def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(given: dict[str, str], name: str) -> None:
     predictor, info = load_predictor(load_settings({"device": "cpu", "compile": "off", "max_batch": "3", **given}))
     checkpoint = predictor.checkpoint
     facts = {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
     assert facts.pop("name") == name
-    for own in ("source", "revision", "format", "architecture", "config", "preprocess", "labels", "content"):
+    for own in ("source", "revision", "format", "architecture", "config", "preprocess", "labels", "content", "form"):
         assert facts.pop(own) == getattr(checkpoint, own)
     assert facts.pop("backend").startswith("torch ")
     assert facts.pop("parameters") > 1_000_000
+    assert facts.pop("backbone").endswith("-auto")
     assert time.time() - 3600 < facts.pop("loaded_at") <= time.time()
     assert facts == {
         "temperature": checkpoint.temperature,
@@ -54,6 +67,7 @@ def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(given: dict[st
         "zero_shot": None,
         "coverage": None,
         "calibrated_on": 2500,
+        "head": f"{checkpoint.content}-None",
     }
 
 
@@ -142,7 +156,7 @@ def test_a_folder_that_is_served_is_calibrated_for_the_next_start(
     served = start()[0]
     assert isinstance(served.checkpoint, KeptCheckpoint)
     [before] = first.predict(images, request)
-    calibration = Calibration.of("made", 39, 2.5, np.full(39, 0.1), np.full(39, -99.0))
+    calibration = Calibration.of("made", 39, Fit(2.5), np.full(39, 0.1), np.full(39, -99.0))
     native.write_calibration(folder, calibration)
 
     [answer] = served.predict(images, request)  # for which torch is loaded, and the folder read again
