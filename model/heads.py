@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from model.calibration import SOFTMAX, Form
+from model.calibration import SOFTMAX, Form, LabelSets
 from model.config import NetworkConfig, ViTConfig
 from model.errors import InputError
 from model.outputs import (
@@ -25,6 +25,7 @@ from model.outputs import (
     AttentionMap,
     EmbeddingRequest,
     MapRequest,
+    Method,
     Outputs,
     RequestedOutputs,
     require_classes,
@@ -88,6 +89,7 @@ class Head:
         form: of the scores, unless these are independent.
         weight, bias: float32 [C, D] and [C]; None where the backbone's own pass gives the logits.
         normalized: whether features are divided by their L2 norm first: logits are scaled cosines.
+        label_sets: gives the sets of labels, where the head is calibrated and they are asked for.
     """
 
     labels: tuple[str, ...]
@@ -97,6 +99,7 @@ class Head:
     weight: Floats | None = None
     bias: Floats | float = 0.0
     normalized: bool = False
+    label_sets: LabelSets | None = None
 
     def logits(self, features: Floats) -> Floats:
         """Return the logits of features [B, D]: float32 [B, C]."""
@@ -156,6 +159,11 @@ class Head:
         above /= np.maximum(best - mean, _TINY)
         relative = score / np.maximum(scores.max(axis=1), np.float32(_TINY))
         return score, np.clip(np.maximum(np.square(above).astype(np.float32), relative), 0, 1)
+
+    def target(self, method: Method, logits: Floats, label: int) -> Floats:
+        """Return what a map of a class begins with, float32 [D], by a class-specific method; logits [C] rank rivals."""
+        assert self.weight is not None, "the backbone's pass begins with its own"
+        return self.direction(logits, label) if method == "relevance" else self.weight[label]
 
     def direction(self, logits: Floats, label: int) -> Floats:
         """Return what the margin of a class of logits [C] rises with, float32 [D]: relevance begins with it.

@@ -7,12 +7,13 @@ with Client("http://127.0.0.1:8000") as client:
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import islice
 from types import MethodType
@@ -26,8 +27,11 @@ from vitserve.documents import (
     AttentionDocument,
     BatchClassification,
     Classification,
+    Classifications,
     FailedItem,
     Labels,
+    ListedModel,
+    ModelClassification,
     ModelDescription,
     Prediction,
     ProblemDocument,
@@ -54,6 +58,7 @@ __all__ = [
     "AttentionDocument",
     "BatchClassification",
     "Classification",
+    "Classifications",
     "Client",
     "ClientError",
     "DeadlineExceeded",
@@ -64,7 +69,9 @@ __all__ = [
     "ImageSource",
     "InferenceFailed",
     "InvalidParameter",
+    "ListedModel",
     "MapOptions",
+    "ModelClassification",
     "ModelDescription",
     "NotFound",
     "Prediction",
@@ -86,6 +93,9 @@ Pooling = Literal["head", "cls", "mean"]
 
 # Seconds, unless the service asks for more.
 _LONGEST_PAUSE = 8.0
+
+# How long a model's size is taken for known, in seconds: another model may be served then.
+_SIDE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +179,9 @@ class _Service:
     _retries: Retries
     _http: httpx.Client | httpx.AsyncClient
     _answered = False
+    _shrink: bool
+    # The longer side in pixels of what the service resizes pictures to, and until when it is taken for that.
+    _side, _side_until = 0, -math.inf
 
     @_Method
     def classify(
@@ -179,17 +192,34 @@ class _Service:
         attention: WithAttention = False,
         embedding: bool | None = None,
         labels: Sequence[str] | None = None,
+        model: str | None = None,
+        min_score: float | None = None,
     ) -> Request[Classification]:
         """Classify one image; `attention` adds the map of that name, `embedding` what the head reads.
 
-        A model with a text tower takes `labels` in place of its classes.
+        A model with a text tower takes `labels` in place of its classes. `model` names one of `models`, by default the
+        default one. Classes below `min_score` are left out.
         """
-        return Request(
-            "POST",
-            "/classify",
-            Classification.model_validate_json,
-            requests.body(image) | requests.query(top_k=top_k, attention=attention, embedding=embedding, labels=labels),
+        asked = requests.query(
+            top_k=top_k, attention=attention, embedding=embedding, labels=labels, model=model, min_score=min_score
         )
+        return Request("POST", "/classify", Classification.model_validate_json, requests.body(image) | asked)
+
+    @_Method
+    def classify_by(
+        self,
+        image: ImageSource,
+        models: Sequence[str] = ("*",),
+        *,
+        top_k: int | None = None,
+        attention: WithAttention = False,
+        min_score: float | None = None,
+    ) -> Request[Classifications]:
+        """Classify one image by several models, by default all: each has an answer or an error of its own."""
+        asked = requests.query(top_k=top_k, attention=attention, model=",".join(models), min_score=min_score)
+        # One name, with a comma behind it, is several that are one.
+        asked["params"]["model"] += "" if len(models) > 1 or models[0] == "*" else f",{models[0]}"
+        return Request("POST", "/classify", Classifications.model_validate_json, requests.body(image) | asked)
 
     @_Method
     def classify_batch(
@@ -199,47 +229,60 @@ class _Service:
         top_k: int | None = None,
         attention: WithAttention = False,
         labels: Sequence[str] | None = None,
+        model: str | None = None,
     ) -> Request[BatchClassification]:
         """Classify several images; the results are in their order, each an answer or an error of its own."""
         return Request(
             "POST",
             "/classify/batch",
             BatchClassification.model_validate_json,
-            requests.form(images) | requests.query(top_k=top_k, attention=attention, labels=labels),
+            requests.form(images) | requests.query(top_k=top_k, attention=attention, labels=labels, model=model),
         )
 
     @_Method
     def embed(
-        self, image: ImageSource, *, pool: Pooling | None = None, normalize: bool | None = None
+        self,
+        image: ImageSource,
+        *,
+        pool: Pooling | None = None,
+        normalize: bool | None = None,
+        model: str | None = None,
     ) -> Request[Array]:
         """Return the embedding of one image, float32 [D]."""
         return Request(
             "POST",
             "/embed",
             requests.array,
-            requests.body(image) | requests.query(pool=pool, normalize=normalize, format="npy"),
+            requests.body(image) | requests.query(pool=pool, normalize=normalize, model=model, format="npy"),
         )
 
     @_Method
     def embed_batch(
-        self, images: Sequence[ImageSource], *, pool: Pooling | None = None, normalize: bool | None = None
+        self,
+        images: Sequence[ImageSource],
+        *,
+        pool: Pooling | None = None,
+        normalize: bool | None = None,
+        model: str | None = None,
     ) -> Request[Array]:
         """Return the embeddings of several images, float32 [N, D]; one that cannot be read fails all of them."""
         return Request(
             "POST",
             "/embed/batch",
             requests.array,
-            requests.form(images) | requests.query(pool=pool, normalize=normalize, format="npy"),
+            requests.form(images) | requests.query(pool=pool, normalize=normalize, model=model, format="npy"),
         )
 
     @_Method
-    def embed_texts(self, texts: Sequence[str], *, normalize: bool | None = None) -> Request[Array]:
+    def embed_texts(
+        self, texts: Sequence[str], *, normalize: bool | None = None, model: str | None = None
+    ) -> Request[Array]:
         """Return the features of texts, float32 [N, D], of a model with a text tower."""
         return Request(
             "POST",
             "/embed",
             requests.array,
-            requests.query(text=texts, normalize=normalize, format="npy"),
+            requests.query(text=texts, normalize=normalize, model=model, format="npy"),
         )
 
     @_Method
@@ -260,21 +303,31 @@ class _Service:
     @_Method
     def heat_map(self, image: ImageSource | Classification, **options: Unpack[DrawingOptions]) -> Request[bytes]:
         """Return a map drawn as PNG."""
-        return requests.map_of(image, bytes, **options)
+        return replace(requests.map_of(image, bytes, **options), drawn=True)
 
     @_Method
-    def model(self) -> Request[ModelDescription]:
-        """Describe the model that is served."""
-        return Request("GET", "/model", ModelDescription.model_validate_json)
+    def model(self, name: str | None = None) -> Request[ModelDescription]:
+        """Describe a model that is served, by default the default one."""
+        return Request("GET", "/model", ModelDescription.model_validate_json, requests.query(model=name))
 
     @_Method
-    def labels(self) -> Request[list[str]]:
-        """List the classes, in index order."""
-        return Request("GET", "/labels", lambda content: Labels.model_validate_json(content).labels)
+    def models(self) -> Request[list[ListedModel]]:
+        """List all models that the service has, by name."""
+        return Request("GET", "/models", requests.listed)
+
+    @_Method
+    def labels(self, model: str | None = None) -> Request[list[str]]:
+        """List the classes of a model, in index order."""
+        asked = requests.query(model=model)
+        return Request("GET", "/labels", lambda content: Labels.model_validate_json(content).labels, asked)
 
     def _read(self, request: Request[Answer], response: httpx.Response) -> Answer:
         self._answered = True
         return request.read(response)
+
+    def _keep_side(self, described: ModelDescription) -> None:
+        self._side = max(described.preprocessing["resize_size"])
+        self._side_until = self._retries.clock() + _SIDE_SECONDS
 
 
 class Client(_Service):
@@ -285,6 +338,7 @@ class Client(_Service):
         api_key: sent as `Authorization: Bearer`.
         timeout: seconds of silence after which a request is given up.
         retries: how often and how long a refusal for the moment, or a broken connection, is tried again.
+        shrink: send large JPEG and PNG pictures as small as the model can do with (see docs/api.md); it needs Pillow.
         sleep: waits between two tries.
 
     Every method raises a `ClientError` when there is no answer: of the type `ProblemError` when the service refuses,
@@ -300,11 +354,12 @@ class Client(_Service):
         api_key: str | None = None,
         timeout: float | httpx.Timeout = 30,
         retries: Retries = Retries(),
+        shrink: bool = False,
         transport: httpx.BaseTransport | None = None,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self._http = httpx.Client(base_url=url, transport=transport, **_connection(api_key, timeout))
-        self._retries, self._sleep = retries, sleep
+        self._retries, self._shrink, self._sleep = retries, shrink, sleep
 
     def __enter__(self) -> Self:
         return self
@@ -345,6 +400,10 @@ class Client(_Service):
     def _sender(build: Callable[..., Request[Any]]) -> Callable[..., Any]:
         def send(self: Client, *arguments: Any, **options: Any) -> Any:
             request = build(self, *arguments, **options)
+            if self._shrink and request.can_shrink:
+                if self._retries.clock() > self._side_until:
+                    self._keep_side(self.model())
+                request = request.shrunk(self._side)
             attempts = _Attempts(self._retries, self._http.base_url)
             while True:
                 try:
@@ -368,11 +427,12 @@ class AsyncClient(_Service):
         api_key: str | None = None,
         timeout: float | httpx.Timeout = 30,
         retries: Retries = Retries(),
+        shrink: bool = False,
         transport: httpx.AsyncBaseTransport | None = None,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         self._http = httpx.AsyncClient(base_url=url, transport=transport, **_connection(api_key, timeout))
-        self._retries, self._sleep = retries, sleep
+        self._retries, self._shrink, self._sleep = retries, shrink, sleep
 
     async def __aenter__(self) -> Self:
         return self
@@ -419,6 +479,10 @@ class AsyncClient(_Service):
         async def send(self: AsyncClient, *arguments: Any, **options: Any) -> Any:
             # In a thread, as files are read and pictures are encoded.
             request = await asyncio.to_thread(build, self, *arguments, **options)
+            if self._shrink and request.can_shrink:
+                if self._retries.clock() > self._side_until:
+                    self._keep_side(await self.model())
+                request = await asyncio.to_thread(request.shrunk, self._side)
             attempts = _Attempts(self._retries, self._http.base_url)
             while True:
                 try:

@@ -32,10 +32,10 @@ from model.outputs import (
 from service.cli.image_files import read_input
 from service.cli.setting_flags import predictor_from
 from vitserve.client import Client, ClientError, Unauthorized, Unreachable
-from vitserve.documents import SetFields, ranked, set_fields
+from vitserve.documents import ranked, set_fields
 
 # The fields of a set of labels.
-SET: Final = tuple(SetFields.__annotations__)
+SET: Final = ("set", "set_size", "abstained")
 
 # Consecutive files without an answer after which the server is taken for gone.
 _LOST_IN_A_ROW: Final = 8
@@ -56,13 +56,15 @@ class SeenMaps(NamedTuple):
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """Add `--url`, which a command without it does without, and `--api-key`."""
+    """Add `--url`, which a command without it does without, `--model` and `--api-key`."""
     parser.add_argument("--url", help="ask this server instead of loading the model here")
+    parser.add_argument("--model", help="which of the server's models answers. Default: the server's default")
     parser.add_argument(
         "--api-key",
         default=os.environ.get("VIT_API_KEY"),
         help="key of the server, without its name [VIT_API_KEY]",
     )
+    parser.add_argument("--shrink", action="store_true", help="with --url: send large pictures smaller")
 
 
 @contextmanager
@@ -76,13 +78,15 @@ def answers_from(arguments: argparse.Namespace) -> Iterator[Answers]:
         SettingsError, CheckpointError, DeviceError: one line that says why the model cannot be loaded.
     """
     url: str | None = arguments.url
+    if url is None and arguments.model is not None:
+        raise InputError("model", "--model: names one of a server's models: give its --url")
     if url is None:
         yield LocalAnswers(arguments)
         return
     if "://" not in url:
         raise InputError("url", f"{url}: expected an address such as http://{url}")
     try:
-        with Client(url, api_key=(arguments.api_key or "").strip() or None) as client:
+        with Client(url, api_key=(arguments.api_key or "").strip() or None, shrink=arguments.shrink) as client:
             yield _ServerAnswers(client, arguments)
     except Unreachable as error:
         raise InputError("url", f"{error}: is the server running?") from None
@@ -164,22 +168,23 @@ class _ServerAnswers:
     """Answers of a running server."""
 
     def __init__(self, client: Client, arguments: argparse.Namespace) -> None:
-        self._client, self._arguments = client, arguments
+        self._client, self._arguments, self._model = client, arguments, arguments.model
 
     def classify(self, files: Sequence[Path], top_k: int) -> Iterator[tuple[Path, dict[str, Any] | str]]:
         text = getattr(self._arguments, "labels", "")
         labels = parse_labels(text, "--labels") if is_list(text) else None
-        top_k = min(top_k, len(labels) if labels else self._client.model().classes)
+        top_k = min(top_k, len(labels) if labels else self._client.model(self._model).classes)
 
         def ask(file: Path) -> dict[str, Any]:
-            answer = self._client.classify(file, top_k=top_k, labels=labels)
+            answer = self._client.classify(file, top_k=top_k, labels=labels, model=self._model)
             return answer.model_dump(include={"predictions", *SET}, exclude_none=True)
 
         return self._stream(files, ask)
 
     def embed(self, files: Sequence[Path], pool: Pooling, normalize: bool) -> Iterator[tuple[Path, Embedding | str]]:
-        self._client.model()  # one error for all files where there is no service
-        return self._stream(files, lambda file: self._client.embed(file, pool=pool, normalize=normalize))
+        self._client.model(self._model)  # one error for all files where there is no service
+        own = {"pool": pool, "normalize": normalize, "model": self._model}
+        return self._stream(files, lambda file: self._client.embed(file, **own))
 
     def _stream(
         self, files: Sequence[Path], ask: Callable[[Path], _Answer], concurrency: int = 8

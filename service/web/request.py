@@ -1,6 +1,6 @@
 """One request's way through the service: admitted, its body read, its picture decoded, the model's answer inferred.
 
-    async with service_of(request).admit(request, model_of(request)) as admitted:
+    async with service_of(request).admit(request, await model_of(request)) as admitted:
         picture = await admitted.read_picture()
         decoded, result = await admitted.classify(picture, requested)
 
@@ -11,6 +11,7 @@ model, which stays the same on the whole way.
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import math
 import time
@@ -42,18 +43,19 @@ from service.errors import (
     Draining,
     EngineUnavailable,
     MissingImage,
-    NotFound,
+    ModelLoading,
     RequestTimeout,
     UploadTooLarge,
 )
 from service.http import connection_of
 from service.lifecycle import Lifecycle
-from service.models.model import Generation, ServedModel
+from service.models.model import Generation
+from service.models.models import Models
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.web.admission import Body, Limiter, Permit, Receiving
 from service.web.decoders import Decoded, Decoders
-from service.web.image_stores import ImageStore
+from service.web.image_stores import ImageStore, id_of_kind, new_image_id
 from service.web.lanes import Deadline, Lane
 from service.web.middleware import request_context
 from service.web.upload import UploadedFile, UploadLimits, read_files, read_whole
@@ -79,11 +81,11 @@ _TEXTS_AT_ONCE: Final = 8
 class Lanes:
     """The queues of a web process before everything that is scarce."""
 
-    def __init__(self, settings: Settings, models: ServedModel, decoders: Decoders, clock: Callable[[], float]) -> None:
+    def __init__(self, settings: Settings, models: Models, decoders: Decoders, clock: Callable[[], float]) -> None:
         threads = -(-min(usable_cores(), 16) // settings.workers)
 
         def ahead(most: float = math.inf) -> int:
-            engine = models.current.engine
+            engine = models.default.current.engine
             largest = 1 if engine.info is None else engine.info.max_batch
             return _BATCHES_AHEAD * len(engine.engines) * int(min(most, largest))
 
@@ -131,7 +133,7 @@ class Sender(NamedTuple):
 class Service:
     """Everything that the requests of a web process share; `clock` gives monotonic seconds."""
 
-    models: ServedModel
+    models: Models
     settings: Settings
     metrics: Metrics
     limiter: Limiter
@@ -148,16 +150,48 @@ class Service:
         It may be gone as soon as another took over, unless a request is admitted with it.
 
         Raises:
-            NotFound: there is no such model.
+            UnknownModel: there is no such model.
             EngineUnavailable: it is not ready.
         """
-        generation = self.models.current
+        generation = self.models.find(name).current
         info = generation.engine.info
         if info is None or not generation.engine.ready:
             raise EngineUnavailable(generation.engine.status.reason)
-        if name not in (None, info.name):
-            raise NotFound(f"{name!r:.200}: no such model; there is {info.name!r}")
         return Model(generation, info)
+
+    async def loaded_model(self, name: str | None, started: float, *, share: float = 1.0) -> Model:
+        """Return the model of a name for a request whose head came at a reading of the clock; see `model`.
+
+        One that is not loaded is waited for, but for the default one, without which the service is not ready. Who waits
+        takes a place, and all who do a quarter of them at most. It may take a share of the request's time.
+
+        Raises:
+            ModelLoading: so many wait already, or it is not loaded in the request's time.
+            ModelsFull: there is no memory for it.
+            QueueFull: there is no place.
+        """
+        model = self.models.find(name)
+        if not model.current.engine.ready and model is not self.models.default:
+            deadline = Deadline(started + share * self.settings.request_timeout, self.clock)
+            with self.limiter.waiting():
+                try:
+                    async with asyncio.timeout(deadline.remaining()):
+                        await self.models.available(name)
+                except TimeoutError:
+                    raise ModelLoading(f"{name!r:.200} was not loaded in the request's time") from None
+        return self.model(name)
+
+    async def keep(self, picture: ModelInput, model: Model, image_id: str | None = None) -> str | None:
+        """Store a picture as a model sees it, and return its id, or None; an id may have one of each preprocessing."""
+        image_id = image_id or new_image_id()
+        stored = await self.images.put(picture, id_of_kind(image_id, model.info.preprocess))
+        return stored and image_id
+
+    async def kept(self, image_id: str, model: Model) -> ModelInput | None:
+        """Return the picture of an id as a model sees it, or None where it is not stored."""
+        picture = await self.images.get(id_of_kind(image_id, model.info.preprocess))
+        # What another replica stored may be anything.
+        return picture if picture is not None and picture.pixels.shape == model.info.input_shape else None
 
     def check_open(self) -> None:
         """Raise `Draining` or `EngineUnavailable` if the service takes no requests."""
@@ -212,8 +246,8 @@ class Service:
             await self.limiter.settle()
             self.check_room()
         deadline = Deadline(sender.started + self.settings.request_timeout, self.clock)
-        with self.receiving.body() as body, Permit(self.limiter) as permit, model.generation.request():
-            admitted = AdmittedRequest(self, model, sender, deadline, body, permit)
+        with self.receiving.body() as body, Permit(self.limiter) as permit, ExitStack() as held:
+            admitted = AdmittedRequest(self, model, sender, deadline, body, permit, held)
             try:
                 async with admitted.limit:
                     yield admitted
@@ -235,9 +269,9 @@ def service_of(request: Request) -> Service:
     return cast(Service, request.app.state.service)
 
 
-def model_of(request: Request) -> Model:
-    """Return the model of a request; raises `EngineUnavailable` if none is ready."""
-    return service_of(request).model()
+async def model_of(request: Request, name: str | None = None) -> Model:
+    """Return the model of a request, by default the default one; raises as `Service.loaded_model`."""
+    return await service_of(request).loaded_model(name, request_context(request.scope).started)
 
 
 class AdmittedRequest:
@@ -259,11 +293,13 @@ class AdmittedRequest:
         deadline: Deadline,
         body: Body,
         permit: Permit,
+        held: ExitStack,
     ) -> None:
         task = asyncio.current_task()
         assert task is not None, "a request is a task"
         self.service = service
-        self.model = model
+        self._held = held
+        self.choose(model)
         self.sender = sender
         self.deadline = deadline
         self.limit = asyncio.timeout(None)
@@ -274,6 +310,17 @@ class AdmittedRequest:
         self._permit = permit
         self._reading = False
         self._watcher: asyncio.Future[None] | None = None
+
+    def choose(self, model: Model) -> None:
+        """Let the request belong to a model until it ends, and be answered by it from now on."""
+        self.model = model
+        self._held.enter_context(model.generation.request())
+
+    def by(self, model: Model) -> AdmittedRequest:
+        """Return the same request as another model is to answer it, which it belongs to until it ends."""
+        other = copy.copy(self)
+        other.choose(model)
+        return other
 
     # The body is read
 
@@ -438,7 +485,9 @@ class AdmittedRequest:
             return await self._batched(pixels, requested)
 
     async def _batched(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
-        engine = self.model.generation.engine
+        engine, head = self.model.generation.engine, self.model.info.head
+        if head and not requested.head:
+            requested = replace(requested, head=head)
         result = await engine.infer(InferenceRequest(pixels, requested), timeout=self.deadline.remaining())
         self.service.metrics.observe_stage("queue", result.queue_seconds)
         self.service.metrics.observe_stage("inference", result.inference_seconds, result.batch_size)

@@ -72,7 +72,7 @@ function fillTopK() {
 }
 
 function setOptions() {
-  queue.options = { topK: Number(byId("top-k").value), map: service.methods.find((name) => name === FUSED), labels: service.asked };
+  queue.options = { topK: Number(byId("top-k").value), map: service.methods.find((name) => name === FUSED), labels: service.asked, side: byId("small").checked ? service.side : 0 };
 }
 
 /** Another model is behind the page: what the old one said is dropped, and the pictures are given to the new one. */
@@ -321,6 +321,7 @@ byId("top-k").addEventListener("change", () => {
   const again = list.pictures.filter(({ state }) => state === "answered");
   if (again.length) queue.add(again);
 });
+byId("small").addEventListener("change", () => service && setOptions());
 byId("use-labels").addEventListener("click", () => {
   takeLabels();
   fillTopK();

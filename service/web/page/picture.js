@@ -1,6 +1,7 @@
 // One picture on the page: its file, how it looks, the answer, and the maps that were asked for.
 
 import { sendPatiently } from "./api.js";
+import { shrink } from "./shrink.js";
 
 const SIDES = [640, 1536]; // the longer side of what is kept for drawing: small pictures are enlarged, as their maps are not small
 
@@ -13,6 +14,7 @@ export class Picture {
   /** `onAsking()` runs when a request for a map begins or ends. */
   constructor(file, onAsking) {
     this.file = file;
+    this.sent = { file, pixel: [1, 1] }; // perhaps smaller, and the size of its pixels in the original
     this.onAsking = onAsking;
     this.number = ++lastNumber;
     this.name = file.name || `picture ${this.number}`;
@@ -57,10 +59,28 @@ export class Picture {
     }
   }
 
-  async classify({ topK, map, labels, ...listeners }) {
+  /** Choose what is sent: the file, or less of it for a model that resizes pictures to `side` pixels. */
+  async prepare(side) {
+    const asItIs = { file: this.file, pixel: [1, 1] };
+    await (side && this.decoded);
+    const sent = side && this.photo ? decoding.then(() => shrink(this.file, this.size, side)).catch(() => asItIs) : asItIs;
+    if (sent !== asItIs) decoding = sent;
+    this.sent = await sent;
+  }
+
+  /** What the service says of what was sent, said of the original. */
+  ofOriginal(found) {
+    const { region } = found;
+    const [across, down] = this.sent.pixel;
+    return { ...found, region: { x: region.x * across, y: region.y * down, width: region.width * across, height: region.height * down } };
+  }
+
+  async classify({ topK, map, labels, side, ...listeners }) {
     const { signal } = this.controller;
-    const answer = await sendPatiently("POST", "classify", { query: { top_k: topK, attention: map, labels }, file: this.file, signal, ...listeners });
+    await this.prepare(side);
+    const answer = await sendPatiently("POST", "classify", { query: { top_k: topK, attention: map, labels }, file: this.sent.file, signal, ...listeners });
     signal.throwIfAborted();
+    if (answer.attention) answer.attention = this.ofOriginal(answer.attention);
     this.answer = answer;
     const { id, attention, predictions: [first] } = answer;
     if (map) this.maps.set(keyOf({ method: map, class: first.index }), { ...attention, id });
@@ -72,7 +92,7 @@ export class Picture {
   map(choice) {
     const name = keyOf(choice);
     if (!this.maps.has(name)) {
-      const asked = this.attention({ ...choice, format: "json" }, "json");
+      const asked = this.attention({ ...choice, format: "json" }, "json").then((found) => this.ofOriginal(found));
       this.maps.set(name, asked);
       asked.catch(() => this.maps.delete(name));
     }
@@ -101,7 +121,7 @@ export class Picture {
           this.answer.id = null;
         }
       }
-      return await sendPatiently("POST", "attention", { query, file: this.file, type, signal });
+      return await sendPatiently("POST", "attention", { query, file: this.sent.file, type, signal });
     } finally {
       this.asking -= 1;
       this.onAsking();

@@ -25,6 +25,9 @@ export class Service {
 
   get classes() { return this.asksLabels ? this.labels.length : this.model.classes; }
 
+  /** The longer side in pixels of what it resizes pictures to. */
+  get side() { return Math.max(...this.model.preprocessing.resize_size); }
+
   /** Whether an answer of /classify is this model's. */
   gave(answer) { return answer.model === this.model.name; }
 

@@ -32,6 +32,18 @@ from tests.service.cli.command_line import write_checkpoint
 from tests.service.fakes import PATIENCE
 
 
+class Forgetful(dict[str, Predictor]):
+    """Has no predictor, as in a process that has loaded none."""
+
+    def __setitem__(self, key: str, value: Predictor) -> None:
+        """Keep nothing."""
+
+
+@pytest.fixture(autouse=True)
+def _each_load_is_the_first_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_LIVE", Forgetful())
+
+
 @pytest.mark.parametrize(("given", "name"), [({}, "vit-cifar10"), ({"model_name": "cats"}, "cats")])
 def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(given: dict[str, str], name: str) -> None:
     predictor, info = load_predictor(load_settings({"device": "cpu", "compile": "off", "max_batch": "3", **given}))
@@ -42,6 +54,7 @@ def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(given: dict[st
         assert facts.pop(own) == getattr(checkpoint, own)
     assert facts.pop("backend").startswith("torch ")
     assert facts.pop("parameters") > 1_000_000
+    assert facts.pop("backbone").endswith("-auto")
     assert time.time() - 3600 < facts.pop("loaded_at") <= time.time()
     assert facts == {
         "temperature": checkpoint.temperature,
@@ -54,6 +67,7 @@ def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(given: dict[st
         "zero_shot": None,
         "coverage": None,
         "calibrated_on": 2500,
+        "head": f"{checkpoint.content}-None",
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from service.lifecycle import Lifecycle
 from service.models.model import LocalModel
+from service.models.models import Models
 from service.observe.metrics import Metrics
 from service.settings import Settings, load_settings
 from service.web.admission import Receiving
@@ -41,11 +42,12 @@ class App:
     metrics: Metrics = field(default_factory=Metrics)
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     clock: Callable[[], float] = time.monotonic
+    models: Models | None = None
 
     def __post_init__(self) -> None:
         self.asgi = create_app(
             self.settings,
-            cast(Any, self.engine) if hasattr(self.engine, "current") else LocalModel(lambda _: cast(Any, self.engine)),
+            self.models or Models({"": LocalModel(lambda _: cast(Any, self.engine))}),
             self.metrics,
             self.lifecycle,
             clock=self.clock,
@@ -66,7 +68,8 @@ class App:
         return await self.request("POST", path, query=query, headers={"content-type": "image/png"}, body=body)
 
     def metric(self, name: str, **labels: str) -> float:
-        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+        samples = (sample for family in self.metrics.registry.collect() for sample in family.samples)
+        return sum(each.value for each in samples if each.name == name and labels.items() <= each.labels.items())
 
 
 def app(clock: Callable[[], float] = time.monotonic, **settings: Any) -> App:

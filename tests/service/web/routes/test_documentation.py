@@ -26,6 +26,8 @@ async def test_pages_and_documentation_are_there() -> None:
         "/embed/batch",
         "/attention",
         "/model",
+        "/models",
+        "/models/{name}",
         "/labels",
         "/healthz",
         "/ping",
@@ -43,7 +45,7 @@ async def test_pages_and_documentation_are_there() -> None:
 async def test_attention_is_documented_with_all_its_parameters() -> None:
     paths = (await app().get("/openapi.json")).json["paths"]["/attention"]
     drawing = {"overlay", "view", "alpha", "colormap", "size", "smooth", "colorbar", "caption"}
-    names = {"method", "class", "layer", "labels", "head", "format"} | drawing
+    names = {"model", "method", "class", "layer", "labels", "head", "format"} | drawing
     assert {parameter["name"] for parameter in paths["post"]["parameters"]} == names
     assert {parameter["name"] for parameter in paths["get"]["parameters"]} == names | {"id"}
     assert [p["name"] for p in paths["get"]["parameters"] if p["required"]] == ["id"]
@@ -59,11 +61,14 @@ async def test_generated_clients_get_names_that_people_would_give() -> None:
     assert set(operations((await app().get("/openapi.json")).json)) == {
         "classify",
         "classify_batch",
+        "delete_model",
         "embed",
         "embed_batch",
         "attention",
         "attention_of_kept_picture",
         "model",
+        "models",
+        "put_model",
         "labels",
         "healthz",
         "ping",

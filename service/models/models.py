@@ -1,0 +1,555 @@
+"""All models of a service by name, and what becomes of them: loaded one at a time, replaced, unloaded, deleted.
+
+    Models         a fixed set, and what web code asks of any set
+    LocalModels    those of the folder of models, or the one of `checkpoint`, in this process
+
+The folder is the truth: what is loaded or deleted over HTTP lasts until the folder is read again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from service.engine.backbones import ModelEngine, What
+from service.engine.messages import EngineStatus
+from service.errors import (
+    CheckpointRefused,
+    DefaultModel,
+    EngineUnavailable,
+    Forbidden,
+    ModelsFull,
+    ServiceError,
+    SettingsError,
+    SwapUnderWay,
+    UnknownModel,
+)
+from service.models.folder import Entry, read_folder
+from service.models.model import UNDER_WAY, Loads, LocalModel, ModelState, ServedModel
+from service.settings import Settings
+
+logger = logging.getLogger("vitserve")
+
+LoadResult = Literal["loaded", "failed", "evicted"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """What is said of a model in a list of all.
+
+    Attributes:
+        reason: why it is not ready; empty when it is.
+        backbone: the same for models that share one; empty before it is known.
+        classes: how many it has; None before that is known.
+        bytes: measured, of its backbone; 0 while that is not loaded.
+        last_used: seconds since its last picture; None before the first.
+    """
+
+    name: str
+    state: ModelState
+    reason: str
+    backbone: str
+    classes: int | None
+    bytes: int
+    last_used: float | None
+    default: bool
+
+
+class Version(NamedTuple):
+    """A version of a model.
+
+    Attributes:
+        what: what was loaded, as `Models.put` has it; None: what is configured.
+        gone: whether the model was deleted.
+    """
+
+    number: int = 1
+    what: What = None
+    gone: bool = False
+
+
+class Models:
+    """Models by name, of which one is the default's.
+
+    Args:
+        served: a name that is empty stands for that of the checkpoint.
+        default: the key in `served` of the model that is asked where no name is given.
+
+    Attributes:
+        results: how many loads ended how, and how many backbones were unloaded for others.
+    """
+
+    def __init__(self, served: Mapping[str, ServedModel], default: str = "") -> None:
+        self.served = dict(served)
+        self.default_name = default
+        self.results: Counter[LoadResult] = Counter()
+        self.on_change: Callable[[], None] = lambda: None
+
+    @property
+    def default(self) -> ServedModel:
+        """Return the default model."""
+        return self.served[self.default_name]
+
+    @property
+    def loads(self) -> Loads:
+        """Return the counts of swaps of all models, and whether the default's last one serves."""
+        every = [model.loads for model in self.served.values()]
+        sums = sum(each.served for each in every), sum(each.refused for each in every)
+        return Loads(*sums, all(each.last_successful for each in every))
+
+    def name_of(self, key: str) -> str:
+        """Return the name of a model as answers have it."""
+        info = self.served[key].info
+        return key or (info.name if info is not None else "")
+
+    def key(self, name: str | None) -> str:
+        """Return where a model stands in `served`, None for the default's; raises `UnknownModel`."""
+        if name is None or (name and name not in self.served and name == self.name_of(self.default_name)):
+            return self.default_name
+        if not name or name not in self.served:
+            names = ", ".join(sorted(map(self.name_of, self.served)))
+            raise UnknownModel(f"{name!r:.200}: no such model; there is {names:.2000}")
+        return name
+
+    def place(self, name: str) -> str:
+        """Return where a model of this name stands, or is to stand, in `served`."""
+        try:
+            return self.key(name)
+        except UnknownModel:
+            return name
+
+    def find(self, name: str | None) -> ServedModel:
+        """Return the model of a name, None for the default; raises `UnknownModel`."""
+        return self.served[self.key(name)]
+
+    def describe(self) -> list[ModelStatus]:
+        """Return the status of each, in the order of names."""
+        return sorted((self.status_of(key) for key in self.served), key=lambda status: status.name)
+
+    def backbones(self) -> dict[str, int]:
+        """Return the bytes of each backbone that is loaded."""
+        return {each.backbone: each.bytes for each in self.describe() if each.state == "ready" and each.backbone}
+
+    def statuses(self) -> list[EngineStatus]:
+        """Return those of all engines that compute, the default's first."""
+        others = [model for model in self.served.values() if model is not self.default and model.state == "ready"]
+        every = (each for model in (self.default, *others) for each in model.current.engine.engines)
+        found = {id(getattr(each, "backbone", each)): each.status for each in every}
+        return list(found.values())
+
+    def tally(self) -> Mapping[str, int]:
+        """Return how many loads ended how, and how many backbones were unloaded for others."""
+        return {str(name): count for name, count in self.results.items()}
+
+    def start(self, on_change: Callable[[], None]) -> None:
+        """Begin loading; `on_change` is called on the event loop when the state of a model changes."""
+        self.on_change = on_change
+        for model in self.served.values():
+            model.start(on_change)
+
+    async def close(self) -> None:
+        """Close all models."""
+        await asyncio.gather(*(model.close() for model in self.served.values()))
+
+    async def available(self, name: str | None) -> None:
+        """Return when the model answers; raises `EngineUnavailable` if it does not, and is not about to."""
+        raise EngineUnavailable(self.find(name).current.engine.status.reason)
+
+    async def put(self, name: str, what: What) -> bool:
+        """Load a model, or replace the one of that name, and return whether it is a new name.
+
+        Raises:
+            CheckpointRefused, SwapUnderWay, EngineUnavailable: see `ServedModel.load`.
+            ModelsFull: there is no memory for it.
+            Forbidden: the set is fixed.
+        """
+        await self.find(name).load(what)
+        return False
+
+    async def unload(self, name: str) -> None:
+        """Give a model's memory back until somebody asks for it; raises `DefaultModel`, `Forbidden`, `UnknownModel`."""
+        self._require_changeable(name)
+
+    async def delete(self, name: str) -> None:
+        """Remove a model, whose requests are answered; raises as `unload`."""
+        self._require_changeable(name)
+
+    def reload(self) -> None:
+        """Begin to load what is configured as it is now; the log says how it ends."""
+        logger.warning("not reloaded: start the service again")
+
+    def _require_changeable(self, name: str) -> None:
+        if self.key(name) == self.default_name:
+            raise DefaultModel(f"{name!r:.200} is the default model: put another checkpoint in its place")
+        if type(self) is Models:
+            raise Forbidden("here models are neither loaded nor deleted: start the service again with others")
+
+    def status_of(self, key: str) -> ModelStatus:
+        """Return the status of the model that stands there in `served`."""
+        model, engine = self.served[key], self.served[key].current.engine
+        info, now, is_ready = model.info, time.monotonic(), model.state == "ready"
+        last_used: float | None = getattr(model, "last_used", None)
+        return ModelStatus(
+            name=self.name_of(key),
+            state=model.state,
+            reason="" if is_ready else "its memory was given back" if model.unloaded else engine.status.reason,
+            backbone="" if info is None else info.backbone,
+            classes=None if info is None else info.config.num_classes,
+            bytes=getattr(engine, "size", 0) if is_ready else 0,
+            last_used=None if last_used is None else now - last_used,
+            default=key == self.default_name,
+        )
+
+
+class LocalModels(Models):
+    """Models whose engines are in this process.
+
+    Args:
+        settings: with the folder, or the one checkpoint, and the memory that models may take.
+        make: returns an engine, not started yet, of what is to be loaded.
+        configured: the folder's entries, as `configured_models` gives them.
+        versions: what is served instead of what is configured, by name, where another process served it before.
+        on_retired: called when an old version of a model is closed and forgotten.
+    """
+
+    served: dict[str, LocalModel]  # type: ignore[assignment]  # a dict of what this process loads itself
+
+    def __init__(
+        self,
+        settings: Settings,
+        make: Callable[[What], ModelEngine],
+        configured: Mapping[str, Entry] | None = None,
+        versions: Mapping[str, Version] | None = None,
+        *,
+        on_retired: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._settings, self._make, self._on_retired = settings, make, on_retired
+        self._configured = dict(configured or {"": Entry({}, {})})
+        self._default = default = _default_of(settings, self._configured)
+        self._versions = dict(versions or {})
+        names = sorted({*self._configured, *self._versions}, key=lambda name: (name != default, name))
+        super().__init__({name: self._model(name) for name in names if not self._version(name).gone}, default)
+        self._prepared: tuple[str, LocalModel] | None = None
+        self._turn = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._under_way: dict[str, asyncio.Task[None]] = {}
+        self._sizes: dict[str, int] = {}
+        self._is_full = self._reload_again = False
+        self._reloading: asyncio.Task[None] | None = None
+
+    @property
+    def failure(self) -> str:
+        """Return why the process cannot go on, or an empty text: what it serves at least failed, or what served."""
+        models = list(self.served.values())
+        failed = [model for model in models if model.state == "failed"]
+        fatal = [model for model in failed if model.broke or model.is_default or self._settings.strict]
+        if len(failed) == len(models):
+            fatal = failed
+        return fatal[0].current.engine.status.reason if fatal else ""
+
+    def start(self, on_change: Callable[[], None]) -> None:
+        """Begin loading, the default first; see `Models.start`."""
+        self.on_change = on_change
+        for name in self.served:
+            self._begin(name, at_start=True)
+
+    async def close(self) -> None:
+        """Close all models."""
+        for task in self._tasks:
+            task.cancel()
+        await super().close()
+
+    @property
+    def versions(self) -> Mapping[str, Version]:
+        """Return what is served, or deleted, instead of what is configured, by name."""
+        changed = {name: Version(model.current.number, model.current.checkpoint) for name, model in self.served.items()}
+        return self._versions | {name: each for name, each in changed.items() if each != Version()}
+
+    async def available(self, name: str | None) -> None:
+        """Return when the model answers, which is loaded if it is not; see `Models.available`."""
+        await self.wake(self.key(name))
+
+    async def wake(self, key: str) -> None:
+        """Do as `available`, of the model that stands there in `served`."""
+        while key in self.served and self.served[key].state in ("loading", "unloaded"):
+            under_way = self._under_way.get(key)
+            await asyncio.shield(self._begin(key) if under_way is None or under_way.done() else under_way)
+        if key not in self.served:
+            raise UnknownModel(f"{key!r}: the model was deleted")
+        if self.served[key].state != "ready":
+            raise EngineUnavailable(f"{key}: {self.served[key].current.engine.status.reason}".removeprefix(": "))
+
+    async def put(self, name: str, what: What) -> bool:
+        """Load a model, or replace one; see `Models.put`. A caller who leaves does not end it."""
+        return await asyncio.shield(self._task(self._put(name, what)))
+
+    async def prepare(self, name: str, what: What, *, in_turn: bool = False) -> bool:
+        """Load a model, which `take_over` lets answer and `discard` gives up; return whether the name is new.
+
+        Whoever cancels this call discards it. Raises as `put`; with `in_turn` what is being loaded is waited for.
+        """
+        if self._turn.locked() and not in_turn:
+            raise SwapUnderWay(UNDER_WAY)
+        await self._turn.acquire()
+        key = self.place(name)
+        existing = self.served.get(key)
+        try:
+            await self._make_room(key, self._needed(key))
+            if existing is not None and (existing.state == "ready" or existing is self.default):
+                self._prepared = key, existing
+                await existing.prepare(what)
+            else:
+                self._prepared = key, self._model(key, Version(self._version(key).number + 1, what))
+                if reason := await self._prepared[1].bring():
+                    raise CheckpointRefused(reason)
+        except BaseException as error:
+            await self.discard("another engine did not load it, or who asked for it is gone", error)
+            raise
+        return existing is None
+
+    def take_over(self) -> str:
+        """Let what was prepared answer new requests, and return where it stands in `served`."""
+        assert self._prepared is not None, "it was prepared"
+        (key, model), self._prepared = self._prepared, None
+        if model.next is not None:
+            model.take_over()
+        else:
+            before, self.served[key] = self.served.get(key), model
+            model.on_change = self.on_change
+            if before is not None:
+                self._task(before.close())
+        self._versions[key] = Version(model.current.number, model.current.checkpoint)
+        self.results["loaded"] += 1
+        self._turn.release()
+        self.on_change()
+        return key
+
+    async def discard(self, reason: str, error: BaseException | None = None) -> None:
+        """Give up what was prepared, or failed to be, for a reason."""
+        if self._prepared is not None:
+            (key, model), self._prepared = self._prepared, None
+            if model.next is not None:
+                await model.discard(reason)
+            elif self.served.get(key) is not model:
+                await model.close()
+        self.results["failed"] += error is None or isinstance(error, CheckpointRefused)
+        self._turn.release()
+
+    async def unload(self, name: str) -> None:
+        """Give a model's memory back; see `Models.unload`."""
+        self._require_changeable(name)
+        async with self._turn:
+            if self.find(name).state == "ready":
+                await self.served[name].unload()
+
+    async def delete(self, name: str) -> None:
+        """Remove a model; see `Models.delete`."""
+        self._require_changeable(name)
+        model = self.served.pop(name)
+        self._versions[name] = Version(model.current.number, gone=True)
+        self._task(model.leave())
+        self.on_change()
+
+    def reload(self) -> None:
+        """Begin to load what is configured as it is now, after what is being loaded; the log says how it ends."""
+        self._reload_again = True  # what is being loaded may have been read before the file was replaced
+        if self._reloading is None or self._reloading.done():
+            self._reloading = self._task(self._reload())
+
+    # How models come and go
+
+    def _version(self, name: str) -> Version:
+        return self._versions.get(name, Version(1 if name in self._configured else 0))
+
+    def _model(self, name: str, version: Version | None = None) -> LocalModel:
+        number, what, _ = version or self._version(name)
+        model = LocalModel(partial(self._engine, name), what, number, on_retired=self._on_retired)
+        # Of several, none of which is named as the default, any other may be that.
+        model.is_default = name == self._default and (bool(self._settings.model_name) or len(self._configured) == 1)
+        return model
+
+    def _engine(self, name: str, what: What) -> ModelEngine:
+        own: dict[str, Any] = {"model_name": name} if name else {}
+        if isinstance(what, Mapping):
+            return self._make({**what, **own})
+        own |= self._configured[name].settings if name in self._configured else {}
+        if not own:
+            return self._make(what)
+        return self._make(own if what is None else {**own, "checkpoint": what})
+
+    def _begin(self, key: str, *, at_start: bool = False) -> asyncio.Task[None]:
+        """Load a model that is not loaded, when it is its turn."""
+        task = self._under_way[key] = self._task(self._load(key, at_start=at_start))
+        return task
+
+    async def _load(self, key: str, *, at_start: bool) -> None:
+        async with self._turn:
+            model = self.served.get(key)
+            if model is None or model.state == "ready":
+                return
+            if at_start and self._is_full:
+                model.unloaded = True
+                return
+            await self._make_room(key, self._needed(key))
+            model.on_change = self.on_change
+            reason = await model.bring()
+            self.results["failed" if reason else "loaded"] += 1
+            if reason and not model.is_default:
+                logger.error("model %s: %s", key, reason)
+                self._pass_default_on(key)
+            await self._fit(key, evict=not at_start)
+
+    def _pass_default_on(self, key: str) -> None:
+        """Let the next model be the default, if that is none that was named, and cannot be loaded."""
+        if key == self.default_name:
+            left = (name for name, model in self.served.items() if model.state != "failed")
+            self.default_name = next(left, key)
+            self.on_change()
+
+    async def _put(self, name: str, what: What, *, in_turn: bool = False) -> bool:
+        is_new = await self.prepare(name, what, in_turn=in_turn)
+        await self.fit(self.take_over())
+        return is_new
+
+    async def fit(self, key: str) -> None:
+        """Unload others if there is too much now that a model is loaded, or that model; raises `ModelsFull`."""
+        async with self._turn:
+            await self._fit(key, evict=True)
+
+    async def _reload(self) -> None:
+        while self._reload_again:
+            self._reload_again = False
+            try:
+                await self._read_again(configured_models(self._settings))
+            except SettingsError as error:
+                logger.warning("not reloaded: %s", error)
+
+    async def _read_again(self, entries: Mapping[str, Entry]) -> None:
+        """Bring what is served to what is configured now; a checkpoint that is no entry is loaded again."""
+        before, default = self._configured, self.default_name
+        self._configured = {default: before[default], **entries}
+        for name in (before.keys() - self._configured.keys()) & self.served.keys():
+            await self.delete(name)
+        if default not in entries:
+            logger.warning("model %s is no longer in the folder, and stays, as it is the default", default)
+        for name, entry in entries.items():
+            model = self.served.get(name)
+            is_same = model is not None and model.current.checkpoint is None and before.get(name) == entry
+            if is_same and entry.files:
+                continue
+            try:
+                if model is None:
+                    number = self._versions[name].number + 1 if name in self._versions else 1
+                    self._versions[name] = Version(number)
+                    self.served[name] = self._model(name)
+                    self._begin(name)
+                else:
+                    await self._put(name, None, in_turn=True)
+            except ServiceError as error:
+                logger.warning("not reloaded: %s", error)
+
+    def _task(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # a caller who has left asks for it no more
+
+    # Memory
+
+    def _needed(self, key: str) -> int:
+        """Return what a model would take, as far as it is known: nothing beside others of its backbone."""
+        model = self.served.get(key)
+        info = None if model is None else model.info
+        return 0 if info is None or info.backbone in self.backbones() else self._sizes.get(info.backbone, 0)
+
+    async def _make_room(self, key: str, size: int) -> None:
+        """Unload backbones until so many bytes fit beside the others; raises `ModelsFull`."""
+        most = self._settings.models_bytes
+        while most is not None and sum(self.backbones().values()) + size > most:
+            await self._evict(key)
+
+    async def _fit(self, key: str, *, evict: bool) -> None:
+        """Unload others if there is too much now that a model is loaded, or that model; raises `ModelsFull`."""
+        self._sizes |= self.backbones()
+        model, most = self.served.get(key), self._settings.models_bytes
+        if model is None or model.state != "ready" or most is None or sum(self.backbones().values()) <= most:
+            return
+        try:
+            self._is_full = not evict
+            if evict:
+                await self._make_room(key, 0)
+            elif model is not self.default:
+                await model.unload()
+        except ModelsFull:
+            if model is not self.default:
+                await model.unload()
+            raise
+
+    async def _evict(self, but: str) -> None:
+        """Unload the backbone that is unused for longest, of those that have no work; raises `ModelsFull`."""
+        users: dict[str, list[LocalModel]] = {}
+        for model in self.served.values():
+            if model.state == "ready" and model.info is not None:
+                users.setdefault(model.info.backbone, []).append(model)
+        kept = {self.served[key].info for key in (but, self.default_name) if key in self.served}
+        idle = [
+            (max(model.last_used or 0.0 for model in models), backbone)
+            for backbone, models in users.items()
+            if not any(model.current.engine.backbone.engine.busy for model in models)
+            and backbone not in {info.backbone for info in kept if info is not None}
+        ]
+        if not idle:
+            raise ModelsFull("there is no memory for this model beside those that are in use")
+        _, backbone = min(idle)
+        self.results["evicted"] += 1
+        logger.info("backbone %s is unloaded: others need its memory", backbone)
+        await asyncio.gather(*(model.unload() for model in users[backbone]))
+
+
+def _default_of(settings: Settings, configured: Mapping[str, Entry]) -> str:
+    return settings.model_name if settings.models is not None and settings.model_name else next(iter(configured))
+
+
+def default_settings(settings: Settings) -> Settings:
+    """Return the settings with those of the default model; raises as `configured_models`."""
+    configured = configured_models(settings, log=logging.DEBUG)
+    default = _default_of(settings, configured)
+    return settings.model_copy(update={**configured[default].settings, "model_name": default or settings.model_name})
+
+
+def configured_models(settings: Settings, *, log: int = logging.ERROR) -> dict[str, Entry]:
+    """Return the models that settings name: of the folder, or one without a name.
+
+    Broken entries are logged at a level.
+
+    Raises:
+        SettingsError: there are none, or the default is none of them, or one is broken and that is to end the start.
+    """
+    if settings.models is None:
+        return {"": Entry({}, {})}
+    try:
+        entries, problems = read_folder(Path(settings.models).expanduser())
+    except OSError as error:
+        raise SettingsError(f"VIT_MODELS={settings.models!r}: {error.strerror or error}") from None
+    for problem in problems:
+        logger.log(log, "no model: %s", problem)
+    if problems and settings.strict:
+        raise SettingsError(f"VIT_MODELS={settings.models!r}: {problems[0]}")
+    if not entries:
+        raise SettingsError(f"VIT_MODELS={settings.models!r}: there is no model in this folder")
+    if settings.model_name not in (None, *entries):
+        names = ", ".join(entries)
+        raise SettingsError(f"VIT_MODEL_NAME={settings.model_name!r}: expected a model of VIT_MODELS: {names:.1000}")
+    return entries
