@@ -1,6 +1,7 @@
 // One picture on the page: its file, how it looks, the answer, and the maps that were asked for.
 
 import { sendPatiently } from "./api.js";
+import { answersOf } from "./models.js";
 import { shrink } from "./shrink.js";
 
 const SIDES = [640, 1536]; // the longer side of what is kept for drawing: small pictures are enlarged, as their maps are not small
@@ -20,17 +21,24 @@ export class Picture {
     this.name = file.name || `picture ${this.number}`;
     this.state = "waiting"; // then "sending" or "busy", and "answered", "failed" or "cancelled"
     this.progress = 0;
-    this.answer = null;
+    this.answers = []; // of one or two models; {error} of one of two that refused
     this.error = null;
     this.photo = null; // a canvas with the upright picture
     this.size = null; // [width, height] of the upright original
-    this.seen = null; // what the model saw, a canvas
+    this.seen = []; // what each model saw, a canvas
     this.maps = new Map();
     this.asking = 0; // requests for maps under way
     this.controller = new AbortController();
   }
 
   get isUnderWay() { return ["waiting", "sending", "busy"].includes(this.state); }
+
+  /** The answer of the first or the second model, or null. */
+  answerBy(place) { return this.answers[place]?.error ? null : this.answers[place] ?? null; }
+
+  get answer() { return this.answerBy(0); }
+
+  get look() { return this.photo ?? this.seen.find(Boolean) ?? null; }
 
   /** End every request of this picture. */
   cancel() {
@@ -41,7 +49,9 @@ export class Picture {
   /** Forget all that a model said: another is there. */
   forget() {
     this.cancel();
-    this.answer = this.error = null;
+    this.error = null;
+    this.answers = [];
+    this.seen = [];
     this.maps.clear();
     this.state = "waiting";
   }
@@ -59,7 +69,7 @@ export class Picture {
     }
   }
 
-  /** Choose what is sent: the file, or less of it for a model that resizes pictures to `side` pixels. */
+  /** Choose what is sent: the file, or less of it for models that resize pictures to `side` pixels at most. */
   async prepare(side) {
     const asItIs = { file: this.file, pixel: [1, 1] };
     await (side && this.decoded);
@@ -75,20 +85,25 @@ export class Picture {
     return { ...found, region: { x: region.x * across, y: region.y * down, width: region.width * across, height: region.height * down } };
   }
 
-  async classify({ topK, map, labels, side, ...listeners }) {
+  async classify({ topK, map, services, side, ...listeners }) {
     const { signal } = this.controller;
     await this.prepare(side);
-    const answer = await sendPatiently("POST", "classify", { query: { top_k: topK, attention: map, labels }, file: this.sent.file, signal, ...listeners });
+    const ask = (query) => sendPatiently("POST", "classify", { query, file: this.sent.file, signal, ...listeners });
+    const answers = await answersOf(services, { top_k: topK, attention: map }, ask);
     signal.throwIfAborted();
-    if (answer.attention) answer.attention = this.ofOriginal(answer.attention);
-    this.answer = answer;
-    const { id, attention, predictions: [first] } = answer;
-    if (map) this.maps.set(keyOf({ method: map, class: first.index }), { ...attention, id });
+    for (const answer of answers) if (answer.attention) answer.attention = this.ofOriginal(answer.attention);
+    this.answers = answers;
+    const answered = services.filter(({ place }) => this.answerBy(place));
+    for (const { name, place } of map ? answered : []) {
+      const { id, attention, predictions: [first] } = answers[place];
+      this.maps.set(keyOf({ model: name, method: map, class: first.index }), { ...attention, id });
+    }
     await this.decoded;
-    if (map && this.photo === null) await this.see();
+    if (this.photo === null) await Promise.all(answered.map((service) => service.methods.includes(FUSED) && this.see(service)));
+    if (answers[0].error) throw answers[0].error;
   }
 
-  /** The map of a choice {method, class, layer, head, labels}, asked for once. */
+  /** The map of a choice {model, method, class, layer, head, labels}, asked for once. */
   map(choice) {
     const name = keyOf(choice);
     if (!this.maps.has(name)) {
@@ -99,12 +114,12 @@ export class Picture {
     return this.maps.get(name);
   }
 
-  /** Draw what the model saw into `seen`: maps lie over this where the browser cannot show the picture. */
-  async see() {
-    if (this.seen) return;
-    const png = await this.attention({ method: "cls", format: "png", alpha: 0, size: 1024 }, "blob");
+  /** Draw what a model saw into `seen`: maps lie over this where the browser cannot show the picture. */
+  async see({ name, place }) {
+    if (this.seen[place]) return;
+    const png = await this.attention({ model: name, method: "cls", format: "png", alpha: 0, size: 1024 }, "blob");
     const bitmap = await createImageBitmap(png);
-    this.seen = drawn(bitmap);
+    this.seen[place] = drawn(bitmap);
   }
 
   /** GET /attention of the kept picture; POST it again where it is not kept any more. */
@@ -113,12 +128,13 @@ export class Picture {
     this.asking += 1;
     this.onAsking();
     try {
-      if (this.answer?.id) {
+      const answer = this.answers.find(({ model }) => model === query.model) ?? this.answers[0];
+      if (answer?.id) {
         try {
-          return await sendPatiently("GET", "attention", { query: { ...query, id: this.answer.id }, type, signal });
+          return await sendPatiently("GET", "attention", { query: { ...query, id: answer.id }, type, signal });
         } catch (error) {
           if (error.code !== "not_found") throw error;
-          this.answer.id = null;
+          answer.id = null;
         }
       }
       return await sendPatiently("POST", "attention", { query, file: this.sent.file, type, signal });
@@ -129,7 +145,7 @@ export class Picture {
   }
 }
 
-const keyOf = (choice) => ["method", "class", "layer", "head"].map((name) => choice[name] ?? "").join("|");
+const keyOf = (choice) => ["model", "method", "class", "layer", "head"].map((name) => choice[name] ?? "").join("|");
 
 function drawn(bitmap) {
   const longer = Math.max(bitmap.width, bitmap.height);
