@@ -1,0 +1,233 @@
+"""The examples of taught heads, and the heads fitted to them: one SQLite file, which several processes may use at once.
+
+An example is what a backbone gives of a picture, its label, the time, and who sent it; never the picture. Whatever
+process ends at whatever moment, the file holds what was committed before, and nothing of what was not. Each change of a
+head's examples raises its revision, so that everyone sees which fit is of which examples.
+
+Functions block for some milliseconds: call them from a thread.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.errors import HeadFull, HeadWithoutBackbone, NotFound, SettingsError
+
+MAX_HEADS: Final = 64
+MAX_LABELS: Final = 1000
+MAX_EXAMPLES: Final = 20_000
+MAX_BYTES: Final = 64 * 2**20
+"""Of a head's features; the other bounds but the first are of one head, too."""
+
+_FILE: Final = "heads.sqlite3"
+_LOCKED_SECONDS: Final = 10.0
+"""How long a change waits for another one to end; each takes milliseconds."""
+
+_TABLES: Final = """
+CREATE TABLE IF NOT EXISTS heads (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE,
+    backbone TEXT NOT NULL, model TEXT NOT NULL, owner TEXT NOT NULL,
+    numbers INTEGER NOT NULL DEFAULT 0, revision INTEGER NOT NULL DEFAULT 0,
+    fitted_revision INTEGER NOT NULL DEFAULT 0, fitted BLOB, reason TEXT NOT NULL DEFAULT '');
+CREATE TABLE IF NOT EXISTS examples (
+    head INTEGER NOT NULL REFERENCES heads ON DELETE CASCADE, number INTEGER NOT NULL, label TEXT NOT NULL,
+    time REAL NOT NULL, who TEXT NOT NULL, features BLOB NOT NULL, UNIQUE (head, number));
+"""
+_VERSION: Final = 1
+
+
+class HeadRow(NamedTuple):
+    """A head.
+
+    Attributes:
+        id: no other head ever has it, also of the same name.
+        backbone: names what its features are of.
+        model: with which it was begun.
+        owner: the name of the key that began it; empty without keys.
+        revision: changes with its examples.
+        fitted_revision: of the examples that it was last fitted to, or could not be.
+        reason: why those give no head; empty if they do.
+    """
+
+    id: int
+    name: str
+    backbone: str
+    model: str
+    owner: str
+    revision: int
+    fitted_revision: int
+    reason: str
+
+
+_HEADS: Final = f"SELECT {', '.join(HeadRow._fields)} FROM heads"
+
+
+class Example(NamedTuple):
+    """An example without its features: `time` is in seconds since 1970, `who` the name of a key."""
+
+    number: int
+    label: str
+    time: float
+    who: str
+
+
+class TrainingSet(NamedTuple):
+    """All examples of a head: numbers and labels [N], features float32 [N, D], as of a revision."""
+
+    head: HeadRow
+    numbers: list[int]
+    labels: list[str]
+    features: NDArray[np.float32]
+
+
+class Examples:
+    """The examples of all heads in a folder, which is made if it is absent.
+
+    Raises:
+        SettingsError: the folder cannot be used.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / _FILE
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with closing(self._connect()) as db:
+                [version] = db.execute("PRAGMA user_version").fetchone()
+                if version not in (0, _VERSION):
+                    raise SettingsError(f"VIT_TEACH: {self.path}: of another version of vitserve")
+                db.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {_VERSION}; COMMIT")
+        except (OSError, sqlite3.Error) as error:
+            raise SettingsError(f"VIT_TEACH: {self.path}: cannot be used: {error}") from None
+
+    def add(
+        self, name: str, label: str, features: NDArray[np.float32], who: str, backbone: tuple[str, str]
+    ) -> dict[str, int]:
+        """Add an example for each row of features [N, D], all or none; return how many each label has.
+
+        Args:
+            name: of the head, which is made if it is absent.
+            who: the name of the caller's key.
+            backbone: what the features are of, and the name of its model.
+
+        Raises:
+            HeadWithoutBackbone: the head's other examples are of another backbone.
+            HeadFull: there are too many heads, or labels or examples of this one.
+        """
+        with self._changing() as db:
+            [others] = db.execute("SELECT count(*) FROM heads WHERE name != ?", [name]).fetchone()
+            if others >= MAX_HEADS:
+                raise HeadFull(f"{name}: there are {MAX_HEADS} heads already: delete one first")
+            made = [name, *backbone, who]
+            db.execute("INSERT OR IGNORE INTO heads (name, backbone, model, owner) VALUES (?, ?, ?, ?)", made)
+            [head, known, numbers] = db.execute(
+                "SELECT id, backbone, numbers FROM heads WHERE name = ?", [name]
+            ).fetchone()
+            if known != backbone[0]:
+                raise HeadWithoutBackbone(f"{name}: its examples are of another backbone than that of {backbone[1]}")
+            now = time.time()
+            rows = [
+                (head, number, label, now, who, row.astype("<f4").tobytes())
+                for number, row in enumerate(features, start=numbers + 1)
+            ]
+            db.executemany("INSERT INTO examples VALUES (?, ?, ?, ?, ?, ?)", rows)
+            totals = "SELECT count(*), count(DISTINCT label), sum(length(features)) FROM examples WHERE head = ?"
+            count, labels, size = db.execute(totals, [head]).fetchone()
+            if count > MAX_EXAMPLES or labels > MAX_LABELS or size > MAX_BYTES:
+                limits = f"{MAX_LABELS} labels, {MAX_EXAMPLES} examples and {MAX_BYTES} bytes of them"
+                raise HeadFull(f"{name}: a head has at most {limits}")
+            changed = "UPDATE heads SET numbers = numbers + ?, revision = revision + 1 WHERE id = ?"
+            db.execute(changed, [len(rows), head])
+            return _counts(db, head)
+
+    def remove(self, head: HeadRow, number: int | None = None) -> None:
+        """Remove an example of a head, or the head with all that it has; raises `NotFound`."""
+        with self._changing() as db:
+            if number is None:
+                removed = db.execute("DELETE FROM heads WHERE id = ?", [head.id]).rowcount
+            else:
+                removed = db.execute("DELETE FROM examples WHERE head = ? AND number = ?", [head.id, number]).rowcount
+                db.execute("UPDATE heads SET revision = revision + 1 WHERE id = ?", [head.id])
+            if not removed:
+                raise NotFound(f"{head.name}: there is no such {'head' if number is None else 'example'}")
+
+    def heads(self) -> dict[str, HeadRow]:
+        """Return all heads by name."""
+        with self._reading() as db:
+            return {row.name: row for row in map(HeadRow._make, db.execute(_HEADS))}
+
+    def head(self, name: str) -> HeadRow:
+        """Return a head; raises `NotFound`."""
+        found = self.heads().get(name)
+        if found is None:
+            raise NotFound(f"{name}: there is no such head")
+        return found
+
+    def counts(self, head: HeadRow) -> dict[str, int]:
+        """Return how many examples each label of a head has, in the order of the labels' first examples."""
+        with self._reading() as db:
+            return _counts(db, head.id)
+
+    def listed(self, head: HeadRow) -> list[Example]:
+        """Return the examples of a head, the first one first."""
+        with self._reading() as db:
+            query = "SELECT number, label, time, who FROM examples WHERE head = ? ORDER BY number"
+            return [Example(*row) for row in db.execute(query, [head.id])]
+
+    def training_set(self, head: HeadRow) -> TrainingSet:
+        """Return all examples of a head; none where it is gone."""
+        with self._reading() as db:
+            now = [HeadRow(*row) for row in db.execute(f"{_HEADS} WHERE id = ?", [head.id])]
+            query = "SELECT number, label, features FROM examples WHERE head = ? ORDER BY number"
+            rows = db.execute(query, [head.id]).fetchall()
+        features = np.frombuffer(b"".join(row[2] for row in rows), "<f4").reshape(max(1, len(rows)), -1)
+        return TrainingSet(now[0] if now else head, [row[0] for row in rows], [row[1] for row in rows], features)
+
+    def keep(self, head: HeadRow, fitted: bytes | None, reason: str = "") -> None:
+        """Keep what was fitted to the examples as of `head.revision`, unless the head is gone or has something newer.
+
+        Where those give no head, which has a `reason`, the one before stays.
+        """
+        with self._changing() as db:
+            db.execute(
+                "UPDATE heads SET fitted = coalesce(?, fitted), fitted_revision = ?, reason = ? "
+                "WHERE id = ? AND fitted_revision < ?",
+                [fitted, head.revision, reason, head.id, head.revision],
+            )
+
+    def fitted(self, head: HeadRow) -> bytes | None:
+        """Return the head that was last fitted, as `model.taught_heads` writes it; None where none was."""
+        with self._reading() as db:
+            rows: list[tuple[bytes | None]] = db.execute("SELECT fitted FROM heads WHERE id = ?", [head.id]).fetchall()
+        return rows[0][0] if rows else None
+
+    def _connect(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self.path, timeout=_LOCKED_SECONDS, isolation_level=None)
+        db.execute("PRAGMA foreign_keys = ON")
+        db.execute("PRAGMA secure_delete = ON")
+        return db
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        with closing(self._connect()) as db:
+            db.execute("BEGIN")
+            yield db
+
+    @contextmanager
+    def _changing(self) -> Iterator[sqlite3.Connection]:
+        """Let nobody else change anything until the context ends; an error undoes what was changed."""
+        with closing(self._connect()) as db, db:
+            db.execute("BEGIN IMMEDIATE")
+            yield db
+
+
+def _counts(db: sqlite3.Connection, head: int) -> dict[str, int]:
+    query = "SELECT label, count(*) FROM examples WHERE head = ? GROUP BY label ORDER BY min(number)"
+    return dict(db.execute(query, [head]).fetchall())

@@ -1,0 +1,104 @@
+"""The fit of a taught head to its examples, and what the head then knows of itself; no torch.
+
+python -m service.teach.fit FOLDER    fits each head of the folder whose examples have changed
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.errors import DatasetError, first_line
+from model.heads import Known
+from model.probe import FOLDS, Choice, fit_head, interval
+from model.taught_heads import TaughtHead
+from service.teach.examples import Examples
+from vitserve.documents import Accuracy, Confusion, Knowledge, Suspect
+
+_FEW: Final = 5
+"""A label with fewer pictures needs more, and so does one of which less than half are answered right."""
+_DOUBT: Final = 2.0
+"""How much likelier than its own another label of an example is that makes it a suspect."""
+_LISTED: Final = 100
+
+
+def taught_head(
+    features: NDArray[np.float32], labels: Sequence[str], numbers: Sequence[int], backbone: str
+) -> TaughtHead:
+    """Return the head that is fitted to examples.
+
+    Args:
+        features: [N, D].
+        labels, numbers: of each example.
+        backbone: names what the features are of.
+
+    Raises:
+        DatasetError: they are too few: two labels need two examples each.
+    """
+    names = tuple(dict.fromkeys(labels))
+    truth = np.array([names.index(label) for label in labels], np.int64)
+    if (np.bincount(truth, minlength=1) >= 2).sum() < 2:
+        raise DatasetError("two labels with two pictures each are needed at least")
+    head, choice = fit_head(features, truth, names)
+    known = _knowledge(choice, truth, names, numbers)
+    return TaughtHead(replace(head, known=Known.of(features)), backbone, known.model_dump_json())
+
+
+def _knowledge(choice: Choice, truth: NDArray[np.int64], names: Sequence[str], numbers: Sequence[int]) -> Knowledge:
+    rows, scores = choice.rows, choice.scores
+    own, answers, each = truth[rows], scores.argmax(axis=1), np.arange(len(rows))
+    right = int((answers == own).sum())
+    low, high = interval(right, len(rows))
+    confusion = np.zeros((len(names), len(names)), np.int64)
+    np.add.at(confusion, (own, answers), 1)
+    of_label = np.bincount(truth, minlength=len(names))
+    needy = (of_label < _FEW) | (2 * confusion.diagonal() < confusion.sum(axis=1))
+    likely = scores[each, own]
+    doubtful = [row for row in np.argsort(likely, kind="stable") if scores[row].max() > max(0.5, _DOUBT * likely[row])]
+    wrong = confusion - np.diag(confusion.diagonal())
+    pairs = [divmod(int(place), len(names)) for place in np.argsort(-wrong, axis=None, kind="stable")[:_LISTED]]
+    return Knowledge(
+        accuracy=Accuracy(value=right / len(rows), low=low, high=high, folds=FOLDS),
+        confusion=[
+            Confusion(label=names[label], answered=names[answer], count=int(wrong[label, answer]))
+            for label, answer in pairs
+            if wrong[label, answer]
+        ],
+        suspects=[
+            Suspect(
+                number=numbers[rows[row]],
+                label=names[own[row]],
+                likely=names[answers[row]],
+                score=float(scores[row].max()),
+            )
+            for row in doubtful[:_LISTED]
+        ],
+        needs_more=[name for name, needs in zip(names, needy, strict=True) if needs],
+        fitted_to=len(truth),
+        fitted_at=datetime.now(UTC),
+    )
+
+
+def fit_changed(examples: Examples) -> None:
+    """Fit each head whose examples have changed since it was fitted, until there is none."""
+    while stale := [head for head in examples.heads().values() if head.fitted_revision < head.revision]:
+        for head in stale:
+            every = examples.training_set(head)
+            try:
+                taught = taught_head(every.features, every.labels, every.numbers, head.backbone)
+                examples.keep(every.head, taught.to_bytes())
+            except (DatasetError, np.linalg.LinAlgError, MemoryError) as error:
+                examples.keep(every.head, None, first_line(error))
+
+
+if __name__ == "__main__":
+    os.nice(19)
+    fit_changed(Examples(Path(sys.argv[1])))
