@@ -1,8 +1,8 @@
-"""What a taught head reaches: `python -m benchmarks.teach`, with scikit-learn installed, whose models it is compared with.
+"""What a taught head reaches: `python -m benchmarks.teach`. It needs scikit-learn, whose models it is compared with.
 
-The groups are the classes of CIFAR-10: ten pictures or twenty of each teach a head, a hundred others test it. Two models
-give the features: DeiT-tiny, which was trained on ImageNet and sees the 32 x 32 pixels enlarged to 224 x 224, and the
-bundled model, which was trained on other pictures of these very classes. Every figure is a mean over draws of pictures.
+The groups are the classes of CIFAR-10: ten pictures or twenty of each teach a head, a hundred others test it. Features
+are those of DeiT-tiny, which was trained on ImageNet and sees the 32 x 32 pixels enlarged to 224 x 224, and of the
+bundled model, which was trained on other pictures of these very classes. A figure is a mean over draws of pictures.
 """
 
 from __future__ import annotations

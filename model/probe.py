@@ -41,7 +41,7 @@ class Choice(NamedTuple):
         penalty: the one with the lowest loss.
         temperature: of the held-out scores at this penalty; see `fit_temperature`.
         loss: their mean negative log-likelihood at this temperature, in nats.
-        rows: int64 [M], the features that were held out.
+        rows: int64 [M], the features that were held out, ascending.
         scores: float64 [M, C], theirs at this penalty and temperature.
     """
 
@@ -89,7 +89,7 @@ def draw_folds(truth: NDArray[np.int64], classes: int, seed: int) -> NDArray[np.
     return folds
 
 
-def interval(right: int, count: int) -> tuple[float, float]:
+def interval(right: float, count: int) -> tuple[float, float]:
     """Return the interval of a share, right of count, that holds the true one with 95% confidence (Wilson 1927)."""
     share, z = right / count, 1.96
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
@@ -164,7 +164,7 @@ def choose_penalty(axes: Axes, truth: NDArray[np.int64], folds: NDArray[np.int64
     """
     numbers = range(folds.max() + 1)
     held_out, rest = ([np.flatnonzero((folds == n) == out) for n in numbers] for out in (True, False))
-    rows = np.concatenate(held_out)
+    rows, logits = np.flatnonzero(folds >= 0), np.empty((len(truth), classes), np.float32)
     parameters = [np.zeros((classes, axes.values.shape[1] + 1), np.float32) for _ in numbers]
     before = np.ones(1)
     best: Choice | None = None
@@ -176,10 +176,10 @@ def choose_penalty(axes: Axes, truth: NDArray[np.int64], folds: NDArray[np.int64
         pairs = zip(rest, begun, strict=True)
         parameters = [minimise(scaled[part], truth[part], strength, start, _NEAR) for part, start in pairs]
         before = widths
-        pairs = zip(held_out, parameters, strict=True)
-        logits = np.concatenate([scaled[part] @ found.T for part, found in pairs])
-        temperature = fit_temperature(logits, truth[rows])
-        scores, _ = scores_and_energies(logits, temperature)
+        for part, found in zip(held_out, parameters, strict=True):
+            logits[part] = scaled[part] @ found.T
+        temperature = fit_temperature(logits[rows], truth[rows])
+        scores, _ = scores_and_energies(logits[rows], temperature)
         likely = scores[np.arange(len(rows)), truth[rows]]
         loss = float(-np.log(np.maximum(likely, np.finfo(np.float64).tiny)).mean())
         if best is None or loss < best.loss:

@@ -104,8 +104,18 @@ class Examples:
                 if version not in (0, _VERSION):
                     raise SettingsError(f"VIT_TEACH: {self.path}: of another version of vitserve")
                 db.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {_VERSION}; COMMIT")
+            self._watching = self._connect()
         except (OSError, sqlite3.Error) as error:
             raise SettingsError(f"VIT_TEACH: {self.path}: cannot be used: {error}") from None
+
+    def close(self) -> None:
+        """Look at the file no more."""
+        self._watching.close()
+
+    def version(self) -> int:
+        """Return a number that is another one as soon as anybody has changed anything."""
+        [version] = self._watching.execute("PRAGMA data_version").fetchone()
+        return int(version)
 
     def add(
         self, name: str, label: str, features: NDArray[np.float32], who: str, backbone: tuple[str, str]
@@ -209,7 +219,7 @@ class Examples:
         return rows[0][0] if rows else None
 
     def _connect(self) -> sqlite3.Connection:
-        db = sqlite3.connect(self.path, timeout=_LOCKED_SECONDS, isolation_level=None)
+        db = sqlite3.connect(self.path, timeout=_LOCKED_SECONDS, isolation_level=None, check_same_thread=False)
         db.execute("PRAGMA foreign_keys = ON")
         db.execute("PRAGMA secure_delete = ON")
         return db

@@ -1,6 +1,6 @@
 """The fit of a taught head to its examples, and what the head then knows of itself; no torch.
 
-python -m service.teach.fit FOLDER    fits each head of the folder whose examples have changed
+`python -m service.teach.fit FOLDER` fits each head of the folder whose examples have changed.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ _FEW: Final = 5
 _DOUBT: Final = 2.0
 """How much likelier than its own another label of an example is that makes it a suspect."""
 _LISTED: Final = 100
+_ROUNDS: Final = 4
+_MANY: Final = 1000
+"""With fewer examples than this, what is known is a mean over rounds of cross-validation: folds of few say little."""
 
 
 def taught_head(
@@ -47,16 +50,21 @@ def taught_head(
     truth = np.array([names.index(label) for label in labels], np.int64)
     if (np.bincount(truth, minlength=1) >= 2).sum() < 2:
         raise DatasetError("two labels with two pictures each are needed at least")
-    head, choice = fit_head(features, truth, names)
-    known = _knowledge(choice, truth, names, numbers)
+    rounds = _ROUNDS if len(truth) < _MANY else 1
+    (head, first), *others = [fit_head(features, truth, names, seed=seed) for seed in range(rounds)]
+    known = _knowledge([first, *(choice for _, choice in others)], truth, names, numbers)
     return TaughtHead(replace(head, known=Known.of(features)), backbone, known.model_dump_json())
 
 
-def _knowledge(choice: Choice, truth: NDArray[np.int64], names: Sequence[str], numbers: Sequence[int]) -> Knowledge:
-    rows, scores = choice.rows, choice.scores
+def _knowledge(
+    rounds: Sequence[Choice], truth: NDArray[np.int64], names: Sequence[str], numbers: Sequence[int]
+) -> Knowledge:
+    """Return what cross-validations with the same examples, in other folds each time, say of a head."""
+    rows = rounds[0].rows
+    scores = np.mean([choice.scores for choice in rounds], axis=0)
     own, answers, each = truth[rows], scores.argmax(axis=1), np.arange(len(rows))
-    right = int((answers == own).sum())
-    low, high = interval(right, len(rows))
+    share = float(np.mean([(choice.scores.argmax(axis=1) == own).mean() for choice in rounds]))
+    low, high = interval(share * len(rows), len(rows))
     confusion = np.zeros((len(names), len(names)), np.int64)
     np.add.at(confusion, (own, answers), 1)
     of_label = np.bincount(truth, minlength=len(names))
@@ -66,7 +74,7 @@ def _knowledge(choice: Choice, truth: NDArray[np.int64], names: Sequence[str], n
     wrong = confusion - np.diag(confusion.diagonal())
     pairs = [divmod(int(place), len(names)) for place in np.argsort(-wrong, axis=None, kind="stable")[:_LISTED]]
     return Knowledge(
-        accuracy=Accuracy(value=right / len(rows), low=low, high=high, folds=FOLDS),
+        accuracy=Accuracy(value=share, low=low, high=high, folds=FOLDS),
         confusion=[
             Confusion(label=names[label], answered=names[answer], count=int(wrong[label, answer]))
             for label, answer in pairs
