@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from model.calibration import LabelSets
 from model.config import NetworkConfig, ViTConfig
 from model.errors import InputError
 from model.outputs import (
@@ -25,6 +26,7 @@ from model.outputs import (
     AttentionMap,
     EmbeddingRequest,
     MapRequest,
+    Method,
     Outputs,
     RequestedOutputs,
     faded,
@@ -134,6 +136,7 @@ class Head:
         temperature: logits are divided by it.
         weight, bias: float32 [C, D] and [C]; None where the backbone's own pass gives the logits.
         normalized: whether features are divided by their L2 norm first: logits are scaled cosines.
+        label_sets: gives the sets of labels, where the head is calibrated and they are asked for.
         known: the examples of a taught head, which abstains from a picture that is far from all of them.
     """
 
@@ -143,6 +146,7 @@ class Head:
     weight: Floats | None = None
     bias: Floats | float = 0.0
     normalized: bool = False
+    label_sets: LabelSets | None = None
     known: Known | None = None
 
     def logits(self, features: Floats) -> Floats:
@@ -199,13 +203,21 @@ class Head:
         relative = score / np.maximum(scores.max(axis=1), np.float32(_TINY))
         return score, np.clip(np.maximum(np.square(above).astype(np.float32), relative), 0, 1)
 
-    def direction(self, logits: Floats) -> Floats:
-        """Return what the margin of the best class of logits [C] rises with, float32 [D]: relevance begins with it.
+    def target(self, method: Method, logits: Floats, label: int) -> Floats:
+        """Return what a map of a class begins with, float32 [D], by a class-specific method; logits [C] rank rivals."""
+        assert self.weight is not None, "the backbone's pass begins with its own"
+        return self.direction(logits, label) if method == "relevance" else self.weight[label]
 
-        It is the class's weight less the mean of its rivals'; relevance knows no scale.
+    def direction(self, logits: Floats, label: int | None = None) -> Floats:
+        """Return what the margin of a class (None: the best one) rises with, float32 [D]: relevance begins with it.
+
+        It is the class's weight less the mean of its strongest rivals' by logits [C]; relevance knows no scale.
         """
         assert self.weight is not None, "the backbone's pass begins with its own"
-        best, *rivals = self.weight[np.argsort(-logits, kind="stable")[: 1 + RIVALS]]
+        ranked = np.argsort(-logits, kind="stable")
+        if label is not None:
+            ranked = np.concatenate(([label], ranked[ranked != label]))
+        best, *rivals = self.weight[ranked[: 1 + RIVALS]]
         margin: Floats = best - np.mean(rivals, axis=0) if rivals else best
         return margin / max(float(abs(self.weight).max()), 1e-12)
 

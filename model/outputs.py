@@ -328,6 +328,8 @@ class RequestedOutputs:
         labels: texts that the image is compared with instead of the model's classes; `model.heads` computes their
             scores from the embedding, so that none of them reaches an engine.
         label_set: whether to return the set of labels, of a model that has a coverage.
+        head: which of the backbone's heads scores the image: a name of `Predictor.heads`, or the backbone's own.
+        more: what is asked of the same image by further heads, in the same pass.
     """
 
     top_k: int
@@ -336,11 +338,18 @@ class RequestedOutputs:
     embedding: EmbeddingRequest | None = None
     labels: tuple[str, ...] = ()
     label_set: bool = False
+    head: str = ""
+    more: tuple[RequestedOutputs, ...] = ()
+
+    @property
+    def each(self) -> tuple[RequestedOutputs, ...]:
+        """Return what each head is asked for, the first one first."""
+        return (self, *self.more)
 
     @property
     def needs_pass(self) -> bool:
         """Return whether an output is requested that does not come out of the classification's pass."""
-        return self.map is not None and self.map.needs_pass
+        return any(each.map is not None and each.map.needs_pass for each in self.each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +364,7 @@ class Outputs:
         finite: whether all scores of the image are finite; the other values mean nothing where they are not.
         label_set: int64 [size], the labels that hold the right one with the model's coverage, best first; none: the
             model abstains. See `model.calibration`.
+        more: what further heads give of the image, in the order of the request.
     """
 
     scores: NDArray[np.float32]
@@ -364,3 +374,4 @@ class Outputs:
     embedding: NDArray[np.float32] | None = None
     finite: bool = True
     label_set: NDArray[np.int64] | None = None
+    more: tuple[Outputs, ...] = ()

@@ -32,6 +32,10 @@ class NotFound(ServiceError):
     """The path is unknown, or an id is unknown or expired."""
 
 
+class UnknownModel(NotFound):
+    """There is no model of this name."""
+
+
 class MethodNotAllowed(ServiceError):
     """The path exists, the method on it does not; `allowed` are those that it has."""
 
@@ -46,6 +50,10 @@ class RequestTimeout(ServiceError):
 
 class SwapUnderWay(ServiceError):
     """A checkpoint is being loaded already."""
+
+
+class DefaultModel(ServiceError):
+    """The default model is neither deleted nor unloaded: who names no model asks it."""
 
 
 class HeadFull(ServiceError):
@@ -110,6 +118,18 @@ class ReceivingFull(Unavailable):
 
 class EngineUnavailable(Unavailable):
     """No engine is ready: it is loading, or it failed."""
+
+    retry_after = 5
+
+
+class ModelLoading(Unavailable):
+    """The model is being loaded; as many requests wait for it as may, or this one has waited for all of its time."""
+
+    retry_after = 2
+
+
+class ModelsFull(Unavailable):
+    """There is no memory for the model beside those that are in use."""
 
     retry_after = 5
 

@@ -63,6 +63,14 @@ def malloc_trim() -> Callable[[], object] | None:
     return None if function is None else lambda: function(ctypes.c_size_t(0))
 
 
+def release_memory() -> None:
+    """Return the memory of a model that is closed to the operating system; see `freeze_objects`."""
+    freeze_objects()
+    trim = malloc_trim()
+    if trim is not None:
+        trim()
+
+
 def trim_regularly() -> None:
     """Start a thread that returns freed memory to the operating system every `_TRIM_SECONDS`, where glibc can.
 

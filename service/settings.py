@@ -16,7 +16,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, SecretStr, ValidationError, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+)
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from model.config import Size
@@ -63,9 +73,9 @@ def parse_keys(written: Iterable[str]) -> list[ApiKey]:
 
 def _image_size(value: object) -> object:
     """Parse `384` or `384x256` (rows x columns)."""
-    if not isinstance(value, str):
+    if not isinstance(value, str | int):
         return value
-    match = re.fullmatch(r"(\d{1,5})(?:x(\d{1,5}))?", value.strip())
+    match = re.fullmatch(r"(\d{1,5})(?:x(\d{1,5}))?", str(value).strip())
     if match is None:
         raise ValueError("expected pixels like 384, or rows x columns like 384x256")
     return int(match[1]), int(match[2] or match[1])
@@ -165,13 +175,11 @@ Name = Annotated[str, Field(min_length=1)]
 CommaSeparated = BeforeValidator(_comma_separated)
 
 
-class Settings(BaseSettings):
-    """All settings; see each field's description."""
+class ModelSettings(BaseModel):
+    """The settings that are of one checkpoint: what a `NAME.toml` of the folder of models may say."""
 
-    # No `env_file`: nothing is read behind the operator's back.
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    # The model.
     checkpoint: Name = Field("bundled", description="`bundled`, a folder, a file, or a hub id `owner/name[@revision]`")
     preprocess: Name | None = Field(
         None,
@@ -205,8 +213,37 @@ class Settings(BaseSettings):
         description="`0.95`: answers have the set of labels that holds the right one for 95 % of pictures like those "
         "that `vitserve calibrate` was given, or `abstained`: for callers who prefer no answer to a wrong one",
     )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="`auto`: the fastest dtype native to the device; where the model overflows in float16, float32. "
+        "`bfloat16` is refused where it is only emulated",
+    )
+
+
+class Settings(ModelSettings, BaseSettings):
+    """All settings; see each field's description."""
+
+    # No `env_file`: nothing is read behind the operator's back.
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
+
+    # The model, or several.
+    models: Name | None = Field(
+        None,
+        description="folder of models, instead of `checkpoint`: each folder, file of weights or `NAME.toml` is one",
+    )
+    models_bytes: ByteSize | None = Field(
+        None,
+        gt=0,
+        description="measured memory of all backbones, on each device; beyond it they are unloaded, least recently "
+        "used first, but the default model's",
+    )
+    strict: bool = Field(False, description="whether a broken entry of `models` ends the start, or is logged alone")
     model_name: str | None = Field(
-        None, min_length=1, max_length=200, description="name in answers, metrics and /v2. Default: the checkpoint's"
+        None,
+        min_length=1,
+        max_length=200,
+        description="name in answers, metrics and /v2; with `models` which of them is the default, which may not be "
+        "deleted. Default: the checkpoint's, or the first by name",
     )
 
     # What computes it, and how.
@@ -214,11 +251,6 @@ class Settings(BaseSettings):
         "auto",
         description="`auto`, `cpu`, `cuda`, `cuda:0` or `cuda:0,cuda:1` (one engine a device), `all` GPUs and "
         "instances of MIG, or a device by its identifier: `cuda:MIG-...`. Numbers count the visible devices",
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto",
-        description="`auto`: the fastest dtype native to the device; where the model overflows in float16, float32. "
-        "`bfloat16` is refused where it is only emulated",
     )
     compile: Literal["auto", "on", "off"] = Field(
         "auto",
@@ -295,10 +327,10 @@ class Settings(BaseSettings):
     )
     admin_key: Annotated[SecretStr | None, AfterValidator(_admin_key)] = Field(
         None,
-        description="key of POST /v2/repository/models/NAME/load, which swaps the checkpoint; without it nobody may",
+        description="key of PUT and DELETE /models/NAME, and of /v2/repository: who has it decides what is served",
     )
     checkpoint_folder: Name | None = Field(
-        None, description="folder below which that request may name a checkpoint; without it `checkpoint` is reloaded"
+        None, description="folder below which such a request may name a checkpoint; without it none is named"
     )
     metrics_public: bool = Field(True, description="whether /metrics is open when keys are set")
 

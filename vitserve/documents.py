@@ -47,6 +47,7 @@ class SetFields(TypedDict, total=False):
     set: list[str]
     set_size: int
     abstained: Literal[True]
+    abstained_by: Literal["coverage", "min_score", "distance"]
 
 
 def set_fields(labels: Sequence[str], indices: Sequence[int] | None) -> SetFields:
@@ -57,7 +58,7 @@ def set_fields(labels: Sequence[str], indices: Sequence[int] | None) -> SetField
     if len(indices) <= MAX_SET:
         fields["set"] = [labels[index] for index in indices]
     if not indices:
-        fields["abstained"] = True
+        fields["abstained"], fields["abstained_by"] = True, "coverage"
     return fields
 
 
@@ -102,6 +103,20 @@ class Attention(_Map):
     method: str = "cls"
 
 
+class ListedModel(BaseModel):
+    """One model of GET /models."""
+
+    name: str
+    state: Literal["ready", "loading", "unloaded", "failed"]
+    reason: Annotated[str, Field(description="why it is not ready")] = ""
+    backbone: Annotated[str, Field(description="the same for models that share one; empty before it is known")]
+    classes: int | None = None
+    bytes: Annotated[int, Field(description="measured memory of its backbone; 0 while that is not loaded")]
+    last_used_seconds: Annotated[float | None, Field(description="since its last picture")] = None
+    default: bool
+    taught: bool
+
+
 class Timings(BaseModel):
     """Milliseconds of each stage."""
 
@@ -111,10 +126,9 @@ class Timings(BaseModel):
     total: Annotated[float, Field(description="from the request's head")]
 
 
-class Classification(BaseModel):
-    """The answer of POST /classify."""
+class ModelClassification(BaseModel):
+    """What one model says of a picture."""
 
-    id: Annotated[str | None, Field(description="for GET /attention, while the picture is kept")] = None
     model: str
     predictions: Annotated[list[Prediction], Field(description="highest score first")]
     set: Annotated[
@@ -122,13 +136,26 @@ class Classification(BaseModel):
         Field(description="with VIT_COVERAGE: labels that hold the right one so often, best first; absent beyond 100"),
     ] = None
     set_size: Annotated[int | None, Field(description="with VIT_COVERAGE: labels in the set, however many")] = None
-    abstained: Annotated[
-        Literal[True] | None, Field(description="no label fits: the picture is unlike those of the calibration")
+    abstained: Annotated[Literal[True] | None, Field(description="no label fits")] = None
+    abstained_by: Annotated[
+        Literal["coverage", "min_score", "distance"] | None,
+        Field(description="the picture is unlike those of the calibration, or every score is below `min_score`"),
     ] = None
     attention: Attention | None = None
     embedding: Annotated[list[float] | None, Field(description="what the head reads, float32")] = None
-    timings_ms: Timings
     batch_size: Annotated[int, Field(description="images that were computed together")]
+
+
+class Kept(BaseModel):
+    """A picture that may be kept."""
+
+    id: Annotated[str | None, Field(description="for GET /attention, while the picture is kept")] = None
+
+
+class Classification(ModelClassification, Kept):  # the id first
+    """The answer of POST /classify."""
+
+    timings_ms: Timings
 
 
 class ProblemDocument(BaseModel):
@@ -146,6 +173,14 @@ class FailedItem(BaseModel):
     """One picture of a batch that has no answer."""
 
     error: ProblemDocument
+
+
+class Classifications(BaseModel):
+    """The answer of POST /classify by several models."""
+
+    id: Annotated[str | None, Field(description="for GET /attention, while the picture is kept")] = None
+    models: Annotated[dict[str, ModelClassification | FailedItem], Field(description="by name")]
+    timings_ms: Timings
 
 
 class BatchClassification(BaseModel):

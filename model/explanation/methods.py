@@ -6,10 +6,11 @@ a file of its own. Each returns how much every token mattered.
 
 from __future__ import annotations
 
-from typing import Final
+import copy
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from model.explanation.explicit_forward import (
     block_inputs,
@@ -96,6 +97,16 @@ def _positive_mean(weights: Tensor, gradient: Tensor) -> Tensor:
     return (weights * gradient).relu().mean(dim=1)
 
 
+def _with_rows(model: VisionTransformer, pixels: Tensor, rows: Tensor) -> tuple[VisionTransformer, Tensor, Tensor]:
+    """Return what `gae` takes for images that each have a class of its own: its row of another head, [B, D]."""
+    tensors: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    twin = copy.deepcopy(model, tensors)  # its modules are its own, its tensors the model's
+    twin.head = nn.Linear(rows.shape[1], len(rows), device=rows.device, dtype=pixels.dtype)
+    with torch.no_grad():
+        twin.head.weight.copy_(rows)
+    return twin, pixels, torch.arange(len(rows), device=rows.device)
+
+
 def explain(
     model: VisionTransformer,
     pixels: Tensor,
@@ -107,8 +118,8 @@ def explain(
 
     Args:
         pixels: [B, C, H, W], normalised, in the model's dtype.
-        targets: the classes, int64 [B], or for `relevance` directions, float32 [B, D], see `token_relevance`; they
-            count, and not the request's class or direction.
+        targets: the classes, int64 [B], or directions, float32 [B, D], of another head than the model's: for
+            `relevance` see `token_relevance`, for `gae` its row of the class. They count, and not the request's.
         request: of a method in `EXPLANATIONS`.
         folded: `fold` of the model; None folds the weights for this call.
 
@@ -124,7 +135,7 @@ def explain(
         if request.method == "rollout":
             return rollout(model, part)
         if request.method == "gae":
-            return gae(model, part, each)
+            return gae(*(_with_rows(model, part, each) if each.is_floating_point() else (model, part, each)))
         return token_relevance(model, model(part, keep=KEPT), folded or fold(model), each)
 
     with torch.no_grad():

@@ -176,21 +176,23 @@ class ThreadPolicy:
     A batch on a single thread needs no barrier between operators, at which threads wait for each other longest when
     the machine is busy; a lone batch is done sooner with all `count` of them. It is a context manager around the
     computation, and enters with whether it is alone. Explanations count as a batch, though they always take one thread.
+    So do the batches of other models of this process, which has the cores once.
     """
+
+    _lock = threading.Lock()
+    _running = 0
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._lock = threading.Lock()
-        self._running = 0
 
     def __enter__(self) -> bool:
-        with self._lock:
-            self._running += 1
-            return self._running == 1
+        with ThreadPolicy._lock:
+            ThreadPolicy._running += 1
+            return ThreadPolicy._running == 1
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._running -= 1
+        with ThreadPolicy._lock:
+            ThreadPolicy._running -= 1
 
 
 CompileMode = Literal["auto", "on", "off"]

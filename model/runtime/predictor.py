@@ -11,17 +11,17 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import repeat
+from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, Final, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from model.calibration import LabelSets, label_sets_of
+from model.calibration import label_sets_of
 from model.config import ViTConfig
 from model.errors import DeviceError, NotFinite, first_line
 from model.explanation.maps import attention_maps, sharpened_maps
-from model.heads import Floats, own_head
+from model.heads import Floats, Head, of_image, own_head
 from model.outputs import (
     CLASS_SPECIFIC,
     AttentionMap,
@@ -33,6 +33,7 @@ from model.outputs import (
     faded,
 )
 from model.runtime.backend import BatchRequest, Compilation, Images, Parts, batch_too_large, launch_size, trial_images
+from model.runtime.memory import Meter
 
 if TYPE_CHECKING:
     from model.checkpoint import Checkpoint
@@ -74,6 +75,9 @@ class Predictor:
         dtype: what it computes in.
         gpu_uuid: identifier of the GPU, whatever its number; None on the CPU.
         backend: what runs the network, with its version; attention of other layers than the last is always torch's.
+        size: bytes that it takes, as measured from its making to the end of its warm-up.
+        own: the head whose logits the network's pass gives.
+        heads: all heads of the backbone by the names that requests have; without a name a request is to the own one.
 
     Raises:
         DeviceError: the device or dtype is not available here.
@@ -84,7 +88,9 @@ class Predictor:
         self, checkpoint: Checkpoint | KeptCheckpoint, parts: Parts | None = None, **options: Unpack[PredictorOptions]
     ) -> None:
         self.checkpoint, self.config = checkpoint, checkpoint.config
-        self._head = own_head(checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label)
+        self.own = own_head(checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label)
+        self.heads: dict[str, Head] = {}
+        self.meter, self.size = Meter(), 0
         if parts is not None:
             self._take(parts)
             return
@@ -109,12 +115,11 @@ class Predictor:
         self.backend, self.backend_reason = parts.backend.name, parts.reason
 
     coverage: float | None = None
-    _label_sets: LabelSets | None = None
 
     def set_coverage(self, coverage: float) -> None:
         """Give images that ask for them sets of labels of this coverage; raises `CheckpointError` where it cannot."""
-        self._label_sets = label_sets_of(self.checkpoint.calibration, coverage, self.checkpoint.source)
-        self.coverage = coverage
+        sets = label_sets_of(self.checkpoint.calibration, coverage, self.checkpoint.source)
+        self.own, self.coverage = replace(self.own, label_sets=sets), coverage
 
     @property
     def calibrated_on(self) -> int | None:
@@ -138,10 +143,15 @@ class Predictor:
         return self._backend.batch_sizes
 
     def defers(self, requested: RequestedOutputs) -> bool:
-        """Return whether an image's outputs take something that is loaded only then, for a second or two."""
-        if requested.map is None and requested.embedding is None:
+        """Return whether an image's outputs take a second pass, or what is loaded only then, for a second or two."""
+        if any(
+            each.map is not None and each.map.of_best_class and self._head(each.head) is not self.own
+            for each in requested.each
+        ):
+            return True
+        if all(each.map is None and each.embedding is None for each in requested.each):
             return False
-        return self._backend.defers(BatchRequest.of([requested], self.config))
+        return self._backend.defers(self._batch_request([requested]))
 
     def launch_size(self, count: int) -> int:
         """Return the size that a batch of `count` images is launched at."""
@@ -162,6 +172,7 @@ class Predictor:
             self._backend.compile()
             if self.batch_sizes is not None:
                 self._exercise((1,))
+        self.size = self.meter.size(self.parameters, self.dtype)
 
     def check(self) -> None:
         """Check that the device still computes, by running the smallest batch.
@@ -207,7 +218,7 @@ class Predictor:
         """
         requests = [requests] * len(images) if isinstance(requests, RequestedOutputs) else requests
         self._check_batch(images, len(requests))
-        request = BatchRequest.of(requests, self.config)
+        request = self._batch_request(requests)
         kinds = self._kinds(request, requests)
         if len(kinds) > 1:
             found: dict[int, Outputs] = {}
@@ -216,17 +227,73 @@ class Predictor:
                 found.update(zip(places, of_kind, strict=True))
             return [found[place] for place in range(len(images))]
         arrays = self._backend.predict(images, request).tensors()
+        if not self._has_others(requests):
+            return self._outputs(images, request, requests, arrays, self.own)
+        flat = [(place, each) for place, asked in enumerate(requests) for each in asked.each]
+        by_head: dict[str, list[int]] = {}
+        for number, (_, each) in enumerate(flat):
+            by_head.setdefault(each.head, []).append(number)
+        outputs: dict[int, Outputs] = {}
+        for name, numbers in by_head.items():
+            places, asked = [flat[number][0] for number in numbers], [flat[number][1] for number in numbers]
+            of_head = {key: values[places] for key, values in arrays.items()}
+            head = self._head(name)
+            if head is not self.own:
+                logits = head.logits(of_head["head"])
+                best = head.best(logits, max(each.top_k for each in asked))
+                of_head |= {"logits": logits, **best._asdict()}
+            of_head_images = [images[place] for place in places]
+            outputs |= zip(numbers, self._outputs(of_head_images, request, asked, of_head, head), strict=True)
+        ordered = iter(outputs[number] for number in range(len(flat)))
+        return [replace(next(ordered), more=tuple(islice(ordered, len(each.more)))) for each in requests]
+
+    def _head(self, name: str) -> Head:
+        """Return the head of a name; ValueError where there is none: no other one answers in its place."""
+        head = self.heads.get(name) if name else self.own
+        if head is None:
+            raise ValueError(f"the backbone has no head {name!r}")
+        return head
+
+    def _has_others(self, requests: Sequence[RequestedOutputs]) -> bool:
+        """Return whether another head than the own one is to score an image of a batch, or several are."""
+        return any(each.more or self._head(each.head) is not self.own for each in requests)
+
+    def _batch_request(self, requests: Sequence[RequestedOutputs]) -> BatchRequest:
+        """Return what the backbone's pass computes for a batch: for further heads, what they read."""
+        if self._has_others(requests):
+            flat = [each for asked in requests for each in asked.each]
+            requests = [RequestedOutputs(1, embedding=EmbeddingRequest())]
+            requests += [
+                replace(of_image(each), embedding=each.embedding) if self._head(each.head) is not self.own else each
+                for each in flat
+            ]
+        return BatchRequest.of(requests, self.config)
+
+    def _outputs(
+        self,
+        images: Images,
+        request: BatchRequest,
+        requests: Sequence[RequestedOutputs],
+        arrays: Mapping[str, NDArray[Any]],
+        head: Head,
+    ) -> list[Outputs]:
+        """Return what one head is asked for of each image, from what its batch gave.
+
+        Args:
+            request: of the whole batch.
+            arrays: of these images.
+        """
         scores, indices, finite = (arrays[name] for name in ("scores", "indices", "finite"))
-        logits = arrays["logits"] if request.logits else None
-        sets = self._sets(logits, requests)
-        maps = self._maps_of_pass(arrays, request, requests)
-        maps |= self._maps_of_own_pass(images, requests, arrays)
+        logits = arrays.get("logits")
+        sets = _sets(head, logits, requests)
+        maps = self._maps_of_pass(arrays, request, requests, head)
+        maps |= self._maps_of_own_pass(images, requests, arrays, head)
         return [
             Outputs(
                 scores=scores[place, : each.top_k],
                 indices=indices[place, : each.top_k],
                 map=maps.get(place),
-                logits=None if logits is None or not each.logits else logits[place],
+                logits=logits[place] if logits is not None and each.logits else None,
                 embedding=None if each.embedding is None else self._embedding(arrays, each.embedding, place),
                 finite=bool(finite[place]),
                 label_set=sets.get(place),
@@ -243,15 +310,8 @@ class Predictor:
             return []
         kinds: dict[BatchRequest, list[int]] = {}
         for place, each in enumerate(requests):
-            kinds.setdefault(BatchRequest.of([each], self.config).of_network, []).append(place)
+            kinds.setdefault(self._batch_request([each]).of_network, []).append(place)
         return list(kinds.values())
-
-    def _sets(self, logits: Floats | None, requests: Sequence[RequestedOutputs]) -> dict[int, NDArray[np.int64]]:
-        """Return the sets of labels of a batch, by the places of their images; none without a coverage."""
-        places = [place for place, each in enumerate(requests) if each.label_set]
-        if self._label_sets is None or logits is None or not places:
-            return {}
-        return dict(zip(places, self._label_sets(logits[places]), strict=True))
 
     def _check_batch(self, images: Images, requests: int) -> None:
         count = len(images)
@@ -272,7 +332,11 @@ class Predictor:
         return embedding
 
     def _maps_of_pass(
-        self, arrays: Mapping[str, NDArray[Any]], request: BatchRequest, requests: Sequence[RequestedOutputs]
+        self,
+        arrays: Mapping[str, NDArray[Any]],
+        request: BatchRequest,
+        requests: Sequence[RequestedOutputs],
+        head: Head,
     ) -> dict[int, AttentionMap]:
         """Return the maps that come out of the classification's pass, by the places of their images."""
         maps: dict[int, AttentionMap] = {}
@@ -280,25 +344,30 @@ class Predictor:
             return maps
         if request.layers:
             maps = attention_maps(arrays["attention"], request.layers, [each.map for each in requests], self.config)
-        if request.relevance:
-            places = [place for place, each in enumerate(requests) if each.map is not None and each.map.of_best_class]
+        places = [place for place, each in enumerate(requests) if each.map is not None and each.map.of_best_class]
+        if places and head is self.own:
             values, kept_mass = sharpened_maps(arrays["relevance"][places], self.config)
             classes = arrays["indices"][places, 0]
-            maps |= self._of_classes(places, MapRequest("relevance"), classes, values, kept_mass, arrays)
+            maps |= _of_classes(places, MapRequest("relevance"), classes, values, kept_mass, arrays, head)
         return maps
 
     def _maps_of_own_pass(
-        self, images: Images, requests: Sequence[RequestedOutputs], arrays: Mapping[str, NDArray[Any]]
+        self,
+        images: Images,
+        requests: Sequence[RequestedOutputs],
+        arrays: Mapping[str, NDArray[Any]],
+        head: Head,
     ) -> dict[int, AttentionMap]:
         """Return the maps that need passes of their own, each of its request's class or of the best one.
 
         A map of a direction is of no class of the model: who asked for it knows the score, the evidence and the label.
+        A class of another head than the own one is a direction, too.
         """
         passes: dict[tuple[MapRequest, bool], list[int]] = {}
         directions: dict[int, Floats] = {}
         classes = arrays["indices"][:, 0].copy()
         for place, each in enumerate(requests):
-            if each.map is not None and each.map.needs_pass:
+            if each.map is not None and (each.map.needs_pass or (each.map.of_best_class and head is not self.own)):
                 if each.map.class_index is not None:
                     classes[place] = each.map.class_index
                 if each.map.direction is not None:
@@ -308,38 +377,16 @@ class Predictor:
         maps: dict[int, AttentionMap] = {}
         for (request, is_directed), places in passes.items():
             pixels, labels = np.stack([images[place] for place in places]), classes[places]
-            targets = np.stack([directions[place] for place in places]) if is_directed else labels
+            targets: NDArray[Any] = np.stack([directions[place] for place in places]) if is_directed else labels
+            if head is not self.own and not is_directed and request.method in CLASS_SPECIFIC:
+                rows = zip(arrays["logits"][places], labels.tolist(), strict=True)
+                targets = np.stack([head.target(request.method, logits, label) for logits, label in rows])
             values, kept_mass = self._backend.explain(pixels, targets, request)
             if request.method in CLASS_SPECIFIC and not is_directed:
-                maps |= self._of_classes(places, request, labels, values, kept_mass, arrays)
+                maps |= _of_classes(places, request, labels, values, kept_mass, arrays, head)
             else:
                 maps |= dict(zip(places, map(AttentionMap, repeat(request), values, kept_mass.tolist()), strict=True))
         return maps
-
-    def _of_classes(
-        self,
-        places: Sequence[int],
-        request: MapRequest,
-        classes: NDArray[np.int64],
-        values: Floats,
-        kept_mass: Floats,
-        arrays: Mapping[str, NDArray[Any]],
-    ) -> dict[int, AttentionMap]:
-        """Return maps [B, rows, columns] of these classes, int64 [B], faded by their evidence, by the images' places.
-
-        Args:
-            arrays: of the batch; without logits, the classes are the best ones.
-        """
-        logits = arrays.get("logits")
-        if logits is None:
-            score = arrays["scores"][places, 0]
-            evidence = score if self._head.independent else np.ones_like(score)
-        else:
-            score, evidence = self._head.evidence(logits[places], classes)
-        requests = (replace(request, class_index=label) for label in classes.tolist())
-        shown = faded(values, evidence)
-        facts = kept_mass.tolist(), score.tolist(), evidence.tolist()
-        return dict(zip(places, map(AttentionMap, requests, shown, *facts), strict=True))
 
     def embed_texts(self, texts: Sequence[str]) -> Floats:
         """Return the features of texts, float32 [N, D], computed by the calling thread alone.
@@ -360,3 +407,37 @@ class Predictor:
         """Return raw logits, before the temperature: float32 [B, num_classes]; for parity tests and calibration."""
         logits: Floats = self._backend.predict(images, BatchRequest(logits=True)).tensors()["logits"]
         return logits
+
+
+def _sets(head: Head, logits: Floats | None, requests: Sequence[RequestedOutputs]) -> dict[int, NDArray[np.int64]]:
+    """Return the sets of labels of a batch, by the places of their images; none without a coverage."""
+    places = [place for place, each in enumerate(requests) if each.label_set]
+    if head.label_sets is None or logits is None or not places:
+        return {}
+    return dict(zip(places, head.label_sets(logits[places]), strict=True))
+
+
+def _of_classes(
+    places: Sequence[int],
+    request: MapRequest,
+    classes: NDArray[np.int64],
+    values: Floats,
+    kept_mass: Floats,
+    arrays: Mapping[str, NDArray[Any]],
+    head: Head,
+) -> dict[int, AttentionMap]:
+    """Return maps [B, rows, columns] of these classes, int64 [B], faded by their evidence, by the images' places.
+
+    Args:
+        arrays: of the batch; without logits, the classes are the best ones.
+    """
+    logits = arrays.get("logits")
+    if logits is None:
+        score = arrays["scores"][places, 0]
+        evidence = score if head.independent else np.ones_like(score)
+    else:
+        score, evidence = head.evidence(logits[places], classes)
+    requests = (replace(request, class_index=label) for label in classes.tolist())
+    shown = faded(values, evidence)
+    facts = kept_mass.tolist(), score.tolist(), evidence.tolist()
+    return dict(zip(places, map(AttentionMap, requests, shown, *facts), strict=True))

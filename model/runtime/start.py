@@ -12,6 +12,7 @@ from model.errors import CheckpointChanged, DeviceError, VitError
 from model.heads import Floats, own_head
 from model.runtime.backend import Parts, ThreadPolicy
 from model.runtime.cpu import default_batch, default_streams
+from model.runtime.memory import Meter
 from model.runtime.openvino.backend import REASON, OpenVino
 from model.runtime.openvino.kept import Entry, Keep, KeptCheckpoint, Manifest
 from model.runtime.openvino.network import OpenVinoNetwork
@@ -96,6 +97,7 @@ def kept_predictor(
     read: Callable[[], Checkpoint],
     on_read: Callable[[KeptCheckpoint], None] = lambda _: None,
     *,
+    manifest: Manifest | None = None,
     max_batch: int | None = None,
     threads: int | None = None,
 ) -> Predictor | None:
@@ -105,12 +107,13 @@ def kept_predictor(
         entry: where they are kept.
         read: reads the checkpoint, with torch.
         on_read: called when a graph was found and read, before it is compiled; what it raises is raised.
+        manifest: of the entry, if it was looked at already.
         max_batch, threads: see `Predictor`.
     """
-    found = entry.load()
+    found = entry.load(manifest)
     if found is None:
         return None
-    manifest, graph = found
+    manifest, graph, meter = *found, Meter()
     checkpoint = manifest.checkpoint
     on_read(checkpoint)
     policy = ThreadPolicy(threads or compute_threads())
@@ -126,4 +129,6 @@ def kept_predictor(
     backend = OpenVino(network, head, policy, torch.backend, torch.with_relevance)
     largest = max_batch or default_batch(manifest.largest_layer)
     parts = Parts("cpu", manifest.dtype, None, manifest.parameters, largest, streams, backend, REASON)
-    return Predictor(checkpoint, parts)
+    predictor = Predictor(checkpoint, parts)
+    predictor.meter = meter
+    return predictor

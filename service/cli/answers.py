@@ -36,9 +36,9 @@ from model.outputs import (
 from service.cli.image_files import read_input
 from service.cli.setting_flags import predictor_from, settings_from
 from vitserve.client import Client, ClientError, Unauthorized, Unreachable
-from vitserve.documents import AttentionDocument, Prediction, SetFields, set_fields
+from vitserve.documents import AttentionDocument, Prediction, set_fields
 
-SET: Final = tuple(SetFields.__annotations__)
+SET: Final = ("set", "set_size", "abstained")
 """The fields of a set of labels."""
 
 _LOST_IN_A_ROW: Final = 8

@@ -16,6 +16,7 @@ from service.engine.devices import fit_to_machine, uses_gpu
 from service.engine.loading import FirstLoad, load_lean
 from service.errors import SettingsError
 from service.lifecycle import NEW_OBJECTS, exit_now
+from service.models.models import default_settings
 from service.observe import logs
 from service.settings import Settings, exports_spans, unknown_variables
 from service.web.grpc.port import grpc_port_kept
@@ -39,10 +40,11 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         logger.warning("VIT_HOST=%s without VIT_API_KEYS: whoever reaches this service may use it", settings.host)
     exports_spans()  # a wrong variable ends the start
     _check_address(settings)
-    logger.info("loading %s", settings.checkpoint)
+    first = default_settings(settings)  # a wrong folder ends the start
+    logger.info("loading %s", settings.models or settings.checkpoint)
     with grpc_port_kept(settings) as settings:
         if settings.one_process and not uses_gpu(settings):
-            load = FirstLoad(settings)
+            load = FirstLoad(first)
             from service.web.single_process import run_single_process  # noqa: PLC0415  beside that
 
             exit_now(run_single_process(settings, load))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import MutableMapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,12 @@ class ModelRunner(Protocol):
     """Images in one batch at most."""
     streams: int
     """Threads that may be inside `predict` at the same time, beside the thread of maps that need their own pass."""
+    size: int
+    """Bytes that it takes, once it is warm."""
+
+    @property
+    def heads(self) -> MutableMapping[str, Any]:
+        """Return the heads of the models that share it, by name."""
 
     @property
     def batch_sizes(self) -> tuple[int, ...] | None:

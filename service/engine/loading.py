@@ -5,6 +5,8 @@
 
 Torch and what it reads stay resident for good: beside the bundled model's 210 MiB they are 300. So a process that
 serves by OpenVINO and loads another checkpoint leaves that to a child (`python -m service.engine.loading`).
+
+A model whose backbone a predictor of this process has already is a further head of that predictor, which is returned.
 """
 
 from __future__ import annotations
@@ -20,11 +22,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
+from weakref import WeakValueDictionary
 
 from model.errors import CheckpointError, VitError
+from model.heads import Head
+from model.outputs import embedding_width
 from model.runtime.backend import WITHOUT_GRAPHS
 from service.engine.devices import VISIBLE, gpus_are_here, visible_devices
 from service.engine.messages import ModelInfo, attributes
@@ -32,7 +38,7 @@ from service.settings import Settings, load_settings
 
 if TYPE_CHECKING:
     from model.checkpoint import Checkpoint
-    from model.runtime.openvino.kept import Entry, KeptCheckpoint
+    from model.runtime.openvino.kept import Entry, Keep, KeptCheckpoint
     from model.runtime.predictor import Predictor
 
 logger = logging.getLogger(__name__)
@@ -42,6 +48,9 @@ _MATTER: Final = (
     *("checkpoint_folder", "dtype"),
 )
 """The settings that change a graph, or what it is compared with, or whether the checkpoint is read at all."""
+
+_LIVE: Final[WeakValueDictionary[str, Predictor]] = WeakValueDictionary()
+"""The predictors of this process, by the keys of their backbones."""
 
 
 def checkpoint_from(settings: Settings) -> Checkpoint:
@@ -81,7 +90,7 @@ def load_lean(settings: Settings) -> tuple[Predictor, ModelInfo]:
 
 def _keep_in_child(settings: Settings) -> None:
     """Let a child make the graphs of a checkpoint and keep them; raises `CheckpointError` if it does not load."""
-    own = json.dumps(settings.model_dump(mode="json", include={*_MATTER, "cache_dir", "compile", "coverage", "device"}))
+    own = settings.model_dump(mode="json", include={*_MATTER, "cache_dir", "compile", "coverage", "device"})
     with subprocess.Popen(
         [sys.executable, "-P", "-m", __name__],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -93,7 +102,8 @@ def _keep_in_child(settings: Settings) -> None:
     ) as child:
         assert child.stdin is not None, "it is a pipe"
         assert child.stdout is not None, "it is a pipe"
-        print(own, file=child.stdin, flush=True)  # and stays open: the child ends when this process does
+        # It stays open: the child ends when this process does.
+        print(json.dumps([own, list(_LIVE)]), file=child.stdin, flush=True)
         lines = child.stdout.read().splitlines()
     reason = ""
     if child.returncode:
@@ -105,11 +115,19 @@ def _keep_in_child(settings: Settings) -> None:
 
 
 def _keep() -> None:
-    """Make and keep the graphs of the settings that are read from standard input, as the child."""
-    own = json.loads(sys.stdin.readline())
+    """Make and keep the graphs of the settings that are read from standard input, as the child.
+
+    Of a backbone that the parent has, the head alone.
+    """
+    own, live = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        _load(load_settings(own))
+        settings = load_settings(own)
+        read = _read(settings)
+        if read.key in live:
+            read.keep_head("float32")
+        else:
+            _build(settings, read)
     except VitError as error:
         sys.exit(str(error))
 
@@ -149,8 +167,13 @@ def _load_kept(
     # OpenMP threads that spin between operators starve the decode threads beside them. Read when torch loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     entry = _entry(settings)
-    if entry is None:
+    manifest = None if entry is None else entry.manifest()
+    if entry is None or manifest is None:
         return None
+    key = _key(settings, manifest.backbone)
+    if (shared := _LIVE.get(key)) is not None:
+        _require_coverage(settings, manifest.checkpoint)
+        return shared, _described(settings, manifest.checkpoint, shared, key, entry.head(manifest))
     from model.runtime.start import kept_predictor  # noqa: PLC0415
 
     def on_read(checkpoint: KeptCheckpoint) -> None:
@@ -161,40 +184,75 @@ def _load_kept(
         entry,
         lambda: checkpoint_from(settings),
         on_read,
+        manifest=manifest,
         max_batch=settings.max_batch,
     )
-    return None if kept is None else (kept, _described(settings, kept.checkpoint, kept))
+    return None if kept is None else (kept, _described(settings, kept.checkpoint, kept, key))
+
+
+class _Read(NamedTuple):
+    """A checkpoint that was read, with the key of its backbone, its head, and what keeps its graph."""
+
+    checkpoint: Checkpoint
+    key: str
+    head: Head | None
+    keep: Keep | None
+
+    def keep_head(self, dtype: str, parameters: int = 0) -> None:
+        """Keep the head alone: another model keeps the graph, or this one does when it is loaded without it."""
+        if self.keep is not None:
+            self.keep(None, self.checkpoint, parameters, dtype)
 
 
 def _load(settings: Settings) -> tuple[Predictor, ModelInfo]:
     """Return what `load_predictor` does, made of the checkpoint with torch."""
-    device = settings.device
-    if device.startswith("cuda"):
-        _show_alone(device)
-        device = "cuda:0"
-    entry = _entry(settings)
-    from model.checkpoint.local_files import recording  # noqa: PLC0415  torch takes seconds to import
-    from model.runtime.device import unusable_reason  # noqa: PLC0415
-    from model.runtime.openvino.kept import Keep  # noqa: PLC0415
-    from model.runtime.predictor import Predictor  # noqa: PLC0415
+    read = _read(settings)
+    if (shared := _LIVE.get(read.key)) is None:
+        return _build(settings, read)
+    info = _described(settings, read.checkpoint, shared, read.key, read.head)
+    read.keep_head(shared.dtype, info.parameters)
+    return shared, info
 
+
+def _key(settings: Settings, backbone: str) -> str:
+    """Return what models have in common that share a predictor."""
+    return f"{backbone}-{settings.dtype}"
+
+
+def _read(settings: Settings) -> _Read:
+    if settings.device.startswith("cuda"):
+        _show_alone(settings.device)
+    from model.checkpoint.backbone import backbone_and_head  # noqa: PLC0415  torch takes seconds to import
+    from model.checkpoint.local_files import recording  # noqa: PLC0415
+    from model.runtime.openvino.kept import Keep  # noqa: PLC0415
+
+    entry = _entry(settings)
     with recording() as files:
         checkpoint = checkpoint_from(settings)
     _require_coverage(settings, checkpoint)
+    backbone, head = backbone_and_head(checkpoint)
+    return _Read(checkpoint, _key(settings, backbone), head, entry and Keep(entry, files, backbone, head))
+
+
+def _build(settings: Settings, read: _Read) -> tuple[Predictor, ModelInfo]:
+    from model.runtime.device import unusable_reason  # noqa: PLC0415  torch takes seconds to import
+    from model.runtime.predictor import Predictor  # noqa: PLC0415
+
+    device = "cuda:0" if settings.device.startswith("cuda") else settings.device
     compile_mode: str = settings.compile  # a process whose capture broke off starts its successor without graphs
     predictor = Predictor(
-        checkpoint,
+        read.checkpoint,
         device=device,
         device_name=settings.device if settings.device.startswith("cuda:") else None,
         dtype=settings.dtype,
         compile_mode="auto" if compile_mode == WITHOUT_GRAPHS else settings.compile,
         max_batch=settings.max_batch,
         graphs=compile_mode != WITHOUT_GRAPHS,
-        keep=None if entry is None else Keep(entry, files),
+        keep=read.keep,
     )
     if predictor.device == "cpu" and settings.device == "auto" and gpus_are_here():
         logger.error("THE GPU IS NOT USED: %s", unusable_reason())
-    return predictor, _described(settings, checkpoint, predictor)
+    return predictor, _described(settings, read.checkpoint, predictor, read.key)
 
 
 @functools.cache
@@ -211,15 +269,41 @@ def _require_coverage(settings: Settings, checkpoint: Checkpoint | KeptCheckpoin
         label_sets_of(checkpoint.calibration, settings.coverage, checkpoint.source)
 
 
-def _described(settings: Settings, checkpoint: Checkpoint | KeptCheckpoint, predictor: Predictor) -> ModelInfo:
+def _described(
+    settings: Settings,
+    checkpoint: Checkpoint | KeptCheckpoint,
+    predictor: Predictor,
+    key: str,
+    head: Head | None = None,
+) -> ModelInfo:
+    """Return the description of a model, whose head the predictor has from now on.
+
+    Args:
+        head: of a model that shares the predictor of another, if it has one of its own.
+    """
+    from model.calibration import label_sets_of  # noqa: PLC0415
+
     for assumption in checkpoint.assumed:
         logger.info("%s: assumed: %s", checkpoint.name, assumption)
     for note in checkpoint.notes:
         logger.info("%s: %s", checkpoint.name, note)
-    if settings.coverage is not None:
-        predictor.set_coverage(settings.coverage)
     facts = attributes(ModelInfo.__dataclass_fields__, checkpoint, predictor)
-    return ModelInfo(**facts | {"name": settings.model_name or checkpoint.name, "loaded_at": int(time.time())})
+    facts |= {"name": settings.model_name or checkpoint.name, "loaded_at": int(time.time()), "backbone": key}
+    facts |= {"coverage": settings.coverage, "head": f"{checkpoint.content}-{settings.coverage}"}
+    if key not in _LIVE:
+        if settings.coverage is not None:
+            predictor.set_coverage(settings.coverage)
+        _LIVE[key] = predictor
+    elif head is not None:
+        sets = None
+        if settings.coverage is not None:
+            sets = label_sets_of(checkpoint.calibration, settings.coverage, checkpoint.source)
+        more = (checkpoint.config.logits - predictor.config.logits) * (1 + embedding_width(checkpoint.config))
+        calibration = checkpoint.calibration
+        facts |= {"calibrated_on": calibration and len(calibration.scores), "parameters": predictor.parameters + more}
+        head = replace(head, label_sets=sets)
+    predictor.heads.setdefault(facts["head"], head or predictor.own)
+    return ModelInfo(**facts)
 
 
 def _entry(settings: Settings) -> Entry | None:

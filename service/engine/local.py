@@ -41,6 +41,10 @@ Loader = Callable[[Settings], tuple[ModelRunner, ModelInfo]]
 """Loads the model that the settings name onto their device."""
 
 
+class HandedOver(Exception):
+    """What was loaded is computed by an engine that runs already: this one ends."""
+
+
 class LocalEngine:
     """Runs a model on a thread of this process, which loads it, warms it up and launches batches.
 
@@ -109,6 +113,11 @@ class LocalEngine:
     def ready(self) -> bool:
         """Return whether the engine takes images."""
         return self._state == "ready"
+
+    @property
+    def busy(self) -> bool:
+        """Return whether somebody waits for an image."""
+        return bool(self._callers)
 
     def start(self, on_change: Callable[[], None]) -> None:
         """Begin loading on the engine's thread; `on_change` is called on the running event loop."""
@@ -211,6 +220,8 @@ class LocalEngine:
                 self._call_loop(self._change, "ready", "", info)
                 self._streams.run(self._runner)
             state, reason = "closed", "the engine is closed"
+        except HandedOver:
+            state, reason = "closed", "another engine has the model's backbone"
         except (VitError, EngineUnavailable) as error:
             self.failure, reason = error, reason_of(error)
             _release(error)
@@ -231,20 +242,6 @@ class LocalEngine:
         except RuntimeError:
             # The loop is closed: the process is ending and nobody waits any more.
             logger.debug("the event loop is closed")
-
-
-def engine_of(
-    settings: Settings, load: Loader, on_batch: Callable[[BatchReport], None], checkpoint: str | None = None
-) -> LocalEngine:
-    """Return an engine of this process, not started yet, of a checkpoint; by default of the configured one."""
-    own = settings if checkpoint is None else settings.model_copy(update={"checkpoint": checkpoint})
-    return LocalEngine(
-        lambda: load(own),
-        device=settings.device,
-        queue_size=settings.queue_size,
-        max_delay=settings.max_delay_ms / 1000,
-        on_batch=on_batch,
-    )
 
 
 def _release(error: BaseException | None) -> None:

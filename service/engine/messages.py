@@ -77,6 +77,8 @@ class ModelInfo:
 
     Attributes:
         loaded_at: date of the load, in seconds since 1970.
+        backbone: the same for models that share one.
+        head: its name among the heads of the backbone; see `RequestedOutputs.head`.
     """
 
     name: str
@@ -101,6 +103,8 @@ class ModelInfo:
     zero_shot: ZeroShot | None = None
     coverage: float | None = None
     calibrated_on: int | None = None
+    backbone: str = ""
+    head: str = ""
 
     @property
     def input_shape(self) -> tuple[int, int, int]:

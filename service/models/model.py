@@ -15,14 +15,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
+from service.engine.backbones import ModelEngine, What
 from service.engine.base import Engine
-from service.engine.local import LocalEngine
-from service.errors import CheckpointRefused, EngineUnavailable, ServiceError, SwapUnderWay
+from service.engine.messages import ModelInfo
+from service.errors import CheckpointRefused, EngineUnavailable, SwapUnderWay
 
 logger = logging.getLogger("vitserve")
 
@@ -31,7 +32,7 @@ LOAD_SECONDS: Final = 600.0
 
 UNDER_WAY: Final = "another checkpoint is being loaded: try again when that is done"
 
-_RETRY_SECONDS: Final = 0.5
+ModelState = Literal["ready", "loading", "unloaded", "failed"]
 
 E_co = TypeVar("E_co", bound=Engine, covariant=True)
 
@@ -45,7 +46,7 @@ class Generation(Generic[E_co]):
         requests: those that have not ended.
     """
 
-    def __init__(self, engine: E_co, number: int = 1, checkpoint: str | None = None) -> None:
+    def __init__(self, engine: E_co, number: int = 1, checkpoint: What = None) -> None:
         self._engine = engine
         self.number = number
         self.checkpoint = checkpoint
@@ -93,14 +94,29 @@ class ServedModel(ABC):
 
     Attributes:
         current: the generation that requests belong to which begin now.
+        unloaded: whether its memory was given back until somebody asks for it.
     """
 
     current: Generation[Engine]
+    unloaded = False
+    _info: ModelInfo | None = None
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
-        self._reloading: asyncio.Task[None] | None = None
-        self._reload_again = False
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """Return the description of what serves, or served last."""
+        self._info = self.current.engine.info or self._info
+        return self._info
+
+    @property
+    def state(self) -> ModelState:
+        """Return whether it serves, or what it does instead."""
+        engine = self.current.engine
+        if engine.ready:
+            return "ready"
+        return "unloaded" if self.unloaded else "failed" if engine.status.state == "failed" else "loading"
 
     @property
     @abstractmethod
@@ -116,14 +132,14 @@ class ServedModel(ABC):
         """
 
     @abstractmethod
-    async def replace(self, checkpoint: str | None) -> None:
+    async def replace(self, checkpoint: What) -> None:
         """Load a checkpoint and let it take over; as `load`, but a caller who is cancelled ends it."""
 
     @abstractmethod
     async def close(self) -> None:
         """Close all generations."""
 
-    async def load(self, checkpoint: str | None) -> None:
+    async def load(self, checkpoint: What) -> None:
         """Load a checkpoint (None: the configured one), and return when it answers new requests.
 
         A caller who leaves does not end it.
@@ -134,26 +150,6 @@ class ServedModel(ABC):
             EngineUnavailable: no model is ready yet.
         """
         await asyncio.shield(self._task(self.replace(checkpoint)))
-
-    def reload(self) -> None:
-        """Begin to load the configured checkpoint as it is now, after what is being loaded; the log says how it ends.
-
-        What is being loaded may have been read before the file was replaced.
-        """
-        self._reload_again = True
-        if self._reloading is None or self._reloading.done():
-            self._reloading = self._task(self._reload())
-
-    async def _reload(self) -> None:
-        while self._reload_again:
-            self._reload_again = False
-            try:
-                await self.replace(None)
-            except SwapUnderWay:
-                self._reload_again = True
-                await asyncio.sleep(_RETRY_SECONDS)
-            except ServiceError as error:
-                logger.warning("not reloaded: %s", error)
 
     def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -175,14 +171,18 @@ class LocalModel(ServedModel):
         checkpoint, number: of the first generation.
         on_retired: called when an old generation is closed and forgotten.
         load_seconds: see `LOAD_SECONDS`.
+
+    Attributes:
+        is_default: whether the process serves nothing where it cannot be loaded.
+        broke: whether it failed after it had served.
     """
 
-    current: Generation[LocalEngine]
+    current: Generation[ModelEngine]
 
     def __init__(
         self,
-        make: Callable[[str | None], LocalEngine],
-        checkpoint: str | None = None,
+        make: Callable[[What], ModelEngine],
+        checkpoint: What = None,
         number: int = 1,
         *,
         on_retired: Callable[[], None] = lambda: None,
@@ -190,11 +190,13 @@ class LocalModel(ServedModel):
     ) -> None:
         super().__init__()
         self.current = Generation(make(checkpoint), number, checkpoint)
-        self.next: Generation[LocalEngine] | None = None
+        self.next: Generation[ModelEngine] | None = None
+        self.is_default, self.broke = True, False
+        self._last_used: float | None = None
         self._make = make
         self._on_retired = on_retired
         self._load_seconds = load_seconds
-        self._on_change: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
         self._retiring: asyncio.Task[None] | None = None
         self._open = {self.current}
         self._loads = Loads()
@@ -206,15 +208,48 @@ class LocalModel(ServedModel):
 
     def start(self, on_change: Callable[[], None]) -> None:
         """Begin loading the configured checkpoint; see `ServedModel.start`."""
-        self._on_change = on_change
+        self.on_change = on_change
         self._start(self.current)
 
-    async def replace(self, checkpoint: str | None) -> None:
+    @property
+    def last_used(self) -> float | None:
+        """Return monotonic seconds of its last image, None before the first."""
+        return self.current.engine.last_used or self._last_used
+
+    async def bring(self) -> str:
+        """Load it, as it is not loaded, and return why it does not serve, or an empty text."""
+        self.unloaded = False
+        if self.current.engine.status.state == "failed":
+            await self._forget(self._renew())
+        await self._start(self.current).wait()
+        return self.current.engine.status.reason
+
+    async def unload(self) -> None:
+        """Give its memory back, and return when its last request has ended; `bring` loads it again."""
+        previous = self._renew()
+        self.unloaded = True
+        self.on_change()
+        await asyncio.shield(self._task(self._retire(previous)))
+
+    async def leave(self) -> None:
+        """Close it when its last request has ended."""
+        await self._retire(self.current)
+        await self.close()
+
+    def _renew(self) -> Generation[ModelEngine]:
+        """Let a generation that is not loaded take the place of the current one, which is returned."""
+        previous, self._last_used = self.current, self.last_used
+        self._info = self.info
+        self.current = Generation(self._make(previous.checkpoint), previous.number + 1, previous.checkpoint)
+        self._open.add(self.current)
+        return previous
+
+    async def replace(self, checkpoint: What) -> None:
         """Load a checkpoint and let it take over; see `ServedModel.replace`."""
         await self.prepare(checkpoint)
         self.take_over()
 
-    async def prepare(self, checkpoint: str | None) -> None:
+    async def prepare(self, checkpoint: What) -> None:
         """Load a checkpoint beside the one that serves; it is `next`, and takes over or is discarded.
 
         Whoever cancels this call discards it, too.
@@ -226,7 +261,8 @@ class LocalModel(ServedModel):
             raise SwapUnderWay(UNDER_WAY)
         if not self.current.engine.ready:
             raise EngineUnavailable(self.current.engine.status.reason)
-        logger.info("loading %s beside the model that is served", checkpoint or "the configured checkpoint")
+        named = checkpoint.get("checkpoint") if isinstance(checkpoint, Mapping) else checkpoint
+        logger.info("loading %s beside the model that is served", named or "the configured checkpoint")
         self.next = following = Generation(self._make(checkpoint), self.current.number + 1, checkpoint)
         self._open.add(following)
         try:
@@ -247,7 +283,7 @@ class LocalModel(ServedModel):
         assert self.next is not None, "it was prepared"
         previous, self.current, self.next = self.current, self.next, None
         self._loads = self._loads.counted(served=True)
-        self._on_change()
+        self.on_change()
         self._retiring = self._task(self._retire(previous))
 
     async def discard(self, reason: str) -> None:
@@ -264,28 +300,29 @@ class LocalModel(ServedModel):
             task.cancel()
         await asyncio.gather(*(generation.engine.close() for generation in self._open))
 
-    def _start(self, generation: Generation[LocalEngine]) -> asyncio.Event:
+    def _start(self, generation: Generation[ModelEngine]) -> asyncio.Event:
         """Start a generation's engine; return the event that it is loaded, or has failed."""
         ended = asyncio.Event()
         generation.engine.start(partial(self._changed, generation, ended))
         return ended
 
-    def _changed(self, generation: Generation[LocalEngine], ended: asyncio.Event) -> None:
+    def _changed(self, generation: Generation[ModelEngine], ended: asyncio.Event) -> None:
         status = generation.engine.status
         if generation is self.current:
-            if status.state == "failed":
+            self.broke = status.state == "failed" and ended.is_set()
+            if self.broke or (status.state == "failed" and self.is_default):
                 where = "" if status.device in ("auto", "cpu") else f" on {status.device}"
                 what = f"engine {status.device}" if ended.is_set() else f"cannot start{where}"
                 logger.critical("%s: %s", what, status.reason)
-            self._on_change()
+            self.on_change()
         ended.set()
 
-    async def _retire(self, generation: Generation[LocalEngine]) -> None:
+    async def _retire(self, generation: Generation[ModelEngine]) -> None:
         await generation.idle()
         await self._forget(generation)
         self._on_retired()
         logger.info("the old model is closed")
 
-    async def _forget(self, generation: Generation[LocalEngine]) -> None:
+    async def _forget(self, generation: Generation[ModelEngine]) -> None:
         await generation.engine.close()
         self._open.discard(generation)

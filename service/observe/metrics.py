@@ -9,12 +9,12 @@ them up (`prometheus_client.multiprocess`) and adds what is read instead of coun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -49,6 +49,9 @@ _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _SCORES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
 
 
+_OF_MODELS = frozenset({"vit_images", "vit_top1_score"})
+"""Families whose samples have the name of a model."""
+
 _Row = tuple[str, str, list[str], Mapping[tuple[str, ...], float]]
 """Name of a metric, description, names of labels, and values by these labels' values."""
 
@@ -62,12 +65,25 @@ class Sources:
         recent: returns how many pictures and bytes are kept, and how many pictures were pushed out.
         places: returns how many places for images are taken, and how many there are.
         reloads: returns how many checkpoints took over and were refused, and whether the last one serves.
+        names: returns those of all models, None if it does not matter; series of other ones have ended.
+        results: returns how many loads of models ended how, and how many backbones were unloaded for others.
+        backbones: returns the bytes of each that is loaded.
     """
 
     statuses: Callable[[], Sequence[EngineStatus]] = tuple
     recent: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
     places: Callable[[], tuple[int, int]] = lambda: (0, 0)
     reloads: Callable[[], tuple[int, int, bool]] = lambda: (0, 0, True)
+    names: Callable[[], Container[str] | None] = lambda: None
+    results: Callable[[], Mapping[str, int]] = dict
+    backbones: Callable[[], Mapping[str, int]] = dict
+
+
+class OfModel(NamedTuple):
+    """The metrics of one model."""
+
+    images: Counter
+    top1_score: Histogram
 
 
 class Metrics(Collector):
@@ -105,7 +121,7 @@ class Metrics(Collector):
         self.decoder_restarts = counter(
             "vit_decoder_restarts_total", "Decoder processes that died, or were killed, at a picture"
         )
-        self.images = counter("vit_images_total", "Images classified")
+        self._images = counter("vit_images_total", "Images classified", ["model"])
         self.batches = counter("vit_batches_total", "Batches launched, by why", ["device", "release"])
         self.batch_size = histogram(
             "vit_batch_size", "Images in a batch, without padding", ["device"], buckets=_BATCH_SIZES
@@ -121,7 +137,11 @@ class Metrics(Collector):
         self.recent_errors = counter(
             "vit_recent_errors_total", "Pictures that could not be kept, or looked for, where VIT_RECENT_URL says"
         )
-        self.top1_score = histogram("vit_top1_score", "Score of the first class of each answer", buckets=_SCORES)
+        self._top1_score = histogram(
+            "vit_top1_score", "Score of the first class of each answer", ["model"], buckets=_SCORES
+        )
+        # A child is looked up under a lock.
+        self.of_model = lru_cache(maxsize=256)(self._of_model)
         self.abstained = counter(
             "vit_abstained_total", "Pictures for which no label fits, of a model with a VIT_COVERAGE"
         )
@@ -136,9 +156,12 @@ class Metrics(Collector):
         if record is not None:
             record(stage, seconds, batch_size)
 
-    def observe_classes(self, outputs: Outputs) -> None:
-        """Count what the answer of a picture says of its classes."""
-        self.top1_score.observe(float(outputs.scores[0]))
+    def _of_model(self, name: str) -> OfModel:
+        return OfModel(self._images.labels(name), self._top1_score.labels(name))
+
+    def observe_classes(self, model: str, outputs: Outputs) -> None:
+        """Count what a model's answer to a picture says of its classes."""
+        self.of_model(model).top1_score.observe(float(outputs.scores[0]))
         self.count_abstained(outputs)
 
     def count_abstained(self, outputs: Outputs) -> None:
@@ -150,14 +173,17 @@ class Metrics(Collector):
         """Read the state of the service at every scrape instead of following each change."""
         self._state.sources = sources
 
-    def set_model(self, info: ModelInfo, version: str) -> None:
-        """Show the served model and its device."""
-        labels = info.name, info.architecture, info.device, info.dtype, version, info.source, info.content
-        self._state.models[info.device] = labels, info.loaded_at
-        for release in get_args(Release):
-            self.batches.labels(info.device, release)
-        self.batch_padding.labels(info.device)
-        self._state.gpus.watch(info.device, info.gpu_uuid)
+    def set_models(self, infos: Iterable[ModelInfo], version: str) -> None:
+        """Show the models that are served, and their devices; series of others end."""
+        models: dict[tuple[str, ...], float] = {}
+        for info in infos:
+            labels = info.name, info.architecture, info.device, info.dtype, version, info.source, info.content
+            models[labels] = info.loaded_at
+            for release in get_args(Release):
+                self.batches.labels(info.device, release)
+            self.batch_padding.labels(info.device)
+            self._state.gpus.watch(info.device, info.gpu_uuid)
+        self._state.models = models
 
     def observe_batch(self, report: BatchReport) -> None:
         """Count one launch."""
@@ -182,11 +208,14 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Return the metrics of all processes."""
         self.publish()
+        counted = CollectorRegistry()
         if self._folder is not None:
-            counted = CollectorRegistry()
             MultiProcessCollector(counted, str(self._folder))  # type: ignore[no-untyped-call]
-            yield from counted.collect()
-        yield from self.registry.collect()
+        names = self._state.sources.names()
+        for family in (*counted.collect(), *self.registry.collect()):
+            if family.name in _OF_MODELS and names is not None:
+                family.samples = [sample for sample in family.samples if sample.labels["model"] in names]
+            yield family
 
 
 class _StateCollector(Collector):
@@ -194,18 +223,24 @@ class _StateCollector(Collector):
 
     def __init__(self) -> None:
         self.sources = Sources()
-        self.models: dict[str, tuple[tuple[str, ...], float]] = {}  # by device: labels, and when it was loaded
+        self.models: dict[tuple[str, ...], float] = {}  # by their labels, when they were loaded
         self.gpus = GpuReader()
 
     def collect(self) -> Iterator[Metric]:
         """Return all families; each source is read once."""
-        engines: dict[tuple[str, ...], EngineStatus] = {(status.device,): status for status in self.sources.statuses()}
+        statuses = self.sources.statuses()
+        engines: dict[tuple[str, ...], EngineStatus] = {(status.device,): status for status in reversed(statuses)}
         pictures, size, evicted = self.sources.recent()
         served, refused, successful = self.sources.reloads()
         model = ["model", "architecture", "device", "dtype", "version", "checkpoint", "content"]
-        loaded: dict[tuple[str, ...], float] = {(device,): loaded for device, (_, loaded) in self.models.items()}
+        loaded: dict[tuple[str, ...], float] = {}
+        for (_, _, on, *_), at in self.models.items():
+            loaded[on,] = max(at, loaded.get((on,), 0.0))
         up = {device: float(status.state == "ready") for device, status in engines.items()}
-        depth = {device: status.queue_depth for device, status in engines.items()}
+        depth = {(on,): sum(each.queue_depth for each in statuses if each.device == on) for (on,) in engines}
+        results = self.sources.results()
+        loads: dict[tuple[str, ...], float] = {(name,): results.get(name, 0) for name in ("loaded", "failed")}
+        backbones: dict[tuple[str, ...], float] = {(name,): size for name, size in self.sources.backbones().items()}
         restarts = {device: status.restarts for device, status in engines.items()}
         reloads: dict[tuple[str, ...], float] = {("served",): served, ("refused",): refused}
         last = "0 when the last checkpoint that was to take over was refused, else 1"
@@ -214,7 +249,7 @@ class _StateCollector(Collector):
                 "vit_model_info",
                 "Always 1; the labels tell what is served",
                 model,
-                {labels: 1.0 for labels, _ in self.models.values()},
+                dict.fromkeys(self.models, 1.0),
             ),
             ("vit_model_loaded_timestamp_seconds", "When the model was loaded", ["device"], loaded),
             ("vit_engine_up", "1 when the engine answers", ["device"], up),
@@ -222,12 +257,15 @@ class _StateCollector(Collector):
             ("vit_recent_images", "Pictures kept for GET /attention", [], {(): pictures}),
             ("vit_recent_bytes", "Memory of the kept pictures", [], {(): size}),
             ("vit_last_reload_successful", last, [], {(): float(successful)}),
+            ("vit_backbone_bytes", "Measured memory of each backbone that is loaded", ["backbone"], backbones),
             *((name, GAUGES[name], ["gpu"], samples) for name, samples in self.gpus.samples().items()),
         ]
         counters: list[_Row] = [
             ("vit_engine_restarts_total", "Engines started again after a failure", ["device"], restarts),
             ("vit_recent_evicted_total", "Pictures pushed out before their time was over", [], {(): evicted}),
             ("vit_reloads_total", "Checkpoints that were to be swapped", ["outcome"], reloads),
+            ("vit_model_loads_total", "Models that were to be loaded, by how it ended", ["result"], loads),
+            ("vit_model_evictions_total", "Backbones unloaded for others", [], {(): results.get("evicted", 0)}),
         ]
         for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, text, labels, samples in rows:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice, takewhile
 from typing import Final, Self
 
-from service.errors import QueueFull, ReceivingFull
+from service.errors import ModelLoading, QueueFull, ReceivingFull
 from service.http import Guard
 
 MIN_BODY_RATE: Final = 4096
@@ -40,11 +40,24 @@ _REFUSALS_A_SECOND: Final = 500
 
 
 class Limiter:
-    """Counts the places for images: `in_use` of `capacity`."""
+    """Counts the places for images: `in_use` of `capacity`; a quarter of them, at most, for who waits for a model."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.in_use = 0
+        self._waiting = 0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Take a place while a model is loaded; raises `ModelLoading` if too many do, and `QueueFull`."""
+        if self._waiting >= max(1, self.capacity // 4):
+            raise ModelLoading(f"the model is being loaded, and {self._waiting} requests wait for theirs")
+        with self.permit():
+            self._waiting += 1
+            try:
+                yield
+            finally:
+                self._waiting -= 1
 
     def check(self, count: int = 1) -> None:
         """Raise `QueueFull` unless `count` places are free."""

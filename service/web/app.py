@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from service.engine.messages import EngineStatus, ModelInfo
 from service.lifecycle import Lifecycle
-from service.models.model import ServedModel
+from service.models.models import Models
 from service.observe.metrics import Metrics, Sources
 from service.settings import MEMORY, Settings, exports_spans, parse_keys
 from service.web import problems
@@ -36,6 +36,9 @@ from service.web.routes import (
     operations,
     pages,
 )
+from service.web.routes import (
+    models as models_routes,
+)
 from service.web.routes.endpoint import Application, Endpoint, no_such_path
 from vitserve import __version__
 
@@ -50,6 +53,7 @@ _ROUTERS = (
     embed.router,
     attention.router,
     operations.router,
+    models_routes.router,
     classify.others,
     inference_protocol.router,
 )
@@ -63,7 +67,7 @@ def image_store_of(settings: Settings, metrics: Metrics, clock: Callable[[], flo
         return MemoryImageStore(ttl=settings.recent_ttl, max_bytes=settings.recent_bytes, clock=clock)
     return RedisImageStore(
         url,
-        name=settings.model_name or settings.checkpoint,
+        name=settings.models or settings.model_name or settings.checkpoint,
         ttl=settings.recent_ttl,
         max_bytes=settings.recent_bytes,
         failed=metrics.recent_errors.inc,
@@ -73,7 +77,7 @@ def image_store_of(settings: Settings, metrics: Metrics, clock: Callable[[], flo
 
 def create_app(
     settings: Settings,
-    model: ServedModel,
+    models: Models,
     metrics: Metrics,
     lifecycle: Lifecycle | None = None,
     on_engine_change: Callable[[], None] = lambda: None,
@@ -81,26 +85,26 @@ def create_app(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> RequestContextMiddleware:
-    """Return the ASGI application around a model.
+    """Return the ASGI application around models.
 
     Args:
-        model: started and closed with the application.
+        models: started and closed with the application.
         metrics: the same that the engine's owner counts batches in.
         lifecycle: shared with the server that decides when to stop.
-        on_engine_change: called on the event loop after each change of the engine's state.
+        on_engine_change: called on the event loop after each change of a model's state.
         image_store: shared with other processes; by default this application's own.
     """
     images = image_store or image_store_of(settings, metrics, clock)
     decoders = Decoders(settings, on_restart=metrics.decoder_restarts.inc)
     service = Service(
-        model,
+        models,
         settings,
         metrics,
         Limiter(settings.queue_size),
         Receiving(max(RECEIVING_BYTES // settings.workers, settings.max_request_bytes), clock),
         images,
         lifecycle or Lifecycle(),
-        Lanes(settings, model, decoders, clock),
+        Lanes(settings, models, decoders, clock),
         decoders,
         clock,
     )
@@ -130,12 +134,15 @@ def create_app(
 
 def _sources(service: Service) -> Sources:
     """Return what metrics read at every scrape."""
-    model, limiter = service.models, service.limiter
+    models, limiter = service.models, service.limiter
     return Sources(
-        statuses=lambda: [replica.status for replica in model.current.engine.engines],
+        statuses=models.statuses,
         recent=service.images.usage,
         places=lambda: (limiter.in_use, limiter.capacity),
-        reloads=lambda: model.loads,
+        reloads=lambda: models.loads,
+        names=lambda: {each.name for each in models.describe()},
+        results=models.tally,
+        backbones=models.backbones,
     )
 
 
@@ -148,7 +155,7 @@ def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
         layers = CORSMiddleware(
             layers,
             allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "PUT", "DELETE"],
             allow_headers=["Authorization", "Content-Type", "X-Request-ID", "traceparent", "tracestate"],
             expose_headers=["X-Request-ID", "Retry-After", "Content-Location", "traceresponse"],
         )
@@ -168,10 +175,9 @@ def _tracing() -> Tracing | None:
 
 
 def _publish_model(service: Service, on_engine_change: Callable[[], None]) -> None:
-    """Publish which model the engines have, and tell their owner of the change."""
-    for replica in service.models.current.engine.engines:
-        if replica.info is not None:
-            service.metrics.set_model(replica.info, __version__)
+    """Publish which models the engines have, and tell their owner of the change."""
+    served = [replica for model in service.models.served.values() for replica in model.current.engine.engines]
+    service.metrics.set_models([replica.info for replica in served if replica.info is not None], __version__)
     on_engine_change()
 
 

@@ -8,6 +8,8 @@ be stored costs its answer the id and nothing else.
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import logging
 import math
 import re
@@ -16,10 +18,12 @@ import struct
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from functools import lru_cache
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from model.config import PreprocessConfig
 from model.images.preprocess import ModelInput
 from model.images.region import Region
 
@@ -63,6 +67,22 @@ _OVERHEAD_IN_MEMORY = 768
 """What a picture takes beside its pixels: an array's header, the region's numbers, the dictionary's entry."""
 
 
+def new_image_id() -> str:
+    """Return an id that nobody guesses: 128 bits of the system's randomness."""
+    return secrets.token_urlsafe(16)
+
+
+def id_of_kind(image_id: str, preprocess: PreprocessConfig) -> str:
+    """Return where the picture of an id is stored as a preprocessing gives it: a model sees no other one's."""
+    digest = hashlib.sha256(f"{image_id} {_kind(preprocess)}".encode()).digest()
+    return base64.urlsafe_b64encode(digest)[:22].decode()
+
+
+@lru_cache
+def _kind(preprocess: PreprocessConfig) -> str:
+    return preprocess.model_dump_json()
+
+
 class StoreUsage(NamedTuple):
     """The pictures that a store holds, their bytes, and how many were pushed out before their time, since the start."""
 
@@ -74,8 +94,11 @@ class StoreUsage(NamedTuple):
 class ImageStore(Protocol):
     """Stores pictures, each with its region of the original, under unguessable ids."""
 
-    async def put(self, picture: ModelInput) -> str | None:
-        """Store a picture, and return its id, 128 bits of the system's randomness, or None if it is not stored."""
+    async def put(self, picture: ModelInput, image_id: str | None = None) -> str | None:
+        """Store a picture, and return its id, or None if it is not stored.
+
+        By default the id is a new one, 128 bits of the system's randomness.
+        """
 
     async def get(self, image_id: str) -> ModelInput | None:
         """Return the picture, or None if it is unknown, expired or pushed out."""
@@ -101,7 +124,7 @@ class MemoryImageStore:
         self._bytes = 0
         self._evicted = 0
 
-    async def put(self, picture: ModelInput) -> str | None:
+    async def put(self, picture: ModelInput, image_id: str | None = None) -> str | None:
         """Store a picture; see `ImageStore.put`."""
         cost = picture.pixels.nbytes + _OVERHEAD_IN_MEMORY
         if self._ttl == 0 or cost > self._max_bytes:
@@ -110,7 +133,7 @@ class MemoryImageStore:
         while self._bytes + cost > self._max_bytes:
             self._drop_oldest()
             self._evicted += 1
-        image_id = secrets.token_urlsafe(16)
+        image_id = image_id or new_image_id()
         self._pictures[image_id] = (self._clock() + self._ttl, picture)
         self._bytes += cost
         return image_id
@@ -172,7 +195,7 @@ class RedisImageStore:
         self._put = self._redis.register_script(_PUT)
         self._usage = StoreUsage()
 
-    async def put(self, picture: ModelInput) -> str | None:
+    async def put(self, picture: ModelInput, image_id: str | None = None) -> str | None:
         """Store a picture; see `ImageStore.put`."""
         pixels = picture.pixels
         value = _HEADER.pack(*pixels.shape, *picture.region) + pixels.tobytes()
@@ -180,7 +203,7 @@ class RedisImageStore:
         most = self._max_bytes // cost
         if self._milliseconds == 0 or most == 0:
             return None
-        image_id = secrets.token_urlsafe(16)
+        image_id = image_id or new_image_id()
         keys = [f"{self._prefix}{key}" for key in ("order", f"picture:{image_id}", "evictions")]
 
         async def store() -> str:

@@ -1,6 +1,6 @@
 """One request's way through the service: admitted, its body read, its picture decoded, the model's answer inferred.
 
-    async with service_of(request).admit(request, model_of(request)) as admitted:
+    async with service_of(request).admit(request, await model_of(request)) as admitted:
         picture = await admitted.read_picture()
         decoded, result = await admitted.classify(picture, requested)
 
@@ -14,7 +14,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar, cast
@@ -40,18 +40,19 @@ from service.errors import (
     Draining,
     EngineUnavailable,
     MissingImage,
-    NotFound,
+    ModelLoading,
     RequestTimeout,
     UploadTooLarge,
 )
 from service.http import connection_of
 from service.lifecycle import Lifecycle
-from service.models.model import Generation, ServedModel
+from service.models.model import Generation
+from service.models.models import Models
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.web.admission import Body, Limiter, Permit, Receiving
 from service.web.decoders import Decoded, Decoders
-from service.web.image_stores import ImageStore
+from service.web.image_stores import ImageStore, id_of_kind, new_image_id
 from service.web.lanes import Deadline, Lane
 from service.web.middleware import request_context
 from service.web.upload import UploadedFile, UploadLimits, read_files, read_whole
@@ -77,11 +78,11 @@ _TEXTS_AT_ONCE: Final = 8
 class Lanes:
     """The queues of a web process before everything that is scarce."""
 
-    def __init__(self, settings: Settings, models: ServedModel, decoders: Decoders, clock: Callable[[], float]) -> None:
+    def __init__(self, settings: Settings, models: Models, decoders: Decoders, clock: Callable[[], float]) -> None:
         threads = -(-min(usable_cores(), 16) // settings.workers)
 
         def batches(number: int) -> int:
-            engine = models.current.engine
+            engine = models.default.current.engine
             return number * len(engine.engines) * (1 if engine.info is None else engine.info.max_batch)
 
         self.pictures = Lane("decode", lambda: batches(_BATCHES_AHEAD), threads=threads, clock=clock)
@@ -109,7 +110,7 @@ class Model:
 class Service:
     """Everything that the requests of a web process share; `clock` gives monotonic seconds."""
 
-    models: ServedModel
+    models: Models
     settings: Settings
     metrics: Metrics
     limiter: Limiter
@@ -126,16 +127,46 @@ class Service:
         It may be gone as soon as another took over, unless a request is admitted with it.
 
         Raises:
-            NotFound: there is no such model.
+            UnknownModel: there is no such model.
             EngineUnavailable: it is not ready.
         """
-        generation = self.models.current
+        generation = self.models.find(name).current
         info = generation.engine.info
         if info is None or not generation.engine.ready:
             raise EngineUnavailable(generation.engine.status.reason)
-        if name not in (None, info.name):
-            raise NotFound(f"{name!r:.200}: no such model; there is {info.name!r}")
         return Model(generation, info)
+
+    async def loaded_model(self, name: str | None, started: float) -> Model:
+        """Return the model of a name for a request whose head came at a reading of the clock; see `model`.
+
+        One that is not loaded is waited for, but for the default one, without which the service is not ready. Who waits
+        takes a place, and all who do a quarter of them at most.
+
+        Raises:
+            ModelLoading: so many wait already, or it is not loaded in the request's time.
+            ModelsFull: there is no memory for it.
+            QueueFull: there is no place.
+        """
+        model = self.models.find(name)
+        if not model.current.engine.ready and model is not self.models.default:
+            deadline = Deadline(started + self.settings.request_timeout, self.clock)
+            with self.limiter.waiting():
+                try:
+                    async with asyncio.timeout(deadline.remaining()):
+                        await self.models.available(name)
+                except TimeoutError:
+                    raise ModelLoading(f"{name!r:.200} was not loaded in the request's time") from None
+        return self.model(name)
+
+    async def keep(self, picture: ModelInput, model: Model, image_id: str | None = None) -> str | None:
+        """Store a picture as a model sees it, and return its id, or None; an id may have one of each preprocessing."""
+        image_id = image_id or new_image_id()
+        stored = await self.images.put(picture, id_of_kind(image_id, model.info.preprocess))
+        return stored and image_id
+
+    async def kept(self, image_id: str, model: Model) -> ModelInput | None:
+        """Return the picture of an id as a model sees it, or None where it is not stored."""
+        return await self.images.get(id_of_kind(image_id, model.info.preprocess))
 
     def check_open(self) -> None:
         """Raise `Draining` or `EngineUnavailable` if the service takes no requests."""
@@ -192,8 +223,8 @@ class Service:
     async def admit_from(self, caller: Hashable, started: float, model: Model) -> AsyncIterator[AdmittedRequest]:
         """Admit a request from a caller, whose head came at this reading of the clock; see `admit`."""
         deadline = Deadline(started + self.settings.request_timeout, self.clock)
-        with self.receiving.body() as body, Permit(self.limiter) as permit, model.generation.request():
-            admitted = AdmittedRequest(self, model, caller, deadline, body, permit)
+        with self.receiving.body() as body, Permit(self.limiter) as permit, ExitStack() as held:
+            admitted = AdmittedRequest(self, model, caller, deadline, body, permit, held)
             try:
                 async with admitted.limit:
                     yield admitted
@@ -215,9 +246,9 @@ def service_of(request: Request) -> Service:
     return cast(Service, request.app.state.service)
 
 
-def model_of(request: Request) -> Model:
-    """Return the model of a request; raises `EngineUnavailable` if none is ready."""
-    return service_of(request).model()
+async def model_of(request: Request, name: str | None = None) -> Model:
+    """Return the model of a request, by default the default one; raises as `Service.loaded_model`."""
+    return await service_of(request).loaded_model(name, request_context(request.scope).started)
 
 
 class AdmittedRequest:
@@ -245,11 +276,13 @@ class AdmittedRequest:
         deadline: Deadline,
         body: Body,
         permit: Permit,
+        held: ExitStack,
     ) -> None:
         task = asyncio.current_task()
         assert task is not None, "a request is a task"
         self.service = service
-        self.model = model
+        self._held = held
+        self.choose(model)
         self.started = deadline.at - service.settings.request_timeout
         self.deadline = deadline
         self.limit = asyncio.timeout(None)
@@ -260,6 +293,11 @@ class AdmittedRequest:
         self._permit = permit
         self._reading = False
         self._watcher: asyncio.Future[None] | None = None
+
+    def choose(self, model: Model) -> None:
+        """Let the request belong to a model, too, until it ends, and to the last one first of all."""
+        self.model = model
+        self._held.enter_context(model.generation.request())
 
     # The body is read
 
@@ -326,14 +364,14 @@ class AdmittedRequest:
     # It is decoded
 
     @asynccontextmanager
-    async def decoded(self, data: bytearray) -> AsyncIterator[Decoded]:
+    async def decoded(self, data: bytearray, model: Model | None = None) -> AsyncIterator[Decoded]:
         """Decode a file to a picture of the model's size, and keep its turn until the context ends.
 
         A thread decodes a file whose header bounds the work, a process of its own any other, which keeps no turn.
 
         Raises `MissingImage` if there are no bytes, `QueueFull`, and what `Decoders.model_input` raises.
         """
-        service, config = self.service, self.model.info.preprocess
+        service, config = self.service, (model or self.model).info.preprocess
         if not data:
             raise MissingImage("the picture is empty")
         if is_bounded(data):
@@ -362,7 +400,9 @@ class AdmittedRequest:
 
     # The model answers
 
-    async def classify(self, data: bytearray, requested: RequestedOutputs) -> tuple[Decoded, InferenceResult]:
+    async def classify(
+        self, data: bytearray, requested: RequestedOutputs, model: Model | None = None
+    ) -> tuple[Decoded, InferenceResult]:
         """Return the picture in a file as the model saw it, and the answer; raises as `decoded` and `infer`.
 
         A picture keeps its turn until it is answered, so that decoding does not run far ahead of the model. Those of
@@ -370,19 +410,21 @@ class AdmittedRequest:
         though others of its batch are not.
         """
         with self._permit.used():
-            async with self.decoded(data) as decoded:
+            async with self.decoded(data, model) as decoded:
                 if requested.map is None:
-                    return decoded, await self.infer(decoded.picture.pixels, requested)
-            return decoded, await self.infer(decoded.picture.pixels, requested)
+                    return decoded, await self.infer(decoded.picture.pixels, requested, model)
+            return decoded, await self.infer(decoded.picture.pixels, requested, model)
 
-    async def infer(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
+    async def infer(
+        self, pixels: NDArray[np.uint8], requested: RequestedOutputs, model: Model | None = None
+    ) -> InferenceResult:
         """Return the model's answer to one picture, uint8 [H, W, C]; raises as `Engine.infer`.
 
         Labels of the request are compared with the picture's embedding here; their texts are none of the batch's. A map
         of the best of them, which is known only then, is asked for on its own.
         """
         if not requested.labels:
-            return await self._infer(pixels, requested)
+            return await self._infer(pixels, requested, model)
         zero_shot = self.model.info.zero_shot
         assert zero_shot is not None, "routes refuse labels for other models"
         result = await self._infer(pixels, of_image(requested))
@@ -400,10 +442,13 @@ class AdmittedRequest:
             )
         return replace(result, outputs=outputs)
 
-    async def _infer(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
-        needs_pass = requested.map is not None and requested.map.needs_pass
-        async with self._beside(self.service.lanes.explanations) if needs_pass else nullcontext():
-            engine = self.model.generation.engine
+    async def _infer(
+        self, pixels: NDArray[np.uint8], requested: RequestedOutputs, model: Model | None = None
+    ) -> InferenceResult:
+        engine, info = (model or self.model).generation.engine, (model or self.model).info
+        if info.head and not requested.head:
+            requested = replace(requested, head=info.head)
+        async with self._beside(self.service.lanes.explanations) if requested.needs_pass else nullcontext():
             result = await engine.infer(InferenceRequest(pixels, requested), timeout=self.deadline.remaining())
         self.service.metrics.observe_stage("queue", result.queue_seconds)
         self.service.metrics.observe_stage("inference", result.inference_seconds, result.batch_size)

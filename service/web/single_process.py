@@ -6,12 +6,15 @@ import asyncio
 import logging
 from functools import partial
 from pathlib import Path
+from weakref import WeakSet
 
-from service.engine.local import Loader, engine_of
+from service.engine.backbones import Backbones, ModelEngine
+from service.engine.local import Loader
 from service.engine.messages import ModelInfo
 from service.http import Server
-from service.lifecycle import Lifecycle, Terminal, freeze_objects, trim_regularly
-from service.models.model import LocalModel
+from service.lifecycle import Lifecycle, Terminal, freeze_objects, release_memory, trim_regularly
+from service.models.model import Generation
+from service.models.models import LocalModels, configured_models
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.web.app import create_app, log_model
@@ -33,33 +36,36 @@ def run_single_process(settings: Settings, load: Loader) -> int:
 
 
 class SingleProcess:
-    """A model, the application around it, and its server."""
+    """The models, the application around them, and its server."""
 
     def __init__(self, settings: Settings, load: Loader) -> None:
         self.lifecycle = Lifecycle()
         self._settings = settings
         metrics = Metrics()
         self._is_announced = False
-        make = partial(engine_of, settings, load, metrics.observe_batch)
-        self._model = LocalModel(make, on_retired=freeze_objects)
-        app = create_app(settings, self._model, metrics, self.lifecycle, self._on_engine_change)
-        hang_up = partial(Terminal().hang_up, self._model.reload)
+        self._announced: WeakSet[Generation[ModelEngine]] = WeakSet()
+        make = Backbones(settings, load, metrics.observe_batch).engine
+        self._models = LocalModels(settings, make, configured_models(settings), on_retired=release_memory)
+        app = create_app(settings, self._models, metrics, self.lifecycle, self._on_engine_change)
+        hang_up = partial(Terminal().hang_up, self._models.reload)
         self.server = Server(app, settings, self.lifecycle, on_hang_up=hang_up)
 
     def _on_engine_change(self) -> None:
-        engine = self._model.current.engine
-        if engine.status.state == "failed":
+        if self._models.failure:
             self.server.stop(exit_code=1)
-        elif engine.status.state == "ready" and engine.info is not None:
-            self._announce(engine.info)
+        for model in self._models.served.values():
+            generation = model.current
+            if generation.engine.ready and generation.engine.info is not None and generation not in self._announced:
+                self._announced.add(generation)
+                self._announce(generation.engine, generation.engine.info)
 
-    def _announce(self, info: ModelInfo) -> None:
+    def _announce(self, engine: ModelEngine, info: ModelInfo) -> None:
         """Log what is served, and once where, as soon as the server listens."""
         if not self.server.is_listening:  # a model that loads before the listener is up
-            asyncio.get_running_loop().call_later(0.05, self._announce, info)
+            asyncio.get_running_loop().call_later(0.05, self._announce, engine, info)
             return
-        log_model(self._model.current.engine.status, info)
-        if not self._is_announced:
+        log_model(engine.status, info)
+        if not self._is_announced and self._models.default.current.engine is engine:
             self._is_announced = True
             freeze_objects()
             # A model without labels refuses the plain call.

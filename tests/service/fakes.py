@@ -155,6 +155,8 @@ class FakePredictor:
     device_is_dead: bool = False
     error: type[BaseException] = RuntimeError
     slow_embeddings: bool = False
+    size: int = 1000
+    heads: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.gate = threading.Event()

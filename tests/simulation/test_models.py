@@ -61,6 +61,7 @@ class Runner:
         self.launched: list[tuple[list[int], float]] = []
         self.waiting = 0
         self.turns = threading.Semaphore(0)
+        self.size, self.heads = 0, dict[str, Any]()
 
     def warm_up(self) -> None:
         """Be warm."""

@@ -3,6 +3,9 @@
     FOLDER/KEY/manifest.json    what the graph was made of, and what it gives
               /graph.xml, .bin  the graph, in float32
               /reference.safetensors  torch's outputs, which each later start compares its own with
+              /head.safetensors the head's weights, for a process in which another model has the same backbone
+
+An entry of a model that was loaded beside such a one has a head, and no graph.
 
 The key is a hash of every setting, version and fact of the machine that the graph depends on; what it is run with,
 such as the number of threads, is no part of it. The manifest names every file that was read for the checkpoint, with
@@ -24,19 +27,21 @@ import re
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors.numpy import load_file, save_file
 
 from model.calibration import CALIBRATION_FILE, Calibration
 from model.config import LibraryConfig, PreprocessConfig, ViTConfig
 from model.errors import first_line
-from model.heads import Floats, ZeroShot
+from model.heads import Floats, Head, ZeroShot, own_head
 from model.runtime.backend import BatchOutputs, BatchRequest
 from model.runtime.openvino.network import NetworkGraph, core, openvino_package
 
@@ -46,15 +51,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T", bound="NetworkGraph | None")
+
 LIMIT: Final = 4 << 30
 """Bytes of all entries together; those whose last use is longest ago go first."""
 
 _MANIFEST: Final = "manifest.json"
 _GRAPH: Final = "graph.xml"
 _REFERENCE: Final = "reference.safetensors"
-_FILES: Final = (_GRAPH, "graph.bin", _REFERENCE)
+_HEAD: Final = "head.safetensors"
 _LOCK: Final = "lock"
 """A file that who writes an entry has locked: the kernel unlocks it when the process ends."""
+
+_SETTLED: Final = 10_000_000_000
+"""Nanoseconds after a change from which on another one shows in the time of a file."""
 
 _VERSIONS: Final = ("vitserve", "openvino", "torch", "timm", "transformers", "numpy", "safetensors")
 
@@ -88,7 +98,9 @@ class Manifest(BaseModel):
     Attributes:
         key: what `Entry` hashes.
         files: the hash of each file that was read, of the names in each folder; None where there was nothing.
-        graph: hashes of the graph's files.
+        times: size and time of change of these files; where they are the same, and not of just now, nothing is hashed.
+        backbone: see `model.checkpoint.backbone`.
+        graph: hashes of the files beside this one.
         outputs, layers, relevance: see `NetworkGraph`.
         dtype: that it was found to agree with torch in.
         largest_layer: see `model.network.library.largest_layer`.
@@ -98,10 +110,12 @@ class Manifest(BaseModel):
 
     key: str
     files: dict[str, str | None]
+    times: dict[str, tuple[int, int]]
+    backbone: str
     graph: dict[str, str]
-    outputs: tuple[str, ...]
-    layers: tuple[int, ...]
-    relevance: bool
+    outputs: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
+    relevance: bool = False
     checkpoint: KeptCheckpoint
     parameters: int
     dtype: str
@@ -109,7 +123,8 @@ class Manifest(BaseModel):
 
     def changed_file(self, *, but: str = "") -> str | None:
         """Return the path of a file, of another name than `but`, that no longer has the content as it was, or None."""
-        files = ((Path(path), digest) for path, digest in self.files.items())
+        same = {path for path, times in self.times.items() if times == _times(path)}
+        files = ((Path(path), digest) for path, digest in self.files.items() if path not in same)
         return next((str(path) for path, digest in files if path.name != but and _digest(path) != digest), None)
 
 
@@ -131,8 +146,8 @@ class Entry:
         """Return the folder of the graph that gives relevance, or does not."""
         return self._folder / hashlib.sha256(f"{self._facts}{relevance}".encode()).hexdigest()[:40]
 
-    def load(self, *, relevance: bool = False) -> tuple[Manifest, NetworkGraph] | None:
-        """Return a graph that was kept, or None where there is none that may be used; one line of the log says why."""
+    def manifest(self, *, relevance: bool = False) -> Manifest | None:
+        """Return what was kept, or None where there is nothing that may be used; one line of the log says why."""
         place = self.place(relevance=relevance)
         if not place.exists():
             return None
@@ -140,33 +155,63 @@ class Entry:
             _require_own(self._folder)
             _require_own(place)
             manifest = Manifest.model_validate_json((place / _MANIFEST).read_bytes())
-            if manifest.key != self._facts or {name: _digest(place / name) for name in _FILES} != manifest.graph:
+            if (
+                manifest.key != self._facts
+                or {name: _digest(place / name) for name in manifest.graph} != manifest.graph
+            ):
                 raise ValueError("it is not what was written")
             if changed := manifest.changed_file():
                 logger.info("%s is not as it was: the graph is made again", changed)
                 return None
-            request = BatchRequest(layers=manifest.layers, relevance=manifest.relevance)
-            reference = BatchOutputs.of(load_file(place / _REFERENCE))
-            model = core().read_model(place / _GRAPH)  # its weights are mapped, and not copied
             with suppress(OSError):  # a folder that may only be read
                 os.utime(place)
         except (OSError, RuntimeError, ValueError) as error:
             logger.warning("%s: a graph that is not used and is made again: %s", place, first_line(error))
             return None
-        return manifest, NetworkGraph(model, manifest.outputs, request, reference)
+        return manifest
 
-    def put(self, graph: NetworkGraph, facts: Mapping[str, object]) -> NetworkGraph:
-        """Write a graph to its place, and return it as it is read from there.
+    def load(
+        self, manifest: Manifest | None = None, *, relevance: bool = False
+    ) -> tuple[Manifest, NetworkGraph] | None:
+        """Return a graph that was kept, or None as `manifest`, by which it was just looked at, or where only a head is.
+
+        A head alone is as good as nothing where no process has its backbone.
+        """
+        found, place = manifest or self.manifest(relevance=relevance), self.place(relevance=relevance)
+        if found is None or _GRAPH not in found.graph:
+            return None
+        try:
+            request = BatchRequest(layers=found.layers, relevance=found.relevance)
+            reference = BatchOutputs.of(load_file(place / _REFERENCE))
+            model = core().read_model(place / _GRAPH)  # its weights are mapped, and not copied
+        except (OSError, RuntimeError, ValueError) as error:
+            logger.warning("%s: a graph that is not used and is made again: %s", place, first_line(error))
+            return None
+        return found, NetworkGraph(model, found.outputs, request, reference)
+
+    def head(self, manifest: Manifest) -> Head | None:
+        """Return the head that was kept; None where the model has none of its own. Raises OSError or RuntimeError."""
+        if _HEAD not in manifest.graph:
+            return None
+        checkpoint = manifest.checkpoint
+        own = own_head(checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label)
+        compared = isinstance(checkpoint.config, ViTConfig) and checkpoint.config.normalized_head
+        arrays = load_file(self.place(relevance=False) / _HEAD)
+        return replace(own, weight=arrays["weight"], bias=arrays["bias"], normalized=compared)
+
+    def put(self, graph: NetworkGraph | None, facts: Mapping[str, object], head: Head | None) -> NetworkGraph | None:
+        """Write a graph, and its head, to their place, and return the graph as it is read from there.
 
         Args:
             facts: the fields of `Manifest` that neither the graph nor this entry tells.
+            head: the checkpoint's, if it has one of its own.
 
         Raises:
             OSError, RuntimeError, ValueError: it cannot be written, or the folder is another user's.
         """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _require_own(self._folder)
-        place = self.place(relevance=graph.request.relevance)
+        place = self.place(relevance=graph is not None and graph.request.relevance)
         with (self._folder / _LOCK).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for _, _, abandoned in self._entries(r"\..*"):  # by a process that was killed
@@ -174,16 +219,21 @@ class Entry:
             with tempfile.TemporaryDirectory(prefix=".", dir=self._folder) as name:
                 written = Path(name) / place.name
                 written.mkdir(mode=0o700)
-                openvino_package().save_model(graph.model, written / _GRAPH, compress_to_fp16=False)
-                save_file(graph.reference.tensors(), written / _REFERENCE)
-                of_graph = {"layers": graph.request.layers, "relevance": graph.request.relevance}
-                of_graph |= {"outputs": graph.outputs, "graph": {name: _digest(written / name) for name in _FILES}}
-                manifest = Manifest.model_validate({"key": self._facts, **of_graph, **facts})
+                of_graph: dict[str, object] = {}
+                if graph is not None:
+                    openvino_package().save_model(graph.model, written / _GRAPH, compress_to_fp16=False)
+                    save_file(graph.reference.tensors(), written / _REFERENCE)
+                    of_graph = {"layers": graph.request.layers, "relevance": graph.request.relevance}
+                    of_graph |= {"outputs": graph.outputs}
+                if head is not None and head.weight is not None:
+                    save_file({"weight": head.weight, "bias": np.asarray(head.bias, np.float32)}, written / _HEAD)
+                digests = {file.name: _digest(file) for file in written.iterdir()}
+                manifest = Manifest.model_validate({"key": self._facts, "graph": digests, **of_graph, **facts})
                 (written / _MANIFEST).write_text(manifest.model_dump_json())
                 self._make_room(_size(written))
                 shutil.rmtree(place, ignore_errors=True)
                 written.rename(place)
-        return graph._replace(model=core().read_model(place / _GRAPH))
+        return graph and graph._replace(model=core().read_model(place / _GRAPH))
 
     def remove(self, *, relevance: bool) -> None:
         """Remove a graph that is not what torch computes."""
@@ -220,13 +270,18 @@ class Keep:
     Attributes:
         entry: where.
         files: what was looked at when it was read, see `model.checkpoint.local_files.recording`.
+        backbone, head: of the checkpoint, see `model.checkpoint.backbone`.
     """
 
     entry: Entry
     files: Mapping[Path, Signature]
+    backbone: str = ""
+    head: Head | None = None
 
-    def __call__(self, graph: NetworkGraph, checkpoint: Checkpoint, parameters: int, dtype: str) -> NetworkGraph:
+    def __call__(self, graph: T, checkpoint: Checkpoint, parameters: int, dtype: str) -> T:
         """Write a graph, and return it as it is read from there: what is compiled now and later is the same.
+
+        None is the graph of a backbone that this process has already: the head is kept alone.
 
         OpenVINO fuses operations of a graph that was read in another way than of one that was just translated. Where it
         is not kept, or a file was changed since it was read, one line of the log says why, and the graph is returned.
@@ -238,13 +293,15 @@ class Keep:
             logger.info("the graph is not kept: the hub may name another commit than %s next time", unpinned)
             return graph
         try:
-            files = {str(path): _digest(path) for path in self.files}
+            times, files = ({str(path): read(path) for path in self.files} for read in (_times, _digest))
             if changed := [path for path, before in self.files.items() if signature(path) != before]:
                 raise OSError(f"{changed[0]} changed since it was read")
             fields = KeptCheckpoint.model_fields.keys() - {"embed_texts"}
             kept = KeptCheckpoint.model_validate({name: getattr(checkpoint, name) for name in fields})
             facts = {"files": files, "checkpoint": kept, "parameters": parameters, "dtype": dtype}
-            return self.entry.put(graph, facts | {"largest_layer": largest_layer(checkpoint.config)})
+            facts |= {"times": {path: each for path, each in times.items() if each is not None}}
+            facts |= {"largest_layer": largest_layer(checkpoint.config), "backbone": self.backbone}
+            return cast(T, self.entry.put(graph, facts, self.head))
         except (OSError, RuntimeError, ValueError) as error:
             reason = first_line(error)
             logger.warning("the graph is not kept (VIT_CACHE_DIR names the folder), and is made again: %s", reason)
@@ -258,6 +315,16 @@ def _require_own(place: Path) -> None:
         raise ValueError("it is no folder")
     if status.st_uid not in (os.geteuid(), 0) or status.st_mode & stat.S_IWOTH:
         raise ValueError(f"it belongs to uid {status.st_uid}, or anybody may write into it")
+
+
+def _times(path: str | Path) -> tuple[int, int] | None:
+    """Return the size and the time of change of a file, None of a folder, of nothing, and of what changed just now."""
+    try:
+        status = Path(path).stat()
+    except (OSError, ValueError):
+        return None
+    is_settled = time.time_ns() - status.st_mtime_ns > _SETTLED
+    return (status.st_size, status.st_mtime_ns) if is_settled and stat.S_ISREG(status.st_mode) else None
 
 
 def _digest(path: Path) -> str | None:

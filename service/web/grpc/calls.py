@@ -20,7 +20,7 @@ from service.errors import MalformedRequest, NotFound, RequestTimeout, Unavailab
 from service.web.admission import RECEIVING_BYTES
 from service.web.api_keys import KeyGuard
 from service.web.grpc import open_inference_pb2 as messages
-from service.web.grpc.messages import decode_request, encode_answer, parse
+from service.web.grpc.messages import decode_request, encode_answer, model_named_in, parse
 from service.web.inference_protocol import GRPC_SERVICE
 from service.web.inference_protocol.descriptions import (
     model_configuration,
@@ -28,7 +28,7 @@ from service.web.inference_protocol.descriptions import (
     model_statistics,
     server_metadata,
 )
-from service.web.inference_protocol.inference import find_model, infer, read
+from service.web.inference_protocol.inference import BYTES_A_VALUE, check_version, find_model, infer, read
 from service.web.lanes import Deadline, Lane
 from service.web.middleware import PROBES, hold_back, request_id_from
 from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, problem_of, refusal_of
@@ -202,7 +202,8 @@ async def _model_ready(service: Service, call: Call) -> bytes:
 def _is_ready(service: Service, name: str | None = None, version: str = "") -> bool:
     try:
         service.check_ready()
-        find_model(service, name, version)
+        check_version(version)
+        service.model(name)
     except (NotFound, Unavailable):
         return False
     return True
@@ -218,7 +219,8 @@ def _described(describe: Callable[[ModelInfo, Service], Mapping[str, Any]], kind
 
     async def method(service: Service, call: Call) -> bytes:
         question = await call.question()
-        return _encode(describe(find_model(service, question.name or None, question.version).info, service), kind())
+        model = await find_model(service, question.name or None, question.version, call.started)
+        return _encode(describe(model.info, service), kind())
 
     return method
 
@@ -229,7 +231,15 @@ async def _model_infer(service: Service, call: Call) -> bytes:
     async with service.admit_from(call.caller, call.started, service.model()) as admitted:
         admitted.source, admitted.watches = call.receive, False  # grpcio cancels the call itself
         body = await admitted.read(_whole)
-        asked = await read(admitted, body, partial(decode_request, check_model=partial(find_model, service)))
+        if len(service.models.served) > 1:
+            name = await admitted.write(partial(model_named_in, body), size=len(body) // BYTES_A_VALUE)
+            admitted.choose(await service.loaded_model(name, call.started))
+
+        def check_model(name: str, version: str) -> None:
+            check_version(version)
+            service.models.find(name)
+
+        asked = await read(admitted, body, partial(decode_request, check_model=check_model))
         return await infer(admitted, asked, encode_answer)
 
 

@@ -44,6 +44,12 @@ def parse(kind: type[M], data: bytes | bytearray) -> M:
     return message
 
 
+def model_named_in(data: bytearray) -> str:
+    """Return the name of the model in a message of a request, whose first fields are a `ModelRequest`'s; see below."""
+    check_cost(memoryview(data), _TENSORS)
+    return parse(ModelRequest, data).name
+
+
 def decode_request(data: bytearray, check_model: Callable[[str, str], object]) -> InferenceRequest:
     """Return the request in a message, whose bytes are dropped.
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from service.engine.messages import ModelInfo
+from service.models.models import ModelStatus
 from service.observe.metrics import Metrics
 from service.web.inference_protocol import EXTENSIONS, GRPC_SERVICE, REPOSITORY_EXTENSION, VERSION
 from service.web.inference_protocol.inference import inputs_of, outputs_of
@@ -26,12 +27,14 @@ def server_metadata(version: str, *, swaps: bool) -> dict[str, Any]:
     return {"name": "vitserve", "version": version, "extensions": extensions}
 
 
-def repository_index(info: ModelInfo) -> list[dict[str, str]]:
-    """Return the list of the repository's models, with the only model.
+def repository_entry(status: ModelStatus) -> dict[str, str]:
+    """Return what the repository's index says of a model.
 
     https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md
     """
-    return [{"name": info.name, "version": VERSION, "state": "READY", "reason": ""}]
+    state = {"ready": "READY", "loading": "LOADING"}.get(status.state, "UNAVAILABLE")
+    reason = "unloaded" if status.state == "unloaded" else status.reason
+    return {"name": status.name, "version": VERSION, "state": state, "reason": reason}
 
 
 def model_metadata(info: ModelInfo) -> dict[str, Any]:

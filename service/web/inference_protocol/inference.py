@@ -109,7 +109,7 @@ _OF_MAPS: Final = frozenset({"attention", "evidence"})
 # Characters of a request's id, which its answer repeats, and the bytes of waiting answers are not counted.
 _MAX_ID: Final = 1024
 # Bytes of base64 that are read in the time of one number.
-_BYTES_A_VALUE: Final = 256
+BYTES_A_VALUE: Final = 256
 # Methods of the output `attention`.
 _MAPS: Final = ("cls", "relevance")
 
@@ -124,15 +124,19 @@ def inputs_of(info: ModelInfo) -> dict[str, tuple[str, list[int]]]:
     return {"image": ("BYTES", [-1]), "pixels": ("UINT8", [-1, *info.input_shape])}
 
 
-def find_model(service: Service, name: str | None, version: str = "") -> Model:
+async def find_model(service: Service, name: str | None, version: str, started: float) -> Model:
     """Return the model of a name and version; None is the default, and an empty version is any.
 
-    Raises `NotFound` if there is no such model, `EngineUnavailable` if it is not ready.
+    Raises `NotFound` if there is no such version, and as `Service.loaded_model`.
     """
-    model = service.model(name)
+    check_version(version)
+    return await service.loaded_model(name, started)
+
+
+def check_version(version: str) -> None:
+    """Raise `NotFound` unless a model has this version."""
     if version not in ("", VERSION):
         raise NotFound(f"version {version!r:.40}: the model has {VERSION} only")
-    return model
 
 
 @dataclass(frozen=True)
@@ -272,7 +276,7 @@ async def read(
             body.clear()  # pixels are a view of it
         return asked
 
-    return await admitted.write(work, size=len(body) // _BYTES_A_VALUE)
+    return await admitted.write(work, size=len(body) // BYTES_A_VALUE)
 
 
 async def infer(admitted: AdmittedRequest, asked: Inference, encode: Callable[[InferenceAnswer], T]) -> T:
@@ -287,9 +291,9 @@ async def infer(admitted: AdmittedRequest, asked: Inference, encode: Callable[[I
     info = admitted.model.info
     await admitted.take(len(asked.pictures))
     results = await all_of(_compute(admitted, asked, position) for position in range(len(asked.pictures)))
-    admitted.service.metrics.images.inc(len(results))
+    admitted.service.metrics.of_model(info.name).images.inc(len(results))
     for result in results if info.config.num_classes else ():
-        admitted.service.metrics.observe_classes(result.outputs)
+        admitted.service.metrics.observe_classes(info.name, result.outputs)
 
     def answer() -> T:
         return encode(InferenceAnswer(info.name, asked.id, make_outputs(results, asked, info.labels)))

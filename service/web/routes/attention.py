@@ -30,8 +30,8 @@ from model.outputs import (
 )
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, NotFound
-from service.web.request import AdmittedRequest, all_of, model_of, service_of
-from service.web.routes.endpoint import BINARY, ONE_PICTURE, Absent, Endpoint, npy_response, problems
+from service.web.request import AdmittedRequest, Model, all_of, model_of, service_of
+from service.web.routes.endpoint import BINARY, ONE_PICTURE, Absent, Endpoint, ModelName, npy_response, problems
 from vitserve.documents import AttentionDocument, RegionDocument, significant
 
 router = APIRouter(tags=["attention"], route_class=Endpoint)
@@ -60,6 +60,7 @@ _ANSWERS: dict[int | str, dict[str, object]] = {
 class AttentionQuery(BaseModel, frozen=True):
     """The query of both endpoints; None is what was not sent."""
 
+    model: ModelName = None
     method: Annotated[
         str | Absent,
         Field(
@@ -117,14 +118,18 @@ class StoredPictureQuery(AttentionQuery):
 async def attention_of_kept_picture(request: Request, query: Annotated[StoredPictureQuery, Query()]) -> Response:
     """Draw the map of a picture that was classified before and is still stored."""
     service = service_of(request)
-    picture = await service.images.get(query.id)
-    # Only now: while the picture came, another model may have taken over.
-    model = model_of(request)
+    model = await model_of(request, query.model)
+    _map_requests(query, model.info)
+    with model.generation.request():  # another one may take over while the picture comes
+        picture = await service.kept(query.id, model)
+        if picture is None:
+            raise NotFound("no picture of this id is kept for this model: it is unknown, expired or pushed out")
+        return await _of_kept(request, query, model, picture)
+
+
+async def _of_kept(request: Request, query: StoredPictureQuery, model: Model, picture: ModelInput) -> Response:
     map_requests = _map_requests(query, model.info)
-    # A picture that another replica stored may have the size of the model before an update.
-    if picture is None or picture.pixels.shape != model.info.input_shape:
-        raise NotFound("no picture of this id is kept: it is unknown, expired or pushed out")
-    async with service.admit(request, model) as admitted:
+    async with service_of(request).admit(request, model) as admitted:
         await admitted.take(1)
         explained = await _explain(admitted, map_requests, picture)
         return await _answer(admitted, query, explained, picture, query.id)
@@ -134,21 +139,22 @@ async def attention_of_kept_picture(request: Request, query: Annotated[StoredPic
     "/attention",
     response_class=Response,
     openapi_extra=ONE_PICTURE,
-    responses=_ANSWERS | problems(400, 408, 413, 415, 422, 500, 503, 504),
+    responses=_ANSWERS | problems(400, 404, 408, 413, 415, 422, 500, 503, 504),
 )
 async def attention(request: Request, query: Annotated[AttentionQuery, Query()]) -> Response:
     """Draw the map of the picture in the body."""
-    model = model_of(request)
+    model = await model_of(request, query.model)
     map_requests = _map_requests(query, model.info)
     async with service_of(request).admit(request, model) as admitted:
         file = await admitted.read_picture()
         async with admitted.decoded(file) as decoded:
             picture = decoded.picture
         explained = await _explain(admitted, map_requests, picture)
-        admitted.service.metrics.images.inc()
+        own = admitted.service.metrics.of_model(model.info.name)
+        own.images.inc()
         if model.info.config.num_classes:
-            admitted.service.metrics.top1_score.observe(float(explained[0].scores[0]))
-        image_id = await admitted.service.images.put(picture)
+            own.top1_score.observe(float(explained[0].scores[0]))
+        image_id = await admitted.service.keep(picture, model)
         photo = await _photo(admitted, query, picture.region, file)
         return await _answer(admitted, query, explained, picture, image_id, photo)
 
@@ -185,7 +191,7 @@ async def _answer(
     # A map shows the caller's picture: no shared cache may keep it, and no browser may take it for something else.
     headers = {"Cache-Control": "private", "X-Content-Type-Options": "nosniff"}
     if image_id is not None:
-        headers["Content-Location"] = f"/attention?id={image_id}"
+        headers["Content-Location"] = f"/attention?id={image_id}{query_of(admitted)}"
     labels = admitted.model.info.labels
     if query.format == "json":
         region = region_document(picture.region)
@@ -212,6 +218,12 @@ def _png(
     look = query.model_dump(include=_LOOK - {"view", "caption"}, exclude_none=True)
     captioned = None if query.caption is False else labels
     return encode_png(draw_maps(maps, captioned, picture=shown, region=region, max_width=MAX_SIZE, **look))
+
+
+def query_of(admitted: AdmittedRequest, model: Model | None = None) -> str:
+    """Return what a path ends with that asks a model again, by default the request's; nothing for the default one."""
+    chosen, default = (model or admitted.model).info.name, admitted.service.models.default.info
+    return "" if default is not None and chosen == default.name else f"&model={chosen}"
 
 
 def map_fields(attention: AttentionMap, labels: Sequence[str]) -> dict[str, Any]:

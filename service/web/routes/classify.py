@@ -7,32 +7,38 @@ https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-inference-code.h
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from model.errors import ImageError
+from model.errors import ImageError, InputError
 from model.heads import labels_of_request, with_labels
 from model.outputs import DEFAULT_TOP_K, EmbeddingRequest, RequestedOutputs, parse_maps
 from service.engine.messages import InferenceResult, ModelInfo
-from service.errors import InvalidParameter, ServiceError
+from service.errors import InvalidParameter, MissingImage, ServiceError, UnknownModel
 from service.web.decoders import Decoded
+from service.web.image_stores import new_image_id
 from service.web.inference_protocol.inference import find_model
+from service.web.middleware import request_context
 from service.web.problems import problem_of
-from service.web.request import AdmittedRequest, all_of, model_of, require_file, service_of
-from service.web.routes.attention import map_fields, region_document
-from service.web.routes.endpoint import ONE_PICTURE, SEVERAL_PICTURES, Absent, Endpoint, problems, to_json
+from service.web.request import AdmittedRequest, Model, all_of, model_of, require_file, service_of
+from service.web.routes.attention import map_fields, query_of, region_document
+from service.web.routes.endpoint import ONE_PICTURE, SEVERAL_PICTURES, Absent, Endpoint, ModelQuery, problems, to_json
 from service.web.upload import UploadedFile
 from vitserve.documents import (
     FIELD,
     Attention,
     BatchClassification,
     Classification,
+    Classifications,
     FailedItem,
+    ModelClassification,
     Prediction,
     Timings,
     set_fields,
@@ -55,9 +61,13 @@ _PREDICTION: Final = ONE_PICTURE | {"parameters": [_NAME, _LABELS]}
 _REFUSALS: Final = problems(400, 404, 408, 413, 415, 422, 500, 503, 504)
 
 
-class ClassifyQuery(BaseModel, frozen=True):
+class ClassifyQuery(ModelQuery, frozen=True):
     """The query of both endpoints."""
 
+    model: Annotated[
+        str | Absent,
+        Field(description="which of GET /models answers; /classify: several, comma-separated, or `*` for all"),
+    ] = None
     top_k: Annotated[
         Annotated[int, Field(ge=1)] | Absent,
         Field(description="classes to answer with; default the smaller of 5 and all"),
@@ -72,22 +82,32 @@ class ClassifyQuery(BaseModel, frozen=True):
         str | Absent,
         Field(description="names to compare with, comma-separated or a JSON array; for models with a text tower"),
     ] = None
+    min_score: Annotated[
+        Annotated[float, Field(ge=0, le=1)] | Absent, Field(description="leave lower predictions out")
+    ] = None
+
+    @property
+    def names_several(self) -> bool:
+        """Return whether several models are to answer."""
+        return self.model is not None and ("," in self.model or self.model == "*")
 
 
 @router.post(
     "/classify",
-    response_model=Classification,
+    response_model=Classification | Classifications,
     response_model_exclude_none=True,
     openapi_extra=ONE_PICTURE,
-    responses=problems(400, 408, 413, 415, 422, 500, 503, 504),
+    responses=problems(400, 404, 408, 413, 415, 422, 500, 503, 504),
 )
 async def classify(request: Request, query: Annotated[ClassifyQuery, Query()]) -> Response:
-    """Classify one picture: a multipart field `file`, or the raw body."""
-    model = model_of(request)
+    """Classify one picture: a multipart field `file`, or the raw body; by one model, or by several."""
+    if query.names_several:
+        return await _classify_by_several(request, query)
+    model = await model_of(request, query.model)
     requested = _requested(query, model.info)
     async with service_of(request).admit(request, model) as admitted:
         picture = await admitted.read_picture()
-        content = await _answer(admitted, requested, picture)
+        content = await _answer(admitted, requested, query.min_score, picture)
     return Response(content, media_type="application/json")
 
 
@@ -96,24 +116,29 @@ async def classify(request: Request, query: Annotated[ClassifyQuery, Query()]) -
     response_model=BatchClassification,
     response_model_exclude_none=True,
     openapi_extra=SEVERAL_PICTURES,
-    responses=problems(400, 408, 413, 415, 422, 503),
+    responses=problems(400, 404, 408, 413, 415, 422, 503),
 )
 async def classify_batch(request: Request, query: Annotated[ClassifyQuery, Query()]) -> Response:
     """Classify several pictures (multipart fields `file`); each gets its own answer or its own error."""
-    model = model_of(request)
+    if query.names_several:
+        raise InvalidParameter("model: one is expected here; POST /classify takes several")
+    model = await model_of(request, query.model)
     requested = _requested(query, model.info)
     async with service_of(request).admit(request, model) as admitted:
         pictures = await admitted.read_pictures(admitted.service.settings.max_images_per_request)
-        return await answer_each(admitted, pictures, partial(_answer, admitted, requested))
+        return await answer_each(admitted, pictures, partial(_answer, admitted, requested, query.min_score))
 
 
-def _requested(query: ClassifyQuery, info: ModelInfo) -> RequestedOutputs:
-    """Return what is asked of each picture; raises `InvalidParameter` or `InputError`."""
+def _requested(query: ClassifyQuery, info: ModelInfo, *, cap: bool = False) -> RequestedOutputs:
+    """Return what is asked of each picture; raises `InvalidParameter` or `InputError`.
+
+    `cap`: of more classes than there are all are meant.
+    """
     config, labels = info.config, tuple[str, ...]()
     if query.labels is not None or not config.num_classes:
         labels = labels_of_request(query.labels, info.zero_shot, config)
         config = with_labels(config, labels)
-    if query.top_k is not None and query.top_k > config.num_classes:
+    if query.top_k is not None and query.top_k > config.num_classes and not cap:
         compared = f"there are {len(labels)} labels" if labels else f"the model has {config.num_classes} classes"
         raise InvalidParameter(f"top_k {query.top_k}: {compared}")
     maps = []
@@ -121,7 +146,7 @@ def _requested(query: ClassifyQuery, info: ModelInfo) -> RequestedOutputs:
         method = "relevance" if query.attention == "relevance" else "cls"
         maps = parse_maps(config, labels or info.labels, method=method)
     return RequestedOutputs(
-        query.top_k or min(DEFAULT_TOP_K, config.num_classes),
+        min(query.top_k or DEFAULT_TOP_K, config.num_classes),
         maps[0] if maps else None,
         embedding=EmbeddingRequest() if query.embedding else None,
         labels=labels,
@@ -129,53 +154,167 @@ def _requested(query: ClassifyQuery, info: ModelInfo) -> RequestedOutputs:
     )
 
 
-async def _answer(admitted: AdmittedRequest, requested: RequestedOutputs, picture: bytearray) -> bytes:
+async def _answer(
+    admitted: AdmittedRequest, requested: RequestedOutputs, min_score: float | None, picture: bytearray
+) -> bytes:
     """Return a picture's `Classification` as JSON; the picture is put into the image store."""
     decoded, result = await admitted.classify(picture, requested)
-    image_id = await admitted.service.images.put(decoded.picture)
-    admitted.service.metrics.images.inc()
-    admitted.service.metrics.observe_classes(result.outputs)
+    image_id, model = await admitted.service.keep(decoded.picture, admitted.model), admitted.model
+    _count(admitted, model, result)
 
     def write() -> bytes:
-        total = admitted.service.clock() - admitted.started
-        return to_json(_document(admitted.model.info, requested, decoded, result, image_id, total))
+        fields = _fields(admitted, model, requested, decoded, result, image_id, min_score)
+        return to_json(Classification(id=image_id, **fields, timings_ms=_timings(admitted, [(decoded, result)])))
 
     # A document of many classes is large, and lives only until it is JSON: a batch has many such documents.
     return await admitted.write(write, size=requested.top_k)
 
 
-def _document(
-    info: ModelInfo,
+def _count(admitted: AdmittedRequest, model: Model, result: InferenceResult) -> None:
+    metrics, name = admitted.service.metrics, model.info.name
+    metrics.of_model(name).images.inc()
+    metrics.observe_classes(name, result.outputs)
+
+
+def _fields(
+    admitted: AdmittedRequest,
+    model: Model,
     requested: RequestedOutputs,
     decoded: Decoded,
     result: InferenceResult,
     image_id: str | None,
-    total: float,
-) -> Classification:
-    """Return the answer to a picture, `total` seconds after the request's head."""
-    outputs, labels = result.outputs, requested.labels or info.labels
+    min_score: float | None,
+) -> dict[str, Any]:
+    """Return what a model says of a picture: the fields of `ModelClassification`."""
+    outputs, labels = result.outputs, requested.labels or model.info.labels
     attention = None
     if outputs.map is not None:
         # A map of a label of the request cannot be asked for again by the picture's id.
         of_labels = requested.labels and outputs.map.request.class_index is not None
-        url = None if image_id is None or of_labels else _url(image_id, outputs.map.request.method)
+        url = None
+        if image_id is not None and not of_labels:
+            url = _url(image_id, outputs.map.request.method) + query_of(admitted, model)
         region = region_document(decoded.picture.region)
         attention = Attention(url=url, region=region, **map_fields(outputs.map, labels))
-    return Classification(
-        id=image_id,
-        model=info.name,
-        predictions=Prediction.ranked(labels, outputs.indices.tolist(), outputs.scores.tolist()),
-        attention=attention,
-        embedding=None if outputs.embedding is None else outputs.embedding.tolist(),
-        timings_ms=Timings(
-            decode=_milliseconds(decoded.seconds),
-            queue=_milliseconds(result.queue_seconds),
-            inference=_milliseconds(result.inference_seconds),
-            total=_milliseconds(total),
-        ),
-        batch_size=result.batch_size,
-        **set_fields(labels, None if outputs.label_set is None else outputs.label_set.tolist()),
+    predictions = Prediction.ranked(labels, outputs.indices.tolist(), outputs.scores.tolist())
+    of_set: dict[str, Any] = dict(set_fields(labels, None if outputs.label_set is None else outputs.label_set.tolist()))
+    if min_score is not None:
+        predictions = [each for each in predictions if each.score >= min_score]
+        if not predictions and "abstained" not in of_set:
+            of_set |= {"abstained": True, "abstained_by": "min_score"}
+    return {
+        "model": model.info.name,
+        "predictions": predictions,
+        "attention": attention,
+        "embedding": None if outputs.embedding is None else outputs.embedding.tolist(),
+        "batch_size": result.batch_size,
+        **of_set,
+    }
+
+
+def _timings(admitted: AdmittedRequest, passes: Sequence[tuple[Decoded, InferenceResult]]) -> Timings:
+    """Return the milliseconds of each stage, of the pass that took longest, and since the request's head."""
+    return Timings(
+        decode=_milliseconds(max((decoded.seconds for decoded, _ in passes), default=0.0)),
+        queue=_milliseconds(max((result.queue_seconds for _, result in passes), default=0.0)),
+        inference=_milliseconds(max((result.inference_seconds for _, result in passes), default=0.0)),
+        total=_milliseconds(admitted.service.clock() - admitted.started),
     )
+
+
+# Several models
+
+
+_Members = list[tuple[Model, RequestedOutputs]]
+"""Models of one backbone and preprocessing, and what each is asked for."""
+
+
+async def _classify_by_several(request: Request, query: ClassifyQuery) -> Response:
+    """Classify one picture by several models: one pass for each backbone and preprocessing, which takes one place."""
+    service = service_of(request)
+    if query.labels is not None:
+        raise InvalidParameter("labels: they are compared by one model; name one")
+    every = [each.name for each in service.models.describe()]
+    names = every if query.model == "*" else [each.strip() for each in str(query.model).split(",")]
+    for name in names:
+        service.models.find(name)
+    failed = dict(zip(names, await all_of(_unavailable(request, name) for name in names), strict=True))
+    groups: dict[tuple[object, ...], _Members] = {}
+    for name in [name for name, error in failed.items() if error is None]:
+        try:
+            model = service.model(name)
+            requested = replace(_requested(query, model.info, cap=True), head=model.info.head)
+        except (InputError, ServiceError) as error:
+            failed[name] = error
+        else:
+            groups.setdefault((model.info.backbone or name, model.info.preprocess), []).append((model, requested))
+    members = [each for group in groups.values() for each in group]
+    # Without any model that answers, the default one's request is answered with the errors.
+    async with service.admit(request, members[0][0] if members else service.model()) as admitted:
+        for model, _ in members[1:]:
+            admitted.choose(model)
+        passes: list[_Pass] = []
+        image_id = new_image_id()
+        if members:
+            picture = await admitted.read_picture()
+            await admitted.take(len(groups) - 1)
+            passes = await all_of(_pass(admitted, picture, group, image_id, query) for group in groups.values())
+        answers = {name: _item(admitted, error) for name, error in failed.items() if error is not None}
+        answers |= {name: answer for each in passes for name, answer in each.answers.items()}
+        document = Classifications(
+            id=image_id if any(each.is_kept for each in passes) else None,
+            models={name: answers[name] for name in failed},
+            timings_ms=_timings(admitted, [each.took for each in passes if each.took is not None]),
+        )
+        content = await admitted.write(lambda: to_json(document), size=sum(asked.top_k for _, asked in members))
+    return Response(content, media_type="application/json")
+
+
+async def _unavailable(request: Request, name: str) -> Exception | None:
+    """Return why a model does not answer, or None once it does."""
+    try:
+        await model_of(request, name)
+    except ServiceError as error:
+        return error
+    return None
+
+
+class _Pass(NamedTuple):
+    """What the models of one pass say of a picture, by name, what it took, and whether the picture is kept."""
+
+    answers: dict[str, ModelClassification | FailedItem]
+    took: tuple[Decoded, InferenceResult] | None = None
+    is_kept: bool = False
+
+
+async def _pass(
+    admitted: AdmittedRequest, picture: bytearray, members: _Members, image_id: str, query: ClassifyQuery
+) -> _Pass:
+    """Ask the models of one backbone and preprocessing; raises an error of the picture itself."""
+    (first, asked), *others = members
+    try:
+        asked = replace(asked, more=tuple(each for _, each in others))
+        decoded, result = await admitted.classify(picture, asked, first)
+    except MissingImage:
+        raise
+    except ServiceError as error:
+        failed = _item(admitted, error)
+        return _Pass({model.info.name: failed for model, _ in members})
+    kept = await admitted.service.keep(decoded.picture, first, image_id)
+    answers: dict[str, ModelClassification | FailedItem] = {}
+    for (model, wanted), outputs in zip(members, (result.outputs, *result.outputs.more), strict=True):
+        own = replace(result, outputs=outputs)
+        _count(admitted, model, own)
+        fields = _fields(admitted, model, wanted, decoded, own, kept, query.min_score)
+        answers[model.info.name] = ModelClassification(**fields)
+    return _Pass(answers, (decoded, result), kept is not None)
+
+
+def _item(admitted: AdmittedRequest, error: Exception) -> FailedItem:
+    """Return the problem of one of several answers, and count it."""
+    problem = problem_of(error)
+    admitted.service.metrics.rejected.labels(problem.code).inc()
+    return FailedItem(error=problem.document(admitted.request_id))
 
 
 async def answer_each(
@@ -187,9 +326,7 @@ async def answer_each(
         try:
             return await answer(require_file(picture))
         except (ImageError, ServiceError) as error:
-            problem = problem_of(error)
-            admitted.service.metrics.rejected.labels(problem.code).inc()
-            return to_json(FailedItem(error=problem.document(admitted.request_id)))
+            return to_json(_item(admitted, error))
 
     results = b",".join(await all_of(map(item, pictures)))
     return Response(b'{"results":[%b]}' % results, media_type="application/json")
@@ -240,15 +377,19 @@ async def predictions(request: Request) -> Response:
     The picture is the body, or a multipart field `data`, `body` or `file`. `labels` is that of POST /classify.
     """
     path: str = request.path_params["name"]  # a model's name may have slashes, and a version may follow it
-    name, _, version = (path, "", "") if path == model_of(request).info.name else path.rpartition("/")
-    model = find_model(service_of(request), name or path, version.removesuffix(".0") if name else "")
+    service, started = service_of(request), request_context(request.scope).started
+    name, _, version = path.rpartition("/")
+    with suppress(UnknownModel):
+        service.models.find(path)
+        name, version = path, ""
+    model = await find_model(service, name or path, version.removesuffix(".0") if name else "", started)
     requested = _requested(ClassifyQuery(labels=request.query_params.get("labels")), model.info)
     names = requested.labels or model.info.labels
-    async with service_of(request).admit(request, model) as admitted:
+    async with service.admit(request, model) as admitted:
         picture = await admitted.read_picture(_FIELDS)
         _, result = await admitted.classify(picture, requested)
     outputs, metrics = result.outputs, admitted.service.metrics
-    metrics.images.inc()
+    metrics.of_model(model.info.name).images.inc()
     metrics.count_abstained(outputs)
     count = None if outputs.label_set is None else len(outputs.label_set)  # they are the best ones
     by_label: dict[str, float] = {}

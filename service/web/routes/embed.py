@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from fastapi import APIRouter, Query
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,6 +27,7 @@ from service.web.routes.endpoint import (
     ONE_PICTURE,
     SEVERAL_PICTURES,
     Endpoint,
+    ModelQuery,
     npy_response,
     problems,
     to_json,
@@ -37,7 +38,7 @@ from vitserve.documents import BatchEmbedding, Embedding, TextEmbeddings
 router = APIRouter(tags=["embed"], route_class=Endpoint)
 
 
-class EmbedQuery(BaseModel, frozen=True):
+class EmbedQuery(ModelQuery, frozen=True):
     """The query of both endpoints."""
 
     pool: Annotated[
@@ -69,11 +70,11 @@ def _answers(model: Any) -> dict[int | str, dict[str, Any]]:
     "/embed",
     response_class=Response,
     openapi_extra={"requestBody": ONE_PICTURE["requestBody"] | {"required": False}},
-    responses=_answers(Embedding | TextEmbeddings) | problems(400, 408, 413, 415, 422, 500, 503, 504),
+    responses=_answers(Embedding | TextEmbeddings) | problems(400, 404, 408, 413, 415, 422, 500, 503, 504),
 )
 async def embed(request: Request, query: Annotated[EmbedOneQuery, Query()]) -> Response:
     """Return the embedding of one picture: a multipart field `file`, or the raw body; or those of texts."""
-    model = model_of(request)
+    model = await model_of(request, query.model)
     if query.text:
         return await _embed_texts(request, query, model)
     requested = _requested(query, model.info)
@@ -88,14 +89,14 @@ async def embed(request: Request, query: Annotated[EmbedOneQuery, Query()]) -> R
     "/embed/batch",
     response_class=Response,
     openapi_extra=SEVERAL_PICTURES,
-    responses=_answers(BatchEmbedding) | problems(400, 408, 413, 415, 422, 500, 503, 504),
+    responses=_answers(BatchEmbedding) | problems(400, 404, 408, 413, 415, 422, 500, 503, 504),
 )
 async def embed_batch(request: Request, query: Annotated[EmbedQuery, Query()]) -> Response:
     """Return the embeddings of several pictures (multipart fields `file`).
 
     Each gets its own answer or its own error; with `npy`, the first that fails is the error of the request.
     """
-    model = model_of(request)
+    model = await model_of(request, query.model)
     requested = _requested(query, model.info)
     async with service_of(request).admit(request, model) as admitted:
         pictures = await admitted.read_pictures(admitted.service.settings.max_images_per_request)
@@ -115,7 +116,7 @@ async def _embed(
 ) -> tuple[ModelInput, NDArray[np.float32]]:
     """Return a picture as the model saw it, and its embedding, float32 [D]."""
     decoded, result = await admitted.classify(picture, requested)
-    admitted.service.metrics.images.inc()
+    admitted.service.metrics.of_model(admitted.model.info.name).images.inc()
     assert result.outputs.embedding is not None, "the engine answers each request for an embedding"
     return decoded.picture, result.outputs.embedding
 
@@ -125,7 +126,7 @@ async def _answer(
 ) -> bytes:
     """Return a picture's `Embedding` as JSON; the picture is put into the image store."""
     seen, values = await _embed(admitted, requested, picture)
-    image_id = await admitted.service.images.put(seen)
+    image_id = await admitted.service.keep(seen, admitted.model)
     embedding = _written(values, query)
     return to_json(Embedding(id=image_id, model=admitted.model.info.name, pool=query.pool, embedding=embedding))
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, get_origin, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -21,7 +21,7 @@ import numpy as np
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from numpy.typing import NDArray
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from pydantic.json_schema import SkipJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
@@ -51,6 +51,16 @@ def _body(file: dict[str, Any], **raw: Any) -> dict[str, Any]:
 _JSON = {"type": "object", "required": ["image"], "properties": {"image": {"type": "string", "format": "byte"}}}
 ONE_PICTURE = _body(BINARY, **{"application/octet-stream": {"schema": BINARY}, "application/json": {"schema": _JSON}})
 SEVERAL_PICTURES = _body({"type": "array", "minItems": 1, "items": BINARY})
+
+
+ModelName = Annotated[str | Absent, Field(description="which of GET /models answers; default the default one")]
+"""The parameter `model`."""
+
+
+class ModelQuery(BaseModel, frozen=True):
+    """The query of what is asked of a model and has no other parameter."""
+
+    model: ModelName = None
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:

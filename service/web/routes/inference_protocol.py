@@ -5,10 +5,7 @@ A model's name may hold slashes, so longer paths come first. Of a function's dec
 
 from __future__ import annotations
 
-import hmac
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -16,21 +13,21 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.errors import Forbidden, InvalidParameter, MalformedRequest, Unauthorized
-from service.settings import Settings
-from service.web.api_keys import bearer_token
+from service.errors import MalformedRequest
 from service.web.inference_protocol import VERSION
 from service.web.inference_protocol.descriptions import (
     model_configuration,
     model_metadata,
     model_statistics,
-    repository_index,
+    repository_entry,
     server_metadata,
 )
-from service.web.inference_protocol.inference import find_model, infer, read
+from service.web.inference_protocol.inference import check_version, find_model, infer, read
 from service.web.inference_protocol.tensors import decode_request, encode_answer
-from service.web.request import Model, model_of, service_of
+from service.web.middleware import request_context
+from service.web.request import Model, service_of
 from service.web.routes.endpoint import Endpoint, json_response
+from service.web.routes.models import allowed, decoded, require_admin, small_body, status_of
 from vitserve import __version__
 
 # The protocol has an OpenAPI document of its own, so these routes are not in ours.
@@ -45,10 +42,10 @@ _MODEL: Final = "/models/{name:path}"
 _VERSIONED: Final = "/models/{name:path}/versions/{version}"
 
 
-def _model(request: Request) -> Model:
+async def _model(request: Request) -> Model:
     """Return the model of the path's name, if it has any; raises as `find_model`."""
-    parameters = request.path_params
-    return find_model(service_of(request), parameters.get("name"), parameters.get("version", VERSION))
+    parameters, started = request.path_params, request_context(request.scope).started
+    return await find_model(service_of(request), parameters.get("name"), parameters.get("version", VERSION), started)
 
 
 @router.get("")
@@ -69,8 +66,10 @@ async def v2_live(request: Request) -> Response:
 @router.get(f"{_VERSIONED}/ready")
 async def v2_ready(request: Request) -> Response:
     """Answer 200 when the model is ready, else 503."""
-    service_of(request).check_ready()
-    _model(request)
+    service, parameters = service_of(request), request.path_params
+    service.check_ready()
+    check_version(parameters.get("version", VERSION))
+    service.model(parameters.get("name"))
     return Response()
 
 
@@ -78,7 +77,7 @@ async def v2_ready(request: Request) -> Response:
 @router.get(f"{_VERSIONED}/config")
 async def v2_configuration(request: Request) -> Response:
     """Return the model's configuration."""
-    return json_response(model_configuration(_model(request).info))
+    return json_response(model_configuration((await _model(request)).info))
 
 
 @router.get("/models/stats")
@@ -86,14 +85,14 @@ async def v2_configuration(request: Request) -> Response:
 @router.get(f"{_VERSIONED}/stats")
 async def v2_statistics(request: Request) -> Response:
     """Return the statistics of the model since the start; its name may be left out."""
-    return json_response(model_statistics(_model(request).info, service_of(request).metrics))
+    return json_response(model_statistics((await _model(request)).info, service_of(request).metrics))
 
 
 @router.post(f"{_MODEL}/infer")
 @router.post(f"{_VERSIONED}/infer")
 async def v2_infer(request: Request) -> Response:
     """Classify the pictures of the tensor `image` or `pixels`."""
-    async with service_of(request).admit(request, _model(request)) as admitted:
+    async with service_of(request).admit(request, await _model(request)) as admitted:
         body, length = await admitted.read_body(), _header_length(request)
         asked = await read(admitted, body, partial(decode_request, header_length=length))
         content, header_length = await infer(admitted, asked, encode_answer)
@@ -115,15 +114,11 @@ def _header_length(request: Request) -> int | None:
 @router.get(_VERSIONED)
 async def v2_model(request: Request) -> Response:
     """Describe the model: its inputs and outputs."""
-    return json_response(model_metadata(_model(request).info))
+    return json_response(model_metadata((await _model(request)).info))
 
 
-# The model repository lists the only model, and swaps its checkpoint. Loading takes the admin key, and no other:
-# whoever has it decides what is served.
+# The model repository: `service.web.routes.models` does the same by the name of each model.
 # https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md
-
-_MAX_BODY: Final = 64 << 10
-_MAX_PATH: Final = 4000
 
 
 class _Body(msgspec.Struct):
@@ -135,71 +130,32 @@ class _Body(msgspec.Struct):
 
 @router.post("/repository/index")
 async def v2_repository_index(request: Request) -> Response:
-    """List the only model, which is ready."""
-    await _question(request, model_of(request))
-    return json_response(repository_index(model_of(request).info))
+    """List all models, or with `ready` those that answer."""
+    question = decoded(await small_body(request), _Body)
+    models = service_of(request).models.describe()
+    return json_response([repository_entry(each) for each in models if each.state == "ready" or not question.ready])
 
 
 @router.post("/repository/models/{name:path}/load")
 async def v2_load(request: Request) -> Response:
-    """Load a checkpoint beside the current model, and answer when it has taken over."""
-    service = service_of(request)
-    _require_admin(request, service.settings)
-    model = find_model(service, request.path_params["name"])
-    checkpoint = _checkpoint(await _question(request, model), service.settings)
+    """Load what the parameters say in a model's place, or what was unloaded again, and answer when it serves."""
+    service, name = service_of(request), request.path_params["name"]
+    require_admin(request, service.settings)
+    body = await small_body(request)
+    what = allowed(decoded(body, _Body).parameters, service.settings)
     service.check_ready()
-    await service.models.load(checkpoint)
-    return json_response(repository_index(service.model().info)[0])
+    if "checkpoint" not in what:
+        service.models.find(name)
+    only = what.get("checkpoint") if len(what) == 1 else what or None
+    await service.models.put(name, only)
+    return json_response(repository_entry(status_of(service, name)))
 
 
 @router.post("/repository/models/{name:path}/unload")
 async def v2_unload(request: Request) -> Response:
-    """Refuse: raises `Forbidden`. A service without a model would answer nobody."""
-    service = service_of(request)
-    _require_admin(request, service.settings)
-    find_model(service, request.path_params["name"])
-    raise Forbidden("the service has this one model, which is never unloaded: load another checkpoint, or stop it")
-
-
-def _require_admin(request: Request, settings: Settings) -> None:
-    """Raise `Forbidden` if nobody may load, `Unauthorized` without the admin key."""
-    if settings.admin_key is None:
-        raise Forbidden("loading is off: VIT_ADMIN_KEY is not set")
-    expected = settings.admin_key.get_secret_value().encode()
-    given = bearer_token(request.headers.get("authorization", "")) or b""
-    if not hmac.compare_digest(given, expected):
-        wrong = "the admin key is wrong" if given else "the admin key is needed: Authorization: Bearer KEY"
-        raise Unauthorized(wrong)
-
-
-async def _question(request: Request, model: Model) -> _Body:
-    """Return the body, which may be empty; raises `MalformedRequest`, `RequestTimeout` and what `read_whole` raises."""
-    async with service_of(request).admit(request, model, needs_place=False) as admitted:
-        body = await admitted.read_body(_MAX_BODY)
-    try:
-        return msgspec.json.decode(body or b"{}", type=_Body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedRequest(f"the body is not what the protocol says: {error}") from None
-
-
-def _checkpoint(body: _Body, settings: Settings) -> str | None:
-    """Return the checkpoint that a body names, None for the configured checkpoint.
-
-    Raises `InvalidParameter`, or `Forbidden` if it does not lie below the folder of the settings.
-    """
-    unknown = next((name for name in body.parameters if name != "checkpoint"), None)
-    if unknown is not None:
-        raise InvalidParameter(f"parameter {unknown!r:.50}: there is 'checkpoint' only")
-    given = body.parameters.get("checkpoint")
-    if given is None:
-        return None
-    if not isinstance(given, str) or not 0 < len(given.encode()) <= _MAX_PATH or not given.isprintable():
-        raise InvalidParameter("parameter 'checkpoint': expected a path")
-    if settings.checkpoint_folder is None:
-        raise Forbidden("no checkpoint may be named: VIT_CHECKPOINT_FOLDER is not set")
-    folder, path = Path(settings.checkpoint_folder).resolve(), Path("/")
-    with suppress(OSError, RuntimeError):  # symbolic links in a circle lead nowhere
-        path = (folder / given).resolve()
-    if not path.is_relative_to(folder):
-        raise Forbidden(f"checkpoint {given!r:.200}: it does not lie below VIT_CHECKPOINT_FOLDER")
-    return str(path)
+    """Give a model's memory back: it is loaded again when somebody asks for it."""
+    service, name = service_of(request), request.path_params["name"]
+    require_admin(request, service.settings)
+    await small_body(request)
+    await service.models.unload(name)
+    return json_response(repository_entry(status_of(service, name)))

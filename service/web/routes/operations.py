@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Literal
+from typing import Annotated, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -15,7 +15,7 @@ from model.outputs import methods_of
 from service.engine.messages import attributes
 from service.observe.metrics import CONTENT_TYPE
 from service.web.request import model_of, service_of
-from service.web.routes.endpoint import Endpoint, problems
+from service.web.routes.endpoint import Endpoint, ModelQuery, problems
 from vitserve.documents import Labels, ModelDescription
 
 
@@ -28,10 +28,10 @@ class Status(BaseModel):
 router = APIRouter(tags=["operations"], route_class=Endpoint)
 
 
-@router.get("/model", response_model=ModelDescription, responses=problems(503))
-async def model(request: Request) -> ModelDescription:
-    """Describe the served model."""
-    current = model_of(request)
+@router.get("/model", response_model=ModelDescription, responses=problems(404, 422, 503))
+async def model(request: Request, query: Annotated[ModelQuery, Query()]) -> ModelDescription:
+    """Describe a model that is served."""
+    current = await model_of(request, query.model)
     info, config = current.info, current.info.config
     return ModelDescription(
         **attributes(ModelDescription.model_fields, info, config, current.generation.engine.status),
@@ -46,10 +46,10 @@ async def model(request: Request) -> ModelDescription:
     )
 
 
-@router.get("/labels", response_model=Labels, responses=problems(503))
-async def labels(request: Request) -> Labels:
+@router.get("/labels", response_model=Labels, responses=problems(404, 422, 503))
+async def labels(request: Request, query: Annotated[ModelQuery, Query()]) -> Labels:
     """Return the classes in index order."""
-    info = model_of(request).info
+    info = (await model_of(request, query.model)).info
     return Labels(model=info.name, labels=list(info.labels))
 
 

@@ -106,7 +106,7 @@ def _endpoint(url: str, path: Path) -> Callable[[Request], Awaitable[Response]]:
 
 def _prepare_maps(service: Service) -> None:
     """Begin with a map of an empty picture, once for each version of the model that the service has."""
-    generation = service.models.current
+    generation = service.models.default.current
     info = generation.engine.info
     if info is None or not generation.engine.ready or generation in _prepared:
         return

@@ -42,6 +42,7 @@ def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(given: dict[st
         assert facts.pop(own) == getattr(checkpoint, own)
     assert facts.pop("backend").startswith("torch ")
     assert facts.pop("parameters") > 1_000_000
+    assert facts.pop("backbone").endswith("-auto")
     assert time.time() - 3600 < facts.pop("loaded_at") <= time.time()
     assert facts == {
         "temperature": checkpoint.temperature,
@@ -54,6 +55,7 @@ def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(given: dict[st
         "zero_shot": None,
         "coverage": None,
         "calibrated_on": 2500,
+        "head": f"{checkpoint.content}-None",
     }
 
 

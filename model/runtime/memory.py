@@ -1,0 +1,29 @@
+"""What a process has of memory: resident, and allocated on a GPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+_ITEM_BYTES = {"float32": 4}
+"""Of a parameter, by the dtype's name; else two."""
+
+
+class Meter:
+    """Measures what a model takes, from its making on."""
+
+    def __init__(self) -> None:
+        self._before = _used()
+
+    def size(self, parameters: int, dtype: str) -> int:
+        """Return the bytes that were taken since, on the GPU if there are any, but at least those of the parameters."""
+        resident, allocated = (after - before for before, after in zip(self._before, _used(), strict=True))
+        return max(allocated or resident, parameters * _ITEM_BYTES.get(dtype, 2))
+
+
+def _used() -> tuple[int, int]:
+    """Return the bytes of this process that are resident, where Linux tells, and those that it allocated on GPUs."""
+    statm, torch = Path("/proc/self/statm"), sys.modules.get("torch")
+    resident = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
+    return resident, 0 if torch is None or not torch.cuda.is_initialized() else torch.cuda.memory_allocated()

@@ -1,0 +1,167 @@
+"""The models of the service: GET, PUT and DELETE /models. Changing them takes the admin key, and no other.
+
+Whoever has it decides what is served. What is named over HTTP lies below VIT_CHECKPOINT_FOLDER.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.errors import Forbidden, InvalidParameter, MalformedRequest, Unauthorized
+from service.models.folder import check_name, model_settings
+from service.models.models import ModelStatus
+from service.settings import Settings
+from service.web.api_keys import bearer_token
+from service.web.request import Service, service_of
+from service.web.routes.endpoint import Endpoint, problems, to_json
+from vitserve.documents import ListedModel
+
+router = APIRouter(tags=["models"], route_class=Endpoint)
+
+T = TypeVar("T")
+
+_PATHS: Final = ("checkpoint", "preprocess", "labels", "keys", "base")
+"""Settings that may name a file."""
+
+_MAX_BODY: Final = 64 << 10
+_MAX_PATH: Final = 4000
+_NAME: Final = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+_SETTINGS: Final = {
+    "parameters": [_NAME],
+    "requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}},
+}
+
+
+@router.get("/models", response_model=list[ListedModel])
+async def models(request: Request) -> Response:
+    """List all models by name; those that share a backbone name the same one."""
+    listed = b",".join(to_json(_listed(each)) for each in service_of(request).models.describe())
+    return Response(b"[%b]" % listed, media_type="application/json")
+
+
+@router.put(
+    "/models/{name:path}",
+    response_model=ListedModel,
+    openapi_extra=_SETTINGS,
+    responses={201: {"model": ListedModel, "description": "A new name"}} | problems(400, 403, 408, 409, 413, 422, 503),
+)
+async def put_model(request: Request) -> Response:
+    """Load a model, or replace one, and answer when it serves. The body has the settings that a `NAME.toml` may have.
+
+    Requests that were admitted are answered by the version that they began with. A load that fails changes nothing.
+    """
+    service, name = service_of(request), request.path_params["name"]
+    require_admin(request, service.settings)
+    body = await small_body(request)
+    what = allowed(decoded(body, dict[str, Any]), service.settings)
+    if "checkpoint" not in what:
+        raise InvalidParameter("checkpoint: expected the path of one")
+    if name != service.models.name_of(service.models.default_name):
+        check_name(name)
+    service.check_ready()
+    is_new = await service.models.put(name, what)
+    return Response(to_json(_listed(status_of(service, name))), 201 if is_new else 200, media_type="application/json")
+
+
+@router.delete(
+    "/models/{name:path}",
+    status_code=204,
+    response_class=Response,
+    openapi_extra={"parameters": [_NAME]},
+    responses=problems(403, 404, 409),
+)
+async def delete_model(request: Request) -> Response:
+    """Remove a model; requests that were admitted are answered. The default model stays."""
+    service = service_of(request)
+    require_admin(request, service.settings)
+    await service.models.delete(request.path_params["name"])
+    return Response(status_code=204)
+
+
+def status_of(service: Service, name: str) -> ModelStatus:
+    """Return the status of a model."""
+    own = service.models.name_of(service.models.key(name))
+    return next(each for each in service.models.describe() if each.name == own)
+
+
+def require_admin(request: Request, settings: Settings) -> None:
+    """Raise `Forbidden` if nobody may change models, `Unauthorized` without the admin key."""
+    if settings.admin_key is None:
+        raise Forbidden("loading is off: VIT_ADMIN_KEY is not set")
+    expected = settings.admin_key.get_secret_value().encode()
+    given = bearer_token(request.headers.get("authorization", "")) or b""
+    if not hmac.compare_digest(given, expected):
+        wrong = "the admin key is wrong" if given else "the admin key is needed: Authorization: Bearer KEY"
+        raise Unauthorized(wrong)
+
+
+async def small_body(request: Request) -> bytearray:
+    """Return the body, which is no picture; raises `RequestTimeout` and what `read_whole` raises."""
+    service = service_of(request)
+    async with service.admit(request, service.model(), needs_place=False) as admitted:
+        return await admitted.read_body(_MAX_BODY)
+
+
+def decoded(body: bytearray, kind: type[T]) -> T:
+    """Return the JSON of a body, an empty object where it is empty; raises `MalformedRequest`."""
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedRequest(f"the body is not what is expected: {error}") from None
+
+
+def allowed(written: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """Return the settings of a model that a caller gives.
+
+    Raises:
+        InvalidParameter: there is no such setting, or not such a value.
+        Forbidden: it names a file that does not lie below the folder for this, or there is no such folder.
+    """
+    given = model_settings(written)
+    for name in _PATHS:
+        value = given.get(name)
+        if value is not None:
+            given[name] = _below(name, value, settings)
+    return given
+
+
+def _below(name: str, value: str, settings: Settings) -> str:
+    if not isinstance(value, str) or not len(value.encode()) <= _MAX_PATH or not value.isprintable():
+        raise InvalidParameter(f"{name}: expected a path")
+    folder, path = Path(settings.checkpoint_folder or "/").resolve(), Path("/")
+    if name == "checkpoint" and settings.checkpoint_folder is None:
+        raise Forbidden("no checkpoint may be named: VIT_CHECKPOINT_FOLDER is not set")
+    with suppress(OSError, RuntimeError):  # symbolic links in a circle lead nowhere
+        path = (folder / value).resolve()
+    is_below = settings.checkpoint_folder is not None and path.is_relative_to(folder)
+    if is_below and (name == "checkpoint" or path.exists()):
+        return str(path)
+    is_file = name == "checkpoint"
+    with suppress(OSError, RuntimeError):
+        is_file = is_file or Path(value).expanduser().exists()
+    if is_file:
+        raise Forbidden(f"{name} {value!r:.200}: it does not lie below VIT_CHECKPOINT_FOLDER")
+    return value  # a preset's name, or what a file would hold
+
+
+def _listed(status: ModelStatus) -> ListedModel:
+    return ListedModel(
+        name=status.name,
+        state=status.state,
+        reason=status.reason,
+        backbone=status.backbone,
+        classes=status.classes,
+        bytes=status.bytes,
+        last_used_seconds=None if status.last_used is None else round(status.last_used, 3),
+        default=status.default,
+        taught=False,
+    )
