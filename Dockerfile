@@ -1,5 +1,7 @@
 # vitserve in a container; docs/deployment.md says how to run it. The variant `cpu` builds for arm64 too.
 
+# The tag moves. `docker buildx imagetools inspect python:3.11-slim` shows its digest: PYTHON_IMAGE=python:3.11-slim@sha256:...
+# holds it, and a release's workflow does so.
 ARG PYTHON_IMAGE=python:3.11-slim
 # What the image is for: `cpu`, `cuda` (CUDA 13), or `cuda12` for hosts with older drivers.
 ARG VARIANT=cpu

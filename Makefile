@@ -10,7 +10,7 @@ TORCH_INDEX_URL ?=
 NVIDIA_DRIVER = $(shell command -v nvidia-smi 2>/dev/null)$(wildcard /proc/driver/nvidia/version)
 
 .PHONY: help run test test-ray check format chaos soak fuzz bench-peers gpu-kit screenshots rules protocol image clean \
-	version wheels notes site release-check
+	version wheels notes site release-check locks
 
 help:
 	@echo "make run     install what is missing and serve the bundled checkpoint on http://127.0.0.1:8000"
@@ -31,6 +31,7 @@ help:
 	@echo "make screenshots  take the pictures of the page in docs/images anew; needs Chromium"
 	@echo "make wheels  write the wheels and the source distribution to dist/"
 	@echo "make site    write the documentation's site to dist/site"
+	@echo "make locks   look up the versions and hashes of what a release and the site are built with"
 	@echo "make release-check  build and try all of a release that needs no more than package indexes"
 	@echo "make clean   remove the virtual environment and caches"
 
@@ -137,8 +138,16 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
 
 $(RELEASE)/.made: $(VENV)/.made deploy/release/requirements.txt
 	$(BIN)/python -m venv $(RELEASE)
-	$(RELEASE)/bin/pip install --quiet --disable-pip-version-check -r deploy/release/requirements.txt
+	$(RELEASE)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r deploy/release/requirements.txt
 	@touch $@
+
+# The tools are named in requirements.in; a version that is locked stays until its line is deleted from requirements.txt.
+locks: $(VENV)/.made
+	$(BIN)/python -m venv $(VENV)/locks
+	$(VENV)/locks/bin/pip install --quiet --disable-pip-version-check 'uv==0.13.*'
+	for name in release site; do $(VENV)/locks/bin/uv pip compile --quiet --universal --generate-hashes --no-annotate \
+		--python-version 3.11 --custom-compile-command 'make locks' deploy/$$name/requirements.in \
+		--output-file deploy/$$name/requirements.txt || exit; done
 
 version:
 	@echo $(VERSION)
@@ -165,7 +174,7 @@ SITE := $(VENV)/site
 
 $(SITE)/.made: $(VENV)/.made deploy/site/requirements.txt
 	$(BIN)/python -m venv $(SITE)
-	$(SITE)/bin/pip install --quiet --disable-pip-version-check -r deploy/site/requirements.txt
+	$(SITE)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r deploy/site/requirements.txt
 	@touch $@
 
 site: $(VENV)/.test $(SITE)/.made

@@ -4,7 +4,8 @@
     smoke      a tiny model: does it compute, compile and answer over HTTP here?
     maps       maps and classes beside those of float32 on the CPU
     sweep      images a second over batch sizes, pixels resident on the device: ours and timm under torch.compile
-    engine     both at their best size in turn: resident, from host memory, with maps, with relevance; 20 s of one
+    engine     both at their best size in turn: resident, from host memory, with maps, with relevance, in an engine
+               process that workers ask; 20 s of one
     http       JPEGs of about 500 x 375 and 124 kB over HTTP, with several numbers of web workers; p99 at half load
     profile    the kernels of one batch
     start      seconds from start to ready, with an empty and with a warm compile cache
@@ -26,9 +27,9 @@ import argparse
 import asyncio
 import contextlib
 import importlib.metadata
-import importlib.util
 import itertools
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -286,9 +287,11 @@ def rate_of(work: Callable[[], None], images: int, seconds: float) -> float:
 
 def versions(bench: Bench) -> None:
     """The GPU, what it says of itself, and which code resizes pictures."""
+    from model.images.resample import is_compiled  # noqa: PLC0415
+
     host = bench.record.section("host")
     bench.note(host, "gpu", bench.record.data["gpu"])
-    bench.note(host, "resize", "compiled" if importlib.util.find_spec("model.images._resample") else "Pillow's")
+    bench.note(host, "resize", "compiled" if is_compiled() else "Pillow's")
     packages = ("torch", "triton", "timm", "fastapi", "uvicorn", "pydantic", "pillow", "numpy")
     found = {}
     for name in packages:
@@ -382,14 +385,16 @@ def engine(bench: Bench) -> None:
         "with relevance": lambda seconds: ours.rate(size, seconds, relevance),
     }
     pairs = [("ours", "ours resident"), ("with maps", "ours"), ("with relevance", "ours")]
+    pairs.append(("engine process", "ours resident"))
     if reference is not None:
         measures["reference resident"] = lambda seconds: reference.resident(theirs, seconds)
         measures["reference"] = lambda seconds: reference.rate(theirs, seconds)
         pairs.append(("ours resident", "reference resident"))
     rounds: list[dict[str, float]] = []
-    for _ in range(bench.arguments.rounds):
-        rounds.append({name: round(measure(bench.seconds), 1) for name, measure in measures.items()})
-        bench.note(section, "rounds", rounds)
+    with _engine_process(bench) as measures["engine process"]:
+        for _ in range(bench.arguments.rounds):
+            rounds.append({name: round(measure(bench.seconds), 1) for name, measure in measures.items()})
+            bench.note(section, "rounds", rounds)
     for of, to in pairs:
         bench.note(section, f"{of} / {to}", statistics.median(each[of] / each[to] for each in rounds))
     with gpu_machine.meter(bench.gpu) as state:
@@ -398,8 +403,20 @@ def engine(bench: Bench) -> None:
     bench.mark("resident, images/s", section["sustained"], 12_000)
     if reference is not None:
         bench.mark(f"resident / {reference.name}", section["ours resident / reference resident"], 1.15)
+    bench.mark("engine process / resident", section["engine process / ours resident"], 0.93)
     bench.mark("a map of every image / none", section["with maps / ours"], 0.97)
     bench.mark("relevance of every image / none", section["with relevance / ours"], 0.9)
+
+
+@contextmanager
+def _engine_process(bench: Bench) -> Iterator[Callable[[float], float]]:
+    """Start a service, and measure the rate of its engine's process: asked as by web workers, who decode nothing."""
+    from benchmarks import engine_load  # noqa: PLC0415
+
+    workers, pictures = bench.arguments.workers[0], _REPLAYS * bench.best("ours")
+    with tempfile.TemporaryDirectory(prefix="vitserve-bench-") as folder, _server(bench, 2, {"TMPDIR": folder}):
+        socket = engine_load.socket_in(Path(folder))
+        yield lambda seconds: engine_load.rate(socket, workers=workers, pictures=pictures, seconds=seconds)
 
 
 def http(bench: Bench) -> None:
@@ -488,7 +505,7 @@ STEPS: Mapping[str, tuple[Callable[[Bench], None], float]] = {
     "smoke": (smoke, 90),
     "maps": (maps, 90),
     "sweep": (sweep, 200),
-    "engine": (engine, 200),
+    "engine": (engine, 240),
     "http": (http, 200),
     "profile": (profile, 60),
     "start": (start, 200),
@@ -556,12 +573,16 @@ def run_step(arguments: argparse.Namespace, name: str) -> int:
 
 
 def environment_of_steps(kit: Path, folder: Path) -> dict[str, str]:
-    """Return the environment of the steps, which import what is in the kit.
+    """Return the environment of the steps, which import what is in the kit; its compiled resize goes to its place.
 
     Args:
         kit: see `benchmarks.gpu_kit`; it may be absent.
         folder: an empty one, where its wheels are unpacked.
     """
+    place = REPOSITORY / "model" / "images"
+    for library in kit.glob("*.so"):
+        if not (place / library.name).exists():
+            shutil.copy(library, place)
     wheels = sorted(kit.glob("*.whl"))
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:

@@ -1,12 +1,14 @@
 """Write the kit of the GPU benchmark: `python -m benchmarks.gpu_kit FOLDER`, or `make gpu-kit`.
 
-The folder holds the wheels of what vitserve needs and a machine with torch, numpy, timm and triton lacks, and the
-metadata of vitserve, as a wheel without its code. `benchmarks.gpu` unpacks it, so that nothing is installed there.
+The folder holds the wheels of what vitserve needs and a machine with torch, numpy, timm and triton lacks, the
+metadata of vitserve, as a wheel without its code, and the compiled resize, which is of no version of Python.
+`benchmarks.gpu` unpacks it, so that nothing is installed there.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -21,6 +23,7 @@ _THERE = {"torch", "numpy", "jinja2"}
 """What the machine has: its torch is of its CUDA, and its numpy of its torch."""
 _MORE = ("nvidia-ml-py", "pytest>=8.3", "pytest-timeout")
 """What the benchmark and the tests of CUDA import beside what vitserve requires."""
+_RESIZE = REPOSITORY / "model" / "images" / "_resample.abi3.so"
 _GLIBC = (5, 12, 17, 24, 26, 27, 28, 31, 34, 35)
 """Minor versions of glibc 2 that wheels are built for: pip compares them for equality."""
 
@@ -34,7 +37,10 @@ def make_kit(folder: Path, *, python: str = "3.12") -> list[Path]:
     Raises:
         subprocess.CalledProcessError: pip finds no wheel.
         FileExistsError: the folder has files.
+        FileNotFoundError: the resize is not compiled here.
     """
+    if not _RESIZE.exists():
+        raise FileNotFoundError(f"{_RESIZE} is not there: it takes a C compiler and `pip install -e .`")
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty: name another folder or remove it")
@@ -56,6 +62,7 @@ def make_kit(folder: Path, *, python: str = "3.12") -> list[Path]:
     about += [f"Requires-Dist: {line}" for line in project["dependencies"]]
     with zipfile.ZipFile(folder / f"vitserve-{project['version']}-py3-none-any.whl", "w") as archive:
         archive.writestr(f"{inside}/METADATA", "\n".join(about) + "\n")
+    shutil.copy(_RESIZE, folder)
     return sorted(folder.iterdir())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -102,9 +102,10 @@ def _reading(nvml: Any, handle: Any) -> dict[str, float]:
     return found
 
 
-def _summary(readings: Iterable[Mapping[str, float]]) -> dict[str, Any]:
+def _summary(readings: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Return what was read once the device was at work: in the first quarter it may idle, with an idle clock."""
     values: dict[str, list[float]] = {}
-    for reading in readings:
+    for reading in readings[len(readings) // 4 :]:
         for name, value in reading.items():
             values.setdefault(name, []).append(value)
     spans = {name: [min(each), round(sum(each) / len(each), 1), max(each)] for name, each in values.items()}

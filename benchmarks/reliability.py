@@ -207,7 +207,10 @@ class Honest:
 
 
 def _of_status(answer: httpx.Response) -> str:
-    return _EXPECTED.get(answer.status_code, "wrong status")
+    outcome = _EXPECTED.get(answer.status_code, "wrong status")
+    if outcome in _FAULTS:
+        print(f"wrong status: {answer.status_code} {answer.text[:200]}", file=sys.stderr, flush=True)
+    return outcome
 
 
 def _scores(document: Mapping[str, Any]) -> dict[int, float]:

@@ -58,7 +58,7 @@ class ResNetStem(Frozen):
     # Bottleneck blocks of each stage; none at all is the root alone.
     layers: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], Field(max_length=4)]
     # TensorFlow's padding, which is asymmetric where the stride does not divide the size.
-    same_padding: bool = True
+    same_padding: Literal[True] = True
 
     @property
     def channels(self) -> int:

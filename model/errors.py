@@ -79,10 +79,6 @@ class NewProcessNeeded(DeviceError):
         self.value = value
 
 
-class FigureError(VitError):
-    """matplotlib is not installed, or the figure's file cannot be written."""
-
-
 class InputError(VitError):
     """A parameter is outside what the loaded model offers.
 

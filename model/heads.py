@@ -29,7 +29,6 @@ from model.outputs import (
     Method,
     Outputs,
     RequestedOutputs,
-    faded,
     require_classes,
 )
 
@@ -66,6 +65,13 @@ _MOST_KNOWN: Final = 2000
 
 _TINY: Final = 1e-30
 """What is divided by at least: all logits, or all scores, may be equal."""
+
+_MANY: Final = 50
+"""Classes from which on the spread of a picture's logits tells how much speaks for one of them."""
+
+_ABSENT: Final = 1.5
+_PRESENT: Final = 4.0
+"""Standard deviations above the mean logit at which nothing, and all, speaks for a class."""
 
 
 class Best(NamedTuple):
@@ -181,17 +187,18 @@ class Head:
     def evidence(self, logits: Floats, classes: NDArray[np.int64]) -> tuple[Floats, Floats]:
         """Return the score of one class of each image, and how much speaks for it on a scale common to its classes.
 
-        Where scores are independent of each other, the evidence is the score. Else it is how far the class's logit
-        lies above the mean of all logits, relative to the best class's, squared; or the class's score relative to the
-        best one's where that is more. So of two classes that share the score, each has the whole evidence, even where
-        there is no third to be compared with. It does not depend on a constant that is added to all logits.
+        Where scores are independent of each other, the evidence is the score. Else, among 50 classes and more, it is
+        how far the class's logit lies above the mean of all logits: 0 at 1.5 of their standard deviations, and 1 at 4.
+        Fewer have no spread to measure by. There it is that distance relative to the best class's, squared; or the
+        class's score relative to the best one's where that is more, so of two classes that share the score, each has
+        the whole evidence. It does not depend on a constant that is added to all logits.
 
         Args:
             logits: [B, C].
             classes: int64 [B].
 
         Returns:
-            float32 [B], 0...1, twice: the evidence of the best class is 1 unless scores are independent.
+            float32 [B], 0...1, twice.
         """
         scores, places = self.scores(logits), np.arange(len(logits))
         score = scores[places, classes]
@@ -199,7 +206,11 @@ class Head:
             return score, score
         exact = logits.astype(np.float64)
         best, mean = exact.max(axis=1), exact.mean(axis=1)
-        above = np.maximum(exact[places, classes] - mean, 0) / np.maximum(best - mean, _TINY)
+        above = np.maximum(exact[places, classes] - mean, 0)
+        if logits.shape[1] >= _MANY:
+            spread = (above / np.maximum(exact.std(axis=1), _TINY) - _ABSENT) / (_PRESENT - _ABSENT)
+            return score, np.clip(spread, 0, 1).astype(np.float32)
+        above /= np.maximum(best - mean, _TINY)
         relative = score / np.maximum(scores.max(axis=1), np.float32(_TINY))
         return score, np.clip(np.maximum(np.square(above).astype(np.float32), relative), 0, 1)
 
@@ -267,8 +278,8 @@ def of_image(requested: RequestedOutputs) -> RequestedOutputs:
     return replace(requested, top_k=1, map=own_map, logits=False, embedding=embedding, labels=())
 
 
-def compared(outputs: Outputs, head: Head, requested: RequestedOutputs) -> tuple[Outputs, MapRequest]:
-    """Return what is requested of an image by a head of labels, and the request for the map of the best of them.
+def compared(outputs: Outputs, head: Head, requested: RequestedOutputs) -> tuple[Outputs, Floats]:
+    """Return what is requested of an image by a head of labels, and the logits of all of them, [C].
 
     Args:
         outputs: of what `of_image` returns.
@@ -278,17 +289,23 @@ def compared(outputs: Outputs, head: Head, requested: RequestedOutputs) -> tuple
     best = head.best(logits, requested.top_k)
     kept = outputs.embedding if requested.embedding else None
     given = logits[0] if requested.logits else None
-    answer = replace(outputs, scores=best.scores[0], indices=best.indices[0], logits=given, embedding=kept)
-    return answer, MapRequest("relevance", direction=head.direction(logits[0]))
+    far = head.known is not None and bool(head.known.far(outputs.embedding[np.newaxis])[0])
+    answer = replace(outputs, scores=best.scores[0], indices=best.indices[0], logits=given, embedding=kept, far=far)
+    return answer, logits[0]
 
 
-def with_map(outputs: Outputs, head: Head, found: AttentionMap) -> Outputs:
-    """Return what `compared` gave with the map that it asks for, faded as that of a class."""
-    score = float(outputs.scores[0])
-    evidence = score if head.independent else 1.0
-    [values] = faded(found.values[np.newaxis], np.array([evidence], np.float32))
-    request = MapRequest("relevance", int(outputs.indices[0]))
-    return replace(outputs, map=AttentionMap(request, values, found.kept_mass, score, evidence))
+def with_map(outputs: Outputs, head: Head, logits: Floats, asked: MapRequest, found: AttentionMap) -> Outputs:
+    """Return what `compared` gave with the map of a class, by default the best one.
+
+    Args:
+        logits: of all labels, [C].
+        asked: the request for the map, by a class-specific method.
+        found: the map of the class's `Head.target`.
+    """
+    label = outputs.indices[0] if asked.class_index is None else asked.class_index
+    [score], [evidence] = (each.tolist() for each in head.evidence(logits[np.newaxis], np.array([label])))
+    request = MapRequest(asked.method, int(label))
+    return replace(outputs, map=replace(found, request=request, score=score, evidence=evidence))
 
 
 def labels_of_request(text: object, zero_shot: ZeroShot | None, config: NetworkConfig) -> tuple[str, ...]:

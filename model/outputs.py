@@ -25,16 +25,8 @@ METHODS: Final[tuple[Method, ...]] = get_args(Method)
 CLASS_SPECIFIC: Final[frozenset[Method]] = frozenset({"relevance", "gae"})
 """Methods whose map is of a class."""
 
-EvidenceWord = Literal["strong", "some", "little", "none"]
-"""How much speaks for a class, in a word; see `evidence_in_words`."""
-
-EVIDENCE_WORDS: Final[tuple[tuple[float, EvidenceWord], ...]] = (
-    (0.5, "strong"),
-    (0.2, "some"),
-    (0.05, "little"),
-    (0.0, "none"),
-)
-"""The least evidence that each word stands for."""
+LITTLE: Final = 0.2
+"""Evidence below which a drawing says in words that little speaks for its class."""
 
 RIVALS: Final = 10
 """How many other classes relevance compares a class with; a model of fewer classes has fewer."""
@@ -281,12 +273,12 @@ class AttentionMap:
 
     Attributes:
         request: the request; with a class-specific method, its class is filled in.
-        values: float32 [grid rows, grid columns], summing to 1. With a class-specific method the share `evidence` of
-            it lies where the method found it, and the rest is even.
+        values: float32 [grid rows, grid columns], summing to 1: what the method found, whatever the evidence.
         kept_mass: share of the attention, or of what the method finds, that fell on patches; the rest went to the
             prefix tokens.
         score: of the class, with a class-specific method.
         evidence: how much speaks for the class, 0 ... 1, with a class-specific method; see `model.heads.Head.evidence`.
+            A drawing fades with it.
     """
 
     request: MapRequest
@@ -294,26 +286,6 @@ class AttentionMap:
     kept_mass: float
     score: float | None = None
     evidence: float | None = None
-
-
-def evidence_in_words(evidence: float) -> EvidenceWord:
-    """Return the word for an evidence of 0 ... 1; see `EVIDENCE_WORDS`."""
-    return next((word for least, word in EVIDENCE_WORDS if evidence >= least), "none")
-
-
-def faded(maps: NDArray[np.float32], evidence: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return maps of which the share of the evidence stays where it is, and the rest is spread evenly.
-
-    The sum stays, and so does the order of patches. How far a map rises above an even one becomes comparable between
-    the classes of a picture.
-
-    Args:
-        maps: [B, rows, columns], each summing to 1.
-        evidence: [B], 0 ... 1.
-    """
-    share = evidence[:, np.newaxis, np.newaxis]
-    mixed: NDArray[np.float32] = share * maps + (1 - share) / np.float32(maps[0].size)
-    return mixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +337,7 @@ class Outputs:
         label_set: int64 [size], the labels that hold the right one with the model's coverage, best first; none: the
             model abstains. See `model.calibration`.
         more: what further heads give of the image, in the order of the request.
+        far: whether the image is far from all examples of a taught head, which abstains then.
     """
 
     scores: NDArray[np.float32]
@@ -375,3 +348,4 @@ class Outputs:
     finite: bool = True
     label_set: NDArray[np.int64] | None = None
     more: tuple[Outputs, ...] = ()
+    far: bool = False

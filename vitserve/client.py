@@ -80,12 +80,12 @@ __all__ = [
 _Arguments = ParamSpec("_Arguments")
 Source = TypeVar("Source")
 
+# The parameter `pool` of /embed.
 Pooling = Literal["head", "cls", "mean"]
-"""The parameter `pool` of /embed."""
 
 
+# Seconds, unless the service asks for more.
 _LONGEST_PAUSE = 8.0
-"""Seconds, unless the service asks for more."""
 
 
 @dataclass(frozen=True, slots=True)

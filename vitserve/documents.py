@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from typing import Annotated, Any, Final, Literal, Self, TypedDict
+from typing import Annotated, Any, Final, Literal, TypedDict
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
 # Pydantic describes a tuple by `prefixItems`, which FastAPI turns into a form that OpenAPI 3.1 does not allow.
+# [rows, columns].
 RowsColumns = Annotated[
     tuple[int, int], WithJsonSchema({"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2})
 ]
-"""[rows, columns]."""
 
+# Name of the multipart field that carries a picture.
 FIELD = "file"
-"""Name of the multipart field that carries a picture."""
 
 
 def significant(value: float) -> float:
@@ -30,15 +30,15 @@ class Prediction(BaseModel):
     index: Annotated[int, Field(description="class index, which identifies", examples=[281])]
     score: Annotated[float, Field(description="softmax (or sigmoid) after the checkpoint's temperature")]
 
-    @classmethod
-    def ranked(cls, labels: Sequence[str], indices: Iterable[int], scores: Iterable[float]) -> list[Self]:
-        """Return the classes `indices` with their float32 `scores`, in the order given."""
-        pairs = zip(indices, scores, strict=True)
-        return [cls(label=labels[index], index=index, score=significant(score)) for index, score in pairs]
+
+def ranked(labels: Sequence[str], indices: Iterable[int], scores: Iterable[float]) -> list[dict[str, object]]:
+    """Return the fields of `Prediction` for the classes `indices`, with their float32 `scores`, in the order given."""
+    pairs = zip(indices, scores, strict=True)
+    return [{"label": labels[index], "index": index, "score": significant(score)} for index, score in pairs]
 
 
+# Labels of the largest set that an answer spells out: more say little, and fewer would not have the coverage.
 MAX_SET: Final = 100
-"""Labels of the largest set that an answer spells out: more say little, and fewer would not have the coverage."""
 
 
 class SetFields(TypedDict, total=False):
@@ -83,15 +83,11 @@ class _Map(BaseModel):
     score: Annotated[float | None, Field(description="the score of that class")] = None
     evidence: Annotated[
         float | None,
-        Field(description="0...1: how much speaks for that class; the map is even but for this share of it"),
-    ] = None
-    evidence_in_words: Annotated[
-        Literal["strong", "some", "little", "none"] | None,
-        Field(description="from 0.5, from 0.2, from 0.05, and below"),
+        Field(description="0...1: how much speaks for that class in this picture; drawings fade with it"),
     ] = None
     layer: Annotated[int | None, Field(description="`cls`: 0 is the first")] = None
     head: Annotated[int | Literal["mean", "max"] | None, Field(description="`cls`: how heads are combined")] = None
-    values: Annotated[list[list[float]], Field(description="[rows][columns], summing to 1")]
+    values: Annotated[list[list[float]], Field(description="[rows][columns] of what the method found, summing to 1")]
     kept_mass: Annotated[float, Field(description="share of the attention that fell on patches")]
     region: RegionDocument
 

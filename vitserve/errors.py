@@ -22,11 +22,11 @@ from pydantic import ValidationError
 
 from vitserve.documents import ProblemDocument
 
+# Statuses that say: later.
 _TEMPORARY = (429, 503)
-"""Statuses that say: later."""
 
+# Of the seconds in Retry-After; more are no time that anybody waits.
 _MAX_DIGITS = 9
-"""Of the seconds in Retry-After; more are no time that anybody waits."""
 
 
 class ClientError(Exception):

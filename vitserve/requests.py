@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL import Image
 
+# A path, the bytes of a file, a file open for binary reading, a PIL image, or a uint8 array: [rows, columns] is grey,
+# [rows, columns, 3] is RGB and [rows, columns, 4] is RGBA.
 ImageSource: TypeAlias = "str | Path | bytes | IO[bytes] | Image.Image | NDArray[np.uint8]"
-"""A path, the bytes of a file, a file open for binary reading, a PIL image, or a uint8 array: [rows, columns] is grey,
-[rows, columns, 3] is RGB and [rows, columns, 4] is RGBA."""
 
 _ORIENTATION = 0x0112
 _PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
+# By the axes after rows and columns.
 _ARRAY_MODES = {(): "L", (1,): "L", (3,): "RGB", (4,): "RGBA"}
-"""By the axes after rows and columns."""
 
 _EXPECTED = (
     "expected a path, bytes, a file open for binary reading, a PIL image, "
@@ -37,8 +37,8 @@ _EXPECTED = (
 
 Array: TypeAlias = "NDArray[np.float32]"
 
+# The parameter `attention` of /classify.
 WithAttention = bool | Literal["relevance"]
-"""The parameter `attention` of /classify."""
 
 Answer = TypeVar("Answer")
 

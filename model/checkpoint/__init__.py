@@ -7,6 +7,7 @@ and add it to `_READERS`. To add a class of transformers, add one `Family` to `h
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +20,13 @@ from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE
 from model.checkpoint.key_map import KeyMap, read_key_map
 from model.checkpoint.local_files import resolved_source
 from model.checkpoint.lora import ADAPTER_CONFIG, adapt, adapter_base
-from model.checkpoint.options import LABEL_PRESETS, PREPROCESS_PRESETS, CheckpointOptions
+from model.checkpoint.options import (
+    LABEL_PRESETS,
+    PREPROCESS_PRESETS,
+    CheckpointOptions,
+    read_labels,
+    read_preprocess,
+)
 from model.errors import CheckpointError
 
 __all__ = ["BUNDLED", "LABEL_PRESETS", "PREPROCESS_PRESETS", "Checkpoint", "load_checkpoint"]
@@ -48,10 +55,14 @@ def load_checkpoint(
         CheckpointError: nothing there, no format recognised, or not exactly what the format demands.
     """
     options = CheckpointOptions(**fields)
-    options.check_files()
+    # A file that is not there is refused before the weights are read, which may take minutes; names may be labels.
+    if options.preprocess is not None:
+        read_preprocess(options.preprocess)
+    if options.labels is not None and (os.sep in options.labels or Path(options.labels).suffix in (".txt", ".json")):
+        read_labels(options.labels, None)
     keys = read_key_map(options.keys)
     files = _open(source, keys)
-    has_config = files.config is not None
+    has_config = files.path(CONFIG_FILE) is not None
     if files.path(ADAPTER_CONFIG) is not None:
         if has_config and base is None:
             raise CheckpointError(

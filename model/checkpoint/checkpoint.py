@@ -20,7 +20,7 @@ from model.errors import CheckpointError
 from model.heads import ZeroShot
 from model.network.layers.position import resize_position_embedding, resize_relative_table
 from model.network.library import LibraryNetwork, library_config, meta_tensors
-from model.network.vit import VisionTransformer, checkpoint_shapes, meta_model, placeholder_heads
+from model.network.vit import VisionTransformer, meta_model, placeholder_heads
 
 # Characters of a label and of a name: every answer repeats them.
 MAX_TEXT: Final = 1000
@@ -111,8 +111,16 @@ class Checkpoint:
         old = self.config
         if size == old.image_size:
             return self
+        preprocess = resized_preprocess(self.preprocess, size)
         if isinstance(old, LibraryConfig):
-            return self._resized_by_library(old, size)
+            if old.fixed_size:
+                raise CheckpointError(
+                    f"{self.source}: image size {size[0]}x{size[1]}: timm's {old.architecture} is made for "
+                    f"{old.image_size[0]}x{old.image_size[1]}, and is not resized"
+                )
+            with validating(self.source):
+                other = library_config(old.architecture, old.arguments, old.num_classes, old.in_channels, size)
+            return replace(self, config=other, preprocess=preprocess)
         old = self.vit
         if size[0] % old.patch_size or size[1] % old.patch_size:
             raise CheckpointError(
@@ -122,17 +130,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.source}: relative position biases are not resized; keep {old.image_size}")
         config = resized_config(old, size, self.source)
         tensors = resized_positions(self.tensors, old, config, antialias=self.antialias)
-        return replace(self, config=config, preprocess=resized_preprocess(self.preprocess, size), tensors=tensors)
-
-    def _resized_by_library(self, old: LibraryConfig, size: Size) -> Checkpoint:
-        if old.fixed_size:
-            raise CheckpointError(
-                f"{self.source}: image size {size[0]}x{size[1]}: timm's {old.architecture} is made for "
-                f"{old.image_size[0]}x{old.image_size[1]}, and is not resized"
-            )
-        with validating(self.source):
-            config = library_config(old.architecture, old.arguments, old.num_classes, old.in_channels, size)
-        return replace(self, config=config, preprocess=resized_preprocess(self.preprocess, size))
+        return replace(self, config=config, preprocess=preprocess, tensors=tensors)
 
     @property
     def vit(self) -> ViTConfig:
@@ -181,8 +179,6 @@ def native_tensors(tensors: Mapping[str, Tensor], config: NetworkConfig, where: 
     Raises:
         CheckpointError: a tensor is missing, unexpected, of the wrong shape, or not floating point.
     """
-    if isinstance(config, ViTConfig):
-        return checked(tensors, checkpoint_shapes(config), where)
     return checked(tensors, {name: tuple(tensor.shape) for name, tensor in meta_tensors(config).items()}, where)
 
 

@@ -6,6 +6,7 @@ All tensors of a checkpoint, whatever file and format hold them, are read by `Fi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -44,7 +45,6 @@ class Files:
 
     def __init__(self, folder: Path, source: str) -> None:
         self.source, self.place, self.folder = source, str(folder), folder
-        self._config: dict[str, Any] | None = None
 
     def path(self, name: str) -> Path | None:
         """Return the resolved path of the part called `name`, or None where there is none.
@@ -72,12 +72,10 @@ class Files:
             raise CheckpointError(f"{self.where(name)}: expected an object: names and values in braces")
         return value
 
-    @property
-    def config(self) -> dict[str, Any] | None:
-        """`config.json`, or None where there is none."""
-        if self._config is None and self.path(CONFIG_FILE) is not None:
-            self._config = self.json(CONFIG_FILE)
-        return self._config
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """`config.json`, empty where there is none."""
+        return {} if self.path(CONFIG_FILE) is None else self.json(CONFIG_FILE)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return all tensors, with an adapter merged into them if there is one.
@@ -87,8 +85,7 @@ class Files:
         Raises:
             CheckpointError: no weights at all, or a file that is not what it should be.
         """
-        tensors = self._stored()
-        tensors = tensors if self.merge is None else self.merge(tensors)
+        tensors = self._stored() if self.merge is None else self.merge(self._stored())
         self.digest = digest_of(tensors)
         return tensors
 
@@ -104,12 +101,9 @@ class Files:
 
     def _stored(self) -> Mapping[str, Tensor]:
         """Return all tensors, whichever of the usual files hold them: safetensors, sharded, or a pickle."""
-        if self.path(WEIGHTS_FILE) is not None:
-            return self.part(WEIGHTS_FILE)
-        if self.path(INDEX_FILE) is not None:
-            return self._sharded()
-        if self.path(PICKLE_FILE) is not None:
-            return self.part(PICKLE_FILE)
+        for name in (WEIGHTS_FILE, INDEX_FILE, PICKLE_FILE):
+            if self.path(name) is not None:
+                return self._sharded() if name == INDEX_FILE else self.part(name)
         raise CheckpointError(f"{self.place}: no weights ({WEIGHTS_FILE}, {INDEX_FILE} or {PICKLE_FILE})")
 
     def _sharded(self) -> dict[str, Tensor]:

@@ -49,10 +49,22 @@ class Repository(Files):
         self._id, self._repository, self._revision = source, match["repo"], match["revision"]
         self._hub = _huggingface_hub(source)
         self._found: dict[str, Path | None] = {}
-        self.from_cache = self._silence()
-        if self.from_cache:
-            self.folder = self._snapshot()
-            self.place += f" (from the cache: {self.from_cache})"
+        # The bases are the HTTP client's errors, whichever client this version of the hub's has.
+        self._failures = (OSError, ValueError, RuntimeError, *self._hub.errors.HfHubHTTPError.__bases__)
+        self.from_cache = "offline mode (HF_HUB_OFFLINE) is on" if self._hub.constants.HF_HUB_OFFLINE else ""
+        try:
+            if not self.from_cache:  # the client itself retries for long
+                self._hub.utils.get_session().head(self._hub.constants.ENDPOINT, timeout=_ANSWER_TIMEOUT)
+        except self._failures as error:
+            self.from_cache = f"the hub cannot be reached: {first_line(error)}"
+        if not self.from_cache:
+            return
+        try:
+            found = self._hub.snapshot_download(self._repository, revision=self._revision, local_files_only=True)
+        except self._failures:
+            raise self._not_here(f"it is not in the cache and {self.from_cache}") from None
+        self.folder, self.revision = Path(found), Path(found).name
+        self.place += f" (from the cache: {self.from_cache})"
 
     def path(self, name: str) -> Path | None:
         """Return the file's path in the local cache; it is fetched if it is not there yet.
@@ -70,29 +82,6 @@ class Repository(Files):
         """Return the name of the file `name` in messages."""
         return f"{self._id}/{name}"
 
-    def _silence(self) -> str:
-        """Return why the hub gives no answer, or an empty text where it does; the client itself retries for long."""
-        if self._hub.constants.HF_HUB_OFFLINE:
-            return "offline mode (HF_HUB_OFFLINE) is on"
-        try:
-            self._hub.utils.get_session().head(self._hub.constants.ENDPOINT, timeout=_ANSWER_TIMEOUT)
-        except self._failures() as error:
-            return f"the hub cannot be reached: {first_line(error)}"
-        return ""
-
-    def _failures(self) -> tuple[type[Exception], ...]:
-        """Return the errors of requests; the bases are the HTTP client's errors, whichever client this version has."""
-        return (OSError, ValueError, RuntimeError, *self._hub.errors.HfHubHTTPError.__bases__)
-
-    def _snapshot(self) -> Path:
-        """Return the folder of the revision in the cache."""
-        try:
-            found = self._hub.snapshot_download(self._repository, revision=self._revision, local_files_only=True)
-        except self._failures():
-            raise self._not_here(f"it is not in the cache and {self.from_cache}") from None
-        self.revision = Path(found).name
-        return Path(found)
-
     def _fetch(self, name: str) -> Path | None:
         errors, revision = self._hub.errors, self.revision or self._revision
         refusals = {
@@ -104,7 +93,7 @@ class Repository(Files):
         }
         try:
             path = Path(self._hub.hf_hub_download(self._repository, name, revision=revision, etag_timeout=_TIMEOUT))
-        except (errors.EntryNotFoundError, *self._failures()) as error:
+        except (errors.EntryNotFoundError, *self._failures) as error:
             if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
                 return None
             failure = f"{name} could not be fetched: {first_line(error.__cause__ or error)}"

@@ -62,7 +62,10 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     stored = files.tensors()
     prefix = next((prefix for prefix in _PREFIXES if f"{prefix}embedding/kernel" in stored), "")
     arrays = {name.removeprefix(prefix): array for name, array in stored.items() if name.startswith(prefix)}
-    arrays = _unstacked(arrays)
+    # Where big_vision has stacked all blocks (`scan`) to arrays [depth, ...], each block gets its own.
+    for name in [name for name in arrays if name.startswith(f"{_BLOCK}/") and arrays[name].ndim]:
+        for index, array in enumerate(arrays.pop(name)):
+            arrays[name.replace(_BLOCK, f"{_BLOCK}_{index}", 1)] = array
     config = _config(arrays, where)
     tensors = renamed({name: _transposed(name, array) for name, array in arrays.items()}, _RULES, where)
     join_parts(tensors)
@@ -78,14 +81,6 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         labels=options.labels_or(None, config.num_classes, where),
         tensors=native_tensors(tensors, config, where),
     )
-
-
-def _unstacked(arrays: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return an array for each block where big_vision has stacked all blocks (`scan`) to arrays [depth, ...]."""
-    for name in [name for name in arrays if name.startswith(f"{_BLOCK}/") and arrays[name].ndim]:
-        for index, array in enumerate(arrays.pop(name)):
-            arrays[name.replace(_BLOCK, f"{_BLOCK}_{index}", 1)] = array
-    return arrays
 
 
 def _transposed(name: str, array: Tensor) -> Tensor:

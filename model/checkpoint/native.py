@@ -57,7 +57,7 @@ class NativeConfig(Frozen):
 
 def recognises(files: Files) -> bool:
     """Return whether a folder's `config.json` is vitserve's own."""
-    return files.config is not None and files.config.get("format") == FORMAT
+    return files.config.get("format") == FORMAT
 
 
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:
@@ -116,8 +116,7 @@ def _digest(calibration: Calibration, files: Files) -> str:
     """Return the SHA-256 of a calibration and of what it is for: the weights, and how pictures become pixels."""
     with open_file(files.required(WEIGHTS_FILE), files.where(WEIGHTS_FILE)) as file, reading(files.place):
         weights = hashlib.file_digest(file, "sha256").hexdigest()
-    config = files.config or {}
-    model = [weights, config.get("architecture"), config.get("preprocess")]
+    model = [weights, files.config.get("architecture"), files.config.get("preprocess")]
     text = json.dumps([calibration.model_dump(mode="json", exclude={"digest"}), *model], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -135,7 +134,7 @@ def write_calibration(folder: Path, calibration: Calibration) -> None:
 
 
 def write(
-    folder: Path, checkpoint: Checkpoint, *, dtype: torch.dtype = torch.float16, training: dict[str, Any] | None = None
+    folder: Path, checkpoint: Checkpoint, *, dtype: torch.dtype = torch.float32, training: dict[str, Any] | None = None
 ) -> None:
     """Write a checkpoint as a native folder, made if absent; what is there already is replaced file by file.
 

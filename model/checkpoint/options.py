@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -53,13 +52,6 @@ class CheckpointOptions:
         for name, value in given.items():
             if value is not None:
                 raise CheckpointError(f"{where}: says its own architecture and names; {name} is for plain state dicts")
-
-    def check_files(self) -> None:
-        """Refuse a file that is not there before the weights are read, which may take minutes; names may be labels."""
-        if self.preprocess is not None:
-            read_preprocess(self.preprocess)
-        if self.labels is not None and (os.sep in self.labels or Path(self.labels).suffix in (".txt", ".json")):
-            read_labels(self.labels, None)
 
     def preprocess_or(
         self,

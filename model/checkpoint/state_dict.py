@@ -340,17 +340,14 @@ class _Network:
         own = {} if self.is_own else architectures()[self.name]
         known = (EvaArguments if own.get("family") == "eva" else TimmArguments).model_fields.keys() | self.given.keys()
         stated = {key: value for key, value in self.stated.items() if key in known - _OF_LAYOUT}
-        head: dict[str, Any] = {"num_classes": self.classes, "in_chans": self._channels()}
+        stem = [name for name in self.tensors if re.fullmatch(r"patch_embed\.backbone\.(stem\.)?conv\.weight", name)]
+        shape = self._shape(stem[0] if stem else "patch_embed.proj.weight", 2, 4)
+        channels = shape[1] if len(shape) == 4 else _flat_patch(shape[1], self.where)[0]
+        head: dict[str, Any] = {"num_classes": self.classes, "in_chans": channels}
         if "pre_logits.fc.weight" in self.tensors:
             head["head_hidden"] = self._shape("pre_logits.fc.weight", 2)[0]
         made = parse_arguments(own | stated | head | {"img_size": size})
         return made if size != (1, 1) else made.model_copy(update={"img_size": (made.patch_edge, made.patch_edge)})
-
-    def _channels(self) -> int:
-        """Return the channels of pictures, by the first convolution."""
-        stem = [name for name in self.tensors if re.fullmatch(r"patch_embed\.backbone\.(stem\.)?conv\.weight", name)]
-        shape = self._shape(stem[0] if stem else "patch_embed.proj.weight", 2, 4)
-        return shape[1] if len(shape) == 4 else _flat_patch(shape[1], self.where)[0]
 
     def _told(self, preprocess: PreprocessConfig) -> dict[str, Any]:
         """Return timm's arguments that the tensors of a network tell by their names and shapes."""

@@ -72,17 +72,20 @@ def join_parts(tensors: dict[str, Tensor], *, key_bias: bool = True) -> None:
 
 
 def taken(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], where: str) -> Tensor:
-    """Remove a tensor and return it as float32.
+    """Remove a tensor and return it as contiguous float32.
 
     Raises:
-        CheckpointError: missing, of another shape, or not floating point.
+        CheckpointError: missing, of another shape, not floating point, or sparse.
     """
     if name not in tensors:
         raise CheckpointError(f"{where}: missing key {name!r}")
     found = tuple(tensors[name].shape)
     if found != shape:
         raise CheckpointError(f"{where}: {name} has shape {list(found)}, expected {list(shape)}")
-    return as_float32(tensors.pop(name), name, where)
+    tensor = tensors.pop(name)
+    if not tensor.is_floating_point() or tensor.layout != torch.strided:
+        raise CheckpointError(f"{where}: {name} is {tensor.dtype}, expected floating point, and dense")
+    return tensor.to(torch.float32).contiguous()
 
 
 def shape_of(tensors: Mapping[str, Tensor], name: str, where: str, *dimensions: int) -> tuple[int, ...]:
@@ -100,17 +103,6 @@ def shape_of(tensors: Mapping[str, Tensor], name: str, where: str, *dimensions: 
             f"{where}: {name} has shape {list(shape)}, expected {wanted} dimensions that are not empty"
         )
     return shape
-
-
-def as_float32(tensor: Tensor, name: str, where: str) -> Tensor:
-    """Return a floating-point tensor as contiguous float32.
-
-    Raises:
-        CheckpointError: integers, complex numbers, or sparse.
-    """
-    if not tensor.is_floating_point() or tensor.layout != torch.strided:
-        raise CheckpointError(f"{where}: {name} is {tensor.dtype}, expected floating point, and dense")
-    return tensor.to(torch.float32).contiguous()
 
 
 def checked(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], where: str) -> dict[str, Tensor]:

@@ -66,15 +66,13 @@ class Pretrained(BaseModel):
 def recognises(files: Files) -> bool:
     """Return whether a folder's `config.json` is timm's, or that of transformers' wrapper around its models."""
     config = files.config
-    if config is None or not isinstance(config.get("architecture"), str):
-        return False
-    return "pretrained_cfg" in config or config.get("model_type") == _WRAPPER
+    is_timms = "pretrained_cfg" in config or config.get("model_type") == _WRAPPER
+    return is_timms and isinstance(config.get("architecture"), str)
 
 
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a folder as timm's `save_for_hf` and `push_to_hf_hub` write it."""
-    where = files.where(CONFIG_FILE)
-    config = files.config or {}
+    where, config = files.where(CONFIG_FILE), files.config
     options.refuse_architecture(where)
     name = config["architecture"]
     stated = required(config, "pretrained_cfg", where)

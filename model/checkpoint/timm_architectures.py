@@ -12,7 +12,7 @@ import difflib
 import json
 from collections.abc import Mapping
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
 import torch
@@ -24,9 +24,6 @@ from model.checkpoint.tensors import Rules, join, join_parts, renamed
 from model.config import Activation, Frozen, Pool, ResNetStem, RotaryPositions, Size, ViTConfig
 from model.errors import CheckpointError
 from model.network import library
-
-_POSITIONS: Final[dict[str, Literal["learned", "sincos2d"]]] = {"learn": "learned", "sincos2d": "sincos2d"}
-
 
 TimmPool = Literal["token", "avg", "max", "avgmax", "map"]
 POOL: Final[dict[TimmPool, Pool]] = {
@@ -148,7 +145,7 @@ class TimmArguments(CommonArguments):
             patch_norms=self.patch_norms,
             patch_embedding="linear" if self.patch_norms else "convolution",
             attention_width=self.attn_dim,
-            position_embedding=_POSITIONS.get(self.pos_embed, "none"),
+            position_embedding="learned" if self.pos_embed == "learn" else self.pos_embed or "none",
             relative_position_bias=self.rel_pos,
             distillation_token=self.distilled,
             registers=self.reg_tokens,
@@ -310,8 +307,7 @@ def parse_arguments(arguments: Mapping[str, Any]) -> TimmArguments | EvaArgument
 @cache
 def architectures() -> Mapping[str, dict[str, Any]]:
     """Return the arguments that each of timm's entry points passes to its model class, by architecture."""
-    text = resources.files("model.checkpoint").joinpath("timm_architectures.json").read_text(encoding="utf-8")
-    table: dict[str, dict[str, Any]] = json.loads(text)
+    table: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "timm_architectures.json").read_bytes())
     return table
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from model.data.pictures import Images, PictureFiles
@@ -36,9 +35,21 @@ def read(folder: Path, names: tuple[str, ...]) -> Images:
     Raises:
         DatasetError: a file is missing, empty, cut short, or holds a label that is no class.
     """
-    records = np.concatenate([_records(folder / name) for name in names])
-    pixels = records[:, 1:].reshape(-1, CHANNELS, *IMAGE_SIZE)
-    return Images(pixels, records[:, 0].astype(np.int64))
+    parts = []
+    for path in (folder / name for name in names):
+        try:
+            data = np.fromfile(path, dtype=np.uint8)
+        except OSError as error:
+            expected = "expected the binary version of CIFAR-10"
+            raise DatasetError(f"{path}: cannot be read: {error.strerror} ({expected})") from error
+        if data.size == 0 or data.size % _RECORD_BYTES:
+            raise DatasetError(f"{path}: {data.size} bytes are not a whole number of {_RECORD_BYTES}-byte records")
+        parts.append(data.reshape(-1, _RECORD_BYTES))
+        record = int(parts[-1][:, 0].argmax())
+        if (label := parts[-1][record, 0]) >= CLASSES:
+            raise DatasetError(f"{path}: record {record} has label {label}, expected 0...{CLASSES - 1}")
+    records = np.concatenate(parts)
+    return Images(records[:, 1:].reshape(-1, CHANNELS, *IMAGE_SIZE), records[:, 0].astype(np.int64))
 
 
 def read_files(folder: Path, names: tuple[str, ...]) -> PictureFiles:
@@ -68,20 +79,3 @@ def read_labels(folder: Path) -> tuple[str, ...]:
     if len(labels) != CLASSES:
         raise DatasetError(f"{path}: names {len(labels)} classes instead of {CLASSES}")
     return labels
-
-
-def _records(path: Path) -> NDArray[np.uint8]:
-    """Read a file's records, uint8 [N, 3073]."""
-    try:
-        data = np.fromfile(path, dtype=np.uint8)
-    except OSError as error:
-        raise DatasetError(
-            f"{path}: cannot be read: {error.strerror} (expected the binary version of CIFAR-10)"
-        ) from error
-    if data.size == 0 or data.size % _RECORD_BYTES:
-        raise DatasetError(f"{path}: {data.size} bytes are not a whole number of {_RECORD_BYTES}-byte records")
-    records = data.reshape(-1, _RECORD_BYTES)
-    record = int(records[:, 0].argmax())
-    if records[record, 0] >= CLASSES:
-        raise DatasetError(f"{path}: record {record} has label {records[record, 0]}, expected 0...{CLASSES - 1}")
-    return records

@@ -23,11 +23,11 @@ from model.images.preprocess import preprocess
 
 logger = logging.getLogger(__name__)
 
+# Bytes up to which an array of decoded pictures is kept in memory.
 MEMORY: Final = 4 << 30
-"""Bytes up to which an array of decoded pictures is kept in memory."""
 
+# Number of bad files that a message names; the rest is counted.
 _LISTED_FILES: Final = 20
-"""Number of bad files that a message names; the rest is counted."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -88,42 +88,33 @@ def calibration_error(confidence: NDArray[np.float32], correct: NDArray[np.bool_
     return float(np.abs(gaps).sum() / len(correct))
 
 
-def outputs_of_files(predictor: Predictor, files: PictureFiles, requested: RequestedOutputs) -> Iterator[Outputs]:
-    """Yield the outputs of pictures that come as files, in order, through the service's own preprocessing.
+def outputs_of(
+    predictor: Predictor, pictures: PictureFiles | NDArray[np.uint8], requested: RequestedOutputs
+) -> Iterator[Outputs]:
+    """Yield the outputs of pictures in order.
+
+    Args:
+        pictures: files, which go through the service's own preprocessing; or uint8 [N, C, H, W] of the model's size.
 
     Raises:
         DatasetError: a file that cannot be read or does not decode.
     """
-    config = predictor.checkpoint.preprocess
 
     def read(number: int) -> NDArray[np.uint8]:
+        if not isinstance(pictures, PictureFiles):
+            return np.moveaxis(pictures[number], 0, -1)
         try:
-            return preprocess(files.read(number), config)
+            return preprocess(pictures.read(number), predictor.checkpoint.preprocess)
         except (ImageError, OSError) as error:
-            raise DatasetError(f"{files.name(number)}: {error}") from error
+            raise DatasetError(f"{pictures.name(number)}: {error}") from error
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield from _outputs(predictor, len(files), lambda batch: np.stack(list(pool.map(read, batch))), requested)
-
-
-def outputs_of_pixels(
-    predictor: Predictor, pixels: NDArray[np.uint8], requested: RequestedOutputs
-) -> Iterator[Outputs]:
-    """Yield the outputs of images of the model's size, uint8 [N, C, H, W], in order."""
-
-    def read(batch: range) -> NDArray[np.uint8]:
-        return np.ascontiguousarray(pixels[batch.start : batch.stop].transpose(0, 2, 3, 1))
-
-    return _outputs(predictor, len(pixels), read, requested)
-
-
-def _outputs(
-    predictor: Predictor, count: int, read: Callable[[range], NDArray[np.uint8]], requested: RequestedOutputs
-) -> Iterator[Outputs]:
-    with tqdm(total=count, desc="evaluate", unit="img", disable=None) as bar:
-        for start in range(0, count, predictor.max_batch):
-            batch = range(start, min(start + predictor.max_batch, count))
-            yield from predictor.predict(read(batch), requested)
+    with (
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+        tqdm(total=len(pictures), desc="evaluate", unit="img", disable=None) as bar,
+    ):
+        for start in range(0, len(pictures), predictor.max_batch):
+            batch = range(start, min(start + predictor.max_batch, len(pictures)))
+            yield from predictor.predict(np.stack(list(pool.map(read, batch))), requested)
             bar.update(len(batch))
 
 
@@ -139,25 +130,10 @@ def scores_and_members(
     return scores, members
 
 
-def predict_scores(predictor: Predictor, pictures: PictureFiles | NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Return all scores, float32 [N, K] in class order, of files, or of images that are uint8 [N, C, H, W]."""
-    classes = predictor.checkpoint.config.num_classes
-    requested = RequestedOutputs(classes)
-    if isinstance(pictures, PictureFiles):
-        outputs = outputs_of_files(predictor, pictures, requested)
-    else:
-        outputs = outputs_of_pixels(predictor, pictures, requested)
-    return scores_and_members(outputs, len(pictures), classes)[0]
-
-
-def logits_of(outputs: Iterable[Outputs]) -> NDArray[np.float32]:
-    """Return the logits, float32 [N, K] in class order, of outputs that were asked for them."""
+def predict_logits(predictor: Predictor, pictures: PictureFiles | NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Return the logits, float32 [N, K] in class order, of pictures as `outputs_of` takes them."""
+    outputs = outputs_of(predictor, pictures, RequestedOutputs(1, logits=True))
     return np.stack([each.logits for each in outputs if each.logits is not None])
-
-
-def predict_logits(predictor: Predictor, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Return the logits, float32 [N, K] in class order, of images that are uint8 [N, C, H, W]."""
-    return logits_of(outputs_of_pixels(predictor, pixels, RequestedOutputs(1, logits=True)))
 
 
 def predict_embeddings(predictor: Predictor, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -166,7 +142,7 @@ def predict_embeddings(predictor: Predictor, pixels: NDArray[np.uint8]) -> NDArr
     Raises:
         DatasetError: of an image it is not finite.
     """
-    outputs = outputs_of_pixels(predictor, pixels, RequestedOutputs(1, embedding=EmbeddingRequest()))
+    outputs = outputs_of(predictor, pixels, RequestedOutputs(1, embedding=EmbeddingRequest()))
     features: NDArray[np.float32] = np.stack([each.embedding for each in outputs if each.embedding is not None])
     if not np.isfinite(features).all():
         raise DatasetError(f"{predictor.checkpoint.source}: gives features that are not finite")

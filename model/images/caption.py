@@ -15,22 +15,22 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from model.outputs import AttentionMap, evidence_in_words
+from model.outputs import LITTLE, AttentionMap
 
+# Longer side in pixels of a drawing, at least, that has a caption: a smaller one has no room for words.
 _MIN_CAPTIONED: Final = 160
-"""Longer side in pixels of a drawing, at least, that has a caption: a smaller one has no room for words."""
 
+# Characters of a text that are looked at: none of these pictures has room for more.
 _MAX_TEXT: Final = 500
-"""Characters of a text that are looked at: none of these pictures has room for more."""
 
+# Pixels of a drawing with a colour bar: below it, the scale cannot be read.
 _MIN_BAR_HEIGHT: Final = 96
-"""Pixels of a drawing with a colour bar: below it, the scale cannot be read."""
 
 _BAR_TITLE: Final = "times even share"
 
 Font = ImageFont.ImageFont | ImageFont.FreeTypeFont
+# uint8 [256, 3], lowest value first.
 Colours = NDArray[np.uint8]
-"""uint8 [256, 3], lowest value first."""
 
 
 def caption_of(attention: AttentionMap, labels: Sequence[str]) -> tuple[str, str]:
@@ -43,10 +43,11 @@ def caption_of(attention: AttentionMap, labels: Sequence[str]) -> tuple[str, str
     assert request.class_index is not None
     assert attention.score is not None
     assert attention.evidence is not None
-    label, word = drawable(labels[request.class_index]), evidence_in_words(attention.evidence)
+    label, evidence = drawable(labels[request.class_index]), attention.evidence
     named = label if label.strip("? ,") else f"class {request.class_index}"
     score = f"{attention.score:.1%}" if attention.score >= 0.0005 else "< 0.1%"
-    return f"{named}: {score}", f"{request.method}, evidence: {word} ({attention.evidence:.2f})"
+    words = f"evidence {evidence:.2f}" if evidence >= LITTLE else f"little speaks for it here ({evidence:.2f})"
+    return f"{named}: {score}", f"{request.method}, {words}"
 
 
 def drawable(text: str) -> str:

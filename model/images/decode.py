@@ -9,27 +9,23 @@ allocated. `converter` then makes RGB or grey of any mode, a piece of the pictur
 
 from __future__ import annotations
 
-import math
 import struct
 import zlib
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from PIL import Image
 
 from model.errors import ImageTooCostly, ImageTooLarge, InvalidImage
-from model.images.formats import unpack
+from model.images.formats import format_of, open_image
 from model.images.jpeg import UPRIGHT, read_orientation
 
 Converter = Callable[[Image.Image], Image.Image]
 
 _GREY = ("1", "L", "LA", "La")
+# Modes that Pillow converts to grey or RGB only by way of others.
 _ROUTES: dict[str, tuple[str, ...]] = {"La": ("LA",), "LAB": ("RGB",)}
-"""Modes that Pillow converts to grey or RGB only by way of others."""
-
-_PIECE_PIXELS = 1_000_000
-"""Pixels looked at together when a picture's range is measured."""
 
 DEFAULT_MAX_PIXELS = 64_000_000
 
@@ -54,11 +50,11 @@ DECODE_ERRORS = (
     Image.DecompressionBombError,
 )
 
+# Pixels of one side. A resize holds filter weights for every pixel of a side, 48 bytes of them at most.
 MAX_SIDE = 1_048_576
-"""Pixels of one side. A resize holds filter weights for every pixel of a side, 48 bytes of them at most."""
 
+# From an upright (width, height) in pixels to the smallest (width, height) that it may be decoded at.
 MinSize = Callable[[int, int], tuple[int, int]]
-"""From an upright (width, height) in pixels to the smallest (width, height) that it may be decoded at."""
 
 
 class DecodedImage(NamedTuple):
@@ -95,15 +91,13 @@ def decode(data: bytes | bytearray, *, max_pixels: int, min_size: MinSize | None
         ImageTooCostly: there is not enough memory to decode it.
         InvalidImage: empty, truncated or corrupt.
     """
-    encoded = unpack(data)
+    name = format_of(data)
     try:
-        if encoded.size is not None:
-            _check_pixels(encoded.size, max_pixels)
-        image = encoded.open()
+        image, orientation = open_image(name, data)
         size = image.size
         _check_pixels(size, max_pixels)
-        orientation, scale = encoded.orientation, 1
-        if min_size is not None and encoded.name == "JPEG":
+        scale = 1
+        if min_size is not None and name == "JPEG":
             scale = _draft(image, min_size, swapped=(orientation or UPRIGHT) >= 5)
         image.load()
         if scale == 1:  # Pillow turns a TIFF as it loads it
@@ -111,11 +105,11 @@ def decode(data: bytes | bytearray, *, max_pixels: int, min_size: MinSize | None
         if orientation is None:
             orientation = read_orientation(image.info.get("exif"))
     except Image.DecompressionBombError as error:
-        raise ImageTooLarge(f"the {encoded.name} picture is larger than Pillow decodes: {error}") from error
+        raise ImageTooLarge(f"the {name} picture is larger than Pillow decodes: {error}") from error
     except MemoryError as error:
-        raise ImageTooCostly(f"decoding this {encoded.name} picture takes more memory than is allowed") from error
+        raise ImageTooCostly(f"decoding this {name} picture takes more memory than is allowed") from error
     except DECODE_ERRORS as error:
-        raise InvalidImage(f"the {encoded.name} picture does not decode: {_reason(error)}") from error
+        raise InvalidImage(f"the {name} picture does not decode: {_reason(error)}") from error
     return DecodedImage(image, size, scale, orientation)
 
 
@@ -156,8 +150,8 @@ def converter(image: Image.Image, mode: Literal["RGB", "L"]) -> Converter | None
 
     * 16-bit grey (I;16, I;16B, I;16L, I;16N) to its high byte, as Pillow reads 16-bit colour.
     * 32-bit integers and floats (I, F), whose range no file format states, from the smallest of 0...1 (F only),
-      0...255 and 0...65535 that holds every finite pixel, else from the picture's own minimum to its maximum.
-      Pixels that are not finite become black.
+      0...255 and 0...65535 that holds every pixel, else from the picture's own minimum to its maximum. ValueError where
+      one is not finite.
 
     Args:
         image: loaded; its `info` loses the transparent colour, which would only cost time here.
@@ -169,9 +163,10 @@ def converter(image: Image.Image, mode: Literal["RGB", "L"]) -> Converter | None
     if stored in (mode, "L"):
         return None
     if stored.startswith("I;16"):
-        return _high_byte
+        # Pillow hands 16-bit pixels over in the machine's byte order or names another order in the dtype.
+        return lambda piece: Image.fromarray((np.asarray(piece) >> 8).astype(np.uint8))
     if stored in ("I", "F"):
-        return _scaler(*_range(image))
+        return _scaler(image)
     route = _ROUTES.get(stored, ()) + (("L",) if stored in _GREY else (mode,))
 
     def convert(piece: Image.Image) -> Image.Image:
@@ -182,39 +177,23 @@ def converter(image: Image.Image, mode: Literal["RGB", "L"]) -> Converter | None
     return convert
 
 
-def _high_byte(piece: Image.Image) -> Image.Image:
-    # Pillow hands 16-bit pixels over in the machine's byte order or names another order in the dtype.
-    return Image.fromarray((np.asarray(piece) >> 8).astype(np.uint8))
-
-
-def _scaler(low: float, high: float) -> Converter:
-    """Return the function that maps low...high to 0...255."""
+def _scaler(image: Image.Image) -> Converter:
+    """Return the function that maps the range that the pixels are likely meant to have to 0...255."""
+    extrema: Any = image.getextrema()
+    low, high = map(float, extrema)
+    nominal = [each for each in (1.0, 255.0, 65535.0) if each > 1 or image.mode == "F"]
+    if low >= 0:
+        low, high = next(((0.0, each) for each in nominal if high <= each), (low, high))
     factor = 255.0 / (high - low) if high > low else 0.0
 
     def scale(piece: Image.Image) -> Image.Image:
         # Doubles: the span of the numbers may be wider than a 32-bit integer or float can say.
-        with np.errstate(invalid="ignore"):  # signalling NaNs
-            values = np.asarray(piece).astype(np.float64)
-        values[~np.isfinite(values)] = low
+        values = np.asarray(piece).astype(np.float64)
+        if not np.isfinite([low, high, values.min(), values.max()]).all():
+            raise ValueError("it has numbers that are not finite")
         values -= low
         values *= factor
         values += 0.5
         return Image.fromarray(values.clip(0, 255, out=values).astype(np.uint8))
 
     return scale
-
-
-def _range(image: Image.Image) -> tuple[float, float]:
-    """Return the (lowest, highest) value of the range that the pixels are likely meant to have."""
-    low, high = math.inf, -math.inf
-    step = max(1, _PIECE_PIXELS // image.width)
-    for top in range(0, image.height, step):
-        values = np.asarray(image.crop((0, top, image.width, min(top + step, image.height))))
-        finite = values[np.isfinite(values)]
-        if finite.size:
-            low, high = min(low, float(finite.min())), max(high, float(finite.max()))
-    if low >= 0:
-        for nominal in (1.0, 255.0, 65535.0) if image.mode == "F" else (255.0, 65535.0):
-            if high <= nominal:
-                return 0.0, nominal
-    return low, high

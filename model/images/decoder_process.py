@@ -40,23 +40,24 @@ from model.images.region import Region
 if sys.platform != "win32":  # where the service imports this module and starts no process
     import resource
 
+# Bytes of the header and of the file.
 JOB: Final = struct.Struct("<II")
-"""Bytes of the header and of the file."""
 
+# Status, bytes of the JSON and of the pixels.
 ANSWER: Final = struct.Struct("<BII")
-"""Status, bytes of the JSON and of the pixels."""
 
+# What a decoder sends first: whether only limits hold it, or also a filter of system calls.
 LIMITED: Final = b"limits"
 CONFINED: Final = b"kernel"
-"""What a decoder sends first: whether only limits hold it, or also a filter of system calls."""
 
 DONE: Final = 0
+# Statuses from 1 on.
 ERRORS: Final = (UnsupportedImageFormat, ImageTooLarge, ImageTooCostly, InvalidImage)
-"""Statuses from 1 on."""
 
+# Modules that Pillow imports when a picture needs them, which a decoder no longer can.
 _IMPORTED_LATE: Final = (ImageCms, ImageColor, ImageFilter, ImageOps, ImagePalette)
-"""Modules that Pillow imports when a picture needs them, which a decoder no longer can."""
 
+# System calls that decoding needs, beside those that begin a thread, as libde265 does; any other fails with EPERM.
 _ALLOWED_CALLS: Final = (
     *("read", "write", "recvfrom", "recvmsg", "sendto", "sendmsg", "poll", "ppoll", "close", "lseek", "fstat"),
     *("mmap", "munmap", "mremap", "mprotect", "madvise", "brk", "futex", "membarrier", "rseq", "set_robust_list"),
@@ -64,10 +65,9 @@ _ALLOWED_CALLS: Final = (
     *("clock_gettime", "clock_nanosleep", "gettimeofday", "getrandom", "getpid", "gettid", "sched_yield"),
     *("exit", "exit_group"),
 )
-"""System calls that decoding needs, beside those that begin a thread, as libde265 does; any other fails with EPERM."""
 
+# Flag of clone(2): a thread of this process, and not another process.
 _CLONE_THREAD: Final = 0x10000
-"""Flag of clone(2): a thread of this process, and not another process."""
 
 
 def main() -> None:

@@ -15,8 +15,6 @@ import importlib
 import importlib.util
 import io
 import re
-import struct
-from dataclasses import dataclass
 
 from PIL import ImageFile, features
 from PIL.AvifImagePlugin import AvifImageFile
@@ -31,6 +29,7 @@ from model.errors import InvalidImage, UnsupportedImageFormat
 from model.images import jpeg, png
 from model.images.jpeg import UPRIGHT
 
+# Pillow's classes that decode each format; None where this installation has no codec for it.
 _READERS: dict[str, type[ImageFile.ImageFile] | None] = {
     "JPEG": JpegImageFile,
     "PNG": PngImageFile,
@@ -41,10 +40,9 @@ _READERS: dict[str, type[ImageFile.ImageFile] | None] = {
     "BMP": BmpImageFile,
     "HEIF": importlib.import_module("pillow_heif").HeifImageFile if importlib.util.find_spec("pillow_heif") else None,
 }
-"""Pillow's classes that decode each format; None where this installation has no codec for it."""
 
+# Formats that this installation reads, as Pillow names them.
 SUPPORTED_FORMATS: tuple[str, ...] = tuple(name for name, reader in _READERS.items() if reader is not None)
-"""Formats that this installation reads, as Pillow names them."""
 
 _MAGIC = re.compile(
     rb"(?P<JPEG>\xff\xd8\xff)|(?P<PNG>\x89PNG\r\n\x1a\n)|(?P<WEBP>RIFF.{4}WEBP)|(?P<GIF>GIF8[79]a)"
@@ -54,38 +52,8 @@ _MAGIC = re.compile(
 _AVIF_BRANDS = {b"avif", b"avis"}
 _HEIC_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs"}
 
+# Bytes of the file that a decoder gets at a time: most pictures at once.
 _PIECE_BYTES = 262_144
-"""Bytes of the file that a decoder gets at a time: most pictures at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedImage:
-    """The first picture of a file as its decoder gets it.
-
-    Attributes:
-        name: the format's name in Pillow.
-        orientation: Exif orientation 1...8; None where only the reader can tell, once the file is open.
-        size: (width, height) in pixels, where they are known before the file is opened.
-    """
-
-    name: str
-    data: bytes
-    orientation: int | None = None
-    size: tuple[int, int] | None = None
-
-    def open(self) -> ImageFile.ImageFile:
-        """Return Pillow's image with its header read and its pixels not yet decoded."""
-        reader = _READERS[self.name]
-        assert reader is not None
-        try:
-            image = reader(io.BytesIO(self.data))
-        except SyntaxError as error:
-            # libavif says this of a file that is cut off, and of one that lacks a required property.
-            if "BMFF" in str(error) and _has_whole_boxes(self.data):
-                raise UnsupportedImageFormat("this AVIF picture is of a kind that libavif does not read") from error
-            raise
-        image.decodermaxblock = _PIECE_BYTES
-        return image
 
 
 def is_bounded(data: bytes | bytearray) -> bool:
@@ -99,38 +67,59 @@ def is_bounded(data: bytes | bytearray) -> bool:
     return {"JPEG": jpeg.is_bounded, "PNG": png.is_bounded}.get(match.lastgroup or "", lambda _: False)(data)
 
 
-def unpack(data: bytes | bytearray) -> EncodedImage:
-    """Detect a whole file's format and leave out what its decoder need not see; keep no reference to a bytearray.
+def format_of(data: bytes | bytearray) -> str:
+    """Return the format of a whole file, as Pillow names it.
 
     Raises:
         UnsupportedImageFormat: not the magic of an allowed format, or a format that this installation cannot read.
-        InvalidImage: empty, cut off before the first picture begins, or made of absurdly many parts.
+        InvalidImage: empty.
     """
     if not data:
         raise InvalidImage("the picture is empty: 0 bytes")
-    name = _format_of(data)
-    if _READERS[name] is None:
-        hint = ": pip install 'vitserve[heic]' adds them" if name == "HEIF" else " by this Pillow"
-        raise UnsupportedImageFormat(f"{name} pictures are not supported{hint}")
-    match name:
-        case "JPEG":
-            return EncodedImage(name, *jpeg.strip(data))
-        case "PNG":
-            return EncodedImage(name, *png.strip(data))
-        case "GIF":
-            return EncodedImage(name, bytes(data), UPRIGHT, _gif_size(data))
-        case "WEBP" | "AVIF":
-            return EncodedImage(name, bytes(data))
-    # Pillow and libheif turn TIFF and HEIC upright; the others have no orientation.
-    return EncodedImage(name, bytes(data), UPRIGHT)
-
-
-def _format_of(data: bytes | bytearray) -> str:
     match = _MAGIC.match(data)
     if match is None:
         raise UnsupportedImageFormat("not a picture of an allowed format: JPEG, PNG, WebP, GIF, BMP, TIFF or AVIF")
-    if match.lastgroup != "ISO":
-        return str(match.lastgroup)
+    name = _brand(data) if match.lastgroup == "ISO" else str(match.lastgroup)
+    if _READERS[name] is None:
+        hint = ": pip install 'vitserve[heic]' adds them" if name == "HEIF" else " by this Pillow"
+        raise UnsupportedImageFormat(f"{name} pictures are not supported{hint}")
+    return name
+
+
+def open_image(name: str, data: bytes | bytearray) -> tuple[ImageFile.ImageFile, int | None]:
+    """Return Pillow's image, its header read and its pixels not yet decoded, of a file without what need not be seen.
+
+    Args:
+        name: of `format_of`.
+        data: the whole file; no reference to a bytearray is kept.
+
+    Returns:
+        The image, and its Exif orientation 1...8, or None where only the reader can tell.
+
+    Raises:
+        UnsupportedImageFormat: a kind of AVIF or JPEG that is not read.
+        InvalidImage: cut off before the first picture begins, or made of absurdly many parts.
+        Exception: see `model.images.decode.DECODE_ERRORS`.
+    """
+    # Pillow and libheif turn TIFF and HEIC upright; GIF and BMP have no orientation.
+    orientation = None if name in ("WEBP", "AVIF") else UPRIGHT
+    if name in ("JPEG", "PNG"):
+        data, orientation = (jpeg if name == "JPEG" else png).strip(data)
+    reader = _READERS[name]
+    assert reader is not None, "format_of refuses it"
+    try:
+        image = reader(io.BytesIO(data))
+    except SyntaxError as error:
+        # libavif says this of a file that is cut off, and of one that lacks a required property.
+        if "BMFF" in str(error) and _has_whole_boxes(data):
+            raise UnsupportedImageFormat("this AVIF picture is of a kind that libavif does not read") from error
+        raise
+    image.decodermaxblock = _PIECE_BYTES
+    return image, orientation
+
+
+def _brand(data: bytes | bytearray) -> str:
+    """Return the format of an ISO media file."""
     # The brands in the first box tell the formats apart that share this container (ISO/IEC 23008-12).
     end = min(int.from_bytes(data[:4], "big"), 256)
     brands = {bytes(data[start : min(start + 4, end)]) for start in range(8, end, 4)}
@@ -141,32 +130,7 @@ def _format_of(data: bytes | bytearray) -> str:
     raise UnsupportedImageFormat("an ISO media file that is neither AVIF nor HEIC")
 
 
-def _gif_size(data: bytes | bytearray) -> tuple[int, int]:
-    """Return the size of the canvas that all frames of a GIF need, which a player would allocate (GIF89a)."""
-    width = height = 0
-    try:
-        canvas_width, canvas_height, flags = struct.unpack_from("<HHB", data, 6)
-        position = 13 + _palette_bytes(flags)
-        while (kind := data[position]) in b"!,":
-            position += 2
-            if kind == ord(","):
-                left, top, columns, rows, flags = struct.unpack_from("<HHHHB", data, position - 1)
-                width = max(width, canvas_width, left + columns)
-                height = max(height, canvas_height, top + rows)
-                position += 9 + _palette_bytes(flags)
-            while block := data[position]:
-                position += 1 + block
-            position += 1
-    except (struct.error, IndexError):  # cut off, as the decoder will say if it is within the first frame
-        pass
-    return width, height
-
-
-def _palette_bytes(flags: int) -> int:
-    return 3 << (flags & 7) + 1 if flags & 0x80 else 0
-
-
-def _has_whole_boxes(data: bytes) -> bool:
+def _has_whole_boxes(data: bytes | bytearray) -> bool:
     """Return whether the top boxes of an ISO media file fill it."""
     position = 0
     while 0 <= position < len(data):

@@ -31,26 +31,26 @@ from model.images.region import Region
 
 COLORMAPS = ("viridis", "plasma", "inferno", "magma", "cividis", "turbo", "jet", "hot", "bone", "gray")
 
+# Longest side of a heat map in pixels.
 MAX_SIZE = 2048
-"""Longest side of a heat map in pixels."""
 
+# Longer side in pixels of an input from which on it shows what is there; of a smaller one, the photo shows more.
 _SMALL_INPUT = 128
-"""Longer side in pixels of an input from which on it shows what is there; of a smaller one, the photo shows more."""
 
+# Longer side in pixels, at least, where no size is given: patches stay visible on small pictures.
 _MIN_DEFAULT_SIZE = 384
-"""Longer side in pixels, at least, where no size is given: patches stay visible on small pictures."""
 
+# Times the even share, at least, that the last colour stands for: a map with less in it stays pale.
 _MIN_FULL_SCALE = 4.0
-"""Times the even share, at least, that the last colour stands for: a map with less in it stays pale."""
 
+# Brightness of the part of a photo that the model did not see.
 _DIMMED = 0.35
-"""Brightness of the part of a photo that the model did not see."""
 
+# Values made along a side of each patch of a smooth map; pixels lie on straight lines between them.
 _ZOOM = 9
-"""Values made along a side of each patch of a smooth map; pixels lie on straight lines between them."""
 
+# A level of zlib, 1...9: overlays get no smaller beyond it, only slower (6 takes three times as long).
 _COMPRESS_LEVEL = 4
-"""A level of zlib, 1...9: overlays get no smaller beyond it, only slower (6 takes three times as long)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +96,13 @@ def draw_heatmap(
     caption: Sequence[str] = (),
     scale: float | None = None,
     max_width: int = MAX_SIZE,
+    evidence: float = 1.0,
 ) -> Image.Image:
     """Return a map drawn over a picture.
 
     With r a patch's share over the even share, 1 / (rows * columns), the colour is that at log(r) / log(scale) of the
-    table, and the map's opacity is `alpha` times the same number. Patches with the even share or less leave the picture
-    as it is, so that an even map changes nothing.
+    table, and the map's opacity is `alpha` times `evidence` times the same number. Patches with the even share or less
+    leave the picture as it is, so that an even map changes nothing.
 
     Args:
         values: float [grid rows, grid columns]; only ratios count. What is negative or not finite counts as 0.
@@ -111,6 +112,7 @@ def draw_heatmap(
         caption: lines to write below, with the colours in words where they are drawn; a small drawing has no room.
         scale: how many times the even share the last colour stands for; None: `full_scale` of the map.
         max_width: pixels of the picture in the result at most.
+        evidence: 0...1, see `AttentionMap`; without a picture below, colours fade to the first one.
 
     Returns:
         An RGB image; without caption and colour bar, it has the picture's aspect ratio.
@@ -137,33 +139,27 @@ def draw_heatmap(
     else:
         grid = grid.transform(size, Image.Transform.AFFINE, place)
     index = np.rint(255 * np.asarray(grid).clip(0, 1)).astype(np.uint8)
-    colours = colour_table(look.colormap)
-    drawing = Image.fromarray(colours[index])
+    colours, opacity = colour_table(look.colormap), look.alpha * evidence
+    drawing = Image.fromarray(colours[np.rint(evidence * index).astype(np.uint8) if picture is None else index])
     if picture is not None:
         under = Image.fromarray(picture[:, :, 0] if picture.shape[2] == 1 else picture).convert("RGB")
         under = under.resize(size, Image.Resampling.BICUBIC)
         seen = Image.new("L", values.shape[::-1], 255).transform(size, Image.Transform.AFFINE, place)
         under = Image.composite(under, under.point(lambda level: int(_DIMMED * level)), seen)
-        drawing = Image.composite(drawing, under, Image.fromarray(np.rint(look.alpha * index).astype(np.uint8)))
+        drawing = Image.composite(drawing, under, Image.fromarray(np.rint(opacity * index).astype(np.uint8)))
     if below:
-        peak = float(ratios.max()) if look.alpha or picture is None else None
+        peak = float(ratios.max()) if opacity or picture is None else None
         drawing = with_caption(drawing, caption, colours, peak, longer=longer)
     return with_colorbar(drawing, colours, scale) if look.colorbar else drawing
 
 
-def full_scale(values: NDArray[np.float32], evidence: float | None = None) -> float:
+def full_scale(values: NDArray[np.float32]) -> float:
     """Return how many times the even share the last colour of a map's drawing stands for: its highest patch's, or 4.
-
-    A map that is faded has the scale that it would have with the whole evidence, so that it looks faded.
 
     Args:
         values: see `draw_heatmap`.
-        evidence: of a class-specific map, 0 ... 1; see `AttentionMap`.
     """
-    peak = float(_ratios(values).max())
-    if evidence:
-        peak = min(1 + (peak - 1) / evidence, values.size)
-    return max(_MIN_FULL_SCALE, peak)
+    return max(_MIN_FULL_SCALE, float(_ratios(values).max()))
 
 
 def encode_png(drawing: Image.Image) -> bytes:

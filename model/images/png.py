@@ -9,11 +9,11 @@ from model.images.jpeg import MAX_PARTS, read_orientation
 
 _PICTURE_CHUNKS = {b"IHDR", b"PLTE", b"IDAT", b"IEND"}
 _MAX_BOUNDED_FILE = 8_388_608
+# Pixels, and bytes of all samples: some 0.1 s of deflate's fastest data and of Paeth's filter.
 _MAX_BOUNDED_BYTES = 16_777_216
-"""Pixels, and bytes of all samples: some 0.1 s of deflate's fastest data and of Paeth's filter."""
 
+# Samples of a pixel by colour type.
 _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
-"""Samples of a pixel by colour type."""
 
 
 def is_bounded(data: bytes | bytearray) -> bool:

@@ -21,16 +21,17 @@ from model.images.decode import DECODE_ERRORS, DEFAULT_MAX_PIXELS, Converter, De
 from model.images.region import Region
 from model.images.resample import Axis, passes_rows_first, resample_part
 
+# Up to this many pixels of a side, Pillow resizes a picture whole: it takes a part in 32-bit floats, which may move a
+# value by one level.
 _MAX_WHOLE_SIDE = 4096
-"""Up to this many pixels of a side, Pillow resizes a picture whole: it takes a part in 32-bit floats, which may move
-a value by one level."""
 
+# How many times as many pixels as the resized picture a scaled decode leaves, along each axis.
 _MIN_DECODED_FACTOR = 2
-"""How many times as many pixels as the resized picture a scaled decode leaves, along each axis."""
 
+# Longer side of a photo in pixels, at most, where no size is given.
 _MAX_PHOTO_SIZE = 1024
-"""Longer side of a photo in pixels, at most, where no size is given."""
 
+# Transpositions that turn a picture of each Exif orientation upright (as `PIL.ImageOps.exif_transpose`).
 TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -40,11 +41,10 @@ TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""Transpositions that turn a picture of each Exif orientation upright (as `PIL.ImageOps.exif_transpose`)."""
 
+# Exif orientations of pictures that are stored from right to left, and from bottom to top.
 _MIRRORED_COLUMNS = (2, 3, 7, 8)
 _MIRRORED_ROWS = (3, 4, 6, 7)
-"""Exif orientations of pictures that are stored from right to left, and from bottom to top."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,23 +204,6 @@ def _first_pixel(resized: int, target: int, rounding: str) -> int:
     return (resized - target) // 2 if rounding == "down" else round((resized - target) / 2.0)
 
 
-def _seen_region(size: tuple[int, int], resized: tuple[int, int], config: PreprocessConfig) -> Region:
-    """Return the region of an upright picture that the model sees.
-
-    Args:
-        size: (width, height) of the upright picture in pixels.
-        resized: (width, height) after the resize and before the centre crop or the border.
-    """
-    rows, columns = config.size
-    (width, height), (new_width, new_height) = size, resized
-    return Region(
-        _first_pixel(new_width, columns, config.crop_rounding) * width / new_width,
-        _first_pixel(new_height, rows, config.crop_rounding) * height / new_height,
-        columns * width / new_width,
-        rows * height / new_height,
-    )
-
-
 def _resize_and_crop(decoded: DecodedImage, config: PreprocessConfig) -> tuple[NDArray[np.uint8], Region]:
     """Return the centre of the upright picture, resized, or all of it in a border; and the region that is."""
     swapped = decoded.orientation >= 5
@@ -249,7 +232,12 @@ def _resize_and_crop(decoded: DecodedImage, config: PreprocessConfig) -> tuple[N
     elif swapped:
         small = small.transpose(1, 0, 2)
 
-    region = _seen_region(size, resized, config)
+    region = Region(
+        _first_pixel(resized[0], config.size[1], config.crop_rounding) * size[0] / resized[0],
+        _first_pixel(resized[1], config.size[0], config.crop_rounding) * size[1] / resized[1],
+        config.size[1] * size[0] / resized[0],
+        config.size[0] * size[1] / resized[1],
+    )
     shape = (*config.size, len(config.mean))
     if small.shape == shape:
         return np.require(small, requirements=["C", "W"]), region

@@ -22,14 +22,14 @@ from PIL import Image
 
 from model.images.decode import Converter
 
+# Pixels that are cut out and converted at once: bounds what that adds to a picture's memory.
 _STRIP_PIXELS = 4_000_000
-"""Pixels that are cut out and converted at once: bounds what that adds to a picture's memory."""
 
+# Beyond this many pixels between the two passes, the order that leaves fewer is taken.
 _MAX_INTERMEDIATE_PIXELS = 16_000_000
-"""Beyond this many pixels between the two passes, the order that leaves fewer is taken."""
 
+# Weights of a pass, at most: those of a bicubic resize of 24,000 pixels. Pillow makes larger passes.
 _MAX_WEIGHTS = 98_304
-"""Weights of a pass, at most: those of a bicubic resize of 24,000 pixels. Pillow makes larger passes."""
 
 Floats = NDArray[np.float64]
 
@@ -81,6 +81,11 @@ def passes_rows_first(source: tuple[int, int], target: tuple[int, int]) -> bool:
     """
     (width, height), (new_width, new_height) = source, target
     return new_height < height and height - new_height > 2 * (width - new_width)
+
+
+def is_compiled() -> bool:
+    """Return whether the kernel resizes here, and not Pillow."""
+    return _KERNEL is not None
 
 
 def resample_part(
@@ -208,11 +213,11 @@ def _bicubic(x: Floats) -> Floats:
     return np.where(x < 1.0, inner, np.where(x < 2.0, (((x - 5) * x + 8) * x - 4) * -0.5, 0.0))
 
 
+# Radius of each filter, in output pixels when it shrinks, and its function (Pillow's libImaging/Resample.c).
 _FILTERS: dict[Image.Resampling, tuple[float, Callable[[Floats], Floats]]] = {
     Image.Resampling.BILINEAR: (1.0, lambda x: np.maximum(1.0 - np.abs(x), 0.0)),
     Image.Resampling.BICUBIC: (2.0, _bicubic),
 }
-"""Radius of each filter, in output pixels when it shrinks, and its function (Pillow's libImaging/Resample.c)."""
 
 
 @lru_cache(maxsize=32)

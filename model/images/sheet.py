@@ -15,17 +15,17 @@ from model.images.heatmap import MAX_SIZE, Look, draw_heatmap, full_scale
 from model.images.region import Region
 from model.outputs import AttentionMap
 
+# White pixels between two maps of a row.
 _ROW_GAP: Final = 4
-"""White pixels between two maps of a row."""
 
+# White pixels between two pictures of a sheet.
 _GAP: Final = 8
-"""White pixels between two pictures of a sheet."""
 
+# Pixels of a cell's height on a sheet of few pictures.
 _MAX_CELL: Final = 320
-"""Pixels of a cell's height on a sheet of few pictures."""
 
+# Pixels that a sheet has at most along each side: with many pictures, the cells get smaller.
 _MAX_SHEET: Final = 8192
-"""Pixels that a sheet has at most along each side: with many pictures, the cells get smaller."""
 
 
 def draw_maps(
@@ -50,18 +50,23 @@ def draw_maps(
         look: the attributes of `Look`.
     """
     chosen = Look(**look)
-    surest = max(maps, key=lambda each: each.evidence or 0)
-    scale = max(full_scale(surest.values, surest.evidence), *(full_scale(each.values) for each in maps))
-    panels: list[tuple[NDArray[np.float32], Look, Sequence[str], bool]]
-    panels = [(each.values, chosen, caption_of(each, labels) if labels else (), overlay) for each in maps]
+    scale = max(full_scale(each.values) for each in maps)
+    panels: list[tuple[AttentionMap, Look, Sequence[str], bool]]
+    panels = [(each, chosen, caption_of(each, labels) if labels else (), overlay) for each in maps]
     if name is not None:
-        panels.insert(0, (maps[0].values, Look(alpha=0.0, size=chosen.size), (name,) if labels else (), True))
+        panels.insert(0, (maps[0], Look(alpha=0.0, size=chosen.size), (name,) if labels else (), True))
     share = MAX_SIZE if max_width is None else (max_width - _ROW_GAP * (len(panels) - 1)) // len(panels)
     drawings = []
-    for values, its_look, caption, over in panels:
-        under = picture if over else None
+    for each, its_look, caption, over in panels:
         drawing = draw_heatmap(
-            values, its_look, picture=under, region=region, caption=caption, scale=scale, max_width=share
+            each.values,
+            its_look,
+            picture=picture if over else None,
+            region=region,
+            caption=caption,
+            scale=scale,
+            max_width=share,
+            evidence=1.0 if each.evidence is None else each.evidence,
         )
         if len(panels) > 1 and drawing.width > share:  # with its colour bar
             drawing = drawing.resize((share, max(1, round(drawing.height * share / drawing.width))))

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from model.checkpoint.checkpoint import Checkpoint
 from model.config import LibraryConfig, NetworkConfig, ViTConfig
 from model.network.library import meta_network
-from model.network.vit import VisionTransformer, count_parameters
+from model.network.vit import count_parameters
 
 
 class Cost(NamedTuple):
@@ -28,15 +28,12 @@ def cost(config: NetworkConfig) -> Cost:
     """Return the cost of an architecture; nothing is allocated.
 
     Operations are two for each multiply-add of the convolutions, linear layers and attention products; norms,
-    activations and softmax are not counted. They are those of the published model: what
-    `VisionTransformer.spare_last_block` leaves out is not subtracted.
+    activations and softmax are not counted. They are those of the published model, which computes every token.
     """
     model = meta_network(config).eval().to("meta")  # tables are on the CPU
-    if isinstance(model, VisionTransformer):
-        model.spare_last_block = False
     # The counter does not know every fused kernel of attention.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        model(torch.empty(1, config.in_channels, *config.image_size, device="meta"))
+        model(torch.empty(1, config.in_channels, *config.image_size, device="meta"), all_tokens=True)
     return Cost(count_parameters(model), counter.get_total_flops())
 
 

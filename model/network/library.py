@@ -17,17 +17,16 @@ from torch import Tensor, nn
 
 from model.config import LARGEST_LAYER, LibraryConfig, NetworkConfig, Size, ViTConfig
 from model.errors import CheckpointError, first_line
-from model.network.vit import VisionTransformer, ViTOutput, meta_model
+from model.network.vit import HEADS, VisionTransformer, ViTOutput, meta_model
 
+# What installs the library.
 INSTALL: Final = "pip install 'vitserve[timm]'"
-"""What installs the library."""
 
+# Numbers in all buffers of a network, such as masks and tables of positions, which no file holds.
 _MAX_BUFFERS: Final = 1 << 28
-"""Numbers in all buffers of a network, such as masks and tables of positions, which no file holds."""
 
-
+# What networks raise where an argument or a size does not fit.
 _ERRORS: Final = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What networks raise where an argument or a size does not fit."""
 
 
 def is_installed() -> bool:
@@ -84,7 +83,15 @@ class LibraryNetwork(nn.Module):
     def __init__(self, config: LibraryConfig) -> None:
         super().__init__()
         self.config = config
-        self.module = _create(config)
+        described = {
+            "input_size": (config.in_channels, *config.image_size),
+            "num_classes": config.num_classes,
+            "fixed_input_size": config.fixed_size,
+        }
+        with _timms_errors(f"{config.architecture}: timm does not make it"):  # none of its sources of weights is used
+            self.module: nn.Module = _timm().create_model(
+                config.architecture, pretrained=False, pretrained_cfg=described, **config.arguments
+            )
 
     def forward(
         self, pixels: Tensor, attention_layers: object = (), keep: int = 0, all_tokens: bool = False
@@ -152,14 +159,15 @@ def linear_head(config: LibraryConfig) -> str:
 def meta_tensors(config: NetworkConfig) -> dict[str, Tensor]:
     """Return the tensors of an architecture that a checkpoint holds, without storage.
 
-    Integers are not among them: a library's network makes its tables of indices itself.
+    Heads are among them where there are classes. Integers are not: a library's network makes its indices itself.
 
     Raises:
         CheckpointError: a library does not make this network, or its buffers or layers are too large.
     """
     network = meta_network(config)
     if isinstance(network, VisionTransformer):
-        return network.state_dict()
+        tensors = network.state_dict()
+        return {name: tensors[name] for name in tensors if config.num_classes or not name.startswith(HEADS)}
     if sum(buffer.numel() for buffer in network.buffers()) > _MAX_BUFFERS:
         raise CheckpointError(
             f"{config.kind}: its buffers hold more than the {_MAX_BUFFERS:,} numbers that are allowed"
@@ -192,33 +200,13 @@ def _floats(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
 
 
-def _create(config: LibraryConfig) -> nn.Module:
-    """Return timm's module; none of its sources of weights is used. Raises CheckpointError."""
-    described = {
-        "input_size": (config.in_channels, *config.image_size),
-        "num_classes": config.num_classes,
-        "fixed_input_size": config.fixed_size,
-    }
-    with _timms_errors(f"{config.architecture}: timm does not make it"):
-        module: nn.Module = _timm().create_model(
-            config.architecture, pretrained=False, pretrained_cfg=described, **config.arguments
-        )
-    return module
-
-
-def _torchvision() -> str:
-    """Return the command that installs the torchvision which fits this torch."""
-    build = torch.__version__.partition("+")[2]
-    index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
-    return f"pip install --force-reinstall --no-deps torchvision{index}"
-
-
 def _timm() -> Any:
     try:
         import timm  # noqa: PLC0415  an optional package, which takes seconds
     except (ImportError, OSError, RuntimeError) as error:
         raise CheckpointError(
-            f"timm cannot be imported, as its torchvision is of another build than torch: {_torchvision()}"
+            f"timm cannot be imported, as its torchvision is of another build than torch {torch.__version__}: "
+            "pip install --force-reinstall --no-deps torchvision, with torch's --index-url"
             if "torchvision" in str(error)
             else f"timm cannot be imported: {first_line(error)}"
         ) from error

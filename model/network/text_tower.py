@@ -30,10 +30,10 @@ class TextConfig(Frozen):
     activation: Activation
     norm_eps: Annotated[float, Field(gt=0, lt=1)]
     feature_width: Annotated[int, Field(ge=1, le=16384)]
+    # A token attends to those before it, and the text's end has the feature (CLIP); else the last token (SigLIP).
     causal: bool
-    """A token attends to those before it, and the text's end has the feature (CLIP); else the last token (SigLIP)."""
+    # The token that ends a text, where the first of them is read; None: the token of the highest number.
     end: int | None = None
-    """The token that ends a text, where the first of them is read; None: the token of the highest number."""
 
     def block_config(self) -> ViTConfig:
         """Return the architecture of the blocks, as that of an image's tower with one patch."""

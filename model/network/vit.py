@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ViTConfig
+from model.network.layers.attention import norm_or_none
 from model.network.layers.block import Block, Kept, Mlp, PreLogits
 from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed, drop_patches
 from model.network.layers.position import sincos2d_position_embedding
@@ -109,7 +110,7 @@ class AttentionPool(nn.Module):
         return weights
 
 
-_HEADS: Final = ("head.", "head_dist.")
+HEADS: Final = ("head.", "head_dist.")
 
 
 class VisionTransformer(nn.Module):
@@ -121,16 +122,13 @@ class VisionTransformer(nn.Module):
     Attributes:
         patch_dropout: share of the patches that training leaves out, drawn anew for each image and pass;
             may be changed between passes.
-        spare_last_block: whether the last block computes only the tokens that the head reads, which is
-            the same function: 10/12 of a block's arithmetic saved where that is the CLS token alone.
     """
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.config = config
         self.patch_dropout = 0.0
-        self.spare_last_block = True
-        width = config.width
+        width, eps = config.width, config.norm_eps
         embed = LinearPatchEmbed if config.patch_embedding == "linear" else PatchEmbed
         self.patch_embed = embed(config)
         self.cls_token = _token(1, width) if config.class_token else None
@@ -140,11 +138,11 @@ class VisionTransformer(nn.Module):
         if config.position_embedding != "none":
             learned = config.position_embedding == "learned"
             self.pos_embed = nn.Parameter(torch.zeros(1, config.position_tokens, width), requires_grad=learned)
-        self.norm_pre = _norm(config, config.norm_before_blocks)
+        self.norm_pre = norm_or_none(width, eps, present=config.norm_before_blocks)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
-        self.norm = _norm(config, config.final_norm and not config.norm_after_pool)
+        self.norm = norm_or_none(width, eps, present=config.final_norm and not config.norm_after_pool)
         self.attn_pool = AttentionPool(config) if config.pool == "attention" else None
-        self.fc_norm = _norm(config, config.final_norm and config.norm_after_pool)
+        self.fc_norm = norm_or_none(width, eps, present=config.final_norm and config.norm_after_pool)
         pooled = 2 * width if config.pool == "cls_mean" else width
         self.projection: nn.Module = nn.Identity()
         if config.projection_width is not None:
@@ -186,8 +184,8 @@ class VisionTransformer(nn.Module):
             x = torch.cat((*(token.expand(x.shape[0], -1, -1) for token in prefix), x), dim=1)
         if self.pos_embed is not None and self.config.position_prefix:
             x = x + self.pos_embed
-        x = self.norm_pre(x)  # [B, N, D]
-        return x
+        normed: Tensor = self.norm_pre(x)  # [B, N, D]
+        return normed
 
     def forward(
         self, pixels: Tensor, attention_layers: Sequence[int] = (), keep: int = 0, all_tokens: bool = False
@@ -198,7 +196,8 @@ class VisionTransformer(nn.Module):
             pixels: [B, C, H, W], normalised, in the model's dtype; H, W = `config.image_size`.
             attention_layers: layers (0 is the first) whose attention row to return, in this order.
             keep: of how many of the last blocks to keep what an explanation needs; see `KeptPass`.
-            all_tokens: whether the last block computes the tokens, too, that the head does not read.
+            all_tokens: whether the last block computes the tokens, too, that the head does not read. Without them 10/12
+                of its arithmetic are saved where that is the CLS token alone.
 
         Returns:
             See `ViTOutput`. With attention pooling the last layer's row is the pooling query's.
@@ -210,7 +209,7 @@ class VisionTransformer(nn.Module):
         rows: dict[int, Tensor] = {}
         kept: list[Kept] = []
         # The head reads the CLS token; a distilled model's second head reads the token beside it.
-        spared = self.spare_last_block and self.config.pool == "cls" and not all_tokens
+        spared = self.config.pool == "cls" and not all_tokens
         read = 1 + self.config.distillation_token if spared else None
         for index, block in enumerate(self.blocks):
             with_row = index in attention_layers and not (index == last and of_query)
@@ -280,20 +279,10 @@ def _token(count: int, width: int) -> nn.Parameter:
     return nn.Parameter(torch.zeros(1, count, width))
 
 
-def _norm(config: ViTConfig, present: bool) -> nn.Module:
-    return nn.LayerNorm(config.width, eps=config.norm_eps) if present else nn.Identity()
-
-
 def meta_model(config: ViTConfig) -> VisionTransformer:
     """Return the model without storage: the names and shapes of its tensors."""
     with torch.device("meta"):
         return VisionTransformer(config)
-
-
-def checkpoint_shapes(config: ViTConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each of the model's tensors by its name; those of a head only where there are classes."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
-    return {name: shape for name, shape in shapes.items() if config.num_classes or not name.startswith(_HEADS)}
 
 
 def placeholder_heads(config: ViTConfig) -> dict[str, Tensor]:
@@ -302,7 +291,7 @@ def placeholder_heads(config: ViTConfig) -> dict[str, Tensor]:
     return {
         name: torch.linspace(-1, 1, tensor.numel()).reshape(tensor.shape)
         for name, tensor in shapes.items()
-        if name.startswith(_HEADS)
+        if name.startswith(HEADS)
     }
 
 

@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from model.config import NetworkConfig, ViTConfig
 from model.errors import DeviceError, NewProcessNeeded
 from model.heads import Head
-from model.outputs import MapRequest, Pooling, RequestedOutputs, embedding_name
+from model.outputs import CLASS_SPECIFIC, MapRequest, Pooling, RequestedOutputs, embedding_name
 
 T = TypeVar("T")
 
+# A batch: uint8 [B, H, W, C], or B of uint8 [H, W, C] that lie anywhere.
 Images = NDArray[np.uint8] | Sequence[NDArray[np.uint8]]
-"""A batch: uint8 [B, H, W, C], or B of uint8 [H, W, C] that lie anywhere."""
 
+# What networks are compiled for on a CPU. There a larger batch takes no less time an image.
 SIZES: Final = (1, 2, 4, 8)
-"""What networks are compiled for on a CPU. There a larger batch takes no less time an image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class BatchRequest:
         embeddings = tuple(sorted({embedding_name(config, pool) for pool in pools}))
         return cls(
             top_k=max(request.top_k for request in requests),
-            # The evidence of a class that a caller names is made of all logits, and so is a set of labels.
+            # The evidence of a class is made of all logits, and so is a set of labels.
             logits=any(request.logits or request.label_set for request in requests)
-            or any(each.class_index is not None for each in maps),
+            or any(each.method in CLASS_SPECIFIC and each.direction is None for each in maps),
             layers=tuple(sorted({each.layer for each in maps if each.layer is not None})),
             relevance=any(each.of_best_class for each in maps),
             embeddings=embeddings,
@@ -114,8 +114,8 @@ class BatchOutputs(NamedTuple, Generic[T]):
         return {name: value for name, value in zip(self._fields, self, strict=True) if value is not None}
 
 
+# What a batch gives, in host memory; floats are float32.
 HostOutputs = BatchOutputs[NDArray[Any]]
-"""What a batch gives, in host memory; floats are float32."""
 
 
 def with_best(outputs: HostOutputs, head: Head, top_k: int) -> HostOutputs:
@@ -197,13 +197,13 @@ class ThreadPolicy:
 
 CompileMode = Literal["auto", "on", "off"]
 
+# In place of a `CompileMode`: what a process whose capture broke off asks its successor for. It is no setting.
 WITHOUT_GRAPHS: Final = "no-graphs"
-"""In place of a `CompileMode`: what a process whose capture broke off asks its successor for. It is no setting."""
 
+# Largest norm of the difference between two ways of computing an output of one image, relative to the output's own
+# norm: in float32, and in dtypes of fewer bits. A way that lost something is off by its own norm. ViT-Ti/16 in bfloat16
+# is off by 0.01, and by 0.1 in relevance, which is a difference of large numbers.
 _TOLERANCES: Final = {"logits": (1e-3, 0.1), "attention": (0.01, 0.3), "relevance": (0.05, 0.5)}
-"""Largest norm of the difference between two ways of computing an output of one image, relative to the output's own
-norm: in float32, and in dtypes of fewer bits. A way that lost something is off by its own norm. ViT-Ti/16 in bfloat16
-is off by 0.01, and by 0.1 in relevance, which is a difference of large numbers."""
 
 
 class CompilationState(enum.Enum):
@@ -247,10 +247,10 @@ class Backend(Protocol):
     """
 
     name: str
-    compilation: Compilation
-    batch_sizes: tuple[int, ...] | None
+    compilation: Compilation = Compilation(CompilationState.OFF)
+    batch_sizes: tuple[int, ...] | None = None
     usual: tuple[BatchRequest, ...]
-    largest_tried: int | None
+    largest_tried: int | None = None
 
     def predict(self, images: Images, request: BatchRequest) -> HostOutputs:
         """Return what is asked of a batch, or more, in host memory.
@@ -274,6 +274,7 @@ class Backend(Protocol):
 
     def defers(self, request: BatchRequest) -> bool:
         """Return whether `predict` would first load what takes a second or two; soon after it has, it never does."""
+        return False
 
     def compile(self) -> None:
         """Compile as the settings ask for; `compilation` tells a failure."""

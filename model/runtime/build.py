@@ -29,11 +29,11 @@ from model.runtime.torch_backend import TorchCpu, TorchOptions
 
 logger = logging.getLogger(__name__)
 
+# Where none are chosen: one batch is uploaded, or its answer read, while the other computes.
 _GPU_STREAMS: Final = 2
-"""Where none are chosen: one batch is uploaded, or its answer read, while the other computes."""
 
+# Largest batch where none is chosen; `benchmarks.gpu` measures which one is best.
 _GPU_BATCH: Final = 64
-"""Largest batch where none is chosen; `benchmarks.gpu` measures which one is best."""
 
 
 class PredictorOptions(TypedDict, total=False):

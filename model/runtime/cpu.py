@@ -10,16 +10,16 @@ from typing import Final
 
 from model.config import LARGEST_LAYER
 
+# Parameters of `mallopt`: see mallopt(3).
 _TRIM_THRESHOLD: Final = -1
 _MMAP_THRESHOLD: Final = -3
-"""Parameters of `mallopt`: see mallopt(3)."""
 
+# Bytes of a block that is not mapped by itself: the most that glibc takes, and what it comes to without this, too, once
+# a block of that size was freed.
 _LARGEST_IN_HEAP: Final = 32 << 20
-"""Bytes of a block that is not mapped by itself: the most that glibc takes, and what it comes to without this, too,
-once a block of that size was freed."""
 
+# Bytes at the end of a heap that stay with the process; twice the largest block is glibc's own rule.
 _KEPT: Final = 2 * _LARGEST_IN_HEAP
-"""Bytes at the end of a heap that stay with the process; twice the largest block is glibc's own rule."""
 
 _CPUINFO: Final = Path("/proc/cpuinfo")
 

@@ -30,7 +30,6 @@ from model.outputs import (
     Outputs,
     RequestedOutputs,
     embedding_name,
-    faded,
 )
 from model.runtime.backend import BatchRequest, Compilation, Images, Parts, batch_too_large, launch_size, trial_images
 from model.runtime.memory import Meter
@@ -42,8 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# What an embedding is divided by at least, as in torch's `normalize`.
 _LEAST_NORM: Final = 1e-12
-"""What an embedding is divided by at least, as in torch's `normalize`."""
 
 
 class Predictor:
@@ -160,6 +159,8 @@ class Predictor:
     def warm_up(self) -> None:
         """Run the model at its smallest and largest batch, so that no request pays for allocations, and compile it.
 
+        A text tower computes a text: where the graph was kept, torch and the tower are loaded only now.
+
         On CUDA the model is captured for every launch size, too, and compared with the uncompiled one. OpenVINO
         compiles for the sizes beyond 1 on a thread of its own.
 
@@ -172,6 +173,8 @@ class Predictor:
             self._backend.compile()
             if self.batch_sizes is not None:
                 self._exercise((1,))
+            if self.checkpoint.embed_texts is not None:
+                self.embed_texts(["a picture"])
         self.size = self.meter.size(self.parameters, self.dtype)
 
     def check(self) -> None:
@@ -285,7 +288,10 @@ class Predictor:
         """
         scores, indices, finite = (arrays[name] for name in ("scores", "indices", "finite"))
         logits = arrays.get("logits")
-        sets = _sets(head, logits, requests)
+        with_set = [place for place, each in enumerate(requests) if each.label_set]
+        sets: dict[int, NDArray[np.int64]] = {}
+        if head.label_sets is not None and logits is not None and with_set:
+            sets = dict(zip(with_set, head.label_sets(logits[with_set]), strict=True))
         maps = self._maps_of_pass(arrays, request, requests, head)
         maps |= self._maps_of_own_pass(images, requests, arrays, head)
         return [
@@ -348,7 +354,7 @@ class Predictor:
         if places and head is self.own:
             values, kept_mass = sharpened_maps(arrays["relevance"][places], self.config)
             classes = arrays["indices"][places, 0]
-            maps |= _of_classes(places, MapRequest("relevance"), classes, values, kept_mass, arrays, head)
+            maps |= _of_classes(places, MapRequest("relevance"), classes, values, kept_mass, arrays["logits"], head)
         return maps
 
     def _maps_of_own_pass(
@@ -383,7 +389,7 @@ class Predictor:
                 targets = np.stack([head.target(request.method, logits, label) for logits, label in rows])
             values, kept_mass = self._backend.explain(pixels, targets, request)
             if request.method in CLASS_SPECIFIC and not is_directed:
-                maps |= _of_classes(places, request, labels, values, kept_mass, arrays, head)
+                maps |= _of_classes(places, request, labels, values, kept_mass, arrays["logits"], head)
             else:
                 maps |= dict(zip(places, map(AttentionMap, repeat(request), values, kept_mass.tolist()), strict=True))
         return maps
@@ -409,35 +415,17 @@ class Predictor:
         return logits
 
 
-def _sets(head: Head, logits: Floats | None, requests: Sequence[RequestedOutputs]) -> dict[int, NDArray[np.int64]]:
-    """Return the sets of labels of a batch, by the places of their images; none without a coverage."""
-    places = [place for place, each in enumerate(requests) if each.label_set]
-    if head.label_sets is None or logits is None or not places:
-        return {}
-    return dict(zip(places, head.label_sets(logits[places]), strict=True))
-
-
 def _of_classes(
     places: Sequence[int],
     request: MapRequest,
     classes: NDArray[np.int64],
     values: Floats,
     kept_mass: Floats,
-    arrays: Mapping[str, NDArray[Any]],
+    logits: Floats,
     head: Head,
 ) -> dict[int, AttentionMap]:
-    """Return maps [B, rows, columns] of these classes, int64 [B], faded by their evidence, by the images' places.
-
-    Args:
-        arrays: of the batch; without logits, the classes are the best ones.
-    """
-    logits = arrays.get("logits")
-    if logits is None:
-        score = arrays["scores"][places, 0]
-        evidence = score if head.independent else np.ones_like(score)
-    else:
-        score, evidence = head.evidence(logits[places], classes)
+    """Return maps [B, rows, columns] of these classes, int64 [B], with their evidence, by the images' places."""
+    score, evidence = head.evidence(logits[places], classes)
     requests = (replace(request, class_index=label) for label in classes.tolist())
-    shown = faded(values, evidence)
     facts = kept_mass.tolist(), score.tolist(), evidence.tolist()
-    return dict(zip(places, map(AttentionMap, requests, shown, *facts), strict=True))
+    return dict(zip(places, map(AttentionMap, requests, values, *facts), strict=True))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from model.network.vit import VisionTransformer, count_parameters
 from model.outputs import MapRequest
 from model.runtime.backend import (
     SIZES,
+    Backend,
     BatchOutputs,
     BatchRequest,
     Compilation,
@@ -49,10 +50,12 @@ from model.runtime.torch_pass import (
     on_host,
     plan_compilation,
     run_network,
-    strict_compiler,
 )
 
 logger = logging.getLogger(__name__)
+
+# How often a function may be compiled in a process: dynamo's own limit over all of a function's callers.
+_RECOMPILE_LIMIT: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ def choose_kernels(model: Classifier, device: torch.device) -> None:
             module.as_product = device.type == "cuda"
 
 
-class TorchBackend(ABC):
+class TorchBackend(Backend):
     """Holds the network on its device, normalises images for it, and compiles it.
 
     Raises:
@@ -105,8 +108,6 @@ class TorchBackend(ABC):
 
     def __init__(self, options: TorchOptions) -> None:
         self.name = f"torch {torch.__version__}"
-        self.batch_sizes: tuple[int, ...] | None = None
-        self.largest_tried: int | None = None
         self.config: NetworkConfig = options.model.config
         self.usual: tuple[BatchRequest, ...] = (BatchRequest(),)
         if isinstance(self.config, ViTConfig):
@@ -143,10 +144,6 @@ class TorchBackend(ABC):
         maps, kept_mass = explain(self._plain, pixels, self.upload(targets), request, self._folded)
         return maps.numpy(), kept_mass.numpy()
 
-    def defers(self, request: BatchRequest) -> bool:
-        """See `Backend.defers`: all is loaded."""
-        return False
-
     def compile(self) -> None:
         """See `Backend.compile`: compile a network that shares the weights, and let it take over."""
         if self.compilation.state is not CompilationState.COMPILING:
@@ -154,7 +151,12 @@ class TorchBackend(ABC):
         logger.info("compiling, for minutes at the first start")
         started = time.monotonic()
         try:
-            with strict_compiler(), torch.inference_mode():
+            # By default torch compiles a function eight times, and from then on runs it uncompiled in silence. Several
+            # models, kinds of block and batch sizes need more.
+            with (
+                torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True),
+                torch.inference_mode(),
+            ):
                 self._take_compiled()
         except torch.OutOfMemoryError:
             raise

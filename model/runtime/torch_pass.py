@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -88,11 +88,8 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# (uint8 [B, H, W, C] on the device, request) -> the network's outputs there.
 Network = Callable[[Tensor, BatchRequest], BatchOutputs[Tensor]]
-"""(uint8 [B, H, W, C] on the device, request) -> the network's outputs there."""
-
-_RECOMPILE_LIMIT: Final = 256
-"""How often a function may be compiled in a process: dynamo's own limit over all of a function's callers."""
 
 
 def plan_compilation(mode: CompileMode, device: torch.device) -> Compilation:
@@ -105,17 +102,6 @@ def plan_compilation(mode: CompileMode, device: torch.device) -> Compilation:
         logger.warning("not compiled: no C++ compiler (g++) on this machine")
         return Compilation(CompilationState.SKIPPED, "no C++ compiler (g++) on this machine")
     return Compilation(CompilationState.COMPILING)
-
-
-@contextmanager
-def strict_compiler() -> Iterator[None]:
-    """Let torch compile in this context for every model that a process meets, and fail where it would give up.
-
-    By default it compiles a function eight times, and from then on runs it uncompiled in silence. Several models, kinds
-    of block and batch sizes need more.
-    """
-    with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True):
-        yield
 
 
 def compiled_network(

@@ -30,8 +30,8 @@ from model.training.run_folder import EpochMetrics, read_state, write_metrics, w
 from model.training.teacher import TeacherNet, TeacherRecord, answers, stem_weights, train_teacher
 from model.training.training_data import Arithmetic, TrainingData, mix
 
+# The lowest frequency of the code is above 1/_TEMPERATURE; grids are small, so it is far below the papers' 10,000.
 _TEMPERATURE: Final = 100.0
-"""The lowest frequency of the code is above 1/_TEMPERATURE; grids are small, so it is far below the papers' 10,000."""
 _POSITION_SCALE: Final = 0.3
 
 
@@ -121,7 +121,11 @@ class Trainer:
             metrics = self._run_epoch()
             self.history.append(metrics)
             self.epoch += 1
-            self._update_best()
+            # Of equals the first.
+            best = max(self.history, key=lambda row: (row.validation_accuracy, -row.validation_loss))
+            if best.epoch == self.epoch:
+                weights = {name: weight.to("cpu", copy=True) for name, weight in self.weights.items()}
+                self.best = BestWeights(self.epoch, weights)
             self.save()
             on_epoch(metrics)
         assert self.best is not None  # a recipe has an epoch
@@ -172,12 +176,6 @@ class Trainer:
             record, weights = state["teacher"]
             self.teacher = TeacherRecord(**record)
             self._teacher.load_state_dict(weights)
-
-    def _update_best(self) -> None:
-        best = max(self.history, key=lambda row: (row.validation_accuracy, -row.validation_loss))  # of equals the first
-        if best.epoch == self.epoch:
-            weights = {name: weight.to("cpu", copy=True) for name, weight in self.weights.items()}
-            self.best = BestWeights(best.epoch, weights)
 
     def _run_epoch(self) -> EpochMetrics:
         began = time.monotonic()
@@ -272,19 +270,11 @@ def initial_model(config: ViTConfig, seed: int, initial: Mapping[str, Tensor] | 
         model.load_state_dict(initial)
         return model
     model.reset_parameters(torch.Generator().manual_seed(seed))
-    start_positions(model)
-    return model
-
-
-@torch.no_grad()
-def start_positions(model: VisionTransformer) -> None:
-    """Put a 2D sine-cosine code into the patches' position embeddings.
-
-    Its frequencies are those of MoCo v3 (Chen et al. 2021, https://arxiv.org/abs/2104.02057): of q of them, the lowest
-    is `_TEMPERATURE` to the power -(q - 1) / q. The code of the row comes first.
-    """
-    config = model.config
     assert model.pos_embed is not None  # recipes train models with learned positions
+    # The frequencies are those of MoCo v3 (Chen et al. 2021, https://arxiv.org/abs/2104.02057): of q of them, the
+    # lowest is `_TEMPERATURE` to the power -(q - 1) / q. The code of the row comes first.
     quarter = config.width // 4
     code = sincos2d_position_embedding(config.grid, config.width, temperature=_TEMPERATURE ** ((quarter - 1) / quarter))
-    model.pos_embed[0, config.prefix_tokens :] = _POSITION_SCALE * code[0].roll(2 * quarter, dims=1)
+    with torch.no_grad():
+        model.pos_embed[0, config.prefix_tokens :] = _POSITION_SCALE * code[0].roll(2 * quarter, dims=1)
+    return model

@@ -13,8 +13,8 @@ from model.errors import TrainingError
 from model.network.vit import VisionTransformer
 from model.training.recipe import Optimiser
 
+# What the names of a stem's parameters begin with.
 _STEM: Final = "patch_embed.backbone."
-"""What the names of a stem's parameters begin with."""
 
 
 class Position(NamedTuple):

@@ -13,8 +13,8 @@ from pydantic import Field, ValidationError, model_validator
 from model.config import ConvolutionalStem, Frozen, Size, ViTConfig
 from model.errors import TrainingError, first_problem
 
+# The recipes that travel with the code.
 RECIPES: Final = Path(__file__).resolve().parent / "recipes"
-"""The recipes that travel with the code."""
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -164,9 +164,8 @@ class Recipe(Frozen):
         label_smoothing: share of each target that is spread evenly over all classes (Szegedy et al. 2015).
         precision: dtype of activations and gradients; weights and optimiser state are float32 whatever it is.
         threads: threads of one operator on the CPU; 0: torch's own choice.
-        checkpoint: the checkpoint to fine-tune (whatever `load_checkpoint` reads), instead of an `architecture` from
+        checkpoint: the checkpoint to fine-tune (a folder or a hub id), instead of an `architecture` from
             scratch.
-        checkpoint_preprocess: both are for checkpoints of formats that carry none; see `load_checkpoint`.
         image_size: (rows, columns) of the model's input in pixels; absent: the checkpoint's, or that of the data.
         architecture: the architecture to train from scratch; not used for fine-tuning.
         teacher: absent: the model learns from the labels alone.
@@ -184,8 +183,6 @@ class Recipe(Frozen):
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     checkpoint: str | None = None
-    checkpoint_architecture: str | None = None
-    checkpoint_preprocess: str | None = None
     image_size: Size | None = None
     architecture: Architecture | None = None
     optimiser: Optimiser

@@ -36,12 +36,12 @@ SPLIT_FILE: Final = "split.json"
 CARD_FILE: Final = "MODEL_CARD.md"
 CONFUSION_FILE: Final = "confusion_matrix.csv"
 _MARKUP: Final = re.compile(r"[\\`*_\[\]|#!]")
+# Up to this many classes are named in the card's first sentence.
 _LISTED_CLASSES: Final = 20
-"""Up to this many classes are named in the card's first sentence."""
+# Up to this many have a line each in its table; of more, the worst `_LISTED_CLASSES`.
 _TABLED_CLASSES: Final = 100
-"""Up to this many have a line each in its table; of more, the worst `_LISTED_CLASSES`."""
+# What a run that was ended before its first epoch may have left behind.
 _LEFT_BEFORE_FIRST_EPOCH: Final = frozenset({RECIPE_FILE, SPLIT_FILE})
-"""What a run that was ended before its first epoch may have left behind."""
 
 
 @dataclass(frozen=True)

@@ -33,16 +33,16 @@ logger = logging.getLogger(__name__)
 
 _WHITENING_EDGE: Final = 2
 _WHITENING_IMAGES: Final = 5000
+# Added to the patches' variances, so that directions without content are not blown up.
 _WHITENING_FLOOR: Final = 1e-2
-"""Added to the patches' variances, so that directions without content are not blown up."""
+# Share of the schedule over which the first layer's biases are learned; from then on nothing reaches back to it.
 _LEARN_WHITENING_BIAS: Final = 0.2
-"""Share of the schedule over which the first layer's biases are learned; from then on nothing reaches back to it."""
 _HEAD_RATE: Final = 0.67
 _BIAS_RATE: Final = 0.053
 _DECAY: Final = 4e-3
 _SMOOTHING: Final = 0.1
+# Pixels a side that three poolings and the first layer leave something of.
 _SMALLEST: Final = 9
-"""Pixels a side that three poolings and the first layer leave something of."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,9 @@ def train_teacher(net: TeacherNet, recipe: Recipe, data: TrainingData, run: Arit
         loss = loss_sum.item() / (steps * teacher.batch_size)
         if not math.isfinite(loss):
             raise TrainingError(f"teacher: epoch {epoch + 1}: the loss is not finite; lower its learning rate")
-        accuracy = _accuracy(net.eval(), data, run)
+        net.eval()
+        found = [answers(net, data.normalise(each.to(run.device)), run).argmax(1) for each in data.validation_batches()]
+        accuracy = float((torch.cat(found).cpu().numpy() == data.validation.labels).mean())
         text = "teacher: epoch %d of %d: loss %.3f, validation accuracy %.2f%%, %.0f s"
         logger.info(text, epoch + 1, teacher.epochs, loss, 100 * accuracy, time.monotonic() - began)
     return TeacherRecord(accuracy, time.monotonic() - began, count_parameters(net))
@@ -266,12 +268,6 @@ def answers(net: TeacherNet, pixels: Tensor, run: Arithmetic) -> Tensor:
     with run.autocast:
         logits: Tensor = net(pixels.contiguous(memory_format=torch.channels_last))
     return logits.float()
-
-
-def _accuracy(net: TeacherNet, data: TrainingData, run: Arithmetic) -> float:
-    batches = (data.normalise(pixels.to(run.device)) for pixels in data.validation_batches())
-    found = torch.cat([answers(net, pixels, run).argmax(dim=1).cpu() for pixels in batches])
-    return float((found.numpy() == data.validation.labels).mean())
 
 
 def _optimisers(net: TeacherNet, recipe: Teacher) -> list[torch.optim.Optimizer]:

@@ -36,8 +36,8 @@ from model.training.training_data import MARGIN, TrainingData
 
 logger = logging.getLogger(__name__)
 
+# Dtype of the weights on disk.
 STORED_DTYPE: Final = torch.float16
-"""Dtype of the weights on disk."""
 
 
 @dataclass(frozen=True)
@@ -163,13 +163,8 @@ def read_start(recipe: Recipe, source: str) -> Checkpoint:
     Raises:
         CheckpointError: it cannot be read, or not be resized.
     """
-    return load_checkpoint(
-        source,
-        image_size=recipe.image_size,
-        preprocess=recipe.checkpoint_preprocess,
-        labels="numbers",  # the old head's labels go with it, and some formats have none
-        architecture=recipe.checkpoint_architecture,
-    )
+    # The old head's labels go with it, and some formats have none.
+    return load_checkpoint(source, image_size=recipe.image_size, labels="numbers")
 
 
 def _from_checkpoint(recipe: Recipe, source: str, classes: int) -> Start:

@@ -7,10 +7,10 @@ the wide one). What comes into view is black.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 import torch
@@ -23,11 +23,8 @@ from model.data.pictures import Images
 from model.runtime.device import choose_dtype
 from model.training.recipe import Augmentation, Mixing
 
+# Bounds a validation batch of large images, and so its memory.
 _VALIDATION_PIXELS = 500 * 32 * 32
-"""Bounds a validation batch of large images, and so its memory."""
-
-Item = TypeVar("Item")
-Read = TypeVar("Read")
 
 
 class Arithmetic:
@@ -81,7 +78,12 @@ class TrainingData:
             pixels = augment(self.train.pixels[indices], self.size, settings, generator)
             return indices, torch.from_numpy(pixels), torch.from_numpy(self.train.labels[indices])
 
-        return read_ahead(read, batches)
+        with ThreadPoolExecutor(1) as reader:
+            following = reader.submit(read, batches[0])
+            for each in batches[1:]:
+                present, following = following, reader.submit(read, each)
+                yield present.result()
+            yield following.result()
 
     def validation_batches(self) -> Iterator[Tensor]:
         """Yield the validation images, uint8 [B, C, rows, columns], in order."""
@@ -90,36 +92,20 @@ class TrainingData:
             yield torch.from_numpy(self.validation.pixels[start : start + batch])
 
 
-def read_ahead(read: Callable[[Item], Read], items: Iterable[Item]) -> Iterator[Read]:
-    """Yield `read(item)` of each item; a thread reads the next one while the present one is used.
-
-    Raises:
-        Exception: whatever `read` raises, in place of its item.
-    """
-    with ThreadPoolExecutor(1) as reader:
-        following = None
-        for item in items:
-            present, following = following, reader.submit(read, item)
-            if present is not None:
-                yield present.result()
-        if following is not None:
-            yield following.result()
-
-
+# Takes a picture and a strength, -1...1.
 Operation = Callable[[Image.Image, float], Image.Image]
-"""Takes a picture and a strength, -1...1."""
 
 Enhancement = type[ImageEnhance.Color | ImageEnhance.Contrast | ImageEnhance.Brightness | ImageEnhance.Sharpness]
 
+# Pictures that random parts are resized from are kept larger than the model's input by this factor.
 MARGIN: Final = 256 / 224
-"""Pictures that random parts are resized from are kept larger than the model's input by this factor."""
 
+# Least and largest width / height of a crop.
 _CROP_RATIO: Final = (3 / 4, 4 / 3)
-"""Least and largest width / height of a crop."""
+# How often a crop that does not fit is drawn again, as in torchvision and timm.
 _ATTEMPTS: Final = 10
-"""How often a crop that does not fit is drawn again, as in torchvision and timm."""
+# Factor by which `resample` enlarges the sides; a larger factor hardly changes the result.
 _ENLARGED: Final = 4
-"""Factor by which `resample` enlarges the sides; a larger factor hardly changes the result."""
 _MAX_ROTATION: Final = 30.0
 _MAX_SHEAR: Final = 0.3
 _MAX_TRANSLATION: Final = 10 / 32
@@ -204,6 +190,7 @@ def _shift(image: Image.Image, across: tuple[float, float], down: tuple[float, f
     return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
 
 
+# The fourteen of TrivialAugment: identity, auto contrast, equalise and so on to translations.
 OPERATIONS: Final[tuple[Operation, ...]] = (
     lambda image, strength: image,
     lambda image, strength: ImageOps.autocontrast(image),
@@ -220,7 +207,6 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     lambda image, strength: _shift(image, (_MAX_TRANSLATION * strength * image.width, 0), (0, 0)),
     lambda image, strength: _shift(image, (0, 0), (_MAX_TRANSLATION * strength * image.height, 0)),
 )
-"""The fourteen of TrivialAugment: identity, auto contrast, equalise and so on to translations."""
 
 
 def mix(pixels: Tensor, targets: Tensor, mixing: Mixing, generator: np.random.Generator) -> tuple[Tensor, Tensor]:

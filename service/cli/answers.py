@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import httpx
 import numpy as np
@@ -36,20 +36,20 @@ from model.outputs import (
 from service.cli.image_files import read_input
 from service.cli.setting_flags import predictor_from, settings_from
 from vitserve.client import Client, ClientError, Unauthorized, Unreachable
-from vitserve.documents import AttentionDocument, Prediction, set_fields
+from vitserve.documents import AttentionDocument, ranked, set_fields
 
+# The fields of a set of labels.
 SET: Final = ("set", "set_size", "abstained")
-"""The fields of a set of labels."""
 
+# Consecutive files without an answer after which the server is taken for gone.
 _LOST_IN_A_ROW: Final = 8
-"""Consecutive files without an answer after which the server is taken for gone."""
 
+# Images whose maps are computed together at most: a bar that moves, and little memory.
 _MOST_MAPS: Final = 8
-"""Images whose maps are computed together at most: a bar that moves, and little memory."""
 
 _Answer = TypeVar("_Answer")
+# Float32 [D].
 Embedding = NDArray[np.float32]
-"""Float32 [D]."""
 
 
 class SeenMaps(NamedTuple):
@@ -57,25 +57,6 @@ class SeenMaps(NamedTuple):
 
     seen: ModelInput
     maps: list[AttentionMap]
-
-
-class Answers(Protocol):
-    """Who answers about files."""
-
-    @property
-    def labels(self) -> Sequence[str]:
-        """Return the labels of the model, in index order."""
-
-    def classify(self, files: Sequence[Path], top_k: int) -> Iterator[tuple[Path, dict[str, Any] | str]]:
-        """Yield each file with its `predictions`, and the fields of its set of labels if the model has a coverage."""
-
-    def embed(self, files: Sequence[Path], pool: Pooling, normalize: bool) -> Iterator[tuple[Path, Embedding | str]]:
-        """Yield each file with its embedding."""
-
-    def maps(
-        self, files: Sequence[Path], classes: Sequence[str], **options: Any
-    ) -> Iterator[tuple[Path, SeenMaps | str]]:
-        """Yield each file with its maps; `options` are method, layer and head, as far as they are given."""
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +72,9 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 @contextmanager
 def answers_from(arguments: argparse.Namespace) -> Iterator[Answers]:
     """Give what the flags name: the server at `--url`, or a model that is loaded here.
+
+    Both yield each file with its answer, or a text that says why there is none: `classify` with `predictions` and the
+    fields of a set of labels, `embed` with an embedding, `maps` with the maps of some classes.
 
     Raises:
         InputError: the server cannot be asked; one line that says what to do.
@@ -126,9 +110,9 @@ class _LocalAnswers:
 
         def answer(_: ModelInput, outputs: list[Outputs]) -> dict[str, Any]:
             [each] = outputs
-            predictions = Prediction.ranked(info.labels, each.indices.tolist(), each.scores.tolist())
+            predictions = ranked(info.labels, each.indices.tolist(), each.scores.tolist())
             label_set = None if each.label_set is None else each.label_set.tolist()
-            return {"predictions": [each.model_dump() for each in predictions], **set_fields(info.labels, label_set)}
+            return {"predictions": predictions, **set_fields(info.labels, label_set)}
 
         return self._answers(files, [requested], answer)
 
@@ -209,8 +193,14 @@ class _ServerAnswers:
         preprocess = PreprocessConfig.model_validate(self._client.model().preprocessing)
         options |= {"class_": classes or None}
 
+        def map_of(found: AttentionDocument) -> AttentionMap:
+            request = MapRequest(cast(Method, found.method), found.class_, found.layer, found.head)
+            return AttentionMap(
+                request, np.array(found.values, np.float32), found.kept_mass, found.score, found.evidence
+            )
+
         def ask(file: Path) -> SeenMaps | str:
-            maps = [_map_of(document) for document in self._client.attention(file, **options)]
+            maps = list(map(map_of, self._client.attention(file, **options)))
             seen = read_input(file, preprocess, settings)
             return seen if isinstance(seen, str) else SeenMaps(seen, maps)
 
@@ -233,6 +223,4 @@ class _ServerAnswers:
                 raise ClientError(f"no answer any more, {left} of {len(files)} files were not asked about")
 
 
-def _map_of(found: AttentionDocument) -> AttentionMap:
-    request = MapRequest(cast(Method, found.method), found.class_, found.layer, found.head)
-    return AttentionMap(request, np.array(found.values, np.float32), found.kept_mass, found.score, found.evidence)
+Answers = _LocalAnswers | _ServerAnswers

@@ -14,7 +14,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from model.errors import InputError
-from model.images.heatmap import COLORMAPS, MAX_SIZE, default_view
+from model.images.heatmap import default_view
 from model.images.preprocess import upright_photo
 from model.images.sheet import ContactSheet, draw_maps
 from model.outputs import METHODS, AttentionMap
@@ -24,10 +24,6 @@ from service.cli.setting_flags import add_setting_flags, settings_from
 from service.settings import Settings
 
 _OPTIONS = ("method", "layer", "head")
-"""Arguments that say which map it is, and"""
-
-_LOOK = ("overlay", "view", "smooth", "colorbar", "caption", "alpha", "colormap", "size")
-"""how it is drawn, under the names that the service has for them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,19 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layer", type=int, help="of method cls; negatives count from the end (default: the last)")
     parser.add_argument("--head", help="of method cls: mean, max, or a head's number (default: mean)")
-    parser.add_argument(
-        "--view",
-        choices=("input", "photo"),
-        help="what the model saw, or the whole photo (default for inputs below 128 pixels)",
-    )
     parser.add_argument("--side-by-side", action="store_true", help="the picture beside its map")
-    parser.add_argument("--no-overlay", dest="overlay", action="store_const", const=False, help="the map alone")
-    parser.add_argument("--no-smooth", dest="smooth", action="store_const", const=False, help="patches as squares")
-    parser.add_argument("--no-caption", dest="caption", action="store_const", const=False, help="the drawing alone")
-    parser.add_argument("--colorbar", action="store_const", const=True, help="a colour bar with its scale")
-    parser.add_argument("--alpha", type=float, help="weight of the map over the picture, 0 ... 1")
-    parser.add_argument("--colormap", choices=COLORMAPS)
-    parser.add_argument("--size", type=int, help=f"longer side in pixels, at most {MAX_SIZE}")
     add_server_flags(parser)
     add_setting_flags(parser)
 
@@ -94,7 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
         tqdm.write(f"{target or file}: {description}", file=sys.stdout)
 
     with answers_from(arguments) as source:
-        answers = source.maps(files, arguments.classes, **_given(arguments, _OPTIONS))
+        given = {name: value for name in _OPTIONS if (value := getattr(arguments, name)) is not None}
+        answers = source.maps(files, arguments.classes, **given)
         code = handle_answers(answers, len(files), write, "map")
     if sheet is not None:
         _save(sheet.image, arguments.sheet)
@@ -102,12 +87,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    if arguments.size is not None and not 1 <= arguments.size <= MAX_SIZE:
-        raise InputError("size", f"--size {arguments.size}: expected 1 ... {MAX_SIZE}")
-    if arguments.alpha is not None and not 0 <= arguments.alpha <= 1:
-        raise InputError("alpha", f"--alpha {arguments.alpha}: expected 0 ... 1")
-    if arguments.view == "photo" and arguments.overlay is False:
-        raise InputError("view", "--view photo does not apply with --no-overlay")
     if arguments.output is None and arguments.sheet is None:
         raise InputError("output", "say where to write: -o, --sheet or both")
     if arguments.sheet is not None:
@@ -139,24 +118,16 @@ def _targets(arguments: argparse.Namespace, files: Sequence[Path]) -> Callable[[
     return name_of
 
 
-def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Return those of the arguments that are given; the others have the service's defaults."""
-    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
-
-
 def _draw(
     arguments: argparse.Namespace, settings: Settings, labels: Sequence[str], file: Path, found: SeenMaps
 ) -> Image.Image:
     """Return the maps of a file side by side; raises ImageError when its photo cannot be read."""
-    look = _given(arguments, _LOOK)
     picture, region = found.seen.pixels, None
-    view = look.pop("view", default_view(picture.shape[:2]))
-    captions = labels if look.pop("caption", True) else None
-    if view == "photo" and look.get("overlay", True):
+    if default_view(picture.shape[:2]) == "photo":
         bounds: dict[str, Any] = {"max_pixels": settings.max_image_pixels, "scaled_decode": settings.scaled_decode}
-        picture, region = upright_photo(file.read_bytes(), found.seen.region, arguments.size, **bounds)
+        picture, region = upright_photo(file.read_bytes(), found.seen.region, **bounds)
     name = file.name if arguments.side_by_side else None
-    return draw_maps(found.maps, captions, picture=picture, region=region, name=name, **look)
+    return draw_maps(found.maps, labels, picture=picture, region=region, name=name)
 
 
 def _described(found: AttentionMap, labels: Sequence[str]) -> str:

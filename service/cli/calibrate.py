@@ -12,7 +12,7 @@ import numpy as np
 from model.calibration import MeasuredSets, calibrate, require_pictures
 from model.data.datasets import open_evaluation_set
 from model.errors import InputError
-from model.outputs import RequestedOutputs, require_classes
+from model.outputs import require_classes
 from service.cli.image_files import require_empty, writing
 from service.cli.setting_flags import CHECKPOINT_FLAGS, add_setting_flags, serve_command, settings_from
 from service.engine.loading import checkpoint_from, load_predictor
@@ -20,8 +20,8 @@ from service.settings import Settings
 
 _COVERAGE: Final = 0.95
 _MEASURED: Final = (0.8, 0.9, 0.95, 0.99)
+# The most that are made use of.
 _MOST_PICTURES: Final = 12_000
-"""The most that are made use of."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write the checkpoint as vitserve's own folder here; without it, CHECKPOINT is such a folder, and gets a "
         "file more",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn of the pictures (default: %(default)s)")
     add_setting_flags(parser, (*CHECKPOINT_FLAGS, "device", "dtype", "coverage"))
 
 
@@ -58,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         require_empty(arguments.out)
     from model.checkpoint import native  # noqa: PLC0415  torch takes seconds to import
-    from model.evaluation.evaluate import logits_of, outputs_of_files  # noqa: PLC0415
+    from model.evaluation.evaluate import predict_logits  # noqa: PLC0415
 
     pictures = open_evaluation_set(arguments.data)
     require_pictures(len(pictures.files), coverage, pictures.source)
@@ -70,25 +69,23 @@ def run(arguments: argparse.Namespace) -> int:
     truth = pictures.truth(info.labels, info.name)
     predictor.warm_up()
 
-    drawn = np.random.default_rng(arguments.seed).permutation(len(truth))[:_MOST_PICTURES]
-    logits = logits_of(outputs_of_files(predictor, pictures.files.take(drawn), RequestedOutputs(1, logits=True)))
+    drawn = np.random.default_rng(0).permutation(len(truth))[:_MOST_PICTURES]
+    logits = predict_logits(predictor, pictures.files.take(drawn))
     if not np.isfinite(logits).all():
         raise InputError("data", f"{info.name}: gives scores that are not finite for these pictures")
     coverages = (coverage, *(each for each in _MEASURED if each != coverage))
     calibration, fitted, measured = calibrate(
-        logits, truth[drawn], checkpoint.temperature, arguments.data.name, coverages, seed=arguments.seed
+        logits, truth[drawn], checkpoint.temperature, arguments.data.name, coverages
     )
     folder = arguments.out or Path(settings.checkpoint).expanduser()
     with writing(folder):
         if arguments.out is None:
             native.write_calibration(folder, calibration)
         else:
-            import torch  # noqa: PLC0415
-
             # Read again: a predictor of a kept graph has no tensors.
             whole = checkpoint_from(settings)
             calibrated = replace(whole, temperature=calibration.temperature, calibration=calibration)
-            native.write(folder, calibrated, dtype=torch.float32)
+            native.write(folder, calibrated)
     how = f"fitted to {fitted}" if fitted else "not fitted: too few, or all are answered right"
     print(f"{info.name}: {len(drawn)} pictures; temperature {calibration.temperature:.4g} ({how})")  # noqa: T201
     _print(measured, len(drawn) - fitted)

@@ -18,8 +18,8 @@ from service.cli.answers import SET, add_server_flags, answers_from
 from service.cli.image_files import find_images, handle_answers
 from service.cli.setting_flags import MODEL_FLAGS, add_setting_flags
 
+# A file's `predictions`, with the fields of its set of labels where the model has a coverage.
 Answer = dict[str, Any]
-"""A file's `predictions`, with the fields of its set of labels where the model has a coverage."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,9 +50,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _writer(arguments: argparse.Namespace) -> Callable[[Path, Answer], object]:
     """Return a function that prints a file's answer in the form that the arguments choose."""
+    if arguments.json:
+        return lambda file, answer: tqdm.write(
+            json.dumps({"file": str(file), **answer}, ensure_ascii=False), sys.stdout
+        )
     if not arguments.csv:
-        form = _json if arguments.json else _text
-        return lambda file, answer: tqdm.write(form(file, answer), file=sys.stdout)
+        return lambda file, answer: tqdm.write(_text(file, answer), sys.stdout)
     columns = ["file", "rank", "label", "index", "score", "error", *SET]
     table = csv.DictWriter(sys.stdout, columns)
     table.writeheader()
@@ -66,10 +69,6 @@ def _rows(file: Path, answer: Answer) -> Iterator[dict[str, Any]]:
     fields = {name: "; ".join(answer[name]) if name == "set" else answer[name] for name in SET if name in answer}
     for rank, prediction in enumerate(answer["predictions"], start=1):
         yield {"file": file, "rank": rank, **prediction, **fields}
-
-
-def _json(file: Path, answer: Answer) -> str:
-    return json.dumps({"file": str(file), **answer}, ensure_ascii=False)
 
 
 def _text(file: Path, answer: Answer) -> str:

@@ -14,26 +14,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `vitserve convert`."""
     parser.add_argument("checkpoint", help="as `vitserve serve --checkpoint` takes it")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="made if absent")
-    parser.add_argument(
-        "--stored-dtype",
-        choices=("float32", "float16", "bfloat16"),
-        default="float32",
-        help="of the stored weights; half precision halves the file and rounds them (default: %(default)s)",
-    )
     add_setting_flags(parser, CHECKPOINT_FLAGS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Read a checkpoint, check its weights, and write it as a native folder."""
     from model.checkpoint import native  # noqa: PLC0415  torch takes seconds to import
-    from model.runtime.device import DTYPES  # noqa: PLC0415
 
-    settings = settings_from(arguments)
-    checkpoint = checkpoint_from(settings)
+    checkpoint = checkpoint_from(settings_from(arguments))
     checkpoint.network()  # names, shapes and values of the weights are checked here
     require_empty(arguments.output)
     with writing(arguments.output):
-        native.write(arguments.output, checkpoint, dtype=DTYPES[arguments.stored_dtype])
-    command = serve_command(arguments.output)
-    print(f"{arguments.output}: {checkpoint.name}, {arguments.stored_dtype}; serve it with: {command}")  # noqa: T201
+        native.write(arguments.output, checkpoint)
+    print(f"{arguments.output}: {checkpoint.name}; serve it with: {serve_command(arguments.output)}")  # noqa: T201
     return 0

@@ -18,8 +18,8 @@ from service.cli.setting_flags import MODEL_FLAGS, add_setting_flags, predictor_
 
 CIFAR10_HOME: Final = "https://www.cs.toronto.edu/~kriz/cifar.html"
 
+# A best score above it reads as certainty.
 _SURE: Final = 0.9
-"""A best score above it reads as certainty."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,13 +52,13 @@ def run(arguments: argparse.Namespace) -> int:
     known = None if arguments.data is None else open_evaluation_set(arguments.data)
     unknown = [] if arguments.unknown is None else find_images(arguments.unknown)
     files = PictureFiles.of(unknown, np.zeros(len(unknown), np.int64)) if known is None else known.files
-    from model.evaluation.evaluate import measure, outputs_of_files, scores_and_members  # noqa: PLC0415  torch is slow
+    from model.evaluation.evaluate import measure, outputs_of, scores_and_members  # noqa: PLC0415  torch is slow
 
     predictor, info, _ = predictor_from(arguments)
     require_classes(info.config)
     truth = None if known is None else known.truth(info.labels, info.name)
     requested = RequestedOutputs(len(info.labels), label_set=info.coverage is not None)
-    outputs = outputs_of_files(predictor, files, requested)
+    outputs = outputs_of(predictor, files, requested)
     scores, members = scores_and_members(outputs, len(files), len(info.labels))
     if known is None or truth is None:
         best = scores.max(axis=1)

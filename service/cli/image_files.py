@@ -52,18 +52,13 @@ def read_input(file: Path, config: PreprocessConfig, settings: Settings) -> Mode
         return str(error)
 
 
-def report_failure(file: Path, reason: str) -> None:
-    """Print a line on stderr, above the progress bar: this file has no answer."""
-    tqdm.write(f"vitserve: {file}: {reason}", file=sys.stderr)
-
-
 def handle_answers(
     answers: Iterable[tuple[Path, _Answer | str]],
     count: int,
     handle: Callable[[Path, _Answer], object],
     name: str,
     *,
-    failure: Callable[[Path, str], object] = report_failure,
+    failure: Callable[[Path, str], object] | None = None,
 ) -> int:
     """Call `handle` with each file and its answer, and show progress; return 1 if any file has none.
 
@@ -71,7 +66,7 @@ def handle_answers(
         handle: may raise `ImageError`: the file has no answer then.
         count: of all files.
         name: what an answer is called in the line that says how many files have none.
-        failure: called with each file without an answer, and why it has none.
+        failure: called with each file without an answer, and why it has none; None: a line on stderr says so.
     """
     failed = 0
     for file, answer in tqdm(answers, total=count, unit="image", disable=count < 2 or None):
@@ -81,7 +76,10 @@ def handle_answers(
             handle(file, answer)
         except (ImageError, OSError) as error:
             failed += 1
-            failure(file, str(error))
+            if failure is None:  # a line above the progress bar
+                tqdm.write(f"vitserve: {file}: {error}", file=sys.stderr)
+            else:
+                failure(file, str(error))
     if failed:
         print(f"vitserve: {failed} of {count} files have no {name}", file=sys.stderr)  # noqa: T201
     return int(failed > 0)

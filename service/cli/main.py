@@ -20,6 +20,7 @@ from typing import NoReturn
 from model.errors import VitError
 from service.errors import ServiceError
 
+# Each subcommand, which is a module of `service.cli`, and its line in `vitserve --help`.
 COMMANDS = {
     "serve": "serve a checkpoint over HTTP (the default)",
     "classify": "classify files or folders of pictures",
@@ -28,10 +29,9 @@ COMMANDS = {
     "evaluate": "measure a checkpoint's accuracy on labelled pictures",
     "calibrate": "fit scores and sets of labels to labelled pictures",
     "train": "train or fine-tune a model on a folder of pictures",
-    "inspect": "print what a checkpoint is, draw what it learned",
+    "inspect": "print what a checkpoint is",
     "convert": "write a checkpoint as vitserve's own folder",
 }
-"""Each subcommand, which is a module of `service.cli`, and its line in `vitserve --help`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

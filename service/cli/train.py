@@ -20,6 +20,7 @@ def _size(text: str) -> tuple[int, int]:
     return int(rows), int(columns or rows)
 
 
+# Each flag (a field of the recipe, with dashes): the name of its value, and its help.
 OVERRIDES = {
     "name": ("NAME", "what the service calls the model (default: the name of --out; of CIFAR-10, the recipe's)"),
     "epochs": ("N", "times that every picture is seen"),
@@ -29,7 +30,6 @@ OVERRIDES = {
     "seed": ("N", "decides the split and all random choices"),
     "threads": ("N", "threads of one operator on the CPU"),
 }
-"""Each flag (a field of the recipe, with dashes): the name of its value, and its help."""
 
 _NOT_OF_PROBE = ("recipe", "resume", "set", "epochs", "batch-size", "validation")
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="checkpoint",
         metavar="CHECKPOINT",
-        help="fine-tune this one, with a new head: `bundled`, a folder, a file, or a hub id",
+        help="fine-tune this one, with a new head: `bundled`, a folder, or a hub id",
     )
     parser.add_argument(
         "--recipe",
@@ -62,14 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--probe", action="store_true", help="with --from: fit a new head alone, in seconds")
     parser.add_argument("--resume", action="store_true", help="go on from the last finished epoch in --out")
     parser.add_argument("--device", default=argparse.SUPPRESS, metavar="NAME", help="auto, cpu, cuda or cuda:N")
-    for name in ("preprocess", "architecture"):
-        parser.add_argument(
-            f"--{name}",
-            dest=f"checkpoint_{name}",
-            default=os.environ.get(f"{ENV_PREFIX}{name.upper()}"),
-            metavar="VALUE",
-            help=f"of --from, if its format carries none [{ENV_PREFIX}{name.upper()}]",
-        )
     recipe = parser.add_argument_group("instead of the recipe's")
     for name, (metavar, text) in OVERRIDES.items():
         recipe.add_argument(f"--{name}", metavar=metavar, help=text)
@@ -132,8 +124,6 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     if "checkpoint" in given:
         # The recipe's name, which is for any pictures, would name all results alike.
         given = {"name": arguments.out.resolve().name} | given
-        options = ("checkpoint_preprocess", "checkpoint_architecture")
-        given |= {name: value for name in options if (value := getattr(arguments, name)) is not None}
     for text in arguments.set:
         name, equals, value = text.partition("=")
         if not equals:

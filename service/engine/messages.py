@@ -7,7 +7,7 @@ share a clock.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -52,6 +52,13 @@ class InferenceResult:
     batch_size: int
     queue_seconds: float
     inference_seconds: float
+
+    def after(self, other: InferenceResult) -> InferenceResult:
+        """Return this result with the seconds of another pass for the same image, which came before it."""
+        queue, inference = other.queue_seconds, other.inference_seconds
+        return replace(
+            self, queue_seconds=self.queue_seconds + queue, inference_seconds=self.inference_seconds + inference
+        )
 
 
 @dataclass(frozen=True, slots=True)

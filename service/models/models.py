@@ -61,6 +61,7 @@ class ModelStatus:
     bytes: int
     last_used: float | None
     default: bool
+    taught: bool = False
 
 
 class Models:
@@ -185,6 +186,7 @@ class Models:
             bytes=getattr(engine, "size", 0) if is_ready else 0,
             last_used=None if last_used is None else now - last_used,
             default=key == self.default_name,
+            taught=model.is_taught,
         )
 
 

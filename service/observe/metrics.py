@@ -127,6 +127,7 @@ class Metrics(Collector):
             "vit_batch_size", "Images in a batch, without padding", ["device"], buckets=_BATCH_SIZES
         )
         self.batch_padding = counter("vit_batch_padding_total", "Rows launched beside images", ["device"])
+        self._batches = lru_cache(maxsize=64)(self._series_of_batches)
         self.inflight = gauge("vit_inflight_requests", "Requests being handled")
         self.admitted = gauge("vit_admitted_images", "Images in the service, of all stages")
         self.admitted_limit = gauge("vit_admitted_images_limit", "Images that the service admits at once")
@@ -143,7 +144,8 @@ class Metrics(Collector):
         # A child is looked up under a lock.
         self.of_model = lru_cache(maxsize=256)(self._of_model)
         self.abstained = counter(
-            "vit_abstained_total", "Pictures for which no label fits, of a model with a VIT_COVERAGE"
+            "vit_abstained_total",
+            "Pictures for which no label fits, of a model with a VIT_COVERAGE, or of a taught head",
         )
 
     def observe_stage(self, stage: str, seconds: float, batch_size: int | None = None) -> None:
@@ -165,8 +167,8 @@ class Metrics(Collector):
         self.count_abstained(outputs)
 
     def count_abstained(self, outputs: Outputs) -> None:
-        """Count a picture whose set of labels is empty."""
-        if outputs.label_set is not None and not len(outputs.label_set):
+        """Count a picture whose set of labels is empty, or that is far from a taught head's examples."""
+        if outputs.far or (outputs.label_set is not None and not len(outputs.label_set)):
             self.abstained.inc()
 
     def watch(self, sources: Sources) -> None:
@@ -187,9 +189,13 @@ class Metrics(Collector):
 
     def observe_batch(self, report: BatchReport) -> None:
         """Count one launch."""
-        self.batches.labels(report.device, report.release).inc()
-        self.batch_size.labels(report.device).observe(report.size)
-        self.batch_padding.labels(report.device).inc(report.padding)
+        batches, size, padding = self._batches(report.device, report.release)
+        batches.inc()
+        size.observe(report.size)
+        padding.inc(report.padding)
+
+    def _series_of_batches(self, device: str, release: Release) -> tuple[Counter, Histogram, Counter]:
+        return self.batches.labels(device, release), self.batch_size.labels(device), self.batch_padding.labels(device)
 
     async def gather(self) -> bytes:
         """Return the answer of `GET /metrics`; a subclass may ask other replicas for theirs."""

@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -41,11 +41,15 @@ class TaughtHeads:
 
     Args:
         examples: where they are kept.
+
+    Attributes:
+        on_change: called when they are others.
     """
 
     def __init__(self, examples: Examples) -> None:
         self.examples = examples
         self.heads: Mapping[str, Taught] = {}
+        self.on_change: Callable[[], None] = lambda: None
         self._seen: int | None = None
         self._given_up: set[tuple[int, int]] = set()
         self._look = asyncio.Event()
@@ -69,13 +73,17 @@ class TaughtHeads:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._look.wait(), _LOOK_SECONDS)
         finally:
+            self.examples.close()
             if self._child is not None:
                 with suppress(ProcessLookupError):
                     self._child.kill()
 
     async def look(self) -> None:
         """Read the heads if the file has changed, and start the fit of those whose examples have."""
-        self.heads = await asyncio.to_thread(self._read)
+        heads = await asyncio.to_thread(self._read)
+        if heads is not self.heads:
+            self.heads = heads
+            self.on_change()
         stale = {(row.id, row.revision) for row, _ in self.heads.values() if row.fitted_revision < row.revision}
         if stale - self._given_up and self._child is None:
             await self._start(stale)

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
@@ -21,6 +22,9 @@ from service.lifecycle import Lifecycle
 from service.models.models import Models
 from service.observe.metrics import Metrics, Sources
 from service.settings import MEMORY, Settings, exports_spans, parse_keys
+from service.teach.examples import Examples
+from service.teach.heads import TaughtHeads
+from service.teach.models import TaughtModels
 from service.web import problems
 from service.web.admission import RECEIVING_BYTES, Limiter, Receiving, RefusalPace
 from service.web.api_keys import ApiKeyMiddleware, KeyGuard, KeyLimiter
@@ -32,6 +36,7 @@ from service.web.routes import (
     attention,
     classify,
     embed,
+    heads,
     inference_protocol,
     operations,
     pages,
@@ -54,6 +59,7 @@ _ROUTERS = (
     attention.router,
     operations.router,
     models_routes.router,
+    heads.router,
     classify.others,
     inference_protocol.router,
 )
@@ -94,6 +100,8 @@ def create_app(
         on_engine_change: called on the event loop after each change of a model's state.
         image_store: shared with other processes; by default this application's own.
     """
+    if settings.teach is not None:
+        models = TaughtModels(models, TaughtHeads(Examples(Path(settings.teach).expanduser())))
     images = image_store or image_store_of(settings, metrics, clock)
     decoders = Decoders(settings, on_restart=metrics.decoder_restarts.inc)
     service = Service(
@@ -149,7 +157,7 @@ def _sources(service: Service) -> Sources:
 def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
     """Return the application inside its middleware, see `service.web.middleware`."""
     state, settings, metrics = app.state, service.settings, service.metrics
-    layers: ASGIApp = ApiKeyMiddleware(app, state.guard, state.public) if state.keys_required else app
+    layers: ASGIApp = ApiKeyMiddleware(app, state.guard, state.public, settings) if state.keys_required else app
     layers = ProblemMiddleware(layers, metrics, RefusalPace(service.clock))
     if settings.cors_origins:
         layers = CORSMiddleware(

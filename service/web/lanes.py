@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any, Final, Generic, Self, TypeVar
@@ -127,6 +129,7 @@ class FairQueue(Generic[E]):
             entry = share.waiting[0]
             self._remove(entry)
             if entry.deadline <= self._clock():
+                self._line_up(share)
                 continue
             self._now = max(self._now, share.used)
             entry.is_under_way, entry.began = True, self._clock()
@@ -141,13 +144,13 @@ class FairQueue(Generic[E]):
         """Charge the caller of a job that is under way the seconds of work that it took."""
         entry.share.used += seconds - entry.charged
         entry.charged = seconds
-        if entry.share.waiting:
-            self._line_up(entry.share)
+        self._line_up(entry.share)
 
     def leave(self, entry: E) -> None:
         """Give back the server of a job, or drop it while it waits; a job that is gone stays so."""
         if entry.is_waiting:
             self._remove(entry)
+            self._line_up(entry.share)
         elif entry.is_under_way:
             entry.is_under_way = False
             self._sizes = self._sizes * _DECAY + entry.size
@@ -187,8 +190,9 @@ class FairQueue(Generic[E]):
         return share
 
     def _line_up(self, share: _Share[E]) -> None:
-        share.turn = next(self._numbers)
-        heappush(self._turns, (share.used, share.turn, share))
+        if share.waiting:
+            share.turn = next(self._numbers)
+            heappush(self._turns, (share.used, share.turn, share))
 
     def _remove(self, entry: E) -> None:
         share = entry.share
@@ -198,8 +202,6 @@ class FairQueue(Generic[E]):
         self._size_waiting -= entry.size
         self.waiting -= 1
         share.turn = -1
-        if share.waiting:
-            self._line_up(share)
 
 
 class Job(Entry, Generic[T]):
@@ -260,9 +262,11 @@ class Lane:
         self._name = name
         self._clock = clock
         self._leaves_at_once = servers is None
-        # A job more than there are threads, for the one that ends before the event loop looks.
-        self._free = threads + 1 if threads else math.inf
-        self._queue: FairQueue[Job[Any]] = FairQueue(servers or (lambda: threads + 1), clock)
+        # Twice as many jobs as there are threads: those that end before the event loop looks have successors.
+        self._free = 2 * threads if threads else math.inf
+        self._queue: FairQueue[Job[Any]] = FairQueue(servers or (lambda: 2 * threads), clock)
+        self._ended: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
         initializer = lower_priority if background else None
         self._executor = ThreadPoolExecutor(max(1, threads), thread_name_prefix=name, initializer=initializer)
 
@@ -274,6 +278,7 @@ class Lane:
     def turn(self, caller: Hashable, size: float, deadline: Deadline) -> Job[None]:
         """Return a turn that waits; raises `QueueFull` if it cannot begin in time, see `FairQueue.add`.
 
+        It costs the seconds that it is held; beside threads, what threads need for work of its size.
         To await it raises `DeadlineExceeded` if its time is up before it begins.
         """
         return self._enter(None, caller, size, deadline)
@@ -306,7 +311,7 @@ class Lane:
 
     def _leave(self, job: Job[Any]) -> None:
         if not job.on_thread:
-            if job.is_under_way and job.is_turn:
+            if job.is_under_way and job.is_turn and math.isinf(self._free):
                 self._queue.charge(job, self._clock() - job.began)
             self._queue.leave(job)
             self._advance()
@@ -328,7 +333,18 @@ class Lane:
         work, job.work = job.work, None  # it holds the picture
         outcome = _outcome(work) if job.works else (None, None)
         del work
-        loop.call_soon_threadsafe(self._end, job, outcome, self._clock() - began)
+        with self._lock:
+            self._ended.append(partial(self._end, job, outcome, self._clock() - began))
+            is_first = len(self._ended) == 1
+        if is_first:  # else the event loop is about to look
+            loop.call_soon_threadsafe(self._end_all)
+
+    def _end_all(self) -> None:
+        with self._lock:
+            ended, self._ended = self._ended, []
+        for end in ended:
+            end()
+        self._advance()
 
     def _end(self, job: Job[T], outcome: tuple[T | None, BaseException | None], seconds: float) -> None:
         """Publish what a thread made of a job, unless its caller has left."""
@@ -344,7 +360,6 @@ class Lane:
             job.future.set_result(result)
         else:
             job.future.set_exception(error)
-        self._advance()
 
 
 def _outcome(work: Callable[[], T] | None) -> tuple[T | None, BaseException | None]:

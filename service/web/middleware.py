@@ -99,7 +99,6 @@ class RequestContext:
         self._send = send
         self._lifecycle = lifecycle
 
-    @property
     def details(self) -> dict[str, object]:
         """Return what a log line in JSON has beside `Answered`; what is not known is left out."""
         known = {"client": self._client and self._client[0], "model": self.model, "code": self.code}

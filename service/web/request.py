@@ -14,10 +14,10 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Sequence
-from contextlib import ExitStack, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,7 @@ from model.heads import compared, of_image, with_map
 from model.images.formats import is_bounded
 from model.images.preprocess import ModelInput, model_input
 from model.images.region import Region
-from model.outputs import RequestedOutputs
+from model.outputs import MapRequest, RequestedOutputs
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from service.errors import (
@@ -104,6 +104,25 @@ class Model:
 
     generation: Generation[Engine]
     info: ModelInfo
+
+
+class Sender(NamedTuple):
+    """Who sends a request.
+
+    Attributes:
+        caller: the name of its key, or else its address.
+        started: reading of the clock at which the head of the request had been read.
+        receive: returns the next part of the body.
+        left: done when the caller is gone, or a coroutine that waits for that; None: the request is cancelled then.
+        headers, request_id: of the request.
+    """
+
+    caller: Hashable
+    started: float
+    receive: Receive
+    left: asyncio.Future[None] | Callable[[Receive], Coroutine[Any, Any, None]] | None = None
+    headers: Headers = Headers()
+    request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +212,22 @@ class Service:
         if free <= self.limiter.capacity // 2:
             self.limiter.check(1 + self.receiving.newcomers(free))
 
-    @asynccontextmanager
-    async def admit(
+    def admit(
         self, request: Request, model: Model, *, needs_place: bool = True
+    ) -> AbstractAsyncContextManager[AdmittedRequest]:
+        """Admit a request over HTTP; see `admit_from`."""
+        context, connection = request_context(request.scope), connection_of(request.scope)
+        context.model = model.info.name
+        caller = context.key_name or (request.client.host if request.client else "")
+        left = _disconnected if connection is None else connection.left
+        sender = Sender(caller, context.started, request.receive, left, request.headers, context.request_id)
+        return self.admit_from(sender, model, needs_place=needs_place)
+
+    @asynccontextmanager
+    async def admit_from(
+        self, sender: Sender, model: Model, *, needs_place: bool = True
     ) -> AsyncIterator[AdmittedRequest]:
-        """Admit a request over HTTP, until the context ends; its places are taken when its body is here.
+        """Admit a request, until the context ends; its places are taken when its body is here.
 
         One that `needs_place` is refused now if there is none.
 
@@ -209,22 +239,9 @@ class Service:
         if needs_place:
             await self.limiter.settle()
             self.check_room()
-        context = request_context(request.scope)
-        context.model = model.info.name
-        caller = context.key_name or (request.client.host if request.client else "")
-        async with self.admit_from(caller, context.started, model) as admitted:
-            connection = connection_of(request.scope)
-            admitted.left = None if connection is None else connection.left
-            admitted.source, admitted.headers = request.receive, request.headers
-            admitted.request_id = context.request_id
-            yield admitted
-
-    @asynccontextmanager
-    async def admit_from(self, caller: Hashable, started: float, model: Model) -> AsyncIterator[AdmittedRequest]:
-        """Admit a request from a caller, whose head came at this reading of the clock; see `admit`."""
-        deadline = Deadline(started + self.settings.request_timeout, self.clock)
+        deadline = Deadline(sender.started + self.settings.request_timeout, self.clock)
         with self.receiving.body() as body, Permit(self.limiter) as permit, ExitStack() as held:
-            admitted = AdmittedRequest(self, model, caller, deadline, body, permit, held)
+            admitted = AdmittedRequest(self, model, sender, deadline, body, permit, held)
             try:
                 async with admitted.limit:
                     yield admitted
@@ -256,23 +273,17 @@ class AdmittedRequest:
 
     Attributes:
         model: that answers it.
-        started: monotonic seconds at which its head had been read.
+        sender: who sends it.
         deadline: when its time is up.
         limit: ends it when its time is up.
         caller_left: whether the caller was seen to leave.
     """
 
-    source: Receive
-    headers: Headers
-    request_id: str
-    left: asyncio.Future[None] | None = None
-    watches = True
-
     def __init__(
         self,
         service: Service,
         model: Model,
-        caller: Hashable,
+        sender: Sender,
         deadline: Deadline,
         body: Body,
         permit: Permit,
@@ -283,12 +294,12 @@ class AdmittedRequest:
         self.service = service
         self._held = held
         self.choose(model)
-        self.started = deadline.at - service.settings.request_timeout
+        self.sender = sender
         self.deadline = deadline
         self.limit = asyncio.timeout(None)
         self.task = task
         self.caller_left = False
-        self._caller = caller
+        self._caller = sender.caller
         self._body = body
         self._permit = permit
         self._reading = False
@@ -315,7 +326,7 @@ class AdmittedRequest:
         limits = UploadLimits(settings.max_upload_bytes, settings.max_request_bytes, most, fields)
         numbers = itertools.count(2)
         files = await self.read(
-            lambda receive: read_files(self.headers, receive, limits, lambda: limiter.check(next(numbers)))
+            lambda receive: read_files(self.sender.headers, receive, limits, lambda: limiter.check(next(numbers)))
         )
         await self.take(len(files))
         return files
@@ -326,7 +337,7 @@ class AdmittedRequest:
         `limit` is how many bytes it may have, if not those of the settings. Raises as `read`.
         """
         most = limit or self.service.settings.max_request_bytes
-        return await self.read(lambda receive: read_whole(self.headers, receive, limit=most))
+        return await self.read(lambda receive: read_whole(self.sender.headers, receive, limit=most))
 
     async def read(self, reader: Callable[[Receive], Awaitable[T]]) -> T:
         """Return what `reader` makes of the body, whose bytes and time are bounded.
@@ -345,7 +356,7 @@ class AdmittedRequest:
         return content
 
     async def _receive(self) -> Message:
-        message = await self.source()
+        message = await self.sender.receive()
         self.service.receiving.add(self._body, len(message.get("body", b"")))
         return message
 
@@ -357,8 +368,9 @@ class AdmittedRequest:
         await self.service.limiter.settle(places)
         self._permit.extend(places)
         self._end_in(self.deadline.remaining() + LATE_SECONDS)
-        if self.watches:
-            self._watcher = self.left or asyncio.ensure_future(_disconnected(self.source))
+        left = self.sender.left
+        if left is not None:
+            self._watcher = asyncio.ensure_future(left(self.sender.receive)) if callable(left) else left
             self._watcher.add_done_callback(self._leave)
 
     # It is decoded
@@ -367,7 +379,9 @@ class AdmittedRequest:
     async def decoded(self, data: bytearray, model: Model | None = None) -> AsyncIterator[Decoded]:
         """Decode a file to a picture of the model's size, and keep its turn until the context ends.
 
-        A thread decodes a file whose header bounds the work, a process of its own any other, which keeps no turn.
+        A thread decodes a file whose header bounds the work, a process of its own any other. What a process decoded
+        has a turn beside what threads decode, which costs what a file of as many bytes does; the process waits for it,
+        so that decoding there runs no further ahead either.
 
         Raises `MissingImage` if there are no bytes, `QueueFull`, and what `Decoders.model_input` raises.
         """
@@ -381,10 +395,13 @@ class AdmittedRequest:
                 service.metrics.observe_stage("decode", decoded.seconds)
                 yield decoded
         else:
-            async with self._beside(service.lanes.decoders):
-                decoded = await service.decoders.model_input(data, config, self.deadline)
-            service.metrics.observe_stage("decode", decoded.seconds)
-            yield decoded
+            with ExitStack() as held:
+                async with self._beside(service.lanes.decoders):
+                    decoded = await service.decoders.model_input(data, config, self.deadline)
+                    size = decoded.picture.pixels.nbytes
+                    await held.enter_context(service.lanes.pictures.turn(self._caller, size, self.deadline))
+                service.metrics.observe_stage("decode", decoded.seconds)
+                yield decoded
 
     async def photo(self, data: bytearray, region: Region, size: int | None) -> ModelInput:
         """Return the photo in a file, at most so large, with the region of it that the model saw."""
@@ -430,16 +447,13 @@ class AdmittedRequest:
         result = await self._infer(pixels, of_image(requested))
         texts = await self.embed_texts(zero_shot.prompts(requested.labels))
         head = zero_shot.head(requested.labels, texts)
-        outputs, of_label = compared(result.outputs, head, requested)
+        outputs, logits = compared(result.outputs, head, requested)
         if requested.map is not None and requested.map.of_best_class:
+            of_label = MapRequest("relevance", direction=head.direction(logits))
             explained = await self._infer(pixels, RequestedOutputs(1, of_label))
             assert explained.outputs.map is not None, "the engine answers each request for a map"
-            outputs = with_map(outputs, head, explained.outputs.map)
-            result = replace(
-                result,
-                queue_seconds=result.queue_seconds + explained.queue_seconds,
-                inference_seconds=result.inference_seconds + explained.inference_seconds,
-            )
+            outputs = with_map(outputs, head, logits, requested.map, explained.outputs.map)
+            result = result.after(explained)
         return replace(result, outputs=outputs)
 
     async def _infer(
@@ -494,7 +508,7 @@ class AdmittedRequest:
         """Watch the caller no more."""
         if self._watcher is not None:
             self._watcher.remove_done_callback(self._leave)
-            if self._watcher is not self.left:
+            if self._watcher is not self.sender.left:
                 self._watcher.cancel()
 
 

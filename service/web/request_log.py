@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from service.web.problems import shortened
@@ -25,7 +25,7 @@ _MAX_PATH = 200
 class Answered:
     """A request that was answered, over HTTP or gRPC, with its status of HTTP and the seconds from its head on.
 
-    `details` stand in JSON alone.
+    What `details` returns stands in JSON alone.
     """
 
     method: str
@@ -34,7 +34,7 @@ class Answered:
     seconds: float
     request_id: str
     key_name: str | None = None
-    details: Mapping[str, object] = field(default_factory=dict)
+    details: Callable[[], dict[str, object]] = dict
 
 
 class RequestLog:
@@ -68,7 +68,7 @@ class RequestLog:
             line,
             # Paths come from outside: no line break may start a log line of their own.
             {**fields, "path": fields["path"].encode("unicode_escape").decode("ascii")},
-            extra={"fields": {**fields, **request.details}, "summary": "request"},
+            extra={"fields": {**fields, **request.details()}, "summary": "request"},
         )
 
     def unparsed(self, status: int, detail: str, request_id: str) -> None:

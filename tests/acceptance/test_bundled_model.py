@@ -16,9 +16,10 @@ from PIL import Image
 from model.checkpoint import BUNDLED, load_checkpoint
 from model.data import cifar10
 from model.data.pictures import Images
-from model.evaluation.evaluate import measure, predict_scores
+from model.evaluation.evaluate import measure
 from model.runtime.predictor import Predictor
 from tests.launcher import ServerProcess
+from tests.model.evaluation.scores import predict_scores
 from vitserve.documents import Classification
 
 pytestmark = pytest.mark.timeout(240)  # servers, checkpoints and many pictures

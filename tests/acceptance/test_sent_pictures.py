@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from model.checkpoint import load_checkpoint
 from model.data.datasets import open_evaluation_set
 from model.data.pictures import PictureFiles
-from model.evaluation.evaluate import predict_scores
 from model.runtime.predictor import Predictor
 from tests.acceptance.as_sent import as_sent
+from tests.model.evaluation.scores import predict_scores
 
 pytestmark = pytest.mark.timeout(400)  # two thousand pictures are made, sent and answered before the first test
 

@@ -126,3 +126,17 @@ def test_the_gpus_script_runs_in_tiny_form_on_a_cpu(tmp_path: Path, monkeypatch:
     found = json.loads((tmp_path / "gpu-smoke.json").read_text())
     assert set(found["sweep"]["ours"]) == {"2", "4"}
     assert found["engine"]["with relevance / ours"] > 0
+    assert found["engine"]["engine process / ours resident"] > 0
+
+
+def test_the_kits_resize_goes_beside_the_code_that_lacks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kit, images = tmp_path / "kit", tmp_path / "model" / "images"
+    kit.mkdir()
+    images.mkdir(parents=True)
+    (kit / "_resample.abi3.so").write_text("of the kit")
+    monkeypatch.setattr(gpu, "REPOSITORY", tmp_path)
+    gpu.environment_of_steps(kit, tmp_path)
+    assert (images / "_resample.abi3.so").read_text() == "of the kit"
+    (images / "_resample.abi3.so").write_text("its own")
+    gpu.environment_of_steps(kit, tmp_path)
+    assert (images / "_resample.abi3.so").read_text() == "its own"

@@ -29,7 +29,7 @@ SOURCES = [
 def test_extras_that_messages_name_exist():
     named = {name for path in SOURCES for name in re.findall(r"pip install 'vitserve\[(\w+)\]'", path.read_text())}
 
-    assert {"heic", "hub", "openvino", "figures"} <= named <= EXTRAS.keys()
+    assert {"heic", "hub", "openvino"} <= named <= EXTRAS.keys()
 
 
 @pytest.mark.parametrize("name", ["test", "check"])
@@ -131,3 +131,13 @@ def _canonical(requirement: str) -> str:
 PINNED = [
     _canonical(line) for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if not line.startswith("#")
 ]
+
+
+@pytest.mark.parametrize("of", ["release", "site"])
+def test_what_a_release_and_the_site_need_is_locked_with_hashes(of: str) -> None:
+    folder = REPOSITORY / "deploy" / of
+    asked = re.findall(r"^([\w-]+)(?:\[.*\])?(==\S+)$", (folder / "requirements.in").read_text(), re.M)
+    locked = (folder / "requirements.txt").read_text()
+    assert asked
+    for name, version in asked:
+        assert re.search(rf"^{name}{version} .*\\\n +--hash=sha256:", locked, re.M), f"{name}: run `make locks`"

@@ -14,7 +14,7 @@ from model.errors import InputError
 from model.heads import MAX_CHARACTERS, MAX_TEXTS, Head, ZeroShot, compared, labels_of_request, of_image, parse_labels
 from model.outputs import EmbeddingRequest, MapRequest, Outputs, RequestedOutputs
 from model.runtime.backend import BatchOutputs
-from model.runtime.cuda.top_k import with_best
+from model.runtime.cuda.backend import with_best
 
 CONFIG = ViTConfig(image_size=(8, 8), patch_size=4, width=8, depth=1, heads=2, mlp_width=16, num_classes=2)
 PLAIN = ZeroShot(10.0, -2.0, False, ("a photo of {}.",))
@@ -154,3 +154,15 @@ def test_evidence_of_the_best_class_is_whole_unless_classes_are_independent() ->
     np.testing.assert_allclose(evidence, [1, 0.1353], atol=1e-4)
     score, evidence = Head(tuple("abc"), independent=True).evidence(logits, np.array([1, 0]))
     assert score.tolist() == evidence.tolist()
+
+
+def test_among_many_classes_evidence_is_measured_by_the_spread_of_their_logits() -> None:
+    logits = np.tile(np.array([-1.0, 1.0], np.float32), 500)
+    logits[:4] = 8.0, 2.9, 1.7, -9.0  # of a mean of 0 and a deviation of about 1
+    logits = logits[np.newaxis] + 100
+    head = Head(tuple(map(str, range(1000))), independent=False)
+    found = [head.evidence(logits, np.array([each]))[1].item() for each in range(4)]
+    spread, above = logits.std(), logits[0, :4] - logits.mean()
+    np.testing.assert_allclose(found, [1, *(above[1:3] / spread - 1.5) / 2.5, 0], atol=1e-4)
+    assert 0 < found[2] < 0.2 < found[1] < 1
+    assert head.evidence(np.zeros((1, 1000), np.float32), np.array([0]))[1].tolist() == [0], "nothing speaks for any"

@@ -17,7 +17,7 @@ from model.checkpoint.huggingface.texts import read_texts
 from model.checkpoint.options import CheckpointOptions, indexed_labels
 from model.checkpoint.refusals import validating
 from model.checkpoint.tensors import renamed
-from model.config import PreprocessConfig, ViTConfig
+from model.config import ViTConfig
 from model.errors import CheckpointError
 
 __all__ = ["FAMILIES", "FORMAT", "adapted", "read", "recognises"]
@@ -35,15 +35,12 @@ _BACKBONES: Final = {
 
 def recognises(files: Files) -> bool:
     """Return whether a folder's `config.json` is transformers'."""
-    config = files.config
-    return config is not None and ("architectures" in config or "model_type" in config) and "format" not in config
+    return not files.config.keys().isdisjoint(("architectures", "model_type")) and "format" not in files.config
 
 
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a folder as `save_pretrained` writes it."""
-    where = files.where(CONFIG_FILE)
-    config = files.config
-    assert config is not None
+    where, config = files.where(CONFIG_FILE), files.config
     options.refuse_architecture(where)
     family, is_backbone = _family(config, where)
     problem = config.get("problem_type")
@@ -51,7 +48,12 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         raise CheckpointError(f"{where}: problem_type {problem!r:.100} is not classification")
     # Everything that needs no weights is checked before they are fetched.
     vit = family.vit_config(config, 1, where)
-    preprocess = _preprocess(files, family, options)
+    carried = None if options.preprocess else carried_preprocess(files, family)
+    missing = (
+        f"neither {PREPROCESSOR_FILE} nor {PROCESSOR_FILE}: save the processor into this folder: "
+        "processor.save_pretrained(FOLDER), or"
+    )
+    preprocess = options.preprocess_or(carried, files.place, missing)
     tensors, texts = files.tensors(), None
     if family in (CLIP, SIGLIP):
         if family is CLIP:
@@ -103,7 +105,6 @@ def adapted(
         classes: of the head that the adapter brings, None where it brings none.
     """
     config = files.config
-    assert config is not None
     config["_name_or_path"] = name
     if class_name in _BY_CLASS:
         config["architectures"] = [class_name]
@@ -112,16 +113,6 @@ def adapted(
         del config["id2label"]
     family, _ = _family(config, files.where(CONFIG_FILE))
     return lambda tensors: renamed(tensors, family.rules, files.place)
-
-
-def _preprocess(files: Files, family: Family, options: CheckpointOptions) -> PreprocessConfig:
-    """Return the operator's preprocessing, else the one that the files carry."""
-    carried = None if options.preprocess else carried_preprocess(files, family)
-    missing = (
-        f"neither {PREPROCESSOR_FILE} nor {PROCESSOR_FILE}: save the processor into this folder: "
-        "processor.save_pretrained(FOLDER), or"
-    )
-    return options.preprocess_or(carried, files.place, missing)
 
 
 def _family(config: dict[str, Any], where: str) -> tuple[Family, bool]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -240,10 +241,6 @@ def _placed_dinov2(tensors: Tensors, config: ViTConfig, size: Size, where: str, 
     return resized, resized_positions(tensors | {"pos_embed": positions[:, 1:]}, square, resized, antialias=antialias)
 
 
-def _placed_dinov2_with_registers(tensors: Tensors, config: ViTConfig, size: Size, where: str) -> Placed:
-    return _placed_dinov2(tensors, config, size, where, antialias=True)
-
-
 def _beit_fields(json: Json, where: str) -> dict[str, Any]:
     is_mean = _flag(json, "use_mean_pooling", where)
     tables = _flag(json, "use_relative_position_bias", where), _flag(json, "use_shared_relative_position_bias", where)
@@ -381,7 +378,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
         _DINOV2,
         class_name="Dinov2WithRegistersForImageClassification",
         model_type="dinov2_with_registers",
-        place=_placed_dinov2_with_registers,
+        place=partial(_placed_dinov2, antialias=True),
         antialias=True,
     ),
     _BEIT,

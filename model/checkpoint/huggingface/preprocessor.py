@@ -103,7 +103,7 @@ def read_preprocessor(json: dict[str, Any], family: Family, files: Files, where:
         CheckpointError: a processor or step that is not read here, or a number that is missing.
     """
     named = [json.get(key) for key in ("image_processor_type", "feature_extractor_type")]
-    named += [(files.config or {}).get("image_processor_type"), family.image_processor]
+    named += [files.config.get("image_processor_type"), family.image_processor]
     kind = next(name for name in named if name is not None)
     if not isinstance(kind, str) or kind not in _CLASSES:
         raise CheckpointError(f"{where}: image_processor_type {kind!r:.100} is not read by this version")

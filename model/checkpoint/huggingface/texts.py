@@ -139,7 +139,7 @@ class TextEmbedder:
     """
 
     def __init__(self, files: Files, tensors: Mapping[str, Tensor], width: int) -> None:
-        config, where = files.config or {}, files.place
+        config, where = files.config, files.place
         self.config = _tower_config(config, width, files.where(CONFIG_FILE))
         with torch.device("meta"):
             self._tower = TextTower(self.config)

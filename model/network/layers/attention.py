@@ -17,8 +17,13 @@ from model.config import ViTConfig
 from model.network.layers.position import relative_position_index, relative_table_size
 from model.network.layers.rotary import Rotary
 
+# Bound on the bytes of scores that are alive at once in `chunked_attention`: a core's share of the cache.
 SCORES_BYTES: Final = 8 << 20
-"""Bound on the bytes of scores that are alive at once in `chunked_attention`: a core's share of the cache."""
+
+
+def norm_or_none(width: int, eps: float, *, present: bool) -> nn.Module:
+    """Return a LayerNorm, or what leaves its input as it is."""
+    return nn.LayerNorm(width, eps=eps) if present else nn.Identity()
 
 
 class Heads(NamedTuple):
@@ -54,15 +59,11 @@ class Attention(nn.Module):
         self.prefix_tokens = config.prefix_tokens
         self.grid = config.grid
         self.qkv = nn.Linear(config.width, 3 * config.inner_width, bias=config.qkv_bias)
-        self.q_norm: nn.Module = nn.Identity()
-        self.k_norm: nn.Module = nn.Identity()
-        if config.qk_norm:
-            self.q_norm = nn.LayerNorm(self.head_dim, eps=config.norm_eps)
-            self.k_norm = nn.LayerNorm(self.head_dim, eps=config.norm_eps)
+        self.q_norm, self.k_norm = (
+            norm_or_none(self.head_dim, config.norm_eps, present=config.qk_norm) for _ in range(2)
+        )
         self.rotary = None if config.rotary is None else Rotary(config)
-        self.norm: nn.Module = nn.Identity()
-        if config.attention_norm:
-            self.norm = nn.LayerNorm(config.inner_width, eps=config.norm_eps)
+        self.norm = norm_or_none(config.inner_width, config.norm_eps, present=config.attention_norm)
         self.proj = nn.Linear(config.inner_width, config.width, bias=config.projection_bias)
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = F.scaled_dot_product_attention
         self.register_buffer("fixed_bias", None, persistent=False)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import Activation, ViTConfig
-from model.network.layers.attention import Attention
+from model.network.layers.attention import Attention, norm_or_none
 
 ACTIVATIONS: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {
     "gelu": F.gelu,
@@ -23,13 +23,19 @@ ACTIVATIONS: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {
 
 
 class Mlp(nn.Module):
-    """Two linear layers with the activation between them."""
+    """Two linear layers with the activation between them.
+
+    Attributes:
+        parts: what the first layer gives, in multiples of `mlp_width`.
+    """
+
+    parts = 1
 
     def __init__(self, config: ViTConfig, *, bias: bool = True) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[config.activation]
-        self.fc1 = nn.Linear(config.width, config.mlp_width, bias=bias)
-        self.norm: nn.Module = nn.LayerNorm(config.mlp_width, eps=config.norm_eps) if config.mlp_norm else nn.Identity()
+        self.fc1 = nn.Linear(config.width, self.parts * config.mlp_width, bias=bias)
+        self.norm = norm_or_none(config.mlp_width, config.norm_eps, present=config.mlp_norm)
         self.fc2 = nn.Linear(config.mlp_width, config.width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,9 +43,13 @@ class Mlp(nn.Module):
         return self.finish(self.fc1(x))
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """Map what the first layer gave, [..., mlp_width], to the output [..., D]."""
-        y: Tensor = self.fc2(self.norm(self.activation(hidden)))
+        """Map what the first layer gave, [..., parts * mlp_width], to the output [..., D]."""
+        y: Tensor = self.fc2(self.norm(self.activated(hidden)))
         return y
+
+    def activated(self, hidden: Tensor) -> Tensor:
+        """Map what the first layer gave to [..., mlp_width]."""
+        return self.activation(hidden)
 
 
 class PreLogits(nn.Module):
@@ -55,25 +65,15 @@ class PreLogits(nn.Module):
         return self.activation(self.fc(x))
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(Mlp):
     """Computes act(gate) * value, both from one projection, gate first (Shazeer 2020, timm's `SwiGLUPacked`)."""
 
-    def __init__(self, config: ViTConfig, *, bias: bool = True) -> None:
-        super().__init__()
-        self.activation = ACTIVATIONS[config.activation]
-        self.fc1 = nn.Linear(config.width, 2 * config.mlp_width, bias=bias)
-        self.norm: nn.Module = nn.LayerNorm(config.mlp_width, eps=config.norm_eps) if config.mlp_norm else nn.Identity()
-        self.fc2 = nn.Linear(config.mlp_width, config.width, bias=bias)
+    parts = 2
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [..., D] to [..., D]."""
-        return self.finish(self.fc1(x))
-
-    def finish(self, hidden: Tensor) -> Tensor:
-        """Map what the first layer gave, [..., 2 mlp_width], to the output [..., D]."""
+    def activated(self, hidden: Tensor) -> Tensor:
+        """Map gates and values, [..., 2 mlp_width], to [..., mlp_width]."""
         gate, value = hidden.chunk(2, dim=-1)
-        y: Tensor = self.fc2(self.norm(self.activation(gate) * value))
-        return y
+        return self.activation(gate) * value
 
 
 class LayerScale(nn.Module):
@@ -119,8 +119,7 @@ class Block(nn.Module):
         self.attn = Attention(config)
         self.ls1: nn.Module = LayerScale(config.width) if config.layer_scale else nn.Identity()
         self.norm2 = nn.LayerNorm(config.width, eps=config.norm_eps)
-        mlp = SwiGLU if config.mlp == "swiglu" else Mlp
-        self.mlp: Mlp | SwiGLU = mlp(config, bias=config.projection_bias)
+        self.mlp = (SwiGLU if config.mlp == "swiglu" else Mlp)(config, bias=config.projection_bias)
         self.ls2: nn.Module = LayerScale(config.width) if config.layer_scale else nn.Identity()
 
     def forward(

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ConvolutionalStem, ViTConfig
+from model.network.layers.attention import norm_or_none
 from model.network.layers.block import ACTIVATIONS
 from model.network.layers.resnet import ResNetV2
 
@@ -82,11 +83,9 @@ class LinearPatchEmbed(nn.Module):
         super().__init__()
         self.patch_size = config.patch_size
         inputs = config.in_channels * config.patch_size**2
-        self.norm_in: nn.Module = nn.LayerNorm(inputs, eps=config.norm_eps) if config.patch_norms else nn.Identity()
+        self.norm_in = norm_or_none(inputs, config.norm_eps, present=config.patch_norms)
         self.proj = nn.Linear(inputs, config.width, bias=config.patch_bias)
-        self.norm_out: nn.Module = (
-            nn.LayerNorm(config.width, eps=config.norm_eps) if config.patch_norms else nn.Identity()
-        )
+        self.norm_out = norm_or_none(config.width, config.norm_eps, present=config.patch_norms)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Map [B, C, H, W] to [B, gh*gw, D], row by row."""

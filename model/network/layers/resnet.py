@@ -29,14 +29,14 @@ def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
 class StandardizedConv2d(nn.Conv2d):
     """A convolution whose filters are brought to mean 0 and variance 1 before use (Qiao et al. 2019)."""
 
-    def __init__(self, channels: int, out_channels: int, kernel: int, *, stride: int = 1, same: bool) -> None:
-        self.same = same and stride > 1  # with stride 1 both paddings are the same
-        padding = 0 if self.same else (kernel - 1) // 2
+    def __init__(self, channels: int, out_channels: int, kernel: int, *, stride: int = 1) -> None:
+        # With stride 1 torch's own padding is the same as TensorFlow's.
+        padding = 0 if stride > 1 else (kernel - 1) // 2
         super().__init__(channels, out_channels, kernel, stride=stride, padding=padding, bias=False)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the base class's name
         """Map [B, C, H, W] to [B, out, ceil(H / stride), ceil(W / stride)]."""
-        if self.same:
+        if self.stride[0] > 1:
             input = pad_same(input, self.kernel_size[0], self.stride[0])  # noqa: A001
         flat = self.weight.reshape(1, self.out_channels, -1)
         weight = F.batch_norm(flat, None, None, training=True, momentum=0.0, eps=_WEIGHT_EPS)
@@ -46,35 +46,32 @@ class StandardizedConv2d(nn.Conv2d):
 class Root(nn.Module):
     """7x7 convolution and 3x3 max pooling, each with stride 2."""
 
-    def __init__(self, config: ResNetStem, in_channels: int) -> None:
+    def __init__(self, in_channels: int) -> None:
         super().__init__()
-        self.same = config.same_padding
-        self.conv = StandardizedConv2d(in_channels, 64, 7, stride=2, same=self.same)
+        self.conv = StandardizedConv2d(in_channels, 64, 7, stride=2)
         self.norm = nn.GroupNorm(_GROUPS, 64)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, C, H, W] to [B, 64, H/4, W/4]."""
         x = F.relu(self.norm(self.conv(x)))
-        if self.same:
-            return F.max_pool2d(pad_same(x, 3, 2, value=-math.inf), 3, stride=2)
-        return F.max_pool2d(x, 3, stride=2, padding=1)
+        return F.max_pool2d(pad_same(x, 3, 2, value=-math.inf), 3, stride=2)
 
 
 class Bottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolutions around a shortcut; the activation follows the sum."""
 
-    def __init__(self, channels: int, out_channels: int, stride: int, *, first: bool, same: bool) -> None:
+    def __init__(self, channels: int, out_channels: int, stride: int, *, first: bool) -> None:
         super().__init__()
         middle = out_channels // 4
         self.downsample: nn.Module | None = None
         if first:
-            shortcut = StandardizedConv2d(channels, out_channels, 1, stride=stride, same=same)
+            shortcut = StandardizedConv2d(channels, out_channels, 1, stride=stride)
             self.downsample = nn.Sequential(OrderedDict(conv=shortcut, norm=nn.GroupNorm(_GROUPS, out_channels)))
-        self.conv1 = StandardizedConv2d(channels, middle, 1, same=same)
+        self.conv1 = StandardizedConv2d(channels, middle, 1)
         self.norm1 = nn.GroupNorm(_GROUPS, middle)
-        self.conv2 = StandardizedConv2d(middle, middle, 3, stride=stride, same=same)
+        self.conv2 = StandardizedConv2d(middle, middle, 3, stride=stride)
         self.norm2 = nn.GroupNorm(_GROUPS, middle)
-        self.conv3 = StandardizedConv2d(middle, out_channels, 1, same=same)
+        self.conv3 = StandardizedConv2d(middle, out_channels, 1)
         self.norm3 = nn.GroupNorm(_GROUPS, out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,11 +86,10 @@ class ResNetV2(nn.Sequential):
     """Maps pixels [B, C, H, W] to a feature map [B, config.channels, H / config.stride, W / config.stride]."""
 
     def __init__(self, config: ResNetStem, in_channels: int) -> None:
-        same = config.same_padding
         channels = [64, *(256 * 2**i for i in range(len(config.layers)))]
         stages = []
         for i, depth in enumerate(config.layers):
-            blocks = [Bottleneck(channels[i], channels[i + 1], 1 if i == 0 else 2, first=True, same=same)]
-            blocks += [Bottleneck(channels[i + 1], channels[i + 1], 1, first=False, same=same) for _ in range(1, depth)]
+            blocks = [Bottleneck(channels[i], channels[i + 1], 1 if i == 0 else 2, first=True)]
+            blocks += [Bottleneck(channels[i + 1], channels[i + 1], 1, first=False) for _ in range(1, depth)]
             stages.append(nn.Sequential(OrderedDict(blocks=nn.Sequential(*blocks))))
-        super().__init__(OrderedDict(stem=Root(config, in_channels), stages=nn.Sequential(*stages)))
+        super().__init__(OrderedDict(stem=Root(in_channels), stages=nn.Sequential(*stages)))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from model.errors import DeviceError, NewProcessNeeded, first_line
+from model.heads import Head
 from model.runtime.backend import (
     WITHOUT_GRAPHS,
     BatchOutputs,
@@ -26,14 +27,13 @@ from model.runtime.backend import (
     trial_images,
 )
 from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed, Compute, DeviceOps
-from model.runtime.cuda.top_k import with_best
 from model.runtime.torch_backend import TorchBackend, TorchOptions
 from model.runtime.torch_pass import Network, compiled_network, on_host
 
 logger = logging.getLogger(__name__)
 
+# Most classes that a captured graph returns; a request for more is computed without one.
 _CAPTURED_TOP_K: Final = 32
-"""Most classes that a captured graph returns; a request for more is computed without one."""
 
 
 class Cuda(TorchBackend):
@@ -150,3 +150,15 @@ class Cuda(TorchBackend):
             for turn, request in enumerate(self.usual):
                 compiled(self.upload(trial_images(self.config, size, turn)), request)
         self._compiled = compiled
+
+
+def with_best(outputs: BatchOutputs[Tensor], head: Head, top_k: int) -> BatchOutputs[Tensor]:
+    """Return the outputs of a network with the `top_k` best classes of each image, by the rule of `Head.best`."""
+    assert outputs.logits is not None
+    logits = outputs.logits.float()
+    scaled = logits / head.temperature
+    scores = scaled.sigmoid() if head.independent else scaled.softmax(dim=-1)
+    # A row with one NaN is all NaN after the softmax; a sigmoid keeps it in its place.
+    finite = scores.isfinite().all(dim=-1)
+    indices = logits.topk(top_k, dim=-1).indices  # of saturated sigmoids several are 1
+    return outputs._replace(scores=scores.gather(1, indices), indices=indices, finite=finite)

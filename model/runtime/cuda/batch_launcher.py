@@ -26,11 +26,11 @@ from torch import Tensor
 from model.errors import first_line
 from model.runtime.backend import BatchRequest, Images
 
+# (uint8 [B, H, W, C] on the device, request) -> the outputs there, by the names of `BatchOutputs`.
 Compute = Callable[[Tensor, BatchRequest], dict[str, Tensor]]
-"""(uint8 [B, H, W, C] on the device, request) -> the outputs there, by the names of `BatchOutputs`."""
 
+# Outputs that every pass gives, and that come to the host only where they are asked for.
 _ON_REQUEST: Final = frozenset({"logits", "head", "cls", "mean"})
-"""Outputs that every pass gives, and that come to the host only where they are asked for."""
 
 
 class DeviceOps(Protocol):
@@ -150,28 +150,16 @@ class BatchLauncher:
             work()
         self._ops.synchronize()
         with self._ops.on(self._captures):
-            graph = _Graph(self._record(work, size), outputs)
+            try:
+                graph = _Graph(self._ops.capture(work, self._captures), outputs)
+            except Exception as error:  # noqa: BLE001  whatever it was, the allocator is left as it is
+                # A capture that broke off fails once more when it is ended: what failed first is the context.
+                cause = error.__context__ or error
+                raise CaptureFailed(f"the capture of {size} images failed: {first_line(cause)}") from cause
             for tensor in outputs.values():
                 tensor.zero_()  # so that a graph which does nothing has no answer
         self._ops.synchronize()  # the next one reads the same images, on another stream
         return graph
-
-    def _record(self, work: Callable[[], None], size: int) -> Callable[[], None]:
-        """Capture the work, and name what failed first: a capture that broke off fails once more when it is ended."""
-        failures: list[Exception] = []
-
-        def watched() -> None:
-            try:
-                work()
-            except Exception as error:
-                failures.append(error)
-                raise
-
-        try:
-            return self._ops.capture(watched, self._captures)
-        except Exception as error:  # noqa: BLE001  whatever it was, the allocator is left as it is
-            cause = failures[0] if failures else error
-            raise CaptureFailed(f"the capture of {size} images failed: {first_line(cause)}") from cause
 
     @torch.inference_mode()
     def run(

@@ -19,9 +19,8 @@ from model.errors import DeviceError, VitError
 from model.heads import Head
 from model.outputs import MapRequest
 from model.runtime.backend import (
+    Backend,
     BatchRequest,
-    Compilation,
-    CompilationState,
     HostOutputs,
     Images,
     ThreadPolicy,
@@ -36,8 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Why it runs the network.
 REASON: Final = "OpenVINO is installed, has the dtype and agrees with torch"
-"""Why it runs the network."""
 
 
 def unsupported_reason(device: str, dtype: str) -> str | None:
@@ -53,7 +52,7 @@ def unsupported_reason(device: str, dtype: str) -> str | None:
     return None if capability in offered else f"this CPU has no {capability} instructions that it uses"
 
 
-class OpenVino:
+class OpenVino(Backend):
     """Computes all but rows of other layers than the last, some embeddings, and explanations, which are torch's.
 
     Relevance has a network of its own, which shares the float32 weights. It is made on a thread when it is first asked
@@ -78,10 +77,8 @@ class OpenVino:
     ) -> None:
         keep_freed_memory()
         self.name = f"openvino {network.version}"
-        self.compilation = Compilation(CompilationState.OFF)
-        self.batch_sizes: tuple[int, ...] | None = None
-        self.largest_tried: int | None = 1  # for others it compiles behind the service
-        self.usual: tuple[BatchRequest, ...] = (BatchRequest(), network.request)
+        self.largest_tried = 1  # for others it compiles behind the service
+        self.usual = (BatchRequest(), network.request)
         self._network, self._head, self._threads, self._make_torch = network, head, threads, make_torch
         self._with_relevance = with_relevance
         self._relevance: OpenVinoNetwork | None = None

@@ -53,15 +53,15 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound="NetworkGraph | None")
 
+# Bytes of all entries together; those whose last use is longest ago go first.
 LIMIT: Final = 4 << 30
-"""Bytes of all entries together; those whose last use is longest ago go first."""
 
 _MANIFEST: Final = "manifest.json"
 _GRAPH: Final = "graph.xml"
 _REFERENCE: Final = "reference.safetensors"
 _HEAD: Final = "head.safetensors"
+# A file that who writes an entry has locked: the kernel unlocks it when the process ends.
 _LOCK: Final = "lock"
-"""A file that who writes an entry has locked: the kernel unlocks it when the process ends."""
 
 _SETTLED: Final = 10_000_000_000
 """Nanoseconds after a change from which on another one shows in the time of a file."""

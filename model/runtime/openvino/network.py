@@ -31,12 +31,12 @@ from model.runtime.backend import (
 if TYPE_CHECKING:
     import openvino
 
+# The plugin's names of each dtype: for the capability, and for the hint.
 PRECISIONS: Final = {"float32": ("FP32", "f32"), "bfloat16": ("BF16", "bf16")}
-"""The plugin's names of each dtype: for the capability, and for the hint."""
 
+# Kernels that the plugin generates for chains of small operations. A ViT takes as long without them, and each of its
+# graphs takes 10 to 20 MiB less. The option is not documented: versions that do not know it refuse it.
 _LEAN: Final = {"SNIPPETS_MODE": "DISABLE"}
-"""Kernels that the plugin generates for chains of small operations. A ViT takes as long without them, and each of its
-graphs takes 10 to 20 MiB less. The option is not documented: versions that do not know it refuse it."""
 
 
 class CompiledGraph:
@@ -61,7 +61,11 @@ class CompiledGraph:
             "ENABLE_CPU_PINNING": False,
         }
         if size is not None:
-            graph = _of_size(graph, size)
+            from openvino import PartialShape  # noqa: PLC0415  an optional package
+
+            shape = [size, *list(graph.inputs[0].partial_shape)[1:]]
+            graph = graph.clone()  # which shares the weights
+            graph.reshape({0: PartialShape(shape)})
         try:
             compiled = core().compile_model(graph, "CPU", {**options, **_LEAN})
         except RuntimeError:
@@ -92,15 +96,6 @@ class CompiledGraph:
         finally:
             for request in requests:
                 self._free.put(request)
-
-
-def _of_size(graph: openvino.Model, size: int) -> openvino.Model:
-    """Return the graph for one batch size; it shares the weights."""
-    from openvino import PartialShape  # noqa: PLC0415  an optional package
-
-    fixed = graph.clone()
-    fixed.reshape({0: PartialShape([size, *list(graph.inputs[0].partial_shape)[1:]])})
-    return fixed
 
 
 _STARTING: Final = threading.Lock()
@@ -138,18 +133,18 @@ def openvino_package() -> Any:
     return openvino
 
 
+# What the graphs of all sizes may take together, more or less; the one for an image that is alone comes on top, and
+# with relevance there are as many again.
 _FIXED_BYTES: Final = 160 << 20
-"""What the graphs of all sizes may take together, more or less; the one for an image that is alone comes on top, and
-with relevance there are as many again."""
 
+# What a graph for one size takes beside its weights, about: kernels, and descriptions of its operations.
 _GRAPH_BYTES: Final = 7 << 20
-"""What a graph for one size takes beside its weights, about: kernels, and descriptions of its operations."""
 
+# What each of its streams adds.
 _STREAM_BYTES: Final = 3 << 20
-"""What each of its streams adds."""
 
+# Images that graphs are compared with torch on: as many as the largest graph of one size takes.
 REFERENCE_COUNT: Final = SIZES[-1]
-"""Images that graphs are compared with torch on: as many as the largest graph of one size takes."""
 
 
 class NetworkGraph(NamedTuple):

@@ -32,7 +32,7 @@ from service.web.inference_protocol.inference import BYTES_A_VALUE, check_versio
 from service.web.lanes import Deadline, Lane
 from service.web.middleware import PROBES, hold_back, request_id_from
 from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, problem_of, refusal_of
-from service.web.request import Service
+from service.web.request import Sender, Service
 from service.web.request_log import Answered
 from vitserve import __version__
 
@@ -177,7 +177,7 @@ class Calls:
             if counted:
                 metrics.inflight.dec()
             seconds_taken = self._service.clock() - call.started
-            answered = Answered("gRPC", path, status, seconds_taken, call.request_id, name, details)
+            answered = Answered("gRPC", path, status, seconds_taken, call.request_id, name, lambda: details)
             self._count(answered, path, refusal=refusal)
 
 
@@ -227,9 +227,8 @@ def _described(describe: Callable[[ModelInfo, Service], Mapping[str, Any]], kind
 
 async def _model_infer(service: Service, call: Call) -> bytes:
     """Classify the pictures of the tensor `image` or `pixels`."""
-    service.check_room()
-    async with service.admit_from(call.caller, call.started, service.model()) as admitted:
-        admitted.source, admitted.watches = call.receive, False  # grpcio cancels the call itself
+    sender = Sender(call.caller, call.started, call.receive)
+    async with service.admit_from(sender, service.model()) as admitted:
         body = await admitted.read(_whole)
         if len(service.models.served) > 1:
             name = await admitted.write(partial(model_named_in, body), size=len(body) // BYTES_A_VALUE)

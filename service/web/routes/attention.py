@@ -25,7 +25,6 @@ from model.outputs import (
     MapRequest,
     Outputs,
     RequestedOutputs,
-    evidence_in_words,
     parse_maps,
 )
 from service.engine.messages import ModelInfo
@@ -235,7 +234,6 @@ def map_fields(attention: AttentionMap, labels: Sequence[str]) -> dict[str, Any]
         "label": None if request.class_index is None else labels[request.class_index],
         "score": None if attention.score is None else significant(attention.score),
         "evidence": None if attention.evidence is None else significant(attention.evidence),
-        "evidence_in_words": None if attention.evidence is None else evidence_in_words(attention.evidence),
         "grid": attention.values.shape,
         "layer": request.layer,
         "head": request.head,

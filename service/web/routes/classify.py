@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
+import msgspec
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field, WithJsonSchema
 from starlette.requests import Request
@@ -29,7 +30,7 @@ from service.web.middleware import request_context
 from service.web.problems import problem_of
 from service.web.request import AdmittedRequest, Model, all_of, model_of, require_file, service_of
 from service.web.routes.attention import map_fields, query_of, region_document
-from service.web.routes.endpoint import ONE_PICTURE, SEVERAL_PICTURES, Absent, Endpoint, ModelQuery, problems, to_json
+from service.web.routes.endpoint import ONE_PICTURE, SEVERAL_PICTURES, Absent, Endpoint, ModelQuery, problems
 from service.web.upload import UploadedFile
 from vitserve.documents import (
     FIELD,
@@ -37,10 +38,8 @@ from vitserve.documents import (
     BatchClassification,
     Classification,
     Classifications,
-    FailedItem,
-    ModelClassification,
-    Prediction,
     Timings,
+    ranked,
     set_fields,
     significant,
 )
@@ -164,7 +163,8 @@ async def _answer(
 
     def write() -> bytes:
         fields = _fields(admitted, model, requested, decoded, result, image_id, min_score)
-        return to_json(Classification(id=image_id, **fields, timings_ms=_timings(admitted, [(decoded, result)])))
+        fields |= {"timings_ms": _timings(admitted, [(decoded, result)])}
+        return msgspec.json.encode(fields if image_id is None else {"id": image_id, **fields})
 
     # A document of many classes is large, and lives only until it is JSON: a batch has many such documents.
     return await admitted.write(write, size=requested.top_k)
@@ -196,37 +196,38 @@ def _fields(
             url = _url(image_id, outputs.map.request.method) + query_of(admitted, model)
         region = region_document(decoded.picture.region)
         attention = Attention(url=url, region=region, **map_fields(outputs.map, labels))
-    predictions = Prediction.ranked(labels, outputs.indices.tolist(), outputs.scores.tolist())
-    of_set: dict[str, Any] = dict(set_fields(labels, None if outputs.label_set is None else outputs.label_set.tolist()))
+    predictions = ranked(labels, outputs.indices.tolist(), outputs.scores.tolist())
+    of_set: dict[str, Any] = {**set_fields(labels, None if outputs.label_set is None else outputs.label_set.tolist())}
+    if outputs.far:
+        predictions, of_set = [], {"abstained": True, "abstained_by": "distance"}
     if min_score is not None:
-        predictions = [each for each in predictions if each.score >= min_score]
+        predictions = predictions[: int((outputs.scores >= min_score).sum())]  # they are the best ones
         if not predictions and "abstained" not in of_set:
             of_set |= {"abstained": True, "abstained_by": "min_score"}
-    return {
+    fields = {
         "model": model.info.name,
         "predictions": predictions,
-        "attention": attention,
+        **of_set,
+        "attention": None if attention is None else attention.model_dump(exclude_none=True, by_alias=True),
         "embedding": None if outputs.embedding is None else outputs.embedding.tolist(),
         "batch_size": result.batch_size,
-        **of_set,
     }
+    return {name: value for name, value in fields.items() if value is not None}
 
 
-def _timings(admitted: AdmittedRequest, passes: Sequence[tuple[Decoded, InferenceResult]]) -> Timings:
+def _timings(admitted: AdmittedRequest, passes: Sequence[tuple[Decoded, InferenceResult]]) -> dict[str, float]:
     """Return the milliseconds of each stage, of the pass that took longest, and since the request's head."""
-    return Timings(
-        decode=_milliseconds(max((decoded.seconds for decoded, _ in passes), default=0.0)),
-        queue=_milliseconds(max((result.queue_seconds for _, result in passes), default=0.0)),
-        inference=_milliseconds(max((result.inference_seconds for _, result in passes), default=0.0)),
-        total=_milliseconds(admitted.service.clock() - admitted.started),
-    )
+    stages = [(decoded.seconds, result.queue_seconds, result.inference_seconds) for decoded, result in passes]
+    longest = map(max, zip(*stages, strict=True)) if stages else (0.0, 0.0, 0.0)
+    times = (*longest, admitted.service.clock() - admitted.sender.started)
+    return {stage: _milliseconds(each) for stage, each in zip(Timings.model_fields, times, strict=True)}
 
 
 # Several models
 
 
+# Models of one backbone and preprocessing, and what each is asked for.
 _Members = list[tuple[Model, RequestedOutputs]]
-"""Models of one backbone and preprocessing, and what each is asked for."""
 
 
 async def _classify_by_several(request: Request, query: ClassifyQuery) -> Response:
@@ -248,6 +249,8 @@ async def _classify_by_several(request: Request, query: ClassifyQuery) -> Respon
             failed[name] = error
         else:
             groups.setdefault((model.info.backbone or name, model.info.preprocess), []).append((model, requested))
+    for group in groups.values():
+        group.sort(key=lambda member: not service.models.find(member[0].info.name).is_taught)
     members = [each for group in groups.values() for each in group]
     # Without any model that answers, the default one's request is answered with the errors.
     async with service.admit(request, members[0][0] if members else service.model()) as admitted:
@@ -261,12 +264,11 @@ async def _classify_by_several(request: Request, query: ClassifyQuery) -> Respon
             passes = await all_of(_pass(admitted, picture, group, image_id, query) for group in groups.values())
         answers = {name: _item(admitted, error) for name, error in failed.items() if error is not None}
         answers |= {name: answer for each in passes for name, answer in each.answers.items()}
-        document = Classifications(
-            id=image_id if any(each.is_kept for each in passes) else None,
-            models={name: answers[name] for name in failed},
-            timings_ms=_timings(admitted, [each.took for each in passes if each.took is not None]),
-        )
-        content = await admitted.write(lambda: to_json(document), size=sum(asked.top_k for _, asked in members))
+        document: dict[str, object] = {"id": image_id} if any(each.is_kept for each in passes) else {}
+        document |= {"models": {name: answers[name] for name in failed}}
+        document |= {"timings_ms": _timings(admitted, [each.took for each in passes if each.took is not None])}
+        size = sum(asked.top_k for _, asked in members)
+        content = await admitted.write(partial(msgspec.json.encode, document), size=size)
     return Response(content, media_type="application/json")
 
 
@@ -282,7 +284,7 @@ async def _unavailable(request: Request, name: str) -> Exception | None:
 class _Pass(NamedTuple):
     """What the models of one pass say of a picture, by name, what it took, and whether the picture is kept."""
 
-    answers: dict[str, ModelClassification | FailedItem]
+    answers: dict[str, dict[str, Any]]
     took: tuple[Decoded, InferenceResult] | None = None
     is_kept: bool = False
 
@@ -301,20 +303,19 @@ async def _pass(
         failed = _item(admitted, error)
         return _Pass({model.info.name: failed for model, _ in members})
     kept = await admitted.service.keep(decoded.picture, first, image_id)
-    answers: dict[str, ModelClassification | FailedItem] = {}
+    answers: dict[str, dict[str, Any]] = {}
     for (model, wanted), outputs in zip(members, (result.outputs, *result.outputs.more), strict=True):
         own = replace(result, outputs=outputs)
         _count(admitted, model, own)
-        fields = _fields(admitted, model, wanted, decoded, own, kept, query.min_score)
-        answers[model.info.name] = ModelClassification(**fields)
+        answers[model.info.name] = _fields(admitted, model, wanted, decoded, own, kept, query.min_score)
     return _Pass(answers, (decoded, result), kept is not None)
 
 
-def _item(admitted: AdmittedRequest, error: Exception) -> FailedItem:
+def _item(admitted: AdmittedRequest, error: Exception) -> dict[str, Any]:
     """Return the problem of one of several answers, and count it."""
     problem = problem_of(error)
     admitted.service.metrics.rejected.labels(problem.code).inc()
-    return FailedItem(error=problem.document(admitted.request_id))
+    return {"error": problem.document(admitted.sender.request_id).model_dump()}
 
 
 async def answer_each(
@@ -326,7 +327,7 @@ async def answer_each(
         try:
             return await answer(require_file(picture))
         except (ImageError, ServiceError) as error:
-            return to_json(_item(admitted, error))
+            return msgspec.json.encode(_item(admitted, error))
 
     results = b",".join(await all_of(map(item, pictures)))
     return Response(b'{"results":[%b]}' % results, media_type="application/json")
@@ -391,7 +392,7 @@ async def predictions(request: Request) -> Response:
     outputs, metrics = result.outputs, admitted.service.metrics
     metrics.of_model(model.info.name).images.inc()
     metrics.count_abstained(outputs)
-    count = None if outputs.label_set is None else len(outputs.label_set)  # they are the best ones
+    count = 0 if outputs.far else None if outputs.label_set is None else len(outputs.label_set)  # the best ones
     by_label: dict[str, float] = {}
     for index, score in zip(outputs.indices[:count].tolist(), outputs.scores[:count].tolist(), strict=True):
         by_label.setdefault(names[index], significant(score))

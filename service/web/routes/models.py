@@ -5,7 +5,6 @@ Whoever has it decides what is served. What is named over HTTP lies below VIT_CH
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +19,7 @@ from service.errors import Forbidden, InvalidParameter, MalformedRequest, Unauth
 from service.models.folder import check_name, model_settings
 from service.models.models import ModelStatus
 from service.settings import Settings
-from service.web.api_keys import bearer_token
+from service.web.api_keys import bearer_token, holds_admin_key
 from service.web.request import Service, service_of
 from service.web.routes.endpoint import Endpoint, problems, to_json
 from vitserve.documents import ListedModel
@@ -97,10 +96,13 @@ def require_admin(request: Request, settings: Settings) -> None:
     """Raise `Forbidden` if nobody may change models, `Unauthorized` without the admin key."""
     if settings.admin_key is None:
         raise Forbidden("loading is off: VIT_ADMIN_KEY is not set")
-    expected = settings.admin_key.get_secret_value().encode()
-    given = bearer_token(request.headers.get("authorization", "")) or b""
-    if not hmac.compare_digest(given, expected):
-        wrong = "the admin key is wrong" if given else "the admin key is needed: Authorization: Bearer KEY"
+    authorization = request.headers.get("authorization", "")
+    if not holds_admin_key(authorization, settings):
+        wrong = (
+            "the admin key is wrong"
+            if bearer_token(authorization)
+            else "the admin key is needed: Authorization: Bearer KEY"
+        )
         raise Unauthorized(wrong)
 
 
@@ -163,5 +165,5 @@ def _listed(status: ModelStatus) -> ListedModel:
         bytes=status.bytes,
         last_used_seconds=None if status.last_used is None else round(status.last_used, 3),
         default=status.default,
-        taught=False,
+        taught=status.taught,
     )

@@ -105,12 +105,14 @@ def test_labels_of_a_request_have_the_scores_and_maps_of_labels_of_the_start(
     head = zero_shot.head(LABELS, bare.embed_texts(zero_shot.prompts(LABELS)))
     embedded = bare.predict(images, RequestedOutputs(1, MapRequest("relevance"), embedding=EmbeddingRequest()))
     for image, outputs, expected in zip(images, embedded, full.predict(images, RequestedOutputs(4)), strict=True):
-        found, best = compared(outputs, head, RequestedOutputs(4, MapRequest("relevance"), labels=LABELS))
+        found, logits = compared(outputs, head, RequestedOutputs(4, MapRequest("relevance"), labels=LABELS))
         np.testing.assert_allclose(found.scores, expected.scores, atol=1e-5)
         assert found.indices.tolist() == expected.indices.tolist()
         pixels = Normalise(checkpoint.preprocess)(torch.from_numpy(image[None]))
         np.testing.assert_allclose(expected.scores, own_scores(checkpoint, pixels).numpy()[expected.indices], atol=1e-5)
-        [of_label] = full.predict(image[None], RequestedOutputs(1, best))
+        [of_label] = full.predict(
+            image[None], RequestedOutputs(1, MapRequest("relevance", direction=head.direction(logits)))
+        )
         with torch.no_grad():
             classes = torch.tensor([int(expected.indices[0])])
             maps, _ = explain(checkpoint.build(), pixels, classes, MapRequest("relevance"))

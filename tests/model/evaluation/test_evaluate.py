@@ -13,12 +13,13 @@ from model.config import PreprocessConfig, ViTConfig
 from model.data import cifar10
 from model.data.datasets import open_evaluation_set
 from model.errors import DatasetError
-from model.evaluation.evaluate import Evaluation, calibration_error, measure, predict_scores
+from model.evaluation.evaluate import Evaluation, calibration_error, measure
 from model.network.vit import VisionTransformer
 from model.outputs import Outputs, RequestedOutputs
 from model.runtime.backend import Images
 from model.runtime.predictor import Predictor
 from tests.model.data.picture_folders import write_folder
+from tests.model.evaluation.scores import predict_scores
 from tests.model.training.synthetic import LABELS
 
 

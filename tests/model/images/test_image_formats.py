@@ -23,8 +23,6 @@ from tests.model.images.pictures import (
     seen,
 )
 
-SIGNALLING_NAN = np.array([0x7F80_0001], np.uint32).view(np.float32)[0]
-
 
 @pytest.mark.parametrize(
     ("name", "mode"),
@@ -112,9 +110,6 @@ def test_16_bits_are_scaled_and_not_clipped(name, order):
         ("F", [0.0, 10.0, 127.0, 255.0], [0, 10, 127, 255]),
         ("F", [0.0, 256.0, 32768.0, 65535.0], [0, 1, 128, 255]),
         ("F", [-1.0, 0.0, 1.0, 3.0], [0, 64, 128, 255]),
-        ("F", [np.nan, 0.0, np.inf, 1.0], [0, 0, 0, 255]),
-        ("F", [np.nan, np.nan, np.inf, -np.inf], [0, 0, 0, 0]),
-        ("F", [SIGNALLING_NAN, 0.0, 0.5, 1.0], [0, 0, 128, 255]),
         ("F", [7e5, 7e5, 7e5, 7e5], [0, 0, 0, 0]),
         ("F", [-3e38, 0.0, 0.0, 3e38], [0, 128, 128, 255]),
         ("I", [0, 10, 127, 255], [0, 10, 127, 255]),
@@ -131,6 +126,16 @@ def test_numbers_without_a_stated_range_are_scaled_from_the_likeliest(mode, valu
         pixels = seen(encode(image, "TIFF"), image)
 
     assert difference(pixels[0, :, 0], np.array(expected)) <= 1
+
+
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_number_that_is_not_finite_is_refused(place, value):
+    numbers = np.array([[0.0, 0.25, 0.5, 1.0]], np.float32)
+    numbers[0, place] = value
+
+    with pytest.raises(InvalidImage, match="numbers that are not finite"):
+        preprocess(encode(Image.fromarray(numbers), "TIFF"), config())
 
 
 def test_an_icc_profile_changes_nothing():

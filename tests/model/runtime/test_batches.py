@@ -39,7 +39,7 @@ def test_a_batch_is_computed_for_all_that_is_asked_of_any_image() -> None:
     assert BatchRequest.of([RequestedOutputs(2)], config) == BatchRequest(2)
     requests = [RequestedOutputs(1, row), RequestedOutputs(5, of_class), RequestedOutputs(3, MapRequest.row(0))]
     assert BatchRequest.of(requests, config) == BatchRequest(5, logits=True, layers=(0, 3)), "for the class's evidence"
-    assert BatchRequest.of([RequestedOutputs(1, MapRequest("gae"))], config) == BatchRequest(1), "of the best class"
+    assert BatchRequest.of([RequestedOutputs(1, MapRequest("rollout"))], config) == BatchRequest(1), "of no class"
     assert BatchRequest.of([RequestedOutputs(1, row, logits=True), RequestedOutputs(1, best), *requests], config) == (
         BatchRequest(5, logits=True, layers=(0, 3), relevance=True)
     )

@@ -13,7 +13,7 @@ import torch
 from model.checkpoint import Checkpoint, load_checkpoint
 from model.config import LibraryConfig
 from model.errors import CheckpointError, DatasetError, TrainingError
-from model.evaluation.evaluate import predict_embeddings, predict_scores
+from model.evaluation.evaluate import predict_embeddings
 from model.heads import Head
 from model.images.preprocess import preprocess
 from model.network.library import LibraryNetwork, library_config, linear_head
@@ -23,6 +23,7 @@ from model.training.new_head import head_names, run, with_head
 from model.training.recipe import RECIPES, Recipe, read_recipe
 from tests.model.checkpoint import whole_models
 from tests.model.data.picture_folders import COLOURS, write_class, write_folder
+from tests.model.evaluation.scores import predict_scores
 from tests.service.cli.command_line import write_checkpoint
 from tests.timm_reference import timm
 

@@ -13,12 +13,13 @@ from safetensors.torch import load_file
 from model.checkpoint import load_checkpoint
 from model.data import cifar10
 from model.errors import DatasetError, TrainingError
-from model.evaluation.evaluate import measure, predict_logits, predict_scores
+from model.evaluation.evaluate import measure, predict_logits
 from model.runtime.predictor import Predictor
 from model.training.recipe import Recipe, read_recipe
 from model.training.run_folder import CARD_FILE, RECIPE_FILE
 from model.training.train import run
 from tests.model.conftest import tiny_recipe
+from tests.model.evaluation.scores import predict_scores
 from tests.model.training.synthetic import LABELS, write_cifar
 
 pytestmark = pytest.mark.timeout(120)  # models are trained

@@ -56,28 +56,11 @@ def test_classes_stand_beside_the_picture(
     checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = ["attention", pictures / "b.png", "--checkpoint", checkpoint, "--class", "tabby", "--class", "1"]
-    code, out, _ = run(
-        capsys,
-        *common,
-        "-o",
-        tmp_path / "x.png",
-        "--side-by-side",
-        "--size",
-        "50",
-        "--method",
-        "gae",
-        "--view",
-        "input",
-    )
+    code, out, _ = run(capsys, *common, "-o", tmp_path / "x.png", "--side-by-side", "--method", "gae")
     assert code == 0
     assert all(f"{label} (" in out for label in ("tabby, tabby cat", "tiger"))
     assert out.count(", gae, evidence ") == 2
-    assert size_of(tmp_path / "x.png") == (3 * 50 + 2 * 4, 50)
-    with Image.open(tmp_path / "x.png") as row, Image.open(pictures / "b.png") as source:
-        photo = np.asarray(row.crop((0, 0, 50, 50)), float)
-        # The model's input is the middle of the picture, which is wider than high.
-        seen = np.asarray(source.crop((5, 0, 25, 20)).resize((50, 50)), float)
-    assert np.corrcoef(photo.ravel(), seen.ravel())[0, 1] > 0.6
+    assert size_of(tmp_path / "x.png")[0] == 3 * 384 + 2 * 4
     before = set(tmp_path.rglob("*"))
     sheet = tmp_path / "sheet.png"
     assert run(capsys, *common, "--sheet", sheet)[0] == 0
@@ -97,7 +80,6 @@ def test_classes_stand_beside_the_picture(
         (["--class", "4"], "an index below 4"),
         (["--class", "1", "--layer", "0"], "class does not apply to method 'cls'"),
         (["--class", "1", "--method", "rollout"], "class does not apply to method 'rollout'"),
-        (["--view", "photo", "--no-overlay"], "--view photo does not apply with --no-overlay"),
         (["--head", "max", "--method", "gae"], "head does not apply to method 'gae'"),
     ],
 )
@@ -165,7 +147,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
 def test_a_server_is_asked_for_what_the_flags_say_and_its_maps_are_drawn_here(
     server: FakeServer, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--method", "relevance", "--class", "tiger", "--class", "0", "--view", "photo", "--size", "40"]
+    flags = ["--method", "relevance", "--class", "tiger", "--class", "0"]
     target = tmp_path / "x.png"
     code, out, _ = run(
         capsys, "attention", pictures / "b.png", "-o", target, "--url", "http://there", "--side-by-side", *flags
@@ -174,7 +156,7 @@ def test_a_server_is_asked_for_what_the_flags_say_and_its_maps_are_drawn_here(
     maps = "tiger (75.0%), relevance, evidence 0.50; tabby, tabby cat (25.0%), relevance, evidence 0.50"
     assert out == f"{target}: {maps}\n"
     assert server.queries == [{"format": "json", "method": "relevance", "class": "tiger,0"}]
-    assert size_of(target)[0] == 3 * 40 + 2 * 4
+    assert size_of(target)[0] == 3 * 384 + 2 * 4
 
 
 def test_a_server_gives_numbers_and_a_sheet_and_reports_a_bad_file(

@@ -354,3 +354,27 @@ async def test_turns_are_taken_one_after_the_other_and_dropped_with_their_caller
         with pytest.raises(DeadlineExceeded), lane.turn("c", 1, soon(0.01)) as late:
             await late
     await until(lambda: lane.waiting == 0)
+
+
+@on_a_loop
+async def test_a_turn_beside_threads_costs_what_work_of_its_size_does_however_long_it_is_held() -> None:
+    clock, order = Clock(), list[str]()
+    lane = Lane("a test", lambda: 1, threads=1, clock=clock)
+
+    def work(caller: str) -> None:
+        order.append(caller)
+        clock.now += 0.25
+
+    async def decode(caller: str) -> None:
+        with lane.work(partial(work, caller), caller, 1, Deadline(1e9, clock)) as job:
+            await job
+
+    await decode("threads")
+    with lane.turn("process", 1, Deadline(1e9, clock)) as turn:
+        await turn
+        decoding = [asyncio.create_task(decode(caller)) for caller in ("threads", "threads", "process", "process")]
+        await settle()
+        clock.now += 100  # the model is slow
+    await asyncio.gather(*decoding)
+    assert order == ["threads", "threads", "process", "threads", "process"]
+    lane.close()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
+from PIL import Image
 
 from service.errors import InferenceFailed
 from service.web import request as request_module
 from service.web.admission import Permit
 from service.web.lanes import Deadline
 from service.web.request import all_of
+from tests.model.images.pictures import encode
 from tests.service.fakes import PATIENCE, model_info, on_a_loop, png
 from tests.service.web.apps import App, Clock, app, budget_of, form, service_in, settle, until
 
@@ -95,12 +98,19 @@ def decoded_by(service: App) -> float:
     return service.metric("vit_stage_duration_seconds_count", stage="decode")
 
 
+def gif(red: int) -> bytes:
+    """A picture that a process decodes, and no thread."""
+    return encode(Image.new("RGB", (8, 8), (red, 0, 0)), "GIF")
+
+
 @on_a_loop
-async def test_decoding_runs_four_batches_ahead_of_the_model_and_no_further() -> None:
+@pytest.mark.parametrize("picture", [png, gif])
+async def test_decoding_runs_four_batches_ahead_of_the_model_and_no_further(picture: Callable[[int], bytes]) -> None:
     service = app()
     service.engine.info = model_info(max_batch=1)
+    service_in(service).decoders.processes = 1
     service.engine.gate.clear()
-    callers = [asyncio.create_task(service.classify(png(red))) for red in range(6)]
+    callers = [asyncio.create_task(service.classify(picture(red))) for red in range(6)]
     await until(lambda: service.engine.waiting == 4)
     await settle()
     assert decoded_by(service) == 4
@@ -109,6 +119,7 @@ async def test_decoding_runs_four_batches_ahead_of_the_model_and_no_further() ->
     service.engine.gate.set()
     assert [each.status for each in await asyncio.gather(*callers[1:])] == [200] * 5
     assert decoded_by(service) == 6
+    assert service_in(service).limiter.in_use == 0
 
 
 @on_a_loop
@@ -169,17 +180,19 @@ async def test_what_waits_in_a_side_lane_holds_no_place() -> None:
 
 
 @on_a_loop
-async def test_a_batch_delays_its_own_caller_and_no_others() -> None:
+@pytest.mark.parametrize(("picture", "waiting"), [(png, 37), (gif, 3)], ids=["threads", "processes"])
+async def test_a_batch_delays_its_own_caller_and_no_others(picture: Callable[[int], bytes], waiting: int) -> None:
     service = app(queue_size=64)
     service.engine.info = model_info(max_batch=1)
+    service_in(service).decoders.processes = 2
     service.engine.gate.clear()
-    batch = service.communicator("POST", "/classify/batch", **form(*(png(red) for red in range(40))))
+    batch = service.communicator("POST", "/classify/batch", **form(*(picture(red) for red in range(40))))
     running = batch.start()
     await until(lambda: service.engine.waiting == 4)
     other = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=png(77))
     other.scope["client"] = ("127.0.0.2", 1)
     asked = other.start()
-    await until(lambda: service_in(service).lanes.pictures.waiting == 37)
+    await until(lambda: service_in(service).lanes.pictures.waiting == waiting)
     service.engine.gate.set()
     await asked
     assert not running.done()

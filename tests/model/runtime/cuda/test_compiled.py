@@ -16,7 +16,7 @@ from model.checkpoint import Checkpoint
 from model.errors import NewProcessNeeded
 from model.network.vit import VisionTransformer
 from model.outputs import MapRequest
-from model.runtime import torch_pass
+from model.runtime import torch_backend
 from model.runtime.backend import BatchOutputs, BatchRequest, CompilationState
 from model.runtime.cuda import backend as cuda
 from model.runtime.predictor import Predictor
@@ -114,7 +114,7 @@ def test_every_model_of_a_process_is_compiled(monkeypatch: pytest.MonkeyPatch) -
         assert traced() - before >= 4, name
     assert torch._dynamo.config.recompile_limit == 8, "functions of others keep their limit"
 
-    monkeypatch.setattr(torch_pass, "_RECOMPILE_LIMIT", 1)
+    monkeypatch.setattr(torch_backend, "_RECOMPILE_LIMIT", 1)
     predictor = warm(not_strict(), graphs=False)
     assert predictor.compilation.state is CompilationState.FAILED
 

@@ -17,8 +17,7 @@ from model.network.layers.patch_embed import PatchEmbed
 from model.network.layers.position import relative_position_index
 from model.runtime.backend import BatchOutputs, BatchRequest
 from model.runtime.cuda import backend as cuda_backend
-from model.runtime.cuda.backend import Cuda
-from model.runtime.cuda.top_k import with_best
+from model.runtime.cuda.backend import Cuda, with_best
 from model.runtime.torch_backend import TorchOptions
 from model.runtime.torch_pass import compiled_network
 from tests.model.families import HUGGING_FACE, NATIVE, families

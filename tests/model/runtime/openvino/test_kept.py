@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model.checkpoint import load_checkpoint, native
+from model.checkpoint import Checkpoint, load_checkpoint, native
 from model.checkpoint.local_files import recording
 from model.errors import CheckpointChanged
 from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
@@ -21,6 +21,7 @@ from model.runtime.openvino.kept import Entry, Keep, KeptCheckpoint
 from model.runtime.openvino.network import CompiledGraph
 from model.runtime.predictor import Predictor
 from model.runtime.start import kept_predictor
+from tests.model.checkpoint import whole_models
 from tests.model.runtime.test_predictor import make_checkpoint, make_images
 
 pytest.importorskip("openvino")
@@ -85,6 +86,24 @@ def test_a_later_start_answers_the_same_and_describes_itself_so(checkpoint: Path
         assert (ours.map is None, ours.embedding is None) == (theirs.map is None, theirs.embedding is None)
         if ours.map is not None and theirs.map is not None:
             np.testing.assert_allclose(ours.map.values, theirs.map.values, atol=1e-5)
+
+
+def test_a_later_start_is_warm_when_its_text_tower_is_loaded(tmp_path: Path, folder: Path) -> None:
+    checkpoint, reads = tmp_path / "clip", list[Checkpoint]()
+    whole_models.clip(checkpoint)
+    first = first_start(checkpoint, folder)
+
+    def read() -> Checkpoint:
+        reads.append(load_checkpoint(str(checkpoint)))
+        return reads[-1]
+
+    later = kept_predictor(Entry(folder, {}), read, max_batch=4, threads=1)
+    assert later is not None
+    assert reads == []
+    later.warm_up()
+    assert len(reads) == 1
+    np.testing.assert_array_equal(later.embed_texts(["a red car"]), first.embed_texts(["a red car"]))
+    assert len(reads) == 1
 
 
 @pytest.mark.timeout(120)

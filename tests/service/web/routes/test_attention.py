@@ -31,9 +31,8 @@ async def test_a_kept_picture_gets_its_map_in_every_format() -> None:
     assert set(document) == {"id", "method", "class", "label", "grid", "values", "kept_mass", "region"} | {
         "score",
         "evidence",
-        "evidence_in_words",
     }
-    assert (document["score"], document["evidence"], document["evidence_in_words"]) == (0.5, 0.25, "some")
+    assert (document["score"], document["evidence"]) == (0.5, 0.25)
     assert (document["id"], document["method"], document["class"]) == (image_id, "relevance", 0)
     assert document["label"] == "label 0"
     assert (document["grid"], document["values"]) == ([2, 2], [[0.1, 0.2], [0.3, 0.4]])
