@@ -24,7 +24,7 @@ from model.heads import Head, compared, of_image, with_labels, with_map
 from model.outputs import CLASS_SPECIFIC, EmbeddingRequest, MapRequest, Outputs, RequestedOutputs
 from service.engine.backbones import What
 from service.engine.base import Engine
-from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
+from service.engine.messages import EngineState, EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import EngineUnavailable, Forbidden, HeadWithoutBackbone, NameTaken
 from service.models.model import Generation, Loads, ModelState, ServedModel
 from service.models.models import Models
@@ -36,13 +36,18 @@ _KEY: Final = "taught/"
 
 
 def features_of(info: ModelInfo) -> str:
-    """Return what names the features that a model gives of a picture: its backbone, and how pictures become pixels."""
-    return f"{info.backbone}-{_digest(info.preprocess)}"
+    """Return what names the features that a model gives of a picture: its backbone, and how pictures become pixels.
+
+    The dtype is no part of it: it changes features by their rounding alone.
+    """
+    return feature_name(info.backbone, info.preprocess)
 
 
 @lru_cache
-def _digest(preprocess: PreprocessConfig) -> str:
-    return hashlib.sha256(preprocess.model_dump_json().encode()).hexdigest()[:8]
+def feature_name(backbone: str, preprocess: PreprocessConfig) -> str:
+    """Return the name of the features of a backbone, as `model.checkpoint.backbone` or an engine names that."""
+    digest = hashlib.sha256(preprocess.model_dump_json().encode()).hexdigest()
+    return f"{backbone.partition('-')[0]}-{digest[:8]}"
 
 
 class _Base(NamedTuple):
@@ -237,10 +242,10 @@ class TaughtEngine:
     @property
     def info(self) -> ModelInfo | None:
         """Return the description of the model with the backbone, with the head's name and labels."""
-        info, name = self._base and self._base.info, self._taught.row.name
+        info = None if self._base is None else self._base.info
         if info is None or self._taught.fitted is None:
             return None
-        head = self._taught.fitted.head
+        head, name = self._taught.fitted.head, self._taught.row.name
         return replace(
             info,
             name=name,
@@ -269,7 +274,7 @@ class TaughtEngine:
         """Return the status of what computes, or why nothing does."""
         row = self._taught.row
         if self._base is None:
-            state = "failed" if self._without == "failed" else "loading"
+            state: EngineState = "failed" if self._without == "failed" else "loading"
             return EngineStatus("", state, _without_backbone(row), "", None, 0)
         if self._taught.fitted is None:
             return replace(self._base.status, state="loading", reason=row.reason or "it is being fitted")

@@ -168,7 +168,7 @@ async def delete_head(request: Request) -> Response:
     "/heads/{name}/export",
     response_class=Response,
     openapi_extra={"parameters": [_HEAD]},
-    responses={200: {"content": _BINARY, "description": "One safetensors file"}} | problems(404),
+    responses={200: {"content": _BINARY, "description": "One safetensors file"}, **problems(404)},
 )
 async def export_head(request: Request) -> Response:
     """Return a head as one file, which a folder of models takes beside its backbone."""
