@@ -77,7 +77,7 @@ def draw(classes: Numbers, groups: Sequence[int], taught: int, seed: int) -> tup
 
 def learn(features: Floats, classes: Numbers) -> tuple[TaughtHead, Knowledge]:
     """Return the head that these pictures teach, and what it knows of itself; labels are the numbers of classes."""
-    head = taught_head(features, [str(each) for each in classes], range(len(classes)), "")
+    head = taught_head(features, [str(each) for each in classes], range(len(classes)), "", "")
     return head, Knowledge.model_validate_json(head.statistics)
 
 
@@ -111,6 +111,7 @@ def accuracy(features: Features, taught: int, seeds: range) -> dict[str, float]:
             "five nearest neighbours": KNeighborsClassifier(5),
         }
         scores = {name: float(model.fit(x[own], y[own]).score(x[others], y[others])) for name, model in models.items()}
+        assert known.accuracy is not None
         believed = {"held out": known.accuracy.value, "low": known.accuracy.low, "high": known.accuracy.high}
         held = {"in the interval": float(known.accuracy.low <= right <= known.accuracy.high)}
         rows.append({"vitserve": right, **scores, **believed, **held})

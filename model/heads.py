@@ -22,6 +22,7 @@ from model.calibration import LabelSets
 from model.config import NetworkConfig, ViTConfig
 from model.errors import InputError
 from model.outputs import (
+    CLASS_SPECIFIC,
     RIVALS,
     AttentionMap,
     EmbeddingRequest,
@@ -272,9 +273,9 @@ def normalized(vectors: Floats) -> Floats:
 
 
 def of_image(requested: RequestedOutputs) -> RequestedOutputs:
-    """Return what the engine computes of an image that is compared with labels of the request."""
+    """Return what the engine computes of an image that another head than the model's own scores."""
     embedding = requested.embedding or EmbeddingRequest()
-    own_map = None if requested.map is not None and requested.map.of_best_class else requested.map
+    own_map = None if requested.map is not None and requested.map.method in CLASS_SPECIFIC else requested.map
     return replace(requested, top_k=1, map=own_map, logits=False, embedding=embedding, labels=())
 
 

@@ -6,6 +6,7 @@ weight float32 [C, D], bias float32 [C], known float16 [M, D]; the metadata has 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from model.heads import Head, Known
 
 FORMAT: Final = "vitserve-head"
 _VERSION: Final = "1"
+_MOST_METADATA: Final = 4 << 20
 
 
 class TaughtHead(NamedTuple):
@@ -24,11 +26,13 @@ class TaughtHead(NamedTuple):
 
     Attributes:
         backbone: names the backbone whose features it reads, and how pictures become pixels.
+        model: with which it was begun.
         statistics: what it knows of itself, as JSON.
     """
 
     head: Head
     backbone: str
+    model: str
     statistics: str
 
     def to_bytes(self) -> bytes:
@@ -36,9 +40,9 @@ class TaughtHead(NamedTuple):
         head = self.head
         assert head.weight is not None
         assert head.known is not None
-        about = {"format": FORMAT, "version": _VERSION, "backbone": self.backbone, "statistics": self.statistics}
-        about |= {"labels": json.dumps(head.labels), "temperature": repr(head.temperature)}
-        about |= {"limit": repr(head.known.limit)}
+        about = {"format": FORMAT, "version": _VERSION, "backbone": self.backbone, "model": self.model}
+        about |= {"statistics": self.statistics, "labels": json.dumps(head.labels)}
+        about |= {"temperature": repr(head.temperature), "limit": repr(head.known.limit)}
         return save({"weight": head.weight, "bias": np.asarray(head.bias), "known": head.known.examples}, about)
 
     @classmethod
@@ -55,6 +59,15 @@ class TaughtHead(NamedTuple):
                 raise ValueError
             limit = Known(known.astype(np.float16), float(about["limit"]))
             found = Head(labels, False, float(about["temperature"]), weight, bias, known=limit)
-            return cls(found, about["backbone"], about["statistics"])
+            return cls(found, about["backbone"], about["model"], about["statistics"])
         except (SafetensorError, LookupError, ValueError, TypeError):
             raise CheckpointError(f"{where}: not a taught head, or damaged") from None
+
+
+def is_taught_head(path: Path) -> bool:
+    """Return whether a path leads to a file of a taught head, by its metadata; raises OSError."""
+    if path.suffix != ".safetensors" or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        return f'"{FORMAT}"'.encode() in file.read(min(size, _MOST_METADATA))

@@ -17,6 +17,7 @@ from functools import wraps
 from itertools import islice
 from types import MethodType
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
+from urllib.parse import quote
 
 import httpx
 
@@ -26,7 +27,9 @@ from vitserve.documents import (
     AttentionDocument,
     BatchClassification,
     Classification,
+    ExampleCounts,
     FailedItem,
+    HeadDescription,
     Labels,
     ModelDescription,
     Prediction,
@@ -58,8 +61,10 @@ __all__ = [
     "ClientError",
     "DeadlineExceeded",
     "DrawingOptions",
+    "ExampleCounts",
     "FailedItem",
     "ForeignAnswer",
+    "HeadDescription",
     "ImageRefused",
     "ImageSource",
     "InferenceFailed",
@@ -271,6 +276,25 @@ class _Service:
     def labels(self) -> Request[list[str]]:
         """List the classes, in index order."""
         return Request("GET", "/labels", lambda content: Labels.model_validate_json(content).labels)
+
+    @_Method
+    def teach(
+        self, head: str, label: str, image: ImageSource | Classification, *, backbone: str | None = None
+    ) -> Request[ExampleCounts]:
+        """Add an image to what a head learns from; return how many examples each label has.
+
+        Of a `Classification` it is the picture that the service kept. The first example begins the head, on the
+        features of the model `backbone`.
+        """
+        path, parse = f"/heads/{quote(head, safe='')}/examples", ExampleCounts.model_validate_json
+        if isinstance(image, Classification):
+            return Request("POST", path, parse, requests.query(label=label, id=image.id, backbone=backbone))
+        return Request("POST", path, parse, requests.body(image) | requests.query(label=label, backbone=backbone))
+
+    @_Method
+    def head(self, name: str) -> Request[HeadDescription]:
+        """Describe a taught head: its examples, how often it is right, and which labels look wrong."""
+        return Request("GET", f"/heads/{quote(name, safe='')}", HeadDescription.model_validate_json)
 
     def _read(self, request: Request[Answer], response: httpx.Response) -> Answer:
         self._answered = True

@@ -301,12 +301,12 @@ class Suspect(BaseModel):
 class Knowledge(BaseModel):
     """What a taught head knows of itself."""
 
-    accuracy: Accuracy
-    confusion: Annotated[list[Confusion], Field(description="the most frequent ones first, at most 100")]
-    suspects: Annotated[list[Suspect], Field(description="the worst ones first, at most 100")]
-    needs_more: Annotated[list[str], Field(description="labels that need more pictures")]
-    fitted_to: Annotated[int, Field(description="number of examples")]
-    fitted_at: Annotated[datetime, Field(description="date of the fit")]
+    accuracy: Annotated[Accuracy | None, Field(description="absent before the head was fitted")] = None
+    confusion: Annotated[list[Confusion], Field(description="the most frequent ones first, at most 100")] = []
+    suspects: Annotated[list[Suspect], Field(description="the worst ones first, at most 100")] = []
+    needs_more: Annotated[list[str], Field(description="labels that need more pictures")] = []
+    fitted_to: Annotated[int, Field(description="number of examples")] = 0
+    fitted_at: Annotated[datetime | None, Field(description="date of the fit")] = None
 
 
 class ExampleCounts(BaseModel):
@@ -316,19 +316,13 @@ class ExampleCounts(BaseModel):
     examples: dict[str, int]
 
 
-class HeadDescription(ExampleCounts):
-    """A taught head; what it knows of itself is absent until it was fitted."""
+class HeadDescription(ExampleCounts, Knowledge):
+    """A taught head."""
 
     backbone: Annotated[str, Field(description="of which the features are")]
     model: Annotated[str, Field(description="with which it was begun")]
     up_to_date: Annotated[bool, Field(description="whether the head is fitted to all its examples")]
     reason: Annotated[str | None, Field(description="why its examples give no head, or it does not serve")] = None
-    accuracy: Accuracy | None = None
-    confusion: list[Confusion] | None = None
-    suspects: list[Suspect] | None = None
-    needs_more: list[str] | None = None
-    fitted_to: int | None = None
-    fitted_at: datetime | None = None
 
 
 class ExampleDocument(BaseModel):

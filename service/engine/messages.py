@@ -55,10 +55,8 @@ class InferenceResult:
 
     def after(self, other: InferenceResult) -> InferenceResult:
         """Return this result with the seconds of another pass for the same image, which came before it."""
-        queue, inference = other.queue_seconds, other.inference_seconds
-        return replace(
-            self, queue_seconds=self.queue_seconds + queue, inference_seconds=self.inference_seconds + inference
-        )
+        queue, inference = self.queue_seconds + other.queue_seconds, self.inference_seconds + other.inference_seconds
+        return replace(self, queue_seconds=queue, inference_seconds=inference)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,12 +95,10 @@ class ServedModel(ABC):
     Attributes:
         current: the generation that requests belong to which begin now.
         unloaded: whether its memory was given back until somebody asks for it.
-        is_taught: whether it is a head that the service has learned.
     """
 
     current: Generation[Engine]
     unloaded = False
-    is_taught = False
     _info: ModelInfo | None = None
 
     def __init__(self) -> None:

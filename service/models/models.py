@@ -14,19 +14,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
+from model.heads import Head, with_labels
 from service.engine.backbones import ModelEngine, What
-from service.engine.messages import EngineStatus
+from service.engine.messages import EngineStatus, ModelInfo
 from service.errors import (
     CheckpointRefused,
     DefaultModel,
     EngineUnavailable,
     Forbidden,
     ModelsFull,
+    NameTaken,
     ServiceError,
     SettingsError,
     SwapUnderWay,
@@ -64,6 +67,29 @@ class ModelStatus:
     taught: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class AddedHead:
+    """A head beside the models, which scores the features of one of them.
+
+    Attributes:
+        head: None before there is one.
+        key: of that model in `Models.served`; None: no model has the head's backbone.
+        reason: why it does not answer, whatever that model does; empty if it may.
+    """
+
+    name: str
+    head: Head | None
+    key: str | None
+    reason: str
+
+    def info(self, info: ModelInfo) -> ModelInfo:
+        """Return the description of the head as a model, by that of the model whose features it scores."""
+        assert self.head is not None, "a head that answers is there"
+        head, config = self.head, with_labels(info.config, self.head.labels)
+        own = replace(info, name=self.name, labels=head.labels, config=config, temperature=head.temperature)
+        return replace(own, multi_label=False, zero_shot=None, coverage=None, calibrated_on=None)
+
+
 class Models:
     """Models by name, of which one is the default's.
 
@@ -73,7 +99,10 @@ class Models:
 
     Attributes:
         results: how many loads ended how, and how many backbones were unloaded for others.
+        added: heads that are answered beside the models, by names that no model has.
     """
+
+    added: Mapping[str, AddedHead] = MappingProxyType({})
 
     def __init__(self, served: Mapping[str, ServedModel], default: str = "") -> None:
         self.served = dict(served)
@@ -99,11 +128,21 @@ class Models:
         return key or (info.name if info is not None else "")
 
     def key(self, name: str | None) -> str:
-        """Return where a model stands in `served`, None for the default's; raises `UnknownModel`."""
+        """Return where a model stands in `served`, None for the default's; for a head the one whose features it scores.
+
+        Raises:
+            UnknownModel: there is neither.
+            EngineUnavailable: the head does not answer.
+        """
+        added = self.added.get(name or "")
+        if added is not None:
+            if added.key is None or added.reason:
+                raise EngineUnavailable(f"{name}: {added.reason}")
+            return added.key
         if name is None or (name and name not in self.served and name == self.name_of(self.default_name)):
             return self.default_name
         if not name or name not in self.served:
-            names = ", ".join(sorted(map(self.name_of, self.served)))
+            names = ", ".join(sorted([*map(self.name_of, self.served), *self.added]))
             raise UnknownModel(f"{name!r:.200}: no such model; there is {names:.2000}")
         return name
 
@@ -113,11 +152,13 @@ class Models:
 
     def describe(self) -> list[ModelStatus]:
         """Return the status of each, in the order of names."""
-        return sorted((self._described(key) for key in self.served), key=lambda status: status.name)
+        every = [*map(self._described, self.served), *map(self._described_head, self.added.values())]
+        return sorted(every, key=lambda status: status.name)
 
     def backbones(self) -> dict[str, int]:
         """Return the bytes of each backbone that is loaded."""
-        return {each.backbone: each.bytes for each in self.describe() if each.state == "ready" and each.backbone}
+        every = map(self._described, self.served)
+        return {each.backbone: each.bytes for each in every if each.state == "ready" and each.backbone}
 
     def statuses(self) -> list[EngineStatus]:
         """Return those of all engines that compute, the default's first."""
@@ -167,11 +208,26 @@ class Models:
         """Begin to load what is configured as it is now; the log says how it ends."""
         logger.warning("not reloaded: start the service again")
 
+    def require_free(self, name: str) -> None:
+        """Raise `NameTaken` if a head has the name of a model that is to be loaded."""
+        if name in self.added:
+            raise NameTaken(f"{name}: a taught head has this name: choose another one for the model")
+
     def _require_changeable(self, name: str) -> None:
+        if name in self.added:
+            raise Forbidden(f"{name}: it is a taught head: DELETE /heads/{name} removes it")
         if self.key(name) == self.default_name:
             raise DefaultModel(f"{name!r:.200} is the default model: put another checkpoint in its place")
         if type(self) is Models:
             raise Forbidden("here models are neither loaded nor deleted: start the service again with others")
+
+    def _described_head(self, added: AddedHead) -> ModelStatus:
+        is_loading = added.key is not None or any(model.state == "loading" for model in self.served.values())
+        status = ModelStatus(added.name, "loading", added.reason, "", None, 0, None, default=False, taught=True)
+        if added.key is None or added.head is None:
+            return status if is_loading else replace(status, state="failed")
+        base, classes = self._described(added.key), len(added.head.labels)
+        return replace(base, name=added.name, classes=classes, bytes=0, default=False, taught=True)
 
     def _described(self, key: str) -> ModelStatus:
         model, engine = self.served[key], self.served[key].current.engine
@@ -186,7 +242,6 @@ class Models:
             bytes=getattr(engine, "size", 0) if is_ready else 0,
             last_used=None if last_used is None else now - last_used,
             default=key == self.default_name,
-            taught=model.is_taught,
         )
 
 

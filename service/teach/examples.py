@@ -4,7 +4,7 @@ An example is what a backbone gives of a picture, its label, the time, and who s
 process ends at whatever moment, the file holds what was committed before, and nothing of what was not. Each change of a
 head's examples raises its revision, so that everyone sees which fit is of which examples.
 
-Functions block for some milliseconds: call them from a thread.
+Methods block for some milliseconds: call them from a thread.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -20,18 +21,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.errors import HeadFull, HeadWithoutBackbone, NotFound, SettingsError
+from vitserve.documents import ExampleDocument
 
 MAX_HEADS: Final = 64
 MAX_LABELS: Final = 1000
 MAX_EXAMPLES: Final = 20_000
+# Of the features of a head; the bounds above but the first are of one head, too.
 MAX_BYTES: Final = 64 * 2**20
-"""Of a head's features; the other bounds but the first are of one head, too."""
 
 _FILE: Final = "heads.sqlite3"
+# How long a change waits for another one to end; each takes milliseconds.
 _LOCKED_SECONDS: Final = 10.0
-"""How long a change waits for another one to end; each takes milliseconds."""
 
-_TABLES: Final = """
+_VERSION: Final = 1
+_TABLES: Final = f"""
+BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS heads (
     id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE,
     backbone TEXT NOT NULL, model TEXT NOT NULL, owner TEXT NOT NULL,
@@ -40,8 +44,9 @@ CREATE TABLE IF NOT EXISTS heads (
 CREATE TABLE IF NOT EXISTS examples (
     head INTEGER NOT NULL REFERENCES heads ON DELETE CASCADE, number INTEGER NOT NULL, label TEXT NOT NULL,
     time REAL NOT NULL, who TEXT NOT NULL, features BLOB NOT NULL, UNIQUE (head, number));
+PRAGMA user_version = {_VERSION};
+COMMIT;
 """
-_VERSION: Final = 1
 
 
 class HeadRow(NamedTuple):
@@ -67,27 +72,6 @@ class HeadRow(NamedTuple):
     reason: str
 
 
-_HEADS: Final = f"SELECT {', '.join(HeadRow._fields)} FROM heads"
-
-
-class Example(NamedTuple):
-    """An example without its features: `time` is in seconds since 1970, `who` the name of a key."""
-
-    number: int
-    label: str
-    time: float
-    who: str
-
-
-class TrainingSet(NamedTuple):
-    """All examples of a head: numbers and labels [N], features float32 [N, D], as of a revision."""
-
-    head: HeadRow
-    numbers: list[int]
-    labels: list[str]
-    features: NDArray[np.float32]
-
-
 class Examples:
     """The examples of all heads in a folder, which is made if it is absent.
 
@@ -99,18 +83,13 @@ class Examples:
         self.path = folder / _FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with closing(self._connect()) as db:
-                [version] = db.execute("PRAGMA user_version").fetchone()
-                if version not in (0, _VERSION):
-                    raise SettingsError(f"VIT_TEACH: {self.path}: of another version of vitserve")
-                db.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {_VERSION}; COMMIT")
             self._watching = self._connect()
+            [version] = self._watching.execute("PRAGMA user_version").fetchone()
+            if version not in (0, _VERSION):
+                raise OSError("it is of another version of vitserve")
+            self._watching.executescript(_TABLES)
         except (OSError, sqlite3.Error) as error:
             raise SettingsError(f"VIT_TEACH: {self.path}: cannot be used: {error}") from None
-
-    def close(self) -> None:
-        """Look at the file no more."""
-        self._watching.close()
 
     def version(self) -> int:
         """Return a number that is another one as soon as anybody has changed anything."""
@@ -132,21 +111,16 @@ class Examples:
             HeadFull: there are too many heads, or labels or examples of this one.
         """
         with self._changing() as db:
-            [others] = db.execute("SELECT count(*) FROM heads WHERE name != ?", [name]).fetchone()
-            if others >= MAX_HEADS:
-                raise HeadFull(f"{name}: there are {MAX_HEADS} heads already: delete one first")
             made = [name, *backbone, who]
             db.execute("INSERT OR IGNORE INTO heads (name, backbone, model, owner) VALUES (?, ?, ?, ?)", made)
-            [head, known, numbers] = db.execute(
-                "SELECT id, backbone, numbers FROM heads WHERE name = ?", [name]
-            ).fetchone()
-            if known != backbone[0]:
+            if db.execute("SELECT count(*) FROM heads").fetchone()[0] > MAX_HEADS:
+                raise HeadFull(f"{name}: there are {MAX_HEADS} heads already: delete one first")
+            known = "SELECT id, backbone, numbers FROM heads WHERE name = ?"
+            head, features_of, numbers = db.execute(known, [name]).fetchone()
+            if features_of != backbone[0]:
                 raise HeadWithoutBackbone(f"{name}: its examples are of another backbone than that of {backbone[1]}")
-            now = time.time()
-            rows = [
-                (head, number, label, now, who, row.astype("<f4").tobytes())
-                for number, row in enumerate(features, start=numbers + 1)
-            ]
+            numbered = enumerate(features.astype("<f4"), start=numbers + 1)
+            rows = [(head, number, label, time.time(), who, row.tobytes()) for number, row in numbered]
             db.executemany("INSERT INTO examples VALUES (?, ?, ?, ?, ?, ?)", rows)
             totals = "SELECT count(*), count(DISTINCT label), sum(length(features)) FROM examples WHERE head = ?"
             count, labels, size = db.execute(totals, [head]).fetchone()
@@ -157,21 +131,22 @@ class Examples:
             db.execute(changed, [len(rows), head])
             return _counts(db, head)
 
-    def remove(self, head: HeadRow, number: int | None = None) -> None:
-        """Remove an example of a head, or the head with all that it has; raises `NotFound`."""
+    def remove(self, head: HeadRow, number: int | None = None) -> dict[str, int]:
+        """Remove an example, or with None the whole head; return how many each label has. Raises `NotFound`."""
         with self._changing() as db:
+            query, of = "DELETE FROM examples WHERE head = ? AND number = ?", [head.id, number]
             if number is None:
-                removed = db.execute("DELETE FROM heads WHERE id = ?", [head.id]).rowcount
-            else:
-                removed = db.execute("DELETE FROM examples WHERE head = ? AND number = ?", [head.id, number]).rowcount
-                db.execute("UPDATE heads SET revision = revision + 1 WHERE id = ?", [head.id])
-            if not removed:
+                query, of = "DELETE FROM heads WHERE id = ?", [head.id]
+            if not db.execute(query, of).rowcount:
                 raise NotFound(f"{head.name}: there is no such {'head' if number is None else 'example'}")
+            db.execute("UPDATE heads SET revision = revision + 1 WHERE id = ?", [head.id])
+            return _counts(db, head.id)
 
     def heads(self) -> dict[str, HeadRow]:
         """Return all heads by name."""
         with self._reading() as db:
-            return {row.name: row for row in map(HeadRow._make, db.execute(_HEADS))}
+            rows = db.execute(f"SELECT {', '.join(HeadRow._fields)} FROM heads").fetchall()
+        return {row.name: row for row in map(HeadRow._make, rows)}
 
     def head(self, name: str) -> HeadRow:
         """Return a head; raises `NotFound`."""
@@ -180,25 +155,22 @@ class Examples:
             raise NotFound(f"{name}: there is no such head")
         return found
 
-    def counts(self, head: HeadRow) -> dict[str, int]:
-        """Return how many examples each label of a head has, in the order of the labels' first examples."""
-        with self._reading() as db:
-            return _counts(db, head.id)
-
-    def listed(self, head: HeadRow) -> list[Example]:
+    def listed(self, head: HeadRow) -> list[ExampleDocument]:
         """Return the examples of a head, the first one first."""
         with self._reading() as db:
-            query = "SELECT number, label, time, who FROM examples WHERE head = ? ORDER BY number"
-            return [Example(*row) for row in db.execute(query, [head.id])]
+            rows = db.execute("SELECT number, label, time, who FROM examples WHERE head = ? ORDER BY number", [head.id])
+            return [
+                ExampleDocument(number=number, label=label, time=datetime.fromtimestamp(seconds, UTC), who=who or None)
+                for number, label, seconds, who in rows
+            ]
 
-    def training_set(self, head: HeadRow) -> TrainingSet:
-        """Return all examples of a head; none where it is gone."""
+    def training_set(self, head: HeadRow) -> tuple[list[int], list[str], NDArray[np.float32]]:
+        """Return the numbers, the labels and the features, float32 [N, D], of the examples of a head."""
         with self._reading() as db:
-            now = [HeadRow(*row) for row in db.execute(f"{_HEADS} WHERE id = ?", [head.id])]
             query = "SELECT number, label, features FROM examples WHERE head = ? ORDER BY number"
             rows = db.execute(query, [head.id]).fetchall()
         features = np.frombuffer(b"".join(row[2] for row in rows), "<f4").reshape(max(1, len(rows)), -1)
-        return TrainingSet(now[0] if now else head, [row[0] for row in rows], [row[1] for row in rows], features)
+        return [row[0] for row in rows], [row[1] for row in rows], features
 
     def keep(self, head: HeadRow, fitted: bytes | None, reason: str = "") -> None:
         """Keep what was fitted to the examples as of `head.revision`, unless the head is gone or has something newer.
@@ -212,30 +184,26 @@ class Examples:
                 [fitted, head.revision, reason, head.id, head.revision],
             )
 
-    def fitted(self, head: HeadRow) -> bytes | None:
-        """Return the head that was last fitted, as `model.taught_heads` writes it; None where none was."""
+    def state(self, head: HeadRow) -> tuple[dict[str, int], bytes | None]:
+        """Return how many examples each label has, and the file of the head, None before its first fit."""
         with self._reading() as db:
-            rows: list[tuple[bytes | None]] = db.execute("SELECT fitted FROM heads WHERE id = ?", [head.id]).fetchall()
-        return rows[0][0] if rows else None
+            row = db.execute("SELECT fitted FROM heads WHERE id = ?", [head.id]).fetchone()
+            return _counts(db, head.id), row and row[0]
 
     def _connect(self) -> sqlite3.Connection:
         db = sqlite3.connect(self.path, timeout=_LOCKED_SECONDS, isolation_level=None, check_same_thread=False)
-        db.execute("PRAGMA foreign_keys = ON")
-        db.execute("PRAGMA secure_delete = ON")
+        db.executescript("PRAGMA foreign_keys = ON; PRAGMA secure_delete = ON")
         return db
 
     @contextmanager
-    def _reading(self) -> Iterator[sqlite3.Connection]:
-        with closing(self._connect()) as db:
-            db.execute("BEGIN")
+    def _reading(self, begin: str = "BEGIN") -> Iterator[sqlite3.Connection]:
+        with closing(self._connect()) as db, db:  # an error undoes what was changed
+            db.execute(begin)
             yield db
 
-    @contextmanager
-    def _changing(self) -> Iterator[sqlite3.Connection]:
-        """Let nobody else change anything until the context ends; an error undoes what was changed."""
-        with closing(self._connect()) as db, db:
-            db.execute("BEGIN IMMEDIATE")
-            yield db
+    def _changing(self) -> AbstractContextManager[sqlite3.Connection]:
+        """Let nobody else change anything until the context ends."""
+        return self._reading("BEGIN IMMEDIATE")
 
 
 def _counts(db: sqlite3.Connection, head: int) -> dict[str, int]:

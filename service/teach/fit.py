@@ -34,7 +34,7 @@ _MANY: Final = 1000
 
 
 def taught_head(
-    features: NDArray[np.float32], labels: Sequence[str], numbers: Sequence[int], backbone: str
+    features: NDArray[np.float32], labels: Sequence[str], numbers: Sequence[int], backbone: str, model: str
 ) -> TaughtHead:
     """Return the head that is fitted to examples.
 
@@ -42,6 +42,7 @@ def taught_head(
         features: [N, D].
         labels, numbers: of each example.
         backbone: names what the features are of.
+        model: the name of a model that gives them.
 
     Raises:
         DatasetError: they are too few: two labels need two examples each.
@@ -53,7 +54,7 @@ def taught_head(
     rounds = _ROUNDS if len(truth) < _MANY else 1
     (head, first), *others = [fit_head(features, truth, names, seed=seed) for seed in range(rounds)]
     known = _knowledge([first, *(choice for _, choice in others)], truth, names, numbers)
-    return TaughtHead(replace(head, known=Known.of(features)), backbone, known.model_dump_json())
+    return TaughtHead(replace(head, known=Known.of(features)), backbone, model, known.model_dump_json())
 
 
 def _knowledge(
@@ -99,12 +100,11 @@ def fit_changed(examples: Examples) -> None:
     """Fit each head whose examples have changed since it was fitted, until there is none."""
     while stale := [head for head in examples.heads().values() if head.fitted_revision < head.revision]:
         for head in stale:
-            every = examples.training_set(head)
+            numbers, labels, features = examples.training_set(head)
             try:
-                taught = taught_head(every.features, every.labels, every.numbers, head.backbone)
-                examples.keep(every.head, taught.to_bytes())
+                examples.keep(head, taught_head(features, labels, numbers, head.backbone, head.model).to_bytes())
             except (DatasetError, np.linalg.LinAlgError, MemoryError) as error:
-                examples.keep(every.head, None, first_line(error))
+                examples.keep(head, None, first_line(error))
 
 
 if __name__ == "__main__":

@@ -2,24 +2,32 @@
 
     change --> commit --> seen by every process of the service --> one of them starts the fit --> commit --> seen by all
 
-The file of examples is all that processes share, so a service of several workers and replicas with one folder have the
-same heads. A lock that the child holds makes it the only one that fits; whatever ends, the next look starts it again.
+The file of examples is all that processes share, so workers and replicas with one folder have the same heads. A lock
+that the child holds makes it the only one that fits; whatever ends, the next look starts it again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
+import hashlib
 import logging
 import os
+import sqlite3
 import sys
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
 from typing import Final, NamedTuple
 
+from model.config import PreprocessConfig
 from model.errors import CheckpointError
-from model.taught_heads import TaughtHead
+from model.taught_heads import TaughtHead, is_taught_head
+from service.engine.messages import ModelInfo
+from service.errors import HeadWithoutBackbone
+from service.models.models import AddedHead, Models
 from service.teach.examples import Examples, HeadRow
 
 logger = logging.getLogger("vitserve")
@@ -36,97 +44,141 @@ class Taught(NamedTuple):
     fitted: TaughtHead | None
 
 
+@lru_cache
+def _name(backbone: str, preprocess: PreprocessConfig) -> str:
+    digest = hashlib.sha256(preprocess.model_dump_json().encode()).hexdigest()
+    return f"{backbone.partition('-')[0]}-{digest[:8]}"
+
+
+def features_of(info: ModelInfo) -> str:
+    """Return what names the features that a model gives of a picture: its backbone, and how pictures become pixels.
+
+    The dtype is no part of it: it changes features by their rounding alone.
+    """
+    return _name(info.backbone, info.preprocess)
+
+
+def _loaded(content: bytes | None, where: str) -> TaughtHead | None:
+    """Return the head in a file, None without one; of what is damaged the log tells."""
+    try:
+        return None if content is None else TaughtHead.from_bytes(content, where)
+    except CheckpointError as error:
+        logger.error("%s", error)
+        return None
+
+
 class TaughtHeads:
-    """The heads by name, as of the last look at the file.
+    """The heads by name, as of the last look at them; each is added to the models of the process.
 
     Args:
-        examples: where they are kept.
-
-    Attributes:
-        on_change: called when they are others.
+        examples: where they are kept; None: nothing is taught.
+        folder: of models, where files of heads may lie, too.
+        models: those of the process.
     """
 
-    def __init__(self, examples: Examples) -> None:
+    def __init__(self, examples: Examples | None, folder: Path | None, models: Models) -> None:
         self.examples = examples
         self.heads: Mapping[str, Taught] = {}
-        self.on_change: Callable[[], None] = lambda: None
-        self._seen: int | None = None
-        self._given_up: set[tuple[int, int]] = set()
-        self._look = asyncio.Event()
+        self._folder, self._models = folder, models
+        self._seen: object = None
+        self._look, self._turn = asyncio.Event(), asyncio.Lock()
         self._child: Process | None = None
+        self._given_up: object = None
 
-    def changed(self) -> None:
-        """Look at the file at once: this process has changed it."""
-        self._look.set()
+    def base(self, head: HeadRow) -> str:
+        """Return the key of the model with a head's backbone, the one that it was begun with if there are several.
+
+        Raises:
+            HeadWithoutBackbone: no model that was loaded has it.
+        """
+        served = self._models.served.items()
+        found = [key for key, model in served if model.info is not None and features_of(model.info) == head.backbone]
+        if not found:
+            raise HeadWithoutBackbone(f"no model is served with the backbone of {head.model}, as it was taught on")
+        return min(found, key=lambda key: self._models.name_of(key) != head.model)
+
+    def renew(self) -> None:
+        """Add the heads to the models, as both are now; the name of a model is no head's."""
+        names = {self._models.name_of(key) for key in self._models.served}
+        self._models.added = {name: self._added(taught) for name, taught in self.heads.items() if name not in names}
+
+    def _added(self, taught: Taught) -> AddedHead:
+        row, key, head = taught.row, None, None if taught.fitted is None else taught.fitted.head
+        try:
+            key, reason = self.base(row), "" if head is not None else row.reason or "it is being fitted"
+        except HeadWithoutBackbone as error:
+            reason = str(error)
+        return AddedHead(row.name, head, key, reason)
 
     @property
     def fitting(self) -> bool:
-        """Return whether a child of this process is fitting."""
+        """Return whether a child of this process fits, or nothing is known of its end yet."""
         return self._child is not None
 
+    def changed(self) -> None:
+        """Look at the heads at once: this process has changed them."""
+        self._look.set()
+
     async def watch(self) -> None:
-        """Look at the file again and again, until the task is cancelled."""
+        """Look at the heads again and again, until the task is cancelled."""
         try:
             while True:
-                await self.look()
+                try:
+                    await self.look()
+                except (OSError, sqlite3.Error) as error:
+                    logger.error("taught heads cannot be read: %s", error)
                 self._look.clear()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._look.wait(), _LOOK_SECONDS)
         finally:
-            self.examples.close()
             if self._child is not None:
                 with suppress(ProcessLookupError):
                     self._child.kill()
 
     async def look(self) -> None:
-        """Read the heads if the file has changed, and start the fit of those whose examples have."""
+        """Read the heads if they have changed, and start the fit of those whose examples have."""
+        async with self._turn:
+            await self._look_once()
+
+    async def _look_once(self) -> None:
         heads = await asyncio.to_thread(self._read)
         if heads is not self.heads:
             self.heads = heads
-            self.on_change()
-        stale = {(row.id, row.revision) for row, _ in self.heads.values() if row.fitted_revision < row.revision}
-        if stale - self._given_up and self._child is None:
-            await self._start(stale)
+            self.renew()
+        stale = [row[:6] for row, _ in heads.values() if row.fitted_revision < row.revision]
+        if self.examples is not None and stale and stale != self._given_up and self._child is None:
+            self._child = await self._start(self.examples.path.parent)
+        elif self._child is not None and self._child.returncode is not None:
+            if self._child.returncode:
+                logger.error("the fit of taught heads failed: it is tried again when examples change")
+                self._given_up = stale
+            self._child = None
 
     def _read(self) -> Mapping[str, Taught]:
-        version = self.examples.version()
-        if version == self._seen:
+        seen = self.examples and self.examples.version(), self._folder and self._folder.stat().st_mtime_ns
+        if seen == self._seen:
             return self.heads
-        self._seen = version
-        return {name: Taught(row, self._fitted(row)) for name, row in self.examples.heads().items()}
+        self._seen, heads = seen, dict[str, Taught]()
+        for path in self._folder.iterdir() if self._folder else ():
+            if is_taught_head(path) and (fitted := _loaded(path.read_bytes(), str(path))):
+                heads[path.stem] = Taught(HeadRow(0, path.stem, fitted.backbone, fitted.model, "", 0, 0, ""), fitted)
+        if self.examples is None:
+            return heads
+        for row in self.examples.heads().values():
+            before = self.heads.get(row.name)
+            if before is None or (before.row.id, before.row.fitted_revision) != (row.id, row.fitted_revision):
+                before = Taught(row, _loaded(self.examples.state(row)[1], row.name))
+            heads[row.name] = before._replace(row=row)
+        return heads
 
-    def _fitted(self, row: HeadRow) -> TaughtHead | None:
-        """Return a head as it was last fitted: what is loaded already, if that is it."""
-        loaded = self.heads.get(row.name)
-        if loaded is not None and (loaded.row.id, loaded.row.fitted_revision) == (row.id, row.fitted_revision):
-            return loaded.fitted
-        content = self.examples.fitted(row)
-        try:
-            return None if content is None else TaughtHead.from_bytes(content, row.name)
-        except CheckpointError as error:
-            logger.error("%s", error)
-            return None
-
-    async def _start(self, stale: set[tuple[int, int]]) -> None:
-        """Start the process that fits, unless one of any process of the service is at it."""
-        lock = os.open(self.examples.path.with_name(_LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    async def _start(self, folder: Path) -> Process | None:
+        """Return the process that fits, or None where one of any process of the service is at it."""
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            command = (sys.executable, "-m", "service.teach.fit", str(self.examples.path.parent))
-            environment = {**os.environ, **_ONE_THREAD}
-            self._child = await asyncio.create_subprocess_exec(
-                *command, env=environment, stdin=DEVNULL, stdout=DEVNULL, pass_fds=(lock,)
-            )
+            command, environment = (sys.executable, "-m", "service.teach.fit", str(folder)), os.environ | _ONE_THREAD
+            return await asyncio.create_subprocess_exec(*command, env=environment, stdin=DEVNULL, pass_fds=(lock,))
         except BlockingIOError:
-            return
+            return None
         finally:
             os.close(lock)
-        self._waiter = asyncio.create_task(self._wait(self._child, stale))
-
-    async def _wait(self, child: Process, stale: set[tuple[int, int]]) -> None:
-        code = await child.wait()
-        self._child = None
-        if code:
-            logger.error("the fit of taught heads ended with code %d: it is tried again when examples change", code)
-            self._given_up = stale
-        self._look.set()

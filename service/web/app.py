@@ -5,6 +5,7 @@ Engines are handed in: nothing here imports a model or torch.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -24,7 +25,6 @@ from service.observe.metrics import Metrics, Sources
 from service.settings import MEMORY, Settings, exports_spans, parse_keys
 from service.teach.examples import Examples
 from service.teach.heads import TaughtHeads
-from service.teach.models import TaughtModels
 from service.web import problems
 from service.web.admission import RECEIVING_BYTES, Limiter, Receiving, RefusalPace
 from service.web.api_keys import ApiKeyMiddleware, KeyGuard, KeyLimiter
@@ -100,8 +100,8 @@ def create_app(
         on_engine_change: called on the event loop after each change of a model's state.
         image_store: shared with other processes; by default this application's own.
     """
-    if settings.teach is not None:
-        models = TaughtModels(models, TaughtHeads(Examples(Path(settings.teach).expanduser())))
+    taught = None if settings.teach is None else Examples(Path(settings.teach).expanduser())
+    folder = None if settings.models is None else Path(settings.models).expanduser()
     images = image_store or image_store_of(settings, metrics, clock)
     decoders = Decoders(settings, on_restart=metrics.decoder_restarts.inc)
     service = Service(
@@ -114,6 +114,7 @@ def create_app(
         lifecycle or Lifecycle(),
         Lanes(settings, models, decoders, clock),
         decoders,
+        TaughtHeads(taught, folder, models),
         clock,
     )
     metrics.watch(_sources(service))
@@ -185,6 +186,7 @@ def _tracing() -> Tracing | None:
 def _publish_model(service: Service, on_engine_change: Callable[[], None]) -> None:
     """Publish which models the engines have, and tell their owner of the change."""
     served = [replica for model in service.models.served.values() for replica in model.current.engine.engines]
+    service.taught.renew()
     service.metrics.set_models([replica.info for replica in served if replica.info is not None], __version__)
     on_engine_change()
 
@@ -201,7 +203,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
             grpc = serving(service, state.guard, state.outermost.count, service.settings.grpc_port)
             await beside.enter_async_context(grpc)
+        watching = asyncio.create_task(service.taught.watch())
         yield
+    watching.cancel()
     await service.models.close()
     service.lanes.close()
     service.decoders.close()

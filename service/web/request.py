@@ -27,11 +27,11 @@ from starlette.types import Message, Receive
 
 from model.config import PreprocessConfig
 from model.cores import usable_cores
-from model.heads import compared, of_image, with_map
+from model.heads import Head, compared, of_image, with_map
 from model.images.formats import is_bounded
 from model.images.preprocess import ModelInput, model_input
 from model.images.region import Region
-from model.outputs import MapRequest, RequestedOutputs
+from model.outputs import CLASS_SPECIFIC, EmbeddingRequest, MapRequest, RequestedOutputs
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from service.errors import (
@@ -50,6 +50,7 @@ from service.models.model import Generation
 from service.models.models import Models
 from service.observe.metrics import Metrics
 from service.settings import Settings
+from service.teach.heads import TaughtHeads
 from service.web.admission import Body, Limiter, Permit, Receiving
 from service.web.decoders import Decoded, Decoders
 from service.web.image_stores import ImageStore, id_of_kind, new_image_id
@@ -100,10 +101,14 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The model of a request: the generation that it belongs to, and its description."""
+    """The model of a request: the generation that it belongs to, its description, and its head if that is a taught one.
+
+    Such a head scores the features that the generation gives.
+    """
 
     generation: Generation[Engine]
     info: ModelInfo
+    taught: Head | None = None
 
 
 class Sender(NamedTuple):
@@ -138,6 +143,7 @@ class Service:
     lifecycle: Lifecycle
     lanes: Lanes
     decoders: Decoders
+    taught: TaughtHeads
     clock: Callable[[], float] = time.monotonic
 
     def model(self, name: str | None = None) -> Model:
@@ -153,7 +159,8 @@ class Service:
         info = generation.engine.info
         if info is None or not generation.engine.ready:
             raise EngineUnavailable(generation.engine.status.reason)
-        return Model(generation, info)
+        added = self.models.added.get(name or "")
+        return Model(generation, info) if added is None else Model(generation, added.info(info), added.head)
 
     async def loaded_model(self, name: str | None, started: float) -> Model:
         """Return the model of a name for a request whose head came at a reading of the clock; see `model`.
@@ -437,22 +444,44 @@ class AdmittedRequest:
     ) -> InferenceResult:
         """Return the model's answer to one picture, uint8 [H, W, C]; raises as `Engine.infer`.
 
-        Labels of the request are compared with the picture's embedding here; their texts are none of the batch's. A map
-        of the best of them, which is known only then, is asked for on its own.
+        A taught head scores the picture's embedding here, and so do labels of the request, whose texts are none of the
+        batch's.
         """
-        if not requested.labels:
+        taught, embedding = (model or self.model).taught, requested.embedding
+        if taught is None and not requested.labels:
             return await self._infer(pixels, requested, model)
-        zero_shot = self.model.info.zero_shot
-        assert zero_shot is not None, "routes refuse labels for other models"
-        result = await self._infer(pixels, of_image(requested))
-        texts = await self.embed_texts(zero_shot.prompts(requested.labels))
-        head = zero_shot.head(requested.labels, texts)
+        if taught is not None and embedding not in (None, EmbeddingRequest()):  # which is not what the head reads
+            given = await self._infer(pixels, RequestedOutputs(1, embedding=embedding), model)
+            result = (await self.infer(pixels, replace(requested, embedding=None), model)).after(given)
+            return replace(result, outputs=replace(result.outputs, embedding=given.outputs.embedding))
+        result = await self._infer(pixels, of_image(requested), model)
+        if taught is None:
+            zero_shot = self.model.info.zero_shot
+            assert zero_shot is not None, "routes refuse labels for other models"
+            texts = await self.embed_texts(zero_shot.prompts(requested.labels))
+            taught = zero_shot.head(requested.labels, texts)
+        return await self.scored(pixels, result, taught, requested, model)
+
+    async def scored(
+        self,
+        pixels: NDArray[np.uint8],
+        result: InferenceResult,
+        head: Head,
+        requested: RequestedOutputs,
+        model: Model | None = None,
+    ) -> InferenceResult:
+        """Return the answer of a head to one picture, from the result of what `model.heads.of_image` returns.
+
+        The map of a class is asked for on its own.
+        """
         outputs, logits = compared(result.outputs, head, requested)
-        if requested.map is not None and requested.map.of_best_class:
-            of_label = MapRequest("relevance", direction=head.direction(logits))
-            explained = await self._infer(pixels, RequestedOutputs(1, of_label))
+        asked = requested.map
+        if asked is not None and asked.method in CLASS_SPECIFIC:
+            label = int(outputs.indices[0]) if asked.class_index is None else asked.class_index
+            of_label = MapRequest(asked.method, direction=head.target(asked.method, logits, label))
+            explained = await self._infer(pixels, RequestedOutputs(1, of_label), model)
             assert explained.outputs.map is not None, "the engine answers each request for a map"
-            outputs = with_map(outputs, head, logits, requested.map, explained.outputs.map)
+            outputs = with_map(outputs, head, logits, asked, explained.outputs.map)
             result = result.after(explained)
         return replace(result, outputs=outputs)
 

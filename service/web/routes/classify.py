@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from model.errors import ImageError, InputError
-from model.heads import labels_of_request, with_labels
+from model.heads import labels_of_request, of_image, with_labels
 from model.outputs import DEFAULT_TOP_K, EmbeddingRequest, RequestedOutputs, parse_maps
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, MissingImage, ServiceError, UnknownModel
@@ -249,8 +249,6 @@ async def _classify_by_several(request: Request, query: ClassifyQuery) -> Respon
             failed[name] = error
         else:
             groups.setdefault((model.info.backbone or name, model.info.preprocess), []).append((model, requested))
-    for group in groups.values():
-        group.sort(key=lambda member: not service.models.find(member[0].info.name).is_taught)
     members = [each for group in groups.values() for each in group]
     # Without any model that answers, the default one's request is answered with the errors.
     async with service.admit(request, members[0][0] if members else service.model()) as admitted:
@@ -293,10 +291,10 @@ async def _pass(
     admitted: AdmittedRequest, picture: bytearray, members: _Members, image_id: str, query: ClassifyQuery
 ) -> _Pass:
     """Ask the models of one backbone and preprocessing; raises an error of the picture itself."""
-    (first, asked), *others = members
+    first = replace(members[0][0], taught=None)
+    asked, *others = [wanted if model.taught is None else of_image(wanted) for model, wanted in members]
     try:
-        asked = replace(asked, more=tuple(each for _, each in others))
-        decoded, result = await admitted.classify(picture, asked, first)
+        decoded, result = await admitted.classify(picture, replace(asked, more=tuple(others)), first)
     except MissingImage:
         raise
     except ServiceError as error:
@@ -306,6 +304,12 @@ async def _pass(
     answers: dict[str, dict[str, Any]] = {}
     for (model, wanted), outputs in zip(members, (result.outputs, *result.outputs.more), strict=True):
         own = replace(result, outputs=outputs)
+        try:
+            if model.taught is not None:
+                own = await admitted.scored(decoded.picture.pixels, own, model.taught, wanted, first)
+        except ServiceError as error:
+            answers[model.info.name] = _item(admitted, error)
+            continue
         _count(admitted, model, own)
         answers[model.info.name] = _fields(admitted, model, wanted, decoded, own, kept, query.min_score)
     return _Pass(answers, (decoded, result), kept is not None)

@@ -6,8 +6,6 @@ With keys set any key teaches a head that it began, or that nobody's key did; th
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
-from datetime import UTC, datetime
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -21,17 +19,25 @@ from model.errors import ImageError
 from model.heads import checked_texts
 from model.outputs import EmbeddingRequest, Outputs, RequestedOutputs
 from model.taught_heads import TaughtHead
-from service.errors import Forbidden, InferenceFailed, InvalidParameter, NotFound, ServiceError, UnknownModel
+from service.errors import (
+    Forbidden,
+    HeadWithoutBackbone,
+    InferenceFailed,
+    InvalidParameter,
+    NameTaken,
+    NotFound,
+    ServiceError,
+)
 from service.models.folder import check_name
 from service.teach.examples import Examples, HeadRow
-from service.teach.models import TaughtModels, features_of
+from service.teach.heads import features_of
 from service.web.api_keys import holds_admin_key
 from service.web.inference_protocol.inference import at_position
 from service.web.middleware import request_context
 from service.web.request import AdmittedRequest, all_of, model_of, require_file, service_of
-from service.web.routes.endpoint import SEVERAL_PICTURES, Absent, Endpoint, problems
+from service.web.routes.endpoint import SEVERAL_PICTURES, Absent, Endpoint, problems, to_json
 from service.web.upload import UploadedFile
-from vitserve.documents import ExampleCounts, ExampleDocument, ExampleList, HeadDescription, Knowledge
+from vitserve.documents import ExampleCounts, ExampleList, HeadDescription, Knowledge
 
 router = APIRouter(tags=["teaching"], route_class=Endpoint)
 
@@ -67,21 +73,23 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
 
     All are added, or none. The head is fitted in the background; until then the one before answers.
     """
-    service, models = service_of(request), _taught_models(request)
+    service, examples = service_of(request), _examples(request)
     name = check_name(request.path_params["name"])
-    models.require_free(name)
+    if name in map(service.models.name_of, service.models.served):
+        raise NameTaken(f"{name}: a model has this name: choose another one for the head")
     [label] = checked_texts([query.label], "label", 1)
-    row = (await asyncio.to_thread(models.heads.examples.heads)).get(name)
-    _require_own(request, row)
-    model = await model_of(request, query.backbone if row is None else query.backbone or models.require_base(row))
+    head = (await asyncio.to_thread(examples.heads)).get(name)
+    _require_own(request, head)
+    backbone = query.backbone
+    if head is not None and backbone is None:
+        backbone = service.models.name_of(service.taught.base(head))
+    model = await model_of(request, backbone)
     async with service.admit(request, model) as admitted:
         features = await _features(admitted, query)
-        add, backbone = models.heads.examples.add, (features_of(model.info), model.info.name)
-        who = request_context(request.scope).key_name or ""
-        counts = await asyncio.to_thread(add, name, label, features, who, backbone)
-    models.heads.changed()
-    content = ExampleCounts(head=name, examples=counts).model_dump_json()
-    return Response(content, 201, media_type="application/json")
+        who, of = request_context(request.scope).key_name or "", (features_of(model.info), model.info.name)
+        counts = await asyncio.to_thread(examples.add, name, label, features, who, of)
+    service.taught.changed()
+    return Response(to_json(ExampleCounts(head=name, examples=counts)), 201, media_type="application/json")
 
 
 @router.get(
@@ -95,12 +103,8 @@ async def list_examples(request: Request) -> Response:
     """List the examples of a head, without their features: the pictures themselves are not kept."""
     examples, head = await _found(request)
 
-    def write() -> str:
-        listed = [
-            ExampleDocument(number=number, label=label, time=datetime.fromtimestamp(time, UTC), who=who or None)
-            for number, label, time, who in examples.listed(head)
-        ]
-        return ExampleList(head=head.name, examples=listed).model_dump_json(exclude_none=True)
+    def write() -> bytes:
+        return to_json(ExampleList(head=head.name, examples=examples.listed(head)))
 
     return Response(await asyncio.to_thread(write), media_type="application/json")
 
@@ -115,9 +119,9 @@ async def delete_example(request: Request) -> ExampleCounts:
     """Remove an example of a head, which is fitted again."""
     _require_admin(request)
     examples, head = await _found(request)
-    await asyncio.to_thread(examples.remove, head, request.path_params["number"])
-    _taught_models(request).heads.changed()
-    return ExampleCounts(head=head.name, examples=await asyncio.to_thread(examples.counts, head))
+    counts = await asyncio.to_thread(examples.remove, head, request.path_params["number"])
+    service_of(request).taught.changed()
+    return ExampleCounts(head=head.name, examples=counts)
 
 
 @router.get(
@@ -129,23 +133,19 @@ async def delete_example(request: Request) -> ExampleCounts:
 )
 async def describe_head(request: Request) -> HeadDescription:
     """Describe a head: its examples, how often it is right, what it takes for what, and which labels look wrong."""
+    await service_of(request).taught.look()  # so that what is described here is what answers here
     examples, head = await _found(request)
-    counts, content = await asyncio.to_thread(lambda: (examples.counts(head), examples.fitted(head)))
-    models, known, reason = _taught_models(request), dict[str, Any](), head.reason
+    counts, content = await asyncio.to_thread(examples.state, head)
+    facts: dict[str, Any] = {"head": head.name, "examples": counts, "backbone": head.backbone, "model": head.model}
+    facts |= {"reason": head.reason or None, "up_to_date": head.fitted_revision == head.revision}
+    try:
+        service_of(request).taught.base(head)
+    except HeadWithoutBackbone as error:
+        facts |= {"reason": str(error)}
     if content is not None:
         taught = await asyncio.to_thread(TaughtHead.from_bytes, content, head.name)
-        known = dict(Knowledge.model_validate_json(taught.statistics))
-    with suppress(UnknownModel):
-        reason = reason or models.find(head.name).current.engine.status.reason
-    return HeadDescription(
-        head=head.name,
-        examples=counts,
-        backbone=head.backbone,
-        model=head.model,
-        up_to_date=head.fitted_revision == head.revision,
-        reason=reason or None,
-        **known,
-    )
+        facts |= dict(Knowledge.model_validate_json(taught.statistics))
+    return HeadDescription.model_validate(facts)
 
 
 @router.delete(
@@ -160,7 +160,7 @@ async def delete_head(request: Request) -> Response:
     _require_admin(request)
     examples, head = await _found(request)
     await asyncio.to_thread(examples.remove, head)
-    _taught_models(request).heads.changed()
+    service_of(request).taught.changed()
     return Response(status_code=204)
 
 
@@ -173,24 +173,24 @@ async def delete_head(request: Request) -> Response:
 async def export_head(request: Request) -> Response:
     """Return a head as one file, which a folder of models takes beside its backbone."""
     examples, head = await _found(request)
-    content = await asyncio.to_thread(examples.fitted, head)
+    _, content = await asyncio.to_thread(examples.state, head)
     if content is None:
         raise NotFound(f"{head.name}: it is not fitted yet")
     name = f'attachment; filename="{head.name}.safetensors"'
     return Response(content, headers={"Content-Disposition": name}, media_type="application/octet-stream")
 
 
-def _taught_models(request: Request) -> TaughtModels:
-    """Return the models of a service that is taught; raises `NotFound` where none is."""
-    models = service_of(request).models
-    if not isinstance(models, TaughtModels):
+def _examples(request: Request) -> Examples:
+    """Return where the examples are; raises `NotFound` where nothing is taught."""
+    examples = service_of(request).taught.examples
+    if examples is None:
         raise NotFound("nothing is taught here: the service was started without VIT_TEACH")
-    return models
+    return examples
 
 
 async def _found(request: Request) -> tuple[Examples, HeadRow]:
     """Return the head of a path, and where its examples are; raises `NotFound`."""
-    examples = _taught_models(request).heads.examples
+    examples = _examples(request)
     return examples, await asyncio.to_thread(examples.head, request.path_params["name"])
 
 

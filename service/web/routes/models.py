@@ -67,6 +67,7 @@ async def put_model(request: Request) -> Response:
     if name != service.models.name_of(service.models.default_name):
         check_name(name)
     service.check_ready()
+    service.models.require_free(name)
     is_new = await service.models.put(name, what)
     return Response(to_json(_listed(status_of(service, name))), 201 if is_new else 200, media_type="application/json")
 
@@ -98,11 +99,8 @@ def require_admin(request: Request, settings: Settings) -> None:
         raise Forbidden("loading is off: VIT_ADMIN_KEY is not set")
     authorization = request.headers.get("authorization", "")
     if not holds_admin_key(authorization, settings):
-        wrong = (
-            "the admin key is wrong"
-            if bearer_token(authorization)
-            else "the admin key is needed: Authorization: Bearer KEY"
-        )
+        needed = "the admin key is needed: Authorization: Bearer KEY"
+        wrong = "the admin key is wrong" if bearer_token(authorization) else needed
         raise Unauthorized(wrong)
 
 

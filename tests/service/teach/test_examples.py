@@ -44,9 +44,9 @@ def test_examples_are_numbered_and_kept(store: Examples) -> None:
         (2, "cat", "alice"),
         (3, "a dog", "alice"),
     ]
-    every = again.training_set(head)
-    assert (every.numbers, every.labels) == ([1, 2, 3], ["cat", "cat", "a dog"])
-    assert np.array_equal(every.features, np.concatenate([rows(2), rows(1)]))
+    numbers, labels, features = again.training_set(head)
+    assert (numbers, labels) == ([1, 2, 3], ["cat", "cat", "a dog"])
+    assert np.array_equal(features, np.concatenate([rows(2), rows(1)]))
 
 
 def test_a_number_is_never_given_again(store: Examples) -> None:
@@ -69,7 +69,7 @@ def test_a_deleted_head_is_gone_and_a_fit_of_it_is_not_kept(store: Examples) -> 
         store.remove(before)
     add(store)
     store.keep(before, b"of the old one")
-    assert store.fitted(store.head("pets")) is None
+    assert store.state(store.head("pets"))[1] is None
     assert len(store.listed(store.head("pets"))) == 1
 
 
@@ -80,10 +80,10 @@ def test_an_older_fit_does_not_take_the_place_of_a_newer_one(store: Examples) ->
     new = store.head("pets")
     store.keep(new, b"new")
     store.keep(old, b"old")
-    assert store.fitted(new) == b"new"
+    assert store.state(new)[1] == b"new"
     add(store)
     store.keep(store.head("pets"), None, "too few")
-    assert store.fitted(new) == b"new"
+    assert store.state(new)[1] == b"new"
     assert store.head("pets").reason == "too few"
 
 
@@ -105,7 +105,7 @@ def test_what_is_beyond_a_bound_is_refused_whole(
     add(store, "dog", 1)
     with pytest.raises(HeadFull, match=message):
         add(store, "cow", 2)
-    assert store.counts(store.head("pets")) == {"cat": 2, "dog": 1}
+    assert store.state(store.head("pets"))[0] == {"cat": 2, "dog": 1}
     store.remove(store.head("pets"), 1)
     if bound != "MAX_LABELS":
         assert add(store, "dog")["dog"] == 2
@@ -131,7 +131,7 @@ def test_two_who_add_at_once_lose_nothing(store: Examples) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sum(store.counts(store.head("pets")).values()) == 90
+    assert sum(store.state(store.head("pets"))[0].values()) == 90
     assert [each.number for each in store.listed(store.head("pets"))] == list(range(1, 91))
 
 
@@ -156,10 +156,10 @@ def test_a_kill_at_any_moment_leaves_the_last_whole_state(tmp_path: Path) -> Non
                 said = int(writer.stdout.readline())
             os.kill(writer.pid, signal.SIGKILL)
         store = Examples(tmp_path)
-        every = store.training_set(store.head("pets"))
-        assert len(every.numbers) % 7 == 0, "a request's pictures are kept together"
-        assert len(every.numbers) >= said, "what was answered is kept"
-        assert every.numbers == list(range(1, len(every.numbers) + 1))
+        numbers, _, _ = store.training_set(store.head("pets"))
+        assert len(numbers) % 7 == 0, "a request's pictures are kept together"
+        assert len(numbers) >= said, "what was answered is kept"
+        assert numbers == list(range(1, len(numbers) + 1))
         with sqlite3.connect(store.path) as db:
             assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 

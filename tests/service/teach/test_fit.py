@@ -28,23 +28,24 @@ def pictures(count: int, *, seed: int = 0, spread: float = 0.4) -> tuple[NDArray
 
 def taught(count: int = 10) -> tuple[TaughtHead, Knowledge]:
     features, labels = pictures(count)
-    head = taught_head(features, labels, range(1, len(labels) + 1), "b")
+    head = taught_head(features, labels, range(1, len(labels) + 1), "b", "deit")
     return head, Knowledge.model_validate_json(head.statistics)
 
 
 def test_the_head_answers_pictures_that_it_has_not_seen() -> None:
-    (head, _, _), known = taught()
+    (head, *_), known = taught()
     features, labels = pictures(50, seed=1)
     assert head.labels == LABELS
     answers = [LABELS[place] for place in head.logits(features).argmax(axis=1)]
     assert np.mean([answer == label for answer, label in zip(answers, labels, strict=True)]) > 0.98
+    assert known.accuracy is not None
     assert (known.accuracy.value, known.accuracy.high, known.fitted_to) == (1.0, 1.0, 30)
     assert 0.85 < known.accuracy.low < 0.9, "thirty right ones are no proof of more"
     assert (known.confusion, known.suspects, known.needs_more) == ([], [], [])
 
 
 def test_far_pictures_are_known_from_near_ones() -> None:
-    (head, _, _), _ = taught()
+    (head, *_), _ = taught()
     assert head.known is not None
     assert head.known.far(pictures(100, seed=1)[0]).mean() < 0.1
     elsewhere = np.roll(pictures(100, seed=2)[0], 5, axis=1)
@@ -54,7 +55,7 @@ def test_far_pictures_are_known_from_near_ones() -> None:
 def test_a_wrong_label_is_the_first_suspect() -> None:
     features, labels = pictures(10)
     labels[4], labels[23] = "cow", "dog"
-    known = Knowledge.model_validate_json(taught_head(features, labels, range(101, 131), "b").statistics)
+    known = Knowledge.model_validate_json(taught_head(features, labels, range(101, 131), "b", "deit").statistics)
     assert {(each.number, each.label, each.likely) for each in known.suspects} == {
         (105, "cow", "cat"),
         (124, "dog", "cow"),
@@ -66,7 +67,7 @@ def test_a_wrong_label_is_the_first_suspect() -> None:
 def test_labels_with_few_pictures_need_more() -> None:
     features, labels = pictures(10)
     kept = [place for place, label in enumerate(labels) if label != "cow" or place == 20]
-    head = taught_head(features[kept], [labels[place] for place in kept], kept, "b")
+    head = taught_head(features[kept], [labels[place] for place in kept], kept, "b", "deit")
     known = Knowledge.model_validate_json(head.statistics)
     assert known.needs_more == ["cow"]
     assert head.head.labels == LABELS, "one picture of a label is enough for it to be answered"
@@ -75,7 +76,7 @@ def test_labels_with_few_pictures_need_more() -> None:
 @pytest.mark.parametrize("labels", [[], ["cat"] * 4, ["cat", "cat", "dog"]], ids=["none", "one label", "one dog"])
 def test_too_few_examples_are_refused(labels: list[str]) -> None:
     with pytest.raises(DatasetError, match="two labels with two pictures each"):
-        taught_head(np.ones((len(labels), 4), np.float32), labels, range(len(labels)), "b")
+        taught_head(np.ones((len(labels), 4), np.float32), labels, range(len(labels)), "b", "deit")
 
 
 def test_a_file_holds_all_of_a_head(tmp_path: Path) -> None:
@@ -109,12 +110,12 @@ def test_each_changed_head_is_fitted_once(tmp_path: Path) -> None:
     assert pets.fitted_revision == pets.revision == 3
     assert few.fitted_revision == few.revision
     assert few.reason.startswith("two labels with two pictures each")
-    first = store.fitted(pets)
+    first = store.state(pets)[1]
     assert first is not None
     fit_changed(store)
-    assert store.fitted(pets) == first, "its date is in it"
+    assert store.state(pets)[1] == first, "its date is in it"
     store.remove(pets, 1)
     fit_changed(store)
-    again = store.fitted(pets)
+    again = store.state(pets)[1]
     assert again is not None
     assert json.loads(TaughtHead.from_bytes(again, "pets").statistics)["fitted_to"] == 17
