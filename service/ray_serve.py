@@ -11,18 +11,21 @@ import asyncio
 import logging
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from prometheus_client import Metric
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from model.errors import first_problem
+from service.engine.backbones import Backbones, ModelEngine, What
 from service.engine.devices import fit_to_machine
 from service.engine.loading import load_predictor
-from service.engine.local import BATCH_SECONDS, Loader, engine_of
+from service.engine.local import BATCH_SECONDS, Loader
 from service.errors import EngineUnavailable, Forbidden, SettingsError
 from service.lifecycle import freeze_objects, trim_regularly
-from service.models.model import LocalModel
+from service.models.model import Generation
+from service.models.models import LocalModels, configured_models
 from service.observe import logs
 from service.observe.metrics import Metrics, render_replicas
 from service.settings import MEMORY, Settings, load_settings, unknown_variables
@@ -113,15 +116,16 @@ class Replica:
         logs.configure(settings.log_format, settings.log_level)
         self._settings = settings
         self._metrics = _MetricsOfAll()
-        self._engine = engine_of(settings, load, self._metrics.observe_batch)
+        make = Backbones(settings, load, self._metrics.observe_batch).engine
+        self._models = _FixedModels(settings, make, configured_models(settings))
         self._loaded = asyncio.Event()
+        self._logged: WeakSet[Generation[ModelEngine]] = WeakSet()
         trim_regularly()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application to which Ray passes all requests, and the beginning and end of the replica."""
         changed = self._on_engine_change
-        model = _FixedModel(lambda _: self._engine)
-        service = create_app(self._settings, model, self._metrics, on_engine_change=changed)
+        service = create_app(self._settings, self._models, self._metrics, on_engine_change=changed)
 
         async def application(scope: Scope, receive: Receive, send: Send) -> None:
             await service(scope, receive, partial(_send_without_request_id, send))
@@ -134,26 +138,38 @@ class Replica:
         Ray calls it before it sends requests, and again and again as long as the replica lives.
         """
         await self._loaded.wait()
-        if not self._engine.ready:
-            raise EngineUnavailable(self._engine.status.reason)
+        if self._models.failure or not self._models.default.current.engine.ready:
+            raise EngineUnavailable(self._models.failure or self._models.default.current.engine.status.reason)
 
     async def own_metrics(self) -> tuple[str, list[Metric]]:
         """Return the name and the metrics of this replica."""
         return self._metrics.own()
 
     def _on_engine_change(self) -> None:
-        self._loaded.set()
-        if self._engine.ready and self._engine.info is not None:
-            freeze_objects()
-            log_model(self._engine.status, self._engine.info)
+        engine = self._models.default.current.engine
+        if engine.status.state != "loading":
+            self._loaded.set()
+        for model in self._models.served.values():
+            if model.info is not None and model.current not in self._logged and model.current.engine.ready:
+                self._logged.add(model.current)
+                freeze_objects()
+                log_model(model.current.engine.status, model.info)
 
 
-class _FixedModel(LocalModel):
-    """A model that is not replaced: one replica would have another one than the others."""
+class _FixedModels(LocalModels):
+    """Models that are not replaced: one replica would have others than the rest."""
 
-    async def replace(self, checkpoint: str | None) -> None:
+    async def put(self, name: str, what: What) -> bool:
         """Raise `Forbidden`."""
         raise Forbidden("here the checkpoint is not swapped: start the service again with another one")
+
+    async def unload(self, name: str) -> None:
+        """Raise `Forbidden`."""
+        await self.put(name, None)
+
+    async def delete(self, name: str) -> None:
+        """Raise `Forbidden`."""
+        await self.put(name, None)
 
 
 async def _send_without_request_id(send: Send, message: Message) -> None:

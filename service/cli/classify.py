@@ -66,7 +66,9 @@ def _rows(file: Path, answer: Answer) -> Iterator[dict[str, Any]]:
     if "error" in answer:
         yield {"file": file, **answer}
         return
-    fields = {name: "; ".join(answer[name]) if name == "set" else answer[name] for name in SET if name in answer}
+    fields: Answer = {
+        name: "; ".join(answer[name]) if name == "set" else answer[name] for name in SET if name in answer
+    }
     for rank, prediction in enumerate(answer["predictions"], start=1):
         yield {"file": file, "rank": rank, **prediction, **fields}
 

@@ -20,10 +20,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -33,11 +32,13 @@ from model.errors import NewProcessNeeded
 from service.cluster import frames
 from service.cluster.processes import SERVING, Report
 from service.cluster.supervisor import TRY_AGAIN, Child
-from service.engine.local import Loader, LocalEngine, engine_of
+from service.engine.backbones import Backbones, ModelEngine
+from service.engine.local import Loader
 from service.engine.messages import InferenceRequest
 from service.errors import CheckpointRefused, EngineUnavailable, InferenceFailed, ServiceError
-from service.lifecycle import freeze_objects, trim_regularly
-from service.models.model import LocalModel
+from service.lifecycle import release_memory, trim_regularly
+from service.models.model import Generation
+from service.models.models import LocalModels, Version, configured_models
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.web.image_stores import MemoryImageStore
@@ -54,33 +55,25 @@ _LOOK_SECONDS: Final = 0.01
 """Seconds between two looks whether all workers have adopted what has taken over."""
 
 
-@dataclass
-class Served:
-    """What the service serves: the newest generation, and its checkpoint; None is the configured checkpoint."""
-
-    generation: int = 1
-    checkpoint: str | None = None
-
-
 class EngineServer:
-    """Serves the model of this process to workers of other processes.
+    """Serves the models of this process to workers of other processes.
 
     Args:
         restarts: how often the process was started again.
-        on_change: called when the model's state has changed, or another generation has taken over.
+        on_change: called when the state of a model has changed, or another generation has taken over.
         refresh_seconds: between two looks at changes of the status that no one reports, such as the queue's depth.
     """
 
     def __init__(
         self,
-        model: LocalModel,
+        models: LocalModels,
         images: MemoryImageStore,
         *,
         restarts: int = 0,
         on_change: Callable[[], None] = lambda: None,
         refresh_seconds: float = 1.0,
     ) -> None:
-        self.model = model
+        self.models = models
         self.images = images
         self.workers: set[_Worker] = set()
         self.loader: _Worker | None = None
@@ -90,16 +83,16 @@ class EngineServer:
         self._last_status: frames.StatusChanged | None = None
 
     async def start(self, path: Path) -> None:
-        """Load the model, and accept connections at a socket of this path."""
+        """Load the models, and accept connections at a socket of this path."""
         self._server = await asyncio.start_unix_server(self._serve, path, limit=frames.BUFFER_BYTES)
-        self.model.start(self._changed)
+        self.models.start(self._changed)
         self._refresher = asyncio.create_task(self._refresh())
 
     async def close(self) -> None:
-        """Close the model; the requests that it has are answered before the connections end."""
+        """Close the models; the requests that they have are answered before the connections end."""
         self._refresher.cancel()
         self._server.close()
-        await self.model.close()
+        await self.models.close()
         self.publish_status()
         for worker in list(self.workers):
             await worker.finish()
@@ -107,13 +100,16 @@ class EngineServer:
     @property
     def status(self) -> frames.StatusChanged:
         """Return the status as it is published."""
-        status = replace(self.model.current.engine.status, restarts=self._restarts)
-        return frames.StatusChanged(status, self.model.loads, self.images.usage())
+        models = self.models
+        depth = sum(status.queue_depth for status in models.statuses())
+        status = replace(models.default.current.engine.status, restarts=self._restarts, queue_depth=depth)
+        listed = {key: models.status_of(key) for key in models.served}
+        return frames.StatusChanged(status, models.loads, self.images.usage(), listed, dict(models.tally()))
 
-    async def adopted(self) -> None:
-        """Return when all workers give new requests to the current generation."""
-        number = self.model.current.number
-        while any(worker.adopted < number for worker in self.workers):
+    async def adopted(self, name: str) -> None:
+        """Return when all workers give new requests to the current generation of a model."""
+        number = self.models.served[name].current.number
+        while any(worker.adopted.get(name, 0) < number for worker in self.workers):
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -154,14 +150,15 @@ class _Worker:
     """One worker's requests in the engine's process, and the generations that it holds.
 
     Attributes:
-        adopted: the newest generation that its new requests belong to.
+        adopted: the newest generation of each model that its new requests belong to.
     """
 
     def __init__(self, server: EngineServer, writer: asyncio.StreamWriter) -> None:
-        self.adopted = 0
+        self.adopted: dict[str, int] = {}
         self._server = server
         self._writer = writer
-        self._generations: dict[int, tuple[LocalEngine, ExitStack]] = {}
+        self._generations: dict[tuple[str, int], tuple[Generation[ModelEngine], ExitStack]] = {}
+        self._withdrawn: set[tuple[str, int]] = set()
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def send(self, frame: frames.Frame) -> None:
@@ -170,22 +167,39 @@ class _Worker:
             self._writer.write(frames.encode(frame))
 
     def announce(self) -> None:
-        """Tell the worker of the current generation once it is ready, and hold it for the worker."""
-        generation = self._server.model.current
-        info = generation.engine.info
-        if info is not None and generation.engine.ready and generation.number not in self._generations:
-            held = ExitStack()
-            held.enter_context(generation.request())
-            self._generations[generation.number] = generation.engine, held
-            self.send(frames.Serving(generation.number, info))
+        """Tell the worker of each current generation once it is ready, and hold it for the worker; and of the gone."""
+        served = {(name, model.current.number): model.current for name, model in self._server.models.served.items()}
+        for key, generation in served.items():
+            held, _ = self._generations.get(key, (None, None))
+            info = generation.engine.info
+            if info is not None and generation.engine.ready and held is not generation:
+                self._hold(key, generation)
+                self.send(frames.Serving(*key, info))
+        for key, (generation, _) in self._generations.items():
+            # Of one that another generation follows the worker learns by that.
+            is_gone = served[key] is not generation if key in served else key[0] not in self._server.models.served
+            if is_gone and key not in self._withdrawn:
+                self._withdrawn.add(key)
+                self.send(frames.Withdrawn(*key))
+
+    def _hold(self, key: tuple[str, int], generation: Generation[ModelEngine]) -> None:
+        """Keep a generation for the worker, in place of an unloaded one of the same version."""
+        self._release([key] if key in self._generations else [])
+        held = ExitStack()
+        held.enter_context(generation.request())
+        self._generations[key] = generation, held
+
+    def _release(self, keys: Iterable[tuple[str, int]]) -> None:
+        for key in keys:
+            self._withdrawn.discard(key)
+            self._generations.pop(key)[1].close()
 
     def handle(self, frame: frames.Frame) -> None:
         """Handle a request."""
         match frame:
-            case frames.Uses(newest, oldest):
-                self.adopted = newest
-                for number in [number for number in self._generations if number < oldest]:
-                    self._generations.pop(number)[1].close()
+            case frames.Uses(model, newest, oldest):
+                self.adopted[model] = newest
+                self._release([key for key in self._generations if key[0] == model and key[1] < oldest])
             case frames.Cancel(id_) if id_ in self._tasks:
                 self._tasks[id_].cancel()
             case frames.Cancel():
@@ -209,13 +223,16 @@ class _Worker:
         for task in self._tasks.values():
             task.cancel()
         await self._discard("the web worker that asked for it ended")
-        for _, held in self._generations.values():
-            held.close()
+        self._release(list(self._generations))
 
-    def _engine(self, generation: int) -> LocalEngine:
-        if generation not in self._generations:
+    @contextmanager
+    def _engine(self, model: str, generation: int) -> Iterator[ModelEngine]:
+        """Give the engine of a generation, which is kept until the context ends."""
+        held, _ = self._generations.get((model, generation), (None, None))
+        if held is None:
             raise EngineUnavailable("the engine has another model now")
-        return self._generations[generation][0]
+        with held.request():
+            yield held.engine
 
     async def _answer(self, id_: int, request: frames.Request) -> None:
         try:
@@ -231,47 +248,59 @@ class _Worker:
     async def _result(self, request: frames.Request) -> object:
         result: object = None
         match request:
-            case frames.Submit(generation, pixels, requested, timeout):
-                result = await self._engine(generation).infer(InferenceRequest(pixels, requested), timeout=timeout)
-            case frames.EmbedTexts(generation, texts, timeout):
-                result = await self._engine(generation).embed_texts(texts, timeout=timeout)
-            case frames.Put(picture):
-                result = await self._server.images.put(picture)
+            case frames.Submit(model, generation, pixels, requested, timeout):
+                with self._engine(model, generation) as engine:
+                    result = await engine.infer(InferenceRequest(pixels, requested), timeout=timeout)
+            case frames.EmbedTexts(model, generation, texts, timeout):
+                with self._engine(model, generation) as engine:
+                    result = await engine.embed_texts(texts, timeout=timeout)
+            case frames.Put(picture, image_id):
+                result = await self._server.images.put(picture, image_id)
             case frames.Get(image_id):
                 result = await self._server.images.get(image_id)
-            case frames.Load(checkpoint):
-                await self._load(checkpoint)
-            case frames.TakeOver():
-                await self._take_over()
-            case frames.Discard(reason):
-                await self._discard(reason)
+            case _:
+                await self._change(request)
         return result
 
-    # The next checkpoint, on behalf of the worker that asked for it.
+    async def _change(self, request: frames.Request) -> None:
+        """Do what a worker asks of the models."""
+        models = self._server.models
+        match request:
+            case frames.Load(model, what):
+                await models.prepare(model, what)
+                self._server.loader = self
+            case frames.TakeOver(model):
+                await self._take_over(model)
+            case frames.Discard(reason):
+                await self._discard(reason)
+            case frames.Wake(model):
+                await models.wake(model)
+            case frames.Unload(model):
+                await models.unload(model)
+            case frames.Delete(model):
+                await models.delete(model)
+            case frames.Reload():
+                models.reload()
 
-    async def _load(self, checkpoint: str | None) -> None:
-        model = self._server.model
-        try:
-            await model.prepare(checkpoint)
-        except asyncio.CancelledError:
-            await model.discard("another engine did not load it, or who asked for it is gone")
-            raise
-        self._server.loader = self
+    # The next version of a model, on behalf of the worker that asked for it.
 
-    async def _take_over(self) -> None:
+    async def _take_over(self, model: str) -> None:
         if self._server.loader is not self:
             raise CheckpointRefused("the engine was started again before it was to take over")
         self._server.loader = None
-        self._server.model.take_over()
-        await self._server.adopted()
+        self._server.models.take_over()
+        await self._server.adopted(model)
+        await self._server.models.fit(model)
 
     async def _discard(self, reason: str) -> None:
         if self._server.loader is self:
             self._server.loader = None
-            await self._server.model.discard(reason)
+            await self._server.models.discard(reason)
 
 
-def run_engine(settings: Settings, child: Child, path: Path, load: Loader, metrics: Metrics, served: Served) -> int:
+def run_engine(
+    settings: Settings, child: Child, path: Path, load: Loader, metrics: Metrics, versions: Mapping[str, Version]
+) -> int:
     """Run one device's engine, and return the exit code.
 
     It is 0 after `STOP`, 1 when the engine failed, and `TRY_AGAIN` when the next one starts with another option.
@@ -281,35 +310,35 @@ def run_engine(settings: Settings, child: Child, path: Path, load: Loader, metri
         child: this process, as the supervisor knows it.
         path: of the socket that workers connect to.
         load: called on the engine's thread.
-        served: what the service serves, and this engine is to serve as well.
+        versions: of the models that the service serves instead of what is configured, and this engine is to serve.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     trim_regularly()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # a round trip is much shorter with it
-        return runner.run(_run(settings, child, path, load, metrics, served))
+        return runner.run(_run(settings, child, path, load, metrics, versions))
 
 
-async def _run(settings: Settings, child: Child, path: Path, load: Loader, metrics: Metrics, served: Served) -> int:
+async def _run(
+    settings: Settings, child: Child, path: Path, load: Loader, metrics: Metrics, versions: Mapping[str, Version]
+) -> int:
     over = asyncio.Event()
 
     def changed() -> None:
-        current = model.current
-        if current.engine.ready:
-            child.link.send(Report(SERVING, current.number, current.checkpoint))
-        elif current.engine.status.state == "failed":
+        if models.failure:
             over.set()
+        elif models.default.current.engine.ready:
+            child.link.send(Report(SERVING, dict(models.versions)))
 
     asyncio.get_running_loop().add_signal_handler(STOP, over.set)
-    make = partial(engine_of, settings, load, metrics.observe_batch)
-    model = LocalModel(make, served.checkpoint, served.generation, on_retired=freeze_objects)
+    make = Backbones(settings, load, metrics.observe_batch).engine
+    models = LocalModels(settings, make, configured_models(settings), versions, on_retired=release_memory)
     images = MemoryImageStore(ttl=settings.recent_ttl, max_bytes=settings.recent_bytes)
-    server = EngineServer(model, images, restarts=child.restarts, on_change=changed)
+    server = EngineServer(models, images, restarts=child.restarts, on_change=changed)
     beating = asyncio.create_task(child.link.beat())
     await server.start(path)
     await over.wait()
-    engine = model.current.engine
-    failed, failure = engine.status.state == "failed", engine.failure
+    failed, failure = bool(models.failure), models.served[models.default_name].current.engine.failure
     await server.close()
     beating.cancel()
     if isinstance(failure, NewProcessNeeded) and child.options.get(failure.option) != failure.value:

@@ -3,14 +3,16 @@
     web worker                                  engine process
     ----------                                  --------------
                                           <--   StatusChanged(status)        at once, and on each change
-                                          <--   Serving(generation, info)    once it answers requests
-    Uses(newest, oldest)                  -->                                new requests belong to the newest one
+                                          <--   Serving(model, generation)   once it answers requests
+                                          <--   Withdrawn(model, generation) when it is to answer no new ones
+    Uses(model, newest, oldest)           -->                                new requests belong to the newest one
     Call(id, request)                     -->
     Cancel(id)                            -->
                                           <--   Answer(id) or Failed(id)     those of a batch together
 
-    Submit, EmbedTexts                          an image, or texts, by the model of a generation
-    Load, then TakeOver or Discard              a checkpoint beside the one that serves
+    Submit, EmbedTexts                          an image, or texts, by a generation of a model
+    Load, then TakeOver or Discard              another version beside the one that serves
+    Wake, Unload, Delete, Reload                models by name; see `service.models.models`
     Put, Get                                    a picture that is kept
 
 A frame is a length (uint32, little-endian, of what follows) and a struct as a MessagePack array, its tag first.
@@ -36,6 +38,7 @@ from model.outputs import RequestedOutputs
 from service import errors
 from service.engine.messages import EngineStatus, InferenceResult, ModelInfo
 from service.models.model import Loads
+from service.models.models import ModelStatus
 from service.web.image_stores import StoreUsage
 
 _LENGTH_BYTES: Final = 4
@@ -58,6 +61,9 @@ ERRORS: tuple[type[errors.ServiceError], ...] = (
     errors.DeadlineExceeded,
     errors.CheckpointRefused,
     errors.SwapUnderWay,
+    errors.ModelsFull,
+    errors.UnknownModel,
+    errors.DefaultModel,
 )
 """The errors that an engine answers with; a frame carries an error's index."""
 
@@ -74,6 +80,7 @@ class Submit(_Frame, frozen=True, tag=1):
         timeout: seconds from now within which it must be launched.
     """
 
+    model: str
     generation: int
     pixels: NDArray[np.uint8]
     requested: RequestedOutputs
@@ -83,23 +90,27 @@ class Submit(_Frame, frozen=True, tag=1):
 class EmbedTexts(_Frame, frozen=True, tag=2):
     """Asks for the features of texts, within `timeout` seconds from now."""
 
+    model: str
     generation: int
     texts: tuple[str, ...]
     timeout: float
 
 
 class Load(_Frame, frozen=True, tag=3):
-    """Asks for a checkpoint to be loaded beside the one that serves; None: the configured checkpoint."""
+    """Asks for a model, or another version of one, to be loaded beside what serves; see `Models.put`."""
 
-    checkpoint: str | None
+    model: str
+    what: str | dict[str, Any] | None
 
 
 class TakeOver(_Frame, frozen=True, tag=4):
-    """Lets the checkpoint that was loaded answer new requests; answered when all workers use it."""
+    """Lets what was loaded answer new requests; answered when all workers use it."""
+
+    model: str
 
 
 class Discard(_Frame, frozen=True, tag=5):
-    """Closes the checkpoint that was loaded, for a reason."""
+    """Closes what was loaded, for a reason."""
 
     reason: str
 
@@ -108,6 +119,7 @@ class Put(_Frame, frozen=True, tag=6):
     """Asks for a picture to be kept for GET /attention; its id, or None if it is not kept."""
 
     picture: ModelInput
+    image_id: str | None
 
 
 class Get(_Frame, frozen=True, tag=7):
@@ -116,7 +128,29 @@ class Get(_Frame, frozen=True, tag=7):
     image_id: str
 
 
-Request = Submit | EmbedTexts | Load | TakeOver | Discard | Put | Get
+class Wake(_Frame, frozen=True, tag=15):
+    """Asks for a model that is not loaded."""
+
+    model: str
+
+
+class Unload(_Frame, frozen=True, tag=16):
+    """Asks for a model's memory to be given back."""
+
+    model: str
+
+
+class Delete(_Frame, frozen=True, tag=17):
+    """Asks for a model to be removed."""
+
+    model: str
+
+
+class Reload(_Frame, frozen=True, tag=18):
+    """Asks for the folder of models to be read again; it is answered at once."""
+
+
+Request = Submit | EmbedTexts | Load | TakeOver | Discard | Put | Get | Wake | Unload | Delete | Reload
 
 
 class Call(_Frame, frozen=True, tag=8):
@@ -135,23 +169,34 @@ class Cancel(_Frame, frozen=True, tag=9):
 class Uses(_Frame, frozen=True, tag=10):
     """Says which generation the worker's new requests belong to, and the oldest of which it has a request left."""
 
+    model: str
     newest: int
     oldest: int
 
 
 class StatusChanged(_Frame, frozen=True, tag=11):
-    """Publishes the engine's status, the counts of loads, and the pictures that are kept."""
+    """Publishes the engine's status, the counts of loads, the pictures that are kept, and the models by their keys."""
 
     status: EngineStatus
     loads: Loads
     kept: StoreUsage
+    models: dict[str, ModelStatus]
+    tally: dict[str, int]
 
 
 class Serving(_Frame, frozen=True, tag=12):
-    """Describes the model of a generation, which answers new requests from now on."""
+    """Describes a generation of a model, which answers new requests from now on."""
 
+    model: str
     generation: int
     info: ModelInfo
+
+
+class Withdrawn(_Frame, frozen=True, tag=19):
+    """Says that a generation of a model is to get no new requests."""
+
+    model: str
+    generation: int
 
 
 class Answer(_Frame, frozen=True, tag=13):
@@ -178,7 +223,7 @@ class Failed(_Frame, frozen=True, tag=14):
         return ERRORS[self.kind](self.message)
 
 
-Frame = Call | Cancel | Uses | StatusChanged | Serving | Answer | Failed
+Frame = Call | Cancel | Uses | StatusChanged | Serving | Withdrawn | Answer | Failed
 
 
 def _to_plain(value: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Final, NoReturn
 import msgspec
 
 from service.lifecycle import exit_now, stop_signals
+from service.models.models import Version
 
 logger = logging.getLogger("vitserve")
 
@@ -39,14 +40,13 @@ class Report(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         state: `RUNNING` or `SERVING`, if that has changed.
-        generation, checkpoint: of the model that has taken over; None is the configured checkpoint.
+        versions: of the models that are served, or were deleted, instead of what is configured.
         answered, refused: requests since the process was asked to end, in its last report.
         options: settings that its successors are to start with instead of those of the service.
     """
 
     state: int = 0
-    generation: int = 0
-    checkpoint: str | None = None
+    versions: dict[str, Version] = {}
     answered: int = 0
     refused: int = 0
     options: dict[str, str | int] = {}

@@ -1,9 +1,9 @@
-"""What a web worker has in place of a model in its own process: connections to the engine processes, one a device.
+"""What a web worker has in place of models in its own process: connections to the engine processes, one a device.
 
-The engines load, replace and close generations (`service.models.model`); a worker learns from frames which generation
-serves. New requests belong to the newest one that any engine serves; the worker releases the old one when its own last
-request of it has ended. A swap is led by the worker that is asked for it: all engines load, then all take over; when
-one fails, none does.
+The engines load, replace and close generations (`service.models`); a worker learns from frames which generation of each
+model serves. New requests belong to the newest one that any engine serves; the worker releases the old one when its own
+last request of it has ended. A swap is led by the worker that is asked for it: all engines load, then all take over;
+when one fails, none does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -21,9 +22,11 @@ from numpy.typing import NDArray
 
 from model.images.preprocess import ModelInput
 from service.cluster import frames
+from service.engine.backbones import What
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
-from service.errors import EngineUnavailable, ServiceError, SwapUnderWay
-from service.models.model import UNDER_WAY, Generation, Loads, ServedModel
+from service.errors import EngineUnavailable, ServiceError, SwapUnderWay, UnknownModel
+from service.models.model import UNDER_WAY, Generation, Loads, ModelState, ServedModel
+from service.models.models import Models, ModelStatus
 from service.web.image_stores import StoreUsage
 
 logger = logging.getLogger(__name__)
@@ -31,6 +34,7 @@ logger = logging.getLogger(__name__)
 CONNECTION_LOST: Final = "the engine ended and is being started again"
 
 _RETRY_SECONDS: Final = 0.1
+_RELOAD_SECONDS: Final = 0.5
 
 
 class EngineClient:
@@ -40,27 +44,32 @@ class EngineClient:
         path: of the engine's socket.
         device: of the status until the engine says more.
     Attributes:
-        models: the model of each generation that the engine has, by its number.
-        loads, kept: as the engine counts them.
+        models: the model of each generation that the engine has, by its name and number.
+        withdrawn: those of them that are to get no new requests.
+        listed, loads, tally, kept: as the engine published them last.
     """
 
     def __init__(self, path: Path, device: str) -> None:
-        self.models: dict[int, ModelInfo] = {}
+        self.models: dict[str, dict[int, ModelInfo]] = {}
+        self.withdrawn: set[tuple[str, int]] = set()
+        self.listed: dict[str, ModelStatus] = {}
+        self.tally: dict[str, int] = {}
         self.status = EngineStatus(device, "loading", "the model is loading", "", None, 0)
         self.loads = Loads()
         self.kept = StoreUsage()
         self._path = path
         self._on_change: Callable[[], None] = lambda: None
         self._writer: asyncio.StreamWriter | None = None
-        self._uses = (0, 0)
+        self._uses: dict[str, tuple[int, int]] = {}
         self._pending: dict[int, tuple[frames.Request, asyncio.Future[Any]]] = {}
         self._ids = itertools.count(1)
         self._task: asyncio.Task[None] | None = None
 
     @property
     def info(self) -> ModelInfo | None:
-        """Return the description of the newest model; None before it is loaded."""
-        return self.models[max(self.models)] if self.models else None
+        """Return the description of the newest version of the default model; None before it is loaded."""
+        default = self.models.get(next((name for name, status in self.listed.items() if status.default), ""), {})
+        return default[max(default)] if default else None
 
     @property
     def outstanding(self) -> int:
@@ -97,12 +106,16 @@ class EngineClient:
         finally:
             self._pending.pop(id_, None)
 
-    def use(self, newest: int, oldest: int) -> None:
-        """Tell the engine once which generations this worker uses, if it has the newest one, and forget older ones."""
-        if newest in self.models and self._uses != (newest, oldest):
-            self._uses = newest, oldest
-            self.models = {number: info for number, info in self.models.items() if number >= oldest}
-            self.send(frames.Uses(newest, oldest))
+    def use(self, name: str, newest: int, oldest: int) -> None:
+        """Tell the engine once which generations of a model this worker uses, if it has any, and forget older ones."""
+        of_model = self.models.get(name, {})
+        is_known = newest in of_model or any((name, number) in self.withdrawn for number in of_model)
+        if is_known and self._uses.get(name) != (newest, oldest):
+            self._uses[name] = newest, oldest
+            for number in [number for number in of_model if number < oldest]:
+                del of_model[number]
+                self.withdrawn.discard((name, number))
+            self.send(frames.Uses(name, newest, oldest))
 
     async def close(self) -> None:
         """Disconnect; requests without an outcome are answered `EngineUnavailable`."""
@@ -131,7 +144,8 @@ class EngineClient:
         self._writer.close()
         self._writer = None
         self.models.clear()
-        self._uses = (0, 0)
+        self.withdrawn.clear()
+        self._uses.clear()
         for _, future in self._pending.values():
             if not future.done():
                 future.set_exception(EngineUnavailable(CONNECTION_LOST))
@@ -141,15 +155,21 @@ class EngineClient:
 
     def _receive(self, frame: frames.Frame) -> None:
         match frame:
-            case frames.StatusChanged(status, loads, kept):
-                changed = status.state != self.status.state
-                self.status, self.loads, self.kept = status, loads, kept
+            case frames.StatusChanged(status, loads, kept, listed, tally):
+                states = {name: each.state for name, each in listed.items()}
+                changed = status.state != self.status.state or states.keys() != self.listed.keys()
+                self.status, self.loads, self.kept, self.listed, self.tally = status, loads, kept, listed, tally
                 if changed:
                     self._on_change()
-            case frames.Serving(generation, info):
-                self.models[generation] = info
+            case frames.Serving(model, generation, info):
+                self.models.setdefault(model, {})[generation] = info
+                self.withdrawn.discard((model, generation))
+                self._uses.pop(model, None)
                 if self.status.state == "ready":  # else the status follows
                     self._on_change()
+            case frames.Withdrawn(model, generation):
+                self.withdrawn.add((model, generation))
+                self._on_change()
             case frames.Answer() | frames.Failed():
                 request, future = self._pending.get(frame.id, (None, None))
                 if request is None or future is None or future.done():
@@ -168,10 +188,10 @@ class RemoteEngine:
     Each image goes to the engine, of those that have the generation, with the fewest of this worker's requests.
     """
 
-    def __init__(self, engines: Sequence[EngineClient], generation: int) -> None:
+    def __init__(self, engines: Sequence[EngineClient], name: str, generation: int) -> None:
         self.engines = engines
         self.info: ModelInfo | None = None
-        self._generation = generation
+        self._name, self._generation = name, generation
         self._serving: list[EngineClient] = []
         self._turns = itertools.count()
         self.refresh()
@@ -188,23 +208,25 @@ class RemoteEngine:
 
     def refresh(self) -> None:
         """Look at the engines, one of which has changed."""
-        self._serving = [
-            engine for engine in self.engines if self._generation in engine.models and engine.status.state == "ready"
-        ]
-        infos = [engine.models[self._generation] for engine in self._serving]
+        name, number = self._name, self._generation
+        having = [each for each in self.engines if number in each.models.get(name, {}) and each.status.state == "ready"]
+        # One that withdraws it answers what has begun, where no other does.
+        self._serving = [each for each in having if (name, number) not in each.withdrawn] or having
+        infos = [engine.models[name][number] for engine in self._serving]
         if infos:
             self.info = replace(infos[0], device=",".join(info.device for info in infos))
 
     async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
         """See `Engine.infer`."""
-        submit = frames.Submit(self._generation, request.pixels, request.requested, timeout)
+        submit = frames.Submit(self._name, self._generation, request.pixels, request.requested, timeout)
         result: InferenceResult = await self._least_loaded().ask(submit)
         return result
 
     async def embed_texts(self, texts: Sequence[str], *, timeout: float) -> NDArray[np.float32]:
         """See `Engine.embed_texts`; all workers ask the same engine, so that a text is computed once."""
         engine = self._serving[0] if self._serving else self._least_loaded()
-        features: NDArray[np.float32] = await engine.ask(frames.EmbedTexts(self._generation, tuple(texts), timeout))
+        asked = frames.EmbedTexts(self._name, self._generation, tuple(texts), timeout)
+        features: NDArray[np.float32] = await engine.ask(asked)
         return features
 
     def _least_loaded(self) -> EngineClient:
@@ -221,74 +243,201 @@ class RemoteModel(ServedModel):
 
     current: Generation[RemoteEngine]
 
-    def __init__(self, engines: Sequence[EngineClient]) -> None:
+    def __init__(self, engines: Sequence[EngineClient], name: str = "") -> None:
         super().__init__()
-        self.engines = tuple(engines)
-        self.current = Generation(RemoteEngine(self.engines, 0), 0)
+        self.engines, self.name = tuple(engines), name
+        self.current = Generation(RemoteEngine(self.engines, name, 0), 0)
         self._open = [self.current]
-        self._on_change: Callable[[], None] = lambda: None
-        self._leads = False
+
+    @property
+    def state(self) -> ModelState:
+        """Return whether an engine serves it, or else what the first one says."""
+        listed = [engine.listed[self.name] for engine in self.engines if self.name in engine.listed]
+        return "ready" if self.current.engine.ready else listed[0].state if listed else "loading"
 
     @property
     def loads(self) -> Loads:
-        """Return the counts of loads; every engine has the same."""
+        """Return the counts of loads of all models; every engine has the same."""
         return self.engines[0].loads
 
     def start(self, on_change: Callable[[], None]) -> None:
-        """Connect to the engines; see `ServedModel.start`."""
-        self._on_change = on_change
-        for engine in self.engines:
-            engine.start(self._changed)
+        """Do nothing: `RemoteModels` connects."""
 
-    async def replace(self, checkpoint: str | None) -> None:
+    async def replace(self, checkpoint: What) -> None:
         """Let all engines load a checkpoint, and then take over; see `ServedModel.replace`."""
-        if self._leads:
-            raise SwapUnderWay(UNDER_WAY)
-        self._leads = True
+        what = dict(checkpoint) if isinstance(checkpoint, Mapping) else checkpoint
         try:
-            await self._ask_all(frames.Load(checkpoint))
+            await ask_all(self.engines, frames.Load(self.name, what))
         except ServiceError as error:
             discard = frames.Discard(str(error))
             await asyncio.gather(*(engine.ask(discard) for engine in self.engines), return_exceptions=True)
             raise
-        else:
-            await self._ask_all(frames.TakeOver())
-        finally:
-            self._leads = False
+        await ask_all(self.engines, frames.TakeOver(self.name))
 
     async def close(self) -> None:
-        """Disconnect from all engines."""
-        await asyncio.gather(*(engine.close() for engine in self.engines))
+        """Do nothing: `RemoteModels` disconnects."""
 
-    async def _ask_all(self, request: frames.Request) -> None:
-        """Ask all engines; raises the first error, and cancels what the others do."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                for engine in self.engines:
-                    group.create_task(engine.ask(request))
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-
-    def _changed(self) -> None:
-        """Adopt the newest generation that an engine serves."""
+    def refresh(self) -> None:
+        """Adopt the newest generation that an engine serves, or none where it was withdrawn."""
         ready = [engine for engine in self.engines if engine.status.state == "ready"]
-        newest = max((number for engine in ready for number in engine.models), default=self.current.number)
-        if newest != self.current.number:
-            previous, self.current = self.current, Generation(RemoteEngine(self.engines, newest), newest)
-            self._open.append(self.current)
-            self._task(self._release(previous))
-        self.current.engine.refresh()
+        newest = max((number for engine in ready for number in self._of(engine)), default=0)
+        if newest not in (0, self.current.number):
+            self._turn_to(newest)
+        elif not newest and any((self.name, self.current.number) in engine.withdrawn for engine in ready):
+            self._turn_to(self.current.number + 1)  # which nobody has
+        for generation in self._open:
+            generation.engine.refresh()
         self._use()
-        self._on_change()
+
+    def _of(self, engine: EngineClient) -> list[int]:
+        """Return the generations that an engine has for new requests."""
+        return [each for each in engine.models.get(self.name, {}) if (self.name, each) not in engine.withdrawn]
+
+    def _turn_to(self, number: int) -> None:
+        self._info = self.info
+        previous, self.current = self.current, Generation(RemoteEngine(self.engines, self.name, number), number)
+        self._open.append(self.current)
+        self._task(self._release(previous))
 
     def _use(self) -> None:
         for engine in self.engines:
-            engine.use(self.current.number, self._open[0].number)
+            engine.use(self.name, self.current.number, min(generation.number for generation in self._open))
 
     async def _release(self, previous: Generation[RemoteEngine]) -> None:
         await previous.idle()
         self._open.remove(previous)
         self._use()
+
+
+async def ask_all(engines: Sequence[EngineClient], request: frames.Request) -> None:
+    """Ask all engines; raises the first error, and cancels what the others do."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for engine in engines:
+                group.create_task(engine.ask(request))
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+
+
+class RemoteModels(Models):
+    """The models whose engines run in processes of their own, as these list them."""
+
+    served: dict[str, RemoteModel]  # type: ignore[assignment]  # of the engines' models
+
+    def __init__(self, engines: Sequence[EngineClient]) -> None:
+        self.engines = tuple(engines)
+        super().__init__({"": RemoteModel(engines)})
+        self._gone: set[RemoteModel] = set()
+        self._leads = self._reload_again = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._reloading: asyncio.Task[None] | None = None
+
+    @property
+    def loads(self) -> Loads:
+        """Return the counts of loads; every engine has the same."""
+        return self.default.loads
+
+    def describe(self) -> list[ModelStatus]:
+        """Return the status of each model as the first engine that knows any has it; see `Models.describe`."""
+        listed = next((engine.listed for engine in self.engines if engine.listed), {})
+        return sorted(listed.values(), key=lambda status: status.name)
+
+    def status_of(self, key: str) -> ModelStatus:
+        """Return the status of the model that stands there in `served`."""
+        return next(engine.listed[key] for engine in self.engines if key in engine.listed)
+
+    def statuses(self) -> list[EngineStatus]:
+        """Return those of all engines."""
+        return [engine.status for engine in self.engines]
+
+    def tally(self) -> Mapping[str, int]:
+        """Return how many loads ended how; every engine has the same."""
+        return self.engines[0].tally
+
+    def start(self, on_change: Callable[[], None]) -> None:
+        """Connect to the engines; see `Models.start`."""
+        self.on_change = on_change
+        for engine in self.engines:
+            engine.start(self._changed)
+
+    async def close(self) -> None:
+        """Disconnect from all engines."""
+        await asyncio.gather(*(engine.close() for engine in self.engines))
+
+    async def available(self, name: str | None) -> None:
+        """Return when an engine has the model; see `Models.available`."""
+        key = self.key(name)
+        wake = (engine.ask(frames.Wake(key)) for engine in self.engines)
+        errors = [each for each in await asyncio.gather(*wake, return_exceptions=True) if each is not None]
+        if not self.served[key].current.engine.ready:
+            raise errors[0] if errors else EngineUnavailable("no engine has this model")
+
+    async def put(self, name: str, what: What) -> bool:
+        """Let all engines load a model, or none; see `Models.put`. A caller who leaves does not end it."""
+        key = name
+        with suppress(UnknownModel):  # it is a new one
+            key = self.key(name)
+        is_new = key not in self.served
+        await asyncio.shield(self._task(self._lead(self.served.get(key) or RemoteModel(self.engines, key), what)))
+        return is_new
+
+    async def unload(self, name: str) -> None:
+        """Let all engines give a model's memory back; see `Models.unload`."""
+        self._require_changeable(name)
+        await ask_all(self.engines, frames.Unload(name))
+
+    async def delete(self, name: str) -> None:
+        """Let all engines remove a model; see `Models.delete`."""
+        self._require_changeable(name)
+        await ask_all(self.engines, frames.Delete(name))
+
+    def reload(self) -> None:
+        """Begin to load what is configured as it is now, after what is being loaded; the log says how it ends."""
+        self._reload_again = True
+        if self._reloading is None or self._reloading.done():
+            self._reloading = self._task(self._reload())
+
+    async def _reload(self) -> None:
+        while self._reload_again:
+            self._reload_again = False
+            try:
+                if self.default_name:
+                    await ask_all(self.engines, frames.Reload())
+                else:
+                    await self._lead(self.served[""], None)
+            except SwapUnderWay:
+                self._reload_again = True
+                await asyncio.sleep(_RELOAD_SECONDS)
+            except ServiceError as error:
+                logger.warning("not reloaded: %s", error)
+
+    async def _lead(self, model: RemoteModel, what: What) -> None:
+        if self._leads:
+            raise SwapUnderWay(UNDER_WAY)
+        self._leads = True
+        try:
+            await model.replace(what)
+        finally:
+            self._leads = False
+
+    def _changed(self) -> None:
+        """Look at the engines, one of which has other models, or another status."""
+        listed = {name: status for engine in self.engines for name, status in engine.listed.items()}
+        names = {name for engine in self.engines for name in engine.models} | listed.keys() or {""}
+        self.default_name = next((name for name, status in listed.items() if status.default), self.default_name)
+        for name in names - self.served.keys():
+            self.served[name] = RemoteModel(self.engines, name)
+        for model in self.served.values():
+            model.refresh()
+        for name in self.served.keys() - (listed.keys() | {self.default_name} if listed else self.served.keys()):
+            self.served.pop(name)
+        self.on_change()
+
+    def _task(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
 
 class RemoteImageStore:
@@ -297,10 +446,10 @@ class RemoteImageStore:
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
 
-    async def put(self, picture: ModelInput) -> str | None:
+    async def put(self, picture: ModelInput, image_id: str | None = None) -> str | None:
         """Keep a picture, and return its id, or None if nothing is kept, or the engine is gone."""
-        image_id: str | None = await self._ask(frames.Put(picture))
-        return image_id
+        stored: str | None = await self._ask(frames.Put(picture, image_id))
+        return stored
 
     async def get(self, image_id: str) -> ModelInput | None:
         """Return the picture, or None if it is unknown, expired or pushed out, or the engine is gone."""

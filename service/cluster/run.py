@@ -16,7 +16,7 @@ from typing import Final, Self
 from prometheus_client import values
 from prometheus_client.multiprocess import mark_process_dead
 
-from service.cluster.engine_process import STOP, Served, run_engine
+from service.cluster.engine_process import STOP, run_engine
 from service.cluster.processes import RUNNING, SERVING, OperatingSystem, Report
 from service.cluster.supervisor import Child, Supervisor
 from service.cluster.worker import RELOAD, run_web, worker_settings
@@ -24,6 +24,7 @@ from service.engine.local import Loader
 from service.errors import SettingsError
 from service.http import address_family
 from service.lifecycle import Terminal
+from service.models.models import Version
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.web.single_process import log_address
@@ -62,7 +63,7 @@ class Cluster:
         self._settings = settings
         self._load = load
         self._terminal = Terminal()
-        self._served = Served()
+        self._versions: dict[str, Version] = {}
         self._announced = False
         self.system = OperatingSystem()
         self.listeners = listen(settings.host, settings.port, settings.workers)
@@ -87,8 +88,9 @@ class Cluster:
 
     def reported(self, report: Report) -> None:
         """Let engines that are started again load what has taken over; log once where the service answers."""
-        if report.generation > self._served.generation:
-            self._served = Served(report.generation, report.checkpoint)
+        for name, version in report.versions.items():
+            if version.number >= self._versions.get(name, version).number:
+                self._versions[name] = version
         if not self._announced and all(child.state == SERVING for child in (*self.engines, *self.workers)):
             self._announced = True
             log_address(self._settings, self.listeners[0].getsockname()[1])
@@ -128,7 +130,7 @@ class Cluster:
         self.draining()
         own = {"device": self._settings.devices[index], **child.options}
         settings = self._settings.model_copy(update=own)
-        return run_engine(settings, child, self._socket(index), self._load, metrics_in(self.folder), self._served)
+        return run_engine(settings, child, self._socket(index), self._load, metrics_in(self.folder), self._versions)
 
     def _socket(self, engine: int) -> Path:
         return self.folder / f"engine-{engine}"

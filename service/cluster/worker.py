@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from service.cluster.processes import RUNNING, SERVING, Report
-from service.cluster.remote_model import EngineClient, RemoteImageStore, RemoteModel
+from service.cluster.remote_model import EngineClient, RemoteImageStore, RemoteModels
 from service.cluster.supervisor import Child
 from service.http import Server
 from service.lifecycle import Lifecycle, freeze_objects, trim_regularly
@@ -61,25 +61,26 @@ def run_web(
         is_first: whether this worker logs for all what is served.
     """
     engines = [EngineClient(path, device) for path, device in zip(sockets, settings.devices, strict=True)]
-    model, lifecycle = RemoteModel(engines), Lifecycle()
-    logged = 0
+    models, lifecycle = RemoteModels(engines), Lifecycle()
+    logged: dict[str, int] = {}
 
     async def beside() -> None:
-        asyncio.get_running_loop().add_signal_handler(RELOAD, model.reload)
+        asyncio.get_running_loop().add_signal_handler(RELOAD, models.reload)
         child.link.send(Report(RUNNING))
         await child.link.beat(metrics.publish)
 
     def changed() -> None:
-        nonlocal logged
-        engine = model.current.engine
-        if engine.info is not None and engine.ready and logged != model.current.number:
-            logged = model.current.number
-            child.link.send(Report(SERVING))
-            freeze_objects()
-            if is_first:
-                log_model(engine.status, engine.info)
+        for name, model in models.served.items():
+            engine = model.current.engine
+            if engine.info is not None and engine.ready and logged.get(name) != model.current.number:
+                logged[name] = model.current.number
+                if model is models.default:
+                    child.link.send(Report(SERVING))
+                freeze_objects()
+                if is_first:
+                    log_model(engine.status, engine.info)
 
-    app = create_app(settings, model, metrics, lifecycle, changed, image_store=RemoteImageStore(engines[0]))
+    app = create_app(settings, models, metrics, lifecycle, changed, image_store=RemoteImageStore(engines[0]))
     server = Server(app, settings, lifecycle, beside, is_supervised=True)
     trim_regularly()
     server.run(sockets=[listener])

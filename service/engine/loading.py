@@ -231,7 +231,8 @@ def _read(settings: Settings) -> _Read:
         checkpoint = checkpoint_from(settings)
     _require_coverage(settings, checkpoint)
     backbone, head = backbone_and_head(checkpoint)
-    return _Read(checkpoint, _key(settings, backbone), head, entry and Keep(entry, files, backbone, head))
+    keep = None if entry is None else Keep(entry, files, backbone, head)
+    return _Read(checkpoint, _key(settings, backbone), head, keep)
 
 
 def _build(settings: Settings, read: _Read) -> tuple[Predictor, ModelInfo]:

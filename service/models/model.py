@@ -240,7 +240,7 @@ class LocalModel(ServedModel):
         """Let a generation that is not loaded take the place of the current one, which is returned."""
         previous, self._last_used = self.current, self.last_used
         self._info = self.info
-        self.current = Generation(self._make(previous.checkpoint), previous.number + 1, previous.checkpoint)
+        self.current = Generation(self._make(previous.checkpoint), previous.number, previous.checkpoint)
         self._open.add(self.current)
         return previous
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from model.heads import Head, with_labels
 from service.engine.backbones import ModelEngine, What
@@ -90,6 +90,19 @@ class AddedHead:
         return replace(own, multi_label=False, zero_shot=None, coverage=None, calibrated_on=None)
 
 
+class Version(NamedTuple):
+    """A version of a model.
+
+    Attributes:
+        what: what was loaded, as `Models.put` has it; None: what is configured.
+        gone: whether the model was deleted.
+    """
+
+    number: int = 1
+    what: What = None
+    gone: bool = False
+
+
 class Models:
     """Models by name, of which one is the default's.
 
@@ -119,8 +132,8 @@ class Models:
     def loads(self) -> Loads:
         """Return the counts of swaps of all models, and whether the default's last one serves."""
         every = [model.loads for model in self.served.values()]
-        sums = (sum(getattr(each, field) for each in every) for field in ("served", "refused"))
-        return Loads(*sums, last_successful=all(each.last_successful for each in every))
+        sums = sum(each.served for each in every), sum(each.refused for each in every)
+        return Loads(*sums, all(each.last_successful for each in every))
 
     def name_of(self, key: str) -> str:
         """Return the name of a model as answers have it."""
@@ -152,12 +165,12 @@ class Models:
 
     def describe(self) -> list[ModelStatus]:
         """Return the status of each, in the order of names."""
-        every = [*map(self._described, self.served), *map(self._described_head, self.added.values())]
+        every = [*map(self.status_of, self.served), *map(self._status_of_head, self.added.values())]
         return sorted(every, key=lambda status: status.name)
 
     def backbones(self) -> dict[str, int]:
         """Return the bytes of each backbone that is loaded."""
-        every = map(self._described, self.served)
+        every = map(self.status_of, self.served)
         return {each.backbone: each.bytes for each in every if each.state == "ready" and each.backbone}
 
     def statuses(self) -> list[EngineStatus]:
@@ -221,15 +234,16 @@ class Models:
         if type(self) is Models:
             raise Forbidden("here models are neither loaded nor deleted: start the service again with others")
 
-    def _described_head(self, added: AddedHead) -> ModelStatus:
+    def _status_of_head(self, added: AddedHead) -> ModelStatus:
+        if added.key is not None and added.head is not None:
+            base, classes = self.status_of(added.key), len(added.head.labels)
+            return replace(base, name=added.name, classes=classes, bytes=0, default=False, taught=True)
         is_loading = added.key is not None or any(model.state == "loading" for model in self.served.values())
-        status = ModelStatus(added.name, "loading", added.reason, "", None, 0, None, default=False, taught=True)
-        if added.key is None or added.head is None:
-            return status if is_loading else replace(status, state="failed")
-        base, classes = self._described(added.key), len(added.head.labels)
-        return replace(base, name=added.name, classes=classes, bytes=0, default=False, taught=True)
+        state: ModelState = "loading" if is_loading else "failed"
+        return ModelStatus(added.name, state, added.reason, "", None, 0, None, default=False, taught=True)
 
-    def _described(self, key: str) -> ModelStatus:
+    def status_of(self, key: str) -> ModelStatus:
+        """Return the status of the model that stands there in `served`."""
         model, engine = self.served[key], self.served[key].current.engine
         info, now, is_ready = model.info, time.monotonic(), model.state == "ready"
         last_used: float | None = getattr(model, "last_used", None)
@@ -252,6 +266,7 @@ class LocalModels(Models):
         settings: with the folder, or the one checkpoint, and the memory that models may take.
         make: returns an engine, not started yet, of what is to be loaded.
         configured: the folder's entries, as `configured_models` gives them.
+        versions: what is served instead of what is configured, by name, where another process served it before.
         on_retired: called when an old version of a model is closed and forgotten.
     """
 
@@ -262,16 +277,17 @@ class LocalModels(Models):
         settings: Settings,
         make: Callable[[What], ModelEngine],
         configured: Mapping[str, Entry] | None = None,
+        versions: Mapping[str, Version] | None = None,
         *,
         on_retired: Callable[[], None] = lambda: None,
     ) -> None:
         self._settings, self._make, self._on_retired = settings, make, on_retired
         self._configured = dict(configured or {"": Entry({}, {})})
-        names = list(self._configured)
-        default = _default_of(settings, self._configured)
-        super().__init__({name: self._model(name) for name in sorted(names, key=lambda name: name != default)}, default)
-        for name, model in self.served.items():
-            model.is_default = name == default
+        self._default = default = _default_of(settings, self._configured)
+        self._versions = dict(versions or {})
+        names = sorted({*self._configured, *self._versions}, key=lambda name: (name != default, name))
+        super().__init__({name: self._model(name) for name in names if not self._version(name).gone}, default)
+        self._prepared: tuple[str, LocalModel] | None = None
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._under_way: dict[str, asyncio.Task[None]] = {}
@@ -301,12 +317,21 @@ class LocalModels(Models):
             task.cancel()
         await super().close()
 
+    @property
+    def versions(self) -> Mapping[str, Version]:
+        """Return what is served, or deleted, instead of what is configured, by name."""
+        changed = {name: Version(model.current.number, model.current.checkpoint) for name, model in self.served.items()}
+        return self._versions | {name: each for name, each in changed.items() if each != Version()}
+
     async def available(self, name: str | None) -> None:
         """Return when the model answers, which is loaded if it is not; see `Models.available`."""
-        key = self.key(name)
+        await self.wake(self.key(name))
+
+    async def wake(self, key: str) -> None:
+        """Do as `available`, of the model that stands there in `served`."""
         model = self.served[key]
         if model.state == "failed":
-            raise EngineUnavailable(f"{name or ''}: {model.current.engine.status.reason}".removeprefix(": "))
+            raise EngineUnavailable(f"{key}: {model.current.engine.status.reason}".removeprefix(": "))
         while model.state in ("loading", "unloaded"):
             await asyncio.shield(self._under_way.get(key) or self._begin(key))
         if model.state != "ready":
@@ -314,9 +339,60 @@ class LocalModels(Models):
 
     async def put(self, name: str, what: What) -> bool:
         """Load a model, or replace one; see `Models.put`. A caller who leaves does not end it."""
-        if self._turn.locked():
-            raise SwapUnderWay(UNDER_WAY)
         return await asyncio.shield(self._task(self._put(name, what)))
+
+    async def prepare(self, name: str, what: What, *, in_turn: bool = False) -> bool:
+        """Load a model, which `take_over` lets answer and `discard` gives up; return whether the name is new.
+
+        Whoever cancels this call discards it. Raises as `put`; with `in_turn` what is being loaded is waited for.
+        """
+        if self._turn.locked() and not in_turn:
+            raise SwapUnderWay(UNDER_WAY)
+        await self._turn.acquire()
+        key = name
+        with suppress(UnknownModel):  # it is a new one
+            key = self.key(name)
+        existing = self.served.get(key)
+        try:
+            await self._make_room(key, self._needed(key))
+            if existing is not None and (existing.state == "ready" or existing.is_default):
+                self._prepared = key, existing
+                await existing.prepare(what)
+            else:
+                self._prepared = key, self._model(key, Version(self._version(key).number + 1, what))
+                if reason := await self._prepared[1].bring():
+                    raise CheckpointRefused(reason)
+        except BaseException as error:
+            await self.discard("another engine did not load it, or who asked for it is gone", error)
+            raise
+        return existing is None
+
+    def take_over(self) -> None:
+        """Let what was prepared answer new requests."""
+        assert self._prepared is not None, "it was prepared"
+        (key, model), self._prepared = self._prepared, None
+        if model.next is not None:
+            model.take_over()
+        else:
+            before, self.served[key] = self.served.get(key), model
+            model.on_change = self.on_change
+            if before is not None:
+                self._task(before.close())
+        self._versions[key] = Version(model.current.number, model.current.checkpoint)
+        self.results["loaded"] += 1
+        self._turn.release()
+        self.on_change()
+
+    async def discard(self, reason: str, error: BaseException | None = None) -> None:
+        """Give up what was prepared, or failed to be, for a reason."""
+        if self._prepared is not None:
+            (key, model), self._prepared = self._prepared, None
+            if model.next is not None:
+                await model.discard(reason)
+            elif self.served.get(key) is not model:
+                await model.close()
+        self.results["failed"] += error is None or isinstance(error, CheckpointRefused)
+        self._turn.release()
 
     async def unload(self, name: str) -> None:
         """Give a model's memory back; see `Models.unload`."""
@@ -328,7 +404,9 @@ class LocalModels(Models):
     async def delete(self, name: str) -> None:
         """Remove a model; see `Models.delete`."""
         self._require_changeable(name)
-        self._task(self.served.pop(name).leave())
+        model = self.served.pop(name)
+        self._versions[name] = Version(model.current.number, gone=True)
+        self._task(model.leave())
         self.on_change()
 
     def reload(self) -> None:
@@ -339,14 +417,23 @@ class LocalModels(Models):
 
     # How models come and go
 
-    def _model(self, name: str) -> LocalModel:
-        return LocalModel(partial(self._engine, name), on_retired=self._on_retired)
+    def _version(self, name: str) -> Version:
+        return self._versions.get(name, Version(1 if name in self._configured else 0))
+
+    def _model(self, name: str, version: Version | None = None) -> LocalModel:
+        number, what, _ = version or self._version(name)
+        model = LocalModel(partial(self._engine, name), what, number, on_retired=self._on_retired)
+        model.is_default = name == self._default
+        return model
 
     def _engine(self, name: str, what: What) -> ModelEngine:
-        if not isinstance(what, Mapping):
-            own = dict(self._configured[name].settings) if name in self._configured else {}
-            what = own | ({} if what is None else {"checkpoint": what})
-        return self._make({**what, "model_name": name} if name else what)
+        own: dict[str, Any] = {"model_name": name} if name else {}
+        if isinstance(what, Mapping):
+            return self._make({**what, **own})
+        own |= self._configured[name].settings if name in self._configured else {}
+        if not own:
+            return self._make(what)
+        return self._make(own if what is None else {**own, "checkpoint": what})
 
     def _begin(self, key: str, *, at_start: bool = False) -> asyncio.Task[None]:
         """Load a model that is not loaded, when it is its turn."""
@@ -370,36 +457,16 @@ class LocalModels(Models):
                 logger.error("model %s: %s", key, reason)
             await self._fit(key, evict=not at_start)
 
-    async def _put(self, name: str, what: What) -> bool:
-        async with self._turn:
-            key = name
-            with suppress(UnknownModel):  # it is a new one
-                key = self.key(name)
-            existing = self.served.get(key)
-            await self._make_room(key, self._needed(key))
-            try:
-                if existing is not None and (existing.state == "ready" or existing.is_default):
-                    await existing.load(what)
-                else:
-                    await self._add(key, what, existing)
-            except CheckpointRefused:
-                self.results["failed"] += 1
-                raise
-            self.results["loaded"] += 1
-            await self._fit(key, evict=True)
-            self.on_change()
-        return existing is None
+    async def _put(self, name: str, what: What, *, in_turn: bool = False) -> bool:
+        is_new = await self.prepare(name, what, in_turn=in_turn)
+        self.take_over()
+        await self.fit(name)
+        return is_new
 
-    async def _add(self, name: str, what: What, existing: LocalModel | None) -> None:
-        """Load a model beside the others, and let it take the place of one that is not ready; `CheckpointRefused`."""
-        model = LocalModel(partial(self._engine, name), what, on_retired=self._on_retired)
-        model.is_default, model.on_change = False, self.on_change
-        if reason := await model.bring():
-            await model.close()
-            raise CheckpointRefused(reason)
-        self.served[name] = model
-        if existing is not None:
-            await existing.close()
+    async def fit(self, name: str) -> None:
+        """Unload others if there is too much now that a model is loaded, or that model; raises `ModelsFull`."""
+        async with self._turn:
+            await self._fit(self.key(name), evict=True)
 
     async def _reload(self) -> None:
         while self._reload_again:
@@ -424,11 +491,12 @@ class LocalModels(Models):
                 continue
             try:
                 if model is None:
+                    number = self._versions[name].number + 1 if name in self._versions else 1
+                    self._versions[name] = Version(number)
                     self.served[name] = self._model(name)
-                    self.served[name].is_default = False
                     await self._begin(name)
                 else:
-                    await self._put(name, None)
+                    await self._put(name, None, in_turn=True)
             except ServiceError as error:
                 logger.warning("not reloaded: %s", error)
 

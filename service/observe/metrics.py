@@ -243,8 +243,11 @@ class _StateCollector(Collector):
         for (_, _, on, *_), at in self.models.items():
             loaded[on,] = max(at, loaded.get((on,), 0.0))
         up = {device: float(status.state == "ready") for device, status in engines.items()}
-        depth = {(on,): sum(each.queue_depth for each in statuses if each.device == on) for (on,) in engines}
+        depth: dict[tuple[str, ...], float] = {
+            (on,): sum(each.queue_depth for each in statuses if each.device == on) for (on,) in engines
+        }
         results = self.sources.results()
+        evictions: dict[tuple[str, ...], float] = {(): results.get("evicted", 0)}
         loads: dict[tuple[str, ...], float] = {(name,): results.get(name, 0) for name in ("loaded", "failed")}
         backbones: dict[tuple[str, ...], float] = {(name,): size for name, size in self.sources.backbones().items()}
         restarts = {device: status.restarts for device, status in engines.items()}
@@ -271,7 +274,7 @@ class _StateCollector(Collector):
             ("vit_recent_evicted_total", "Pictures pushed out before their time was over", [], {(): evicted}),
             ("vit_reloads_total", "Checkpoints that were to be swapped", ["outcome"], reloads),
             ("vit_model_loads_total", "Models that were to be loaded, by how it ended", ["result"], loads),
-            ("vit_model_evictions_total", "Backbones unloaded for others", [], {(): results.get("evicted", 0)}),
+            ("vit_model_evictions_total", "Backbones unloaded for others", [], evictions),
         ]
         for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, text, labels, samples in rows:

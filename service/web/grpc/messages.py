@@ -47,7 +47,7 @@ def parse(kind: type[M], data: bytes | bytearray) -> M:
 def model_named_in(data: bytearray) -> str:
     """Return the name of the model in a message of a request, whose first fields are a `ModelRequest`'s; see below."""
     check_cost(memoryview(data), _TENSORS)
-    return parse(ModelRequest, data).name
+    return str(parse(ModelRequest, data).name)
 
 
 def decode_request(data: bytearray, check_model: Callable[[str, str], object]) -> InferenceRequest:

@@ -51,7 +51,7 @@ async def models(request: Request) -> Response:
     "/models/{name:path}",
     response_model=ListedModel,
     openapi_extra=_SETTINGS,
-    responses={201: {"model": ListedModel, "description": "A new name"}} | problems(400, 403, 408, 409, 413, 422, 503),
+    responses=problems(400, 403, 408, 409, 413, 422, 503) | {201: {"model": ListedModel, "description": "A new name"}},
 )
 async def put_model(request: Request) -> Response:
     """Load a model, or replace one, and answer when it serves. The body has the settings that a `NAME.toml` may have.

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from service.lifecycle import Lifecycle
 from service.models.model import LocalModel
+from service.models.models import Models
 from service.observe.metrics import Metrics
 from service.settings import Settings, load_settings
 from service.web.admission import Receiving
@@ -41,11 +42,12 @@ class App:
     metrics: Metrics = field(default_factory=Metrics)
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     clock: Callable[[], float] = time.monotonic
+    models: Models | None = None
 
     def __post_init__(self) -> None:
         self.asgi = create_app(
             self.settings,
-            cast(Any, self.engine) if hasattr(self.engine, "current") else LocalModel(lambda _: cast(Any, self.engine)),
+            self.models or Models({"": LocalModel(lambda _: cast(Any, self.engine))}),
             self.metrics,
             self.lifecycle,
             clock=self.clock,

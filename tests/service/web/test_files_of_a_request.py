@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from service.engine.backbones import Backbones
 from service.engine.loading import load_predictor
-from service.engine.local import engine_of
 from service.http import Server
 from service.lifecycle import Lifecycle
-from service.models.model import LocalModel
+from service.models.models import LocalModels
 from service.observe.metrics import Metrics
 from service.settings import Settings, load_settings
 from service.web.app import create_app
@@ -66,7 +66,7 @@ def files_passed(settings: Settings) -> list[str]:
     sys.setprofile(recorder)
     threading.setprofile(recorder)
     try:
-        engine = LocalModel(lambda _: engine_of(settings, load_predictor, metrics.observe_batch))
+        engine = LocalModels(settings, Backbones(settings, load_predictor, metrics.observe_batch).engine)
         server = Server(create_app(settings, engine, metrics, lifecycle), settings, lifecycle)
 
         def classify(connection: http.client.HTTPConnection) -> None:

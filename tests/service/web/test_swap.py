@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from service.models.model import Generation, Loads
+from service.engine.backbones import What
+from service.models.model import Generation, Loads, ServedModel
+from service.models.models import Models
 from service.settings import load_settings
 from tests.service.fakes import SIZE, model_info, on_a_loop, png
 from tests.service.web.apps import App, kept, until
@@ -27,12 +29,13 @@ def other_model() -> FakeEngine:
     return FakeEngine(model_info(name="other", labels=LABELS, preprocess=preprocess, config=config))
 
 
-class FakeSwap:
+class FakeSwap(ServedModel):
     """Swaps at once, for the engine that it is given."""
 
     loads = Loads()
 
     def __init__(self) -> None:
+        super().__init__()
         self.old, self.new = FakeEngine(), other_model()
         self.current = Generation(self.old)
         self.on_change: Any = lambda: None
@@ -41,12 +44,15 @@ class FakeSwap:
         self.on_change = on_change
         on_change()
 
-    async def load(self, checkpoint: str | None) -> None:
+    async def load(self, checkpoint: What) -> None:
         self.current = Generation(self.new if checkpoint is None else FakeEngine())
         self.on_change()
 
+    async def replace(self, checkpoint: What) -> None:
+        raise NotImplementedError
+
     async def close(self) -> None:
-        await self.current.engine.close()
+        self.old.state = self.new.state = "closed"
 
 
 class Swapped(App):
@@ -57,7 +63,7 @@ class Swapped(App):
 
 def swapping(**settings: Any) -> Swapped:
     swap = FakeSwap()
-    service = Swapped(load_settings({**settings}), engine=swap)  # type: ignore[arg-type]
+    service = Swapped(load_settings({**settings}), models=Models({"": swap}))
     service.swap = swap
     return service
 

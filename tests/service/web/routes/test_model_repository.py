@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from service.engine.backbones import What
 from tests.service.fakes import on_a_loop
 from tests.service.web.apps import App, app, service_in
 from tests.service.web.http_communicator import HttpCommunicator
@@ -23,12 +24,13 @@ def swapping(folder: Path | None = None, error: Exception | None = None, **setti
         settings["checkpoint_folder"] = str(folder)
     service, loaded = app(**({"admin_key": "admin"} | settings)), []
 
-    async def load(checkpoint: str | None) -> None:
+    async def put(name: str, checkpoint: What) -> bool:
         loaded.append(checkpoint)
         if error is not None:
             raise error
+        return False
 
-    service_in(service).models.load = load  # type: ignore[method-assign]
+    service_in(service).models.put = put  # type: ignore[method-assign]
     return service, loaded
 
 
