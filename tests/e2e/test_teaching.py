@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from PIL import Image
 
 from model.taught_heads import TaughtHead
 from tests.e2e.checkpoints import write_checkpoint
-from tests.e2e.serving import CHECKPOINT_NAME, LABELS, SIZE, Pictures, Serve, Served
+from tests.e2e.serving import CHECKPOINT_NAME, LABELS, SIZE, Pictures, Serve, Served, client
 from tests.launcher import until
 
 pytestmark = pytest.mark.timeout(120)  # several servers start
@@ -55,8 +56,8 @@ def fitted(server: Served, count: int, head: str = "colours") -> dict[str, Any]:
     """What a head says of itself once it serves as fitted to so many examples."""
 
     def ready() -> bool:
-        listed = {each["name"]: each for each in server.get("/models").json()}
-        return described(server, head).get("fitted_to") == count and listed[head]["state"] == "ready"
+        states = {each["name"]: each["state"] for each in server.get("/models").json()}
+        return described(server, head)["fitted_to"] == count and states.get(head) == "ready"
 
     until(ready)
     return described(server, head)
@@ -221,6 +222,48 @@ def test_a_deleted_head_is_unknown(serve: Serve, tmp_path: Path) -> None:
     assert server.classify(picture(RED, 80), "model=colours").json()["code"] == "unknown_model"
     teach_colours(server, count=3)
     assert fitted(server, 6)["examples"] == {"red": 3, "blue": 3}
+
+
+def test_every_worker_has_a_head_soon(serve: Serve, tmp_path: Path) -> None:
+    server = serve(teach=tmp_path / "taught", workers=2)
+    teach_colours(server)
+    fitted(server, 12)
+    # Each connection is one worker's; a hundred in a row find both.
+    until(lambda: all(ask(server) == "red" for _ in range(20)))
+    assert server.client.delete("/heads/colours").status_code == 204
+    until(lambda: all(ask(server) is None for _ in range(20)))
+
+
+def ask(server: Served) -> str | None:
+    """What a worker says of a red picture by the head; None where it does not know the head."""
+    with client(server.url) as own:
+        answer = own.post("/classify?model=colours", content=picture(RED, 33), headers={"Content-Type": "image/png"})
+    return answer.json()["predictions"][0]["label"] if answer.status_code == 200 else None
+
+
+def test_a_file_of_a_head_is_a_model_beside_its_backbone(
+    server: Served, serve: Serve, tmp_path: Path, checkpoint: Path
+) -> None:
+    shutil.copytree(checkpoint, tmp_path / "models" / "tiny")
+    (tmp_path / "models" / "mine.safetensors").write_bytes(server.get("/heads/colours/export").content)
+    other = serve(models=tmp_path / "models", checkpoint="")
+    until(
+        lambda: (
+            {each["name"]: each["state"] for each in other.get("/models").json()} == {"tiny": "ready", "mine": "ready"}
+        )
+    )
+    answer = other.classify(picture(BLUE, 34), "model=mine").json()
+    assert (answer["model"], answer["predictions"][0]["label"]) == ("mine", "blue")
+
+
+def test_what_a_head_and_a_model_have_in_common_is_the_name_of_one_alone(serve: Serve, tmp_path: Path) -> None:
+    server = serve(teach=tmp_path / "taught", admin_key="admin-key", checkpoint_folder=tmp_path)
+    teach_colours(server, count=2)
+    until(lambda: "colours" in {each["name"] for each in server.get("/models").json()})
+    taken = server.client.put("/models/colours", json={"checkpoint": "any"}, headers=ADMIN)
+    assert (taken.status_code, taken.json()["code"]) == (409, "name_taken")
+    kept = server.client.delete("/models/colours", headers=ADMIN)
+    assert (kept.status_code, kept.json()["code"]) == (403, "forbidden")
 
 
 def test_without_a_folder_nothing_is_taught(serve: Serve) -> None:
