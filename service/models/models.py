@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -165,8 +165,11 @@ class Models:
 
     def describe(self) -> list[ModelStatus]:
         """Return the status of each, in the order of names."""
-        every = [*map(self.status_of, self.served), *map(self._status_of_head, self.added.values())]
-        return sorted(every, key=lambda status: status.name)
+        return self.with_heads(map(self.status_of, self.served))
+
+    def with_heads(self, loaded: Iterable[ModelStatus]) -> list[ModelStatus]:
+        """Return the status of each model that is loaded, and of each head, in the order of names."""
+        return sorted([*loaded, *map(self._status_of_head, self.added.values())], key=lambda status: status.name)
 
     def backbones(self) -> dict[str, int]:
         """Return the bytes of each backbone that is loaded."""
