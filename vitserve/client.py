@@ -23,11 +23,11 @@ import httpx
 
 from vitserve import requests
 from vitserve.documents import (
+    AddedExamples,
     Attention,
     AttentionDocument,
     BatchClassification,
     Classification,
-    ExampleCounts,
     FailedItem,
     HeadDescription,
     Labels,
@@ -52,6 +52,7 @@ from vitserve.errors import (
 from vitserve.requests import Answer, Array, DrawingOptions, ImageSource, MapOptions, Request, WithAttention
 
 __all__ = [
+    "AddedExamples",
     "AsyncClient",
     "Attention",
     "AttentionDocument",
@@ -61,7 +62,6 @@ __all__ = [
     "ClientError",
     "DeadlineExceeded",
     "DrawingOptions",
-    "ExampleCounts",
     "FailedItem",
     "ForeignAnswer",
     "HeadDescription",
@@ -280,13 +280,13 @@ class _Service:
     @_Method
     def teach(
         self, head: str, label: str, image: ImageSource | Classification, *, backbone: str | None = None
-    ) -> Request[ExampleCounts]:
-        """Add an image to what a head learns from; return how many examples each label has.
+    ) -> Request[AddedExamples]:
+        """Add an image to what a head learns from; return its number, and how many examples each label has.
 
         Of a `Classification` it is the picture that the service kept. The first example begins the head, on the
         features of the model `backbone`.
         """
-        path, parse = f"/heads/{quote(head, safe='')}/examples", ExampleCounts.model_validate_json
+        path, parse = f"/heads/{quote(head, safe='')}/examples", AddedExamples.model_validate_json
         if isinstance(image, Classification):
             return Request("POST", path, parse, requests.query(label=label, id=image.id, backbone=backbone))
         return Request("POST", path, parse, requests.body(image) | requests.query(label=label, backbone=backbone))

@@ -316,6 +316,19 @@ class ExampleCounts(BaseModel):
     examples: dict[str, int]
 
 
+class AddedExamples(ExampleCounts):
+    """The answer to examples that were added, with their numbers."""
+
+    numbers: list[int]
+
+
+class HeadList(BaseModel):
+    """The names of all taught heads."""
+
+    enabled: Annotated[bool, Field(description="whether anything is taught here (VIT_TEACH)")]
+    heads: list[str]
+
+
 class HeadDescription(ExampleCounts, Knowledge):
     """A taught head."""
 

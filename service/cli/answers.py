@@ -40,7 +40,7 @@ from service.cli.setting_flags import predictor_from, settings_from
 from service.teach.fit import taught_head
 from service.teach.heads import features_of
 from vitserve.client import Client, ClientError, Unauthorized, Unreachable
-from vitserve.documents import AttentionDocument, ExampleCounts, HeadDescription, Knowledge, ranked, set_fields
+from vitserve.documents import AddedExamples, AttentionDocument, HeadDescription, Knowledge, ranked, set_fields
 
 # The fields of a set of labels.
 SET: Final = ("set", "set_size", "abstained")
@@ -232,7 +232,7 @@ class _ServerAnswers:
 
         return self._stream(files, ask, concurrency=4)
 
-    def teach(self, head: str, labels: Mapping[Path, str]) -> Iterator[tuple[Path, ExampleCounts | str]]:
+    def teach(self, head: str, labels: Mapping[Path, str]) -> Iterator[tuple[Path, AddedExamples | str]]:
         self._client.model()
         return self._stream(list(labels), lambda file: self._client.teach(head, labels[file], file))
 

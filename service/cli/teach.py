@@ -10,7 +10,7 @@ from service.cli.answers import add_server_flags, answers_from
 from service.cli.image_files import find_images, handle_answers
 from service.cli.setting_flags import add_setting_flags
 from service.models.folder import check_name
-from vitserve.documents import Knowledge
+from vitserve.documents import AddedExamples, Knowledge
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,12 +36,16 @@ def run(arguments: argparse.Namespace) -> int:
     labels = _labelled(arguments.folder)
     with answers_from(arguments) as source:
         answers = source.teach(name, labels)
-        used: list[Path] = []
-        code = handle_answers(answers, len(labels), lambda file, _: used.append(file), "place among the examples")
+        files: dict[int, Path] = {}
+
+        def add(file: Path, added: object) -> None:
+            files[added.numbers[0] if isinstance(added, AddedExamples) else len(files)] = file
+
+        code = handle_answers(answers, len(labels), add, "place among the examples")
         known = source.taught(name, labels, output)
     print(f"{name}: {_in_words(known)}")  # noqa: T201
     for each in known.suspects:
-        example = f"example {each.number}" if arguments.url else used[each.number]
+        example = files.get(each.number, f"example {each.number}")
         print(f"  {example}: {each.label!r}, or rather {each.likely!r}?")  # noqa: T201
     if known.needs_more:
         print(f"  more pictures are needed of: {', '.join(known.needs_more)}")  # noqa: T201

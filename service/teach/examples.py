@@ -98,8 +98,8 @@ class Examples:
 
     def add(
         self, name: str, label: str, features: NDArray[np.float32], who: str, backbone: tuple[str, str]
-    ) -> dict[str, int]:
-        """Add an example for each row of features [N, D], all or none; return how many each label has.
+    ) -> tuple[dict[str, int], list[int]]:
+        """Add an example for each row of features [N, D], all or none; return the labels' counts, and their numbers.
 
         Args:
             name: of the head, which is made if it is absent.
@@ -129,7 +129,7 @@ class Examples:
                 raise HeadFull(f"{name}: a head has at most {limits}")
             changed = "UPDATE heads SET numbers = numbers + ?, revision = revision + 1 WHERE id = ?"
             db.execute(changed, [len(rows), head])
-            return _counts(db, head)
+            return _counts(db, head), [row[1] for row in rows]
 
     def remove(self, head: HeadRow, number: int | None = None) -> dict[str, int]:
         """Remove an example, or with None the whole head; return how many each label has. Raises `NotFound`."""

@@ -126,6 +126,7 @@ def test_maps_are_of_the_heads_labels(server: Served) -> None:
 
 def test_a_head_knows_itself(server: Served) -> None:
     known = described(server)
+    assert server.get("/heads").json() == {"enabled": True, "heads": ["colours"]}
     assert known["examples"] == {"red": 6, "blue": 6}
     assert (known["accuracy"]["value"], known["accuracy"]["high"], known["accuracy"]["folds"]) == (1.0, 1.0, 5)
     assert 0.7 < known["accuracy"]["low"] < 0.8
@@ -142,7 +143,7 @@ def test_a_head_knows_itself(server: Served) -> None:
 def test_pictures_come_in_every_form_and_mistakes_are_mended(serve: Serve, tmp_path: Path) -> None:
     server = serve(teach=tmp_path / "taught")
     teach_colours(server, count=4)
-    counts = {"head": "colours", "examples": {"red": 5, "blue": 4}}
+    counts = {"head": "colours", "examples": {"red": 5, "blue": 4}, "numbers": [9]}
     raw = server.client.post("/heads/colours/examples?label=red", content=picture(RED, 50))
     assert (raw.status_code, raw.json()) == (201, counts)
     body = {"image": base64.b64encode(picture(RED, 51)).decode()}
@@ -268,6 +269,7 @@ def test_what_a_head_and_a_model_have_in_common_is_the_name_of_one_alone(serve: 
 
 def test_without_a_folder_nothing_is_taught(serve: Serve) -> None:
     server = serve()
+    assert server.get("/heads").json() == {"enabled": False, "heads": []}
     answer = teach(server, "red", [picture(RED, 1)])
     assert answer.status_code == 404
     assert "VIT_TEACH" in answer.json()["detail"]

@@ -12,6 +12,7 @@ import { FUSED, Picture } from "./picture.js";
 import { Queue } from "./queue.js";
 import { savePng, saveJson } from "./save.js";
 import { Service } from "./service.js";
+import { Teaching } from "./teach.js";
 
 const byId = (id) => document.getElementById(id);
 const make = (tag, attributes) => Object.assign(document.createElement(tag), attributes);
@@ -26,6 +27,7 @@ let reached = false; // the service has answered, whatever it said
 let keyTried = false;
 let panels = [];
 let changes = 0; // of the model, since an answer was one of the model that the page knows
+const teaching = new Teaching();
 const queue = new Queue(pictureChanged);
 const list = new PictureList(byId("pictures"), byId("many"), pick, (picture) => remove([picture]));
 
@@ -47,6 +49,7 @@ async function start() {
   if (service.asksLabels) takeLabels();
   else service.fetchLabels().then(showKnowledge, () => {}); // without them the page lacks a sentence and the search
   showKnowledge();
+  teaching.reach().catch(() => {}); // without it the page has no tab for it
   fillTopK();
   panels = [];
   setPanels();
@@ -241,6 +244,7 @@ function showAnswer() {
   byId("bars").classList.toggle("waiting", shown.isUnderWay);
   byId("bars").replaceChildren(...(answer?.predictions ?? []).map(bar));
   byId("timing").textContent = answer ? `${Math.round(answer.timings_ms.total)} ms in the service, ${Math.round(answer.timings_ms.inference)} ms of it in the model, batch of ${answer.batch_size}` : `${shown.name}: ${stateOf(shown)}`;
+  teaching.offer(answer);
   const [first] = answer?.predictions ?? [];
   byId("headline").textContent = byId("headline").title = headline(first, answer);
   byId("said").textContent = first ? `${shown.name}: ${headline(first, answer)}` : "";

@@ -37,7 +37,7 @@ from service.web.middleware import request_context
 from service.web.request import AdmittedRequest, all_of, model_of, require_file, service_of
 from service.web.routes.endpoint import SEVERAL_PICTURES, Absent, Endpoint, problems, to_json
 from service.web.upload import UploadedFile
-from vitserve.documents import ExampleCounts, ExampleList, HeadDescription, Knowledge
+from vitserve.documents import AddedExamples, ExampleCounts, ExampleList, HeadDescription, HeadList, Knowledge
 
 router = APIRouter(tags=["teaching"], route_class=Endpoint)
 
@@ -61,10 +61,18 @@ class ExampleQuery(BaseModel, frozen=True):
     ] = None
 
 
+@router.get("/heads", response_model=HeadList)
+async def list_heads(request: Request) -> HeadList:
+    """List the heads that are taught here; GET /models has all that answer."""
+    examples = service_of(request).taught.examples
+    heads = [] if examples is None else sorted(await asyncio.to_thread(examples.heads))
+    return HeadList(enabled=examples is not None, heads=heads)
+
+
 @router.post(
     "/heads/{name}/examples",
     status_code=201,
-    response_model=ExampleCounts,
+    response_model=AddedExamples,
     openapi_extra=_PICTURES,
     responses=problems(400, 403, 404, 408, 409, 413, 415, 422, 500, 503, 504),
 )
@@ -87,9 +95,10 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
     async with service.admit(request, model) as admitted:
         features = await _features(admitted, query)
         who, of = request_context(request.scope).key_name or "", (features_of(model.info), model.info.name)
-        counts = await asyncio.to_thread(examples.add, name, label, features, who, of)
+        counts, numbers = await asyncio.to_thread(examples.add, name, label, features, who, of)
     service.taught.changed()
-    return Response(to_json(ExampleCounts(head=name, examples=counts)), 201, media_type="application/json")
+    content = to_json(AddedExamples(head=name, examples=counts, numbers=numbers))
+    return Response(content, 201, media_type="application/json")
 
 
 @router.get(
@@ -220,15 +229,22 @@ async def _features(admitted: AdmittedRequest, query: ExampleQuery) -> NDArray[n
         await admitted.take(1)
         return _embedding(admitted, (await admitted.infer(picture.pixels, _EMBEDDING)).outputs)[np.newaxis]
     pictures = await admitted.read_pictures(admitted.service.settings.max_images_per_request)
-    return np.stack(await all_of(_of_picture(admitted, *each) for each in enumerate(pictures)))
+    if len(pictures) == 1:
+        return (await _of_picture(admitted, require_file(pictures[0])))[np.newaxis]
+    return np.stack(await all_of(_of_one(admitted, *each) for each in enumerate(pictures)))
 
 
-async def _of_picture(admitted: AdmittedRequest, position: int, picture: UploadedFile) -> NDArray[np.float32]:
+async def _of_one(admitted: AdmittedRequest, position: int, picture: UploadedFile) -> NDArray[np.float32]:
+    """Return what the head reads of one picture of several, [D]; its error names its position."""
     try:
-        _, result = await admitted.classify(require_file(picture), _EMBEDDING)
-        return _embedding(admitted, result.outputs)
+        return await _of_picture(admitted, require_file(picture))
     except (ImageError, ServiceError) as error:
         raise at_position(error, position) from None
+
+
+async def _of_picture(admitted: AdmittedRequest, picture: bytearray) -> NDArray[np.float32]:
+    _, result = await admitted.classify(picture, _EMBEDDING)
+    return _embedding(admitted, result.outputs)
 
 
 def _embedding(admitted: AdmittedRequest, outputs: Outputs) -> NDArray[np.float32]:

@@ -31,7 +31,7 @@ def store(tmp_path: Path) -> Examples:
 
 
 def add(store: Examples, label: str = "cat", count: int = 1, head: str = "pets") -> dict[str, int]:
-    return store.add(head, label, rows(count), "alice", BACKBONE)
+    return store.add(head, label, rows(count), "alice", BACKBONE)[0]
 
 
 def test_examples_are_numbered_and_kept(store: Examples) -> None:
@@ -142,7 +142,7 @@ from pathlib import Path
 from service.teach.examples import Examples
 store = Examples(Path(sys.argv[1]))
 for number in range(10_000):
-    count = sum(store.add("pets", "cat", np.full((7, 64), number, np.float32), "", ("backbone", "model")).values())
+    count = sum(store.add("pets", "cat", np.full((7, 64), number, np.float32), "", ("backbone", "model"))[0].values())
     print(count, flush=True)
 """
 
