@@ -21,7 +21,7 @@ help:
 	@echo "make fuzz    damaged pictures and requests, EXAMPLES=5000 of each kind"
 	@echo "make check   lint, format, types and import contracts"
 	@echo "make format  format the code"
-	@echo "make chaos   hurt a running service in every way under load; WORKERS=2, ONLY='heic swaps'"
+	@echo "make chaos   hurt a running service in every way under load; WORKERS=2, ONLY='heic-30 swaps'"
 	@echo "make soak    mixed load for MINUTES=30: does anything grow?"
 	@echo "make bench-peers  install the peers, each in an environment of its own"
 	@echo "make gpu-kit  write what a machine with a GPU and without a network lacks to $(GPU_KIT); PYTHON_THERE=3.12"
@@ -68,7 +68,7 @@ run: $(VENV)/.run
 
 # One process a core begins with its half of the tests, long files first (tests/conftest.py), and takes over from the tail of
 # another when it has none left. Four at most: each holds torch and its servers in memory. A test that ends its process
-# fails, and another process goes on; a run that takes or stands still for 20 minutes ends and names the tests that run.
+# fails, and another process goes on; a run that takes 20 minutes ends.
 # What Python has compiled it keeps, whatever the environment says: dozens of processes import the same modules.
 TEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal --max-worker-restart 2 --session-timeout 1200
 

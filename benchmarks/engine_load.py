@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +44,7 @@ def rate(socket: Path, *, workers: int, pictures: int, seconds: float) -> float:
     """
     share = -(-pictures // workers)
     command = [sys.executable, "-m", "benchmarks.engine_load", str(socket), str(share), str(seconds)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": REPOSITORY}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": REPOSITORY}
     started = [subprocess.Popen(command, **pipes) for _ in range(workers)]
     for process in started:
         assert process.stdout is not None

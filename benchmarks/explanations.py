@@ -97,11 +97,6 @@ def estimate_mean(values: Sequence[Sequence[float]], seed: int = 0) -> Estimate 
     return Estimate(float(sums.sum() / counts.sum()), float(low), float(high))
 
 
-def patch_counts(patches: int, steps: int) -> Tensor:
-    """Return how many patches are taken after each of `steps` even steps from none to all: int64, ascending."""
-    return torch.tensor(sorted({round(step * patches / steps) for step in range(steps + 1)}))
-
-
 def replace_patches(start: Tensor, end: Tensor, relevance: Tensor, counts: Tensor) -> Tensor:
     """Return a picture for each count: `start` with that many of the most relevant patches taken from `end`.
 
@@ -125,7 +120,7 @@ def area_under_score(score: Score, start: Tensor, end: Tensor, relevance: Tensor
 
     The area is that of trapezoids over the share of patches that are replaced; see `replace_patches`.
     """
-    counts = patch_counts(relevance.numel(), steps)
+    counts = torch.tensor(sorted({round(step * relevance.numel() / steps) for step in range(steps + 1)}))
     parts = (replace_patches(start, end, relevance, part) for part in torch.split(counts, _BATCH))
     scores = torch.cat([score(part)[:, label].double().cpu() for part in parts])
     return float(torch.trapezoid(scores, counts.double() / relevance.numel()))
@@ -169,18 +164,10 @@ def quarter_share(relevance: Tensor, quarter: int) -> float:
 
     A middle row or column of patches counts by halves. A map without a positive part has the share of an even map.
     """
-    positive = relevance.double().clamp_min(0).cpu()
-    total = float(positive.sum())
-    if total == 0:
-        return CHANCE
-    down, across = (_half(size, part) for size, part in zip(positive.shape, divmod(quarter, 2), strict=True))
-    return float(down @ positive @ across) / total
-
-
-def _half(size: int, second: int) -> Tensor:
-    """Return the share of each of `size` patches that lies in the first or the second half: float64 [size]."""
-    first = (size / 2 - torch.arange(size, dtype=torch.float64)).clamp(0, 1)
-    return 1 - first if second else first
+    positive = relevance.double().clamp_min(0).repeat_interleave(2, 0).repeat_interleave(2, 1)
+    (row, column), (rows, columns) = divmod(quarter, 2), relevance.shape
+    part = positive[row * rows : (row + 1) * rows, column * columns : (column + 1) * columns]
+    return float(part.sum() / positive.sum()) if positive.any() else CHANCE
 
 
 def methods_of(model: VisionTransformer, seed: int) -> dict[str, Maps]:

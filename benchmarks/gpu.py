@@ -543,20 +543,20 @@ def _server(bench: Bench, workers: int, more: Mapping[str, str] | None = None) -
 
 
 def _closed(bench: Bench, server: Running, connections: int, seconds: float) -> Load:
-    from benchmarks.load import loader  # noqa: PLC0415
+    from benchmarks.load import Loader  # noqa: PLC0415
     from benchmarks.servers import OURS  # noqa: PLC0415
 
-    with loader(bench.files, OURS, bench.arguments.load_processes) as load:
-        return load.closed(server.url, connections=connections, seconds=seconds)
+    load = Loader(bench.files, OURS, bench.arguments.load_processes)
+    return load.closed(server.url, connections=connections, seconds=seconds)
 
 
 def _open(bench: Bench, server: Running, rate: float) -> dict[str, Any]:
     """Send at a rate, and say whether the generator kept it up: late itself, it would be measured, not the server."""
-    from benchmarks.load import loader  # noqa: PLC0415
+    from benchmarks.load import Loader  # noqa: PLC0415
     from benchmarks.servers import OURS  # noqa: PLC0415
 
-    with loader(bench.files, OURS, bench.arguments.load_processes) as load:
-        found = load.open(server.url, rate=rate, seconds=bench.seconds)
+    load = Loader(bench.files, OURS, bench.arguments.load_processes)
+    found = load.open(server.url, rate=rate, seconds=bench.seconds)
     return found.as_json() | {"wanted": round(rate, 1), "kept_up": found.rate > 0.95 * rate}
 
 

@@ -37,16 +37,12 @@ def ensure() -> tuple[list[Path], str]:
 
 def jpeg_of_size(picture: Image.Image, wanted: int) -> bytes:
     """A baseline 4:2:0 JPEG at the quality that comes closest to `wanted` bytes."""
-    found = b""
+    found = []
     for quality in range(98, 40, -2):
         buffer = io.BytesIO()
         picture.save(buffer, "JPEG", quality=quality, subsampling="4:2:0")
-        data = buffer.getvalue()
-        if not found or abs(len(data) - wanted) < abs(len(found) - wanted):
-            found = data
-        if len(data) < wanted:
-            break
-    return found
+        found.append(buffer.getvalue())
+    return min(found, key=lambda data: abs(len(data) - wanted))
 
 
 def _photographs(folder: Path) -> list[Image.Image]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -36,7 +37,7 @@ class Record:
     def __init__(self, path: Path, *, dtype: str, about: Mapping[str, Any]) -> None:
         self.path = path
         self.data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        command = shlex.join(["python", "-m", *_module(sys.argv)])
+        command = shlex.join(["python", *sys.orig_argv[1:]])
         self.data.setdefault("commands", [])
         if command not in self.data["commands"]:
             self.data["commands"].append(command)
@@ -82,27 +83,21 @@ def device() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Python, our packages and wrk."""
+    """Python, our packages and the commit."""
     found = {"python": platform.python_version()}
     for name in _VERSIONS:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    try:
-        # wrk tells its version with its usage, and fails.
-        banner = subprocess.run(["wrk", "-v"], capture_output=True, text=True, check=False).stdout
-        found["wrk"] = banner.split()[1].split("/")[-1] if banner else "unknown"
-        found["commit"] = _git("describe", "--always")
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
         # Records are written here as well, and documents do not run.
-        if _git("status", "--porcelain", "--", "model", "service", "benchmarks/*.py", "benchmarks/peers"):
-            found["commit"] += "-dirty"
-    except (OSError, subprocess.CalledProcessError):
-        pass
+        code = ("model", "service", "benchmarks/*.py", "benchmarks/peers")
+        dirty = "-dirty" if git("status", "--porcelain", "--", *code) else ""
+        found["commit"] = git("describe", "--always") + dirty
     return found
 
 
-def _git(*arguments: str) -> str:
+def git(*arguments: str) -> str:
+    """What git answers in the repository; raises `OSError` or `subprocess.CalledProcessError`."""
     done = subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
@@ -125,17 +120,6 @@ def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
     return str(value)
-
-
-def _module(argv: list[str]) -> list[str]:
-    """`python -m` is started with the path of the module's file as its first argument."""
-    file = Path(argv[0])
-    if file.suffix != ".py" or REPOSITORY not in file.resolve().parents:
-        return argv
-    parts = list(file.resolve().relative_to(REPOSITORY).with_suffix("").parts)
-    if parts[-1] == "__main__":
-        parts.pop()
-    return [".".join(parts), *argv[1:]]
 
 
 def _now() -> str:

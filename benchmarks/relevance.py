@@ -1,7 +1,7 @@
 """What relevance, an embedding or a set adds in the predictor alone: `python -m benchmarks.relevance --output sets`.
 
 Batches with and without it take turns on one CPU thread, in processor time. The ratio is the median over the rounds of
-(time without) / (time with), and 1 would be free. `python -m benchmarks.cpu relevance` has the same over HTTP.
+(time without) / (time with), and 1 would be free.
 """
 
 from __future__ import annotations

@@ -5,7 +5,11 @@ service said when nothing else was asked. First they are alone; then beside each
 are how many were answered, the median and p99 beside those of being alone, and what must never happen: an answer that
 is lost, mixed up or of a wrong status. Exit code 1 when that happened.
 
-    python -m benchmarks.reliability --only avif-batches heic --seconds 20 --workers 1
+Beside an attack there are honest callers of another kind, too, and marks: JPEGs answered, p99 beside alone, WebP and
+HEIC answered. Who attacks and who is honest have addresses of their own in 127.0.0.0/8 (Linux): a service is fair by
+caller.
+
+    python -m benchmarks.reliability --only avif-batches heic-30 --seconds 20 --workers 1
     python -m benchmarks.reliability --soak 30        # minutes without a fault: does memory grow?
 
 The callers run on the cores of the service, as an attacker's would not.
@@ -53,6 +57,12 @@ _ADMIN = "admin"
 _FAULTS = ("cut", "no answer", "mixed up", "wrong status")
 """Outcomes that must never happen."""
 _EXPECTED = {503: "503", 504: "504", 429: "429"}
+_HOSTILE = "127.0.0.2"
+"""Address of those who attack."""
+_CLIP_LABELS = "cat,dog,car,tree,sky,house,street,apple,person,night"
+
+_LEAST_JPEG, _LEAST_OTHERS, _LONGEST = 0.995, 0.95, 3.0
+"""Marks beside an attack: JPEGs, and WebPs or HEICs, that are answered of those that are due; p99 beside alone."""
 
 Scores = Mapping[int, float]
 
@@ -206,6 +216,61 @@ class Honest:
         return {"due": due, "answered": share, "p50": 1e3 * cuts[49], "p99": 1e3 * cuts[98], "faults": faults}
 
 
+@dataclass
+class Others:
+    """Honest callers of another kind, or the many phones of an attack; their answers are counted, and not compared.
+
+    Attributes:
+        ask: sends the request of a number.
+        address: that they have.
+        rate: requests a second.
+        least: the mark of what is answered of all; 0: there is none.
+        counts: by status, or by the error where there was no answer.
+    """
+
+    ask: Callable[[httpx.AsyncClient, int], Awaitable[httpx.Response]]
+    address: str
+    rate: float
+    least: float = 0.0
+    counts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def due(self) -> int:
+        """Return how many requests there were."""
+        return self.counts.total()
+
+    @property
+    def answered(self) -> int:
+        """Return how many were answered with 200."""
+        return self.counts["200"]
+
+    async def run(self, service: Service, seconds: float) -> None:
+        """Send for some seconds at the moments of a Poisson process, then wait for the answers."""
+        chance, loop = random.Random(self.address), asyncio.get_running_loop()
+        moment = loop.time()
+        end = moment + seconds
+        async with _client(service, self.address) as client, asyncio.TaskGroup() as group:
+            for number in itertools.count():
+                moment += chance.expovariate(self.rate)
+                if moment >= end:
+                    return
+                await asyncio.sleep(max(0.0, moment - loop.time()))
+                group.create_task(self._one(client, number))
+
+    async def _one(self, client: httpx.AsyncClient, number: int) -> None:
+        try:
+            self.counts[str((await self.ask(client, number)).status_code)] += 1
+        except httpx.HTTPError as error:
+            self.counts[type(error).__name__] += 1
+
+
+def _client(service: Service, address: str) -> httpx.AsyncClient:
+    """Return a client of an address of its own."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2)
+    transport = httpx.AsyncHTTPTransport(local_address=address, limits=limits)
+    return httpx.AsyncClient(base_url=service.url, timeout=_PATIENCE, transport=transport)
+
+
 def _of_status(answer: httpx.Response) -> str:
     outcome = _EXPECTED.get(answer.status_code, "wrong status")
     if outcome in _FAULTS:
@@ -243,7 +308,7 @@ async def _repeat(callers: int, one: Callable[[httpx.AsyncClient], Awaitable[obj
     """Let some callers do the same again and again, whatever is answered."""
 
     async def caller() -> None:
-        async with httpx.AsyncClient(base_url=service.url, timeout=_PATIENCE) as client:
+        async with _client(service, _HOSTILE) as client:
             while True:
                 with contextlib.suppress(httpx.HTTPError):
                     await one(client)
@@ -260,7 +325,7 @@ async def _raw(callers: int, pieces: Callable[[], Iterator[bytes]], service: Ser
     async def caller() -> None:
         while True:
             with contextlib.suppress(OSError):
-                reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
+                reader, writer = await asyncio.open_connection("127.0.0.1", service.port, local_addr=(_HOSTILE, 0))
                 for piece in pieces():
                     writer.write(piece)
                     await writer.drain()
@@ -292,9 +357,11 @@ def heic() -> bytes:
     return buffer.getvalue()
 
 
-def _batch_of(data: bytes, count: int) -> Callable[[httpx.AsyncClient], Awaitable[object]]:
+def _batch_of(
+    data: bytes, count: int, path: str = "/classify/batch"
+) -> Callable[[httpx.AsyncClient], Awaitable[object]]:
     files = [("file", ("a", data)) for _ in range(count)]
-    return lambda client: client.post("/classify/batch", files=files)
+    return lambda client: client.post(path, files=files)
 
 
 def _picture(data: bytes, path: str = "/classify") -> Callable[[httpx.AsyncClient], Awaitable[object]]:
@@ -309,17 +376,6 @@ async def avif_batches(service: Service) -> None:
 async def avif_single(service: Service) -> None:
     """Thirty-two callers send such an AVIF each."""
     await _repeat(32, _picture(await asyncio.to_thread(flat, "AVIF", 7990, quality=30)), service)
-
-
-async def heic_photos(service: Service) -> None:
-    """Thirty callers send a phone's photo a second each."""
-    photo = await asyncio.to_thread(heic)
-
-    async def one(client: httpx.AsyncClient) -> None:
-        await client.post("/classify", content=photo)
-        await asyncio.sleep(1)
-
-    await _repeat(30, one, service)
 
 
 async def tiff_batches(service: Service) -> None:
@@ -341,8 +397,25 @@ async def large_png(service: Service) -> None:
 
 
 async def drawings(service: Service) -> None:
-    """Sixty-four callers ask for maps of 2048 pixels."""
-    await _repeat(64, _picture(flat("JPEG", 300), "/attention?size=2048&view=photo"), service)
+    """Sixty-four callers ask for eight maps of 2048 pixels each."""
+    await _repeat(64, _picture(flat("JPEG", 300), "/attention?class=0,1,2,3,4,5,6,7&size=2048&view=photo"), service)
+
+
+async def texts(service: Service) -> None:
+    """Sixty callers ask for a picture's best of 66 labels that nobody has asked for before."""
+    picture, numbers = flat("JPEG", 300), itertools.count()
+
+    async def one(client: httpx.AsyncClient) -> None:
+        labels = ",".join(f"label {next(numbers)}" for _ in range(66))
+        await client.post("/classify", content=picture, params={"labels": labels})
+
+    await _repeat(60, one, service)
+
+
+async def relevance_batches(service: Service) -> None:
+    """Four callers send batches of 64 JPEGs and ask for the map of the best of two labels."""
+    one = _batch_of(flat("JPEG", 300), 64, "/classify/batch?attention=relevance&labels=cat,dog")
+    await _repeat(4, one, service)
 
 
 async def crawlers(service: Service) -> None:
@@ -389,10 +462,11 @@ async def swaps(service: Service) -> None:
 HURTS: dict[str, Hurt] = {
     "avif-batches": avif_batches,
     "avif-single": avif_single,
-    "heic": heic_photos,
     "tiff-batches": tiff_batches,
     "large-png": large_png,
     "drawings": drawings,
+    "texts": texts,
+    "relevance-batches": relevance_batches,
     "crawlers": crawlers,
     "escaped-json": escaped_json,
     "tiny-chunks": tiny_chunks,
@@ -405,6 +479,22 @@ HURTS: dict[str, Hurt] = {
 }
 """What is done beside the honest callers."""
 
+PHONES: dict[str, float] = {"heic-5": 5, "heic-30": 30, "heic-80": 0}
+"""Photos of phones a second, instead of an attack; 0: four fifths of what the service answers at most."""
+
+BESIDE: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("avif-batches", "avif-single", "heic-5", "heic-30", "tiff-batches", "large-png"), ("webp", "heic")
+    ),
+    **dict.fromkeys(("crawlers", "escaped-json", "tiny-chunks"), ("webp", "heic")),
+    "heic-80": (),
+    "drawings": ("webp", "maps"),
+    "texts": ("labels",),
+    "relevance-batches": ("labels",),
+}
+"""The attacks, which have marks, and the other honest callers beside each."""
+
+_NEED_CLIP = {"texts", "relevance-batches"}
 _NEED_WORKERS = {"kill-engine", "kill-worker", "stop-worker"}
 
 
@@ -429,38 +519,130 @@ def _models(folder: Path) -> Path:
     return folder / "first"
 
 
+async def _others(name: str, service: Service) -> dict[str, Others]:
+    """Return the honest callers of other kinds beside an attack, and those whose number is the attack."""
+    photo = await asyncio.to_thread(heic) if name in PHONES or "heic" in BESIDE.get(name, ()) else b""
+    small = {"webp": flat("WEBP", 600, quality=80), "jpeg": flat("JPEG", 300)}
+
+    def with_labels(client: httpx.AsyncClient, number: int) -> Awaitable[httpx.Response]:
+        return client.post("/classify", content=small["jpeg"], params={"labels": f"a cat {number},a dog {number}"})
+
+    kinds = {
+        "webp": Others(
+            lambda client, _: client.post("/classify", content=small["webp"]), "127.0.0.3", 2, _LEAST_OTHERS
+        ),
+        "heic": Others(lambda client, _: client.post("/classify", content=photo), "127.0.0.4", 0.5, _LEAST_OTHERS),
+        "maps": Others(lambda client, _: client.post("/attention", content=small["jpeg"]), "127.0.0.5", 2),
+        "labels": Others(with_labels, "127.0.0.6", 2),
+    }
+    found = {kind: kinds[kind] for kind in BESIDE.get(name, ())}
+    if name in PHONES:
+        rate, least = PHONES[name], 0.0
+        if not rate:
+            rate, least = 0.8 * await _capacity(photo, service), 1.0
+        found["phones"] = Others(kinds["heic"].ask, _HOSTILE, rate, least)
+    return found
+
+
+async def _capacity(photo: bytes, service: Service, seconds: float = 8) -> float:
+    """Return how many of these a second the service answers to eight callers."""
+    answered = 0
+
+    async def one(client: httpx.AsyncClient) -> None:
+        nonlocal answered
+        answer = await client.post("/classify", content=photo)
+        answered += answer.status_code == 200
+
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await _repeat(8, one, service)
+    return answered / seconds
+
+
+def missed(found: Mapping[str, float], alone_p99: float, others: Mapping[str, Others]) -> list[str]:
+    """Return the marks that were missed beside an attack, each with what was found."""
+    marks = []
+    if found["answered"] < _LEAST_JPEG:
+        marks.append(f"answered {found['answered']:.1%}")
+    if not found["p99"] <= _LONGEST * alone_p99:
+        marks.append(f"p99 {found['p99'] / alone_p99:.1f} x")
+    marks += [
+        f"{kind} {each.answered} of {each.due}"
+        for kind, each in others.items()
+        if each.answered < each.least * each.due
+    ]
+    return marks
+
+
 async def hurt_all(arguments: argparse.Namespace, record: Record, files: Sequence[bytes]) -> int:
     """Measure being alone and beside each hurt, for one number of workers; return how many faults there were."""
-    faults, rows = 0, []
-    with tempfile.TemporaryDirectory(prefix="vitserve-hurt-") as name:
-        folder = Path(name)
-        settings = {"VIT_WORKERS": str(arguments.workers), "VIT_DRAIN_DELAY": "0", "VIT_ADMIN_KEY": _ADMIN}
-        settings |= {"VIT_CHECKPOINT_FOLDER": name, "VIT_CHECKPOINT": str(_models(folder))}
-        service = Service(folder, settings | dict(pair.split("=", 1) for pair in arguments.setting))
+    faults, rows = 0, list[list[object]]()
+    for is_clip in (False, True):
+        names = [name for name in arguments.only if (name in _NEED_CLIP) == is_clip]
+        if names:
+            faults += await _hurt(names, arguments, record, files, rows, is_clip=is_clip)
+    header = ["", "due", "answered", "p50 ms", "p99 ms", "faults", "ready after s", "MiB", "others answered", "marks"]
+    print(table(header, rows))
+    return faults
+
+
+async def _hurt(
+    names: Sequence[str],
+    arguments: argparse.Namespace,
+    record: Record,
+    files: Sequence[bytes],
+    rows: list[list[object]],
+    *,
+    is_clip: bool,
+) -> int:
+    """Measure one service, of the small ViT or of a CLIP, and add a row for being alone and for each hurt."""
+    faults, alone_p99 = 0, float("nan")
+    with tempfile.TemporaryDirectory(prefix="vitserve-hurt-") as folder:
+        service = Service(Path(folder), _settings(arguments, Path(folder), is_clip=is_clip))
         try:
             await service.until_ready()
             first = await learn(service.url, files)
             chosen = told_apart(files, first)
-            known = [[first[number]] for number in chosen]
-            bodies = [files[number] for number in chosen]
-            for hurt in [None, *arguments.only]:
-                if hurt == "swaps":
+            bodies, known = [files[number] for number in chosen], [[first[number]] for number in chosen]
+            for name in ["alone", *names]:
+                if name == "swaps":
                     known = await _both(service, bodies, known)
                 honest = Honest(service, bodies, known, arguments.seed)
-                async with _hurting(None if hurt is None else HURTS[hurt], service):
-                    await honest.run(arguments.rate, arguments.seconds)
+                others = await _others(name, service)
+                async with _hurting(HURTS.get(name), service), asyncio.TaskGroup() as group:
+                    group.create_task(honest.run(arguments.rate, arguments.seconds))
+                    for each in others.values():
+                        group.create_task(each.run(service, arguments.seconds))
                 ready = await service.until_ready()
                 found = {**honest.told(), "ready_s": ready, "resident_mib": resident_mib(service.process.pid)}
                 faults += int(found["faults"])
-                rows.append([hurt or "alone", *found.values()])
-                record.section(f"{arguments.workers} workers")[hurt or "alone"] = found | {"outcomes": honest.counts}
+                alone_p99 = found["p99"] if name == "alone" else alone_p99
+                marks = ", ".join(missed(found, alone_p99, others)) or "met" if name in BESIDE else ""
+                told = {kind: f"{each.answered} of {each.due}" for kind, each in others.items()}
+                rows.append(
+                    [name + " (CLIP)" * is_clip, *found.values(), ", ".join(map(" ".join, told.items())), marks]
+                )
+                about = {"outcomes": honest.counts, "others": {kind: each.counts for kind, each in others.items()}}
+                record.section(f"{arguments.workers} workers" + ", CLIP" * is_clip)[name] = (
+                    found | about | {"marks": marks}
+                )
                 record.save()
-                print(f"{hurt or 'alone'}: {dict(honest.counts)}", file=sys.stderr, flush=True)
+                print(f"{name}: {dict(honest.counts)} {told} {marks}", file=sys.stderr, flush=True)
         finally:
             exit_code = service.stop()
-    header = ["", "due", "answered", "p50 ms", "p99 ms", "faults", "ready after s", "MiB"]
-    print(table(header, rows), f"stopped in order at the end: exit code {exit_code}", sep="\n")
+    print(f"stopped in order at the end: exit code {exit_code}")
     return faults + (exit_code != 0)
+
+
+def _settings(arguments: argparse.Namespace, folder: Path, *, is_clip: bool) -> dict[str, str]:
+    """Write the checkpoints into a folder, and return the settings of the service."""
+    settings = {"VIT_WORKERS": str(arguments.workers), "VIT_DRAIN_DELAY": "0", "VIT_ADMIN_KEY": _ADMIN}
+    if is_clip:
+        checkpoints.write_clip(folder / "clip")
+        settings |= {"VIT_CHECKPOINT": str(folder / "clip"), "VIT_LABELS": _CLIP_LABELS}
+    else:
+        settings |= {"VIT_CHECKPOINT_FOLDER": str(folder), "VIT_CHECKPOINT": str(_models(folder))}
+    return settings | dict(pair.split("=", 1) for pair in arguments.setting)
 
 
 async def _both(service: Service, bodies: Sequence[bytes], known: list[list[Scores]]) -> list[list[Scores]]:
@@ -524,7 +706,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.reliability", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=list(HURTS), help="(default: all that the workers allow)")
+    parser.add_argument("--only", nargs="+", choices=[*PHONES, *HURTS], help="(default: all that the workers allow)")
     parser.add_argument("--soak", type=float, metavar="MINUTES", help="no hurt: does anything grow?")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--rate", type=float, default=20, help="honest requests a second")
@@ -534,7 +716,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--record", type=Path, default=RESULTS / "reliability.json")
     arguments = parser.parse_args()
     if arguments.only is None:
-        arguments.only = [name for name in HURTS if arguments.workers > 1 or name not in _NEED_WORKERS]
+        arguments.only = [name for name in [*PHONES, *HURTS] if arguments.workers > 1 or name not in _NEED_WORKERS]
     return arguments
 
 

@@ -11,10 +11,8 @@ checked out into a temporary folder and runs with the packages of this environme
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import urllib.request
@@ -22,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import checkpoints, pictures
-from benchmarks.load import Loader, loader
-from benchmarks.record import RESULTS, Record, table
+from benchmarks.load import Loader
+from benchmarks.record import RESULTS, Record, git, table
 from benchmarks.servers import OURS, Running, Server, running
 
 
@@ -34,17 +32,17 @@ def main() -> int:
     record = Record(arguments.record, dtype="auto", about={"pictures": origin, "settings": arguments.setting})
     with tempfile.TemporaryDirectory(prefix="vitserve-revision-") as folder:
         other = Path(folder) / "tree"
-        _git("worktree", "add", "--detach", str(other), arguments.revision)
+        git("worktree", "add", "--detach", str(other), arguments.revision)
         try:
             servers = {"before": _server(other), "after": _server(checkpoints.REPOSITORY)}
             record.data["revisions"] = {
-                "before": _git("rev-parse", "--short", arguments.revision),
+                "before": git("rev-parse", "--short", arguments.revision),
                 "after": "this tree",
             }
             for name in arguments.models:
                 _measure(record, name, servers, files, arguments)
         finally:
-            _git("worktree", "remove", "--force", str(other))
+            git("worktree", "remove", "--force", str(other))
     _print(record.data["models"])
     return 0
 
@@ -55,7 +53,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=list(checkpoints.SHAPES), choices=list(checkpoints.SHAPES))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=4, help="of each measurement")
-    parser.add_argument("--warm-seconds", type=float, default=3)
     parser.add_argument("--connections", type=int, nargs="+", default=[32])
     parser.add_argument("--setting", action="append", default=[], metavar="VIT_NAME=VALUE", help="of both servers")
     parser.add_argument("--record", type=Path, default=RESULTS / "revisions.json")
@@ -82,11 +79,11 @@ def _measure(
     with (
         running(servers["before"], model, settings, picture=first) as before,
         running(servers["after"], model, settings, picture=first) as after,
-        loader(files, OURS) as load,
     ):
+        load = Loader(files, OURS)
         started = {"before": before, "after": after}
         for server in started.values():
-            load.closed(server.url, connections=32, seconds=arguments.warm_seconds)
+            load.closed(server.url, connections=32, seconds=3)
         while short := [count for count, done in rounds.items() if len(done) < arguments.rounds]:
             for count in short:
                 done = rounds[count]
@@ -98,20 +95,16 @@ def _measure(
 
 def _load(server: Running, load: Loader, connections: int, seconds: float) -> dict[str, Any]:
     """Return what the clients saw, and the milliseconds that a request took the server; see the module."""
-    pids, event_loop = server.pids(), Path(f"/proc/{server.process.pid}/task/{server.process.pid}/schedstat")
-    cpu, loop, stages = _cpu_seconds(pids), _nanoseconds(event_loop), _stage_seconds(server.url)
+    # The nanoseconds that the first thread has run (proc(5)).
+    event_loop = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/schedstat")
+    cpu, loop, stages = server.processor_seconds(), int(event_loop.read_text().split()[0]), _stage_seconds(server.url)
     found = load.closed(server.url, connections=connections, seconds=seconds)
-    cpu, loop = _cpu_seconds(pids) - cpu, _nanoseconds(event_loop) - loop
+    cpu, loop = server.processor_seconds() - cpu, int(event_loop.read_text().split()[0]) - loop
     requests = found.rate * seconds
     took = {"cpu_ms": round(1000 * cpu / requests, 3), "loop_ms": round(1e-6 * loop / requests, 3)}
     if connections == 1:
         took["beside_ms"] = round(1000 * (seconds - (_stage_seconds(server.url) - stages)) / requests, 3)
     return {**found.as_json(), **took}
-
-
-def _nanoseconds(schedstat: Path) -> int:
-    """Return the time that a thread has run (proc(5))."""
-    return int(schedstat.read_text().split()[0])
 
 
 def _stage_seconds(url: str) -> float:
@@ -122,15 +115,8 @@ def _stage_seconds(url: str) -> float:
     return sum(map(float, sums))
 
 
-def _cpu_seconds(pids: list[int]) -> float:
-    """Return the user and system time of some processes, all their threads included (proc(5))."""
-    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
-    return sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
-
-
 def _ratio(round_: dict[str, Any], value: str) -> float:
-    ratio: float = round_["after"][value] / round_["before"][value]
-    return ratio
+    return float(round_["after"][value] / round_["before"][value])
 
 
 def _print(models: dict[str, Any]) -> None:
@@ -145,11 +131,6 @@ def _print(models: dict[str, Any]) -> None:
                 spread = f"{min(ratios):.3f} ... {max(ratios):.3f}"
                 rows.append([f"{name}, {count}, {value}", *medians, f"{statistics.median(ratios):.3f}", spread])
     print(table(["", "before", "after", "ratio", "of all rounds"], rows))
-
-
-def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(checkpoints.REPOSITORY), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

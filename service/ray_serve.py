@@ -147,7 +147,7 @@ class Replica:
 
     def _on_engine_change(self) -> None:
         engine = self._models.default.current.engine
-        if engine.status.state != "loading":
+        if engine.ready or self._models.failure:
             self._loaded.set()
         for model in self._models.served.values():
             if model.info is not None and model.current not in self._logged and model.current.engine.ready:

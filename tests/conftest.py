@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests import launcher, logging_state
-from tests.overseer import Overseer
 
 # Before torch loads: threads that spin between operators stall the server processes that tests start beside them.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -72,14 +71,6 @@ def pytest_collection_finish() -> None:
     """Leave what was imported out of the collections of garbage, each of which would take half a second."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Watch the processes that run the tests, where there are several."""
-    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
-        seconds = config.getoption("session_timeout", None)
-        # By itself each process ends after this time, when its test has. Who does not within a minute hangs.
-        config.pluginmanager.register(Overseer(seconds and seconds + 60))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -28,9 +28,12 @@ from vitserve.documents import (
     AttentionDocument,
     BatchClassification,
     Classification,
+    Classifications,
     FailedItem,
     HeadDescription,
     Labels,
+    ListedModel,
+    ModelClassification,
     ModelDescription,
     Prediction,
     ProblemDocument,
@@ -58,6 +61,7 @@ __all__ = [
     "AttentionDocument",
     "BatchClassification",
     "Classification",
+    "Classifications",
     "Client",
     "ClientError",
     "DeadlineExceeded",
@@ -69,7 +73,9 @@ __all__ = [
     "ImageSource",
     "InferenceFailed",
     "InvalidParameter",
+    "ListedModel",
     "MapOptions",
+    "ModelClassification",
     "ModelDescription",
     "NotFound",
     "Prediction",
@@ -184,17 +190,34 @@ class _Service:
         attention: WithAttention = False,
         embedding: bool | None = None,
         labels: Sequence[str] | None = None,
+        model: str | None = None,
+        min_score: float | None = None,
     ) -> Request[Classification]:
         """Classify one image; `attention` adds the map of that name, `embedding` what the head reads.
 
-        A model with a text tower takes `labels` in place of its classes.
+        A model with a text tower takes `labels` in place of its classes. `model` names one of `models`, by default the
+        default one. Classes below `min_score` are left out.
         """
-        return Request(
-            "POST",
-            "/classify",
-            Classification.model_validate_json,
-            requests.body(image) | requests.query(top_k=top_k, attention=attention, embedding=embedding, labels=labels),
+        asked = requests.query(
+            top_k=top_k, attention=attention, embedding=embedding, labels=labels, model=model, min_score=min_score
         )
+        return Request("POST", "/classify", Classification.model_validate_json, requests.body(image) | asked)
+
+    @_Method
+    def classify_by(
+        self,
+        image: ImageSource,
+        models: Sequence[str] = ("*",),
+        *,
+        top_k: int | None = None,
+        attention: WithAttention = False,
+        min_score: float | None = None,
+    ) -> Request[Classifications]:
+        """Classify one image by several models, by default all: each has an answer or an error of its own."""
+        asked = requests.query(top_k=top_k, attention=attention, model=",".join(models), min_score=min_score)
+        # One name, with a comma behind it, is several that are one.
+        asked["params"]["model"] += "" if len(models) > 1 or models[0] == "*" else f",{models[0]}"
+        return Request("POST", "/classify", Classifications.model_validate_json, requests.body(image) | asked)
 
     @_Method
     def classify_batch(
@@ -204,47 +227,60 @@ class _Service:
         top_k: int | None = None,
         attention: WithAttention = False,
         labels: Sequence[str] | None = None,
+        model: str | None = None,
     ) -> Request[BatchClassification]:
         """Classify several images; the results are in their order, each an answer or an error of its own."""
         return Request(
             "POST",
             "/classify/batch",
             BatchClassification.model_validate_json,
-            requests.form(images) | requests.query(top_k=top_k, attention=attention, labels=labels),
+            requests.form(images) | requests.query(top_k=top_k, attention=attention, labels=labels, model=model),
         )
 
     @_Method
     def embed(
-        self, image: ImageSource, *, pool: Pooling | None = None, normalize: bool | None = None
+        self,
+        image: ImageSource,
+        *,
+        pool: Pooling | None = None,
+        normalize: bool | None = None,
+        model: str | None = None,
     ) -> Request[Array]:
         """Return the embedding of one image, float32 [D]."""
         return Request(
             "POST",
             "/embed",
             requests.array,
-            requests.body(image) | requests.query(pool=pool, normalize=normalize, format="npy"),
+            requests.body(image) | requests.query(pool=pool, normalize=normalize, model=model, format="npy"),
         )
 
     @_Method
     def embed_batch(
-        self, images: Sequence[ImageSource], *, pool: Pooling | None = None, normalize: bool | None = None
+        self,
+        images: Sequence[ImageSource],
+        *,
+        pool: Pooling | None = None,
+        normalize: bool | None = None,
+        model: str | None = None,
     ) -> Request[Array]:
         """Return the embeddings of several images, float32 [N, D]; one that cannot be read fails all of them."""
         return Request(
             "POST",
             "/embed/batch",
             requests.array,
-            requests.form(images) | requests.query(pool=pool, normalize=normalize, format="npy"),
+            requests.form(images) | requests.query(pool=pool, normalize=normalize, model=model, format="npy"),
         )
 
     @_Method
-    def embed_texts(self, texts: Sequence[str], *, normalize: bool | None = None) -> Request[Array]:
+    def embed_texts(
+        self, texts: Sequence[str], *, normalize: bool | None = None, model: str | None = None
+    ) -> Request[Array]:
         """Return the features of texts, float32 [N, D], of a model with a text tower."""
         return Request(
             "POST",
             "/embed",
             requests.array,
-            requests.query(text=texts, normalize=normalize, format="npy"),
+            requests.query(text=texts, normalize=normalize, model=model, format="npy"),
         )
 
     @_Method
@@ -268,14 +304,20 @@ class _Service:
         return requests.map_of(image, bytes, **options)
 
     @_Method
-    def model(self) -> Request[ModelDescription]:
-        """Describe the model that is served."""
-        return Request("GET", "/model", ModelDescription.model_validate_json)
+    def model(self, name: str | None = None) -> Request[ModelDescription]:
+        """Describe a model that is served, by default the default one."""
+        return Request("GET", "/model", ModelDescription.model_validate_json, requests.query(model=name))
 
     @_Method
-    def labels(self) -> Request[list[str]]:
-        """List the classes, in index order."""
-        return Request("GET", "/labels", lambda content: Labels.model_validate_json(content).labels)
+    def models(self) -> Request[list[ListedModel]]:
+        """List all models that the service has, by name."""
+        return Request("GET", "/models", requests.listed)
+
+    @_Method
+    def labels(self, model: str | None = None) -> Request[list[str]]:
+        """List the classes of a model, in index order."""
+        asked = requests.query(model=model)
+        return Request("GET", "/labels", lambda content: Labels.model_validate_json(content).labels, asked)
 
     @_Method
     def teach(

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypedDic
 import httpx
 from pydantic import TypeAdapter
 
-from vitserve.documents import FIELD, AttentionDocument, Classification
+from vitserve.documents import FIELD, AttentionDocument, Classification, ListedModel
 from vitserve.errors import ForeignAnswer, error_of
 
 if TYPE_CHECKING:
@@ -47,12 +47,17 @@ _DOCUMENTS: TypeAdapter[AttentionDocument | list[AttentionDocument]] = TypeAdapt
 )
 
 
+_MODELS = TypeAdapter(list[ListedModel])
+
+
 class MapOptions(TypedDict, total=False):
     """Which map /attention computes; what is left out is the service's default.
 
-    `class_` is an index or a label, or several of them.
+    `class_` is an index or a label, or several of them. `model` names one of the service's models; the map of a
+    `Classification` is by the model that gave it.
     """
 
+    model: str
     method: str
     class_: int | str | Sequence[int | str]
     layer: int
@@ -119,7 +124,7 @@ def map_of(image: ImageSource | Classification, parse: Callable[[bytes], Answer]
         return Request("POST", "/attention", parse, body(image) | query(**options))
     if image.id is None:
         raise ValueError("the service kept no picture of this classification (VIT_RECENT_TTL is 0): send the picture")
-    return Request("GET", "/attention", parse, query(id=image.id, **options))
+    return Request("GET", "/attention", parse, query(**{"id": image.id, "model": image.model, **options}))
 
 
 def _text(name: str, value: object) -> str | list[str]:
@@ -131,6 +136,11 @@ def _text(name: str, value: object) -> str | list[str]:
     if name == "text":
         return list(value)
     return json.dumps(list(value), ensure_ascii=False) if name == "labels" else ",".join(map(str, value))
+
+
+def listed(content: bytes) -> list[ListedModel]:
+    """Parse the list of models."""
+    return _MODELS.validate_json(content)
 
 
 def documents(content: bytes) -> list[AttentionDocument]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,11 +27,7 @@ class Service:
         self.pool = ThreadPoolExecutor(options.decoders)
         self.classifier = classifier_of(options)
 
-    @bentoml.api(
-        batchable=True,
-        max_batch_size=options.batch,
-        max_latency_ms=int(os.environ.get("PEER_MAX_LATENCY_MS", "10000")),
-    )
+    @bentoml.api(batchable=True, max_batch_size=options.batch, max_latency_ms=60_000)
     def classify(self, file: list[Path]) -> list[dict[str, float]]:
         """Files of a multipart form; BentoML batches them over requests."""
         return self.classifier(self.decode.many([path.read_bytes() for path in file], self.pool))

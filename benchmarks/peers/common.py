@@ -8,11 +8,10 @@ from __future__ import annotations
 import io
 import json
 import os
-import queue
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -32,43 +31,31 @@ class Options:
 
     Attributes:
         model: folder in transformers' layout.
-        threads: of the engine: torch's for one forward pass, OpenVINO's of all streams together.
-        decoders: threads or processes that decode, where the peer has room for them.
-        batch: largest batch; with 1, peers that batch by themselves compute each picture on the thread that decodes it.
+        threads: of the engine: torch's for one forward pass, or OpenVINO's.
+        decoders: threads that decode, where the peer has room for them.
+        batch: largest batch.
         wait_ms: how long an incomplete batch waits.
         dtype: of the network.
         engine: `torch`, `compile` (torch.compile) or `openvino`.
-        streams: of OpenVINO, with an infer request each.
         workers: processes with an engine each, where the peer has room for them.
     """
 
     model: Path
-    port: int
-    threads: int
-    decoders: int
-    batch: int
-    wait_ms: float
-    dtype: str
-    engine: str
-    streams: int
-    workers: int
+    port: int = 0
+    threads: int = 2
+    decoders: int = 2
+    batch: int = 32
+    wait_ms: float = 5
+    dtype: str = "bfloat16"
+    engine: str = "torch"
+    workers: int = 1
 
     @classmethod
     def from_environment(cls) -> Options:
         """Read `PEER_MODEL`, `PEER_PORT` and the rest, which the benchmark sets."""
-        env = os.environ
-        return cls(
-            Path(env["PEER_MODEL"]),
-            int(env["PEER_PORT"]),
-            int(env.get("PEER_THREADS", "2")),
-            int(env.get("PEER_DECODERS", "2")),
-            int(env.get("PEER_BATCH", "32")),
-            float(env.get("PEER_WAIT_MS", "5")),
-            env.get("PEER_DTYPE", "bfloat16"),
-            env.get("PEER_ENGINE", "torch"),
-            int(env.get("PEER_STREAMS", "1")),
-            int(env.get("PEER_WORKERS", "1")),
-        )
+        kinds = {"model": Path, "wait_ms": float, "dtype": str, "engine": str}
+        given = {each.name: os.environ.get(f"PEER_{each.name.upper()}") for each in fields(cls)}
+        return cls(**{name: kinds.get(name, int)(value) for name, value in given.items() if value is not None})
 
 
 class Decoder:
@@ -140,7 +127,7 @@ class TorchClassifier:
 
 
 class OpenVinoClassifier:
-    """uint8 pictures in, top-1 out, by vitserve's graph with as many infer requests as streams."""
+    """uint8 pictures in, top-1 out, by vitserve's graph."""
 
     def __init__(self, options: Options) -> None:
         import openvino  # noqa: PLC0415  decoding processes need none
@@ -149,23 +136,16 @@ class OpenVinoClassifier:
         settings = {
             "INFERENCE_PRECISION_HINT": {"bfloat16": "bf16", "float32": "f32"}[options.dtype],
             "INFERENCE_NUM_THREADS": options.threads,
-            "NUM_STREAMS": options.streams,
             "ENABLE_CPU_PINNING": False,
         }
         model = core.read_model(options.model / GRAPH)
         compiled = core.compile_model(model, "CPU", settings)
-        self._free: queue.SimpleQueue[openvino.InferRequest] = queue.SimpleQueue()
-        for _ in range(options.streams):
-            self._free.put(compiled.create_infer_request())
+        self._request = compiled.create_infer_request()
         _warm(self, int(model.inputs[0].partial_shape[1].get_length()), options.batch)
 
     def __call__(self, pictures: Sequence[Pixels]) -> _Answers:
         """The best class of each picture: `{"index": ..., "score": ...}`."""
-        request = self._free.get()
-        try:
-            [logits] = request.infer([np.stack(pictures)], share_inputs=True, share_outputs=False).values()
-        finally:
-            self._free.put(request)
+        [logits] = self._request.infer([np.stack(pictures)], share_inputs=True, share_outputs=False).values()
         odds = np.exp(logits - logits.max(-1, keepdims=True))
         return _best(odds / odds.sum(-1, keepdims=True))
 

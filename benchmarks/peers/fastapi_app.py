@@ -1,7 +1,4 @@
-"""A hand-written FastAPI app: decoding on threads, a batcher on the event loop, the model on a thread of its own.
-
-With batches of 1 there is no batcher: each thread decodes a picture and computes it.
-"""
+"""A hand-written FastAPI app: decoding on threads, a batcher on the event loop, the model on a thread of its own."""
 
 from __future__ import annotations
 
@@ -31,14 +28,10 @@ async def batches() -> None:
         deadline = loop.time() + options.wait_ms / 1000
         while len(taken) < options.batch:
             try:
-                taken.append(queue.get_nowait())
-            except asyncio.QueueEmpty:
-                if (remaining := deadline - loop.time()) <= 0:
-                    break
-                try:
-                    taken.append(await asyncio.wait_for(queue.get(), remaining))
-                except TimeoutError:
-                    break
+                async with asyncio.timeout_at(deadline):
+                    taken.append(queue.get_nowait() if queue.qsize() else await queue.get())
+            except TimeoutError:
+                break
         answers = await loop.run_in_executor(engine, classifier, [pixels for pixels, _ in taken])
         for (_, future), answer in zip(taken, answers, strict=True):
             if not future.done():
@@ -58,17 +51,10 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
 app = FastAPI(lifespan=lifespan)
 
 
-def alone(body: bytes) -> dict[str, float]:
-    """One picture, decoded and computed on this thread."""
-    return classifier([decode(body)])[0]
-
-
 @app.post("/classify")
 async def classify(request: Request) -> dict[str, float]:
     """The best class of the JPEG in the body."""
     loop = asyncio.get_running_loop()
-    if options.batch == 1:
-        return await loop.run_in_executor(decoders, alone, await request.body())
     pixels = await loop.run_in_executor(decoders, decode, await request.body())
     future: asyncio.Future[dict[str, float]] = loop.create_future()
     queue.put_nowait((pixels, future))

@@ -1,48 +1,36 @@
-"""vitserve's graph of a model as a file, for peers with OpenVINO: `python -m benchmarks.peers.graph MODEL_FOLDER`.
+"""vitserve's graph of a model as a file, for peers with OpenVINO.
 
 It is made by vitserve's own conversion, normalisation included, for batches of any size. It gives the logits alone:
 the attention row of the last layer, which vitserve's own graph gives too, no peer needs.
 """
 
-from __future__ import annotations
-
-import sys
 from pathlib import Path
 
+import openvino
+import torch
+from torch import Tensor
+
 from benchmarks.peers.common import GRAPH
+from model.checkpoint import load_checkpoint
+from model.runtime.openvino.tracing import convert
+from model.runtime.torch_pass import Normalise
 
 
-def ensure(folder: Path) -> Path:
-    """The graph's file in the folder of a model, made if absent."""
-    file = folder / GRAPH
-    if not file.exists():
-        import openvino  # noqa: PLC0415  an optional package
-        import torch  # noqa: PLC0415  it takes seconds
+class _Logits(torch.nn.Module):
+    def __init__(self, network: torch.nn.Module, normalise: torch.nn.Module) -> None:
+        super().__init__()
+        self.network, self.normalise = network, normalise
 
-        from model.checkpoint import load_checkpoint  # noqa: PLC0415
-        from model.runtime.openvino.tracing import convert  # noqa: PLC0415
-        from model.runtime.torch_pass import Normalise  # noqa: PLC0415
+    def forward(self, images: Tensor) -> Tensor:
+        """Pictures, uint8 [B, H, W, C], to logits."""
+        logits: Tensor = self.network(self.normalise(images)).logits
+        return logits
 
+
+def ensure(folder: Path) -> None:
+    """Write the graph's file into the folder of a model if it is absent."""
+    if not (folder / GRAPH).exists():
         checkpoint = load_checkpoint(str(folder))
-        network = checkpoint.build().eval()
-
-        class Logits(torch.nn.Module):
-            """Pictures uint8 [B, H, W, C] to logits."""
-
-            def __init__(self) -> None:
-                super().__init__()
-                self.network, self.normalise = network, Normalise(checkpoint.preprocess)
-
-            def forward(self, images: torch.Tensor) -> torch.Tensor:
-                """Compute a batch."""
-                logits: torch.Tensor = self.network(self.normalise(images)).logits
-                return logits
-
-        rows, columns = checkpoint.config.image_size
-        graph = convert(Logits(), torch.zeros((2, rows, columns, 3), dtype=torch.uint8))
-        openvino.save_model(graph, file, compress_to_fp16=False)
-    return file
-
-
-if __name__ == "__main__":
-    print(ensure(Path(sys.argv[1])))
+        network = _Logits(checkpoint.build().eval(), Normalise(checkpoint.preprocess))
+        graph = convert(network, torch.zeros((2, *checkpoint.config.image_size, 3), dtype=torch.uint8))
+        openvino.save_model(graph, folder / GRAPH, compress_to_fp16=False)

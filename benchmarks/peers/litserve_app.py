@@ -1,6 +1,5 @@
 """LitServe: `batch` decodes the pictures of a batch on threads, `predict` runs the model."""
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 
 import litserve as ls
@@ -32,14 +31,6 @@ class Api(ls.LitAPI):
         """Classify a batch."""
         return self.classifier(batch)
 
-    def unbatch(self, output: list[dict[str, float]]) -> list[dict[str, float]]:
-        """One answer a picture."""
-        return output
-
-    def encode_response(self, output: dict[str, float]) -> dict[str, float]:
-        """The answer, as JSON."""
-        return output
-
 
 if __name__ == "__main__":
     options = Options.from_environment()
@@ -47,6 +38,5 @@ if __name__ == "__main__":
         Api(max_batch_size=options.batch, batch_timeout=options.wait_ms / 1000),
         accelerator="cpu",
         workers_per_device=options.workers,
-        fast_queue=os.environ.get("PEER_FAST_QUEUE", "0") == "1",
     )
     server.run(host="127.0.0.1", port=options.port, log_level="warning", generate_client_file=False, access_log=False)

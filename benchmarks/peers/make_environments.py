@@ -7,13 +7,10 @@ told, and the others go on.
 
 from __future__ import annotations
 
-import os
-import shutil
 import site
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from pathlib import Path
 
 from benchmarks.checkpoints import REPOSITORY
@@ -26,36 +23,32 @@ def main(names: list[str]) -> int:
     """Returns how many could not be made."""
     known = sorted({file.name.partition(".")[0] for file in _REQUIREMENTS.glob("*.txt")})
     failed = [name for name in names or known if not _make(name)]
-    if failed:
-        print(f"not installed: {', '.join(failed)}")
-    if shutil.which("wrk") is None:
-        print("wrk, which makes the load, is not on the PATH: apt-get install wrk")
+    print(f"not installed: {', '.join(failed)}" if failed else "all are installed")
     return len(failed)
 
 
 def _make(name: str) -> bool:
     folder = PEERS / name
-    stamp = folder / ".made"
-    files = sorted(_REQUIREMENTS.glob(f"{name}*.txt"))
-    wanted = "".join(file.read_text() for file in files)
-    if stamp.exists() and stamp.read_text() == wanted:
-        return True
-    print(f"{name} ...", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True)
     packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
     (packages / "behind.pth").write_text("\n".join(site.getsitepackages()) + "\n")
-    with tempfile.TemporaryDirectory() as temporary:
-        constraints = Path(temporary) / "constraints.txt"
-        own = {line.partition("==")[0] for line in wanted.splitlines()}
-        lines = (REPOSITORY / "constraints.txt").read_text().splitlines(keepends=True)
-        constraints.write_text("".join(line for line in lines if line.partition("==")[0] not in own))
-        for file in files:
-            options = ["--no-deps"] if file.name.endswith(".no-deps.txt") else ["-c", str(constraints)]
-            command = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", *options, "-r", str(file)]
-            environment = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-            if subprocess.run(command, env=environment, check=False).returncode:
-                return False
-    stamp.write_text(wanted)
+    files = sorted(_REQUIREMENTS.glob(f"{name}.*txt"))
+    own = {line.partition("==")[0] for file in files for line in file.read_text().splitlines()}
+    lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    constraints = folder / "constraints.txt"
+    constraints.write_text("\n".join(line for line in lines if line.partition("==")[0] not in own))
+    pip: list[Path | str] = [
+        folder / "bin" / "python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
+    for file in files:
+        options: list[Path | str] = ["--no-deps"] if file.name.endswith(".no-deps.txt") else ["-c", constraints]
+        if subprocess.run([*pip, *options, "-r", file], check=False).returncode:
+            return False
     return True
 
 

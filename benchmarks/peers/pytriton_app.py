@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,29 +24,23 @@ def main() -> None:
 
     @batch
     def infer(image: NDArray[Any]) -> dict[str, NDArray[Any]]:
-        """image: bytes [B, 1] -> index int32 [B, 1], score float32 [B, 1]."""
+        """image: bytes [B, 1] -> index int32 [B, 1]."""
         answers = classifier(decode.many([row[0] for row in image], decoders))
-        return {
-            "index": np.array([[answer["index"]] for answer in answers], np.int32),
-            "score": np.array([[answer["score"]] for answer in answers], np.float32),
-        }
+        return {"index": np.array([[answer["index"]] for answer in answers], np.int32)}
 
     config = TritonConfig(
         http_address="127.0.0.1",
         http_port=options.port,
         allow_grpc=False,
         allow_metrics=False,
-        http_thread_count=int(os.environ.get("PEER_HTTP_THREADS", "4")),
+        http_thread_count=4,
     )
     with Triton(config=config) as triton:
         triton.bind(
             model_name="vit",
             infer_func=infer,
             inputs=[Tensor(name="image", dtype=bytes, shape=(1,))],
-            outputs=[
-                Tensor(name="index", dtype=np.int32, shape=(1,)),
-                Tensor(name="score", dtype=np.float32, shape=(1,)),
-            ],
+            outputs=[Tensor(name="index", dtype=np.int32, shape=(1,))],
             config=ModelConfig(
                 max_batch_size=options.batch,
                 batcher=DynamicBatcher(max_queue_delay_microseconds=int(1000 * options.wait_ms)),

@@ -87,15 +87,11 @@ def load_checkpoint(
         notes += (f"the LoRA adapter {files.overlay.place} is merged into {files.place}",)
     if isinstance(files, Repository) and files.from_cache:
         notes += (files.place,)
-    checkpoint = replace(checkpoint, notes=notes, content=_content(files.digest, checkpoint))
-    return checkpoint if options.image_size is None else checkpoint.resized(options.image_size)
-
-
-def _content(tensors: str, checkpoint: Checkpoint) -> str:
-    """Return `Checkpoint.content` by the hash of its tensors."""
     network, preprocess = checkpoint.config.model_dump_json(), checkpoint.preprocess.model_dump_json()
-    parts = tensors, network, preprocess, checkpoint.labels, checkpoint.temperature, checkpoint.calibration
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    parts = files.digest, network, preprocess, checkpoint.labels, checkpoint.temperature, checkpoint.calibration
+    content = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    checkpoint = replace(checkpoint, notes=notes, content=content)
+    return checkpoint if options.image_size is None else checkpoint.resized(options.image_size)
 
 
 def _open(source: str, keys: KeyMap) -> Files:

@@ -6,7 +6,6 @@ All tensors of a checkpoint, whatever file and format hold them, are read by `Fi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -45,6 +44,7 @@ class Files:
 
     def __init__(self, folder: Path, source: str) -> None:
         self.source, self.place, self.folder = source, str(folder), folder
+        self._config: dict[str, Any] | None = None
 
     def path(self, name: str) -> Path | None:
         """Return the resolved path of the part called `name`, or None where there is none.
@@ -72,10 +72,12 @@ class Files:
             raise CheckpointError(f"{self.where(name)}: expected an object: names and values in braces")
         return value
 
-    @cached_property
+    @property
     def config(self) -> dict[str, Any]:
         """`config.json`, empty where there is none."""
-        return {} if self.path(CONFIG_FILE) is None else self.json(CONFIG_FILE)
+        if self._config is None:  # a `cached_property` of Python 3.11 has one lock for all instances
+            self._config = {} if self.path(CONFIG_FILE) is None else self.json(CONFIG_FILE)
+        return self._config
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return all tensors, with an adapter merged into them if there is one.

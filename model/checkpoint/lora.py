@@ -20,7 +20,6 @@ from model.errors import CheckpointError
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 _WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
-_PREFIX: Final = "base_model.model."
 # From the names of a library's files, or of its memory, which adapters are saved under, to one of both.
 Renaming = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
@@ -72,7 +71,7 @@ def adapt(base: Files, adapter: Files) -> None:
     base.source, base.overlay = adapter.source, adapter
     config = adapter.json(ADAPTER_CONFIG)
     weights = _WEIGHTS[0] if adapter.path(_WEIGHTS[0]) is not None else _WEIGHTS[1]
-    changes = {name.removeprefix(_PREFIX): tensor for name, tensor in adapter.part(weights).items()}
+    changes = {name.removeprefix("base_model.model."): tensor for name, tensor in adapter.part(weights).items()}
     renaming: Renaming = dict
     if huggingface.recognises(base):
         mapping = config.get("auto_mapping")

@@ -72,7 +72,6 @@ _SIZES: Final = frozenset({"embed_dim", "depth", "num_heads", "mlp_ratio", "fina
 _OF_LAYOUT: Final = frozenset({"qkv_order", "patch_order"})
 # How the rows of a fused projection are counted: 3 of queries, keys and values, h heads, d numbers of a head.
 _ORDERS: Final = ("3hd", "3dh", "h3d", "hd3", "d3h", "dh3")
-_PREPROCESS: Final = "deit-224"
 _PRESETS: Final = (
     "of the presets of preprocessing deit-224 is for DeiT's and most of timm's networks, google-224 and google-384 for "
     "those that saw pixels from -1 to 1, torchvision-224 for torchvision's; another is written as JSON"
@@ -204,7 +203,7 @@ def _require(
     values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
     command = ["vitserve", "serve", "--checkpoint", files.source, "--architecture"]
     command += [",".join([name, *(f"{key}={value}" for key, value in values.items())])]
-    command += ["--preprocess", options.preprocess or _PREPROCESS]
+    command += ["--preprocess", options.preprocess or "deit-224"]
     command += ["--labels", options.labels or "numbers"] if needs_labels or options.labels else []
     command += ["--keys", options.keys] if options.keys else []
     hint = "what stands here is only usual; a name of timm says all of it"

@@ -25,7 +25,6 @@ FORMAT: Final = "timm"
 
 _RESIZE: Final = {"center": "shortest_edge", "squash": "squash", "border": "border"}
 _WRAPPER: Final = "timm_wrapper"  # the `model_type` of transformers' wrapper around timm's models
-_WRAPPED: Final = "timm_model."  # what it puts before the names
 # Arguments that change training or checks, never an answer.
 _UNUSED_ARGS: Final = frozenset(
     {"weight_init", "fix_init", "strict_img_size", "head_init_scale"}
@@ -135,7 +134,7 @@ def _library(
 
 
 def _stored(files: Files) -> dict[str, Tensor]:
-    return {name.removeprefix(_WRAPPED): tensor for name, tensor in files.tensors().items()}
+    return {name.removeprefix("timm_model."): tensor for name, tensor in files.tensors().items()}
 
 
 def _given(where: str, config: Mapping[str, Any], demanded: tuple[str, ...]) -> dict[str, Any]:

@@ -231,12 +231,20 @@ class EvaArguments(CommonArguments):
         if self.swiglu_mlp and self.swiglu_align_to:
             hidden += -hidden % self.swiglu_align_to
         is_pooling = self.global_pool == "map"
+        temperature = self.rope_temperature
+        rotary: dict[str, RotaryPositions] = {
+            "mixed": RotaryPositions(learned=True),
+            "dinov3": RotaryPositions(temperature=temperature, centred=True),
+            "cat": RotaryPositions(
+                temperature=temperature, offset=self.rope_grid_offset, reference_grid=self.ref_feat_shape
+            ),
+        }
         return ViTConfig(
             **self.common_fields(),
             mlp_width=hidden,
             patch_bias=not self.use_pre_transformer_norm,
             position_embedding="learned" if self.use_abs_pos_emb else "none",
-            rotary=self._rotary() if self.use_rot_pos_emb else None,
+            rotary=rotary[self.rope_type] if self.use_rot_pos_emb else None,
             registers=self.num_reg_tokens,
             norm_before_blocks=self.use_pre_transformer_norm,
             norm_order="res_post" if self.use_post_norm else "pre",
@@ -250,15 +258,6 @@ class EvaArguments(CommonArguments):
             pool_mlp_width=int(self.embed_dim * (self.attn_pool_mlp_ratio or self.mlp_ratio)) if is_pooling else None,
             final_norm=self._norm_after or self._norm_before,
             norm_after_pool=self._norm_after,
-        )
-
-    def _rotary(self) -> RotaryPositions:
-        if self.rope_type == "mixed":
-            return RotaryPositions(learned=True)
-        if self.rope_type == "dinov3":
-            return RotaryPositions(temperature=self.rope_temperature, centred=True)
-        return RotaryPositions(
-            temperature=self.rope_temperature, offset=self.rope_grid_offset, reference_grid=self.ref_feat_shape
         )
 
     def renamed(self, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
@@ -340,7 +339,6 @@ _RULES: Final[Rules] = (
     (r"\.rel_pos\.relative_", ".relative_"),
     (r"^patch_embed\.backbone\.(conv|norm)\.", r"patch_embed.backbone.stem.\1."),  # a root without stages is all of it
 )
-_TABLE: Final = "relative_position_bias_table"
 _MLP: Final = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
 
 
@@ -366,7 +364,7 @@ def native_names(
         table = _table_of_mlp(list(layers.values()), config) if targets and len(layers) == len(_MLP) else None
         if table is not None:
             result = {name: t for name, t in result.items() if name not in layers}
-            result |= {f"{target}.{_TABLE}": table for target in targets}
+            result |= {f"{target}.relative_position_bias_table": table for target in targets}
     return result
 
 

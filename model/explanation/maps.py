@@ -16,6 +16,14 @@ Floats = NDArray[np.float32]
 
 _TINY: Final = float(np.finfo(np.float64).tiny)
 
+_COARSE: Final = 8
+"""Patches along a grid's shorter side, at most, where a token has seen much more than its patch."""
+
+
+def is_coarse(config: ViTConfig) -> bool:
+    """Return whether the grid is so small that relevance goes further back: see `model.explanation.relevance`."""
+    return min(config.grid) <= _COARSE
+
 
 def attention_maps(
     attention: Floats, layers: Sequence[int], requests: Sequence[MapRequest | None], config: ViTConfig
@@ -84,18 +92,19 @@ def token_maps(tokens: Floats, config: ViTConfig) -> tuple[Floats, Floats]:
 def sharpened_maps(relevance: Floats, config: ViTConfig) -> tuple[Floats, Floats]:
     """Return what `token_maps` does, of relevance that may be negative.
 
-    Patches are smoothed by a Gaussian of a 32nd of the grid's shorter side, less than half a patch of 14. Of the result
-    the positive part is squared, which lets the many patches that brought a little fade against those that brought
-    much, and does not change their order or the share of all patches.
+    Unless the grid is coarse, patches are smoothed by a Gaussian of a 32nd of its shorter side, less than half a patch
+    of 14. Of the result the positive part is squared, which lets the many patches that brought a little fade against
+    those that brought much, and does not change their order or the share of all patches.
 
     Args:
         relevance: [B, N].
     """
-    prefix, sigma = config.prefix_tokens, min(config.grid) / 32
-    down, across = (_gaussian(size, sigma) for size in config.grid)
-    exact = relevance.astype(np.float64)
-    with np.errstate(invalid="ignore"):  # of numbers that are not finite, whose images have an error and no map
-        smooth = down @ exact[:, prefix:].reshape(-1, *config.grid) @ across.T
+    prefix, exact = config.prefix_tokens, relevance.astype(np.float64)
+    smooth = exact[:, prefix:].reshape(-1, *config.grid)
+    if not is_coarse(config):
+        down, across = (gaussian(size, min(config.grid) / 32) for size in config.grid)
+        with np.errstate(invalid="ignore"):  # of numbers that are not finite, whose images have an error and no map
+            smooth = down @ smooth @ across.T
     patches = np.maximum(smooth, 0).reshape(-1, config.grid[0] * config.grid[1])
     kept = patches.sum(axis=1)
     squared = np.square(patches / np.maximum(patches.max(axis=1, keepdims=True), _TINY))
@@ -113,7 +122,7 @@ def _divided(
 
 
 @lru_cache(maxsize=8)
-def _gaussian(size: int, sigma: float) -> NDArray[np.float64]:
+def gaussian(size: int, sigma: float) -> NDArray[np.float64]:
     """Return the matrix that smooths along an axis of patches, [size, size]; each row sums to 1."""
     places = np.arange(size)
     weights = np.exp(-(((places[:, None] - places) / sigma) ** 2) / 2)

@@ -25,7 +25,7 @@ from model.explanation.explicit_forward import (
 )
 from model.explanation.folded_weights import FoldedWeights, fold
 from model.explanation.maps import sharpened_maps, token_maps
-from model.explanation.relevance import KEPT, token_relevance
+from model.explanation.relevance import kept_blocks, token_relevance
 from model.network.vit import VisionTransformer
 from model.outputs import METHODS, MapRequest, Method
 
@@ -136,7 +136,7 @@ def explain(
             return rollout(model, part)
         if request.method == "gae":
             return gae(*(_with_rows(model, part, each) if each.is_floating_point() else (model, part, each)))
-        return token_relevance(model, model(part, keep=KEPT), folded or fold(model), each)
+        return token_relevance(model, model(part, keep=kept_blocks(config)), folded or fold(model), each)
 
     with torch.no_grad():
         tokens = torch.cat([tokens_of(*part) for part in parts]).float().cpu().numpy()

@@ -6,8 +6,12 @@ Gradients are taken with the scales held constant (see `model.explanation.frozen
    it times the gradient with respect to that attention. It needs no pass through the network. Where the head reads all
    tokens, it is gradient x input of these.
 2. A token's features come in part from others, by the attention of the blocks before. What the strongest tokens have
-   from there is moved to where it was taken, attention times gradient again: `HOPS` blocks back, along the residual
+   from there is moved to where it was taken, attention times gradient again: two blocks back, along the residual
    connections, past the MLPs.
+
+On a coarse grid a token has seen more than its patch. There it is three blocks, and the relevance is smoothed and
+counts by the root of how much of a token arrives at what the head reads: its square, which a map shows, then counts by
+that.
 """
 
 from __future__ import annotations
@@ -18,8 +22,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from model.explanation.explicit_forward import blocks_of, mix, over_all_tokens, tokens_read, weigh_pool
-from model.explanation.folded_weights import HOPS, FoldedWeights, heads_of
+from model.config import ViTConfig
+from model.explanation.explicit_forward import blocks_of, mix, over_all_tokens, readout, tokens_read, weigh_pool
+from model.explanation.folded_weights import FoldedWeights, heads_of, hops_of
 from model.explanation.frozen_gradients import (
     inverse_deviation,
     is_traced,
@@ -35,9 +40,6 @@ from model.explanation.frozen_gradients import (
 from model.network.layers.attention import Attention
 from model.network.layers.block import Block, Kept, PreLogits
 from model.network.vit import AttentionPool, VisionTransformer, ViTOutput
-
-KEPT: Final = HOPS + 1
-"""How many of the last blocks a forward pass must keep for `token_relevance`."""
 
 _STRONGEST: Final = 16
 
@@ -58,6 +60,11 @@ class _Start(NamedTuple):
     gradient: Tensor
 
 
+def kept_blocks(config: ViTConfig) -> int:
+    """Return how many of the last blocks a forward pass must keep for `token_relevance`."""
+    return hops_of(config) + 1
+
+
 def token_relevance(
     model: VisionTransformer, output: ViTOutput, weights: FoldedWeights, targets: Tensor | None = None
 ) -> Tensor:
@@ -66,7 +73,7 @@ def token_relevance(
     The scale of an image's relevance does not matter.
 
     Args:
-        output: of a forward pass with `keep=KEPT`.
+        output: of a forward pass that keeps `kept_blocks`.
         targets: classes, int64 [B]; None is the best of each image. Or directions, floats [B, `embedding_width`]: what
             takes the place of a class's row of the one head less the mean of its rivals'.
         weights: `fold` of the model.
@@ -80,6 +87,21 @@ def token_relevance(
     margins = _margins(model, directions, output.embeddings["head"])
     kept, tokens = output.kept
     blocks = blocks_of(model)[-len(kept) :]
+    relevance = _of_tokens(model, blocks, kept, tokens, weights, margins)
+    if weights.smoothing is None:
+        return relevance
+    return (relevance @ weights.smoothing) * _arriving(model.config, blocks, kept).sqrt()
+
+
+def _of_tokens(
+    model: VisionTransformer,
+    blocks: list[Block],
+    kept: list[Kept],
+    tokens: Tensor,
+    weights: FoldedWeights,
+    margins: Tensor,
+) -> Tensor:
+    """Return the relevance of each token by the blocks that were kept, [B, N]; for `margins` see `_margins`."""
     if model.config.pool == "cls":
         start = _start_at_block(model, weights, blocks[-1], kept[-1], tokens, margins)
         blocks, kept = blocks[:-1], kept[:-1]
@@ -89,11 +111,24 @@ def token_relevance(
     else:
         to_tokens = through_pooling(model.norm(tokens), margins, model.config)
         start = _start(tokens, through_norm(model.norm, tokens, to_tokens))
-    hops = list(zip(blocks, kept, strict=True))[: -HOPS - 1 : -1]
+    hops = list(zip(blocks, kept, strict=True))[: -hops_of(model.config) - 1 : -1]
     if not hops:
         return start.relevance
     moved = _moved(weights.hops, [block.attn for block, _ in hops], [of_block for _, of_block in hops], start)
     return (start.relevance + moved.sum(dim=1)).scatter_add(1, start.strongest, -moved.sum(dim=2))
+
+
+def _arriving(config: ViTConfig, blocks: list[Block], kept: list[Kept]) -> Tensor:
+    """Return how much of each token arrives at what the head reads, through these blocks, float32 [B, N].
+
+    It is the rollout of `model.explanation.methods`, but no further back.
+    """
+    row = readout(config, kept[-1].x)
+    for block, of_block in zip(reversed(blocks), reversed(kept), strict=True):
+        bias, queries = block.attn.bias(), of_block.q.shape[2]
+        attention = _softmax(block.attn, of_block.q, of_block.k, None if bias is None else bias[:, :, :queries])
+        row = (row + (row[:, :queries].unsqueeze(1) @ attention.float().mean(dim=1)).squeeze(1)) / 2
+    return row
 
 
 def _start_at_block(

@@ -28,7 +28,6 @@ _MIN_BAR_HEIGHT: Final = 96
 
 _BAR_TITLE: Final = "times even share"
 
-Font = ImageFont.ImageFont | ImageFont.FreeTypeFont
 # uint8 [256, 3], lowest value first.
 Colours = NDArray[np.uint8]
 
@@ -60,7 +59,7 @@ def drawable(text: str) -> str:
     return re.sub(r"[^ -~]+", "?", without_accents)[:_MAX_TEXT]
 
 
-def fit_text(text: str, font: Font, width: float, end: str = "") -> str:
+def fit_text(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: float, end: str = "") -> str:
     """Return a text that can be drawn, cut before its `end` so that it is no wider than so many pixels."""
     text = drawable(text)
     if font.getlength(text + end) <= width:

@@ -43,14 +43,9 @@ _MIN_DEFAULT_SIZE = 384
 # Times the even share, at least, that the last colour stands for: a map with less in it stays pale.
 _MIN_FULL_SCALE = 4.0
 
-# Brightness of the part of a photo that the model did not see.
-_DIMMED = 0.35
 
 # Values made along a side of each patch of a smooth map; pixels lie on straight lines between them.
 _ZOOM = 9
-
-# A level of zlib, 1...9: overlays get no smaller beyond it, only slower (6 takes three times as long).
-_COMPRESS_LEVEL = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +140,8 @@ def draw_heatmap(
         under = Image.fromarray(picture[:, :, 0] if picture.shape[2] == 1 else picture).convert("RGB")
         under = under.resize(size, Image.Resampling.BICUBIC)
         seen = Image.new("L", values.shape[::-1], 255).transform(size, Image.Transform.AFFINE, place)
-        under = Image.composite(under, under.point(lambda level: int(_DIMMED * level)), seen)
+        # Brightness of the part of a photo that the model did not see.
+        under = Image.composite(under, under.point(lambda level: int(0.35 * level)), seen)
         drawing = Image.composite(drawing, under, Image.fromarray(np.rint(opacity * index).astype(np.uint8)))
     if below:
         peak = float(ratios.max()) if opacity or picture is None else None
@@ -165,7 +161,8 @@ def full_scale(values: NDArray[np.float32]) -> float:
 def encode_png(drawing: Image.Image) -> bytes:
     """Return a drawing as a PNG."""
     encoded = io.BytesIO()
-    drawing.save(encoded, "PNG", compress_level=_COMPRESS_LEVEL)
+    # A level of zlib, 1...9: overlays get no smaller beyond it, only slower (6 takes three times as long).
+    drawing.save(encoded, "PNG", compress_level=4)
     return encoded.getvalue()
 
 

@@ -14,7 +14,6 @@ from itertools import islice
 from model.errors import InvalidImage, UnsupportedImageFormat
 
 UPRIGHT = 1
-_TAG = 274
 # Format characters of `struct` for the field types of unsigned integers (TIFF 6.0, section 2).
 _FORMATS = {1: "B", 3: "H", 4: "L"}
 
@@ -129,7 +128,7 @@ def read_orientation(exif: bytes | None) -> int:
         (entries,) = struct.unpack_from(order + "H", exif, directory)
         for entry in range(directory + 2, directory + 2 + 12 * entries, 12):
             tag, kind, count = struct.unpack_from(order + "HHL", exif, entry)
-            if tag == _TAG and count:
+            if tag == 274 and count:
                 (value,) = struct.unpack_from(order + _FORMATS[kind], exif, entry + 8)
                 return value if 1 <= value <= 8 else UPRIGHT
     except (struct.error, KeyError):  # cut off, or no integer

@@ -1,15 +1,10 @@
-"""The summary of a checkpoint for people: family, sizes, tokens, pooling, preprocessing, cost."""
+"""The summary of a checkpoint for people: family, sizes, tokens, pooling, preprocessing, memory."""
 
 from __future__ import annotations
 
 import json
 import math
 from importlib.metadata import version
-from typing import NamedTuple
-
-import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from model.checkpoint.checkpoint import Checkpoint
 from model.config import LibraryConfig, NetworkConfig, ViTConfig
@@ -17,30 +12,10 @@ from model.network.library import meta_network
 from model.network.vit import count_parameters
 
 
-class Cost(NamedTuple):
-    """The number of scalars in all parameters of a model, and of floating-point operations of an image's pass."""
-
-    parameters: int
-    flops: int
-
-
-def cost(config: NetworkConfig) -> Cost:
-    """Return the cost of an architecture; nothing is allocated.
-
-    Operations are two for each multiply-add of the convolutions, linear layers and attention products; norms,
-    activations and softmax are not counted. They are those of the published model, which computes every token.
-    """
-    model = meta_network(config).eval().to("meta")  # tables are on the CPU
-    # The counter does not know every fused kernel of attention.
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        model(torch.empty(1, config.in_channels, *config.image_size, device="meta"), all_tokens=True)
-    return Cost(count_parameters(model), counter.get_total_flops())
-
-
 def summarise(checkpoint: Checkpoint) -> dict[str, str]:
     """Return headings and what was understood of a checkpoint, in the order to print them."""
     config, preprocess = checkpoint.config, checkpoint.preprocess
-    needs = cost(config)
+    parameters = count_parameters(meta_network(config))
     rows = {
         "name": checkpoint.name,
         "source": checkpoint.source + (f" (commit {checkpoint.revision})" if checkpoint.revision else ""),
@@ -64,10 +39,8 @@ def summarise(checkpoint: Checkpoint) -> dict[str, str]:
         else "of the labels of a request"
         if checkpoint.zero_shot
         else "none: no classification head; /embed serves it",
-        "parameters": f"{needs.parameters:,}",
-        "memory": f"{_mebibytes(4 * needs.parameters)} in float32, "
-        f"{_mebibytes(2 * needs.parameters)} in bfloat16 or float16",
-        "GFLOPs": f"{needs.flops / 1e9:.2f} an image (2 x multiply-adds)",
+        "parameters": f"{parameters:,}",
+        "memory": f"{_mebibytes(4 * parameters)} in float32, {_mebibytes(2 * parameters)} in bfloat16 or float16",
     }
     if checkpoint.zero_shot is not None:
         templates = checkpoint.zero_shot.templates

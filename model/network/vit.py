@@ -22,8 +22,6 @@ from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed, drop_
 from model.network.layers.position import sincos2d_position_embedding
 from model.outputs import Pooling, embedding_name
 
-_LAYER_SCALE_START = 1e-5
-
 
 class KeptPass(NamedTuple):
     """What is kept of a forward pass.
@@ -159,7 +157,7 @@ class VisionTransformer(nn.Module):
                 with torch.no_grad():
                     parameter.copy_(self.fixed_position_embedding())
             elif name.endswith("gamma"):
-                nn.init.constant_(parameter, _LAYER_SCALE_START)
+                nn.init.constant_(parameter, 1e-5)  # of a layer scale
             elif parameter.ndim == 1:
                 # Norm weights start at one, every bias at zero.
                 nn.init.constant_(parameter, 1.0 if "norm" in name and name.endswith("weight") else 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import torch
 
@@ -24,14 +25,11 @@ def choose_device(name: str) -> torch.device:
     """
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise DeviceError(f"device {name!r}: expected auto, cpu, cuda or cuda:N") from None
-    if device.type == "cpu":
+    if name == "cpu":
         return torch.device("cpu")
-    if device.type != "cuda":
+    if re.fullmatch(r"cuda(:\d{1,3})?", name) is None:
         raise DeviceError(f"device {name!r}: expected auto, cpu, cuda or cuda:N")
+    device = torch.device(name)
     if not torch.cuda.is_available():
         raise DeviceError(f"device {name!r}: no CUDA device can be used: {unusable_reason()}")
     index = device.index or 0

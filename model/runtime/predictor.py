@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice, repeat
-from typing import TYPE_CHECKING, Any, Final, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from model.runtime.openvino.kept import KeptCheckpoint
 
 logger = logging.getLogger(__name__)
-
-# What an embedding is divided by at least, as in torch's `normalize`.
-_LEAST_NORM: Final = 1e-12
 
 
 class Predictor:
@@ -334,7 +331,8 @@ class Predictor:
         """Return what is asked for of the embeddings of a batch: [D], in memory of its own."""
         embedding: Floats = arrays[embedding_name(self.config, request.pool)][place].copy()
         if request.normalize:
-            embedding /= max(float(np.linalg.norm(embedding)), _LEAST_NORM)
+            # What an embedding is divided by at least, as in torch's `normalize`.
+            embedding /= max(float(np.linalg.norm(embedding)), 1e-12)
         return embedding
 
     def _maps_of_pass(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from model.config import PreprocessConfig
 from model.explanation.folded_weights import FoldedWeights
-from model.explanation.relevance import KEPT, token_relevance
+from model.explanation.relevance import kept_blocks, token_relevance
 from model.network.library import Classifier
 from model.network.vit import VisionTransformer
 from model.runtime.backend import BatchOutputs, BatchRequest, Compilation, CompilationState, CompileMode, HostOutputs
@@ -49,13 +49,14 @@ def run_network(
     Args:
         folded: see `token_relevance`.
     """
-    output = model(pixels, request.layers, KEPT if request.relevance else 0, request.all_tokens)
-    relevance = None
-    if request.relevance:
-        assert isinstance(model, VisionTransformer), "of others no map is asked for: see `parse_maps`"
-        assert folded is not None
-        with one_thread(pixels.device):
-            relevance = token_relevance(model, output, folded)
+    if not request.relevance:
+        output = model(pixels, request.layers, 0, request.all_tokens)
+        return BatchOutputs(output.logits, output.attention, **output.embeddings)
+    assert isinstance(model, VisionTransformer), "of others no map is asked for: see `parse_maps`"
+    assert folded is not None
+    output = model(pixels, request.layers, kept_blocks(model.config), request.all_tokens)
+    with one_thread(pixels.device):
+        relevance = token_relevance(model, output, folded)
     return BatchOutputs(output.logits, output.attention, relevance, **output.embeddings)
 
 

@@ -27,7 +27,7 @@ from model.network.vit import VisionTransformer
 from model.training.optimisers import ModelOptimiser, Position, position
 from model.training.recipe import Recipe
 from model.training.run_folder import EpochMetrics, read_state, write_metrics, write_state
-from model.training.teacher import TeacherNet, TeacherRecord, answers, stem_weights, train_teacher
+from model.training.teacher import TeacherNet, answers, stem_weights, train_teacher
 from model.training.training_data import Arithmetic, TrainingData, mix
 
 # The lowest frequency of the code is above 1/_TEMPERATURE; grids are small, so it is far below the papers' 10,000.
@@ -88,7 +88,7 @@ class Trainer:
                     module.attend = plain_attention
         self.model.to(device).train()
         self._optimiser = ModelOptimiser(self.model, recipe.optimiser)
-        self.teacher: TeacherRecord | None = None
+        self.teacher: dict[str, float] | None = None
         self._teacher: TeacherNet | None = None
         if recipe.teacher is not None:
             self._teacher = TeacherNet(recipe.teacher.widths, config.num_classes)
@@ -103,7 +103,7 @@ class Trainer:
     @property
     def seconds(self) -> float:
         """Return the wall time of the epochs done, in seconds, without the teacher's."""
-        return self.history[-1].seconds if self.history else 0.0
+        return self.history[-1]["seconds"] if self.history else 0.0
 
     def run(self, on_epoch: Callable[[EpochMetrics], None] = lambda _: None) -> BestWeights:
         """Train from `epoch` to the recipe's end, after the teacher; write state and metrics after each epoch.
@@ -122,8 +122,8 @@ class Trainer:
             self.history.append(metrics)
             self.epoch += 1
             # Of equals the first.
-            best = max(self.history, key=lambda row: (row.validation_accuracy, -row.validation_loss))
-            if best.epoch == self.epoch:
+            best = max(self.history, key=lambda row: (row["validation_accuracy"], -row["validation_loss"]))
+            if best["epoch"] == self.epoch:
                 weights = {name: weight.to("cpu", copy=True) for name, weight in self.weights.items()}
                 self.best = BestWeights(self.epoch, weights)
             self.save()
@@ -148,11 +148,11 @@ class Trainer:
         self.folder.mkdir(parents=True, exist_ok=True)
         state = {
             "epoch": self.epoch,
-            "history": [vars(row) for row in self.history],
+            "history": self.history,
             "best": None if self.best is None else vars(self.best),
             "weights": self.weights,
             "optimisers": [optimiser.state_dict() for optimiser in self._optimiser.all],
-            "teacher": None if self._teacher is None else (vars(self.teacher), self._teacher.state_dict()),
+            "teacher": None if self._teacher is None else (self.teacher, self._teacher.state_dict()),
         }
         write_state(self.folder, self.recipe, state)
         write_metrics(self.folder, self.history)
@@ -170,11 +170,10 @@ class Trainer:
         for optimiser, own in zip(self._optimiser.all, state["optimisers"], strict=True):
             optimiser.load_state_dict(own)
         self.epoch = state["epoch"]
-        self.history = [EpochMetrics(**row) for row in state["history"]]
+        self.history = state["history"]
         self.best = None if state["best"] is None else BestWeights(**state["best"])
         if self._teacher is not None:
-            record, weights = state["teacher"]
-            self.teacher = TeacherRecord(**record)
+            self.teacher, weights = state["teacher"]
             self._teacher.load_state_dict(weights)
 
     def _run_epoch(self) -> EpochMetrics:
@@ -195,7 +194,7 @@ class Trainer:
             seconds=self.seconds + time.monotonic() - began,
         )
         # The outcome of the last step is in no training loss yet, and must not be saved either.
-        if not (math.isfinite(metrics.train_loss) and math.isfinite(metrics.validation_loss)):
+        if not (math.isfinite(metrics["train_loss"]) and math.isfinite(metrics["validation_loss"])):
             raise TrainingError(f"epoch {self.epoch + 1}: the loss is not finite; lower the learning rate")
         return metrics
 

@@ -15,7 +15,6 @@ import shlex
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -34,7 +33,6 @@ METRICS_FILE: Final = "metrics.csv"
 RECIPE_FILE: Final = "recipe.json"
 SPLIT_FILE: Final = "split.json"
 CARD_FILE: Final = "MODEL_CARD.md"
-CONFUSION_FILE: Final = "confusion_matrix.csv"
 _MARKUP: Final = re.compile(r"[\\`*_\[\]|#!]")
 # Up to this many classes are named in the card's first sentence.
 _LISTED_CLASSES: Final = 20
@@ -44,28 +42,16 @@ _TABLED_CLASSES: Final = 100
 _LEFT_BEFORE_FIRST_EPOCH: Final = frozenset({RECIPE_FILE, SPLIT_FILE})
 
 
-@dataclass(frozen=True)
-class EpochMetrics:
-    """A row of `metrics.csv`.
-
-    Attributes:
-        epoch: counted from 1.
-        learning_rate: of AdamW (of the head, where it differs by layer), at the epoch's last step.
-        train_loss, train_accuracy: means over the epoch's augmented images as they were seen; a mixed
-            image counts as its own, unmixed label.
-        validation_loss, validation_accuracy: without augmentation or smoothing.
-        images_per_second: of training alone.
-        seconds: wall time since the run began, evaluation included, interruptions and the teacher not.
-    """
-
-    epoch: int
-    learning_rate: float
-    train_loss: float
-    train_accuracy: float
-    validation_loss: float
-    validation_accuracy: float
-    images_per_second: float
-    seconds: float
+# A row of `metrics.csv`, by the names of its columns:
+#
+#   epoch: counted from 1.
+#   learning_rate: of AdamW (of the head, where it differs by layer), at the epoch's last step.
+#   train_loss, train_accuracy: means over the epoch's augmented images as they were seen; a mixed image counts as its
+#       own, unmixed label.
+#   validation_loss, validation_accuracy: without augmentation or smoothing.
+#   images_per_second: of training alone.
+#   seconds: wall time since the run began, evaluation included, interruptions and the teacher not.
+EpochMetrics = dict[str, float]
 
 
 def prepare_folder(out: Path, data: Path, *, resume: bool) -> None:
@@ -114,9 +100,9 @@ def write_text(path: Path, text: str) -> None:
 def write_metrics(folder: Path, history: Sequence[EpochMetrics]) -> None:
     """Write `metrics.csv`."""
     with _replaced(folder / METRICS_FILE) as part, part.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(EpochMetrics)])
+        writer = csv.DictWriter(file, history[0] if history else ())
         writer.writeheader()
-        writer.writerows(vars(row) for row in history)
+        writer.writerows(history)
 
 
 def write_state(folder: Path, recipe: Recipe, state: dict[str, Any]) -> None:
@@ -191,7 +177,7 @@ def _text(name: str) -> str:
 
 def write_confusion(out: Path, measured: Evaluation, labels: Sequence[str]) -> None:
     """Write the confusion matrix as CSV: a row a class, a column an answer."""
-    with (out / CONFUSION_FILE).open("w", newline="", encoding="utf-8") as file:
+    with (out / "confusion_matrix.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["truth", *labels])
         writer.writerows([label, *row] for label, row in zip(labels, measured.confusion, strict=True))

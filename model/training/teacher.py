@@ -14,7 +14,6 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -43,21 +42,6 @@ _DECAY: Final = 4e-3
 _SMOOTHING: Final = 0.1
 # Pixels a side that three poolings and the first layer leave something of.
 _SMALLEST: Final = 9
-
-
-@dataclass(frozen=True)
-class TeacherRecord:
-    """What the teacher reached and cost.
-
-    Attributes:
-        validation_accuracy: share of the validation images that it answers right, 0...1.
-        seconds: wall time of its training.
-        parameters: number of its parameters.
-    """
-
-    validation_accuracy: float
-    seconds: float
-    parameters: int
 
 
 class TeacherNet(nn.Module):
@@ -199,8 +183,11 @@ def stem_weights(net: TeacherNet, stem: ConvolutionalStem) -> dict[str, Tensor]:
     return dict(parts + [(f"{i}.bias", bias) for i, (_, bias) in enumerate(layers[:count])])
 
 
-def train_teacher(net: TeacherNet, recipe: Recipe, data: TrainingData, run: Arithmetic) -> TeacherRecord:
+def train_teacher(net: TeacherNet, recipe: Recipe, data: TrainingData, run: Arithmetic) -> dict[str, float]:
     """Train a network by a recipe that has a `teacher`; afterwards it answers, and learns no more.
+
+    Returns:
+        Its `validation_accuracy`, 0...1, the `seconds` of its training, and the number of its `parameters`.
 
     Raises:
         TrainingError: the pictures are too small or too few; or training diverged.
@@ -237,7 +224,8 @@ def train_teacher(net: TeacherNet, recipe: Recipe, data: TrainingData, run: Arit
         accuracy = float((torch.cat(found).cpu().numpy() == data.validation.labels).mean())
         text = "teacher: epoch %d of %d: loss %.3f, validation accuracy %.2f%%, %.0f s"
         logger.info(text, epoch + 1, teacher.epochs, loss, 100 * accuracy, time.monotonic() - began)
-    return TeacherRecord(accuracy, time.monotonic() - began, count_parameters(net))
+    seconds = time.monotonic() - began
+    return {"validation_accuracy": accuracy, "seconds": seconds, "parameters": count_parameters(net)}
 
 
 def _step(

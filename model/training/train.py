@@ -111,7 +111,18 @@ def run(data: Path, out: Path, recipe: Recipe, *, resume: bool = False, device: 
     if resume and (out / run_folder.STATE_FILE).exists():
         trainer.load()
     best = trainer.run(_log_epoch)
-    checkpoint = rounded(_checkpoint(out, recipe, start, dataset.labels, best.weights))
+    checkpoint = rounded(
+        Checkpoint(
+            name=recipe.name,
+            source=str(out),
+            format=native.FORMAT,
+            architecture=native.describe_architecture(start.config),
+            config=start.config,
+            preprocess=start.preprocess,
+            labels=dataset.labels,
+            tensors=best.weights,
+        )
+    )
     # The very numbers that will be served, without a temperature.
     predictor = Predictor(checkpoint, device=device, compile_mode="off", dtype="float32")
     logits = predict_logits(predictor, validation.pixels)
@@ -178,21 +189,6 @@ def _from_checkpoint(recipe: Recipe, source: str, classes: int) -> Start:
     return Start(config, checkpoint.preprocess, weights, checkpoint.name)
 
 
-def _checkpoint(
-    out: Path, recipe: Recipe, start: Start, labels: tuple[str, ...], weights: Mapping[str, Tensor]
-) -> Checkpoint:
-    return Checkpoint(
-        name=recipe.name,
-        source=str(out),
-        format=native.FORMAT,
-        architecture=native.describe_architecture(start.config),
-        config=start.config,
-        preprocess=start.preprocess,
-        labels=labels,
-        tensors=weights,
-    )
-
-
 def rounded(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint with the very numbers that are stored and served, float32, and without its temperature."""
     tensors = {name: tensor.detach().cpu().to(STORED_DTYPE).float() for name, tensor in checkpoint.tensors.items()}
@@ -242,8 +238,8 @@ def _record(trainer: Trainer, start: Start, dataset: Dataset, checkpoint: Checkp
         "kept_epoch": trainer.best.epoch,
         "images": len(dataset.train),
         "validation_images": len(dataset.validation),
-        "seconds": trainer.seconds + (0.0 if teacher is None else teacher.seconds),
-        "teacher": None if teacher is None else vars(teacher),
+        "seconds": trainer.seconds + (0.0 if teacher is None else teacher["seconds"]),
+        "teacher": teacher,
         "device": run_folder.describe_device(trainer.device),
         "precision": str(trainer.arithmetic.dtype).removeprefix("torch."),
         "parameters": count_parameters(trainer.model),
@@ -253,8 +249,8 @@ def _record(trainer: Trainer, start: Start, dataset: Dataset, checkpoint: Checkp
 
 
 def _log_epoch(metrics: run_folder.EpochMetrics) -> None:
-    trained = f"loss {metrics.train_loss:.3f}, accuracy {metrics.train_accuracy:.2%}"
-    pace = f"{metrics.images_per_second:.0f} images/s, {metrics.seconds:.0f} s"
-    logger.info(
-        "epoch %d: %s, validation accuracy %.2f%%, %s", metrics.epoch, trained, 100 * metrics.validation_accuracy, pace
+    text = (
+        "epoch {epoch}: loss {train_loss:.3f}, accuracy {train_accuracy:.2%}, validation accuracy "
+        "{validation_accuracy:.2%}, {images_per_second:.0f} images/s, {seconds:.0f} s"
     )
+    logger.info("%s", text.format(**metrics))

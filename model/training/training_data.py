@@ -95,7 +95,6 @@ class TrainingData:
 # Takes a picture and a strength, -1...1.
 Operation = Callable[[Image.Image, float], Image.Image]
 
-Enhancement = type[ImageEnhance.Color | ImageEnhance.Contrast | ImageEnhance.Brightness | ImageEnhance.Sharpness]
 
 # Pictures that random parts are resized from are kept larger than the model's input by this factor.
 MARGIN: Final = 256 / 224
@@ -180,7 +179,9 @@ def random_resized_crop(
     return image.resize((size[1], size[0]), Image.Resampling.BILINEAR, box=box)
 
 
-def _enhance(kind: Enhancement) -> Operation:
+def _enhance(
+    kind: type[ImageEnhance.Color | ImageEnhance.Contrast | ImageEnhance.Brightness | ImageEnhance.Sharpness],
+) -> Operation:
     return lambda image, strength: kind(image).enhance(1 + _MAX_ENHANCEMENT * strength)
 
 

@@ -11,24 +11,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar
 
 import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from model.config import PreprocessConfig
 from model.errors import InputError
 from model.heads import is_list, labels_of_request, parse_labels
 from model.images.preprocess import ModelInput
 from model.outputs import (
     POOLINGS,
     AttentionMap,
-    MapRequest,
-    Method,
     Outputs,
     Pooling,
     RequestedOutputs,
@@ -36,11 +32,11 @@ from model.outputs import (
     parse_maps,
 )
 from service.cli.image_files import read_input, writing
-from service.cli.setting_flags import predictor_from, settings_from
+from service.cli.setting_flags import predictor_from
 from service.teach.fit import taught_head
 from service.teach.heads import features_of
 from vitserve.client import Client, ClientError, Unauthorized, Unreachable
-from vitserve.documents import AddedExamples, AttentionDocument, HeadDescription, Knowledge, ranked, set_fields
+from vitserve.documents import AddedExamples, HeadDescription, Knowledge, ranked, set_fields
 
 # The fields of a set of labels.
 SET: Final = ("set", "set_size", "abstained")
@@ -68,8 +64,9 @@ class SeenMaps(NamedTuple):
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """Add `--url`, which a command without it does without, and `--api-key`."""
+    """Add `--url`, which a command without it does without, `--model` and `--api-key`."""
     parser.add_argument("--url", help="ask this server instead of loading the model here")
+    parser.add_argument("--model", help="which of the server's models answers. Default: the server's default")
     parser.add_argument(
         "--api-key",
         default=os.environ.get("VIT_API_KEY"),
@@ -81,17 +78,18 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 def answers_from(arguments: argparse.Namespace) -> Iterator[Answers]:
     """Give what the flags name: the server at `--url`, or a model that is loaded here.
 
-    Both yield each file with its answer, or a text that says why there is none: `classify` with `predictions` and the
-    fields of a set of labels, `embed` with an embedding, `maps` with the maps of some classes. `teach` yields each file
-    once a head has it as an example of its label, and `taught` what the head then knows of itself.
+    Both classify and embed files, and yield each with its answer or a text that says why there is none. `teach` yields
+    each file once a head has it as an example of its label, and `taught` what the head then knows of itself.
 
     Raises:
         InputError: the server cannot be asked; one line that says what to do.
         SettingsError, CheckpointError, DeviceError: one line that says why the model cannot be loaded.
     """
     url: str | None = arguments.url
+    if url is None and arguments.model is not None:
+        raise InputError("model", "--model: names one of a server's models: give its --url")
     if url is None:
-        yield _LocalAnswers(arguments)
+        yield LocalAnswers(arguments)
         return
     if "://" not in url:
         raise InputError("url", f"{url}: expected an address such as http://{url}")
@@ -105,7 +103,7 @@ def answers_from(arguments: argparse.Namespace) -> Iterator[Answers]:
         raise InputError("url", f"{url}: {error}{key}") from None
 
 
-class _LocalAnswers:
+class LocalAnswers:
     """Answers of a model that is loaded into this process."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -114,6 +112,7 @@ class _LocalAnswers:
         self._examples: list[tuple[Path, Embedding]] = []
 
     def classify(self, files: Sequence[Path], top_k: int) -> Iterator[tuple[Path, dict[str, Any] | str]]:
+        """Yield each file with its `predictions`, and the fields of its set of labels if the model has a coverage."""
         info = self._info
         labels_of_request(None, info.zero_shot, info.config)
         requested = RequestedOutputs(min(top_k, info.config.num_classes), label_set=info.coverage is not None)
@@ -127,6 +126,8 @@ class _LocalAnswers:
         return self._answers(files, [requested], answer)
 
     def embed(self, files: Sequence[Path], pool: Pooling, normalize: bool) -> Iterator[tuple[Path, Embedding | str]]:
+        """Yield each file with its embedding."""
+
         def answer(_: ModelInput, outputs: list[Outputs]) -> Embedding:
             assert outputs[0].embedding is not None, "it was requested"
             return outputs[0].embedding
@@ -137,6 +138,7 @@ class _LocalAnswers:
     def maps(
         self, files: Sequence[Path], classes: Sequence[str], **options: Any
     ) -> Iterator[tuple[Path, SeenMaps | str]]:
+        """Yield each file with its maps; `options` are method, layer and head, as far as they are given."""
         wanted = parse_maps(self._info.config, self.labels, classes=",".join(classes) or None, **options)
 
         def answer(seen: ModelInput, outputs: list[Outputs]) -> SeenMaps:
@@ -145,12 +147,14 @@ class _LocalAnswers:
         return self._answers(files, [RequestedOutputs(1, each) for each in wanted], answer, most=_MOST_MAPS)
 
     def teach(self, head: str, labels: Mapping[Path, str]) -> Iterator[tuple[Path, Embedding | str]]:
+        """Yield each file once it is an example of its label."""
         for file, row in self.embed(list(labels), POOLINGS[0], False):
             if not isinstance(row, str):
                 self._examples.append((file, row))
             yield file, row
 
     def taught(self, head: str, labels: Mapping[Path, str], output: Path) -> Knowledge:
+        """Write the head that the examples teach, and return what it knows of itself."""
         if not self._examples:
             raise InputError("path", "no picture can be read")
         files, rows = zip(*self._examples, strict=True)
@@ -191,46 +195,23 @@ class _ServerAnswers:
     """Answers of a running server."""
 
     def __init__(self, client: Client, arguments: argparse.Namespace) -> None:
-        self._client, self._arguments = client, arguments
-
-    @cached_property
-    def labels(self) -> Sequence[str]:
-        return self._client.labels()
+        self._client, self._arguments, self._model = client, arguments, arguments.model
 
     def classify(self, files: Sequence[Path], top_k: int) -> Iterator[tuple[Path, dict[str, Any] | str]]:
         text = getattr(self._arguments, "labels", "")
         labels = parse_labels(text, "--labels") if is_list(text) else None
-        top_k = min(top_k, len(labels) if labels else self._client.model().classes)
+        top_k = min(top_k, len(labels) if labels else self._client.model(self._model).classes)
 
         def ask(file: Path) -> dict[str, Any]:
-            answer = self._client.classify(file, top_k=top_k, labels=labels)
+            answer = self._client.classify(file, top_k=top_k, labels=labels, model=self._model)
             return answer.model_dump(include={"predictions", *SET}, exclude_none=True)
 
         return self._stream(files, ask)
 
     def embed(self, files: Sequence[Path], pool: Pooling, normalize: bool) -> Iterator[tuple[Path, Embedding | str]]:
-        self._client.model()  # one error for all files where there is no service
-        return self._stream(files, lambda file: self._client.embed(file, pool=pool, normalize=normalize))
-
-    def maps(
-        self, files: Sequence[Path], classes: Sequence[str], **options: Any
-    ) -> Iterator[tuple[Path, SeenMaps | str]]:
-        settings = settings_from(self._arguments)
-        preprocess = PreprocessConfig.model_validate(self._client.model().preprocessing)
-        options |= {"class_": classes or None}
-
-        def map_of(found: AttentionDocument) -> AttentionMap:
-            request = MapRequest(cast(Method, found.method), found.class_, found.layer, found.head)
-            return AttentionMap(
-                request, np.array(found.values, np.float32), found.kept_mass, found.score, found.evidence
-            )
-
-        def ask(file: Path) -> SeenMaps | str:
-            maps = list(map(map_of, self._client.attention(file, **options)))
-            seen = read_input(file, preprocess, settings)
-            return seen if isinstance(seen, str) else SeenMaps(seen, maps)
-
-        return self._stream(files, ask, concurrency=4)
+        self._client.model(self._model)  # one error for all files where there is no service
+        own = {"pool": pool, "normalize": normalize, "model": self._model}
+        return self._stream(files, lambda file: self._client.embed(file, **own))
 
     def teach(self, head: str, labels: Mapping[Path, str]) -> Iterator[tuple[Path, AddedExamples | str]]:
         self._client.model()
@@ -259,4 +240,4 @@ class _ServerAnswers:
                 raise ClientError(f"no answer any more, {left} of {len(files)} files were not asked about")
 
 
-Answers = _LocalAnswers | _ServerAnswers
+Answers = LocalAnswers | _ServerAnswers

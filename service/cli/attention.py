@@ -1,4 +1,4 @@
-"""`vitserve attention FILE|FOLDER... -o OUT`: maps of where the model looked, in-process or through a server."""
+"""`vitserve attention FILE|FOLDER... -o OUT`: maps of where the model looked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from model.images.heatmap import default_view
 from model.images.preprocess import upright_photo
 from model.images.sheet import ContactSheet, draw_maps
 from model.outputs import METHODS, AttentionMap
-from service.cli.answers import SeenMaps, add_server_flags, answers_from
+from service.cli.answers import LocalAnswers, SeenMaps
 from service.cli.image_files import find_images, handle_answers, writing
 from service.cli.setting_flags import add_setting_flags, settings_from
 from service.settings import Settings
@@ -49,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layer", type=int, help="of method cls; negatives count from the end (default: the last)")
     parser.add_argument("--head", help="of method cls: mean, max, or a head's number (default: mean)")
     parser.add_argument("--side-by-side", action="store_true", help="the picture beside its map")
-    add_server_flags(parser)
     add_setting_flags(parser)
 
 
@@ -58,6 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     files = find_images(arguments.paths)
     target_of, settings = _targets(arguments, files), settings_from(arguments)
+    source = LocalAnswers(arguments)
     sheet: ContactSheet | None = None
 
     def write(file: Path, answer: SeenMaps) -> None:
@@ -77,10 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
             sheet.add(drawing, file.name, description)
         tqdm.write(f"{target or file}: {description}", file=sys.stdout)
 
-    with answers_from(arguments) as source:
-        given = {name: value for name in _OPTIONS if (value := getattr(arguments, name)) is not None}
-        answers = source.maps(files, arguments.classes, **given)
-        code = handle_answers(answers, len(files), write, "map")
+    given = {name: value for name in _OPTIONS if (value := getattr(arguments, name)) is not None}
+    code = handle_answers(source.maps(files, arguments.classes, **given), len(files), write, "map")
     if sheet is not None:
         _save(sheet.image, arguments.sheet)
     return code

@@ -19,7 +19,6 @@ from service.engine.loading import checkpoint_from, load_predictor
 from service.settings import Settings
 
 _COVERAGE: Final = 0.95
-_MEASURED: Final = (0.8, 0.9, 0.95, 0.99)
 # The most that are made use of.
 _MOST_PICTURES: Final = 12_000
 
@@ -73,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     logits = predict_logits(predictor, pictures.files.take(drawn))
     if not np.isfinite(logits).all():
         raise InputError("data", f"{info.name}: gives scores that are not finite for these pictures")
-    coverages = (coverage, *(each for each in _MEASURED if each != coverage))
+    coverages = (coverage, *(each for each in (0.8, 0.9, 0.95, 0.99) if each != coverage))
     calibration, fitted, measured = calibrate(
         logits, truth[drawn], checkpoint.temperature, arguments.data.name, coverages
     )

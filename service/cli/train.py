@@ -79,8 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, or fit a head alone, measure, and write the folder."""
-    if arguments.probe:
-        _check_probe(arguments)
+    given = [name for name in _NOT_OF_PROBE if getattr(arguments, name.replace("-", "_"))]
+    if arguments.probe and arguments.checkpoint is None:
+        raise TrainingError("--probe: needs --from CHECKPOINT, whose features it reads")
+    if arguments.probe and given:
+        raise TrainingError(f"--probe: --{given[0]} does not apply")
     from model.training import new_head, train  # noqa: PLC0415  torch takes seconds to import
     from model.training.recipe import read_recipe  # noqa: PLC0415
 
@@ -93,15 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
         train.run(arguments.data, arguments.out, recipe, resume=arguments.resume, device=device)
     print(f"{arguments.out}: serve it with: {serve_command(arguments.out)}")  # noqa: T201
     return 0
-
-
-def _check_probe(arguments: argparse.Namespace) -> None:
-    """Raise TrainingError where --from is missing, or a flag is given that has no meaning for a probe."""
-    if arguments.checkpoint is None:
-        raise TrainingError("--probe: needs --from CHECKPOINT, whose features it reads")
-    given = [name for name in _NOT_OF_PROBE if getattr(arguments, name.replace("-", "_"))]
-    if given:
-        raise TrainingError(f"--probe: --{given[0]} does not apply")
 
 
 def _recipe_path(arguments: argparse.Namespace) -> Path:

@@ -12,7 +12,6 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +23,7 @@ from model.images.preprocess import ModelInput
 from service.cluster import frames
 from service.engine.backbones import What
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
-from service.errors import EngineUnavailable, ServiceError, SwapUnderWay, UnknownModel
+from service.errors import EngineUnavailable, ServiceError, SwapUnderWay
 from service.models.model import UNDER_WAY, Generation, Loads, ModelState, ServedModel
 from service.models.models import Models, ModelStatus
 from service.web.image_stores import StoreUsage
@@ -374,9 +373,7 @@ class RemoteModels(Models):
 
     async def put(self, name: str, what: What) -> bool:
         """Let all engines load a model, or none; see `Models.put`. A caller who leaves does not end it."""
-        key = name
-        with suppress(UnknownModel):  # it is a new one
-            key = self.key(name)
+        key = self.place(name)
         is_new = key not in self.served
         await asyncio.shield(self._task(self._lead(self.served.get(key) or RemoteModel(self.engines, key), what)))
         return is_new

@@ -53,10 +53,11 @@ class InferenceResult:
     queue_seconds: float
     inference_seconds: float
 
-    def after(self, other: InferenceResult) -> InferenceResult:
-        """Return this result with the seconds of another pass for the same image, which came before it."""
+    def after(self, other: InferenceResult, **outputs: Any) -> InferenceResult:
+        """Return this result with the seconds of another pass for the same image, with some outputs replaced."""
         queue, inference = self.queue_seconds + other.queue_seconds, self.inference_seconds + other.inference_seconds
-        return replace(self, queue_seconds=queue, inference_seconds=inference)
+        own = replace(self.outputs, **outputs)
+        return replace(self, outputs=own, queue_seconds=queue, inference_seconds=inference)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -159,6 +158,13 @@ class Models:
             raise UnknownModel(f"{name!r:.200}: no such model; there is {names:.2000}")
         return name
 
+    def place(self, name: str) -> str:
+        """Return where a model of this name stands, or is to stand, in `served`."""
+        try:
+            return self.key(name)
+        except UnknownModel:
+            return name
+
     def find(self, name: str | None) -> ServedModel:
         """Return the model of a name, None for the default; raises `UnknownModel`."""
         return self.served[self.key(name)]
@@ -301,12 +307,12 @@ class LocalModels(Models):
     @property
     def failure(self) -> str:
         """Return why the process cannot go on, or an empty text: what it serves at least failed, or what served."""
-        failed = [
-            model
-            for model in self.served.values()
-            if model.broke or (model.state == "failed" and (model.is_default or self._settings.strict))
-        ]
-        return failed[0].current.engine.status.reason if failed else ""
+        models = list(self.served.values())
+        failed = [model for model in models if model.state == "failed"]
+        fatal = [model for model in failed if model.broke or model.is_default or self._settings.strict]
+        if len(failed) == len(models):
+            fatal = failed
+        return fatal[0].current.engine.status.reason if fatal else ""
 
     def start(self, on_change: Callable[[], None]) -> None:
         """Begin loading, the default first; see `Models.start`."""
@@ -352,13 +358,11 @@ class LocalModels(Models):
         if self._turn.locked() and not in_turn:
             raise SwapUnderWay(UNDER_WAY)
         await self._turn.acquire()
-        key = name
-        with suppress(UnknownModel):  # it is a new one
-            key = self.key(name)
+        key = self.place(name)
         existing = self.served.get(key)
         try:
             await self._make_room(key, self._needed(key))
-            if existing is not None and (existing.state == "ready" or existing.is_default):
+            if existing is not None and (existing.state == "ready" or existing is self.default):
                 self._prepared = key, existing
                 await existing.prepare(what)
             else:
@@ -370,8 +374,8 @@ class LocalModels(Models):
             raise
         return existing is None
 
-    def take_over(self) -> None:
-        """Let what was prepared answer new requests."""
+    def take_over(self) -> str:
+        """Let what was prepared answer new requests, and return where it stands in `served`."""
         assert self._prepared is not None, "it was prepared"
         (key, model), self._prepared = self._prepared, None
         if model.next is not None:
@@ -385,6 +389,7 @@ class LocalModels(Models):
         self.results["loaded"] += 1
         self._turn.release()
         self.on_change()
+        return key
 
     async def discard(self, reason: str, error: BaseException | None = None) -> None:
         """Give up what was prepared, or failed to be, for a reason."""
@@ -426,7 +431,8 @@ class LocalModels(Models):
     def _model(self, name: str, version: Version | None = None) -> LocalModel:
         number, what, _ = version or self._version(name)
         model = LocalModel(partial(self._engine, name), what, number, on_retired=self._on_retired)
-        model.is_default = name == self._default
+        # Of several, none of which is named as the default, any other may be that.
+        model.is_default = name == self._default and (bool(self._settings.model_name) or len(self._configured) == 1)
         return model
 
     def _engine(self, name: str, what: What) -> ModelEngine:
@@ -458,18 +464,25 @@ class LocalModels(Models):
             self.results["failed" if reason else "loaded"] += 1
             if reason and not model.is_default:
                 logger.error("model %s: %s", key, reason)
+                self._pass_default_on(key)
             await self._fit(key, evict=not at_start)
+
+    def _pass_default_on(self, key: str) -> None:
+        """Let the next model be the default, if that is none that was named, and cannot be loaded."""
+        if key == self.default_name:
+            left = (name for name, model in self.served.items() if model.state != "failed")
+            self.default_name = next(left, key)
+            self.on_change()
 
     async def _put(self, name: str, what: What, *, in_turn: bool = False) -> bool:
         is_new = await self.prepare(name, what, in_turn=in_turn)
-        self.take_over()
-        await self.fit(name)
+        await self.fit(self.take_over())
         return is_new
 
-    async def fit(self, name: str) -> None:
+    async def fit(self, key: str) -> None:
         """Unload others if there is too much now that a model is loaded, or that model; raises `ModelsFull`."""
         async with self._turn:
-            await self._fit(self.key(name), evict=True)
+            await self._fit(key, evict=True)
 
     async def _reload(self) -> None:
         while self._reload_again:
@@ -497,7 +510,7 @@ class LocalModels(Models):
                     number = self._versions[name].number + 1 if name in self._versions else 1
                     self._versions[name] = Version(number)
                     self.served[name] = self._model(name)
-                    await self._begin(name)
+                    self._begin(name)
                 else:
                     await self._put(name, None, in_turn=True)
             except ServiceError as error:
@@ -538,10 +551,10 @@ class LocalModels(Models):
             self._is_full = not evict
             if evict:
                 await self._make_room(key, 0)
-            elif not model.is_default:
+            elif model is not self.default:
                 await model.unload()
         except ModelsFull:
-            if not model.is_default:
+            if model is not self.default:
                 await model.unload()
             raise
 

@@ -81,7 +81,7 @@ class Permit:
 
     def __init__(self, limiter: Limiter) -> None:
         self._limiter = limiter
-        self._held = 0
+        self._held = self._lent = 0
 
     def extend(self, count: int = 1) -> None:
         """Take `count` places more, or none; raises `QueueFull` if fewer are free."""
@@ -90,13 +90,19 @@ class Permit:
         self._held += count
 
     @contextlib.contextmanager
-    def lent(self) -> Iterator[None]:
-        """Lend a place to others until the context ends, while its work waits; then take it, even if none is free."""
-        self._limiter.in_use -= 1
+    def lent(self, keep: int = 0) -> Iterator[None]:
+        """Lend a place to others until the context ends, while its work waits; then take it, even if none is free.
+
+        None is lent if so few are held that only `keep` would be left.
+        """
+        lent = int(self._held - self._lent > keep)
+        self._lent += lent
+        self._limiter.in_use -= lent
         try:
             yield
         finally:
-            self._limiter.in_use += 1
+            self._lent -= lent
+            self._limiter.in_use += lent
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:

@@ -11,10 +11,11 @@ model, which stays the same on the whole way.
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar, cast
@@ -91,7 +92,7 @@ class Lanes:
         self.documents = Lane("documents", threads=1, background=True, clock=clock)
         self.drawings = Lane("drawing", threads=1, background=True, clock=clock)
         self.texts = Lane("texts", lambda: _TEXTS_AT_ONCE, clock=clock)
-        self.explanations = Lane("explanations", lambda: batches(2), clock=clock)
+        self.explanations = Lane("explanations", lambda: batches(_BATCHES_AHEAD), clock=clock)
 
     def close(self) -> None:
         """Begin nothing more, without waiting for the threads."""
@@ -162,11 +163,11 @@ class Service:
         added = self.models.added.get(name or "")
         return Model(generation, info) if added is None else Model(generation, added.info(info), added.head)
 
-    async def loaded_model(self, name: str | None, started: float) -> Model:
+    async def loaded_model(self, name: str | None, started: float, *, share: float = 1.0) -> Model:
         """Return the model of a name for a request whose head came at a reading of the clock; see `model`.
 
         One that is not loaded is waited for, but for the default one, without which the service is not ready. Who waits
-        takes a place, and all who do a quarter of them at most.
+        takes a place, and all who do a quarter of them at most. It may take a share of the request's time.
 
         Raises:
             ModelLoading: so many wait already, or it is not loaded in the request's time.
@@ -175,7 +176,7 @@ class Service:
         """
         model = self.models.find(name)
         if not model.current.engine.ready and model is not self.models.default:
-            deadline = Deadline(started + self.settings.request_timeout, self.clock)
+            deadline = Deadline(started + share * self.settings.request_timeout, self.clock)
             with self.limiter.waiting():
                 try:
                     async with asyncio.timeout(deadline.remaining()):
@@ -192,7 +193,9 @@ class Service:
 
     async def kept(self, image_id: str, model: Model) -> ModelInput | None:
         """Return the picture of an id as a model sees it, or None where it is not stored."""
-        return await self.images.get(id_of_kind(image_id, model.info.preprocess))
+        picture = await self.images.get(id_of_kind(image_id, model.info.preprocess))
+        # What another replica stored may be anything.
+        return picture if picture is not None and picture.pixels.shape == model.info.input_shape else None
 
     def check_open(self) -> None:
         """Raise `Draining` or `EngineUnavailable` if the service takes no requests."""
@@ -313,9 +316,15 @@ class AdmittedRequest:
         self._watcher: asyncio.Future[None] | None = None
 
     def choose(self, model: Model) -> None:
-        """Let the request belong to a model, too, until it ends, and to the last one first of all."""
+        """Let the request belong to a model until it ends, and be answered by it from now on."""
         self.model = model
         self._held.enter_context(model.generation.request())
+
+    def by(self, model: Model) -> AdmittedRequest:
+        """Return the same request as another model is to answer it, which it belongs to until it ends."""
+        other = copy.copy(self)
+        other.choose(model)
+        return other
 
     # The body is read
 
@@ -383,7 +392,7 @@ class AdmittedRequest:
     # It is decoded
 
     @asynccontextmanager
-    async def decoded(self, data: bytearray, model: Model | None = None) -> AsyncIterator[Decoded]:
+    async def decoded(self, data: bytearray) -> AsyncIterator[Decoded]:
         """Decode a file to a picture of the model's size, and keep its turn until the context ends.
 
         A thread decodes a file whose header bounds the work, a process of its own any other. What a process decoded
@@ -392,13 +401,14 @@ class AdmittedRequest:
 
         Raises `MissingImage` if there are no bytes, `QueueFull`, and what `Decoders.model_input` raises.
         """
-        service, config = self.service, (model or self.model).info.preprocess
+        service, config = self.service, self.model.info.preprocess
         if not data:
             raise MissingImage("the picture is empty")
         if is_bounded(data):
             work = partial(_decode, data, config, service.settings)
             with service.lanes.pictures.work(work, self._caller, len(data), self.deadline) as job:
-                decoded = await job
+                with self._permit.lent(keep=1):  # a batch does not keep others out
+                    decoded = await job
                 service.metrics.observe_stage("decode", decoded.seconds)
                 yield decoded
         else:
@@ -424,75 +434,73 @@ class AdmittedRequest:
 
     # The model answers
 
-    async def classify(
-        self, data: bytearray, requested: RequestedOutputs, model: Model | None = None
-    ) -> tuple[Decoded, InferenceResult]:
+    async def classify(self, data: bytearray, requested: RequestedOutputs) -> tuple[Decoded, InferenceResult]:
         """Return the picture in a file as the model saw it, and the answer; raises as `decoded` and `infer`.
 
-        A picture keeps its turn until it is answered, so that decoding does not run far ahead of the model. Those of
-        which a map is asked keep none: they may wait for long. Its place is free as soon as it is answered or refused,
-        though others of its batch are not.
+        A picture keeps its turn until it is answered, so that decoding does not run far ahead of the model. Where a map
+        is asked, or texts have to be computed, it gives the turn back first: that may take long. Its place is free as
+        soon as it is answered or refused, though others of its batch are not.
         """
+        asked = of_image(requested) if requested.labels or self.model.taught else requested
         with self._permit.used():
-            async with self.decoded(data, model) as decoded:
-                if requested.map is None:
-                    return decoded, await self.infer(decoded.picture.pixels, requested, model)
-            return decoded, await self.infer(decoded.picture.pixels, requested, model)
+            async with self.decoded(data) as decoded:
+                pixels = decoded.picture.pixels
+                first = None if asked.map is not None else await self._batched(pixels, asked)
+            return decoded, await self.infer(pixels, requested, first)
 
     async def infer(
-        self, pixels: NDArray[np.uint8], requested: RequestedOutputs, model: Model | None = None
+        self, pixels: NDArray[np.uint8], requested: RequestedOutputs, first: InferenceResult | None = None
     ) -> InferenceResult:
         """Return the model's answer to one picture, uint8 [H, W, C]; raises as `Engine.infer`.
 
         A taught head scores the picture's embedding here, and so do labels of the request, whose texts are none of the
-        batch's.
+        batch's. `first` is the batch's answer, if there is one already.
         """
-        taught, embedding = (model or self.model).taught, requested.embedding
+        taught, embedding = self.model.taught, requested.embedding
         if taught is None and not requested.labels:
-            return await self._infer(pixels, requested, model)
-        if taught is not None and embedding not in (None, EmbeddingRequest()):  # which is not what the head reads
-            given = await self._infer(pixels, RequestedOutputs(1, embedding=embedding), model)
-            result = (await self.infer(pixels, replace(requested, embedding=None), model)).after(given)
-            return replace(result, outputs=replace(result.outputs, embedding=given.outputs.embedding))
-        result = await self._infer(pixels, of_image(requested), model)
+            return first or await self._infer(pixels, requested)
+        result = first or await self._infer(pixels, of_image(requested))
         if taught is None:
             zero_shot = self.model.info.zero_shot
             assert zero_shot is not None, "routes refuse labels for other models"
             texts = await self.embed_texts(zero_shot.prompts(requested.labels))
-            taught = zero_shot.head(requested.labels, texts)
-        return await self.scored(pixels, result, taught, requested, model)
+            return await self.scored(pixels, result, zero_shot.head(requested.labels, texts), requested)
+        if embedding in (None, EmbeddingRequest()):
+            return await self.scored(pixels, result, taught, requested)
+        scored = await self.infer(pixels, replace(requested, embedding=None))  # the head reads another embedding
+        return scored.after(result, embedding=result.outputs.embedding)
 
     async def scored(
-        self,
-        pixels: NDArray[np.uint8],
-        result: InferenceResult,
-        head: Head,
-        requested: RequestedOutputs,
-        model: Model | None = None,
+        self, pixels: NDArray[np.uint8], result: InferenceResult, head: Head, requested: RequestedOutputs
     ) -> InferenceResult:
         """Return the answer of a head to one picture, from the result of what `model.heads.of_image` returns.
 
         The map of a class is asked for on its own.
         """
-        outputs, logits = compared(result.outputs, head, requested)
-        asked = requested.map
-        if asked is not None and asked.method in CLASS_SPECIFIC:
-            label = int(outputs.indices[0]) if asked.class_index is None else asked.class_index
-            of_label = MapRequest(asked.method, direction=head.target(asked.method, logits, label))
-            explained = await self._infer(pixels, RequestedOutputs(1, of_label), model)
-            assert explained.outputs.map is not None, "the engine answers each request for a map"
-            outputs = with_map(outputs, head, logits, asked, explained.outputs.map)
-            result = result.after(explained)
-        return replace(result, outputs=outputs)
+        (outputs, logits), asked = compared(result.outputs, head, requested), requested.map
+        if asked is None or asked.method not in CLASS_SPECIFIC:
+            return replace(result, outputs=outputs)
+        label = int(outputs.indices[0]) if asked.class_index is None else asked.class_index
+        of_label = MapRequest(asked.method, direction=head.target(asked.method, logits, label))
+        explained = await self._infer(pixels, RequestedOutputs(1, of_label))
+        assert explained.outputs.map is not None, "the engine answers each request for a map"
+        outputs = with_map(outputs, head, logits, asked, explained.outputs.map)
+        return replace(result.after(explained), outputs=outputs)
 
-    async def _infer(
-        self, pixels: NDArray[np.uint8], requested: RequestedOutputs, model: Model | None = None
-    ) -> InferenceResult:
-        engine, info = (model or self.model).generation.engine, (model or self.model).info
-        if info.head and not requested.head:
-            requested = replace(requested, head=info.head)
-        async with self._beside(self.service.lanes.explanations) if requested.needs_pass else nullcontext():
-            result = await engine.infer(InferenceRequest(pixels, requested), timeout=self.deadline.remaining())
+    async def _infer(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
+        """Infer in a turn beside other maps, or beside other pictures."""
+        if requested.map is not None:
+            async with self._beside(self.service.lanes.explanations):
+                return await self._batched(pixels, requested)
+        with self.service.lanes.pictures.turn(self._caller, pixels.nbytes, self.deadline) as turn:
+            await turn
+            return await self._batched(pixels, requested)
+
+    async def _batched(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
+        engine, head = self.model.generation.engine, self.model.info.head
+        if head and not requested.head:
+            requested = replace(requested, head=head)
+        result = await engine.infer(InferenceRequest(pixels, requested), timeout=self.deadline.remaining())
         self.service.metrics.observe_stage("queue", result.queue_seconds)
         self.service.metrics.observe_stage("inference", result.inference_seconds, result.batch_size)
         return result

@@ -70,14 +70,6 @@ def png(pixels: NDArray[np.uint8]) -> bytes:
 
 
 @pytest.mark.slow
-def test_every_image_gets_its_own_offline_scores(images: Images, offline: NDArray[np.float32], tmp_path: Path) -> None:
-    with ServerProcess(tmp_path / "log", dtype="float32", device="cpu") as server:
-        served = served_scores(server, images)
-        assert server.terminate() == 0
-    np.testing.assert_allclose(served, offline[:SERVED], rtol=0, atol=1e-3)
-
-
-@pytest.mark.slow
 def test_the_default_dtype_agrees_wherever_the_margin_is_clear_and_images_share_batches(
     images: Images, offline: NDArray[np.float32], tmp_path: Path
 ) -> None:

@@ -129,17 +129,6 @@ def test_every_file_is_answered_as_its_manifest_allows_soon_and_in_little_memory
 
 
 @pytest.mark.slow
-def test_every_orientation_of_a_scene_is_seen_upright(client: httpx.Client, shared: Path) -> None:
-    folder = shared / "data" / "torture" / "exif-orientation"
-    for scene in ("Landscape", "Portrait"):
-        files = sorted(folder.glob(f"{scene}_*.jpg"))
-        pictures = [seen(client, file.read_bytes()) for file in files]
-        assert len(pictures) > 2
-        for file, picture in zip(files, pictures, strict=True):
-            assert_upright(picture, pictures[0], file.name)
-
-
-@pytest.mark.slow
 def test_photographs_are_seen_upright(client: httpx.Client, shared: Path) -> None:
     files = sorted((shared / "data" / "photos").glob("*.jpg"))
     assert len(files) >= 5

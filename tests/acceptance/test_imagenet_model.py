@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from safetensors.torch import load_file
 
 from model.checkpoint import load_checkpoint
@@ -109,18 +107,3 @@ def test_logits_are_timms(folder: Path, pixels: NDArray[np.uint8], timm_logits: 
 def test_the_scores_over_http_are_timms(served: NDArray[np.float32], timm_logits: NDArray[np.float32]) -> None:
     expected = torch.from_numpy(timm_logits).softmax(dim=-1).numpy()
     np.testing.assert_allclose(served, expected, rtol=0, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_a_heat_map_is_laid_over_what_the_model_saw(
-    server: ServerProcess, samples: list[Sample], pixels: NDArray[np.uint8]
-) -> None:
-    with Client(server.url, timeout=60) as client:
-        answer = client.classify(samples[0].data, attention=True)
-        assert answer.attention is not None
-        assert answer.attention.grid == (14, 14)
-        assert sum(map(sum, answer.attention.values)) == pytest.approx(1, abs=1e-4)
-        drawing = Image.open(io.BytesIO(client.heat_map(samples[0].data, size=448, caption=False)))
-        uncovered = Image.open(io.BytesIO(client.heat_map(samples[0].data, size=224, alpha=0, caption=False)))
-    assert drawing.size == (448, 448)
-    assert np.array_equal(np.asarray(uncovered), pixels[0])

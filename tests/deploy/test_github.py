@@ -1,4 +1,4 @@
-"""What GitHub and pre-commit run is what a clone runs, and the issue forms are ones that GitHub takes."""
+"""What GitHub and pre-commit run is what a clone runs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.strict_yaml import load_documents
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-FORMS = sorted((REPOSITORY / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 
 
 def load(name: str) -> dict[str, Any]:
@@ -39,18 +36,6 @@ def test_pre_commit_runs_the_tools_of_make_check():
     tools = [shlex.split(line.replace("$(BIN)", ".venv/bin")) for line in recipe]
     # Ruff's subcommand too; the others have none.
     assert [hook[:2] for hook in hooks] == [tool[:2] for tool in tools]
-
-
-@pytest.mark.parametrize("form", FORMS, ids=lambda path: path.stem)
-def test_an_issue_form_asks_for_something(form):
-    document = load(str(form.relative_to(REPOSITORY)))
-
-    assert document["name"] and document["description"]
-    ids = [field["id"] for field in document["body"]]
-    assert len(ids) == len(set(ids))
-    assert {field["type"] for field in document["body"]} <= {"textarea", "input"}
-    assert all(field["attributes"]["label"] for field in document["body"])
-    assert any(field.get("validations", {}).get("required") for field in document["body"])
 
 
 def test_a_release_is_of_the_version_that_its_tag_names_and_every_action_is_pinned():

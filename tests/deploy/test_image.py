@@ -71,9 +71,8 @@ def test_slim_removes_what_is_unused_and_nothing_else(tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"1234")
-    freed = slim(tmp_path)
+    slim(tmp_path)
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()) == sorted(used)
-    assert sum(freed.values()) == 4 * len(unused)
 
 
 @pytest.mark.skipif(shutil.which("strip") is None, reason="strip (binutils) is not installed")
@@ -84,6 +83,7 @@ def test_slim_strips_a_library_that_can_still_be_loaded(tmp_path: Path) -> None:
     library.parent.mkdir()
     shutil.copy(compiled.__file__, library)
     before = library.stat().st_size
-    assert slim(tmp_path) == {"uvloop/*.so": before - library.stat().st_size}
+    slim(tmp_path)
+    assert library.stat().st_size < before
     load = "import ctypes, sys; ctypes.PyDLL(sys.argv[1]).PyInit_parser"
     subprocess.run([sys.executable, "-c", load, library], check=True)

@@ -103,14 +103,6 @@ def test_kubernetes_own_schemas_accept_every_manifest(overlay: str, version: str
         validator.validate(manifest, version, strict=True)
 
 
-def test_the_schemas_refuse_a_field_that_does_not_exist() -> None:
-    validator = pytest.importorskip("kubernetes_validate")
-    deployment = one(build("cpu"), "Deployment")
-    wrong = {**deployment, "spec": {**deployment["spec"], "replica": 2}}
-    with pytest.raises(validator.ValidationError):
-        validator.validate(wrong, "1.33", strict=True)
-
-
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_settings_exist_and_have_values_that_are_allowed(overlay: str) -> None:
     given = settings_of(build(overlay))

@@ -6,7 +6,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -40,16 +39,6 @@ def install(folder: Path, *arguments: str, **environment: str) -> tuple[str, lis
     return output, [shlex.split(line) for line in (pip.parent / "calls").read_text().splitlines()]
 
 
-def test_run_says_what_it_installs_and_lets_pip_show_its_progress(tmp_path):
-    output, (call,) = install(tmp_path)
-
-    assert all(name in output.splitlines()[0] for name in ("torch", "OpenVINO", "FastAPI"))
-    assert call[0] == "install"
-    assert call[-2:] == ["-e", ".[openvino]"]
-    assert call[call.index("-c") + 1] == "constraints.txt"
-    assert not {"--quiet", "-q", "--index-url"} & set(call)
-
-
 @pytest.mark.parametrize("given_in", ["arguments", "environment"])
 def test_torch_alone_comes_from_the_index_that_is_named(tmp_path, given_in):
     if given_in == "arguments":
@@ -63,12 +52,3 @@ def test_torch_alone_comes_from_the_index_that_is_named(tmp_path, given_in):
     assert "--index-url" not in second
     assert all(call[call.index("-c") + 1] == "constraints.txt" for call in calls)
     assert "NVIDIA" not in output
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the default index has the CPU's build")
-@pytest.mark.parametrize(("driver", "hinted"), [("", True), ("/usr/bin/nvidia-smi", False)], ids=["none", "some"])
-def test_without_a_driver_the_index_of_the_smaller_build_is_named(tmp_path, driver, hinted):
-    output, calls = install(tmp_path, f"NVIDIA_DRIVER={driver}")
-
-    assert (f"make run TORCH_INDEX_URL={CPU_INDEX}" in output) is hinted
-    assert len(calls) == 1

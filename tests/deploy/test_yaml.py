@@ -36,24 +36,3 @@ def test_no_file_has_a_duplicate_key():
             refused.append(str(error))
 
     assert not refused, "\n".join(refused)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["a: 1\nb: 2\na: 3\n", "a:\n  - {b: 1, 'b': 2}\n", "a:\na:\n", "a: 1\n---\nb:\n  c: 1\n  c: 1\n"],
-    ids=["top level", "nested and quoted", "without values", "second document"],
-)
-def test_the_loader_refuses_a_duplicate_key(tmp_path, text):
-    file = tmp_path / "file.yml"
-    file.write_text(text)
-    list(yaml.safe_load_all(text))
-
-    with pytest.raises(yaml.YAMLError, match=r"found duplicate key '[abc]'\s+in \".*file.yml\", line"):
-        load_documents(file)
-
-
-def test_the_loader_takes_a_key_that_overrides_a_merged_one(tmp_path):
-    file = tmp_path / "file.yml"
-    file.write_text("base: &base {a: 1, b: 2}\nother: {<<: *base, a: 3}\n---\na: 4\n")
-
-    assert load_documents(file) == [{"base": {"a": 1, "b": 2}, "other": {"a": 3, "b": 2}}, {"a": 4}]

@@ -202,6 +202,26 @@ class Pictures:
         assert document["predictions"][0]["index"] == best
 
 
+INFERRED = ("score", "index", "label", "logits", "attention")
+"""Outputs of the Open Inference Protocol that `check_inferred` reads."""
+
+
+def check_inferred(answer: Any, server: Served, files: list[bytes]) -> None:
+    """What a Triton client was answered with `top_k` 3 and `attention` cls is what /classify answers."""
+    score, index, label, logits, maps = (answer.as_numpy(name) for name in INFERRED)
+    scores = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(np.take_along_axis(scores, index, axis=1), score, rtol=1e-4)
+    for position, file in enumerate(files):
+        expected = server.classify(file, "top_k=3&attention=true").json()
+        predictions = expected["predictions"]
+        assert index[position].tolist() == [each["index"] for each in predictions]
+        texts = [text.decode() if isinstance(text, bytes) else text for text in label[position]]
+        assert texts == [each["label"] for each in predictions]
+        # A batch of another size sums in another order.
+        np.testing.assert_allclose(score[position], [each["score"] for each in predictions], rtol=0.02)
+        np.testing.assert_allclose(maps[position], expected["attention"]["values"], rtol=0.05, atol=1e-4)
+
+
 def together(count: int, work: Callable[[int], Any]) -> list[Any]:
     """`work(0)` ... `work(count - 1)`, each on a thread of its own; their results in order."""
     with ThreadPoolExecutor(count) as pool:

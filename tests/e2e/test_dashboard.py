@@ -133,13 +133,6 @@ def traffic(server: Served) -> None:
     assert server.get("/attention", params={"id": image_id}).status_code == 200
 
 
-def test_the_dashboard_has_the_rows_that_operators_ask_for() -> None:
-    found = " ".join(panels())
-    for word in ("Requests", "status", "Duration of /classify", "stage", "Batch size", "reason", "Score", "GPU memory"):
-        assert word in found
-    assert len(panels()) >= 20
-
-
 @pytest.mark.parametrize("title", panels())
 def test_every_query_of_a_panel_has_data(title: str, prometheus: Prometheus) -> None:
     for query in panels()[title]:

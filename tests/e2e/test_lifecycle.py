@@ -87,13 +87,6 @@ def test_it_answers_from_the_first_moment_but_is_ready_only_after_loading(
     pictures.check(0, server.classify(pictures.files[0]).json())
 
 
-def test_a_wrong_setting_is_one_line() -> None:
-    assert complaint(port="http").startswith("vitserve: VIT_PORT='http': ")
-    line = complaint("--max-batch", "0")
-    assert line.startswith("vitserve: VIT_MAX_BATCH='0': ")
-    assert "\n" not in line
-
-
 def test_a_port_in_use_is_one_line() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -106,23 +99,17 @@ def test_a_port_in_use_is_one_line() -> None:
     )
 
 
-@pytest.mark.parametrize("broken", ["folder", "config"])
-def test_a_checkpoint_that_cannot_be_read_ends_the_process_with_one_line(
-    broken: str, checkpoint: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "broken"
-    if broken == "config":
-        shutil.copytree(checkpoint, folder)
-        config = json.loads((folder / "config.json").read_text())
-        del config["preprocess"]["mean"]
-        (folder / "config.json").write_text(json.dumps(config))
+def test_a_checkpoint_that_cannot_be_read_ends_the_process_with_one_line(checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "broken")
+    config = json.loads((folder / "config.json").read_text())
+    del config["preprocess"]["mean"]
+    (folder / "config.json").write_text(json.dumps(config))
     line = complaint(checkpoint=str(folder), port="0")
     assert LOG_LINE.match(line)
     assert "CRITICAL cannot start: " in line
     assert "\n" not in line
     assert str(folder) in line
-    if broken == "config":
-        assert "mean" in line
+    assert "mean" in line
 
 
 # Stopping
@@ -150,6 +137,7 @@ class UntilNobodyListens(threading.Thread):
         super().__init__(daemon=True)
         self.url, self.pictures, self.number = url, pictures, number
         self.outcomes: Counter[str] = Counter()
+        self.late = 0  # answers to requests that began while the service drained
         self.wrong: object = None
 
     def run(self) -> None:
@@ -161,12 +149,14 @@ class UntilNobodyListens(threading.Thread):
 
     def ask(self) -> bool:
         index = (self.number + 16 * self.outcomes.total()) % len(self.pictures)
+        late = self.stopping.is_set()
         try:
             response = httpx.post(f"{self.url}/classify?top_k=10", content=self.pictures.files[index], headers=KIND)
         except httpx.TransportError:
             assert self.refused.wait(PATIENCE)
             return False
         self.outcomes[f"{response.status_code} {'draining' if self.stopping.is_set() else 'before'}"] += 1
+        self.late += late
         self.pictures.check(index, response.json())
         return True
 
@@ -207,7 +197,7 @@ def test_it_serves_through_the_delay_and_then_answers_whoever_was_accepted(serve
     assert "Traceback" not in server.log
     told = re.search(r"stopped: .* (\d+) requests were answered and 0 refused$", server.log.strip())
     assert told is not None
-    assert int(told[1]) > outcomes["200 draining"]
+    assert int(told[1]) > sum(caller.late for caller in callers)
 
 
 def test_a_second_signal_ends_it_at_once(serve: Serve, pictures: Pictures) -> None:
@@ -218,17 +208,6 @@ def test_a_second_signal_ends_it_at_once(serve: Serve, pictures: Pictures) -> No
         until(lambda: is_draining(server))
         end(server)
         assert exit_code(server) == 128 + signal.SIGTERM
-
-
-def test_the_drain_timeout_bounds_how_long_it_waits_for_callers(serve: Serve, pictures: Pictures) -> None:
-    server = serve(drain_delay=0.2, drain_timeout=1, request_timeout=3_000)
-    with server.raw() as caller:
-        caller.post(pictures.files[0], sent=20)
-        until(lambda: server.metric("vit_inflight_requests") == 1)
-        end(server)
-        assert exit_code(server) == 0
-        assert caller.is_closed()
-    assert "not everything was answered within 1 s" in server.log
 
 
 def test_it_can_be_stopped_while_it_loads(serve: Serve) -> None:

@@ -71,16 +71,6 @@ def waiting(server: Served, picture: bytes, count: int) -> Iterator[list[Raw]]:
         yield callers
 
 
-def test_beyond_the_last_place_new_work_is_refused_at_once(narrow: Served, pictures: Pictures) -> None:
-    with waiting(narrow, pictures.files[0], 1):
-        for _ in range(3):
-            refused = narrow.classify(pictures.files[1])
-            assert problem(refused) == (503, "queue_full")
-            assert int(refused.headers["retry-after"]) >= 1
-        assert narrow.get("/readyz").status_code == 200
-    assert narrow.metric("vit_rejected_total", reason="queue_full") == 3
-
-
 def test_who_has_a_place_is_answered_while_others_are_refused(holding: Served, pictures: Pictures) -> None:
     files = [("file", ("a.png", picture)) for picture in pictures.files[:MAX_BATCH]]
     refused = holding.metric("vit_rejected_total", reason="queue_full")
@@ -122,14 +112,6 @@ def test_an_image_whose_time_is_up_is_504_and_a_body_that_never_comes_408(holdin
     assert holding.metric("vit_batch_size_sum") == launched
 
 
-def test_a_caller_that_leaves_while_sending_leaves_nothing_behind(holding: Served, pictures: Pictures) -> None:
-    before = holding.metric("vit_cancelled_total")
-    with unfinished(holding, pictures.files[0], PLACES):
-        pass
-    until(holding.idle)
-    until(lambda: holding.metric("vit_cancelled_total") == before + PLACES)
-
-
 def test_a_caller_that_leaves_while_waiting_frees_its_place_and_is_never_launched(
     holding: Served, pictures: Pictures
 ) -> None:
@@ -141,19 +123,6 @@ def test_a_caller_that_leaves_while_waiting_frees_its_place_and_is_never_launche
     until(holding.idle)
     assert holding.metric("vit_cancelled_total") == cancelled + 2
     assert holding.metric("vit_batch_size_sum") == launched
-
-
-def test_a_batch_gets_all_its_places_or_none(holding: Served, pictures: Pictures) -> None:
-    def batch(count: int) -> httpx.Response:
-        files = [("file", ("a.png", picture)) for picture in pictures.files[:count]]
-        return holding.client.post("/classify/batch", files=files)
-
-    with waiting(holding, pictures.files[0], 1) as [caller]:
-        assert problem(batch(PLACES)) == (503, "queue_full")
-        results = batch(MAX_BATCH - 1).json()["results"]
-        assert caller.answer()[0] == 200
-    for index, result in enumerate(results):
-        pictures.check(index, result)
 
 
 LARGE = 30 << 20
@@ -192,50 +161,6 @@ def test_a_refusal_reaches_a_caller_that_reads_only_after_its_last_byte(holding:
         assert caller.problem() == (413, "upload_too_large")
 
 
-def test_a_caller_that_asks_first_is_refused_before_it_sends(holding: Served, pictures: Pictures) -> None:
-    with holding.raw() as caller:
-        caller.post(bytes(LARGE), sent=0, headers="Expect: 100-continue\r\n")
-        assert caller.problem() == (413, "upload_too_large")
-    with holding.raw() as caller:
-        caller.post(pictures.files[0], sent=0, headers="Expect: 100-continue\r\n")
-        assert caller.answer()[0] == 100
-
-
-@pytest.mark.parametrize(
-    "attack",
-    [
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-        b"GET / HTTP/1.1\r\nHost x\r\n\r\n",
-        b"POST /classify HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
-        b"POST /classify HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nxx",
-        b"POST /classify HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"POST /classify HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999999\r\n\r\n",
-        b"POST /classify HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-        b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 200_000,
-    ],
-    ids=lambda attack: repr(attack[-30:]),
-)
-def test_what_is_not_http_is_400_and_harms_nobody(attack: bytes, holding: Served) -> None:
-    with holding.raw() as caller:
-        caller.send(attack)
-        assert caller.problem() == (400, "malformed_request")
-        assert caller.is_closed()
-    assert holding.get("/healthz").status_code == 200
-
-
-def test_a_declared_length_that_is_huge_is_413_before_a_byte(holding: Served) -> None:
-    with holding.raw() as caller:
-        caller.send(b"POST /classify HTTP/1.1\r\nHost: x\r\nContent-Length: 4000000000000\r\n\r\n")
-        assert caller.problem() == (413, "upload_too_large")
-
-
-def test_pipelined_requests_are_answered_in_order(holding: Served, pictures: Pictures) -> None:
-    with holding.raw() as caller:
-        for path in ("/healthz", "/nope", "/labels"):
-            caller.send(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-        assert [caller.answer()[0] for _ in range(3)] == [200, 404, 200]
-
-
 def test_under_overload_everyone_gets_a_right_answer_or_a_refusal(serve: Serve, pictures: Pictures) -> None:
     server = serve(queue_size=PLACES)
     callers, rounds = 32, 8
@@ -268,29 +193,3 @@ def test_under_overload_everyone_gets_a_right_answer_or_a_refusal(serve: Serve, 
     assert server.metric("vit_batch_size_sum") == outcomes["answered"]
     assert server.metric("vit_rejected_total", reason="queue_full") == outcomes["refused"]
     assert server.classify(pictures.files[0]).status_code == 200
-
-
-def test_many_callers_at_once_each_get_their_own_scores(serve: Serve, pictures: Pictures) -> None:
-    server = serve()
-    callers, rounds = 48, 10
-    barrier = threading.Barrier(callers)
-
-    def call(number: int) -> None:
-        with client(server.url) as own:
-            barrier.wait()
-            for turn in range(rounds):
-                index = (number + turn * callers) % len(pictures)
-                response = own.post(
-                    "/classify?top_k=10&attention=true",
-                    content=pictures.files[index],
-                    headers={"Content-Type": "image/png"},
-                )
-                assert response.status_code == 200, response.text
-                pictures.check(index, response.json())
-
-    together(callers, call)
-    total = callers * rounds
-    assert server.metric("vit_images_total") == server.metric("vit_batch_size_sum") == total
-    assert server.metric("vit_requests_total", endpoint="/classify", code="200") == total
-    assert server.metric("vit_batch_size_count") < total  # images shared batches
-    assert server.idle()

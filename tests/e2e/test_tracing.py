@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,7 +10,7 @@ pytest.importorskip("opentelemetry.proto", reason="OpenTelemetry is not installe
 
 from tests.e2e.collector import collecting
 from tests.e2e.processes import Processes
-from tests.e2e.serving import Pictures, Serve, Served, client
+from tests.e2e.serving import Pictures, Serve, client
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -61,28 +59,3 @@ def test_a_request_is_followed_from_its_caller_through_a_worker(
         trace_id: span.id[1] for trace_id, span in requests.items()
     }
     assert "Traceback" not in server.log
-
-
-@pytest.fixture(scope="module")
-def forsaken(serve_module: Serve) -> Iterator[Served]:
-    """A service whose collector never answers."""
-    with pytest.MonkeyPatch.context() as patch, socket.create_server(("127.0.0.1", 0)) as silent:
-        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        patch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
-        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")
-        patch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "8")
-        patch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
-        yield serve_module()
-
-
-def test_a_collector_that_never_answers_costs_no_request_and_does_not_hold_the_end(
-    forsaken: Served, pictures: Pictures
-) -> None:
-    """The last one that uses this service."""
-    for index in range(20):
-        answer = forsaken.classify(pictures.files[index])
-        assert answer.status_code == 200
-        pictures.check(index, answer.json())
-    assert forsaken.process.terminate() == 0
-    assert "Queue full, dropping Span" in forsaken.log
-    assert "Traceback" not in forsaken.log

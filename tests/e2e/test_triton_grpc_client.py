@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 
 from service.web.inference_protocol import EXTENSIONS
-from tests.e2e.serving import CHECKPOINT_NAME, LABELS, SIZE, Pictures, Serve, Served
+from tests.e2e.serving import CHECKPOINT_NAME, INFERRED, SIZE, Pictures, Serve, Served, check_inferred
 
 triton = pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
 http = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
@@ -88,71 +86,8 @@ def test_it_sees_a_server_and_a_model_that_are_ready(client: Any, server: Served
 
 def test_answers_are_those_of_classify(client: Any, server: Served, pictures: Pictures) -> None:
     files = pictures.files[:5]
-    wanted = [triton.InferRequestedOutput(name) for name in ("label", "index", "score", "logits", "attention")]
+    wanted = [triton.InferRequestedOutput(name) for name in INFERRED]
     parameters = {"top_k": 3, "attention": "cls"}
     answer = client.infer(CHECKPOINT_NAME, [images(*files)], outputs=wanted, request_id="17", parameters=parameters)
     assert answer.get_response().id == "17"
-    names = ("score", "index", "label", "logits", "attention")
-    score, index, label, logits, maps = (answer.as_numpy(name) for name in names)
-    scores = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    np.testing.assert_allclose(np.take_along_axis(scores, index, axis=1), score, rtol=1e-4)
-    for position, file in enumerate(files):
-        expected = server.classify(file, "top_k=3&attention=true").json()
-        predictions = expected["predictions"]
-        assert index[position].tolist() == [each["index"] for each in predictions]
-        assert [text.decode() for text in label[position]] == [each["label"] for each in predictions]
-        # A batch of another size sums in another order.
-        np.testing.assert_allclose(score[position], [each["score"] for each in predictions], rtol=0.02)
-        np.testing.assert_allclose(maps[position], expected["attention"]["values"], rtol=0.05, atol=1e-4)
-
-
-def test_pixels_and_classification(client: Any) -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (4, SIZE, SIZE, 3), np.uint8)
-    tensor = triton.InferInput("pixels", list(pixels.shape), "UINT8")
-    tensor.set_data_from_numpy(pixels)
-    wanted = [triton.InferRequestedOutput("score", class_count=len(LABELS))]
-    rows = client.infer(CHECKPOINT_NAME, [tensor], outputs=wanted).as_numpy("score")
-    assert rows.shape == (4, len(LABELS))
-    for row in rows.tolist():
-        values, numbers, labels = zip(*(text.decode().split(":") for text in row), strict=True)
-        assert sorted(map(float, values), reverse=True) == [float(value) for value in values]
-        assert [LABELS[int(number)] for number in numbers] == list(labels)
-
-
-def test_statistics_and_metrics_grow_with_requests(client: Any, server: Served, pictures: Pictures) -> None:
-    def count() -> tuple[int, float]:
-        [statistics] = client.get_inference_statistics(CHECKPOINT_NAME).model_stats
-        endpoint = "/inference.GRPCInferenceService/ModelInfer"
-        return statistics.inference_count, server.metric("vit_requests_total", endpoint=endpoint, code="200")
-
-    pictures_before, requests_before = count()
-    client.infer(CHECKPOINT_NAME, [images(*pictures.files[:3])])
-    assert count() == (pictures_before + 3, requests_before + 1)
-
-
-def test_errors_have_status_codes_and_the_position_of_the_picture(client: Any, pictures: Pictures) -> None:
-    with pytest.raises(utils.InferenceServerException, match=r"picture 1: not a picture") as bad:
-        client.infer(CHECKPOINT_NAME, [images(pictures.files[0], b"nothing")])
-    assert bad.value.status() == "StatusCode.INVALID_ARGUMENT"
-    with pytest.raises(utils.InferenceServerException, match="'another': no such model") as unknown:
-        client.infer("another", [images(pictures.files[0])])
-    assert unknown.value.status() == "StatusCode.NOT_FOUND"
-
-
-def test_many_callers_are_served_until_the_service_has_drained(serve: Serve, pictures: Pictures) -> None:
-    server = serve(workers=WORKERS, grpc_port=0, drain_delay=0)
-    files = pictures.files[:20]
-
-    async def ask(file: bytes) -> Any:
-        from tritonclient.grpc import aio
-
-        async with aio.InferenceServerClient(address(server)) as caller:
-            return (await caller.infer(CHECKPOINT_NAME, [images(file)])).as_numpy("index")
-
-    async def ask_all() -> list[Any]:
-        return await asyncio.gather(*(ask(file) for file in files))
-
-    found = asyncio.run(ask_all())
-    assert [int(index[0, 0]) for index in found] == pictures.scores[: len(files)].argmax(axis=1).tolist()
-    server.process.process.send_signal(signal.SIGTERM)
-    assert server.process.process.wait(60) == 0
+    check_inferred(answer, server, files)

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -226,18 +225,6 @@ def test_draining_answers_whoever_was_accepted_and_leaves_nothing_behind(
     assert told is not None
     assert 0 < int(told[1]) < outcomes["answered"]
     assert not list(temporary.glob("vitserve-*"))
-
-
-def test_a_checkpoint_that_cannot_be_read_ends_all_with_one(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    server = Served(log, wait=False, workers=WORKERS, checkpoint=tmp_path / "none", device="cpu")
-    try:
-        assert server.process.process.wait(PATIENCE) == 1
-    except subprocess.TimeoutExpired:
-        server.kill()
-        raise
-    assert "no such folder" in server.log
-    assert "Traceback" not in server.log
 
 
 def test_no_process_outlives_a_supervisor_that_is_killed(service: Served) -> None:

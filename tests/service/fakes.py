@@ -23,11 +23,12 @@ from model.config import LibraryConfig, PreprocessConfig, ViTConfig
 from model.errors import DeviceError
 from model.outputs import POOLINGS, AttentionMap, EmbeddingRequest, Outputs, RequestedOutputs
 from service.cluster.engine_process import EngineServer
-from service.cluster.remote_model import EngineClient, RemoteModel
+from service.cluster.remote_model import EngineClient, RemoteModels
 from service.engine.base import Engine
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, ModelInfo
-from service.models.model import LocalModel, ServedModel
+from service.models.models import LocalModels, Models, Version
+from service.settings import load_settings
 from service.web.image_stores import MemoryImageStore
 
 PATIENCE = 30.0
@@ -215,7 +216,7 @@ def request_for(red: int, *, top_k: int = 3, **requested: Any) -> InferenceReque
 class Rig:
     """A running engine and what it told; `close` closes it where it runs."""
 
-    model: ServedModel
+    models: Models
     close: Callable[[], Coroutine[Any, Any, None]]
     predictor: FakePredictor
     reports: list[BatchReport] = field(default_factory=list)
@@ -223,7 +224,7 @@ class Rig:
 
     @property
     def engine(self) -> Engine:
-        return self.model.current.engine
+        return self.models.default.current.engine
 
     async def ask(self, red: int, *, timeout: float = PATIENCE, **requested: Any) -> InferenceResult:
         return await self.engine.infer(request_for(red, **requested), timeout=timeout)
@@ -255,6 +256,11 @@ class Rig:
                 await asyncio.sleep(0.001)
 
 
+def local_models(make: Callable[[Any], Any], **versions: Version) -> LocalModels:
+    """Models of this process, whose engines `make` returns of what is to be loaded; one without a name."""
+    return LocalModels(load_settings(), make, versions={name.strip("_"): each for name, each in versions.items()})
+
+
 @asynccontextmanager
 async def running(
     predictor: FakePredictor | None = None,
@@ -280,13 +286,13 @@ async def running(
         on_batch=reports.append,
         clock=clock,
     )
-    own = LocalModel(lambda _: engine)
+    own = local_models(lambda _: engine)
     async with AsyncExitStack() as stack:
         if remote:
             folder = Path(stack.enter_context(TemporaryDirectory()))
             images = MemoryImageStore(ttl=60, max_bytes=1 << 20)
             server = EngineServer(own, images, refresh_seconds=0.01)
-            other = RemoteModel([EngineClient(folder / "engine", "auto")])
+            other = RemoteModels([EngineClient(folder / "engine", "auto")])
             rig = Rig(other, server.close, predictor, reports, states)
             await server.start(folder / "engine")
             stack.push_async_callback(other.close)
@@ -298,7 +304,7 @@ async def running(
             if not states or states[-1] != state:
                 states.append(state)
 
-        rig.model.start(told)
+        rig.models.start(told)
         try:
             if ready:
                 await rig.until_ready()

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from model.errors import CheckpointError, DeviceError
 from model.outputs import MapRequest, Outputs, RequestedOutputs
+from service.engine.backbones import What
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import (
@@ -97,7 +98,7 @@ class Request:
     """A request from its head to its end: it belongs to one generation, and asks for one image."""
 
     number: int
-    generation: Generation[LocalEngine]
+    generation: Generation[Any]
     version: int
     held: ExitStack = field(default_factory=ExitStack)
     answer: asyncio.Task[InferenceResult] | None = None
@@ -127,7 +128,7 @@ class ModelMachine(RuleBasedStateMachine):
 
     # The service
 
-    def make(self, checkpoint: str | None) -> LocalEngine:
+    def make(self, checkpoint: What) -> Any:
         version, broken = next(self.versions), self.broken
 
         def load() -> tuple[Runner, ModelInfo]:
@@ -207,7 +208,8 @@ class ModelMachine(RuleBasedStateMachine):
 
         async def answer() -> InferenceResult:
             with request.held:
-                return await request.generation.engine.infer(image, timeout=SECONDS)
+                result: InferenceResult = await request.generation.engine.infer(image, timeout=SECONDS)
+                return result
 
         self.deadlines[request.number] = self.now + SECONDS
         request.answer = self.loop.create_task(answer())

@@ -255,7 +255,7 @@ def test_every_option_of_a_map_is_passed_on(call: Call) -> None:
 def test_the_map_of_a_classification_is_that_of_its_picture(call: Call) -> None:
     server = Recorder(200, content=b"PNG")
     call(server, "heat_map", Classification.model_validate({"id": "kept", **CAT}), size=100)
-    assert (server.request.method, str(server.request.url)) == ("GET", f"{URL}/attention?id=kept&size=100")
+    assert (server.request.method, str(server.request.url)) == ("GET", f"{URL}/attention?id=kept&model=tiny&size=100")
     with pytest.raises(ValueError, match="kept no picture"):
         call(server, "attention", Classification.model_validate(CAT))
 

@@ -33,14 +33,7 @@ _TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 _VOCABULARIES: Final = ("tokenizer.json", "vocab.json", "spiece.model", "tokenizer.model")
 _TOKENIZER_FILES: Final = (*_VOCABULARIES, "merges.txt", "special_tokens_map.json", "added_tokens.json")
 _INSTALL: Final = "pip install 'vitserve[text]'"
-_MAX_LABELS: Final = 100_000
 _BATCH: Final = 32
-# What transformers' pipeline pads a text of SigLIP to, as in training.
-_SIGLIP_TOKENS: Final = 64
-# `eos_token_id` of CLIP's first files, whose texts end with the highest number (transformers #24773).
-_WRONG_END: Final = 2
-# Else the library warns of its own defaults, which no tokenizer reads.
-_NO_ENDS: Final = {"bos_token_id": None, "eos_token_id": None}
 
 _CLIP_DEFAULTS: Final = {
     "vocab_size": 49408,
@@ -168,7 +161,8 @@ class TextEmbedder:
     @torch.inference_mode()
     def __call__(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return the features of texts, float32 [N, D], not normalised; what is too long is cut."""
-        length = self.config.positions if self.config.causal else min(_SIGLIP_TOKENS, self.config.positions)
+        # What transformers' pipeline pads a text of SigLIP to, as in training.
+        length = self.config.positions if self.config.causal else min(64, self.config.positions)
         padding = True if self.config.causal else "max_length"
         parts = []
         for start in range(0, len(texts), _BATCH):
@@ -186,7 +180,8 @@ def _tower_config(config: Mapping[str, Any], width: int, where: str) -> TextConf
     stated = (_CLIP_DEFAULTS if causal else _SIGLIP_DEFAULTS) | tower_config(config, "text", where)
     fields = {ours: stated[theirs] for ours, theirs in _NAMES.items()}
     fields["activation"] = activation(fields["activation"], f"{where}: text_config")
-    if not causal or fields["end"] == _WRONG_END:
+    # `eos_token_id` of CLIP's first files, whose texts end with the highest number (transformers #24773).
+    if not causal or fields["end"] == 2:
         fields["end"] = None
     with validating(where, "text_config: ", _NAMES):
         tower = TextConfig.model_validate(fields | {"feature_width": width, "causal": causal})
@@ -208,7 +203,7 @@ def _labels(labels: str | None) -> tuple[str, ...]:
     if not is_list(labels):
         return read_labels(labels, None)
     try:
-        return parse_labels(labels, "VIT_LABELS", most=_MAX_LABELS)
+        return parse_labels(labels, "VIT_LABELS", most=100_000)
     except InputError as error:
         raise CheckpointError(str(error)) from None
 
@@ -232,7 +227,10 @@ def _tokenizer(files: Files, model_type: str) -> Any:
         for name, path in paths.items():
             (Path(folder) / name).symlink_to(path)
         (Path(folder) / _TOKENIZER_CONFIG).write_text(json.dumps(config))
-        (Path(folder) / CONFIG_FILE).write_text(json.dumps({"model_type": model_type, "text_config": _NO_ENDS}))
+        # Else the library warns of its own defaults, which no tokenizer reads.
+        (Path(folder) / CONFIG_FILE).write_text(
+            json.dumps({"model_type": model_type, "text_config": {"bos_token_id": None, "eos_token_id": None}})
+        )
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except ImportError:  # SiglipTokenizer runs sentencepiece

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from model.config import ResNetStem
 
 _GROUPS = 32
-_WEIGHT_EPS = 1e-8
 
 
 def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
@@ -39,7 +38,7 @@ class StandardizedConv2d(nn.Conv2d):
         if self.stride[0] > 1:
             input = pad_same(input, self.kernel_size[0], self.stride[0])  # noqa: A001
         flat = self.weight.reshape(1, self.out_channels, -1)
-        weight = F.batch_norm(flat, None, None, training=True, momentum=0.0, eps=_WEIGHT_EPS)
+        weight = F.batch_norm(flat, None, None, training=True, momentum=0.0, eps=1e-8)
         return F.conv2d(input, weight.reshape_as(self.weight), None, self.stride, self.padding)
 
 

@@ -60,8 +60,6 @@ _MANIFEST: Final = "manifest.json"
 _GRAPH: Final = "graph.xml"
 _REFERENCE: Final = "reference.safetensors"
 _HEAD: Final = "head.safetensors"
-# A file that who writes an entry has locked: the kernel unlocks it when the process ends.
-_LOCK: Final = "lock"
 
 _SETTLED: Final = 10_000_000_000
 """Nanoseconds after a change from which on another one shows in the time of a file."""
@@ -135,16 +133,19 @@ class Entry:
         folder: of all entries; made when something is kept.
         settings: those that an answer depends on, by name.
         limit: see `LIMIT`.
+
+    Attributes:
+        facts: what the key is a hash of, in JSON.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, object], *, limit: int = LIMIT) -> None:
         self._folder, self._limit = folder, limit
         facts = {"settings": dict(settings), "versions": _versions(), "code": _code(), "machine": _machine()}
-        self._facts = json.dumps(facts, sort_keys=True, default=str)
+        self.facts = json.dumps(facts, sort_keys=True, default=str)
 
     def place(self, *, relevance: bool) -> Path:
         """Return the folder of the graph that gives relevance, or does not."""
-        return self._folder / hashlib.sha256(f"{self._facts}{relevance}".encode()).hexdigest()[:40]
+        return self._folder / hashlib.sha256(f"{self.facts}{relevance}".encode()).hexdigest()[:40]
 
     def manifest(self, *, relevance: bool = False) -> Manifest | None:
         """Return what was kept, or None where there is nothing that may be used; one line of the log says why."""
@@ -155,10 +156,8 @@ class Entry:
             _require_own(self._folder)
             _require_own(place)
             manifest = Manifest.model_validate_json((place / _MANIFEST).read_bytes())
-            if (
-                manifest.key != self._facts
-                or {name: _digest(place / name) for name in manifest.graph} != manifest.graph
-            ):
+            digests = {name: _digest(place / name) for name in manifest.graph}
+            if manifest.key != self.facts or digests != manifest.graph:
                 raise ValueError("it is not what was written")
             if changed := manifest.changed_file():
                 logger.info("%s is not as it was: the graph is made again", changed)
@@ -212,7 +211,8 @@ class Entry:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _require_own(self._folder)
         place = self.place(relevance=graph is not None and graph.request.relevance)
-        with (self._folder / _LOCK).open("a") as lock:
+        # A file that who writes an entry has locked: the kernel unlocks it when the process ends.
+        with (self._folder / "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for _, _, abandoned in self._entries(r"\..*"):  # by a process that was killed
                 shutil.rmtree(abandoned, ignore_errors=True)
@@ -228,7 +228,7 @@ class Entry:
                 if head is not None and head.weight is not None:
                     save_file({"weight": head.weight, "bias": np.asarray(head.bias, np.float32)}, written / _HEAD)
                 digests = {file.name: _digest(file) for file in written.iterdir()}
-                manifest = Manifest.model_validate({"key": self._facts, "graph": digests, **of_graph, **facts})
+                manifest = Manifest.model_validate({"key": self.facts, "graph": digests, **of_graph, **facts})
                 (written / _MANIFEST).write_text(manifest.model_dump_json())
                 self._make_room(_size(written))
                 shutil.rmtree(place, ignore_errors=True)
@@ -238,11 +238,6 @@ class Entry:
     def remove(self, *, relevance: bool) -> None:
         """Remove a graph that is not what torch computes."""
         shutil.rmtree(self.place(relevance=relevance), ignore_errors=True)
-
-    def unpinned(self, files: Iterable[Path]) -> str | None:
-        """Return a commit of the hub that files are of and no setting names: the next start asks the hub again."""
-        commits = (re.search(r"models--[^/]+/snapshots/([0-9a-f]{40})/", str(path)) for path in files)
-        return next((found[1] for found in commits if found and found[1] not in self._facts), None)
 
     def _make_room(self, size: int) -> None:
         """Remove the entries that are unused for longest until so many bytes fit; raises OSError where they do not."""
@@ -289,9 +284,11 @@ class Keep:
         from model.checkpoint.local_files import signature  # noqa: PLC0415  torch made the graph, and is loaded
         from model.network.library import largest_layer  # noqa: PLC0415
 
-        if unpinned := self.entry.unpinned(self.files):
-            logger.info("the graph is not kept: the hub may name another commit than %s next time", unpinned)
-            return graph
+        commits = (re.search(r"models--[^/]+/snapshots/([0-9a-f]{40})/", str(path)) for path in self.files)
+        for commit in (found[1] for found in commits if found):
+            if commit not in self.entry.facts:  # no setting names it: the next start asks the hub again
+                logger.info("the graph is not kept: the hub may name another commit than %s next time", commit)
+                return graph
         try:
             times, files = ({str(path): read(path) for path in self.files} for read in (_times, _digest))
             if changed := [path for path, before in self.files.items() if signature(path) != before]:

@@ -253,7 +253,7 @@ async def _classify_by_several(request: Request, query: ClassifyQuery) -> Respon
     # Without any model that answers, the default one's request is answered with the errors.
     async with service.admit(request, members[0][0] if members else service.model()) as admitted:
         for model, _ in members[1:]:
-            admitted.choose(model)
+            admitted.by(model)  # none is closed while others answer
         passes: list[_Pass] = []
         image_id = new_image_id()
         if members:
@@ -271,9 +271,9 @@ async def _classify_by_several(request: Request, query: ClassifyQuery) -> Respon
 
 
 async def _unavailable(request: Request, name: str) -> Exception | None:
-    """Return why a model does not answer, or None once it does."""
+    """Return why a model does not answer, or None once it does; others have half of the request's time left."""
     try:
-        await model_of(request, name)
+        await service_of(request).loaded_model(name, request_context(request.scope).started, share=0.5)
     except ServiceError as error:
         return error
     return None
@@ -294,7 +294,8 @@ async def _pass(
     first = replace(members[0][0], taught=None)
     asked, *others = [wanted if model.taught is None else of_image(wanted) for model, wanted in members]
     try:
-        decoded, result = await admitted.classify(picture, replace(asked, more=tuple(others)), first)
+        by_first = admitted.by(first)
+        decoded, result = await by_first.classify(picture, replace(asked, more=tuple(others)))
     except MissingImage:
         raise
     except ServiceError as error:
@@ -306,7 +307,7 @@ async def _pass(
         own = replace(result, outputs=outputs)
         try:
             if model.taught is not None:
-                own = await admitted.scored(decoded.picture.pixels, own, model.taught, wanted, first)
+                own = await by_first.scored(decoded.picture.pixels, own, model.taught, wanted)
         except ServiceError as error:
             answers[model.info.name] = _item(admitted, error)
             continue

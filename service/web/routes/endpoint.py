@@ -63,6 +63,10 @@ class ModelQuery(BaseModel, frozen=True):
     model: ModelName = None
 
 
+class LooseModelQuery(ModelQuery, frozen=True, extra="ignore"):
+    """The same where probes and browsers add parameters."""
+
+
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return the description of a route's error answers, which all have the same schema."""
     content = {MEDIA_TYPE: {"schema": {"$ref": f"#/components/schemas/{ProblemDocument.__name__}"}}}
@@ -170,7 +174,7 @@ def parse_query(model: type[BaseModel], query_string: bytes) -> BaseModel:
     query: dict[str, Any] = dict(pairs)
     known = [field.alias or name for name, field in model.model_fields.items()]
     unknown = next((name for name in query if name not in known), None)
-    if unknown is not None:
+    if unknown is not None and model.model_config.get("extra") != "ignore":
         given = unknown[:50].lower()
         known.sort(key=lambda name: (-difflib.SequenceMatcher(None, name, given).ratio(), name))
         raise InvalidParameter(f"{unknown:.50}: no such parameter; there are {', '.join(known)}")

@@ -20,7 +20,7 @@ from service.models.folder import check_name, model_settings
 from service.models.models import ModelStatus
 from service.settings import Settings
 from service.web.api_keys import bearer_token, holds_admin_key
-from service.web.request import Service, service_of
+from service.web.request import service_of
 from service.web.routes.endpoint import Endpoint, problems, to_json
 from vitserve.documents import ListedModel
 
@@ -68,8 +68,10 @@ async def put_model(request: Request) -> Response:
         check_name(name)
     service.check_ready()
     service.models.require_free(name)
-    is_new = await service.models.put(name, what)
-    return Response(to_json(_listed(status_of(service, name))), 201 if is_new else 200, media_type="application/json")
+    place = service.models.place(name)
+    is_new = await service.models.put(name, what | {"model_name": name})
+    content = to_json(_listed(service.models.status_of(place)))
+    return Response(content, 201 if is_new else 200, media_type="application/json")
 
 
 @router.delete(
@@ -85,12 +87,6 @@ async def delete_model(request: Request) -> Response:
     require_admin(request, service.settings)
     await service.models.delete(request.path_params["name"])
     return Response(status_code=204)
-
-
-def status_of(service: Service, name: str) -> ModelStatus:
-    """Return the status of a model."""
-    own = service.models.name_of(service.models.key(name))
-    return next(each for each in service.models.describe() if each.name == own)
 
 
 def require_admin(request: Request, settings: Settings) -> None:

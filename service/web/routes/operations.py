@@ -15,7 +15,7 @@ from model.outputs import methods_of
 from service.engine.messages import attributes
 from service.observe.metrics import CONTENT_TYPE
 from service.web.request import model_of, service_of
-from service.web.routes.endpoint import Endpoint, ModelQuery, problems
+from service.web.routes.endpoint import Endpoint, LooseModelQuery, problems
 from vitserve.documents import Labels, ModelDescription
 
 
@@ -29,7 +29,7 @@ router = APIRouter(tags=["operations"], route_class=Endpoint)
 
 
 @router.get("/model", response_model=ModelDescription, responses=problems(404, 422, 503))
-async def model(request: Request, query: Annotated[ModelQuery, Query()]) -> ModelDescription:
+async def model(request: Request, query: Annotated[LooseModelQuery, Query()]) -> ModelDescription:
     """Describe a model that is served."""
     current = await model_of(request, query.model)
     info, config = current.info, current.info.config
@@ -47,7 +47,7 @@ async def model(request: Request, query: Annotated[ModelQuery, Query()]) -> Mode
 
 
 @router.get("/labels", response_model=Labels, responses=problems(404, 422, 503))
-async def labels(request: Request, query: Annotated[ModelQuery, Query()]) -> Labels:
+async def labels(request: Request, query: Annotated[LooseModelQuery, Query()]) -> Labels:
     """Return the classes in index order."""
     info = (await model_of(request, query.model)).info
     return Labels(model=info.name, labels=list(info.labels))

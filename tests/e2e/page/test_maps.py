@@ -201,19 +201,6 @@ def test_a_label_is_clicked_and_its_map_is_drawn_beside_that_of_another(open_pag
         expect(page.locator(".layer").first).to_be_hidden()
 
 
-def test_every_method_is_drawn(open_page: Open, server: Served) -> None:
-    with open_page() as found:
-        page = found.page
-        choose(page, DOG)
-        map_shown(page)
-        open_choices(page)
-        for method in server.get("/model").json()["attention_methods"]:
-            page.locator(".method").select_option(method)
-            expect(page.locator("#curl-text")).to_contain_text(f"method={method}")
-            map_shown(page)
-            assert pixels(page, ".heat")[..., 3].any(), method
-
-
 def test_the_map_lies_where_the_model_looked_on_the_original(open_page: Open, server: Served) -> None:
     wide = io.BytesIO()
     with Image.open(DOG) as picture:

@@ -94,20 +94,6 @@ def test_pictures_come_in_every_way(open_page: Open) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
-def test_several_pictures_are_answered_each_and_can_be_looked_at(open_page: Open) -> None:
-    with open_page() as found:
-        page = found.page
-        send_event(page, "drop", [HARBOUR, DOG, HARBOUR])
-        expect(page.locator("#progress-text")).to_have_text("3 of 3 answered")
-        thumbnails = page.locator("#pictures button")
-        expect(thumbnails).to_have_count(3)
-        thumbnails.nth(1).click()
-        expect(page.locator("#photo-caption")).to_have_text("dog.jpg")
-        expect(thumbnails.nth(1)).to_have_attribute("aria-current", "true")
-        assert answers(page)[0] == "dog"
-        expect(thumbnails.nth(1)).to_have_attribute("aria-label", "dog.jpg: dog")
-
-
 def test_many_pictures_are_a_table(open_page: Open) -> None:
     with open_page() as found:
         found.refusals_expected = True
@@ -317,28 +303,7 @@ def test_a_refusal_is_told_in_plain_words(open_page: Open) -> None:
             expect(found.page.get_by_role("alert")).to_contain_text(words)
             expect(found.page.get_by_role("alert")).to_contain_text("request ")  # to find it in the logs
             expect(found.page.locator("#progress-text")).to_have_text("0 of 1 answered, 1 cannot be read")
-
-
-def test_a_file_that_is_no_picture_is_told_once_and_not_tried_again(open_page: Open) -> None:
-    sent: list[str] = []
-    with open_page() as found:
-        found.refusals_expected = True
-        page = found.page
-        choose(page, {"name": "notes.txt", "mimeType": "", "buffer": b"no picture"})
-        alert = page.get_by_role("alert")
-        expect(alert).to_have_text(re.compile("^notes.txt: This file is not a picture of an allowed format: JPEG, "))
-        assert (alert.text_content() or "").count("JPEG") == 1
-        expect(page.locator("button:visible", has_text="Try again")).to_have_count(0)
-        # There is nothing to show of it.
-        expect(page.locator("select:visible, #where:visible")).to_have_count(0)
-        page.on("request", lambda request: sent.append(request.url))
-        page.route("**/classify?*", lambda route: route.abort(), times=1)
-        choose(page, DOG)
-        expect(alert).to_contain_text("The service does not answer")
-        page.get_by_role("button", name="Try again").click()
-        assert answers(page)[0] == "dog"
-        expect(page.locator("#progress-text")).to_have_text("1 of 1 answered")  # without the other file
-        assert len([url for url in sent if "/classify?" in url]) == 2
+            expect(found.page.locator("button:visible", has_text="Try again")).to_have_count(0)
 
 
 def test_a_service_that_starts_or_is_busy_is_asked_again(open_page: Open) -> None:
@@ -378,16 +343,6 @@ def test_a_service_that_starts_or_is_busy_is_asked_again(open_page: Open) -> Non
         map_shown(page)
         expect(page.locator("#curl-text")).to_contain_text("rollout")
         assert busy == {}
-
-
-def test_more_answers_can_be_asked_for(open_page: Open) -> None:
-    with open_page() as found:
-        choose(found.page, DOG)
-        assert len(answers(found.page)) == 5
-        found.page.locator(".answer").nth(2).click()
-        found.page.locator("#top-k").select_option("10")
-        expect(found.page.locator(".answer")).to_have_count(10)
-        expect(found.page.locator(".answer").nth(2)).to_have_attribute("aria-pressed", "true")  # as it was chosen
 
 
 def test_the_load_is_shown(open_page: Open) -> None:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(180)  # a server and a browser start
 def teaching(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Serves the bundled model, and learns."""
     folder = tmp_path_factory.mktemp("teaching")
-    options = {"checkpoint": "bundled", "device": "cpu", "compile": "off", "request_timeout": 60}
+    options: dict[str, Any] = {"checkpoint": "bundled", "device": "cpu", "compile": "off", "request_timeout": 60}
     served = Served(folder / "server.log", warm=True, teach=folder / "taught", **options)
     yield served
     served.kill()
@@ -80,7 +80,7 @@ def test_labels_get_pictures_and_the_head_answers(open_teaching: Open, options: 
         expect(page.locator("#labels-list li").first).to_contain_text("6 pictures")
         expect(page.locator("#teach-progress-text")).to_have_text(re.compile(r"^(\d+) of \1 pictures sent$"))
         page.get_by_label("Picture to try").set_input_files(parts(DOG, 1, seed=9))  # type: ignore[arg-type]
-        expect(page.locator("#tried")).to_have_text(re.compile(r"^dog-0\.jpg: dog \d+"))
+        expect(page.locator("#tried")).to_have_text(re.compile(r"^dog-0\.jpg: dog >?\d+"))
         page.get_by_text("The same with curl").last.click()
         expect(page.locator("#head-curl")).to_contain_text(f"/classify?model={head}")
         report = axe.run(page)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from model.config import ViTConfig
 from model.network.layers.attention import Attention
 from model.network.vit import VisionTransformer
 from tests.model.blocks import blocks
@@ -46,6 +47,21 @@ def forward(model: VisionTransformer, pixels: Tensor) -> Reference:
         outputs.append(x)
     logits, pool = read(model, x)
     return Reference(attention, pool, outputs, logits)
+
+
+def first_row(config: ViTConfig, count: int) -> Tensor:
+    """Return the share of each token in what the head reads, but for a pooling query: [count, N]."""
+    row = torch.zeros(config.tokens)
+    pooled = torch.arange(config.tokens) >= (0 if config.pool_prefix else config.prefix_tokens)
+    if config.pool == "cls":
+        row[0] = 1
+        if config.distillation_head:
+            row[:2] = 0.5
+    else:
+        row[pooled] = 1 / int(pooled.sum())
+    if config.pool == "cls_mean":
+        row = row / 2 + 0.5 * torch.nn.functional.one_hot(torch.tensor(0), config.tokens)
+    return row.repeat(count, 1)
 
 
 def attention_weights(layer: Attention, x: Tensor) -> Tensor:

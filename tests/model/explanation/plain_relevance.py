@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from model.network.layers.block import Block, PreLogits, SwiGLU
 from model.network.vit import VisionTransformer
 from tests.model.blocks import blocks
-from tests.model.explanation.plain_reference import attention_weights
+from tests.model.explanation.plain_reference import attention_weights, first_row
 
 
 def plain_relevance(model: VisionTransformer, pixels: Tensor, classes: Tensor) -> Tensor:
@@ -51,13 +51,22 @@ def _of_image(model: VisionTransformer, pixels: Tensor, label: int) -> Tensor:
     order = sorted(range(len(found)), key=lambda token: abs(found[token]), reverse=True)
     strongest = order[: min(16, math.ceil(len(found) / 8))]
     before = blocks(model)[: -1 if through else None]
-    for place in range(len(before) - 1, max(-1, len(before) - 3), -1):
+    hops = 3 if min(model.config.grid) <= 8 else 2
+    for place in range(len(before) - 1, max(-1, len(before) - 1 - hops), -1):
         given = _contributions(before[place], entering[place], strongest, gradient[0])
         for taker, row in zip(strongest, given.tolist(), strict=True):
             for giver, share in enumerate(row):
                 found[giver] += share
                 found[taker] -= share
-    return _sharpened(torch.tensor(found), model)
+    return _sharpened(torch.tensor(found), model, _arriving(model, entering, hops + 1))
+
+
+def _arriving(model: VisionTransformer, entering: list[Tensor], count: int) -> Tensor:
+    """Return how much of each token arrives at what the head reads through so many of the last blocks."""
+    [row] = first_row(model.config, 1)
+    for block, x in reversed(list(zip(blocks(model), entering[:-1], strict=True))[-count:]):
+        row = (row + row @ attention_weights(block.attn, block.norm1(x))[0].mean(0)) / 2
+    return torch.as_tensor(row).detach()
 
 
 def _contributions(block: Block, x: Tensor, takers: list[int], gradient: Tensor) -> Tensor:
@@ -128,15 +137,22 @@ def _frozen_read(model: VisionTransformer, x: Tensor) -> Tensor:
     return torch.as_tensor(logits if model.head_dist is None else 0.5 * logits + 0.5 * model.head_dist(x[:, 1]))
 
 
-def _sharpened(found: Tensor, model: VisionTransformer) -> Tensor:
-    """Smooth the patches by a Gaussian whose weights sum to 1 inside of the grid, and square their positive part."""
+def _sharpened(found: Tensor, model: VisionTransformer, arriving: Tensor) -> Tensor:
+    """Smooth the patches by a Gaussian whose weights sum to 1 inside of the grid, and square their positive part.
+
+    On a coarse grid all tokens count by the root of what arrives of them before they are squared.
+    """
     prefix, (rows, columns) = model.config.prefix_tokens, model.config.grid
-    patches, sigma = found[prefix:].reshape(rows, columns), min(rows, columns) / 32
+    coarse = min(rows, columns) <= 8
+    patches, sigma = found[prefix:].reshape(rows, columns), 0.64 if coarse else min(rows, columns) / 32
     places = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), dim=-1).float()
     smooth = []
     for place in places.reshape(-1, 2):
         near = (-((places - place) ** 2).sum(-1) / (2 * sigma**2)).exp()
         smooth.append((near * patches).sum() / near.sum())
-    positive = torch.stack(smooth).clamp(min=0)
+    weights = arriving.sqrt() if coarse else torch.ones_like(arriving)
+    positive = torch.stack(smooth).clamp(min=0) * weights[prefix:]
     squared = positive**2
-    return torch.cat([found[:prefix].clamp(min=0), squared * positive.sum() / max(float(squared.sum()), 1e-30)])
+    return torch.cat(
+        [found[:prefix].clamp(min=0) * weights[:prefix], squared * positive.sum() / max(float(squared.sum()), 1e-30)]
+    )

@@ -14,7 +14,7 @@ from model.explanation import methods
 from model.explanation.methods import EXPLANATIONS, explain
 from model.network.vit import VisionTransformer
 from model.outputs import CLASS_SPECIFIC, MapRequest, Method
-from tests.model.explanation.plain_reference import Reference, forward
+from tests.model.explanation.plain_reference import Reference, first_row, forward
 from tests.model.explanation.plain_relevance import plain_relevance
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -107,20 +107,6 @@ def plain_gae(model: VisionTransformer, pixels: Tensor) -> Tensor:
     return torch.einsum("bq,bqk->bk", start, matrix)
 
 
-def first_row(config: ViTConfig, count: int) -> Tensor:
-    row = torch.zeros(config.tokens)
-    pooled = torch.arange(config.tokens) >= (0 if config.pool_prefix else config.prefix_tokens)
-    if config.pool == "cls":
-        row[0] = 1
-        if config.distillation_head:
-            row[:2] = 0.5
-    else:
-        row[pooled] = 1 / int(pooled.sum())
-    if config.pool == "cls_mean":
-        row = row / 2 + 0.5 * torch.nn.functional.one_hot(torch.tensor(0), config.tokens)
-    return row.repeat(count, 1)
-
-
 def plain_rollout(model: VisionTransformer, pixels: Tensor) -> Tensor:
     found = forward(model, pixels)
     rows = []
@@ -150,9 +136,10 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     for method in PLAIN
     if method != "relevance" or "norm_order" not in options
 ]
-# Of many patches relevance follows several and not one, and of many blocks the last ones.
+# Of many patches relevance follows several and not one, and of many blocks the last ones: more on a coarse grid.
 CASES += [
-    (family, "relevance", {"image_size": (56, 48), "depth": 6})
+    (family, "relevance", {"image_size": size, "depth": 6})
+    for size in ((56, 48), (80, 72))
     for family, options in FAMILIES.items()
     if family != "square" and "norm_order" not in options
 ]
@@ -170,7 +157,7 @@ def test_a_map_is_that_of_plain_autograd(family: str, method: Method, sizes: dic
 @pytest.mark.parametrize("family", ["plain", "distilled", "cls_mean", "attention"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_class_without_ten_rivals_has_fewer_or_none(family: str, count: int) -> None:
-    model = model_of(family, image_size=(56, 48), num_classes=count)
+    model = model_of(family, image_size=(80, 72), num_classes=count)
     pixels, classes = pictures(model), torch.tensor([0, count - 1, 0])
     require_maps(model, pixels, classes, "relevance", plain_relevance(model, pixels, classes))
 

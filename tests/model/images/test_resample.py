@@ -16,7 +16,8 @@ from tests.model.images.pictures import config, encode, noise, scene
 
 FILTERS = ("bilinear", "bicubic")
 
-compiled = pytest.mark.skipif(resample._KERNEL is None, reason="no C compiler at installation, or no AVX2")
+# Where it could be used it has to be: `resample` falls back to Pillow without a word.
+compiled = pytest.mark.skipif(resample._load() is None, reason="no C compiler at installation, or no AVX2")
 
 
 def part_of(resized: int, data: st.DataObject) -> tuple[int, int]:

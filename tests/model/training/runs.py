@@ -67,7 +67,7 @@ def trained(recipe: Recipe, data: TrainingData, folder: Path) -> Trainer:
 
 def interrupted_after(recipe: Recipe, data: TrainingData, folder: Path, epochs: int) -> None:
     def stop(metrics: EpochMetrics) -> None:
-        if metrics.epoch == epochs:
+        if metrics["epoch"] == epochs:
             raise Interrupted
 
     with pytest.raises(Interrupted):
@@ -82,8 +82,8 @@ def same(one: Trainer, other: Trainer) -> bool:
         same_tensors(one.weights, other.weights)
         and one.best.epoch == other.best.epoch
         and same_tensors(one.best.weights, other.best.weights)
-        and [(row.train_loss, row.validation_loss) for row in one.history]
-        == [(row.train_loss, row.validation_loss) for row in other.history]
+        and [(row["train_loss"], row["validation_loss"]) for row in one.history]
+        == [(row["train_loss"], row["validation_loss"]) for row in other.history]
     )
 
 

@@ -104,20 +104,6 @@ def test_a_folder_and_a_checkpoint_become_a_model_of_other_classes_at_another_si
         assert predictor.predict(pixels[np.newaxis], RequestedOutputs(1))[0].indices.tolist() == [index]
 
 
-def test_the_same_run_cut_in_two_ends_the_same(tmp_path: Path, tuning: Recipe) -> None:
-    start = write_checkpoint(tmp_path / "start")
-    data = write_folder(tmp_path / "data", 12)
-    recipe = tuning.override(checkpoint=str(start))
-    whole = run(data, tmp_path / "whole", recipe, device="cpu")
-    cut = tmp_path / "cut"
-    cut.mkdir()
-    (cut / "recipe.json").touch()  # ended while the first epoch was under way
-    resumed = run(data, cut, recipe, resume=True, device="cpu")
-    assert resumed["validation"] == whole["validation"]
-    for name in ("model.safetensors", "split.json", "recipe.json"):
-        assert (cut / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-
-
 def test_other_pictures_than_those_the_run_began_with_are_refused(tmp_path: Path, tuning: Recipe) -> None:
     start = write_checkpoint(tmp_path / "start")
     data = write_folder(tmp_path / "data", 6)

@@ -109,19 +109,6 @@ def test_data_that_cannot_be_used_are_told_before_training(cifar: Path, tmp_path
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_a_finished_run_is_measured_again_with_the_same_result(
-    finished: tuple[Path, dict[str, Any]], cifar: Path, recipe: Recipe, tmp_path: Path
-) -> None:
-    out, record = finished
-    again = run(cifar, out, recipe, resume=True, device="cpu")
-    assert {**again, "versions": None} == {**record, "versions": None}
-    moved = tmp_path / "moved"
-    moved.mkdir()
-    (out / "last.pt").rename(moved / "last.pt")  # of a run that left only its state
-    assert run(cifar, moved, recipe, resume=True, device="cpu")["test"] == record["test"]
-    assert load_checkpoint(str(moved)).temperature == record["temperature"]
-
-
 def test_a_folder_with_something_in_it_is_not_overwritten(
     finished: tuple[Path, dict[str, Any]], cifar: Path, tmp_path: Path, recipe: Recipe
 ) -> None:

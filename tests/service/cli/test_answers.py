@@ -44,7 +44,7 @@ def test_a_server_that_is_gone_is_not_asked_about_every_file_that_is_left(
         (tmp_path / f"{number:03}.png").touch()
 
     class Gone(Client):
-        def model(self) -> Any:
+        def model(self, name: str | None) -> Any:
             return SimpleNamespace(classes=1)
 
         def classify(self, image: Any, **_: object) -> Any:

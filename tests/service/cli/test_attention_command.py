@@ -1,17 +1,14 @@
-"""`vitserve attention`, run as a user runs it: in-process on a checkpoint made here, and through a fake server."""
+"""`vitserve attention`, run as a user runs it: in-process on a checkpoint made here."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 from PIL import Image
 
 from tests.service.cli.command_line import run, write_checkpoint, write_pictures
-from vitserve.client import Client
 
 pytestmark = pytest.mark.timeout(90)  # checkpoints are loaded, and answer
 
@@ -98,77 +95,16 @@ def test_what_the_model_does_not_offer_is_one_line(
     assert len(err.splitlines()) == 1
 
 
-PREPROCESSING = {"size": (16, 16), "resize": "shortest_edge", "resize_size": (16, 16), "interpolation": "bicubic"}
-PREPROCESSING |= {"mean": (0.5,) * 3, "std": (0.5,) * 3}
-MODEL: dict[str, object] = {
-    **dict.fromkeys(("name", "source", "format", "architecture", "pool", "device", "dtype", "backend", "compiled"), ""),
-    **dict.fromkeys(("parameters", "channels", "patch_size", "layers", "heads", "width", "classes", "max_batch"), 1),
-    **{"revision": None, "input_size": (4, 4), "grid": (2, 2), "temperature": 1.0, "multi_label": False},
-    **{
-        "preprocessing": PREPROCESSING,
-        "attention_source": "cls",
-        "attention_methods": ["gae", "cls"],
-        "batch_sizes": None,
-    },
-}
-
-
-class FakeServer:
-    """Answers as the service does, and notes each query of /attention."""
-
-    def __init__(self) -> None:
-        self.queries: list[dict[str, str]] = []
-
-    def __call__(self, request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/model":
-            return httpx.Response(200, json=MODEL)
-        if request.content == b"no picture":
-            problem = {"type": "about:blank", "title": "", "status": 415, "detail": "no", "request_id": "r"}
-            return httpx.Response(415, json=problem | {"code": "unsupported_media_type"})
-        if request.url.path == "/labels":
-            return httpx.Response(200, json={"model": "tiny", "labels": LABELS})
-        query = dict(request.url.params)
-        self.queries.append(query)
-        region = {"x": 5, "y": 0, "width": 20, "height": 20}
-        values = {"grid": (2, 2), "values": [[0.25, 0.25], [0.25, 0.25]], "kept_mass": 0.5, "region": region}
-        if query.get("method") != "relevance":
-            return httpx.Response(200, json={"method": "cls", "layer": 0, "head": "mean", **values})
-        of_class = {"method": "relevance", "class": 1, "label": "tiger", "score": 0.75, "evidence": 0.5, **values}
-        return httpx.Response(200, json=[of_class, of_class | {"class": 0, "label": LABELS[0], "score": 0.25}])
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
-    found = FakeServer()
-    monkeypatch.setattr("service.cli.answers.Client", partial(Client, transport=httpx.MockTransport(found)))
-    return found
-
-
-def test_a_server_is_asked_for_what_the_flags_say_and_its_maps_are_drawn_here(
-    server: FakeServer, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--method", "relevance", "--class", "tiger", "--class", "0"]
-    target = tmp_path / "x.png"
-    code, out, _ = run(
-        capsys, "attention", pictures / "b.png", "-o", target, "--url", "http://there", "--side-by-side", *flags
-    )
-    assert code == 0
-    maps = "tiger (75.0%), relevance, evidence 0.50; tabby, tabby cat (25.0%), relevance, evidence 0.50"
-    assert out == f"{target}: {maps}\n"
-    assert server.queries == [{"format": "json", "method": "relevance", "class": "tiger,0"}]
-    assert size_of(target)[0] == 3 * 384 + 2 * 4
-
-
-def test_a_server_gives_numbers_and_a_sheet_and_reports_a_bad_file(
-    server: FakeServer, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_numbers_and_a_sheet_are_written_and_a_bad_file_is_reported(
+    checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (pictures / "bad.png").write_bytes(b"no picture")
     maps, sheet = tmp_path / "maps", tmp_path / "sheet.png"
-    asked = ["attention", pictures, "-o", maps, "--npy", "--sheet", sheet, "--url", "http://there", "--layer", "-2"]
-    code, _, err = run(capsys, *asked)
+    asked = ["attention", pictures, "-o", maps, "--npy", "--sheet", sheet, "--checkpoint", checkpoint, "--layer", "0"]
+    code, out, err = run(capsys, *asked)
     assert code == 1
-    assert "bad.png: 415 unsupported_media_type" in err
+    assert "bad.png: not a picture" in err
     assert sorted(file.name for file in maps.iterdir()) == ["a-2.heat.npy", "a.heat.npy", "b.heat.npy"]
     assert np.load(maps / "a.heat.npy").shape == (2, 2)
-    assert {query["layer"] for query in server.queries} == {"-2"}
+    assert all(line.endswith("cls, layer 0, head mean") for line in out.splitlines())
     assert size_of(sheet)[0] > 320

@@ -109,7 +109,6 @@ def test_pillow_logs_nothing_of_the_files_that_a_command_reads(
         (["inspect", "absent"], "absent: no such folder"),
         (["classify", "README.md", "--device", "tpu"], "VIT_DEVICE='tpu'"),
         (["classify", "examples/dog.jpg", "--url", "http://127.0.0.1:1"], "is the server running"),
-        (["attention", "examples/dog.jpg", "--sheet", "x.png", "--url", "http://127.0.0.1:1"], "is the server running"),
         (["classify", "examples/dog.jpg", "--url", "http://127.0.0.1:abc"], "Invalid port: 'abc'"),
         (["embed", "examples/dog.jpg", "-o", "x.npy", "--url", "there:80"], "expected an address such as http://there"),
     ],

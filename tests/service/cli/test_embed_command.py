@@ -92,7 +92,7 @@ def test_a_server_is_asked_for_the_same(
     asked: list[str] = []
 
     class Answering(Client):
-        def model(self) -> None:  # type: ignore[override]
+        def model(self, name: str | None) -> None:  # type: ignore[override]
             """There is one."""
 
         def embed(self, image: object, **options: object) -> np.ndarray:

@@ -28,6 +28,7 @@ from service.cluster import frames
 from service.engine.messages import EngineStatus, InferenceResult
 from service.errors import CheckpointRefused, QueueFull
 from service.models.model import Loads
+from service.models.models import ModelStatus
 from service.web.image_stores import StoreUsage
 from tests.service.fakes import LIBRARY, model_info, on_a_loop
 
@@ -68,7 +69,19 @@ def results(draw: st.DrawFn) -> InferenceResult:
 
 PIXELS = arrays.arrays(np.uint8, (3, 2, 3))
 PICTURES = st.builds(ModelInput, PIXELS, st.builds(Region, *[st.floats(0, 100)] * 4))
-REQUESTED = st.builds(RequestedOutputs, SMALL, st.none() | MAPS, st.booleans(), st.none() | EMBEDDINGS)
+ONE = st.builds(RequestedOutputs, SMALL, st.none() | MAPS, st.booleans(), st.none() | EMBEDDINGS, head=st.text())
+REQUESTED = st.builds(dataclasses.replace, ONE, more=st.lists(ONE, max_size=2).map(tuple))
+LISTED = st.builds(
+    ModelStatus,
+    st.text(),
+    st.sampled_from(["ready", "loading", "unloaded", "failed"]),
+    st.text(),
+    st.text(),
+    st.none() | SMALL,
+    SMALL,
+    st.none() | SECONDS,
+    st.booleans(),
+)
 STATUSES = st.builds(
     EngineStatus,
     st.text(),
@@ -80,34 +93,41 @@ STATUSES = st.builds(
     SMALL,
 )
 REQUESTS: st.SearchStrategy[frames.Request] = st.one_of(
-    st.builds(frames.Submit, SMALL, PIXELS, REQUESTED, SECONDS),
-    st.builds(frames.EmbedTexts, SMALL, st.lists(st.text(), max_size=9).map(tuple), SECONDS),
-    st.builds(frames.Load, st.none() | st.text()),
-    st.builds(frames.TakeOver),
+    st.builds(frames.Submit, st.text(), SMALL, PIXELS, REQUESTED, SECONDS),
+    st.builds(frames.EmbedTexts, st.text(), SMALL, st.lists(st.text(), max_size=9).map(tuple), SECONDS),
+    st.builds(frames.Load, st.text(), st.none() | st.text() | st.dictionaries(st.text(), st.text() | SMALL)),
+    st.builds(frames.TakeOver, st.text()),
+    st.builds(frames.Wake, st.text()),
+    st.builds(frames.Unload, st.text()),
+    st.builds(frames.Delete, st.text()),
+    st.builds(frames.Reload),
     st.builds(frames.Discard, st.text()),
-    st.builds(frames.Put, PICTURES),
+    st.builds(frames.Put, PICTURES, st.none() | st.text()),
     st.builds(frames.Get, st.text()),
 )
 FRAMES: st.SearchStrategy[frames.Frame] = st.one_of(
     st.builds(frames.Call, IDS, REQUESTS),
     st.builds(frames.Cancel, IDS),
-    st.builds(frames.Uses, SMALL, SMALL),
+    st.builds(frames.Uses, st.text(), SMALL, SMALL),
+    st.builds(frames.Withdrawn, st.text(), SMALL),
     st.builds(
         frames.StatusChanged,
         STATUSES,
         st.builds(Loads, SMALL, SMALL, st.booleans()),
         st.builds(StoreUsage, SMALL, SMALL, SMALL),
+        st.dictionaries(st.text(), LISTED, max_size=3),
+        st.dictionaries(st.text(), SMALL, max_size=3),
     ),
-    st.builds(frames.Serving, SMALL, st.sampled_from([model_info(), model_info(config=LIBRARY, labels=())])),
+    st.builds(frames.Serving, st.text(), SMALL, st.sampled_from([model_info(), model_info(config=LIBRARY, labels=())])),
     st.builds(frames.Failed, IDS, st.integers(0, len(frames.ERRORS) - 1), st.text()),
 )
-SUBMIT = frames.Submit(1, np.zeros((1, 1, 3), np.uint8), RequestedOutputs(1), 1.0)
+SUBMIT = frames.Submit("m", 1, np.zeros((1, 1, 3), np.uint8), RequestedOutputs(1), 1.0)
 ANSWERS: st.SearchStrategy[tuple[frames.Request, Any]] = st.one_of(
     st.tuples(st.just(SUBMIT), results()),
-    st.tuples(st.just(frames.EmbedTexts(1, (), 1.0)), floats((3, 5))),
+    st.tuples(st.just(frames.EmbedTexts("m", 1, (), 1.0)), floats((3, 5))),
     st.tuples(st.just(frames.Get("id")), st.none() | PICTURES),
-    st.tuples(st.builds(frames.Put, PICTURES), st.none() | st.text()),
-    st.tuples(st.sampled_from([frames.Load(None), frames.TakeOver(), frames.Discard("no")]), st.none()),
+    st.tuples(st.builds(frames.Put, PICTURES, st.none()), st.none() | st.text()),
+    st.tuples(st.sampled_from([frames.Load("m", None), frames.TakeOver("m"), frames.Discard("no")]), st.none()),
 )
 
 

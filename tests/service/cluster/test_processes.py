@@ -10,6 +10,7 @@ pytestmark = pytest.mark.timeout(60)  # processes start
 
 PROLOGUE = """
 import os, signal
+from service.models.models import Version
 from service.cluster.processes import Link, OperatingSystem, Report
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
@@ -100,12 +101,13 @@ for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     os.kill(os.getpid(), number)
 print(system.wait(60, []) == [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 link = Link()
-system.spawn("child", lambda: link.send(Report(2, 3, "a\\nb", options={"max_batch": 4})) or link.send(Report()) or 0)
+sent = Report(2, {"": Version(3, "a\\nb")}, options={"max_batch": 4})
+system.spawn("child", lambda: link.send(sent) or link.send(Report()) or 0)
 reports = []
 while len(reports) < 2:
     system.wait(60, [link])
     reports += link.receive()
-print(reports == [Report(2, 3, "a\\nb", options={"max_batch": 4}), Report()])
+print(reports == [sent, Report()])
 """
     assert run(PROLOGUE + script) == "True\nTrue"
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
@@ -17,11 +18,13 @@ from model.images.preprocess import ModelInput
 from model.images.region import Region
 from service.cluster import frames
 from service.cluster.engine_process import EngineServer
-from service.cluster.remote_model import EngineClient, RemoteImageStore, RemoteModel
+from service.cluster.remote_model import EngineClient, RemoteImageStore, RemoteModels
+from service.engine.backbones import What
 from service.engine.local import LocalEngine
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import CheckpointRefused, EngineUnavailable, SwapUnderWay
-from service.models.model import LocalModel
+from service.models.models import LocalModels, Version
+from service.settings import load_settings
 from service.web.image_stores import MemoryImageStore
 from tests.service.fakes import PATIENCE, FakePredictor, expected_indices, model_info, on_a_loop, pixels, request_for
 
@@ -44,9 +47,10 @@ class Device:
         self.gate.set()
 
     async def start(self, served: str | None = None, generation: int = 1) -> None:
-        self.model = LocalModel(self._make, served, generation)
+        self.models = LocalModels(load_settings(), self._make, versions={"": Version(generation, served)})
+        self.model = self.models.served[""]
         images = MemoryImageStore(ttl=60, max_bytes=1 << 20)
-        self.server = EngineServer(self.model, images, refresh_seconds=0.01)
+        self.server = EngineServer(self.models, images, refresh_seconds=0.01)
         await self.server.start(self.path)
 
     async def die(self) -> None:
@@ -55,8 +59,8 @@ class Device:
             worker._writer.transport.abort()
         await self.server.close()
 
-    def _make(self, checkpoint: str | None) -> LocalEngine:
-        name = checkpoint or "configured"
+    def _make(self, checkpoint: What) -> Any:
+        name = str(checkpoint or "configured")
 
         def load() -> tuple[FakePredictor, ModelInfo]:
             assert self.gate.wait(PATIENCE)
@@ -73,21 +77,25 @@ class Service:
     """Engines of one service, and the workers that use them."""
 
     devices: list[Device]
-    workers: list[RemoteModel] = field(default_factory=list)
+    workers: list[RemoteModels] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
 
-    async def worker(self) -> RemoteModel:
+    async def worker(self) -> RemoteModels:
         """One more worker, which knows all engines."""
-        model = RemoteModel([EngineClient(device.path, "cpu") for device in self.devices])
+        model = RemoteModels([EngineClient(device.path, "cpu") for device in self.devices])
         model.start(lambda: self.changes.append(name_of(model)))
         self.workers.append(model)
-        await until(lambda: all(engine.models for engine in model.engines) and model.current.engine.ready)
+        await until(lambda: all(engine.models for engine in model.engines) and model.default.current.engine.ready)
         return model
 
 
-def name_of(model: RemoteModel) -> str:
-    info = model.current.engine.info
-    return info.name if info is not None and model.current.engine.ready else model.current.engine.status.reason
+def name_of(model: RemoteModels) -> str:
+    engine = model.default.current.engine
+    return engine.info.name if engine.info is not None and engine.ready else engine.status.reason
+
+
+async def load(model: RemoteModels, checkpoint: What) -> None:
+    await model.put(model.name_of(""), checkpoint)
 
 
 @asynccontextmanager
@@ -109,8 +117,8 @@ async def running(engines: int = 1) -> AsyncIterator[Service]:
                 await device.server.close()
 
 
-def ask(model: RemoteModel, red: int, timeout: float = PATIENCE) -> asyncio.Task[InferenceResult]:
-    return asyncio.create_task(model.current.engine.infer(request_for(red), timeout=timeout))
+def ask(model: RemoteModels, red: int, timeout: float = PATIENCE) -> asyncio.Task[InferenceResult]:
+    return asyncio.create_task(model.default.current.engine.infer(request_for(red), timeout=timeout))
 
 
 async def check(answers: Iterable[asyncio.Task[InferenceResult]], reds: Iterable[int]) -> None:
@@ -167,7 +175,7 @@ async def test_an_engine_that_dies_is_an_error_for_whom_it_had_and_its_successor
         device.predictors["configured"].gate.set()
         await dying
         await device.start()
-        await until(lambda: model.current.engine.ready)
+        await until(lambda: model.default.current.engine.ready)
         await check([ask(model, 3)], [3])
         assert service.changes[-1] == "configured"
 
@@ -237,11 +245,11 @@ async def test_a_kept_picture_is_found_by_every_worker() -> None:
 async def test_all_engines_and_workers_turn_to_the_next_model_and_old_requests_are_answered_by_the_old_one() -> None:
     async with running(engines=2) as service:
         leads, follows = [await service.worker() for _ in range(2)]
-        old = follows.current
+        old = follows.default.current
         with old.request():
-            await leads.load("next")
+            await load(leads, "next")
             assert [name_of(worker) for worker in service.workers] == ["next", "next"]
-            assert leads.current.number == follows.current.number == 2
+            assert leads.default.current.number == follows.default.current.number == 2
             before = await old.engine.infer(request_for(4), timeout=PATIENCE)
             assert before.outputs.indices.tolist() == expected_indices(4, 3)
             assert [4] in [batch for each in service.devices for batch in each.predictors["configured"].launched]
@@ -260,11 +268,11 @@ async def test_one_engine_that_refuses_a_checkpoint_keeps_all_from_taking_it_ove
         model = await service.worker()
         service.devices[1].broken = {"bad"}
         with pytest.raises(CheckpointRefused, match="bad: no such file"):
-            await model.load("bad")
+            await load(model, "bad")
         assert name_of(model) == "configured"
         assert all(each.model.next is None and len(each.model._open) == 1 for each in service.devices)
         await until(lambda: model.loads == (0, 1, False))
-        await model.load("good")
+        await load(model, "good")
         assert name_of(model) == "good"
 
 
@@ -274,11 +282,11 @@ async def test_of_two_workers_that_load_at_once_one_is_refused() -> None:
         first, second = [await service.worker() for _ in range(2)]
         [device] = service.devices
         device.gate.clear()
-        loading = asyncio.create_task(first.load("next"))
+        loading = asyncio.create_task(load(first, "next"))
         await until(lambda: device.model.next)
         for model in (first, second):
             with pytest.raises(SwapUnderWay):
-                await model.load("other")
+                await load(model, "other")
         device.gate.set()
         await loading
         assert name_of(second) == "next"
@@ -292,15 +300,15 @@ async def test_what_a_worker_asked_for_that_died_does_not_take_over(loaded: bool
         [device] = service.devices
         if not loaded:
             device.gate.clear()
-        asking = asyncio.create_task(dies.engines[0].ask(frames.Load("next")))
+        asking = asyncio.create_task(dies.engines[0].ask(frames.Load("", "next")))
         await until(lambda: device.model.next)
         if loaded:
             await asking
         await dies.close()
-        await until(lambda: device.model.next is None)
+        await until(lambda: not device.models._turn.locked())
         device.gate.set()
         asking.cancel()
-        await stays.load("other")
+        await load(stays, "other")
         assert name_of(stays) == "other"
 
 
@@ -309,7 +317,7 @@ async def test_an_engine_that_dies_while_it_loads_ends_the_swap_and_its_successo
     async with running(engines=2) as service:
         model = await service.worker()
         service.devices[1].gate.clear()
-        loading = asyncio.create_task(model.load("next"))
+        loading = asyncio.create_task(load(model, "next"))
         await until(lambda: service.devices[1].model.next)
         dying = asyncio.create_task(service.devices[1].die())
         with pytest.raises(EngineUnavailable):
@@ -319,10 +327,10 @@ async def test_an_engine_that_dies_while_it_loads_ends_the_swap_and_its_successo
         await dying
         await service.devices[1].start()
         await until(lambda: all(engine.models for engine in model.engines))
-        await model.load("next")
+        await load(model, "next")
         await service.devices[1].die()
         await service.devices[1].start("next", generation=2)
-        await until(lambda: [set(engine.models) for engine in model.engines] == [{2}, {2}])
+        await until(lambda: [set(engine.models.get("", {})) for engine in model.engines] == [{2}, {2}])
         await check([ask(model, red) for red in range(4)], range(4))
         assert service.devices[1].predictors["next"].launched != []
 

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from model.errors import CheckpointError, NewProcessNeeded
-from service.cluster.engine_process import STOP, Served, _run
+from service.cluster.engine_process import STOP, _run
 from service.cluster.processes import SERVING, Report
 from service.cluster.run import Cluster
 from service.cluster.supervisor import TRY_AGAIN, Child
 from service.cluster.worker import share, worker_settings
 from service.errors import SettingsError
+from service.models.models import Version
 from service.observe.metrics import Metrics
 from service.settings import load_settings
 from tests.service.cluster.scripts import run
@@ -55,12 +56,13 @@ async def test_an_engine_reports_what_it_serves_and_ends_with_zero_when_it_is_to
         loaded.append(settings.checkpoint)
         return FakePredictor(), model_info()
 
-    running = asyncio.create_task(_run(settings, own, tmp_path / "engine", load, Metrics(), Served(3, "swapped")))
+    versions = {"": Version(3, "swapped")}
+    running = asyncio.create_task(_run(settings, own, tmp_path / "engine", load, Metrics(), versions))
     found: list[Report] = []
     while not found:
         found = reports(own)
         await asyncio.sleep(0.001)
-    assert (found, loaded) == ([Report(SERVING, 3, "swapped")], ["swapped"])
+    assert (found, loaded) == ([Report(SERVING, versions)], ["swapped"])
     os.kill(os.getpid(), STOP)
     assert await running == 0
 
@@ -71,10 +73,10 @@ async def test_an_engine_that_cannot_go_on_in_its_process_asks_once_for_another(
         raise NewProcessNeeded("no memory", "max_batch", 16)
 
     own, settings = child(), load_settings({"workers": 2})
-    assert await _run(settings, own, tmp_path / "engine", fail, Metrics(), Served()) == TRY_AGAIN
+    assert await _run(settings, own, tmp_path / "engine", fail, Metrics(), {}) == TRY_AGAIN
     assert reports(own) == [Report(options={"max_batch": 16})]
     own.options = {"max_batch": 16}
-    assert await _run(settings, own, tmp_path / "engine", fail, Metrics(), Served()) == 1
+    assert await _run(settings, own, tmp_path / "engine", fail, Metrics(), {}) == 1
 
 
 @on_a_loop
@@ -85,7 +87,7 @@ async def test_an_engine_that_cannot_start_says_why_in_one_line(
         raise CheckpointError("no such folder")
 
     own = child()
-    assert await _run(load_settings({"device": "cpu"}), own, tmp_path / "engine", fail, Metrics(), Served()) == 1
+    assert await _run(load_settings({"device": "cpu"}), own, tmp_path / "engine", fail, Metrics(), {}) == 1
     assert caplog.messages == ["cannot start: no such folder"]
 
 
@@ -102,7 +104,7 @@ def count(images, inflight):
     pid = os.fork()
     if pid == 0:
         own = metrics_in(folder)
-        own.images.inc(images)
+        own.of_model("a").images.inc(images)
         own.inflight.inc(inflight)
         os._exit(0)
     os.waitpid(pid, 0)
@@ -111,11 +113,11 @@ def count(images, inflight):
 count(3, 1)
 mark_process_dead(count(4, 2), folder)
 scraped = metrics_in(folder)
-scraped.images.inc()
+scraped.of_model("a").images.inc()
 lines = scraped.render().decode().splitlines()
 print(sorted(line for line in lines if line.startswith(("vit_images_total", "vit_inflight"))))
 """
-    assert run(script) == "['vit_images_total 8.0', 'vit_inflight_requests 1.0']"
+    assert run(script) == "['vit_images_total{model=\"a\"} 8.0', 'vit_inflight_requests 1.0']"
 
 
 def test_a_folder_for_sockets_must_be_there_and_have_a_short_name(

@@ -163,36 +163,6 @@ QueueMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=
 TestAnyOrderOfOperations = QueueMachine.TestCase
 
 
-def test_an_incomplete_batch_is_held_until_its_oldest_entry_is_old_enough() -> None:
-    waiting, clock = queue(max_delay=0.5)
-    waiting.put("a", deadline=clock.now + 10)
-    clock.now += 0.25
-    # The engine looks for the first time only now: the delay still counts from the arrival.
-    assert waiting.poll(4).wait == 0.25
-    waiting.put("b", deadline=clock.now + 10)
-    clock.now += 0.25
-    poll = waiting.poll(4)
-    assert items(poll.batch) == ["a", "b"]
-    assert poll.release == "delay"
-
-
-def test_the_delay_counts_from_the_next_oldest_when_the_oldest_is_cancelled() -> None:
-    waiting, clock = queue(max_delay=0.5)
-    oldest = waiting.put("a", deadline=clock.now + 10)
-    clock.now += 0.25
-    waiting.put("b", deadline=clock.now + 10)
-    waiting.cancel(oldest)
-    assert waiting.poll(4).wait == 0.5
-
-
-def test_an_image_whose_deadline_is_this_very_moment_is_not_launched() -> None:
-    waiting, clock = queue()
-    late = waiting.put("late", deadline=clock.now)
-    assert waiting.poll(4).batch == []
-    assert late.state is State.EXPIRED
-    assert len(waiting) == 0
-
-
 def test_cancelled_entries_take_no_memory_while_the_engine_is_busy() -> None:
     waiting, clock = queue(capacity=10)
     for _ in range(10_000):
@@ -235,14 +205,3 @@ def test_each_expired_entry_is_looked_at_once() -> None:
     assert items(waiting.poll(4).batch) == ["in time"]
     assert waiting.poll(4).batch == []
     assert CountedDeadline.looks == 1001
-
-
-def test_closing_hands_back_what_waits_oldest_first_and_refuses_more() -> None:
-    waiting, clock = queue()
-    for name in "abc":
-        waiting.put(name, deadline=clock.now + 1)
-    assert items(waiting.close()) == ["a", "b", "c"]
-    assert waiting.close() == []
-    with pytest.raises(EngineUnavailable):
-        waiting.put("d", deadline=clock.now + 1)
-    assert waiting.poll(4).batch == []

@@ -9,7 +9,7 @@ import pytest
 from model.outputs import EmbeddingRequest, MapRequest
 from service.engine import streams
 from tests.service.engine.conftest import Running
-from tests.service.fakes import FakePredictor, expected_indices, on_a_loop
+from tests.service.fakes import PATIENCE, FakePredictor, expected_indices, on_a_loop
 
 GAE = MapRequest("gae", 3)
 
@@ -41,7 +41,10 @@ async def test_they_share_no_batch_with_classification_and_are_few_at_once(runni
 
 
 @on_a_loop
-async def test_they_wait_while_another_image_waits(running: Running) -> None:
+async def test_they_wait_while_another_image_waits_and_no_longer(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "MAX_EXPLANATION_WAIT", 10 * PATIENCE)
     async with running() as rig:
         first = await rig.keep_busy(0)
         second = rig.ask_soon(1)

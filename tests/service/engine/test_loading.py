@@ -32,6 +32,18 @@ from tests.service.cli.command_line import write_checkpoint
 from tests.service.fakes import PATIENCE
 
 
+class Forgetful(dict[str, Predictor]):
+    """Has no predictor, as in a process that has loaded none."""
+
+    def __setitem__(self, key: str, value: Predictor) -> None:
+        """Keep nothing."""
+
+
+@pytest.fixture(autouse=True)
+def _each_load_is_the_first_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_LIVE", Forgetful())
+
+
 @pytest.mark.parametrize(("given", "name"), [({}, "vit-cifar10"), ({"model_name": "cats"}, "cats")])
 def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(given: dict[str, str], name: str) -> None:
     predictor, info = load_predictor(load_settings({"device": "cpu", "compile": "off", "max_batch": "3", **given}))

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
+from typing import Any, cast
 
 import pytest
 
@@ -92,9 +93,8 @@ async def test_a_failed_load_names_the_device_where_there_may_be_several(
     def load() -> tuple[FakePredictor, ModelInfo]:
         raise CheckpointError("no")
 
-    model = LocalModel(
-        lambda _: LocalEngine(load, device=device, queue_size=1, max_delay=0, on_batch=lambda report: None)
-    )
+    engine = LocalEngine(load, device=device, queue_size=1, max_delay=0, on_batch=lambda report: None)
+    model = LocalModel(lambda _: cast(Any, engine))
     failed = asyncio.Event()
     model.start(failed.set)
     await failed.wait()

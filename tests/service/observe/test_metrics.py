@@ -13,7 +13,7 @@ from tests.service.fakes import model_info
 
 COUNTERS = {
     "vit_requests_total": {"endpoint", "code"},
-    "vit_images_total": set(),
+    "vit_images_total": {"model"},
     "vit_abstained_total": set(),
     "vit_decoder_restarts_total": set(),
     "vit_batches_total": {"device", "release"},
@@ -25,6 +25,8 @@ COUNTERS = {
     "vit_recent_errors_total": set(),
     "vit_key_requests_total": {"key", "code"},
     "vit_reloads_total": {"outcome"},
+    "vit_model_loads_total": {"result"},
+    "vit_model_evictions_total": set(),
 }
 GAUGES = {
     "vit_queue_depth": {"device"},
@@ -33,6 +35,7 @@ GAUGES = {
     "vit_model_info": {"model", "architecture", "device", "dtype", "version", "checkpoint", "content"},
     "vit_model_loaded_timestamp_seconds": {"device"},
     "vit_last_reload_successful": set(),
+    "vit_backbone_bytes": {"backbone"},
     "vit_recent_images": set(),
     "vit_recent_bytes": set(),
     "vit_admitted_images": set(),
@@ -43,7 +46,7 @@ HISTOGRAMS = {
     "vit_request_duration_seconds": {"endpoint"},
     "vit_stage_duration_seconds": {"stage"},
     "vit_batch_size": {"device"},
-    "vit_top1_score": set(),
+    "vit_top1_score": {"model"},
 }
 
 
@@ -55,8 +58,13 @@ def status(state: str = "ready", device: str = "cpu", depth: int = 0) -> EngineS
 def metrics() -> Metrics:
     """Return metrics with every series touched once."""
     metrics = Metrics()
-    metrics.watch(Sources(lambda: [status()], lambda: (1, 2, 3), lambda: (4, 5), lambda: (2, 1, False)))
-    metrics.set_model(model_info(), "1.2.3")
+    metrics.watch(
+        Sources(
+            lambda: [status()], lambda: (1, 2, 3), lambda: (4, 5), lambda: (2, 1, False), backbones=lambda: {"b": 9}
+        )
+    )
+    metrics.set_models([model_info()], "1.2.3")
+    metrics.of_model("cats").images.inc()
     metrics.requests.labels("/classify", "200").inc()
     metrics.request_duration.labels("/classify").observe(0.1)
     metrics.stage_duration.labels("decode").observe(0.1)
@@ -119,8 +127,7 @@ def count_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
         metrics = Metrics(tmp_path)
         engines = [status(device="cuda:0"), status(device="cuda:1", depth=2)]
         metrics.watch(Sources(lambda: engines, lambda: (1, 2, 3), lambda: (4, 5)))
-        metrics.set_model(model_info(device="cuda:0"), "1.2.3")
-        metrics.set_model(model_info(device="cuda:1"), "1.2.3")
+        metrics.set_models([model_info(device="cuda:0"), model_info(device="cuda:1")], "1.2.3")
         metrics.requests.labels("/classify", "200").inc(0)
         metrics.request_duration.labels("/classify")
         metrics.stage_duration.labels("decode")
@@ -146,13 +153,13 @@ def scraped(metrics: Metrics, name: str, **labels: str) -> float:
 def test_a_scrape_of_any_process_shows_the_sum_over_all(count_as: Callable[[str], Metrics]) -> None:
     one, two = count_as("worker-0"), count_as("worker-1")
     for number, metrics in enumerate((one, two), start=1):
-        metrics.images.inc(number)
+        metrics.of_model("cats").images.inc(number)
         metrics.inflight.inc(number)
         metrics.requests.labels("/classify", "200").inc(number)
         metrics.request_duration.labels("/classify").observe(0.1 * number)
         metrics.publish()
     for metrics in (one, two):
-        assert scraped(metrics, "vit_images_total") == 3
+        assert scraped(metrics, "vit_images_total", model="cats") == 3
         assert scraped(metrics, "vit_inflight_requests") == 3
         assert scraped(metrics, "vit_requests_total", endpoint="/classify", code="200") == 3
         assert scraped(metrics, "vit_request_duration_seconds_count", endpoint="/classify") == 2
@@ -166,7 +173,7 @@ def test_a_scrape_of_any_process_shows_the_sum_over_all(count_as: Callable[[str]
 
 
 def test_several_processes_have_the_names_and_labels_of_one(count_as: Callable[[str], Metrics]) -> None:
-    count_as("engine-0")
+    count_as("engine-0").of_model("cats").images.inc()
     found = families(count_as("worker-0"))
     for name, labels in {**COUNTERS, **GAUGES}.items():
         _, samples = found.pop(name.removesuffix("_total"))

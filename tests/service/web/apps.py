@@ -68,7 +68,8 @@ class App:
         return await self.request("POST", path, query=query, headers={"content-type": "image/png"}, body=body)
 
     def metric(self, name: str, **labels: str) -> float:
-        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+        samples = (sample for family in self.metrics.registry.collect() for sample in family.samples)
+        return sum(each.value for each in samples if each.name == name and labels.items() <= each.labels.items())
 
 
 def app(clock: Callable[[], float] = time.monotonic, **settings: Any) -> App:

@@ -211,27 +211,30 @@ CONFINED_ATTEMPTS = """
 import os, socket, sys
 from pathlib import Path
 from model.images import decoder_process
-sys.exit(0 if not decoder_process._confine() else 3 if ATTEMPT else 4)
+attempts = {
+    "open('/tmp/written', 'w')": lambda: open("/tmp/written", "w"),
+    "open('/proc/self/environ')": lambda: open("/proc/self/environ"),
+    "socket.socket()": socket.socket,
+    "os.execv('/bin/true', ['true'])": lambda: os.execv("/bin/true", ["true"]),
+    "os.kill(os.getppid(), 0)": lambda: os.kill(os.getppid(), 0),
+    "os.fork()": lambda: os.fork() or os._exit(0),
+    "os.sched_setaffinity(0, {0})": lambda: os.sched_setaffinity(0, {0}),
+}
+assert decoder_process._confine()
+for name, attempt in attempts.items():
+    try:
+        attempt()
+    except PermissionError:
+        continue
+    print(name, flush=True)
+print("done")
 """
 
 
-@pytest.mark.parametrize(
-    "attempt",
-    [
-        "open('/tmp/written', 'w')",
-        "open('/proc/self/environ')",
-        "socket.socket()",
-        "os.execv('/bin/true', ['true'])",
-        "os.kill(os.getppid(), 0)",
-        "os.fork()",
-        "os.sched_setaffinity(0, {0})",
-    ],
-)
-def test_a_confined_process_has_no_files_no_network_no_programs_and_no_signals(attempt: str) -> None:
+def test_a_confined_process_has_no_files_no_network_no_programs_and_no_signals() -> None:
     pytest.importorskip("seccomp" if _has("seccomp") else "pyseccomp", reason="libseccomp's binding is not installed")
-    code = CONFINED_ATTEMPTS.replace("ATTEMPT", attempt)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "PermissionError" in done.stderr, (done.returncode, done.stderr)
+    done = subprocess.run([sys.executable, "-c", CONFINED_ATTEMPTS], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
 
 
 def _has(name: str) -> bool:

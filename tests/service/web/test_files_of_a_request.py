@@ -27,7 +27,7 @@ from tests.e2e.checkpoints import write_checkpoint
 from tests.launcher import until
 
 REPOSITORY = Path(__file__).parents[3]
-MOST = 27
+MOST = 29
 
 
 class Recorder:
@@ -66,8 +66,8 @@ def files_passed(settings: Settings) -> list[str]:
     sys.setprofile(recorder)
     threading.setprofile(recorder)
     try:
-        engine = LocalModels(settings, Backbones(settings, load_predictor, metrics.observe_batch).engine)
-        server = Server(create_app(settings, engine, metrics, lifecycle), settings, lifecycle)
+        models = LocalModels(settings, Backbones(settings, load_predictor, metrics.observe_batch).engine)
+        server = Server(create_app(settings, models, metrics, lifecycle), settings, lifecycle)
 
         def classify(connection: http.client.HTTPConnection) -> None:
             connection.request("POST", "/classify", picture(), {"Content-Type": "image/jpeg"})
@@ -77,7 +77,7 @@ def files_passed(settings: Settings) -> list[str]:
 
         def call() -> None:
             try:
-                until(lambda: server.is_listening and engine.current.engine.status.state == "ready")
+                until(lambda: server.is_listening and models.default.state == "ready")
                 connection = http.client.HTTPConnection("127.0.0.1", server.port)
                 for _ in range(3):
                     classify(connection)

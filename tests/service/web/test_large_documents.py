@@ -34,7 +34,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
         monkeypatch.setattr(module, name, watched)
 
-    watch(classify, "_document")
+    watch(classify, "_fields")
     watch(inference_protocol, "decode_request")
     watch(inference_protocol, "encode_answer")
     watch(inference, "make_outputs")
@@ -47,7 +47,7 @@ async def test_json_of_many_values_does_not_hold_the_event_loop(
     large: int, thread: str, threads: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_module, "LARGE", large)
-    monkeypatch.setattr(inference, "_BYTES_A_VALUE", 100)
+    monkeypatch.setattr(inference, "BYTES_A_VALUE", 100)
     service = app()
     single = await service.classify(png(7), query=f"top_k={CLASSES}")
     assert [one["index"] for one in single.json["predictions"]][:1] == [7]

@@ -65,6 +65,10 @@ def test_a_picture_larger_than_the_memory_is_not_kept_and_pushes_nothing_out() -
     image_id = put(store, picture(1))
     assert asyncio.run(store.put(picture(2, side=100))) is None
     assert asyncio.run(store.get(image_id)) is not None
+    exact, _ = kept(max_bytes=store.usage().size)
+    for value in (1, 2):  # one fills it
+        put(exact, picture(value))
+    assert exact.usage() == (1, store.usage().size, 1)
 
 
 def test_zero_keeps_nothing() -> None:

@@ -17,6 +17,8 @@ CONTRACT = {
     (408, "request_timeout"),
     (409, "swap_under_way"),
     (413, "upload_too_large"),
+    (404, "unknown_model"),
+    (409, "default_model"),
     (413, "image_too_large"),
     (413, "too_many_images"),
     (422, "image_too_costly"),
@@ -29,6 +31,8 @@ CONTRACT = {
     (503, "queue_full"),
     (503, "receiving_full"),
     (503, "engine_unavailable"),
+    (503, "model_loading"),
+    (503, "models_full"),
     (503, "draining"),
     (504, "deadline_exceeded"),
 }

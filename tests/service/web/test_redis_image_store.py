@@ -207,35 +207,6 @@ async def test_what_is_no_picture_of_this_model_is_not_found_and_costs_no_other_
 
 
 @on_a_loop
-@pytest.mark.parametrize(
-    "said",
-    [b"+hello\r\n", b":x\r\n", b"$-2\r\n", b"*1\r\n" * 3000, b"-a" + b"b" * 100_000 + b"\r\n", b"GET / HTTP/1.1\r\n"],
-    ids=["a string", "no number", "nothing", "nested", "long", "HTTP"],
-)
-async def test_what_is_no_redis_costs_the_id_only(
-    said: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while await reader.read(1 << 16):
-            writer.write(said)
-        writer.close()
-
-    path = str(tmp_path / "socket")
-    clock = Clock()
-    service = app(clock, recent_url=f"unix://{path}", recent_ttl=60)
-    async with await asyncio.start_unix_server(answer, path):
-        classified = await service.classify(png(1))
-        assert classified.status == 200
-        assert "id" not in classified.json
-        clock.now += 1
-        assert (await service.get("/attention", f"id={'A' * 22}&method=cls")).status == 404
-        await service_in(service).images.close()
-    lines = [record.getMessage() for record in caplog.records if record.name == "vitserve"]
-    assert lines
-    assert all(len(line) < 300 and line.isprintable() for line in lines)
-
-
-@on_a_loop
 async def test_a_redis_that_does_not_answer_costs_a_quarter_of_a_second_once(tmp_path: Path) -> None:
     async def listen(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
         while await reader.read(1 << 16):

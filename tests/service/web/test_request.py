@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from PIL import Image
 
+from model.heads import ZeroShot
 from service.errors import InferenceFailed
 from service.web import request as request_module
 from service.web.admission import Permit
@@ -168,7 +169,7 @@ async def test_what_waits_in_a_side_lane_holds_no_place() -> None:
     service = app(queue_size=2)
     inside = service_in(service)
     lane = inside.lanes.explanations
-    turns = [lane.turn("other", 1, Deadline(inside.clock() + PATIENCE)) for _ in range(8)]
+    turns = [lane.turn("other", 1, Deadline(inside.clock() + PATIENCE)) for _ in range(16)]
     answer = asyncio.create_task(service.classify(query="method=rollout&format=json", path="/attention"))
     await until(lambda: lane.waiting == 1)
     assert inside.limiter.in_use == 0
@@ -193,12 +194,31 @@ async def test_a_batch_delays_its_own_caller_and_no_others(picture: Callable[[in
     other.scope["client"] = ("127.0.0.2", 1)
     asked = other.start()
     await until(lambda: service_in(service).lanes.pictures.waiting == waiting)
+    assert service_in(service).limiter.in_use <= 6, "what waits holds no place"
     service.engine.gate.set()
     await asked
     assert not running.done()
     assert other.json["predictions"][0]["index"] == 7
     await running
     assert len(batch.json["results"]) == 40
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("path", "query"),
+    [("/classify", "attention=relevance"), ("/classify", "labels=cat,dog&attention=relevance"), ("/attention", "")],
+)
+async def test_no_more_than_four_batches_of_maps_wait_in_the_engine(path: str, query: str) -> None:
+    service = app(queue_size=64)
+    service.engine.info = model_info(max_batch=1, zero_shot=ZeroShot(1.0, 0.0, False, ("{}",)))
+    service.engine.gate.clear()
+    callers = [asyncio.create_task(service.classify(png(red), query, path)) for red in range(9)]
+    await until(lambda: service.engine.waiting == 4)
+    await settle()
+    assert service.engine.waiting == 4
+    service.engine.gate.set()
+    assert {each.status for each in await asyncio.gather(*callers)} == {200}
+    assert service_in(service).limiter.in_use == 0
 
 
 @on_a_loop

@@ -4,17 +4,17 @@ import logging
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from model.heads import ZeroShot
+from service.engine import backbones
 from service.engine.local import LocalEngine
 from service.engine.messages import ModelInfo
 from service.settings import load_settings
-from service.web import single_process
 from service.web.single_process import SingleProcess, log_address, run_single_process
 from tests.launcher import free_port, until
 from tests.service.fakes import PATIENCE, FakePredictor, model_info, png
@@ -57,11 +57,7 @@ def test_the_hint_names_an_address_that_a_browser_can_open(
 def test_a_batch_that_never_ends_is_503_for_its_caller_and_ends_the_service_with_one(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def engine_of(settings: object, load: Any, on_batch: Any, checkpoint: str | None) -> LocalEngine:
-        own: dict[str, Any] = {"device": "cpu", "queue_size": 4, "max_delay": 0, "batch_seconds": 0.2}
-        return LocalEngine(lambda: load(settings), on_batch=on_batch, **own)
-
-    monkeypatch.setattr(single_process, "engine_of", engine_of)
+    monkeypatch.setattr(backbones, "LocalEngine", partial(LocalEngine, batch_seconds=0.2))
     predictor, port = FakePredictor(), free_port()
     predictor.gate.clear()
     settings = load_settings({"port": port, "drain_delay": 600, "drain_timeout": 600})

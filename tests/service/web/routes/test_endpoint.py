@@ -71,11 +71,20 @@ async def test_a_query_is_read_however_it_is_written(query: str, labels: int, at
         ("attention=yep", "attention: input should be a valid boolean, unable to interpret input"),
         ("attention=true\n", "attention: input should be a valid boolean, unable to interpret input"),
         ("attention=x&top_k=0", "top_k: input should be greater than or equal to 1"),
-        ("topk=2", "topk: no such parameter; there are top_k, attention, embedding, labels"),
-        ("top_k=2&ATENTION=true", "ATENTION: no such parameter; there are attention, embedding, top_k, labels"),
-        ("top_k=2&TOP_K=3", "TOP_K: no such parameter; there are top_k, attention, embedding, labels"),
-        (f"{'x' * 9000}=", f"{'x' * 50}: no such parameter; there are attention, embedding, labels, top_k"),
-        ("a%0Ab=1", "a\\nb: no such parameter; there are labels, attention, embedding, top_k"),
+        ("topk=2", "topk: no such parameter; there are top_k, attention, model, min_score, embedding, labels"),
+        (
+            "top_k=2&ATENTION=true",
+            "ATENTION: no such parameter; there are attention, embedding, top_k, labels, min_score, model",
+        ),
+        (
+            "top_k=2&TOP_K=3",
+            "TOP_K: no such parameter; there are top_k, attention, model, min_score, embedding, labels",
+        ),
+        (
+            f"{'x' * 9000}=",
+            f"{'x' * 50}: no such parameter; there are attention, embedding, labels, min_score, model, top_k",
+        ),
+        ("a%0Ab=1", "a\\nb: no such parameter; there are labels, attention, embedding, min_score, model, top_k"),
     ],
 )
 async def test_a_bad_query_is_refused_in_words_that_name_the_parameter(path: str, query: str, detail: str) -> None:

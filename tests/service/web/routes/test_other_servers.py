@@ -63,8 +63,8 @@ async def test_predictions_take_the_fields_of_torchserve(field: str) -> None:
 @on_a_loop
 async def test_another_model_or_version_is_not_found() -> None:
     service = app()
-    for path in ("/predictions/resnet", "/predictions/fake/2"):
-        assert (await service.classify(path=path)).json["code"] == "not_found"
+    for path, code in (("/predictions/resnet", "unknown_model"), ("/predictions/fake/2", "not_found")):
+        assert (await service.classify(path=path)).json["code"] == code
 
 
 @on_a_loop

@@ -202,6 +202,27 @@ async def test_a_text_that_waits_past_its_deadline_is_a_504_by_the_service_itsel
 
 
 @on_a_loop
+async def test_a_caller_that_leaves_takes_its_texts_along() -> None:
+    served = service(request_timeout=1000)
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def never(*_: object, **__: object) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    served.engine.embed_texts = never  # type: ignore[method-assign, assignment]
+    caller = served.communicator("POST", "/embed", query="text=cat", body=b"")
+    running = caller.start()
+    await begun.wait()
+    caller.disconnect()
+    await ended.wait()
+    await running
+
+
+@on_a_loop
 async def test_texts_are_embedded_in_every_format() -> None:
     served = service()
     query = urlencode([("text", "a cab, red"), ("text", "egg"), ("text", "egg")])

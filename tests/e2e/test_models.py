@@ -1,0 +1,188 @@
+"""Twelve heads on one backbone, and another backbone: one service, over HTTP, in one process and in several."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from model.checkpoint import load_checkpoint, native
+from model.images.preprocess import preprocess
+from model.outputs import RequestedOutputs
+from model.runtime.predictor import Predictor
+from tests.e2e.checkpoints import write_checkpoint
+from tests.e2e.serving import LABELS, SIZE, Pictures, Serve, Served
+from tests.launcher import until
+
+pytestmark = pytest.mark.timeout(300)
+
+HEADS = tuple(f"head{index:02}" for index in range(12))
+OTHER = "other"
+ADMIN = {"Authorization": "Bearer admin"}
+REQUESTS = int(os.environ.get("VIT_TEST_REQUESTS", "600"))
+"""Of the test under loads and unloads; 20,000 are measured with a release."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve models that differ in the head alone, each with as many classes as its number and two, and another."""
+    root = tmp_path_factory.mktemp("models")
+    base = load_checkpoint(str(write_checkpoint(root, "base", (SIZE, SIZE), LABELS, seed=7)))
+    models = root / "folder"
+    models.mkdir()
+    for number, name in enumerate(HEADS):
+        classes, generator = number + 2, torch.Generator().manual_seed(number)
+        tensors = dict(base.tensors)
+        tensors["head.weight"] = torch.randn(classes, 32, generator=generator) / 4
+        tensors["head.bias"] = torch.randn(classes, generator=generator)
+        config = base.config.model_copy(update={"num_classes": classes})
+        labels = tuple(f"{name} {index}" for index in range(classes))
+        (models / name).mkdir()
+        own = replace(base, name=name, config=config, tensors=tensors, labels=labels)
+        native.write(models / name, own, dtype=torch.float32)
+    (models / OTHER).mkdir()
+    write_checkpoint(models / OTHER, OTHER, (SIZE + 8, SIZE), ("x", "y", "z"), seed=8)
+    return models
+
+
+class Expected:
+    """What each model says of each picture when it is alone."""
+
+    def __init__(self, folder: Path, pictures: Pictures, count: int = 6) -> None:
+        self.files = pictures.files[:count]
+        self.scores: dict[str, np.ndarray] = {}
+        self.labels: dict[str, tuple[str, ...]] = {}
+        for name in (*HEADS, OTHER):
+            checkpoint = load_checkpoint(str(folder / name))
+            predictor = Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32", threads=1)
+            pixels = np.stack([preprocess(file, checkpoint.preprocess) for file in self.files])
+            classes = checkpoint.config.num_classes
+            rows = np.zeros((len(self.files), classes), np.float32)
+            for row, outputs in zip(rows, predictor.predict(pixels, RequestedOutputs(classes)), strict=True):
+                row[outputs.indices] = outputs.scores
+            self.scores[name], self.labels[name] = rows, checkpoint.labels
+
+    def check(self, name: str, picture: int, document: dict[str, object]) -> None:
+        predictions = document["predictions"]
+        assert isinstance(predictions, list)
+        assert document["model"] == name
+        for each in predictions:
+            assert each["label"] == self.labels[name][each["index"]]
+            assert abs(each["score"] - self.scores[name][picture, each["index"]]) < 1e-5, (name, picture)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, pictures: Pictures) -> Expected:
+    return Expected(folder, pictures)
+
+
+def ready(server: Served) -> bool:
+    return all(each["state"] == "ready" for each in server.get("/models").json())
+
+
+def serve_all(serve: Serve, folder: Path, **settings: object) -> Served:
+    server = serve(checkpoint="", models=folder, checkpoint_folder=folder, admin_key="admin", **settings)
+    until(lambda: ready(server))
+    return server
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_each_model_answers_as_it_does_alone_and_one_request_asks_all(
+    workers: int, serve: Serve, folder: Path, expected: Expected
+) -> None:
+    server = serve_all(serve, folder, workers=workers)
+    listed = {each["name"]: each for each in server.get("/models").json()}
+    assert len({listed[name]["backbone"] for name in HEADS}) == 1
+    assert listed[OTHER]["backbone"] != listed[HEADS[0]]["backbone"]
+    for picture, name in itertools.product(range(3), (*HEADS, OTHER)):
+        answer = server.classify(expected.files[picture], f"model={name}&top_k=2").raise_for_status().json()
+        expected.check(name, picture, answer)
+    before = server.metric("vit_batches_total")
+    answer = server.classify(expected.files[0], "model=*").raise_for_status().json()
+    assert list(answer["models"]) == [*HEADS, OTHER]
+    for name, document in answer["models"].items():
+        expected.check(name, 0, document)
+    assert server.metric("vit_batches_total") == before + 2, "one pass a backbone"
+    assert server.metric("vit_images_total", model=HEADS[3]) == 4
+    drawn = server.client.get(f"/attention?id={answer['id']}&model={HEADS[5]}&format=json&class=1").raise_for_status()
+    assert drawn.json()["label"] == f"{HEADS[5]} 1"
+    assert server.process.terminate() == 0
+    assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_none_is_lost_and_none_is_of_another_model_while_models_come_and_go(
+    workers: int, serve: Serve, folder: Path, expected: Expected
+) -> None:
+    server = serve_all(serve, folder, workers=workers)
+    names, over, outcomes = [*HEADS, OTHER, "guest"], threading.Event(), Counter[str]()
+    numbers = itertools.count()
+
+    def ask(_: int) -> None:
+        chosen = random.Random(_)
+        while next(numbers) < REQUESTS:
+            name, picture = chosen.choice(names), chosen.randrange(len(expected.files))
+            answer = server.classify(expected.files[picture], f"model={name}&top_k=2")
+            if name == "guest" and answer.status_code == 404:
+                outcomes["gone"] += 1
+                continue
+            assert answer.status_code == 200, answer.text
+            document = answer.json()
+            # A guest is one of two, whoever is swapped in.
+            label = document["predictions"][0]["label"].rpartition(" ")[0]
+            own = document | {"model": label} if name == "guest" else document
+            expected.check(label if name == "guest" else name, picture, own)
+            outcomes[name] += 1
+
+    def change() -> None:
+        for turn in itertools.count():
+            if over.is_set():
+                return
+            body = {"checkpoint": HEADS[turn % 2]}
+            statuses = [server.client.put("/models/guest", json=body, headers=ADMIN).status_code]
+            path = f"/v2/repository/models/{[OTHER, HEADS[3]][turn % 2]}/unload"
+            statuses.append(server.client.post(path, headers=ADMIN).status_code)
+            if turn % 3 == 2:
+                statuses.append(server.client.delete("/models/guest", headers=ADMIN).status_code)
+            assert set(statuses) <= {200, 201, 204, 409}, statuses
+
+    with ThreadPoolExecutor(7) as pool:
+        changing = pool.submit(change)
+        asking = [pool.submit(ask, seed) for seed in range(6)]
+        try:
+            for each in asking:
+                each.result()
+        finally:
+            over.set()
+        changing.result()
+    assert outcomes.total() >= REQUESTS
+    assert set(outcomes) >= {*HEADS, OTHER}
+    assert server.metric("vit_model_loads_total", result="loaded") > len(HEADS) + 2
+    assert server.process.terminate() == 0
+
+
+def test_a_broken_entry_is_named_in_one_line_and_the_others_serve(
+    serve: Serve, folder: Path, tmp_path: Path, pictures: Pictures
+) -> None:
+    for name in HEADS[:2]:
+        (tmp_path / name).symlink_to(folder / name)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "half.toml").write_text(f'checkpoint = "{folder / OTHER}"\nlabels = "nowhere.txt"')
+    server = serve(checkpoint="", models=tmp_path)
+    until(lambda: all(each["state"] != "loading" for each in server.get("/models").json()))
+    assert {each["name"]: each["state"] for each in server.get("/models").json()} == {
+        HEADS[0]: "ready", HEADS[1]: "ready", "empty": "failed", "half": "failed"
+    }  # fmt: skip
+    assert server.log.count("model empty: ") == server.log.count("model half: ") == 1
+    server.classify(pictures.files[0], f"model={HEADS[1]}&top_k=1").raise_for_status()
+    strict = serve(checkpoint="", models=tmp_path, strict="true", wait=False)
+    assert strict.process.process.wait(100) == 1

@@ -1,0 +1,253 @@
+"""Models by name in one process: loaded one at a time, shared, unloaded for others, replaced, deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.errors import CheckpointError
+from service.engine.backbones import Backbones
+from service.engine.messages import ModelInfo
+from service.errors import (
+    CheckpointRefused,
+    DefaultModel,
+    EngineUnavailable,
+    ModelsFull,
+    SwapUnderWay,
+    UnknownModel,
+)
+from service.models.models import LocalModels, configured_models
+from service.settings import Settings, load_settings
+from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, request_for
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+@dataclass
+class Disk:
+    """What is loaded: a checkpoint's name is its backbone's, up to a dot; predictors are shared as a loader does."""
+
+    broken: set[str] = field(default_factory=set)
+    gate: threading.Event = field(default_factory=threading.Event)
+    live: dict[str, FakePredictor] = field(default_factory=dict)
+    loads: list[str] = field(default_factory=list)
+    retired: int = 0
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    def load(self, settings: Settings) -> tuple[FakePredictor, ModelInfo]:
+        assert self.gate.wait(PATIENCE)
+        name = Path(settings.checkpoint).name
+        self.loads.append(name)
+        if name in self.broken:
+            raise CheckpointError(f"{name}: it cannot be read")
+        backbone = name.partition(".")[0]
+        predictor = self.live.setdefault(backbone, FakePredictor(size=100))
+        predictor.heads[name] = name
+        return predictor, model_info(name=settings.model_name or name, backbone=backbone, head=name)
+
+    def retire(self) -> None:
+        self.retired += 1
+
+
+@asynccontextmanager
+async def running(folder: Path, *names: str, **settings: Any) -> AsyncIterator[tuple[LocalModels, Disk]]:
+    disk = Disk()
+    broken = [name for name in names if name.startswith("!")]
+    disk.broken = {name[1:] for name in broken}
+    for name in names:
+        (folder / name.removeprefix("!")).mkdir()
+    own = load_settings({"models": str(folder), **settings})
+    pool = Backbones(own, disk.load, lambda _: None)
+    models = LocalModels(own, pool.engine, configured_models(own), on_retired=disk.retire)
+    models.start(lambda: None)
+    try:
+        await until(lambda: not models._under_way)
+        yield models, disk
+    finally:
+        disk.gate.set()
+        for predictor in disk.live.values():
+            predictor.gate.set()
+        await models.close()
+
+
+def states(models: LocalModels) -> dict[str, str]:
+    return {status.name: status.state for status in models.describe()}
+
+
+async def ask(models: LocalModels, name: str, red: int = 3) -> int:
+    """The launches of the predictor that answered."""
+    await models.available(name)
+    generation = models.find(name).current
+    with generation.request():
+        return (await generation.engine.infer(request_for(red), timeout=PATIENCE)).batch_size
+
+
+@on_a_loop
+async def test_models_of_one_backbone_share_its_engine_and_the_last_one_closes_it(tmp_path: Path) -> None:
+    async with running(tmp_path, "a.1", "a.2", "b.1") as (models, disk):
+        assert states(models) == {"a.1": "ready", "a.2": "ready", "b.1": "ready"}
+        one, two, other = (models.served[name].current.engine for name in ("a.1", "a.2", "b.1"))
+        assert one.backbone is two.backbone is not other.backbone
+        assert len(models.statuses()) == 2
+        assert models.backbones() == {"a": 100, "b": 100}
+        assert set(disk.live["a"].heads) == {"a.1", "a.2"}
+        assert disk.live["a"].warm_ups == 1
+        await models.delete("a.2")
+        await until(lambda: disk.retired == 1)
+        assert set(disk.live["a"].heads) == {"a.1"}
+        assert await ask(models, "a.1") == 1
+        await models.delete("b.1")
+        await until(lambda: disk.retired == 2)
+        assert other.status.state == "closed"
+
+
+@on_a_loop
+async def test_a_broken_model_is_named_once_and_the_others_serve(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path, "a", "!b", "c") as (models, _):
+        assert states(models) == {"a": "ready", "b": "failed", "c": "ready"}
+        assert [record.message for record in caplog.records if record.levelname == "ERROR"] == [
+            "model b: b: it cannot be read"
+        ]
+        assert models.failure == ""
+        with pytest.raises(EngineUnavailable, match="b: b: it cannot be read"):
+            await models.available("b")
+        with pytest.raises(UnknownModel, match="'d': no such model; there is a, b, c"):
+            models.find("d")
+        assert models.tally() == {"loaded": 2, "failed": 1}
+
+
+@on_a_loop
+async def test_a_broken_model_ends_a_strict_start(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "!b", strict="true") as (models, _):
+        assert models.failure == "b: it cannot be read"
+
+
+@on_a_loop
+async def test_a_backbone_is_unloaded_for_another_least_recently_used_first_but_never_the_defaults(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, "a.1", "b.1", "b.2", "c", "d", models_bytes="300") as (models, _):
+        # The first start fills the memory, and leaves the rest until it is asked for.
+        assert states(models) == {"a.1": "ready", "b.1": "ready", "b.2": "ready", "c": "ready", "d": "unloaded"}
+        await ask(models, "c")
+        await ask(models, "b.2")
+        await ask(models, "d")
+        assert states(models) == {"a.1": "ready", "b.1": "ready", "b.2": "ready", "c": "unloaded", "d": "ready"}
+        await ask(models, "b.1")
+        await ask(models, "d")
+        await ask(models, "c")
+        assert states(models) == {"a.1": "ready", "b.1": "unloaded", "b.2": "unloaded", "c": "ready", "d": "ready"}
+        assert models.tally()["evicted"] == 2
+        assert sum(models.backbones().values()) == 300
+
+
+@on_a_loop
+async def test_none_with_work_is_unloaded_and_who_finds_no_memory_is_told_so(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, disk):
+        busy = disk.live["b"]
+        busy.gate.clear()
+        working = asyncio.create_task(ask(models, "b"))
+        await busy.wait_until_busy()
+        with pytest.raises(ModelsFull):
+            await models.available("c")
+        assert states(models)["b"] == "ready"
+        busy.gate.set()
+        await working
+        await ask(models, "c")
+        assert states(models) == {"a": "ready", "b": "unloaded", "c": "ready"}
+
+
+@on_a_loop
+async def test_an_unloaded_model_answers_who_was_admitted_and_is_loaded_again_for_the_next(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b") as (models, disk):
+        generation = models.find("b").current
+        with generation.request():
+            unloading = asyncio.create_task(models.unload("b"))
+            await until(lambda: states(models)["b"] == "unloaded")
+            assert (await generation.engine.infer(request_for(1), timeout=PATIENCE)).batch_size == 1
+            assert not unloading.done()
+        await unloading
+        assert disk.retired == 1
+        assert await ask(models, "b") == 1
+        assert disk.loads == ["a", "b", "b"]
+        assert models.find("b").current.number == 1, "it is the same version"
+
+
+@on_a_loop
+async def test_the_default_is_neither_unloaded_nor_deleted(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b", model_name="b") as (models, _):
+        for change in (models.unload, models.delete):
+            with pytest.raises(DefaultModel):
+                await change("b")
+        await models.delete("a")
+        assert states(models) == {"b": "ready"}
+
+
+@on_a_loop
+async def test_a_put_adds_replaces_or_leaves_what_serves(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b") as (models, disk):
+        disk.broken = {"bad"}
+        assert await models.put("new", {"checkpoint": "x.1"})
+        assert not await models.put("new", {"checkpoint": "x.2"})
+        for name in ("new", "other", "b"):
+            with pytest.raises(CheckpointRefused, match="bad: it cannot be read"):
+                await models.put(name, {"checkpoint": "bad"})
+        assert states(models) == {"a": "ready", "b": "ready", "new": "ready"}
+        assert models.find("new").info is not None
+        assert models.find("new").info.head == "x.2"  # type: ignore[union-attr]
+        await until(lambda: set(disk.live["x"].heads) == {"x.2"})
+        disk.gate.clear()
+        loading = asyncio.create_task(models.put("b", {"checkpoint": "y"}))
+        await until(models._turn.locked)
+        with pytest.raises(SwapUnderWay):
+            await models.put("new", {"checkpoint": "z"})
+        disk.gate.set()
+        await loading
+
+
+@on_a_loop
+async def test_the_folder_is_the_truth_again_when_it_is_read_again(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b", "c", "d") as (models, disk):
+        await models.put("b", {"checkpoint": "x"})
+        await models.put("new", {"checkpoint": "y"})
+        await models.delete("d")
+        (tmp_path / "c").rmdir()
+        (tmp_path / "e").mkdir()
+        (tmp_path / "a" / "config.json").write_text("{}")
+        loads = len(disk.loads)
+        models.reload()
+        await until(lambda: models._reloading is not None and models._reloading.done() and not models._under_way)
+        assert states(models) == dict.fromkeys(("a", "b", "d", "e", "new"), "ready")
+        assert sorted(disk.loads[loads:]) == ["a", "b", "d", "e"]
+        loads = len(disk.loads)
+        models.reload()
+        await until(lambda: models._reloading is not None and models._reloading.done())
+        assert [name for name in disk.loads[loads:] if name == "a"] == []
+
+
+@on_a_loop
+async def test_requests_for_a_model_that_waits_its_turn_wait_for_one_load_together(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b") as (models, disk):
+        await models.unload("b")
+        disk.gate.clear()
+        waiting = [asyncio.create_task(ask(models, "b")) for _ in range(5)]
+        await asyncio.sleep(0)
+        assert await ask(models, "a") == 1
+        disk.gate.set()
+        await asyncio.gather(*waiting)
+        assert disk.loads == ["a", "b", "b"]

@@ -1,0 +1,276 @@
+"""Models by name over HTTP: who answers, several at once, and who may change them."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.engine.backbones import What
+from service.errors import ModelsFull
+from service.models.model import LocalModel
+from service.models.models import Models
+from service.settings import load_settings
+from tests.service.fakes import model_info, on_a_loop, png
+from tests.service.web.apps import App, app, form, service_in, until
+from tests.service.web.fake_engine import FakeEngine
+from tests.service.web.http_communicator import HttpCommunicator
+
+ADMIN = {"authorization": "Bearer admin"}
+FEW = tuple(f"few {index}" for index in range(3))
+
+
+class Named(Models):
+    """Models of fake engines; what is put and deleted is noted."""
+
+    def __init__(self, engines: dict[str, FakeEngine]) -> None:
+        self.engines, self.changes = engines, list[tuple[str, str, Any]]()
+        served = {name: LocalModel(partial(self._engine, name)) for name in engines}
+        super().__init__(served, next(iter(engines)))
+
+    def _engine(self, name: str, _: What) -> Any:
+        return self.engines[name]
+
+    async def available(self, name: str | None) -> None:
+        if self.engines[str(name)].reason == "full":
+            raise ModelsFull("there is no memory")
+        await self.engines[str(name)].gate.wait()
+        self.engines[str(name)].state = "ready"
+
+    async def put(self, name: str, what: What) -> bool:
+        self.changes.append(("put", name, what))
+        return name not in self.served
+
+    async def delete(self, name: str) -> None:
+        self._require_named(name)
+        self.changes.append(("delete", name, None))
+
+    def _require_named(self, name: str) -> None:
+        self.find(name)
+
+
+def several(**settings: Any) -> tuple[App, Named]:
+    """`cats` is the default, `few` has three classes and another preprocessing, `bare` has none."""
+    info = model_info()
+    preprocess = info.preprocess.model_copy(update={"interpolation": "bilinear"})
+    few = model_info(
+        name="few", labels=FEW, config=info.config.model_copy(update={"num_classes": 3}), preprocess=preprocess
+    )
+    bare = model_info(name="bare", labels=(), config=info.config.model_copy(update={"num_classes": 0}))
+    models = Named({"cats": FakeEngine(model_info(name="cats")), "few": FakeEngine(few), "bare": FakeEngine(bare)})
+    return App(load_settings({"admin_key": "admin", **settings}), models=models), models
+
+
+async def classify(service: App, query: str, red: int = 1) -> HttpCommunicator:
+    return await service.classify(png(red), query=query)
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("method", "path", "query"),
+    [
+        ("POST", "/classify", "model=few&top_k=3"),
+        ("POST", "/embed", "model=few"),
+        ("GET", "/labels", "model=few"),
+        ("POST", "/v2/models/few/infer", ""),
+    ],
+)
+async def test_the_named_model_answers_on_every_route(method: str, path: str, query: str) -> None:
+    service, _ = several()
+    headers = {"inference-header-content-length": "0"} if path.startswith("/v2") else {"content-type": "image/png"}
+    answer = await service.request(method, path, query=query, headers=headers, body=png(1))
+    assert answer.status == 200
+    assert b'"few"' in answer.content
+
+
+@on_a_loop
+async def test_the_named_model_describes_itself_draws_its_maps_and_is_torchserves() -> None:
+    service, _ = several()
+    assert (await service.get("/model", "model=few")).json["classes"] == 3
+    drawn = await service.request("POST", "/attention", query="model=few&format=json&class=2", **form(png(1)))
+    assert (drawn.json["class"], drawn.json["label"]) == (2, "few 2")
+    predictions = await service.classify(png(1), path="/predictions/few")
+    assert set(predictions.json) <= set(FEW)
+    batch = await service.request("POST", "/classify/batch", query="model=few&top_k=1", **form(png(1), png(2)))
+    assert [each["model"] for each in batch.json["results"]] == ["few", "few"]
+    assert (await service.get("/v2/models/few/ready")).status == 200
+
+
+@on_a_loop
+async def test_an_unknown_name_is_404_with_the_names() -> None:
+    service, _ = several()
+    for path in ("/classify", "/embed", "/attention", "/classify/batch"):
+        answer = await service.request("POST", path, query="model=nope", **form(png(1)))
+        assert (answer.status, answer.code) == (404, "unknown_model")
+        assert "there is bare, cats, few" in answer.json["detail"]
+    for path in ("/labels", "/model"):
+        assert (await service.get(path, "model=nope")).code == "unknown_model"
+    assert (await classify(service, "model=cats,nope")).code == "unknown_model", "it refuses the whole request"
+    assert (await service.get("/v2/models/nope/ready")).status == 404
+
+
+@on_a_loop
+async def test_several_models_answer_one_picture_each_by_itself() -> None:
+    service, models = several()
+    answer = await classify(service, "model=few,cats,bare&top_k=5&attention=true")
+    assert answer.status == 200
+    assert list(answer.json) == ["id", "models", "timings_ms"]
+    of_few, of_cats, of_bare = (answer.json["models"][name] for name in ("few", "cats", "bare"))
+    assert list(answer.json["models"]) == ["few", "cats", "bare"]
+    assert [len(of_few["predictions"]), len(of_cats["predictions"])] == [3, 5], "top_k is capped at a model's classes"
+    assert of_bare["error"]["code"] == "invalid_parameter"
+    assert of_few["attention"]["url"].endswith("&method=cls&model=few")
+    assert service.metric("vit_requests_total") == 1, "a request to three models is one"
+    assert [service.metric("vit_images_total", model=name) for name in ("few", "cats", "bare")] == [1, 1, 0]
+    image_id = answer.json["id"]
+    for name in ("few", "cats"):
+        assert (await service.get("/attention", f"id={image_id}&model={name}&format=json")).status == 200
+    models.engines["few"].error = ModelsFull("no")
+    answer = await classify(service, "model=*")
+    assert {name: "error" in each for name, each in answer.json["models"].items()} == {
+        "bare": True, "cats": False, "few": True
+    }  # fmt: skip
+    assert (await classify(service, "model=cats,few&labels=a,b")).code == "invalid_parameter"
+    assert (await service.request("POST", "/classify/batch", query="model=cats,few", **form(png(1)))).status == 422
+    assert (await classify(service, "model=cats,few", red=1)).status == 200
+    assert (await service.classify(b"no picture", query="model=cats,few")).code == "unsupported_media_type"
+
+
+@on_a_loop
+async def test_each_pass_takes_a_place_and_gives_it_back() -> None:
+    service, models = several(queue_size=2)
+    limiter = service_in(service).limiter
+    models.engines["cats"].gate.clear()
+    asked = service.communicator("POST", "/classify", query="model=cats,few", body=png(1)).start()
+    await until(lambda: models.engines["cats"].waiting == 1 and limiter.in_use == 1)
+    assert (await classify(service, "model=cats,few")).code == "queue_full"
+    models.engines["cats"].gate.set()
+    await asked
+    assert limiter.in_use == 0
+
+
+@on_a_loop
+async def test_a_picture_kept_for_one_preprocessing_is_none_of_another() -> None:
+    service, _ = several()
+    image_id = (await classify(service, "model=cats")).json["id"]
+    assert (await service.get("/attention", f"id={image_id}&format=json")).status == 200
+    assert (await service.get("/attention", f"id={image_id}&model=few&format=json")).code == "not_found"
+
+
+@on_a_loop
+async def test_a_request_for_a_model_that_is_not_loaded_waits_and_few_do() -> None:
+    service, models = several(queue_size=8, request_timeout=60)
+    models.engines["few"].state = "loading"
+    models.engines["few"].gate.clear()
+    waiting = [service.communicator("POST", "/classify", query="model=few&top_k=1", body=png(1)) for _ in range(2)]
+    tasks = [each.start() for each in waiting]
+    limiter = service_in(service).limiter
+    await until(lambda: limiter.in_use == 2)
+    refused = await classify(service, "model=few")
+    assert (refused.status, refused.code, "retry-after" in refused.headers) == (503, "model_loading", True)
+    assert (await classify(service, "model=cats")).status == 200, "others are not delayed"
+    assert (await service.get("/v2/models/few/ready")).status == 503
+    assert (await service.get("/readyz")).status == 200
+    models.engines["few"].gate.set()
+    for task in tasks:
+        await task
+    assert [each.status for each in waiting] == [200, 200]
+    assert limiter.in_use == 0
+
+
+@on_a_loop
+async def test_a_wait_ends_with_the_requests_time_and_without_memory_at_once() -> None:
+    service, models = several(request_timeout=0.05)
+    models.engines["few"].state = "loading"
+    models.engines["few"].gate.clear()
+    assert (await classify(service, "model=few")).code == "model_loading"
+    models.engines["few"].reason = "full"
+    assert (await classify(service, "model=few")).code == "models_full"
+    models.engines["cats"].state = "loading"
+    assert (await classify(service, "")).code == "engine_unavailable", "without the default nothing is ready"
+
+
+@on_a_loop
+async def test_the_list_names_state_backbone_classes_and_the_default() -> None:
+    service, models = several()
+    models.engines["few"].state, models.engines["few"].reason = "failed", "no such file"
+    [bare, cats, few] = (await service.get("/models")).json
+    assert [each["name"] for each in (bare, cats, few)] == ["bare", "cats", "few"]
+    assert cats == {
+        "name": "cats", "state": "ready", "reason": "", "backbone": "", "classes": 10, "bytes": 0, "default": True,
+        "taught": False,
+    }  # fmt: skip
+    assert (few["state"], few["reason"], few["default"]) == ("failed", "no such file", False)
+    index = (await service.request("POST", "/v2/repository/index")).json
+    assert [(each["name"], each["state"]) for each in index] == [
+        ("bare", "READY"), ("cats", "READY"), ("few", "UNAVAILABLE")
+    ]  # fmt: skip
+
+
+@on_a_loop
+async def test_the_admin_key_and_the_folder_guard_what_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "v2").mkdir()
+    (tmp_path / "labels.txt").write_text("a")
+    service, models = several(checkpoint_folder=str(tmp_path))
+
+    async def put(name: str, body: Any, headers: dict[str, str] = ADMIN) -> HttpCommunicator:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await service.request("PUT", f"/models/{name}", headers=headers, body=content)
+
+    for headers, status in (({}, 401), ({"authorization": "Bearer user"}, 401), (ADMIN, 204)):
+        assert (await service.request("DELETE", "/models/few", headers=headers)).status == status
+    for body, status, code in (
+        ({"checkpoint": "../elsewhere"}, 403, "forbidden"),
+        ({"checkpoint": "v2", "labels": "/etc/passwd"}, 403, "forbidden"),
+        ({"checkpoint": "v2", "labels": "../x/../../etc/passwd"}, 422, None),
+        ({"labels": "numbers"}, 422, "invalid_parameter"),
+        ({"checkpoint": "v2", "port": 1}, 422, "invalid_parameter"),
+        ({"checkpoint": 7}, 422, "invalid_parameter"),
+        (b"[]", 400, "malformed_request"),
+        (b"{", 400, "malformed_request"),
+    ):
+        answer = await put("new", body)
+        assert answer.status == status or code is None, body
+        assert code is None or answer.code == code
+    for name in ("x" * 300, "a%2Fb", ".."):
+        assert (await put(name, {"checkpoint": "v2"})).status in (404, 422)
+    models.changes.clear()
+    assert (await put("few", {"checkpoint": "v2", "labels": "labels.txt", "image_size": "32"})).status == 200
+    [(_, name, what)] = models.changes
+    assert name == "few"
+    assert what == {
+        "checkpoint": str(tmp_path.resolve() / "v2"), "labels": str(tmp_path.resolve() / "labels.txt"),
+        "image_size": (32, 32), "model_name": "few",
+    }  # fmt: skip
+
+
+@on_a_loop
+async def test_without_a_key_nobody_changes_models() -> None:
+    service = app()
+    for method in ("PUT", "DELETE"):
+        assert (await service.request(method, "/models/fake", body=b"{}")).code == "forbidden"
+
+
+@on_a_loop
+async def test_low_scores_are_left_out_and_the_answer_says_when_none_is_left() -> None:
+    service, _ = several()
+    scores = [each["score"] for each in (await classify(service, "top_k=4")).json["predictions"]]
+    assert scores == [0.5, 0.25, 0.125, 0.0625]
+    some = (await classify(service, "top_k=4&min_score=0.25")).json
+    assert ([each["score"] for each in some["predictions"]], "abstained" in some) == ([0.5, 0.25], False)
+    none = (await classify(service, "min_score=0.9")).json
+    assert (none["predictions"], none["abstained"], none["abstained_by"]) == ([], True, "min_score")
+    several_models = (await classify(service, "model=cats,few&min_score=0.9")).json["models"]
+    assert [each["abstained_by"] for each in several_models.values()] == ["min_score"] * 2
+    assert (await classify(service, "min_score=2")).code == "invalid_parameter"
+
+
+@on_a_loop
+async def test_a_service_with_a_coverage_says_that_it_abstained_by_it() -> None:
+    service = app()
+    service.engine.info = model_info(coverage=0.9)
+    answer = (await service.classify(png(10))).json
+    assert (answer["abstained"], answer["abstained_by"]) == (True, "coverage")
