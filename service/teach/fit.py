@@ -25,7 +25,7 @@ from vitserve.documents import Accuracy, Confusion, Knowledge, Suspect
 
 _FEW: Final = 5
 """A label with fewer pictures needs more, and so does one of which less than half are answered right."""
-_DOUBT: Final = 2.0
+_DOUBT: Final = 4.0
 """How much likelier than its own another label of an example is that makes it a suspect."""
 _LISTED: Final = 100
 _ROUNDS: Final = 4
@@ -71,7 +71,7 @@ def _knowledge(
     of_label = np.bincount(truth, minlength=len(names))
     needy = (of_label < _FEW) | (2 * confusion.diagonal() < confusion.sum(axis=1))
     likely = scores[each, own]
-    doubtful = [row for row in np.argsort(likely, kind="stable") if scores[row].max() > max(0.5, _DOUBT * likely[row])]
+    doubtful = [row for row in np.argsort(likely, kind="stable") if scores[row].max() > _DOUBT * likely[row]]
     wrong = confusion - np.diag(confusion.diagonal())
     pairs = [divmod(int(place), len(names)) for place in np.argsort(-wrong, axis=None, kind="stable")[:_LISTED]]
     return Knowledge(
