@@ -165,14 +165,15 @@ export class Teaching {
 
   suspect({ number, label, likely }) {
     const file = this.sent.get(`${this.name} ${number}`);
-    const item = make("li", { textContent: `${file ? file.name : `example ${number}`}: ${label}, or rather ${likely}? ` });
+    const question = `${file ? file.name : `example ${number}`}: ${label}, or rather ${likely}?`;
+    const item = make("li", { textContent: `${question} ` });
     if (file) {
       const image = make("img", { src: URL.createObjectURL(file), alt: "", width: 48, height: 48, className: "suspect" });
       image.addEventListener("load", () => URL.revokeObjectURL(image.src), { once: true });
       item.prepend(image);
     }
     const button = (text, action) => {
-      const made = make("button", { type: "button", textContent: text, ariaLabel: `${text}: ${item.textContent}` });
+      const made = make("button", { type: "button", textContent: text, ariaLabel: `${text}: ${question}` });
       made.addEventListener("click", async () => {
         made.disabled = true;
         try { await action(); } catch (error) { this.tell(`${error.message} ${error.detail ?? ""}`); }

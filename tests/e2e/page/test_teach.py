@@ -140,6 +140,7 @@ def test_an_answer_that_is_not_right_becomes_an_example(open_teaching: Open, tea
 def test_pictures_are_dropped_on_a_label_with_the_keyboards_help(open_teaching: Open) -> None:
     with open_teaching() as found:
         page = found.page
+        expect(page.locator("#tab-teach")).to_be_visible()
         page.locator("#tab-teach").focus()
         page.keyboard.press("Enter")
         page.keyboard.press("Tab")
