@@ -231,7 +231,9 @@ def measure(
 
 def score_of(model: VisionTransformer, checkpoint: Checkpoint) -> Score:
     """Return the function from normalised pixels to the scores that the service would answer."""
-    scores = own_head(checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label)
+    scores = own_head(
+        checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label, checkpoint.form
+    )
     return lambda pixels: torch.from_numpy(scores.scores(model(pixels).logits.float().cpu().numpy()))
 
 

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from model.calibration import LabelSets
+from model.calibration import SOFTMAX, Form, LabelSets
 from model.config import NetworkConfig, ViTConfig
 from model.errors import InputError
 from model.outputs import (
@@ -141,6 +141,7 @@ class Head:
         labels: of its classes.
         independent: whether each class has a sigmoid of its own, instead of a share of one softmax.
         temperature: logits are divided by it.
+        form: of the scores, unless these are independent.
         weight, bias: float32 [C, D] and [C]; None where the backbone's own pass gives the logits.
         normalized: whether features are divided by their L2 norm first: logits are scaled cosines.
         label_sets: gives the sets of labels, where the head is calibrated and they are asked for.
@@ -150,6 +151,7 @@ class Head:
     labels: tuple[str, ...]
     independent: bool
     temperature: float = 1.0
+    form: Form = SOFTMAX
     weight: Floats | None = None
     bias: Floats | float = 0.0
     normalized: bool = False
@@ -168,7 +170,7 @@ class Head:
             exact = (logits / np.float32(self.temperature)).astype(np.float64)
             if self.independent:
                 return (1 / (1 + np.exp(-exact))).astype(np.float32)
-            powers = np.exp(exact - exact.max(axis=-1, keepdims=True))
+            powers = np.exp(-self.form.falls(exact))
             shares: Floats = (powers / powers.sum(axis=-1, keepdims=True)).astype(np.float32)
             return shares
 
@@ -220,24 +222,22 @@ class Head:
         assert self.weight is not None, "the backbone's pass begins with its own"
         return self.direction(logits, label) if method == "relevance" else self.weight[label]
 
-    def direction(self, logits: Floats, label: int | None = None) -> Floats:
-        """Return what the margin of a class (None: the best one) rises with, float32 [D]: relevance begins with it.
+    def direction(self, logits: Floats, label: int) -> Floats:
+        """Return what the margin of a class of logits [C] rises with, float32 [D]: relevance begins with it.
 
-        It is the class's weight less the mean of its strongest rivals' by logits [C]; relevance knows no scale.
+        It is the class's weight less the mean of its rivals'; relevance knows no scale.
         """
         assert self.weight is not None, "the backbone's pass begins with its own"
         ranked = np.argsort(-logits, kind="stable")
-        if label is not None:
-            ranked = np.concatenate(([label], ranked[ranked != label]))
-        best, *rivals = self.weight[ranked[: 1 + RIVALS]]
-        margin: Floats = best - np.mean(rivals, axis=0) if rivals else best
+        rivals = self.weight[ranked[ranked != label][:RIVALS]]
+        margin: Floats = self.weight[label] - rivals.mean(axis=0) if len(rivals) else self.weight[label]
         return margin / max(float(abs(self.weight).max()), 1e-12)
 
 
-def own_head(config: NetworkConfig, labels: tuple[str, ...], temperature: float, multi_label: bool) -> Head:
+def own_head(config: NetworkConfig, labels: tuple[str, ...], temperature: float, multi_label: bool, form: Form) -> Head:
     """Return the head of a checkpoint, whose logits its network's pass gives; the arguments are the checkpoint's."""
     compared = isinstance(config, ViTConfig) and config.normalized_head
-    return Head(labels, multi_label or (config.num_classes == 1 and not compared), temperature)
+    return Head(labels, multi_label or (config.num_classes == 1 and not compared), temperature, form)
 
 
 @dataclass(frozen=True, slots=True)

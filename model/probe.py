@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from model.calibration import fit_temperature, scores_and_energies
+from model.calibration import fit_scores, scores_and_energies
 from model.heads import Head
 
 Floats = NDArray[np.floating]
@@ -39,16 +39,18 @@ class Choice(NamedTuple):
 
     Attributes:
         penalty: the one with the lowest loss.
-        temperature: of the held-out scores at this penalty; see `fit_temperature`.
+        temperature: of the held-out scores at this penalty; see `fit_scores`.
         loss: their mean negative log-likelihood at this temperature, in nats.
         rows: int64 [M], the features that were held out, ascending.
-        scores: float64 [M, C], theirs at this penalty and temperature.
+        logits: float32 [M, C], theirs at this penalty.
+        scores: float64 [M, C], of these at this temperature.
     """
 
     penalty: float
     temperature: float
     loss: float
     rows: NDArray[np.int64]
+    logits: NDArray[np.float32]
     scores: NDArray[np.float64]
 
 
@@ -72,7 +74,10 @@ def fit_head(
     folds = draw_folds(truth, len(labels), seed) if folds is None else folds
     choice = choose_penalty(axes, truth, folds, len(labels))
     weight, bias = axes.head(axes.minimum(truth, len(labels), choice.penalty), choice.penalty)
-    return Head(tuple(labels), False, choice.temperature, weight.astype(np.float32), bias.astype(np.float32)), choice
+    head = Head(
+        tuple(labels), False, choice.temperature, weight=weight.astype(np.float32), bias=bias.astype(np.float32)
+    )
+    return head, choice
 
 
 def draw_folds(truth: NDArray[np.int64], classes: int, seed: int) -> NDArray[np.int64]:
@@ -178,12 +183,12 @@ def choose_penalty(axes: Axes, truth: NDArray[np.int64], folds: NDArray[np.int64
         before = widths
         for part, found in zip(held_out, parameters, strict=True):
             logits[part] = scaled[part] @ found.T
-        temperature = fit_temperature(logits[rows], truth[rows])
+        temperature = fit_scores(logits[rows], truth[rows]).temperature
         scores, _ = scores_and_energies(logits[rows], temperature)
         likely = scores[np.arange(len(rows)), truth[rows]]
         loss = float(-np.log(np.maximum(likely, np.finfo(np.float64).tiny)).mean())
         if best is None or loss < best.loss:
-            best = Choice(penalty, temperature, loss, rows, scores)
+            best = Choice(penalty, temperature, loss, rows, logits[rows], scores)
         elif number - PENALTIES.index(best.penalty) == _PATIENCE:
             break
     assert best is not None

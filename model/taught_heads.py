@@ -58,7 +58,7 @@ class TaughtHead(NamedTuple):
             if weight.shape != (len(labels), known.shape[1]) or bias.shape != (len(labels),):
                 raise ValueError
             limit = Known(known.astype(np.float16), float(about["limit"]))
-            found = Head(labels, False, float(about["temperature"]), weight, bias, known=limit)
+            found = Head(labels, False, float(about["temperature"]), weight=weight, bias=bias, known=limit)
             return cls(found, about["backbone"], about["model"], about["statistics"])
         except (SafetensorError, LookupError, ValueError, TypeError):
             raise CheckpointError(f"{where}: not a taught head, or damaged") from None

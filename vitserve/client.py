@@ -7,12 +7,13 @@ with Client("http://127.0.0.1:8000") as client:
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import islice
 from types import MethodType
@@ -98,6 +99,9 @@ Pooling = Literal["head", "cls", "mean"]
 # Seconds, unless the service asks for more.
 _LONGEST_PAUSE = 8.0
 
+# How long a model's size is taken for known, in seconds: another model may be served then.
+_SIDE_SECONDS = 60.0
+
 
 @dataclass(frozen=True, slots=True)
 class Retries:
@@ -180,6 +184,9 @@ class _Service:
     _retries: Retries
     _http: httpx.Client | httpx.AsyncClient
     _answered = False
+    _shrink: bool
+    # The longer side in pixels of what the service resizes pictures to, and until when it is taken for that.
+    _side, _side_until = 0, -math.inf
 
     @_Method
     def classify(
@@ -301,7 +308,7 @@ class _Service:
     @_Method
     def heat_map(self, image: ImageSource | Classification, **options: Unpack[DrawingOptions]) -> Request[bytes]:
         """Return a map drawn as PNG."""
-        return requests.map_of(image, bytes, **options)
+        return replace(requests.map_of(image, bytes, **options), drawn=True)
 
     @_Method
     def model(self, name: str | None = None) -> Request[ModelDescription]:
@@ -342,6 +349,10 @@ class _Service:
         self._answered = True
         return request.read(response)
 
+    def _keep_side(self, described: ModelDescription) -> None:
+        self._side = max(described.preprocessing["resize_size"])
+        self._side_until = self._retries.clock() + _SIDE_SECONDS
+
 
 class Client(_Service):
     """A blocking client, for as many threads as like; use it as a context manager so that its connections are closed.
@@ -351,6 +362,7 @@ class Client(_Service):
         api_key: sent as `Authorization: Bearer`.
         timeout: seconds of silence after which a request is given up.
         retries: how often and how long a refusal for the moment, or a broken connection, is tried again.
+        shrink: send large JPEG and PNG pictures as small as the model can do with (see docs/api.md); it needs Pillow.
         sleep: waits between two tries.
 
     Every method raises a `ClientError` when there is no answer: of the type `ProblemError` when the service refuses,
@@ -366,11 +378,12 @@ class Client(_Service):
         api_key: str | None = None,
         timeout: float | httpx.Timeout = 30,
         retries: Retries = Retries(),
+        shrink: bool = False,
         transport: httpx.BaseTransport | None = None,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self._http = httpx.Client(base_url=url, transport=transport, **_connection(api_key, timeout))
-        self._retries, self._sleep = retries, sleep
+        self._retries, self._shrink, self._sleep = retries, shrink, sleep
 
     def __enter__(self) -> Self:
         return self
@@ -411,6 +424,10 @@ class Client(_Service):
     def _sender(build: Callable[..., Request[Any]]) -> Callable[..., Any]:
         def send(self: Client, *arguments: Any, **options: Any) -> Any:
             request = build(self, *arguments, **options)
+            if self._shrink and request.can_shrink:
+                if self._retries.clock() > self._side_until:
+                    self._keep_side(self.model())
+                request = request.shrunk(self._side)
             attempts = _Attempts(self._retries, self._http.base_url)
             while True:
                 try:
@@ -434,11 +451,12 @@ class AsyncClient(_Service):
         api_key: str | None = None,
         timeout: float | httpx.Timeout = 30,
         retries: Retries = Retries(),
+        shrink: bool = False,
         transport: httpx.AsyncBaseTransport | None = None,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         self._http = httpx.AsyncClient(base_url=url, transport=transport, **_connection(api_key, timeout))
-        self._retries, self._sleep = retries, sleep
+        self._retries, self._shrink, self._sleep = retries, shrink, sleep
 
     async def __aenter__(self) -> Self:
         return self
@@ -485,6 +503,10 @@ class AsyncClient(_Service):
         async def send(self: AsyncClient, *arguments: Any, **options: Any) -> Any:
             # In a thread, as files are read and pictures are encoded.
             request = await asyncio.to_thread(build, self, *arguments, **options)
+            if self._shrink and request.can_shrink:
+                if self._retries.clock() > self._side_until:
+                    self._keep_side(await self.model())
+                request = await asyncio.to_thread(request.shrunk, self._side)
             attempts = _Attempts(self._retries, self._http.base_url)
             while True:
                 try:

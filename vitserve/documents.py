@@ -28,7 +28,9 @@ class Prediction(BaseModel):
 
     label: Annotated[str, Field(description="human description; labels may repeat", examples=["tabby, tabby cat"])]
     index: Annotated[int, Field(description="class index, which identifies", examples=[281])]
-    score: Annotated[float, Field(description="softmax (or sigmoid) after the checkpoint's temperature")]
+    score: Annotated[
+        float, Field(description="softmax (or sigmoid) after the checkpoint's temperature, or its calibrated form")
+    ]
 
 
 def ranked(labels: Sequence[str], indices: Iterable[int], scores: Iterable[float]) -> list[dict[str, object]]:
@@ -140,6 +142,8 @@ class ModelClassification(BaseModel):
     attention: Attention | None = None
     embedding: Annotated[list[float] | None, Field(description="what the head reads, float32")] = None
     batch_size: Annotated[int, Field(description="images that were computed together")]
+    # Of the picture that the client sent: (width, height) in pixels of the upright original.
+    _pixel: tuple[float, float] = (1.0, 1.0)
 
 
 class Kept(BaseModel):
@@ -249,6 +253,7 @@ class ModelDescription(BaseModel):
     runtime: Annotated[str, Field(description="whose code the network is: `vitserve`, or `timm`")] = "vitserve"
     runtime_version: Annotated[str | None, Field(description="of the library")] = None
     temperature: float
+    score_form: Annotated[dict[str, float], Field(description="a softmax has power 1 and crowding 0")] = {}
     multi_label: bool
     device: str
     dtype: str

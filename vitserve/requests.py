@@ -6,15 +6,23 @@ import io
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypedDict, TypeVar, cast
 
 import httpx
 from pydantic import TypeAdapter
 
-from vitserve.documents import FIELD, AttentionDocument, Classification, ListedModel
+from vitserve.documents import (
+    FIELD,
+    AttentionDocument,
+    BatchClassification,
+    Classification,
+    Classifications,
+    ListedModel,
+)
 from vitserve.errors import ForeignAnswer, error_of
+from vitserve.shrinking import Pixel, shrink
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,6 +50,9 @@ WithAttention = bool | Literal["relevance"]
 
 Answer = TypeVar("Answer")
 
+# Bytes of a file that is worth shrinking.
+_MIN_BYTES = 16_384
+
 _DOCUMENTS: TypeAdapter[AttentionDocument | list[AttentionDocument]] = TypeAdapter(
     AttentionDocument | list[AttentionDocument]
 )
@@ -53,13 +64,14 @@ _MODELS = TypeAdapter(list[ListedModel])
 class MapOptions(TypedDict, total=False):
     """Which map /attention computes; what is left out is the service's default.
 
-    `class_` is an index or a label, or several of them. `model` names one of the service's models; the map of a
-    `Classification` is by the model that gave it.
+    `class_` is an index or a label, or several of them: of `labels`, where they are given. `model` names one of the
+    service's models; the map of a `Classification` is by the model that gave it.
     """
 
     model: str
     method: str
     class_: int | str | Sequence[int | str]
+    labels: Sequence[str]
     layer: int
     head: int | str
 
@@ -84,22 +96,46 @@ class Request(Generic[Answer]):
     Attributes:
         parse: returns the answer that the body of a successful response holds; ValueError or EOFError if it holds none.
         options: arguments of httpx.
+        drawn: the answer is a drawing on the picture, which is sent as it is.
+        pixels: the pixel of each picture that is sent or kept; none: they are the originals.
     """
 
     method: str
     path: str
     parse: Callable[[bytes], Answer]
     options: dict[str, Any] = field(default_factory=dict)
+    drawn: bool = False
+    pixels: Sequence[Pixel] = ()
 
     def read(self, response: httpx.Response) -> Answer:
         """Return the answer; raises `ClientError` if the response is a refusal or not one of vitserve."""
         if not response.is_success:
             raise error_of(response)
         try:
-            return self.parse(response.content)
+            answer = self.parse(response.content)
         except (ValueError, EOFError):
             message = f"{response.url} did not answer as vitserve does"
             raise ForeignAnswer(message, response.status_code) from None
+        _refer_to_originals(answer, self.pixels)
+        return answer
+
+    @property
+    def can_shrink(self) -> bool:
+        """Whether it holds a file that may be worth shrinking, for the default model, whose size is known."""
+        is_named = "model" in self.options.get("params", ())
+        return not (self.drawn or is_named) and max(map(len, self._files), default=0) >= _MIN_BYTES
+
+    def shrunk(self, side: int) -> Request[Answer]:
+        """Return the request with pictures that are no larger than a service needs which resizes them to `side`."""
+        small = [shrink(data, side) for data in self._files]
+        files = [(FIELD, (str(index), each.data)) for index, each in enumerate(small)]
+        parts: dict[str, Any] = {"files": files} if "files" in self.options else {"content": small[0].data}
+        return replace(self, options=self.options | parts, pixels=[each.pixel for each in small])
+
+    @property
+    def _files(self) -> list[bytes]:
+        one = [self.options["content"]] if "content" in self.options else []
+        return one + [data for _, (_, data) in self.options.get("files", ())]
 
 
 def body(image: ImageSource) -> dict[str, Any]:
@@ -124,7 +160,23 @@ def map_of(image: ImageSource | Classification, parse: Callable[[bytes], Answer]
         return Request("POST", "/attention", parse, body(image) | query(**options))
     if image.id is None:
         raise ValueError("the service kept no picture of this classification (VIT_RECENT_TTL is 0): send the picture")
-    return Request("GET", "/attention", parse, query(**{"id": image.id, "model": image.model, **options}))
+    asked = query(**{"id": image.id, "model": image.model, **options})
+    return Request("GET", "/attention", parse, asked, pixels=[image._pixel])
+
+
+def _refer_to_originals(answer: object, pixels: Sequence[Pixel]) -> None:
+    """Make the regions of an answer those of the originals of its pictures."""
+    answers: Sequence[object] = answer.results if isinstance(answer, BatchClassification) else [answer]
+    if isinstance(answer, Classifications):
+        answers, pixels = list(answer.models.values()), [*pixels] * len(answer.models)
+    for found, pixel in zip(answers, pixels, strict=False):
+        if isinstance(found, Classification):
+            found._pixel = pixel
+        for each in found if isinstance(found, list) else [getattr(found, "attention", None)]:
+            if each is not None:
+                region = each.region
+                region.x, region.width = region.x * pixel[0], region.width * pixel[0]
+                region.y, region.height = region.y * pixel[1], region.height * pixel[1]
 
 
 def _text(name: str, value: object) -> str | list[str]:

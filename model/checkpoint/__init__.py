@@ -88,7 +88,15 @@ def load_checkpoint(
     if isinstance(files, Repository) and files.from_cache:
         notes += (files.place,)
     network, preprocess = checkpoint.config.model_dump_json(), checkpoint.preprocess.model_dump_json()
-    parts = files.digest, network, preprocess, checkpoint.labels, checkpoint.temperature, checkpoint.calibration
+    parts = (
+        files.digest,
+        network,
+        preprocess,
+        checkpoint.labels,
+        checkpoint.temperature,
+        checkpoint.form,
+        checkpoint.calibration,
+    )
     content = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
     checkpoint = replace(checkpoint, notes=notes, content=content)
     return checkpoint if options.image_size is None else checkpoint.resized(options.image_size)

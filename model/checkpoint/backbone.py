@@ -21,7 +21,7 @@ def backbone_and_head(checkpoint: Checkpoint) -> tuple[str, Head | None]:
     a distilled model, is a part of its backbone; so is a text tower.
     """
     tensors, config, layer = dict(checkpoint.tensors), checkpoint.config, _head_of(checkpoint)
-    own = own_head(config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label)
+    own = own_head(config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label, checkpoint.form)
     compared = isinstance(config, ViTConfig) and config.normalized_head
     weight, head = tensors.pop(f"{layer}.weight", None), None
     if weight is not None:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from model.calibration import Calibration
+from model.calibration import SOFTMAX, Calibration, Form
 from model.checkpoint.refusals import validating
 from model.checkpoint.tensors import checked
 from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, Size, ViTConfig
@@ -42,6 +42,7 @@ class Checkpoint:
         tensors: float32 on the CPU, keyed as the network names its parameters; see `meta_tensors`.
             Here, and not in a file, the head's are told from the backbone's, by the network's names.
         temperature: logits are divided by it before the softmax (Guo et al. 2017).
+        form: of what takes the place of the softmax.
         multi_label: scores are independent sigmoids instead of one softmax.
         revision: commit of a hub id; None for a local path.
         assumed: what the files do not say and was chosen by a name, each with the setting that says it.
@@ -63,6 +64,7 @@ class Checkpoint:
     labels: tuple[str, ...]
     tensors: Mapping[str, Tensor]
     temperature: float = 1.0
+    form: Form = SOFTMAX
     multi_label: bool = False
     revision: str | None = None
     assumed: tuple[str, ...] = ()

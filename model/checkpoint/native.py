@@ -17,7 +17,7 @@ from pydantic import Discriminator, Field, Tag
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model.calibration import CALIBRATION_FILE, Calibration
+from model.calibration import CALIBRATION_FILE, SOFTMAX, Calibration, Form
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files
 from model.checkpoint.local_files import open_file
@@ -48,6 +48,8 @@ class NativeConfig(Frozen):
     labels: tuple[str, ...]
     # `vitserve train` fits 0.05 to 20; far below, scores overflow.
     temperature: Annotated[float, Field(ge=1e-3, le=1e3)]
+    # A softmax unless `vitserve train` found another to fit better; folders of older versions do not say.
+    form: Form = SOFTMAX
     multi_label: bool
     # What the files that it was converted from did not say; see `Checkpoint`.
     assumed: tuple[str, ...] = ()
@@ -78,6 +80,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         labels=options.labels_or(native.labels, native.architecture.num_classes, where),
         tensors=native_tensors(files.tensors(), native.architecture, files.place),
         temperature=native.temperature,
+        form=native.form,
         multi_label=native.multi_label,
         assumed=native.assumed,
         revision=files.revision,
@@ -109,7 +112,7 @@ def _calibrated(
     if checkpoint.preprocess != preprocess or options.image_size not in (None, preprocess.size):
         note = f"{CALIBRATION_FILE} is not used: it is for the folder's own preprocessing and image size"
         return replace(checkpoint, notes=(*checkpoint.notes, note))
-    return replace(checkpoint, temperature=calibration.temperature, calibration=calibration)
+    return replace(checkpoint, temperature=calibration.temperature, form=calibration.form, calibration=calibration)
 
 
 def _digest(calibration: Calibration, files: Files) -> str:
@@ -117,7 +120,9 @@ def _digest(calibration: Calibration, files: Files) -> str:
     with open_file(files.required(WEIGHTS_FILE), files.where(WEIGHTS_FILE)) as file, reading(files.place):
         weights = hashlib.file_digest(file, "sha256").hexdigest()
     model = [weights, files.config.get("architecture"), files.config.get("preprocess")]
-    text = json.dumps([calibration.model_dump(mode="json", exclude={"digest"}), *model], sort_keys=True)
+    # Calibrations of older versions have no form, and what is signed of them neither.
+    unsigned = {"digest", "form"} if calibration.form == SOFTMAX else {"digest"}
+    text = json.dumps([calibration.model_dump(mode="json", exclude=unsigned), *model], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -153,6 +158,7 @@ def write(
         preprocess=checkpoint.preprocess,
         labels=checkpoint.labels,
         temperature=checkpoint.temperature,
+        form=checkpoint.form,
         multi_label=checkpoint.multi_label,
         assumed=checkpoint.assumed,
         training=training or {},

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from model.calibration import calibration_error
 from model.data.pictures import PictureFiles
 from model.errors import DatasetError, ImageError
 from model.images.preprocess import preprocess
@@ -72,20 +73,6 @@ def measure(scores: NDArray[np.float32], labels: NDArray[np.int64], names: tuple
         calibration_error=calibration_error(scores.max(axis=1), answers == labels),
         confusion=tuple(tuple(row) for row in confusion.tolist()),
     )
-
-
-def calibration_error(confidence: NDArray[np.float32], correct: NDArray[np.bool_], *, bins: int = 15) -> float:
-    """Return the expected calibration error (Guo et al. 2017, https://arxiv.org/abs/1706.04599); 0 is perfect.
-
-    It is the mean gap between confidence and accuracy over bins of equal width, (lower, upper], by their images.
-
-    Args:
-        confidence: [N], the top-1 score of each image, 0...1.
-        correct: [N], whether that answer was right.
-    """
-    bin_of = np.clip(np.ceil(confidence.astype(np.float64) * bins).astype(np.int64) - 1, 0, bins - 1)
-    gaps = np.bincount(bin_of, weights=correct - confidence.astype(np.float64), minlength=bins)
-    return float(np.abs(gaps).sum() / len(correct))
 
 
 def outputs_of(

@@ -6,6 +6,7 @@ import json
 import math
 from importlib.metadata import version
 
+from model.calibration import SOFTMAX
 from model.checkpoint.checkpoint import Checkpoint
 from model.config import LibraryConfig, NetworkConfig, ViTConfig
 from model.network.library import meta_network
@@ -35,6 +36,11 @@ def summarise(checkpoint: Checkpoint) -> dict[str, str]:
         "scores": f"{'sigmoid' if checkpoint.multi_label or config.num_classes == 1 else 'softmax'}"
         f"{' of scaled cosines' if isinstance(config, ViTConfig) and config.normalized_head else ''}, "
         f"temperature {checkpoint.temperature:g}"
+        + (
+            f", power {checkpoint.form.power:g}, crowding {checkpoint.form.crowding:g}"
+            if checkpoint.form != SOFTMAX
+            else ""
+        )
         if config.num_classes
         else "of the labels of a request"
         if checkpoint.zero_shot

@@ -84,7 +84,9 @@ class Predictor:
         self, checkpoint: Checkpoint | KeptCheckpoint, parts: Parts | None = None, **options: Unpack[PredictorOptions]
     ) -> None:
         self.checkpoint, self.config = checkpoint, checkpoint.config
-        self.own = own_head(checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label)
+        self.own = own_head(
+            checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label, checkpoint.form
+        )
         self.heads: dict[str, Head] = {}
         self.meter, self.size = Meter(), 0
         if parts is not None:

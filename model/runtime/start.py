@@ -48,7 +48,7 @@ class _Torch:
             raise CheckpointChanged(f"{changed} changed since the start: what torch is to compute needs a reload")
         # A calibration that was written since does not change the weights: it is for the next start.
         kept = self._manifest.checkpoint
-        return replace(checkpoint, temperature=kept.temperature, calibration=kept.calibration)
+        return replace(checkpoint, temperature=kept.temperature, form=kept.form, calibration=kept.calibration)
 
     def embed_texts(self, texts: Sequence[str]) -> Floats:
         """Return the features of texts; see `Checkpoint.embed_texts`. One thread calls it."""
@@ -125,7 +125,9 @@ def kept_predictor(
     torch = _Torch(entry, manifest, read, policy, streams)
     if checkpoint.zero_shot is not None:
         checkpoint = checkpoint.model_copy(update={"embed_texts": torch.embed_texts})
-    head = own_head(checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label)
+    head = own_head(
+        checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label, checkpoint.form
+    )
     backend = OpenVino(network, head, policy, torch.backend, torch.with_relevance)
     largest = max_batch or default_batch(manifest.largest_layer)
     parts = Parts("cpu", manifest.dtype, None, manifest.parameters, largest, streams, backend, REASON)

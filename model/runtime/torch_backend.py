@@ -85,7 +85,9 @@ class TorchOptions:
     def head(self) -> Head:
         """Return the checkpoint's head."""
         checkpoint = self.checkpoint
-        return own_head(checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label)
+        return own_head(
+            checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label, checkpoint.form
+        )
 
 
 def choose_kernels(model: Classifier, device: torch.device) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model.calibration import Fit, choose_fit, scores_and_energies
 from model.checkpoint import Checkpoint, native
 from model.config import LibraryConfig, NetworkConfig, ViTConfig
 from model.data.datasets import open_dataset
@@ -77,16 +78,17 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
     fitted, choice = fit_head(features, truth, dataset.labels, folds, seed=recipe.seed)
     weight, bias = (torch.from_numpy(part).to(STORED_DTYPE).float().numpy() for part in (fitted.weight, fitted.bias))
     head = replace(fitted, weight=weight, bias=bias)
-    split, scores, truth = "held-out", choice.scores.astype(np.float32), truth[choice.rows]
+    split, logits, labels = "held-out", choice.logits, truth[choice.rows]
     if dataset.test is not None:
         test = decode(dataset.test, start.preprocess, out, leave_out=True)
-        logits = head.logits(predict_embeddings(predictor, test.pixels))
-        split, scores, truth = "test", head.scores(logits), test.labels
-    measured = measure(scores, truth, dataset.labels)
+        scored = head.logits(predict_embeddings(predictor, test.pixels))
+        split, logits, labels = "test", scored, test.labels
+    fit, _ = choose_fit(choice.logits, truth[choice.rows], Fit(choice.temperature))
+    measured = measure(scores_and_energies(logits, *fit)[0].astype(np.float32), labels, dataset.labels)
     logger.info("%s", _in_words(measured, split))
 
     served = with_head(start, heads, head)
-    served = replace(served, name=recipe.name, source=str(out), temperature=choice.temperature)
+    served = replace(served, name=recipe.name, source=str(out), temperature=fit.temperature, form=fit.form)
     served.network()  # names, shapes and values of the weights are checked here
     write_confusion(out, measured, dataset.labels)
     record = {

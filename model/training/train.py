@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.calibration import MIN_PICTURES, calibration_of, fit_temperature
+from model.calibration import MIN_PICTURES, Fit, calibration_of, choose_fit, scores_and_energies
 from model.checkpoint import Checkpoint, load_checkpoint, native
 from model.config import PreprocessConfig, Size, ViTConfig
 from model.data.cifar10 import is_cifar10
@@ -196,17 +196,17 @@ def rounded(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def calibrated(checkpoint: Checkpoint, logits: NDArray[np.float32], truth: NDArray[np.int64]) -> Checkpoint:
-    """Return a checkpoint with a fitted temperature and, if there are enough images, what makes sets of labels.
+    """Return a checkpoint with fitted scores and, if there are enough images, what makes sets of labels.
 
     Args:
         logits: [N, K], of validation images at temperature 1.
         truth: int64 [N], their classes.
     """
-    temperature = fit_temperature(logits, truth)
     if len(truth) < MIN_PICTURES:
-        return replace(checkpoint, temperature=temperature)
-    calibration = calibration_of("the validation images", logits, truth, temperature)
-    return replace(checkpoint, temperature=temperature, calibration=calibration)
+        return checkpoint
+    fit, _ = choose_fit(logits, truth, Fit(1.0))
+    calibration = calibration_of("the validation images", logits, truth, fit)
+    return replace(checkpoint, temperature=fit.temperature, form=fit.form, calibration=calibration)
 
 
 def _training_size(recipe: Recipe, start: Start, dataset: Dataset) -> PreprocessConfig:
@@ -222,9 +222,9 @@ def _training_size(recipe: Recipe, start: Start, dataset: Dataset) -> Preprocess
 
 
 def _measure(logits: NDArray[np.float32], images: Images, checkpoint: Checkpoint) -> Evaluation:
-    """Evaluate logits [N, K] at the checkpoint's temperature."""
-    scores = (torch.from_numpy(logits) / checkpoint.temperature).softmax(dim=1).numpy()
-    return measure(scores, images.labels, checkpoint.labels)
+    """Evaluate logits [N, K] by the checkpoint's scores."""
+    scores, _ = scores_and_energies(logits, checkpoint.temperature, checkpoint.form)
+    return measure(scores.astype(np.float32), images.labels, checkpoint.labels)
 
 
 def _record(trainer: Trainer, start: Start, dataset: Dataset, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -245,6 +245,7 @@ def _record(trainer: Trainer, start: Start, dataset: Dataset, checkpoint: Checkp
         "parameters": count_parameters(trainer.model),
         "versions": run_folder.installed_versions(),
         "temperature": checkpoint.temperature,
+        "form": checkpoint.form.model_dump(),
     }
 
 

@@ -72,6 +72,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get("VIT_API_KEY"),
         help="key of the server, without its name [VIT_API_KEY]",
     )
+    parser.add_argument("--shrink", action="store_true", help="with --url: send large pictures smaller")
 
 
 @contextmanager
@@ -94,7 +95,7 @@ def answers_from(arguments: argparse.Namespace) -> Iterator[Answers]:
     if "://" not in url:
         raise InputError("url", f"{url}: expected an address such as http://{url}")
     try:
-        with Client(url, api_key=(arguments.api_key or "").strip() or None) as client:
+        with Client(url, api_key=(arguments.api_key or "").strip() or None, shrink=arguments.shrink) as client:
             yield _ServerAnswers(client, arguments)
     except Unreachable as error:
         raise InputError("url", f"{error}: is the server running?") from None

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from model.calibration import MeasuredSets, calibrate, require_pictures
+from model.calibration import Calibrated, Fit, calibrate, require_pictures
 from model.data.datasets import open_evaluation_set
 from model.errors import InputError
 from model.outputs import require_classes
@@ -73,9 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not np.isfinite(logits).all():
         raise InputError("data", f"{info.name}: gives scores that are not finite for these pictures")
     coverages = (coverage, *(each for each in (0.8, 0.9, 0.95, 0.99) if each != coverage))
-    calibration, fitted, measured = calibrate(
-        logits, truth[drawn], checkpoint.temperature, arguments.data.name, coverages
-    )
+    before = Fit(checkpoint.temperature, checkpoint.form)
+    found = calibrate(logits, truth[drawn], before, arguments.data.name, coverages)
+    calibration, left = found.calibration, len(drawn) - found.fitted
     folder = arguments.out or Path(settings.checkpoint).expanduser()
     with writing(folder):
         if arguments.out is None:
@@ -83,21 +83,26 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             # Read again: a predictor of a kept graph has no tensors.
             whole = checkpoint_from(settings)
-            calibrated = replace(whole, temperature=calibration.temperature, calibration=calibration)
+            calibrated = replace(
+                whole, temperature=calibration.temperature, form=calibration.form, calibration=calibration
+            )
             native.write(folder, calibrated)
-    how = f"fitted to {fitted}" if fitted else "not fitted: too few, or all are answered right"
-    print(f"{info.name}: {len(drawn)} pictures; temperature {calibration.temperature:.4g} ({how})")  # noqa: T201
-    _print(measured, len(drawn) - fitted)
+    _print(info.name, found, left)
     print(f"{folder}: calibrated; {serve_command(folder)} --coverage {coverage:g}")  # noqa: T201
     return 0
 
 
-def _print(measured: dict[float, MeasuredSets], count: int) -> None:
-    """Print how the sets of each coverage do."""
-    if measured:
-        print(f"sets of labels, measured on halves of {count} pictures while the other halves calibrate:")  # noqa: T201
+def _print(name: str, found: Calibrated, left: int) -> None:
+    """Print how scores do on the pictures that they were not fitted to, and the sets of each coverage."""
+    why = ": nothing fits better" if found.fitted else ": too few, or all right"
+    how = f"by {found.form}, fitted to {found.fitted}" if found.form else f"as they were{why}"
+    (loss, error), (now, remaining) = found.before, found.after
+    print(f"{name}: {left + found.fitted} pictures; scores {how}")  # noqa: T201
+    print(f"  on the other {left}: log loss {loss:.4f} -> {now:.4f}, calibration error {error:.2%} -> {remaining:.2%}")  # noqa: T201
+    if found.sets:
+        print(f"sets of labels, measured on halves of {left} pictures while the other halves calibrate:")  # noqa: T201
         print("  coverage  holds the right label  labels in a set  abstained")  # noqa: T201
-    for coverage, sets in measured.items():
+    for coverage, sets in found.sets.items():
         print(f"  {coverage:8g}  {sets.covered:21.2%}  {sets.labels:15.2f}  {sets.abstained:9.2%}")  # noqa: T201
 
 

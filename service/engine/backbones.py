@@ -150,6 +150,8 @@ class ModelEngine:
         runner = backbone.runner()
         if is_last:
             await backbone.engine.close()
+            if self.info is None and self.status.state == "closed":
+                self._on_change()  # who waits for it to be loaded need not any more
         elif runner is not None and self.info is not None:
             left = {user.info.head for user in backbone.users if user.info is not None}
             if self.info.head not in left:

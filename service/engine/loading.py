@@ -209,8 +209,12 @@ def _load(settings: Settings) -> tuple[Predictor, ModelInfo]:
     read = _read(settings)
     if (shared := _LIVE.get(read.key)) is None:
         return _build(settings, read)
+    from model.runtime.cpu import give_back_memory  # noqa: PLC0415
+
     info = _described(settings, read.checkpoint, shared, read.key, read.head)
     read.keep_head(shared.dtype, info.parameters)
+    del read  # with all tensors
+    give_back_memory()
     return shared, info
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from model.calibration import SOFTMAX, Form
 from model.config import NetworkConfig, PreprocessConfig
 from model.heads import ZeroShot
 from model.outputs import Outputs, RequestedOutputs
@@ -104,6 +105,7 @@ class ModelInfo:
     max_batch: int
     gpu_uuid: str | None
     content: str = ""
+    form: Form = SOFTMAX
     loaded_at: int = 0
     assumed: tuple[str, ...] = ()
     zero_shot: ZeroShot | None = None

@@ -86,7 +86,7 @@ class AddedHead:
         assert self.head is not None, "a head that answers is there"
         head, config = self.head, with_labels(info.config, self.head.labels)
         own = replace(info, name=self.name, labels=head.labels, config=config, temperature=head.temperature)
-        return replace(own, multi_label=False, zero_shot=None, coverage=None, calibrated_on=None)
+        return replace(own, form=head.form, multi_label=False, zero_shot=None, coverage=None, calibrated_on=None)
 
 
 class Version(NamedTuple):
@@ -338,13 +338,13 @@ class LocalModels(Models):
 
     async def wake(self, key: str) -> None:
         """Do as `available`, of the model that stands there in `served`."""
-        model = self.served[key]
-        if model.state == "failed":
-            raise EngineUnavailable(f"{key}: {model.current.engine.status.reason}".removeprefix(": "))
-        while model.state in ("loading", "unloaded"):
-            await asyncio.shield(self._under_way.get(key) or self._begin(key))
-        if model.state != "ready":
-            raise EngineUnavailable(model.current.engine.status.reason)
+        while key in self.served and self.served[key].state in ("loading", "unloaded"):
+            under_way = self._under_way.get(key)
+            await asyncio.shield(self._begin(key) if under_way is None or under_way.done() else under_way)
+        if key not in self.served:
+            raise UnknownModel(f"{key!r}: the model was deleted")
+        if self.served[key].state != "ready":
+            raise EngineUnavailable(f"{key}: {self.served[key].current.engine.status.reason}".removeprefix(": "))
 
     async def put(self, name: str, what: What) -> bool:
         """Load a model, or replace one; see `Models.put`. A caller who leaves does not end it."""
@@ -447,7 +447,6 @@ class LocalModels(Models):
     def _begin(self, key: str, *, at_start: bool = False) -> asyncio.Task[None]:
         """Load a model that is not loaded, when it is its turn."""
         task = self._under_way[key] = self._task(self._load(key, at_start=at_start))
-        task.add_done_callback(lambda _: self._under_way.pop(key, None))
         return task
 
     async def _load(self, key: str, *, at_start: bool) -> None:
@@ -544,8 +543,8 @@ class LocalModels(Models):
     async def _fit(self, key: str, *, evict: bool) -> None:
         """Unload others if there is too much now that a model is loaded, or that model; raises `ModelsFull`."""
         self._sizes |= self.backbones()
-        model, most = self.served[key], self._settings.models_bytes
-        if most is None or sum(self.backbones().values()) <= most or model.state != "ready":
+        model, most = self.served.get(key), self._settings.models_bytes
+        if model is None or model.state != "ready" or most is None or sum(self.backbones().values()) <= most:
             return
         try:
             self._is_full = not evict

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
@@ -35,6 +36,7 @@ from model.images.region import Region
 from model.outputs import CLASS_SPECIFIC, EmbeddingRequest, MapRequest, RequestedOutputs
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
+from service.engine.streams import MAX_EXPLANATION_BATCH
 from service.errors import (
     ClientDisconnected,
     DeadlineExceeded,
@@ -83,16 +85,17 @@ class Lanes:
     def __init__(self, settings: Settings, models: Models, decoders: Decoders, clock: Callable[[], float]) -> None:
         threads = -(-min(usable_cores(), 16) // settings.workers)
 
-        def batches(number: int) -> int:
+        def ahead(most: float = math.inf) -> int:
             engine = models.default.current.engine
-            return number * len(engine.engines) * (1 if engine.info is None else engine.info.max_batch)
+            largest = 1 if engine.info is None else engine.info.max_batch
+            return _BATCHES_AHEAD * len(engine.engines) * int(min(most, largest))
 
-        self.pictures = Lane("decode", lambda: batches(_BATCHES_AHEAD), threads=threads, clock=clock)
+        self.pictures = Lane("decode", ahead, threads=threads, clock=clock)
         self.decoders = Lane("decoders", lambda: decoders.processes, clock=clock)
         self.documents = Lane("documents", threads=1, background=True, clock=clock)
         self.drawings = Lane("drawing", threads=1, background=True, clock=clock)
         self.texts = Lane("texts", lambda: _TEXTS_AT_ONCE, clock=clock)
-        self.explanations = Lane("explanations", lambda: batches(_BATCHES_AHEAD), clock=clock)
+        self.explanations = Lane("explanations", lambda: ahead(MAX_EXPLANATION_BATCH), clock=clock)
 
     def close(self) -> None:
         """Begin nothing more, without waiting for the threads."""
@@ -328,15 +331,19 @@ class AdmittedRequest:
 
     # The body is read
 
-    async def read_picture(self, fields: Collection[str] = (FIELD,)) -> bytearray:
-        """Return the only picture in the body, and take its place; its part of a form has one of the names `fields`.
+    async def read_picture(self, fields: Collection[str] = (FIELD,), *, passes: int = 1) -> bytearray:
+        """Return the only picture in the body, and take a place for each of its passes.
+
+        Its part of a form has one of the names `fields`.
 
         Raises `QueueFull`, and what `read` and `service.web.upload.read_files` raise.
         """
-        [file] = await self.read_pictures(1, fields)
+        [file] = await self.read_pictures(1, fields, passes=passes)
         return require_file(file)
 
-    async def read_pictures(self, most: int, fields: Collection[str] = (FIELD,)) -> list[UploadedFile]:
+    async def read_pictures(
+        self, most: int, fields: Collection[str] = (FIELD,), *, passes: int = 1
+    ) -> list[UploadedFile]:
         """Return the pictures in the body, at most so many, and take a place for each; see `read_picture`."""
         settings, limiter = self.service.settings, self.service.limiter
         limits = UploadLimits(settings.max_upload_bytes, settings.max_request_bytes, most, fields)
@@ -344,7 +351,7 @@ class AdmittedRequest:
         files = await self.read(
             lambda receive: read_files(self.sender.headers, receive, limits, lambda: limiter.check(next(numbers)))
         )
-        await self.take(len(files))
+        await self.take(passes * len(files))
         return files
 
     async def read_body(self, limit: int | None = None) -> bytearray:
@@ -488,8 +495,8 @@ class AdmittedRequest:
         return replace(result.after(explained), outputs=outputs)
 
     async def _infer(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
-        """Infer in a turn beside other maps, or beside other pictures."""
-        if requested.map is not None:
+        """Infer in a turn beside other maps with a pass of their own, or beside other pictures."""
+        if requested.needs_pass:
             async with self._beside(self.service.lanes.explanations):
                 return await self._batched(pixels, requested)
         with self.service.lanes.pictures.turn(self._caller, pixels.nbytes, self.deadline) as turn:

@@ -8,8 +8,10 @@ import io
 import json
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
+from PIL import Image
 
 from service.cli.main import main
 from tests.e2e.serving import CHECKPOINT_NAME, LABELS, Pictures, Serve, Served
@@ -54,6 +56,41 @@ def test_the_client_speaks_the_language_of_the_service(server: Served, pictures:
             client.classify(pictures.files[0], top_k=11)
     with Client(server.url, api_key="wrong") as client, pytest.raises(Unauthorized, match="401 unauthorized"):
         client.labels()
+
+
+def test_regions_of_pictures_that_were_shrunk_are_those_of_the_originals(server: Served) -> None:
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[0x0112] = 6  # a quarter turn
+    noise = np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8)
+    Image.fromarray(noise).resize((1500, 1000)).save(file, "JPEG", exif=exif)
+    sizes: list[int] = []
+
+    class Counting(httpx.HTTPTransport):
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            sizes.append(int(request.headers.get("Content-Length", 0)))
+            return super().handle_request(request)
+
+    def regions(client: Client) -> list[dict[str, float]]:
+        photo = file.getvalue()
+        classified = client.classify(photo, attention=True)
+        [result] = client.classify_batch([photo], attention=True).results
+        assert isinstance(result, Classification) and result.attention and classified.attention
+        maps = [
+            classified.attention,
+            result.attention,
+            *client.attention(classified),
+            *client.attention(file.getvalue()),
+        ]
+        return [each.region.model_dump() for each in maps]
+
+    with Client(server.url, api_key="right", transport=Counting()) as client:
+        expected = regions(client)
+    as_sent, sizes = sizes, []
+    with Client(server.url, api_key="right", shrink=True, transport=Counting()) as client:
+        found = regions(client)
+    assert sum(sizes) < sum(as_sent) / 3
+    assert expected == [{"x": 0, "y": 250, "width": 1000, "height": 1000}] * 4
+    assert found == [{name: pytest.approx(value, abs=8) for name, value in expected[0].items()}] * 4
 
 
 def test_the_client_streams_files_in_order(server: Served, pictures: Pictures, tmp_path: Path) -> None:

@@ -10,12 +10,17 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from model.calibration import (
+    FORMS,
     MIN_PICTURES,
     Calibration,
+    Fit,
+    Form,
     LabelSets,
     MeasuredSets,
     calibrate,
-    fit_temperature,
+    choose_fit,
+    fit_scores,
+    losses,
     pictures_needed,
     scores_and_energies,
 )
@@ -93,11 +98,13 @@ def test_logits_that_are_not_finite_have_no_set_and_no_warning() -> None:
         ({"energies": (1.0, math.inf)}, "finite"),
         ({"temperature": 0}, "temperature"),
         ({"version": 2}, "version"),
+        ({"form": {"power": 0}}, "power"),
+        ({"form": {"crowding": math.inf}}, "crowding"),
         ({"more": 1}, "more"),
     ],
 )
 def test_a_calibration_that_none_was_written_as_is_refused(changes: dict[str, object], message: str) -> None:
-    written = Calibration.of("pictures", 2, 1.5, np.array([0.9, 0.1]), np.array([3.0, 1.0]))
+    written = Calibration.of("pictures", 2, Fit(1.5), np.array([0.9, 0.1]), np.array([3.0, 1.0]))
     assert (written.scores, written.energies) == ((0.1, 0.9), (1.0, 3.0))
     with pytest.raises(ValidationError, match=message):
         Calibration.model_validate(written.model_dump() | changes)
@@ -114,7 +121,7 @@ def calibrated_logits(count: int = 4000) -> tuple[NDArray[np.float32], NDArray[n
 def test_the_fitted_temperature_makes_the_labels_likeliest(truth: float) -> None:
     logits, labels = calibrated_logits()
     logits = truth * logits
-    fitted = fit_temperature(logits, labels)
+    fitted = fit_scores(logits, labels).temperature
     assert fitted == pytest.approx(truth, rel=0.06)
 
     def loss(temperature: float) -> float:
@@ -126,15 +133,34 @@ def test_the_fitted_temperature_makes_the_labels_likeliest(truth: float) -> None
 def test_a_temperature_is_not_fitted_to_a_few_pictures_or_where_all_are_answered_right() -> None:
     """Each of the cases gives another temperature to whoever fits it all the same."""
     logits, labels = calibrated_logits(MIN_PICTURES)
-    assert fit_temperature(3 * logits, labels) != 1.0
-    assert fit_temperature(3 * logits[1:], labels[1:]) == 1.0
-    assert fit_temperature(3 * logits, logits.argmax(axis=1)) == 1.0
+    assert fit_scores(3 * logits, labels) != Fit(1.0)
+    assert fit_scores(3 * logits[1:], labels[1:]) == Fit(1.0)
+    assert fit_scores(3 * logits, logits.argmax(axis=1)) == Fit(1.0)
+
+
+@pytest.mark.parametrize(("made", "name"), [(Form(), 0), (Form(power=1.8), 1), (Form(power=2.0, crowding=0.4), 2)])
+def test_the_form_that_fits_what_was_held_out_is_chosen(made: Form, name: int) -> None:
+    generator = np.random.default_rng(0)
+    logits = 3 * generator.normal(size=(6000, 8)).astype(np.float32)
+    scores, _ = scores_and_energies(logits, 2.0, made)
+    labels = (scores.cumsum(axis=1) < generator.random((6000, 1))).sum(axis=1).clip(max=7)
+    fit, chosen = choose_fit(logits[:3000], labels[:3000], Fit(1.0))
+    assert chosen == FORMS[name]
+    assert choose_fit(logits[:3000], labels[:3000], Fit(2.0, made)) == (Fit(2.0, made), ""), "nothing fits better"
+    found, best = (losses(logits[3000:], labels[3000:], each).mean() for each in (fit, Fit(2.0, made)))
+    assert found <= best + 0.003
+    assert (np.diff(np.take_along_axis(scores, np.argsort(logits, axis=1), axis=1)) >= 0).all(), "the order stays"
 
 
 def test_a_calibration_fits_the_temperature_to_a_fifth_and_measures_sets_on_the_rest() -> None:
     logits, labels = calibrated_logits(1000)
-    calibration, fitted, measured = calibrate(2 * logits, labels, 9.0, "made", (0.95, 0.9, 0.999))
-    assert fitted == 200
+    calibration, fitted, form, before, after, measured = calibrate(
+        2 * logits, labels, Fit(9.0), "made", (0.95, 0.9, 0.999)
+    )
+    assert (fitted, form) == (200, FORMS[0])
+    assert before.loss - after.loss > 0.3
+    assert after.error < 0.07
+    assert before.error > 0.15
     assert calibration.temperature == pytest.approx(2, rel=0.3)
     assert (calibration.pictures, len(calibration.scores)) == (1000, 800)
     assert list(measured) == [0.9, 0.95]  # 1,999 pictures are needed for the third
@@ -147,7 +173,8 @@ def test_a_calibration_fits_the_temperature_to_a_fifth_and_measures_sets_on_the_
 
 def test_few_pictures_leave_the_temperature_and_fewer_are_refused_with_what_is_enough() -> None:
     logits, labels = calibrated_logits(39)
-    calibration, fitted, _ = calibrate(logits, labels, 1.25, "made", (0.95,))
-    assert (calibration.temperature, fitted, len(calibration.scores)) == (1.25, 0, 39)
+    found = calibrate(logits, labels, Fit(1.25), "made", (0.95,))
+    assert (found.calibration.temperature, found.fitted, found.form) == (1.25, 0, "")
+    assert len(found.calibration.scores) == 39
     with pytest.raises(DatasetError, match=r"^made: 38 pictures .* 0.95: 39 are enough, and these for 0.94 \(--cov"):
-        calibrate(logits[:38], labels[:38], 1.25, "made", (0.95,))
+        calibrate(logits[:38], labels[:38], Fit(1.25), "made", (0.95,))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from model.calibration import fit_temperature
+from model.calibration import fit_scores
 from model.probe import FOLDS, PENALTIES, Axes, Choice, choose_penalty, draw_folds, fit_head
 
 
@@ -80,7 +80,7 @@ def test_the_penalty_is_the_one_whose_heads_do_best_on_held_out_pictures(count: 
             seen = axes._replace(values=axes.values[folds != number])
             weight, bias = axes.head(seen.minimum(truth[folds != number], 4, penalty), penalty)
             logits[folds == number] = features[folds == number] @ weight.T + bias
-        temperature = fit_temperature(logits, truth)
+        temperature = fit_scores(logits, truth).temperature
         losses.append(float(F.cross_entropy(torch.from_numpy(logits / temperature), torch.from_numpy(truth))))
     choice = choice_of(features, truth, folds)
     best = next(n for n, loss in enumerate(losses) if loss < min(losses[n + 1 : n + 3], default=np.inf))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from model.calibration import Form, scores_and_energies
 from model.config import ViTConfig
 from model.errors import InputError
 from model.heads import MAX_CHARACTERS, MAX_TEXTS, Head, ZeroShot, compared, labels_of_request, of_image, parse_labels
@@ -135,16 +136,21 @@ def test_saturated_sigmoids_are_ranked_by_their_logits_on_the_host_and_on_a_devi
     assert found["finite"].tolist() == best.finite.tolist() == [True, True]
 
 
-@pytest.mark.parametrize("independent", [False, True])
-def test_the_host_and_a_device_score_alike_and_tell_what_is_not_finite(independent: bool) -> None:
+@pytest.mark.parametrize(
+    ("independent", "form"), [(False, Form()), (False, Form(power=1.8, crowding=0.3)), (True, Form())]
+)
+def test_the_host_and_a_device_score_alike_and_tell_what_is_not_finite(independent: bool, form: Form) -> None:
     logits = np.random.default_rng(0).normal(0, 5, (6, 40)).astype(np.float32)
     logits[4, 3] = np.nan
-    head = Head(tuple(map(str, range(40))), independent, temperature=1.7)
+    head = Head(tuple(map(str, range(40))), independent, temperature=1.7, form=form)
     best, found = head.best(logits, 5), with_best(BatchOutputs(torch.from_numpy(logits)), head, 5).tensors()
     assert found["finite"].tolist() == best.finite.tolist() == [True] * 4 + [False, True]
     sound = best.finite
     assert found["indices"].numpy()[sound].tolist() == best.indices[sound].tolist()
     np.testing.assert_allclose(found["scores"].numpy()[sound], best.scores[sound], atol=1e-6)
+    if not independent:
+        of_sets, _ = scores_and_energies(logits, 1.7, form)
+        np.testing.assert_allclose(head.scores(logits)[sound], of_sets[sound], atol=1e-6)
 
 
 def test_evidence_of_the_best_class_is_whole_unless_classes_are_independent() -> None:

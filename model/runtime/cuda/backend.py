@@ -10,6 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from model.calibration import SOFTMAX
 from model.errors import DeviceError, NewProcessNeeded, first_line
 from model.heads import Head
 from model.runtime.backend import (
@@ -157,6 +158,9 @@ def with_best(outputs: BatchOutputs[Tensor], head: Head, top_k: int) -> BatchOut
     assert outputs.logits is not None
     logits = outputs.logits.float()
     scaled = logits / head.temperature
+    if head.form != SOFTMAX:  # see `Form.falls`
+        below = scaled.amax(dim=-1, keepdim=True) - scaled
+        scaled = -((below * (-below).exp().sum(dim=-1, keepdim=True) ** head.form.crowding) ** head.form.power)
     scores = scaled.sigmoid() if head.independent else scaled.softmax(dim=-1)
     # A row with one NaN is all NaN after the softmax; a sigmoid keeps it in its place.
     finite = scores.isfinite().all(dim=-1)

@@ -38,7 +38,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors.numpy import load_file, save_file
 
-from model.calibration import CALIBRATION_FILE, Calibration
+from model.calibration import CALIBRATION_FILE, Calibration, Form
 from model.config import LibraryConfig, PreprocessConfig, ViTConfig
 from model.errors import first_line
 from model.heads import Floats, Head, ZeroShot, own_head
@@ -80,6 +80,7 @@ class KeptCheckpoint(BaseModel):
     preprocess: PreprocessConfig
     labels: tuple[str, ...]
     temperature: float
+    form: Form
     multi_label: bool
     revision: str | None
     assumed: tuple[str, ...]
@@ -193,7 +194,9 @@ class Entry:
         if _HEAD not in manifest.graph:
             return None
         checkpoint = manifest.checkpoint
-        own = own_head(checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label)
+        own = own_head(
+            checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label, checkpoint.form
+        )
         compared = isinstance(checkpoint.config, ViTConfig) and checkpoint.config.normalized_head
         arrays = load_file(self.place(relevance=False) / _HEAD)
         return replace(own, weight=arrays["weight"], bias=arrays["bias"], normalized=compared)

@@ -1,10 +1,11 @@
 // The calls that give what is on screen, for a shell.
 
 import { keyIsUsed } from "./api.js";
+import { queriesOf } from "./models.js";
 
 const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
-export function curlCalls({ name, topK, map, maps }) {
+export function curlCalls({ name, topK, map, services, maps }) {
   const call = (path, query, target = "") => {
     const given = Object.entries(query).filter(([, value]) => value !== null && value !== undefined);
     const search = new URLSearchParams(given).toString();
@@ -12,7 +13,7 @@ export function curlCalls({ name, topK, map, maps }) {
     const key = keyIsUsed() ? '-H "Authorization: Bearer $VIT_API_KEY" ' : "";
     return `curl ${target}${key}-F ${quoted(`file=@${formEscaped(name)}`)} ${quoted(url)}`;
   };
-  return [call("classify", { top_k: topK, attention: map }),
+  return [...queriesOf(services, { top_k: topK, attention: map }).map((query) => call("classify", query)),
     ...maps.map((query, index) => call("attention", query, `-o map${maps.length > 1 ? index + 1 : ""}.png `))].join("\n");
 }
 

@@ -71,7 +71,7 @@ export class PictureList {
   update(picture) {
     const { button, row } = picture;
     if (!row) return;
-    const look = picture.photo ?? picture.seen;
+    const { look } = picture;
     if (look && picture.thumbnailOf !== look) {
       const side = Math.min(look.width, look.height);
       for (const canvas of [button.firstChild, row.querySelector("canvas")]) {

@@ -7,6 +7,7 @@ import { percent } from "./heatmap.js";
 import { takePictures } from "./intake.js";
 import { PictureList, stateOf } from "./list.js";
 import { watchLoad } from "./live.js";
+import { ModelChoice } from "./models.js";
 import { MapPanel, fill } from "./panel.js";
 import { FUSED, Picture } from "./picture.js";
 import { Queue } from "./queue.js";
@@ -17,37 +18,55 @@ import { Teaching } from "./teach.js";
 const byId = (id) => document.getElementById(id);
 const make = (tag, attributes) => Object.assign(document.createElement(tag), attributes);
 const TOP_K = [1, 3, 5, 10, 20, 50];
+const PAUSE = 250; // milliseconds: who goes through a list with the arrow keys asks for the last model alone
 
+const sides = [...document.querySelectorAll(".side")]; // the answers of the first and of the second model
 const emptyMap = document.querySelector("figure.map").cloneNode(true);
 let shown = null; // the picture on screen
 let latest = []; // the pictures that came last
 let picked = false; // the shown one was chosen by the user, and not by the page
-let service = null;
+let service = null; // the model that answers, null while it is being asked for
+let services = []; // it, and the one beside it
+let starting = null; // the last start
+let timer = 0;
 let reached = false; // the service has answered, whatever it said
 let keyTried = false;
 let panels = [];
 let changes = 0; // of the model, since an answer was one of the model that the page knows
 const teaching = new Teaching();
+const choice = new ModelChoice(byId("choice"), choose);
 const queue = new Queue(pictureChanged);
 const list = new PictureList(byId("pictures"), byId("many"), pick, (picture) => remove([picture]));
 
+function startIn(wait) {
+  starting = null; // what comes of the last start is not heard of any more
+  clearTimeout(timer);
+  timer = setTimeout(start, wait);
+}
+
 async function start() {
+  const begun = (starting = {});
   try {
-    service = await Service.reach();
+    const [gone] = await choice.ask();
+    if (gone) tellChange(gone);
+    const found = await Promise.all(choice.names.map(Service.reach));
+    if (begun !== starting) return;
+    [services, service] = [found, found[0]];
   } catch (error) {
+    if (begun !== starting) return;
     if (error.code === "unauthorized") return; // the key comes first
     reached = true;
     tell(byId("unready"), error, new File([], ""));
     showProgress();
-    setTimeout(start, 1000 * Math.min(error.retryAfter ?? 2, 10)); // a model that loads, a service that starts again
+    startIn(1000 * Math.min(error.retryAfter ?? 2, 10)); // a model that loads, a service that starts again
     return;
   }
   reached = true;
   byId("unready").hidden = byId("key-form").hidden = true;
-  byId("model").textContent = service.title;
-  byId("words").hidden = !service.asksLabels;
-  if (service.asksLabels) takeLabels();
-  else service.fetchLabels().then(showKnowledge, () => {}); // without them the page lacks a sentence and the search
+  byId("model").textContent = services.map(({ title }) => title).join("; ");
+  byId("words").hidden = !services.some(({ asksLabels }) => asksLabels);
+  takeLabels();
+  for (const each of services) if (!each.asksLabels) each.fetchLabels().then(showKnowledge, () => {}); // without them the page lacks a sentence and the search
   showKnowledge();
   teaching.reach().catch(() => {}); // without it the page has no tab for it
   fillTopK();
@@ -58,16 +77,16 @@ async function start() {
   arrange();
 }
 
-function showKnowledge() { byId("knows").textContent = byId("knows").title = service.knowledge; }
+function showKnowledge() { byId("knows").textContent = byId("knows").title = service?.knowledge ?? ""; }
 
 /** The words of the box are the classes of a model of texts. */
 function takeLabels() {
-  service.labels = [...new Set(byId("labels").value.split(",").map((label) => label.trim()).filter(Boolean))];
-  service.asked = JSON.stringify(service.labels);
+  const labels = [...new Set(byId("labels").value.split(",").map((label) => label.trim()).filter(Boolean))];
+  for (const each of services) if (each.asksLabels) Object.assign(each, { labels, asked: JSON.stringify(labels) });
 }
 
 function fillTopK() {
-  const classes = service.classes || 1;
+  const classes = Math.max(1, ...services.map((each) => each.classes));
   const allowed = TOP_K.filter((count) => count < classes).concat(classes <= 50 ? classes : []);
   fill(byId("top-k"), allowed.map((count) => [count, count === classes ? `all ${count}` : count]));
   byId("top-k").value = Math.min(5, classes);
@@ -75,34 +94,54 @@ function fillTopK() {
 }
 
 function setOptions() {
-  queue.options = { topK: Number(byId("top-k").value), map: service.methods.find((name) => name === FUSED), labels: service.asked };
+  queue.options = { topK: Number(byId("top-k").value), map: services.every(({ methods }) => methods.includes(FUSED)) ? FUSED : undefined, services,
+    side: byId("small").checked ? Math.max(...services.map((each) => each.side)) : 0 };
 }
 
 /** Another model is behind the page: what the old one said is dropped, and the pictures are given to the new one. */
-function renew() {
+function renew(gone) {
   if (!service) return; // it is being asked for
-  service = null;
   changes += 1;
-  byId("notice").textContent = "The model changed: the pictures are classified anew.";
+  tellChange(gone);
+  beginAnew(Math.min(10_000, 1000 * (changes - 1))); // two that take turns behind one address are not asked forever
+}
+
+function tellChange(gone) {
+  byId("notice").textContent = `${gone ? `${gone} does not answer any more` : "The model changed"}: the pictures are classified anew.`;
+}
+
+/** The user chose other models. */
+function choose() {
+  byId("notice").textContent = "";
+  beginAnew(PAUSE);
+}
+
+function beginAnew(wait) {
+  [services, service] = [[], null];
   queue.reset();
   for (const picture of list.pictures) {
     picture.forget();
     list.update(picture);
   }
   if (shown) show(shown);
-  setTimeout(start, Math.min(10_000, 1000 * (changes - 1))); // two that take turns behind one address are not asked forever
+  startIn(wait);
 }
 
 /** The service may have begun anew: ask which model it has. */
 async function checkModel() {
   if (!service) return;
-  const known = service;
-  const now = await Service.reach().catch(() => null);
-  if (now && known === service && !known.equals(now)) renew();
+  const known = services;
+  try {
+    const [gone] = await choice.ask();
+    const ready = known.filter(({ name }) => choice.isIn("ready", name)); // asking for one that was unloaded would load it again
+    const same = gone ? [false] : await Promise.all(ready.map(async (each) => each.equals(await Service.reach(each.name))));
+    if (known === services && same.includes(false)) renew(gone);
+  } catch { /* a request for a picture will tell */ }
 }
 
-function addPanel() {
-  const panel = new MapPanel(emptyMap.cloneNode(true), service, { onChange: mapsChanged, onOther: renew });
+function addPanel(of) {
+  const title = services.length > 1 ? of.model.name : "";
+  const panel = new MapPanel(emptyMap.cloneNode(true), of, { title, onChange: mapsChanged, onOther: () => renew() });
   panel.look.smooth = byId("smooth").checked;
   panel.find(".heat").style.opacity = byId("opacity").value / 100;
   panels.push(panel);
@@ -110,17 +149,20 @@ function addPanel() {
   return panel;
 }
 
-/** One panel, or two where maps are compared. A model without maps has one that shows the picture. */
+/** One panel, or two where maps are compared, or models. A model without maps has one that shows the picture. */
 function setPanels() {
-  const count = service.methods.length ? 1 + byId("compare").checked : 1;
+  const isPair = services.length > 1;
+  const count = isPair ? 2 : service.methods.length ? 1 + byId("compare").checked : 1;
+  byId("compare").parentElement.hidden = isPair;
+  document.body.classList.toggle("beside", isPair);
   while (panels.length > count) panels.pop().element.remove();
   while (panels.length < count) {
-    const panel = addPanel();
-    panel.choice = { ...panels[0].choice };
-    if (panels.length > 1 && !panel.classSpecific) panel.choice.head = panel.choice.head === "max" ? "mean" : "max";
-    panel.find(".layer").value = panel.choice.layer ?? service.model.layers - 1;
+    const panel = addPanel(services[panels.length] ?? service);
+    if (!isPair) panel.choice = { ...panels[0].choice };
+    if (!isPair && panels.length > 1 && !panel.classSpecific) panel.choice.head = panel.choice.head === "max" ? "mean" : "max";
+    panel.find(".layer").value = panel.choice.layer ?? panel.service.model.layers - 1;
     panel.find(".head").value = panel.choice.head;
-    if (shown) panel.show(shown, classOf(panels.length - 1));
+    if (shown) panel.show(shown, classOf(panel));
   }
   byId("figures").classList.toggle("two", count > 1);
   mapsChanged();
@@ -158,8 +200,9 @@ function remove(removed) {
 }
 
 const isUnanswered = ({ state }) => ["failed", "cancelled"].includes(state);
-const hasNothing = (picture) => isUnanswered(picture) && !picture.answer;
-const mayBeTried = (picture) => isUnanswered(picture) && !isFinal(picture.error);
+const hasNothing = (picture) => isUnanswered(picture) && !picture.answer && !picture.answerBy(1);
+const refusals = ({ error, answers: [, second] }) => [error, second?.error].filter(Boolean);
+const mayBeTried = (picture) => (isUnanswered(picture) ? !isFinal(picture.error) : !picture.isUnderWay && refusals(picture).some((error) => !isFinal(error)));
 
 /** Show the parts of the page that have something in them: a key that is needed comes alone. */
 function arrange() {
@@ -169,7 +212,7 @@ function arrange() {
   byId("progress-line").hidden = !pictures.length;
   byId("answer").hidden = locked || !shown;
   byId("where").hidden = byId("answer").hidden || (hasNothing(shown) && !shown.photo);
-  byId("more").hidden = byId("where").hidden || !service?.methods.length || hasNothing(shown);
+  byId("more").hidden = byId("where").hidden || !services.some(({ methods }) => methods.length) || hasNothing(shown);
   document.body.classList.toggle("narrow", locked || byId("where").hidden);
   document.body.classList.toggle("begun", pictures.length > 0);
   document.body.classList.toggle("many", list.isTable);
@@ -177,8 +220,9 @@ function arrange() {
 
 function pictureChanged(picture) {
   if (!list.pictures.includes(picture)) return showProgress();
+  if (service && refusals(picture).some(({ code }) => code === "unknown_model")) return renew();
   if (picture.state === "answered" && picture.answer) {
-    if (service && !service.gave(picture.answer)) return renew();
+    if (services.some((each) => picture.answerBy(each.place) && !each.gave(picture.answerBy(each.place)))) return renew();
     changes = 0;
   }
   list.update(picture);
@@ -219,41 +263,56 @@ function show(picture) {
 }
 
 function showPicture() {
-  const state = `${shown.state} ${shown.photo !== null} ${shown.seen !== null}`;
+  const state = `${shown.state} ${shown.photo !== null} ${shown.look !== null}`;
   if (shown.shownState === state) return; // progress alone
   shown.shownState = state;
   byId("photo-caption").textContent = shown.photo || !shown.answer ? shown.name : `${shown.name}, as the model saw it: this browser cannot show the file itself`;
   showAnswer();
-  panels.forEach((panel, index) => panel.show(shown, classOf(index)));
+  for (const panel of panels) panel.show(shown, classOf(panel));
 }
 
 /** The class whose map a panel shows first: the first answer, and beside it the second, or the first beside the second. */
 function classOf(panel) {
-  const [first, second] = (shown.answer?.predictions ?? []).map(({ index }) => index);
-  return (panel && second !== Number(panels[0].choice.class) ? second : first) ?? first ?? null;
+  const [first, second] = (shown.answerBy(panel.service.place)?.predictions ?? []).map(({ index }) => index);
+  const isSecond = panel !== panels[0] && services.length === 1;
+  return (isSecond && second !== Number(panels[0].choice.class) ? second : first) ?? first ?? null;
 }
 
 function showAnswer() {
   const { answer, error, state } = shown;
   byId("error").hidden = true;
-  byId("bars").hidden = byId("top-k-row").hidden = byId("hint").hidden = hasNothing(shown) || !service;
-  byId("hint").hidden ||= !service?.methods.includes(FUSED);
+  byId("sides").hidden = byId("top-k-row").hidden = byId("hint").hidden = hasNothing(shown) || !service;
+  byId("hint").hidden ||= !services.some(({ methods }) => methods.includes(FUSED));
   byId("timing").hidden = state === "failed" && !answer;
-  byId("fits").hidden = answer?.set_size === undefined;
-  byId("fits").textContent = byId("fits").title = answer ? fitting(answer) : "";
-  byId("bars").classList.toggle("waiting", shown.isUnderWay);
-  byId("bars").replaceChildren(...(answer?.predictions ?? []).map(bar));
+  sides.forEach(showSide);
   byId("timing").textContent = answer ? `${Math.round(answer.timings_ms.total)} ms in the service, ${Math.round(answer.timings_ms.inference)} ms of it in the model, batch of ${answer.batch_size}` : `${shown.name}: ${stateOf(shown)}`;
   teaching.offer(answer);
-  const [first] = answer?.predictions ?? [];
-  byId("headline").textContent = byId("headline").title = headline(first, answer);
-  byId("said").textContent = first ? `${shown.name}: ${headline(first, answer)}` : "";
+  const told = services.filter(({ place }) => shown.answerBy(place)?.predictions.length).map(headline).join("; ");
+  byId("headline").textContent = byId("headline").title = told || (shown.isUnderWay ? "Looking …" : "No answer");
+  byId("said").textContent = told && `${shown.name}: ${told}`;
   if (state === "failed") tell(byId("error"), error, shown.file);
 }
 
-function headline(first, answer) {
-  if (!first) return shown.isUnderWay ? "Looking …" : "No answer";
-  return `${answer.abstained ? "Not sure: " : ""}${first.label}, ${percent(first.score)}`;
+/** What one model says: its answers, or why it has none. */
+function showSide(side, place) {
+  const find = (selector) => side.querySelector(selector);
+  const answer = shown.answerBy(place);
+  const refusal = place ? shown.answers[place]?.error : null; // the first one's is the picture's
+  side.hidden = place > 0 && services.length < 2;
+  Object.assign(find(".of-model"), { hidden: services.length < 2, textContent: services[place]?.model.name ?? "" });
+  find(".fits").hidden = answer?.set_size === undefined;
+  find(".fits").textContent = find(".fits").title = answer ? fitting(answer) : "";
+  find(".bars").classList.toggle("waiting", shown.isUnderWay);
+  find(".bars").replaceChildren(...(answer?.predictions ?? []).map((prediction) => bar(prediction, place)));
+  find(".bars").setAttribute("aria-label", `Classes by score${services.length > 1 ? `, ${services[place].model.name}` : ""}`);
+  find(".refusal").hidden = !refusal;
+  if (refusal) tell(find(".refusal"), refusal, shown.file);
+}
+
+function headline({ place, model }) {
+  const answer = shown.answerBy(place);
+  const { predictions: [first] } = answer;
+  return `${services.length > 1 ? `${model.name}: ` : ""}${answer.abstained ? "Not sure: " : ""}${first.label}, ${percent(first.score)}`;
 }
 
 /** Which labels hold the right one, of a calibrated model. */
@@ -262,7 +321,7 @@ function fitting({ set, set_size: size }) {
   return `${size === 1 ? "One of its labels fits" : `${size} of its labels fit`}${set ? `: ${set.join("; ")}` : ""}.`;
 }
 
-function bar({ label, index, score }) {
+function bar({ label, index, score }, place) {
   const row = make("button", { type: "button", className: "answer", title: label });
   const part = (className, textContent = "") => make("span", { className, textContent });
   const fillPart = part("fill");
@@ -270,8 +329,9 @@ function bar({ label, index, score }) {
   row.append(fillPart, part("label", label), part("score", percent(score)));
   row.dataset.index = index;
   row.addEventListener("click", () => {
-    panels[0]?.choose({ class: index });
-    panels[0]?.find(".stage").scrollIntoView({ block: "nearest" }); // further up on a phone
+    const panel = panels.find(({ service: of }) => of.place === place);
+    panel?.choose({ class: index });
+    panel?.find(".stage").scrollIntoView({ block: "nearest" }); // further up on a phone
   });
   const item = make("li");
   item.append(row);
@@ -288,8 +348,10 @@ function tell(box, error, file) {
 
 function mapsChanged() {
   if (!service) return;
-  const chosen = panels.filter((panel) => panel.classSpecific).map((panel) => Number(panel.choice.class));
-  for (const row of document.querySelectorAll(".answer")) row.setAttribute("aria-pressed", chosen.includes(Number(row.dataset.index)));
+  sides.forEach((side, place) => {
+    const chosen = panels.filter((panel) => panel.service.place === place && panel.classSpecific).map((panel) => Number(panel.choice.class));
+    for (const row of side.querySelectorAll(".answer")) row.setAttribute("aria-pressed", chosen.includes(Number(row.dataset.index)));
+  });
   showProgress();
   const drawn = panels.filter((panel) => panel.map);
   const full = drawn.length > 1 ? Math.max(...drawn.map((panel) => panel.map.full)) : null; // two maps share a scale
@@ -325,6 +387,7 @@ byId("top-k").addEventListener("change", () => {
   const again = list.pictures.filter(({ state }) => state === "answered");
   if (again.length) queue.add(again);
 });
+byId("small").addEventListener("change", () => service && setOptions());
 byId("use-labels").addEventListener("click", () => {
   takeLabels();
   fillTopK();

@@ -13,13 +13,16 @@ const FOUND = 20; // classes that a search lists
 let lastPanel = 0;
 
 export class MapPanel {
-  /** `element`: its figure; `service`: a Service; `onChange` runs after a map is there; `onOther` when it is of another model. */
-  constructor(element, service, { onChange, onOther }) {
+  /** `element`: its figure; `title`: of its model where there are two; `onChange` runs after a map is there; `onOther` when it is of another model. */
+  constructor(element, service, { title, onChange, onOther }) {
     this.service = service;
+    this.title = title;
     this.onChange = onChange;
     this.onOther = onOther;
     this.element = element;
     this.find = (selector) => this.element.querySelector(selector);
+    Object.assign(this.find(".of-model"), { textContent: title, hidden: !title });
+    if (title) element.setAttribute("aria-label", `Map of ${title}`);
     this.choice = { method: service.methods[0], class: null, layer: null, head: "mean" };
     this.picture = null;
     this.document = null; // the map's JSON
@@ -80,12 +83,14 @@ export class MapPanel {
     });
   }
 
+  get answer() { return this.picture?.answerBy(this.service.place); }
+
   nameOf(index) { return `${this.labelOf(index)} (${index})`; }
 
   labelOf(index) { return this.knownLabel(index) ?? `class ${index}`; }
 
   knownLabel(index) {
-    const answered = this.picture?.answer?.predictions.find((prediction) => prediction.index === Number(index));
+    const answered = this.answer?.predictions.find((prediction) => prediction.index === Number(index));
     return answered?.label ?? this.service.labels[index];
   }
 
@@ -105,10 +110,10 @@ export class MapPanel {
   /** The query of the map on screen, without what the service assumes by itself. */
   get query() {
     const { method } = this.choice;
-    const labels = this.service.asked;
-    if (this.classSpecific) return { method, class: this.choice.class, ...(labels && { labels }) };
-    if (method !== "cls") return { method };
-    return { method, layer: this.choice.layer ?? this.service.model.layers - 1, head: this.choice.head };
+    const { asked: labels, name: model } = this.service;
+    if (this.classSpecific) return { model, method, class: this.choice.class, ...(labels && { labels }) };
+    if (method !== "cls") return { model, method };
+    return { model, method, layer: this.choice.layer ?? this.service.model.layers - 1, head: this.choice.head };
   }
 
   choose(change) {
@@ -130,11 +135,11 @@ export class MapPanel {
 
   showControls() {
     this.find(".method").value = this.choice.method ?? "";
-    const isKnown = this.choice.class !== null && this.picture?.answer;
+    const isKnown = this.choice.class !== null && this.answer;
     this.find(".class").value = isKnown ? this.nameOf(this.choice.class) : "";
     this.find(".for-class").hidden = !this.classSpecific;
     for (const label of this.element.querySelectorAll(".for-layer")) label.hidden = this.choice.method !== "cls";
-    this.element.classList.toggle("idle", !this.picture?.answer);
+    this.element.classList.toggle("idle", !this.answer);
   }
 
   /** Ask for the map of the choice and draw it, unless another was chosen meanwhile. */
@@ -144,28 +149,25 @@ export class MapPanel {
     const note = this.find(".map-note");
     this.failed = false;
     note.textContent = "";
-    const isAsked = picture?.answer && service.methods.length;
+    const isAsked = this.answer && service.methods.length;
     this.element.toggleAttribute("aria-busy", false);
     if (isAsked || picture?.isUnderWay) this.element.setAttribute("aria-busy", "true");
     if (!isAsked) {
       this.document = this.map = null;
       this.draw();
-      this.onChange();
-      return;
+      return this.onChange();
     }
     this.find(".readout").textContent = "Waiting for the map";
     try {
       const found = await picture.map(this.query);
-      if (wanted !== this.wanted) return;
-      if (found.label && found.label !== (this.knownLabel(found.class) ?? found.label)) {
-        this.onOther();
-        return;
-      }
+      if (wanted !== this.wanted) return undefined;
+      if (found.label && found.label !== (this.knownLabel(found.class) ?? found.label)) return this.onOther();
       this.document = found;
       this.map = readMap(found);
       if (picture.photo === null) note.textContent = "Drawn over what the model saw of the picture";
     } catch (error) {
-      if (wanted !== this.wanted) return;
+      if (wanted !== this.wanted) return undefined;
+      if (error.code === "unknown_model") return this.onOther();
       this.failed = !isFinal(error);
       this.document = this.map = null;
       const { lines, own } = explain(error, picture.file);
@@ -174,13 +176,13 @@ export class MapPanel {
       if (wanted === this.wanted) this.element.removeAttribute("aria-busy");
     }
     this.draw();
-    this.onChange();
+    return this.onChange();
   }
 
   /** The picture under the map, and the part of it that the map covers. */
   get ground() {
     const { picture, document: found } = this;
-    if (!picture?.photo) return { base: picture?.seen ?? null, region: WHOLE };
+    if (!picture?.photo) return { base: picture?.seen[this.service.place] ?? null, region: WHOLE };
     if (!found) return { base: picture.photo, region: WHOLE };
     const [width, height] = picture.size;
     const { x, y, width: across, height: down } = found.region;
@@ -244,7 +246,7 @@ export class MapPanel {
     if (!this.map) return "\u00a0";
     if (!this.classSpecific) return "Coloured: where it looked, whatever the class";
     const label = this.labelOf(this.choice.class);
-    const isBest = Number(this.choice.class) === this.picture.answer.predictions[0].index;
+    const isBest = Number(this.choice.class) === this.answer.predictions[0].index;
     return !isBest && this.map.strength < LITTLE ? `Little speaks for ${label} here` : `Coloured: what spoke for ${label}`;
   }
 
@@ -268,7 +270,7 @@ export class MapPanel {
   /** What a saved drawing says below: the class with its score, and how it was made. */
   get caption() {
     const { method, layer, head } = this.query;
-    const name = NAMES[method] ?? method;
+    const name = [NAMES[method] ?? method, this.title].filter(Boolean).join(", by ");
     if (!this.classSpecific) return [this.picture.name, layer === undefined ? name : `${name}: layer ${layer}, head ${head}`];
     const { score, evidence } = this.document;
     const known = [[score, percent(score ?? 0)], [evidence, `evidence ${Number((evidence ?? 0).toFixed(2))}`]];

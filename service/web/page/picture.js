@@ -1,6 +1,8 @@
 // One picture on the page: its file, how it looks, the answer, and the maps that were asked for.
 
 import { sendPatiently } from "./api.js";
+import { answersOf } from "./models.js";
+import { shrink } from "./shrink.js";
 
 const SIDES = [640, 1536]; // the longer side of what is kept for drawing: small pictures are enlarged, as their maps are not small
 
@@ -13,22 +15,30 @@ export class Picture {
   /** `onAsking()` runs when a request for a map begins or ends. */
   constructor(file, onAsking) {
     this.file = file;
+    this.sent = { file, pixel: [1, 1] }; // perhaps smaller, and the size of its pixels in the original
     this.onAsking = onAsking;
     this.number = ++lastNumber;
     this.name = file.name || `picture ${this.number}`;
     this.state = "waiting"; // then "sending" or "busy", and "answered", "failed" or "cancelled"
     this.progress = 0;
-    this.answer = null;
+    this.answers = []; // of one or two models; {error} of one of two that refused
     this.error = null;
     this.photo = null; // a canvas with the upright picture
     this.size = null; // [width, height] of the upright original
-    this.seen = null; // what the model saw, a canvas
+    this.seen = []; // what each model saw, a canvas
     this.maps = new Map();
     this.asking = 0; // requests for maps under way
     this.controller = new AbortController();
   }
 
   get isUnderWay() { return ["waiting", "sending", "busy"].includes(this.state); }
+
+  /** The answer of the first or the second model, or null. */
+  answerBy(place) { return this.answers[place]?.error ? null : this.answers[place] ?? null; }
+
+  get answer() { return this.answerBy(0); }
+
+  get look() { return this.photo ?? this.seen.find(Boolean) ?? null; }
 
   /** End every request of this picture. */
   cancel() {
@@ -39,7 +49,9 @@ export class Picture {
   /** Forget all that a model said: another is there. */
   forget() {
     this.cancel();
-    this.answer = this.error = null;
+    this.error = null;
+    this.answers = [];
+    this.seen = [];
     this.maps.clear();
     this.state = "waiting";
   }
@@ -57,34 +69,57 @@ export class Picture {
     }
   }
 
-  async classify({ topK, map, labels, ...listeners }) {
-    const { signal } = this.controller;
-    const answer = await sendPatiently("POST", "classify", { query: { top_k: topK, attention: map, labels }, file: this.file, signal, ...listeners });
-    signal.throwIfAborted();
-    this.answer = answer;
-    const { id, attention, predictions: [first] } = answer;
-    if (map) this.maps.set(keyOf({ method: map, class: first.index }), { ...attention, id });
-    await this.decoded;
-    if (map && this.photo === null) await this.see();
+  /** Choose what is sent: the file, or less of it for models that resize pictures to `side` pixels at most. */
+  async prepare(side) {
+    const asItIs = { file: this.file, pixel: [1, 1] };
+    await (side && this.decoded);
+    const sent = side && this.photo ? decoding.then(() => shrink(this.file, this.size, side)).catch(() => asItIs) : asItIs;
+    if (sent !== asItIs) decoding = sent;
+    this.sent = await sent;
   }
 
-  /** The map of a choice {method, class, layer, head, labels}, asked for once. */
+  /** What the service says of what was sent, said of the original. */
+  ofOriginal(found) {
+    const { region } = found;
+    const [across, down] = this.sent.pixel;
+    return { ...found, region: { x: region.x * across, y: region.y * down, width: region.width * across, height: region.height * down } };
+  }
+
+  async classify({ topK, map, services, side, ...listeners }) {
+    const { signal } = this.controller;
+    await this.prepare(side);
+    const ask = (query) => sendPatiently("POST", "classify", { query, file: this.sent.file, signal, ...listeners });
+    const answers = await answersOf(services, { top_k: topK, attention: map }, ask);
+    signal.throwIfAborted();
+    for (const answer of answers) if (answer.attention) answer.attention = this.ofOriginal(answer.attention);
+    this.answers = answers;
+    const answered = services.filter(({ place }) => this.answerBy(place));
+    for (const { name, place } of map ? answered : []) {
+      const { id, attention, predictions: [first] } = answers[place];
+      this.maps.set(keyOf({ model: name, method: map, class: first.index }), { ...attention, id });
+    }
+    await this.decoded;
+    if (this.photo === null) await Promise.all(answered.map((service) => service.methods.includes(FUSED) && this.see(service)));
+    if (answers[0].error) throw answers[0].error;
+  }
+
+  /** The map of a choice {model, method, class, layer, head, labels}, asked for once. */
   map(choice) {
     const name = keyOf(choice);
     if (!this.maps.has(name)) {
-      const asked = this.attention({ ...choice, format: "json" }, "json");
+      const asked = this.attention({ ...choice, format: "json" }, "json").then((found) => this.ofOriginal(found));
       this.maps.set(name, asked);
       asked.catch(() => this.maps.delete(name));
     }
     return this.maps.get(name);
   }
 
-  /** Draw what the model saw into `seen`: maps lie over this where the browser cannot show the picture. */
-  async see() {
-    if (this.seen) return;
-    const png = await this.attention({ method: "cls", format: "png", alpha: 0, size: 1024 }, "blob");
+  /** Draw what a model saw into `seen`: maps lie over this where the browser cannot show the picture. */
+  async see({ name, place }) {
+    if (this.seen[place]) return;
+    const png = await this.attention({ model: name, method: "cls", format: "png", alpha: 0, size: 1024 }, "blob");
     const bitmap = await createImageBitmap(png);
-    this.seen = drawn(bitmap);
+    this.seen[place] = drawn(bitmap);
   }
 
   /** GET /attention of the kept picture; POST it again where it is not kept any more. */
@@ -93,15 +128,16 @@ export class Picture {
     this.asking += 1;
     this.onAsking();
     try {
-      if (this.answer?.id) {
+      const answer = this.answers.find(({ model }) => model === query.model) ?? this.answers[0];
+      if (answer?.id) {
         try {
-          return await sendPatiently("GET", "attention", { query: { ...query, id: this.answer.id }, type, signal });
+          return await sendPatiently("GET", "attention", { query: { ...query, id: answer.id }, type, signal });
         } catch (error) {
           if (error.code !== "not_found") throw error;
-          this.answer.id = null;
+          answer.id = null;
         }
       }
-      return await sendPatiently("POST", "attention", { query, file: this.file, type, signal });
+      return await sendPatiently("POST", "attention", { query, file: this.sent.file, type, signal });
     } finally {
       this.asking -= 1;
       this.onAsking();
@@ -109,7 +145,7 @@ export class Picture {
   }
 }
 
-const keyOf = (choice) => ["method", "class", "layer", "head"].map((name) => choice[name] ?? "").join("|");
+const keyOf = (choice) => ["model", "method", "class", "layer", "head"].map((name) => choice[name] ?? "").join("|");
 
 function drawn(bitmap) {
   const longer = Math.max(bitmap.width, bitmap.height);

@@ -27,7 +27,7 @@ export function savePng(picture, panels, opacity) {
 }
 
 export function saveJson(picture, panels) {
-  const content = { file: picture.name, classification: picture.answer, maps: panels.map((panel) => panel.document).filter(Boolean) };
+  const content = { file: picture.name, classification: picture.answer, beside: picture.answers[1], maps: panels.map((panel) => panel.document).filter(Boolean) };
   download(new Blob([JSON.stringify(content, null, 1)], { type: "application/json" }), `${stem(picture)}.json`);
 }
 

@@ -6,8 +6,9 @@ import { FUSED } from "./picture.js";
 const SHOWN = 12; // labels that the first view names
 
 export class Service {
-  constructor(model) {
-    this.model = model;
+  /** `name`: as requests have it, undefined for the only model; `place`: 1 for one that answers beside another. */
+  constructor(model, name, place = 0) {
+    Object.assign(this, { model, name, place });
     this.asksLabels = Boolean(model.templates) && model.classes === 0; // it compares pictures with words that are given
     // Labels that are given have relevance too, which a model without any does not name.
     this.methods = this.asksLabels && model.attention_methods.length ? [FUSED, ...model.attention_methods] : model.attention_methods;
@@ -16,21 +17,24 @@ export class Service {
   }
 
   /** Ask which model answers now. Its labels come later: a thousand of them are not needed for the first answer. */
-  static async reach() { return new Service(await send("GET", "model")); }
+  static async reach(name, place) { return new Service(await send("GET", "model", { query: { model: name } }), name, place); }
 
   async fetchLabels() {
-    const { model, labels } = await send("GET", "labels");
+    const { model, labels } = await send("GET", "labels", { query: { model: this.name } });
     if (model === this.model.name) this.labels = labels;
   }
 
   get classes() { return this.asksLabels ? this.labels.length : this.model.classes; }
+
+  /** The longer side in pixels of what it resizes pictures to. */
+  get side() { return Math.max(...this.model.preprocessing.resize_size); }
 
   /** Whether an answer of /classify is this model's. */
   gave(answer) { return answer.model === this.model.name; }
 
   /** Whether another description is of this very model. */
   equals({ model }) {
-    return ["name", "source", "revision", "architecture", "classes", "device"].every((name) => model[name] === this.model[name]);
+    return ["name", "source", "revision", "content", "architecture", "classes", "device"].every((name) => model[name] === this.model[name]);
   }
 
   get title() {

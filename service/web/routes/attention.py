@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from model.heads import labels_of_request, with_labels
 from model.images.heatmap import COLORMAPS, MAX_SIZE, default_view, encode_png
 from model.images.preprocess import ModelInput
 from model.images.region import Region
@@ -22,7 +23,6 @@ from model.outputs import (
     MAX_CLASSES,
     METHODS,
     AttentionMap,
-    MapRequest,
     Outputs,
     RequestedOutputs,
     parse_maps,
@@ -75,6 +75,10 @@ class AttentionQuery(BaseModel, frozen=True):
             f"the best class; for {', '.join(sorted(CLASS_SPECIFIC))}",
         ),
     ] = None
+    labels: Annotated[
+        str | Absent,
+        Field(description="for models with a text tower: what `class` names, as on /classify; `relevance` alone"),
+    ] = None
     layer: Annotated[int | Absent, Field(description="`cls`: default the last; negatives count from the end")] = None
     head: Annotated[
         str | Absent,
@@ -118,7 +122,7 @@ async def attention_of_kept_picture(request: Request, query: Annotated[StoredPic
     """Draw the map of a picture that was classified before and is still stored."""
     service = service_of(request)
     model = await model_of(request, query.model)
-    _map_requests(query, model.info)
+    _requests(query, model.info)
     with model.generation.request():  # another one may take over while the picture comes
         picture = await service.kept(query.id, model)
         if picture is None:
@@ -127,10 +131,10 @@ async def attention_of_kept_picture(request: Request, query: Annotated[StoredPic
 
 
 async def _of_kept(request: Request, query: StoredPictureQuery, model: Model, picture: ModelInput) -> Response:
-    map_requests = _map_requests(query, model.info)
+    requests = _requests(query, model.info)
     async with service_of(request).admit(request, model) as admitted:
         await admitted.take(1)
-        explained = await _explain(admitted, map_requests, picture)
+        explained = await _explain(admitted, requests, picture)
         return await _answer(admitted, query, explained, picture, query.id)
 
 
@@ -143,12 +147,12 @@ async def _of_kept(request: Request, query: StoredPictureQuery, model: Model, pi
 async def attention(request: Request, query: Annotated[AttentionQuery, Query()]) -> Response:
     """Draw the map of the picture in the body."""
     model = await model_of(request, query.model)
-    map_requests = _map_requests(query, model.info)
+    requests = _requests(query, model.info)
     async with service_of(request).admit(request, model) as admitted:
         file = await admitted.read_picture()
         async with admitted.decoded(file) as decoded:
             picture = decoded.picture
-        explained = await _explain(admitted, map_requests, picture)
+        explained = await _explain(admitted, requests, picture)
         own = admitted.service.metrics.of_model(model.info.name)
         own.images.inc()
         if model.info.config.num_classes:
@@ -158,11 +162,11 @@ async def attention(request: Request, query: Annotated[AttentionQuery, Query()])
         return await _answer(admitted, query, explained, picture, image_id, photo)
 
 
-async def _explain(admitted: AdmittedRequest, map_requests: Sequence[MapRequest], picture: ModelInput) -> list[Outputs]:
+async def _explain(
+    admitted: AdmittedRequest, requests: Sequence[RequestedOutputs], picture: ModelInput
+) -> list[Outputs]:
     """Return the outputs for a picture that have its maps, in the order of the requests for them."""
-    results = await all_of(
-        admitted.infer(picture.pixels, RequestedOutputs(1, map_request)) for map_request in map_requests
-    )
+    results = await all_of(admitted.infer(picture.pixels, requested) for requested in requests)
     return [result.outputs for result in results]
 
 
@@ -191,7 +195,7 @@ async def _answer(
     headers = {"Cache-Control": "private", "X-Content-Type-Options": "nosniff"}
     if image_id is not None:
         headers["Content-Location"] = f"/attention?id={image_id}{query_of(admitted)}"
-    labels = admitted.model.info.labels
+    labels = _labels(query, admitted.model.info) or admitted.model.info.labels
     if query.format == "json":
         region = region_document(picture.region)
         documents = [AttentionDocument(id=image_id, region=region, **map_fields(each, labels)) for each in maps]
@@ -248,12 +252,19 @@ def region_document(region: Region) -> RegionDocument:
     return RegionDocument(x=x, y=y, width=width, height=height)
 
 
-def _map_requests(query: AttentionQuery, info: ModelInfo) -> list[MapRequest]:
-    """Return the maps of a query; raises `InvalidParameter` or `InputError` if the query is not allowed."""
-    selected = query.model_dump(include={"method", "layer", "head"})
-    maps = parse_maps(info.config, info.labels, classes=query.class_, **selected)
+def _requests(query: AttentionQuery, info: ModelInfo) -> list[RequestedOutputs]:
+    """Return what makes the maps of a query; raises `InvalidParameter` or `InputError` if the query is not allowed."""
+    selected, labels = query.model_dump(include={"method", "layer", "head"}), _labels(query, info)
+    maps = parse_maps(with_labels(info.config, labels), labels or info.labels, classes=query.class_, **selected)
+    if labels and maps[0].method != "relevance":
+        raise InvalidParameter(f"labels does not apply to method {maps[0].method!r}")
     _check_drawing(query)
-    return maps
+    return [RequestedOutputs(1, each, labels=labels) for each in maps]
+
+
+def _labels(query: AttentionQuery, info: ModelInfo) -> tuple[str, ...]:
+    """Return the labels of a query, none without; raises as `labels_of_request`."""
+    return () if query.labels is None else labels_of_request(query.labels, info.zero_shot, info.config)
 
 
 def _check_drawing(query: AttentionQuery) -> None:

@@ -257,8 +257,7 @@ async def _classify_by_several(request: Request, query: ClassifyQuery) -> Respon
         passes: list[_Pass] = []
         image_id = new_image_id()
         if members:
-            picture = await admitted.read_picture()
-            await admitted.take(len(groups) - 1)
+            picture = await admitted.read_picture(passes=len(groups))
             passes = await all_of(_pass(admitted, picture, group, image_id, query) for group in groups.values())
         answers = {name: _item(admitted, error) for name, error in failed.items() if error is not None}
         answers |= {name: answer for each in passes for name, answer in each.answers.items()}

@@ -42,6 +42,7 @@ async def model(request: Request, query: Annotated[LooseModelQuery, Query()]) ->
         classes=config.num_classes,
         preprocessing=info.preprocess.model_dump(mode="json"),
         attention_methods=list(methods_of(config)),
+        score_form=info.form.model_dump(),
         templates=info.zero_shot and list(info.zero_shot.templates),
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 from PIL import Image
 
 from tests.e2e.page.browser import Browser, chromium, expect, tab
-from tests.e2e.page.steps import DOG, HARBOUR, choose, map_shown
+from tests.e2e.page.steps import CAT, DOG, choose, map_shown
 from tests.launcher import ServerProcess
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -32,7 +32,7 @@ def take(browser: Browser, url: str, *, compare: bool, **options: Any) -> Image.
     """Return what the page shows of the dog, and of the maps of two classes beside each other if `compare`."""
     with tab(browser, url, **options) as found:
         page = found.page
-        for picture in (HARBOUR, DOG):  # one after the other, so that neither waits for the other
+        for picture in (CAT, DOG):  # one after the other, so that neither waits for the other
             choose(page, picture)
             expect(page.locator("#photo-caption")).to_have_text(picture.name)
             expect(page.locator("#progress-text")).to_have_text("1 of 1 answered")

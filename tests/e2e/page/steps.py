@@ -17,7 +17,7 @@ from tests.e2e.page.browser import Page, Tab, expect
 Open = Callable[..., AbstractContextManager[Tab]]
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-DOG, HARBOUR = EXAMPLES / "dog.jpg", EXAMPLES / "harbour.jpg"
+DOG, CAT = EXAMPLES / "dog.jpg", EXAMPLES / "cat.jpg"
 PHONE = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True}
 
 

@@ -35,6 +35,35 @@ def test_a_heic_picture_is_shown_as_the_model_saw_it(open_page: Open) -> None:
         assert pixels(found.page, ".map .base")[..., :3].std() > 20
 
 
+def test_a_large_picture_is_sent_smaller_if_it_may_and_its_map_lies_where_it_belongs(
+    open_page: Open, server: Served, tmp_path: Path
+) -> None:
+    exif, buffer, photo = Image.Exif(), io.BytesIO(), tmp_path / "photo.jpg"
+    exif[0x0112] = 6  # a quarter turn
+    with Image.open(DOG) as picture:
+        lying = picture.resize((900, 1200)).transpose(Image.Transpose.ROTATE_90)
+    lying.save(photo, quality=100, exif=exif)
+    lying.save(buffer, "JPEG", quality=50, exif=exif)
+    assert photo.stat().st_size > 200_000 > len(buffer.getvalue())  # what the server takes
+    with open_page() as found:
+        found.refusals_expected = True
+        page = found.page
+        choose(page, photo)
+        expect(page.get_by_role("alert")).to_contain_text("larger than the service accepts")
+        page.get_by_label("Send large pictures smaller").check()
+        choose(page, photo)
+        assert answers(page)[0] == "dog"
+        map_shown(page)
+        page.locator(".answer").nth(1).click()
+        map_shown(page)
+        with page.expect_download() as saved:
+            page.get_by_role("button", name="Download JSON").click()
+        document = json.loads(Path(saved.value.path()).read_text())
+    expected = server.classify(buffer.getvalue(), "attention=true").json()["attention"]["region"]
+    for map_ in (document["classification"]["attention"], *document["maps"]):
+        assert map_["region"] == {name: pytest.approx(value, abs=8) for name, value in expected.items()}
+
+
 def test_layer_and_head_are_switched_and_two_maps_stand_side_by_side(open_page: Open, server: Served) -> None:
     with open_page() as found:
         page = found.page

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from model.calibration import CALIBRATION_FILE, Calibration, label_sets_of
+from model.calibration import CALIBRATION_FILE, Calibration, Fit, Form, label_sets_of
 from model.checkpoint import load_checkpoint, native
 from model.errors import CheckpointError
 from tests.model.checkpoint.folders import edit, edit_tensors, put, refusal
 from tests.service.cli.command_line import write_checkpoint
 
-CALIBRATION = Calibration.of("pictures", 50, 1.5, np.linspace(0, 1, 39), np.linspace(-1, 3, 39))
+CALIBRATION = Calibration.of("pictures", 50, Fit(1.5), np.linspace(0, 1, 39), np.linspace(-1, 3, 39))
 
 
 @pytest.fixture
@@ -37,6 +39,32 @@ def test_a_calibration_gives_temperature_and_sets(folder: Path) -> None:
     (folder / CALIBRATION_FILE).unlink()
     with pytest.raises(CheckpointError, match=r"^m: is not calibrated, .*VIT_COVERAGE.*: `vitserve calibrate"):
         label_sets_of(load_checkpoint(str(folder)).calibration, 0.95, "m")
+
+
+def test_a_form_of_the_scores_goes_with_it_and_with_the_weights_alone(folder: Path, tmp_path: Path) -> None:
+    form = Form(power=1.8, crowding=0.25)
+    native.write_calibration(folder, CALIBRATION.model_copy(update={"form": form}))
+    checkpoint = load_checkpoint(str(folder))
+    assert checkpoint.form == form
+    assert label_sets_of(checkpoint.calibration, 0.95, "m").form == form
+    native.write(tmp_path / "copy", checkpoint, dtype=torch.float16)
+    assert load_checkpoint(str(tmp_path / "copy")).form == form
+    put(folder / CALIBRATION_FILE, "form.crowding", 0.3)
+    assert "calibration.json: is not what" in refusal(folder)
+
+
+def test_folders_of_versions_without_forms_are_read_as_they_were(folder: Path) -> None:
+    for file in ("config.json", CALIBRATION_FILE):
+        edit(folder / file, lambda written: written.pop("form"))
+    config, written = (json.loads((folder / file).read_text()) for file in ("config.json", CALIBRATION_FILE))
+    signed = [
+        {name: each for name, each in written.items() if name != "digest"},
+        hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest(),
+        *(config[name] for name in ("architecture", "preprocess")),
+    ]
+    assert written["digest"] == hashlib.sha256(json.dumps(signed, sort_keys=True).encode()).hexdigest()
+    checkpoint = load_checkpoint(str(folder))
+    assert (checkpoint.temperature, checkpoint.form) == (1.5, Form())
 
 
 def _other_weights(folder: Path) -> None:

@@ -111,7 +111,8 @@ def test_labels_of_a_request_have_the_scores_and_maps_of_labels_of_the_start(
         pixels = Normalise(checkpoint.preprocess)(torch.from_numpy(image[None]))
         np.testing.assert_allclose(expected.scores, own_scores(checkpoint, pixels).numpy()[expected.indices], atol=1e-5)
         [of_label] = full.predict(
-            image[None], RequestedOutputs(1, MapRequest("relevance", direction=head.direction(logits)))
+            image[None],
+            RequestedOutputs(1, MapRequest("relevance", direction=head.direction(logits, int(expected.indices[0])))),
         )
         with torch.no_grad():
             classes = torch.tensor([int(expected.indices[0])])

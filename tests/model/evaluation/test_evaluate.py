@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from model.calibration import calibration_error
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
 from model.data import cifar10
 from model.data.datasets import open_evaluation_set
 from model.errors import DatasetError
-from model.evaluation.evaluate import Evaluation, calibration_error, measure
+from model.evaluation.evaluate import Evaluation, measure
 from model.network.vit import VisionTransformer
 from model.outputs import Outputs, RequestedOutputs
 from model.runtime.backend import Images

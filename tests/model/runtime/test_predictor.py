@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from model.calibration import Calibration, label_sets_of, scores_and_energies
+from model.calibration import Calibration, Fit, Form, label_sets_of, scores_and_energies
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import CheckpointError, DeviceError
@@ -142,7 +142,7 @@ def test_sets_of_labels_are_made_of_logits_for_those_images_that_ask(backend: st
     plain = Predictor(make_checkpoint(), device="cpu", compile_mode="off", dtype="float32")
     energies = scores_and_energies(plain.logits(images), 2.0)[1]
     middle = (np.sort(energies)[3:5].sum() / 2).repeat(99)
-    calibration = Calibration.of("made", 99, 2.0, np.linspace(0, 0.25, 99), middle)
+    calibration = Calibration.of("made", 99, Fit(2.0, Form(power=1.5, crowding=0.2)), np.linspace(0, 0.25, 99), middle)
     checkpoint = make_checkpoint(temperature=2.0, calibration=calibration)
     predictor = Predictor(checkpoint, device="cpu", compile_mode=MODES[backend], dtype="float32")
     predictor.set_coverage(0.8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
+from PIL import Image
 
 from service.cli import answers
 from tests.service.cli.command_line import run
+from tests.vitserve.test_shrinking import MODEL
 from vitserve.client import Client, Unreachable
 from vitserve.documents import Classification
 
@@ -44,7 +47,7 @@ def test_a_server_that_is_gone_is_not_asked_about_every_file_that_is_left(
         (tmp_path / f"{number:03}.png").touch()
 
     class Gone(Client):
-        def model(self, name: str | None) -> Any:
+        def model(self, name: str | None) -> Any:  # type: ignore[override]  # a stand-in for what is asked
             return SimpleNamespace(classes=1)
 
         def classify(self, image: Any, **_: object) -> Any:
@@ -75,3 +78,20 @@ def test_the_key_is_that_of_the_flag_or_of_the_environment(
     monkeypatch.setattr(answers, "Client", partial(Client, transport=httpx.MockTransport(answer)))
     assert run(capsys, "classify", "examples/dog.jpg", "--url", "http://there", *flags)[0] == 1
     assert asked == [sent]
+
+
+@pytest.mark.parametrize(("flags", "size"), [([], (480, 640)), (["--shrink"], (120, 160))])
+def test_large_pictures_are_sent_smaller_on_demand(
+    flags: list[str], size: tuple[int, int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[int, int]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/model":
+            return httpx.Response(200, json=MODEL | {"preprocessing": {"resize_size": [56, 56]}})
+        sent.append(Image.open(io.BytesIO(request.content)).size)
+        return httpx.Response(200, content=CAT.model_dump_json())
+
+    monkeypatch.setattr(answers, "Client", partial(Client, transport=httpx.MockTransport(answer)))
+    assert run(capsys, "classify", "examples/dog.jpg", "--url", "http://there", *flags)[0] == 0
+    assert sent == [size]

@@ -47,7 +47,7 @@ def test_a_calibrated_folder_answers_with_sets_of_any_coverage_that_its_pictures
     weights = (checkpoint / "model.safetensors").read_bytes()
     code, out, err = run(capsys, "calibrate", checkpoint, "--data", labelled, *HERE)
     assert code == 0, err
-    assert "tiny: 60 pictures; temperature 1 (not fitted: too few, or all are answered right)" in out
+    assert "tiny: 60 pictures; scores as they were: too few, or all right" in out
     assert re.findall(r"^ +(0\.\d+) +[\d.]+% +[\d.]+ +[\d.]+%$", out, re.MULTILINE) == ["0.8", "0.9"]
     assert "serve --checkpoint" in out
     assert (checkpoint / "model.safetensors").read_bytes() == weights

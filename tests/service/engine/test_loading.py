@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.calibration import Calibration
+from model.calibration import Calibration, Fit
 from model.checkpoint import native
 from model.checkpoint.files import Files
 from model.errors import CheckpointError, DeviceError
@@ -50,7 +50,7 @@ def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(given: dict[st
     checkpoint = predictor.checkpoint
     facts = {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
     assert facts.pop("name") == name
-    for own in ("source", "revision", "format", "architecture", "config", "preprocess", "labels", "content"):
+    for own in ("source", "revision", "format", "architecture", "config", "preprocess", "labels", "content", "form"):
         assert facts.pop(own) == getattr(checkpoint, own)
     assert facts.pop("backend").startswith("torch ")
     assert facts.pop("parameters") > 1_000_000
@@ -156,7 +156,7 @@ def test_a_folder_that_is_served_is_calibrated_for_the_next_start(
     served = start()[0]
     assert isinstance(served.checkpoint, KeptCheckpoint)
     [before] = first.predict(images, request)
-    calibration = Calibration.of("made", 39, 2.5, np.full(39, 0.1), np.full(39, -99.0))
+    calibration = Calibration.of("made", 39, Fit(2.5), np.full(39, 0.1), np.full(39, -99.0))
     native.write_calibration(folder, calibration)
 
     [answer] = served.predict(images, request)  # for which torch is loaded, and the folder read again

@@ -74,7 +74,7 @@ async def running(folder: Path, *names: str, **settings: Any) -> AsyncIterator[t
     models = LocalModels(own, pool.engine, configured_models(own), on_retired=disk.retire)
     models.start(lambda: None)
     try:
-        await until(lambda: not models._under_way)
+        await until(lambda: all(task.done() for task in models._under_way.values()))
         yield models, disk
     finally:
         disk.gate.set()
@@ -231,7 +231,8 @@ async def test_the_folder_is_the_truth_again_when_it_is_read_again(tmp_path: Pat
         (tmp_path / "a" / "config.json").write_text("{}")
         loads = len(disk.loads)
         models.reload()
-        await until(lambda: models._reloading is not None and models._reloading.done() and not models._under_way)
+        await until(lambda: models._reloading is not None and models._reloading.done())
+        await until(lambda: all(task.done() for task in models._under_way.values()))
         assert states(models) == dict.fromkeys(("a", "b", "d", "e", "new"), "ready")
         assert sorted(disk.loads[loads:]) == ["a", "b", "d", "e"]
         loads = len(disk.loads)
@@ -251,3 +252,17 @@ async def test_requests_for_a_model_that_waits_its_turn_wait_for_one_load_togeth
         disk.gate.set()
         await asyncio.gather(*waiting)
         assert disk.loads == ["a", "b", "b"]
+
+
+@on_a_loop
+async def test_who_waits_for_a_model_that_is_deleted_meanwhile_is_told_so(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b") as (models, disk):
+        await models.unload("b")
+        disk.gate.clear()
+        waiting = asyncio.create_task(models.available("b"))
+        await until(models._turn.locked)
+        await models.delete("b")
+        disk.gate.set()
+        with pytest.raises(UnknownModel, match="'b': the model was deleted"):
+            await waiting
+        assert states(models) == {"a": "ready"}

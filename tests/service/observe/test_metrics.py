@@ -126,7 +126,7 @@ def count_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
         monkeypatch.setattr(values, "ValueClass", values.MultiProcessValue(lambda: name))
         metrics = Metrics(tmp_path)
         engines = [status(device="cuda:0"), status(device="cuda:1", depth=2)]
-        metrics.watch(Sources(lambda: engines, lambda: (1, 2, 3), lambda: (4, 5)))
+        metrics.watch(Sources(lambda: engines, lambda: (1, 2, 3), lambda: (4, 5), backbones=lambda: {"b": 9}))
         metrics.set_models([model_info(device="cuda:0"), model_info(device="cuda:1")], "1.2.3")
         metrics.requests.labels("/classify", "200").inc(0)
         metrics.request_duration.labels("/classify")

@@ -32,6 +32,7 @@ async def test_the_model_is_described_by_exactly_these_names_and_values() -> Non
         "runtime": "vitserve",
         "runtime_version": None,
         "temperature": 1.0,
+        "score_form": {"power": 1.0, "crowding": 0.0},
         "multi_label": False,
         "device": "cpu",
         "dtype": "float32",

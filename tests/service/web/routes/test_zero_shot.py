@@ -112,7 +112,12 @@ def test_the_map_of_a_label_is_that_of_a_model_with_these_labels_from_the_start(
     labels = json.dumps(NOUNS[:count])
     pictures = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), np.uint8)
     requested = RequestedOutputs(1, MapRequest("relevance"))
-    expected = Predictor(load_checkpoint(str(folder), labels=labels), **options).predict(pictures, requested)
+    from_the_start = Predictor(load_checkpoint(str(folder), labels=labels), **options)
+    expected = from_the_start.predict(pictures, requested)
+    named = sorted({0, count - 1})
+    of_named = [
+        from_the_start.predict(pictures[:1], RequestedOutputs(1, MapRequest("relevance", each))) for each in named
+    ]
 
     @on_a_loop
     async def compare() -> None:
@@ -129,7 +134,18 @@ def test_the_map_of_a_label_is_that_of_a_model_with_these_labels_from_the_start(
                 best = found["predictions"][0]
                 assert best["index"] == found["attention"]["class"] == outputs.indices[0]
                 assert best["label"] == found["attention"]["label"] == json.loads(labels)[outputs.indices[0]]
-                assert "url" not in found["attention"], "by its id the picture has no map of this label"
+                assert "url" not in found["attention"], "by its id alone the picture has no map of this label"
+            query = urlencode({"labels": labels, "class": ",".join(map(str, named)), "format": "json"})
+            kept = answer.json["results"][0]["id"]
+            documents = (await served.get("/attention", f"id={kept}&{query}")).json
+            sent = (await served.request("POST", "/attention", query=query, body=files[0])).json
+            for found in (documents, sent):
+                for document, [outputs] in zip([found] if count == 1 else found, of_named, strict=True):
+                    assert outputs.map is not None
+                    np.testing.assert_allclose(document["values"], outputs.map.values, atol=1e-5)
+                    for name in ("score", "evidence"):
+                        assert document[name] == pytest.approx(getattr(outputs.map, name), abs=1e-5)
+                    assert document["label"] == json.loads(labels)[document["class"]]
 
     compare()
 
@@ -256,3 +272,18 @@ async def test_labels_of_v2_are_a_parameter() -> None:
         refusal = await infer(service(), encoded(9), parameters=parameters)
         assert refusal.status == 422
         assert detail in refusal.json["error"]
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("query", "detail"),
+    [
+        ({"class": "fox"}, "class 'fox' is unknown"),
+        ({"method": "gae"}, "labels does not apply to method 'gae'"),
+        ({"layer": 0}, "labels does not apply to method 'cls'"),
+    ],
+)
+async def test_a_map_that_no_label_has_is_refused(query: dict[str, Any], detail: str) -> None:
+    response = await service().get("/attention", urlencode({"id": "x", "labels": CSV, **query}))
+    assert (response.status, response.json["code"]) == (422, "invalid_parameter")
+    assert detail in response.json["detail"]

@@ -1,0 +1,161 @@
+"""Pictures that are shrunk before they are sent: what the service makes of them, and what their answers refer to."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import io
+import sys
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image, ImageFilter
+
+from model.config import PreprocessConfig
+from model.images.preprocess import model_input
+from tests.vitserve.test_client import CAT, MAP, URL
+from vitserve.client import AsyncClient, Client, Retries
+from vitserve.shrinking import shrink
+
+SIDE = 64
+MODEL = {
+    **{"name": "tiny", "source": "", "revision": None, "format": "", "architecture": "", "parameters": 1, "width": 1},
+    **{"input_size": [56, 56], "channels": 3, "classes": 10, "temperature": 1.0, "multi_label": False},
+    **{"device": "cpu", "dtype": "float32", "backend": "", "compiled": "", "max_batch": 1, "batch_sizes": None},
+    **{"preprocessing": {"resize_size": [SIDE, SIDE]}, "attention_methods": []},
+}
+PREPROCESS = PreprocessConfig(
+    size=(56, 56),
+    resize="shortest_edge",
+    resize_size=(SIDE, SIDE),
+    interpolation="bicubic",
+    mean=(0.5,) * 3,
+    std=(1,) * 3,
+)
+
+
+def photo(width: int, height: int, mode: str = "RGB") -> Image.Image:
+    """Smooth noise, of which no two parts are alike."""
+    noise = np.random.default_rng(0).integers(0, 256, (height // 64, width // 64, len(mode)), dtype=np.uint8)
+    return Image.fromarray(noise.squeeze()).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def encoded(image: Image.Image, form: str = "JPEG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, form, **({"quality": 95} | options))
+    return buffer.getvalue()
+
+
+def opened(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data))
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_the_model_sees_the_same_part_of_the_same_upright_picture(form: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    exif[0x8825] = {1: "N"}  # where it was taken
+    original = encoded(photo(1104, 804), form, exif=exif)
+    sent = shrink(original, SIDE)
+    assert len(sent.data) < len(original) / 2
+    small = opened(sent.data)
+    assert (small.format, small.size) == (form, (276, 201) if orientation <= 4 else (201, 276))
+    assert not small.getexif()
+    expected, found = model_input(original, PREPROCESS), model_input(sent.data, PREPROCESS)
+    difference = np.abs(expected.pixels.astype(int) - found.pixels)
+    assert (difference.mean() < 1) and (difference.max() < 16)
+    region = np.array(found.region) * (sent.pixel * 2)
+    np.testing.assert_allclose(region, expected.region, atol=4)  # a pixel of what is sent
+
+
+@pytest.mark.parametrize("size", [(256, 256), (511, 1200), (512, 700), (1023, 1023), (2050, 2048)])
+def test_no_side_falls_below_twice_the_size_that_pictures_are_resized_to(size: tuple[int, int]) -> None:
+    for form in ("JPEG", "PNG"):
+        data = encoded(photo(*size), form)
+        sent = opened(shrink(data, SIDE).data)
+        assert min(sent.size) >= 2 * SIDE
+        scale = min(8, 2 ** int(np.log2(min(size) / (2 * SIDE))))
+        assert sent.size == tuple(-(-each // scale) for each in size)
+
+
+def test_the_colours_of_transparent_pixels_are_those_that_the_service_sees() -> None:
+    picture = photo(600, 400, "RGBA")
+    sent = opened(shrink(encoded(picture, "PNG"), SIDE).data)
+    assert (sent.format, sent.mode) == ("PNG", "RGB")
+    np.testing.assert_array_equal(np.asarray(sent), np.asarray(picture.convert("RGB").reduce(2)))
+
+
+def test_a_picture_is_turned_by_exif_alone_as_in_the_service() -> None:
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/" tiff:Orientation="6"/>'
+    sent = opened(shrink(encoded(photo(1200, 800), xmp=xmp), SIDE).data)
+    assert sent.size == (300, 200)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        encoded(photo(255, 900)),
+        encoded(photo(600, 400))[:-2000],
+        encoded(photo(600, 400), "PNG")[:-2000],
+        encoded(photo(600, 400), "WEBP"),
+        encoded(Image.fromarray(np.arange(600 * 400, dtype=np.uint16).reshape(400, 600)), "PNG"),
+        encoded(photo(600, 400).filter(ImageFilter.GaussianBlur(9)), quality=1),
+        b"no picture",
+    ],
+    ids=["small", "cut JPEG", "cut PNG", "WebP", "16 bits", "no bytes to gain", "no picture"],
+)
+def test_all_else_is_sent_as_it_is(data: bytes) -> None:
+    assert shrink(data, SIDE) == (data, (1, 1))
+
+
+def test_without_pillow_originals_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encoded(photo(1200, 800))
+    assert shrink(data, SIDE) != (data, (1, 1))
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert shrink(data, SIDE) == (data, (1, 1))
+
+
+PHOTO, SMALL = encoded(photo(1200, 800)), encoded(photo(300, 200))
+REGION = {"x": 10.0, "y": 20.0, "width": 100.0, "height": 50.0}
+TIMES_4 = {name: 4 * value for name, value in REGION.items()}
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_regions_are_those_of_the_originals_and_drawings_are_made_on_them(kind: type[Client | AsyncClient]) -> None:
+    now, asked = 0.0, list[str]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        path, body = request.url.path, request.content
+        asked.append(f"{path} {opened(body).width}" if body.startswith(b"\xff\xd8") else path)
+        found = MAP | {"region": REGION}
+        classification = {"id": "kept", **CAT, "attention": found}
+        answers = {"/model": MODEL, "/classify/batch": {"results": [classification] * 2}, "/attention": [found]}
+        return httpx.Response(200, json=answers.get(path, classification))
+
+    async def ask(method: str, *arguments: Any, **options: Any) -> Any:
+        result = getattr(client, method)(*arguments, **options)
+        return await result if inspect.isawaitable(result) else result
+
+    async def talk() -> None:
+        nonlocal now
+        classified = await ask("classify", PHOTO, attention=True)
+        assert classified.attention.region.model_dump() == TIMES_4
+        for source in (PHOTO, classified):
+            [found] = await ask("attention", source)
+            assert found.region.model_dump() == TIMES_4
+        batch = await ask("classify_batch", [PHOTO, SMALL], attention=True)
+        assert [each.attention.region.model_dump() for each in batch.results] == [TIMES_4, REGION]
+        await ask("heat_map", PHOTO)
+        now += 61  # another model may be there
+        await ask("classify", PHOTO)
+
+    retries = Retries(clock=lambda: now)
+    client = kind(URL, shrink=True, retries=retries, transport=httpx.MockTransport(answer))
+    asyncio.run(talk())
+    assert asked == [
+        *("/model", "/classify 300", "/attention 300", "/attention"),
+        *("/classify/batch", "/attention 1200", "/model", "/classify 300"),
+    ]
