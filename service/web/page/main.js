@@ -288,7 +288,7 @@ function showAnswer() {
   byId("timing").textContent = answer ? `${Math.round(answer.timings_ms.total)} ms in the service, ${Math.round(answer.timings_ms.inference)} ms of it in the model, batch of ${answer.batch_size}` : `${shown.name}: ${stateOf(shown)}`;
   teaching.offer(answer);
   const told = services.filter(({ place }) => shown.answerBy(place)?.predictions.length).map(headline).join("; ");
-  byId("headline").textContent = byId("headline").title = told || (shown.isUnderWay ? "Looking …" : "No answer");
+  byId("headline").textContent = byId("headline").title = told || (shown.isUnderWay ? "Looking …" : answer?.abstained ? "Unlike all that it knows" : "No answer");
   byId("said").textContent = told && `${shown.name}: ${told}`;
   if (state === "failed") tell(byId("error"), error, shown.file);
 }

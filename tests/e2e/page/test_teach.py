@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from tests.e2e.page.browser import Browser, Page, expect, tab
-from tests.e2e.page.steps import DOG, HARBOUR, PHONE, Open, answers, choose, send_event
+from tests.e2e.page.steps import DOG, CAT, PHONE, Open, answers, choose, send_event
 from tests.e2e.serving import Served
 
 pytestmark = pytest.mark.timeout(180)  # a server and a browser start
@@ -75,7 +75,7 @@ def test_labels_get_pictures_and_the_head_answers(open_teaching: Open, options: 
         begin(page, head)
         expect(page.locator("#intake")).to_be_hidden()
         give(page, "dog", parts(DOG, 6))
-        give(page, "harbour", parts(HARBOUR, 6))
+        give(page, "cat", parts(CAT, 6))
         learned(page, 12)
         expect(page.locator("#labels-list li").first).to_contain_text("6 pictures")
         expect(page.locator("#teach-progress-text")).to_have_text(re.compile(r"^(\d+) of \1 pictures sent$"))
@@ -97,10 +97,10 @@ def test_a_wrong_label_is_shown_and_moved(open_teaching: Open) -> None:
         begin(page, "mended")
         [wrong, *others] = parts(DOG, 9, seed=1)
         give(page, "dog", others)
-        give(page, "harbour", [*parts(HARBOUR, 8, seed=1), wrong | {"name": "wrong.jpg"}])
+        give(page, "cat", [*parts(CAT, 8, seed=1), wrong | {"name": "wrong.jpg"}])
         learned(page, 17)
         suspect = page.locator("#suspects li").first
-        expect(suspect).to_contain_text("wrong.jpg: harbour, or rather dog?")
+        expect(suspect).to_contain_text("wrong.jpg: cat, or rather dog?")
         suspect.get_by_role("button", name="It is dog").click()
         learned(page, 17)
         expect(page.locator("#suspects li", has_text="wrong.jpg")).to_have_count(0)
@@ -150,7 +150,7 @@ def test_pictures_are_dropped_on_a_label_with_the_keyboards_help(open_teaching: 
         page.keyboard.type("dropped")
         page.keyboard.press("Enter")
         expect(page.get_by_role("button", name="Add pictures of dropped")).to_be_focused()
-        send_event(page, "drop", [DOG, HARBOUR], "#labels-list li")
+        send_event(page, "drop", [DOG, CAT], "#labels-list li")
         expect(page.locator("#labels-list li").first).to_contain_text("2 pictures")
 
 
