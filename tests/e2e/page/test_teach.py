@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from tests.e2e.page.browser import Browser, Page, expect, tab
-from tests.e2e.page.steps import DOG, CAT, PHONE, Open, answers, choose, send_event
+from tests.e2e.page.steps import CAT, DOG, PHONE, Open, answers, choose, send_event
 from tests.e2e.serving import Served
 
 pytestmark = pytest.mark.timeout(180)  # a server and a browser start
