@@ -16,7 +16,6 @@ from service.engine.devices import fit_to_machine, uses_gpu
 from service.engine.loading import FirstLoad, load_lean
 from service.errors import SettingsError
 from service.lifecycle import NEW_OBJECTS, exit_now
-from service.models.models import default_settings
 from service.observe import logs
 from service.settings import Settings, exports_spans, unknown_variables
 from service.web.grpc.port import grpc_port_kept
@@ -40,7 +39,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         logger.warning("VIT_HOST=%s without VIT_API_KEYS: whoever reaches this service may use it", settings.host)
     exports_spans()  # a wrong variable ends the start
     _check_address(settings)
-    first = default_settings(settings)  # a wrong folder ends the start
+    first = settings if settings.models is None else _default_settings(settings)
     logger.info("loading %s", settings.models or settings.checkpoint)
     with grpc_port_kept(settings) as settings:
         if settings.one_process and not uses_gpu(settings):
@@ -53,6 +52,13 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         from service.cluster.run import run_cluster  # noqa: PLC0415  what it needs, only Linux has
 
         exit_now(run_cluster(settings, load_lean))
+
+
+def _default_settings(settings: Settings) -> Settings:
+    """Return the settings with those of the default model; a wrong folder ends the start."""
+    from service.models.models import default_settings  # noqa: PLC0415  beside the first load, where there is one model
+
+    return default_settings(settings)
 
 
 def _is_local(host: str) -> bool:
