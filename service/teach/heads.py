@@ -120,9 +120,9 @@ class TaughtHeads:
         self._look.set()
 
     async def watch(self) -> None:
-        """Look at the heads again and again, until the task is cancelled."""
+        """Look at the heads again and again, until the task is cancelled; there may be none that ever come."""
         try:
-            while True:
+            while self.examples or self._folder:
                 try:
                     await self.look()
                 except (OSError, sqlite3.Error) as error:
@@ -158,17 +158,17 @@ class TaughtHeads:
         seen = self.examples and self.examples.version(), self._folder and self._folder.stat().st_mtime_ns
         if seen == self._seen:
             return self.heads
-        self._seen, heads = seen, dict[str, Taught]()
+        heads: dict[str, Taught] = {}
         for path in self._folder.iterdir() if self._folder else ():
             if is_taught_head(path) and (fitted := _loaded(path.read_bytes(), str(path))):
                 heads[path.stem] = Taught(HeadRow(0, path.stem, fitted.backbone, fitted.model, "", 0, 0, ""), fitted)
-        if self.examples is None:
-            return heads
-        for row in self.examples.heads().values():
+        examples = self.examples
+        for row in examples.heads().values() if examples else ():
             before = self.heads.get(row.name)
             if before is None or (before.row.id, before.row.fitted_revision) != (row.id, row.fitted_revision):
-                before = Taught(row, _loaded(self.examples.state(row)[1], row.name))
+                before = Taught(row, _loaded(examples.state(row)[1], row.name) if examples else None)
             heads[row.name] = before._replace(row=row)
+        self._seen = seen
         return heads
 
     async def _start(self, folder: Path) -> Process | None:
