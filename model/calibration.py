@@ -82,7 +82,7 @@ class Form(BaseModel):
 SOFTMAX: Final = Form()
 
 FORMS: Final = ("a temperature", "a power", "a power that depends on how crowded the best classes are")
-"""What can be fitted, by how many numbers that takes but one."""
+"""What can be fitted: by one number, by two, and by three."""
 
 
 class Fit(NamedTuple):

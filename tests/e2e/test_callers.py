@@ -133,18 +133,3 @@ def test_classify_asks_a_server(
     captured = capsys.readouterr()
     assert list(csv.DictReader(io.StringIO(captured.out))) == []
     assert "401 unauthorized" in captured.err
-
-
-def test_attention_asks_a_server_for_what_it_would_compute_itself(
-    server: Served, pictures: Pictures, checkpoint: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "0.png").write_bytes(pictures.files[0])
-    asked = ["attention", str(tmp_path / "0.png"), "--class", LABELS[3], "--class", "4", "--method", "gae"]
-    through_server = [*asked, "--url", server.url, "--api-key", "right"]
-    assert main([*through_server, "-o", str(tmp_path / "x.png"), "--side-by-side"]) == 0
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-    assert main([*through_server, "-o", str(tmp_path / "x.npy")]) == 0
-    assert main([*asked, "--checkpoint", str(checkpoint), "--dtype", "float32", "-o", str(tmp_path / "y.npy")]) == 0
-    found = np.load(tmp_path / "x.npy")
-    assert found.shape[0] == 2
-    np.testing.assert_allclose(found, np.load(tmp_path / "y.npy"), atol=1e-4)

@@ -364,7 +364,7 @@ async def ping(request: Request) -> Health:
     response_model=Classification,
     response_model_exclude_none=True,
     openapi_extra=ONE_PICTURE,
-    responses=problems(400, 408, 413, 415, 422, 500, 503, 504),
+    responses=problems(400, 404, 408, 413, 415, 422, 500, 503, 504),
 )
 async def invocations(request: Request, query: Annotated[ClassifyQuery, Query()]) -> Response:
     """Classify one picture, as POST /classify."""
