@@ -64,7 +64,7 @@ $(VENV)/.check: $(VENV)/.run
 
 # The bundled model is calibrated, so it can say of a picture that none of its labels fits.
 run: $(VENV)/.run
-	@exec $(BIN)/vitserve serve $(if $(VIT_CHECKPOINT)$(VIT_COVERAGE)$(VIT_IMAGE_SIZE)$(VIT_PREPROCESS),,--coverage 0.9)
+	@VIT_TEACH="$${VIT_TEACH-taught}" exec $(BIN)/vitserve serve $(if $(VIT_CHECKPOINT)$(VIT_COVERAGE)$(VIT_IMAGE_SIZE)$(VIT_PREPROCESS),,--coverage 0.9)
 
 # One process a core begins with its half of the tests, long files first (tests/conftest.py), and takes over from the tail of
 # another when it has none left. Four at most: each holds torch and its servers in memory. A test that ends its process

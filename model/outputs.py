@@ -337,6 +337,7 @@ class Outputs:
         label_set: int64 [size], the labels that hold the right one with the model's coverage, best first; none: the
             model abstains. See `model.calibration`.
         more: what further heads give of the image, in the order of the request.
+        far: whether the image is far from all examples of a taught head, which abstains then.
     """
 
     scores: NDArray[np.float32]
@@ -347,3 +348,4 @@ class Outputs:
     finite: bool = True
     label_set: NDArray[np.int64] | None = None
     more: tuple[Outputs, ...] = ()
+    far: bool = False

@@ -56,6 +56,18 @@ class DefaultModel(ServiceError):
     """The default model is neither deleted nor unloaded: who names no model asks it."""
 
 
+class HeadFull(ServiceError):
+    """There are as many heads as may be, or this one has as many labels or examples as it may."""
+
+
+class HeadWithoutBackbone(ServiceError):
+    """The backbone that a head was taught on is not served, or is not that of the examples."""
+
+
+class NameTaken(ServiceError):
+    """A model and a head cannot have the same name."""
+
+
 class CheckpointRefused(ServiceError):
     """The checkpoint that was to take over cannot be served; the old one goes on."""
 

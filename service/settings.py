@@ -237,6 +237,9 @@ class Settings(ModelSettings, BaseSettings):
         description="measured memory of all backbones, on each device; beyond it they are unloaded, least recently "
         "used first, but the default model's",
     )
+    teach: Name | None = Field(
+        None, description="folder of taught heads, made if absent; without it nothing is taught. See docs/teach.md"
+    )
     strict: bool = Field(False, description="whether a broken entry of `models` ends the start, or is logged alone")
     model_name: str | None = Field(
         None,
@@ -327,7 +330,8 @@ class Settings(ModelSettings, BaseSettings):
     )
     admin_key: Annotated[SecretStr | None, AfterValidator(_admin_key)] = Field(
         None,
-        description="key of PUT and DELETE /models/NAME, and of /v2/repository: who has it decides what is served",
+        description="key of PUT and DELETE /models/NAME, of DELETE /heads/NAME and of /v2/repository: who has it "
+        "decides what is served",
     )
     checkpoint_folder: Name | None = Field(
         None, description="folder below which such a request may name a checkpoint; without it none is named"

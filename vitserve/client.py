@@ -18,17 +18,20 @@ from functools import wraps
 from itertools import islice
 from types import MethodType
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
+from urllib.parse import quote
 
 import httpx
 
 from vitserve import requests
 from vitserve.documents import (
+    AddedExamples,
     Attention,
     AttentionDocument,
     BatchClassification,
     Classification,
     Classifications,
     FailedItem,
+    HeadDescription,
     Labels,
     ListedModel,
     ModelClassification,
@@ -53,6 +56,7 @@ from vitserve.errors import (
 from vitserve.requests import Answer, Array, DrawingOptions, ImageSource, MapOptions, Request, WithAttention
 
 __all__ = [
+    "AddedExamples",
     "AsyncClient",
     "Attention",
     "AttentionDocument",
@@ -65,6 +69,7 @@ __all__ = [
     "DrawingOptions",
     "FailedItem",
     "ForeignAnswer",
+    "HeadDescription",
     "ImageRefused",
     "ImageSource",
     "InferenceFailed",
@@ -320,6 +325,25 @@ class _Service:
         """List the classes of a model, in index order."""
         asked = requests.query(model=model)
         return Request("GET", "/labels", lambda content: Labels.model_validate_json(content).labels, asked)
+
+    @_Method
+    def teach(
+        self, head: str, label: str, image: ImageSource | Classification, *, backbone: str | None = None
+    ) -> Request[AddedExamples]:
+        """Add an image to what a head learns from; return its number, and how many examples each label has.
+
+        Of a `Classification` it is the picture that the service kept. The first example begins the head, on the
+        features of the model `backbone`.
+        """
+        path, parse = f"/heads/{quote(head, safe='')}/examples", AddedExamples.model_validate_json
+        if isinstance(image, Classification):
+            return Request("POST", path, parse, requests.query(label=label, id=image.id, backbone=backbone))
+        return Request("POST", path, parse, requests.body(image) | requests.query(label=label, backbone=backbone))
+
+    @_Method
+    def head(self, name: str) -> Request[HeadDescription]:
+        """Describe a taught head: its examples, how often it is right, and which labels look wrong."""
+        return Request("GET", f"/heads/{quote(name, safe='')}", HeadDescription.model_validate_json)
 
     def _read(self, request: Request[Answer], response: httpx.Response) -> Answer:
         self._answered = True

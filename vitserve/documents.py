@@ -275,3 +275,85 @@ class ModelDescription(BaseModel):
     ] = []
     coverage: Annotated[float | None, Field(description="how often sets hold the right label; null: no sets")] = None
     calibrated_on: Annotated[int | None, Field(description="pictures that the sets are made by")] = None
+
+
+class Accuracy(BaseModel):
+    """How often a taught head is right with pictures like its examples, by cross-validation."""
+
+    value: Annotated[float, Field(description="share of the examples that were right while they were held out")]
+    low: Annotated[float, Field(description="the true share lies between `low` and `high` with 95% confidence")]
+    high: float
+    folds: int
+
+
+class Confusion(BaseModel):
+    """How many examples of a label were answered with another one while they were held out."""
+
+    label: str
+    answered: str
+    count: int
+
+
+class Suspect(BaseModel):
+    """An example that the others contradict: its label is wrong, most often."""
+
+    number: int
+    label: str
+    likely: Annotated[str, Field(description="the label that the others give it")]
+    score: Annotated[float, Field(description="of the likely label, while the example was held out")]
+
+
+class Knowledge(BaseModel):
+    """What a taught head knows of itself."""
+
+    accuracy: Annotated[Accuracy | None, Field(description="absent before the head was fitted")] = None
+    confusion: Annotated[list[Confusion], Field(description="the most frequent ones first, at most 100")] = []
+    suspects: Annotated[list[Suspect], Field(description="the worst ones first, at most 100")] = []
+    needs_more: Annotated[list[str], Field(description="labels that need more pictures")] = []
+    fitted_to: Annotated[int, Field(description="number of examples")] = 0
+    fitted_at: Annotated[datetime | None, Field(description="date of the fit")] = None
+
+
+class ExampleCounts(BaseModel):
+    """How many examples each label of a head has."""
+
+    head: str
+    examples: dict[str, int]
+
+
+class AddedExamples(ExampleCounts):
+    """The answer to examples that were added, with their numbers."""
+
+    numbers: list[int]
+
+
+class HeadList(BaseModel):
+    """The names of all taught heads."""
+
+    enabled: Annotated[bool, Field(description="whether anything is taught here (VIT_TEACH)")]
+    heads: list[str]
+
+
+class HeadDescription(ExampleCounts, Knowledge):
+    """A taught head."""
+
+    backbone: Annotated[str, Field(description="of which the features are")]
+    model: Annotated[str, Field(description="with which it was begun")]
+    up_to_date: Annotated[bool, Field(description="whether the head is fitted to all its examples")]
+    reason: Annotated[str | None, Field(description="why its examples give no head, or it does not serve")] = None
+
+
+class ExampleDocument(BaseModel):
+    """An example of a head."""
+
+    number: int
+    label: str
+    time: datetime
+    who: Annotated[str | None, Field(description="name of the key that sent it")] = None
+
+
+class ExampleList(BaseModel):
+    """The examples of a head."""
+
+    head: str
+    examples: list[ExampleDocument]

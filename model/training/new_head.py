@@ -1,6 +1,6 @@
 """A new head on the features of a checkpoint that stays as it is, from a folder of pictures.
 
-    data -> features, once -> head (see `probe`) -> config, weights, confusion matrix
+    data -> features, once -> head (see `model.probe`) -> config, weights, confusion matrix
 
 Features are what the head reads, so the new head takes the old one's place.
 """
@@ -8,7 +8,6 @@ Features are what the head reads, so the new head takes the old one's place.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,10 +25,11 @@ from model.data.datasets import open_dataset
 from model.data.pictures import Images, decode
 from model.errors import CheckpointError, DatasetError, TrainingError
 from model.evaluation.evaluate import Evaluation, measure, predict_embeddings
+from model.heads import Head
 from model.network.library import library_config, linear_head
+from model.probe import fit_head, interval
 from model.runtime.device import choose_device
 from model.runtime.predictor import Predictor
-from model.training.probe import Head, fit_head
 from model.training.recipe import Recipe
 from model.training.run_folder import describe_device, installed_versions, prepare_folder, write_confusion
 from model.training.train import STORED_DTYPE, read_start, rounded
@@ -69,30 +69,32 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
         raise DatasetError(f"class {dataset.labels[counts.argmin()]!r}: less than two of its pictures can be read")
     if isinstance(start.config, LibraryConfig):
         _require_linear(predictor, start.tensors, heads[0], parts[0])
-    features = torch.cat([_features(predictor, part) for part in parts])
-    truth = torch.from_numpy(np.concatenate([part.labels for part in parts]))
+    features = np.concatenate([predict_embeddings(predictor, part.pixels) for part in parts])
+    truth = np.concatenate([part.labels for part in parts])
     sizes = len(dataset.labels), len(truth), features.shape[1], start.name, time.monotonic() - began
     logger.info("%s: %d classes, %d pictures; %d features of %s after %.0f s", data, *sizes)
 
     folds = np.repeat(np.array([-1, 0]), [len(part) for part in parts]) if dataset.own_validation else None
-    fitted, choice = fit_head(features, truth, len(dataset.labels), folds, seed=recipe.seed)
-    head = Head(*(tensor.to(STORED_DTYPE).double() for tensor in fitted))
-    split, logits, labels = "held-out", choice.logits, truth[choice.rows].numpy()
+    fitted, choice = fit_head(features, truth, dataset.labels, folds, seed=recipe.seed)
+    weight, bias = (torch.from_numpy(part).to(STORED_DTYPE).float().numpy() for part in (fitted.weight, fitted.bias))
+    head = replace(fitted, weight=weight, bias=bias)
+    split, logits, labels = "held-out", choice.logits, truth[choice.rows]
     if dataset.test is not None:
         test = decode(dataset.test, start.preprocess, out, leave_out=True)
-        split, logits, labels = "test", head.logits(_features(predictor, test)), test.labels
-    fit, _ = choose_fit(choice.logits.numpy(), truth[choice.rows].numpy(), Fit(choice.temperature))
-    measured = measure(scores_and_energies(logits.numpy(), *fit)[0].astype(np.float32), labels, dataset.labels)
+        scored = head.logits(predict_embeddings(predictor, test.pixels))
+        split, logits, labels = "test", scored, test.labels
+    fit, _ = choose_fit(choice.logits, truth[choice.rows], Fit(choice.temperature))
+    measured = measure(scores_and_energies(logits, *fit)[0].astype(np.float32), labels, dataset.labels)
     logger.info("%s", _in_words(measured, split))
 
-    served = with_head(start, heads, head, dataset.labels)
+    served = with_head(start, heads, head)
     served = replace(served, name=recipe.name, source=str(out), temperature=fit.temperature, form=fit.form)
     served.network()  # names, shapes and values of the weights are checked here
     write_confusion(out, measured, dataset.labels)
     record = {
         "probe_of": start.name,
         "data": dataset.name,
-        "images": len(truth),
+        "images": len(features),
         "penalty": choice.penalty,
         "seed": recipe.seed,
         split: measured.record(),
@@ -103,10 +105,6 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
     native.write(out, served, dtype=STORED_DTYPE, training=record)
     logger.info("%s: done after %.0f s; the confusion matrix is in %s", data, time.monotonic() - began, out)
     return measured
-
-
-def _features(predictor: Predictor, images: Images) -> Tensor:
-    return torch.from_numpy(predict_embeddings(predictor, images.pixels)).double()
 
 
 def head_names(config: NetworkConfig) -> tuple[str, ...]:
@@ -122,9 +120,9 @@ def head_names(config: NetworkConfig) -> tuple[str, ...]:
     return ("head", "head_dist") if isinstance(config, ViTConfig) and config.distillation_head else ("head",)
 
 
-def with_head(checkpoint: Checkpoint, names: Sequence[str], head: Head, labels: tuple[str, ...]) -> Checkpoint:
-    """Return a checkpoint with another head, and labels; a head of two layers, or of cosines, becomes a linear one."""
-    old = checkpoint.config
+def with_head(checkpoint: Checkpoint, names: Sequence[str], head: Head) -> Checkpoint:
+    """Return a checkpoint with another head; one of two layers, or of cosines, becomes a linear one."""
+    old, labels = checkpoint.config, head.labels
     tensors = dict(checkpoint.tensors)
     config: NetworkConfig
     if isinstance(old, LibraryConfig):
@@ -134,7 +132,7 @@ def with_head(checkpoint: Checkpoint, names: Sequence[str], head: Head, labels: 
         config = old.model_copy(update={"num_classes": len(labels), "head_width": None, "normalized_head": False})
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("pre_logits.")}
     for name in names:
-        tensors |= {f"{name}.weight": head.weight.float(), f"{name}.bias": head.bias.float()}
+        tensors |= {f"{name}.{kind}": torch.from_numpy(getattr(head, kind)) for kind in ("weight", "bias")}
     return replace(
         checkpoint,
         format=native.FORMAT,
@@ -149,18 +147,17 @@ def with_head(checkpoint: Checkpoint, names: Sequence[str], head: Head, labels: 
 
 def _require_linear(predictor: Predictor, tensors: Mapping[str, Tensor], name: str, images: Images) -> None:
     """Raise CheckpointError unless this layer of a library's network maps the embedding to the logits."""
-    weight, bias = (tensors[f"{name}.{kind}"].double() for kind in ("weight", "bias"))
+    weight, bias = (tensors[f"{name}.{kind}"].numpy() for kind in ("weight", "bias"))
     few = images.pixels[:2]
-    expected = Head(weight, bias).logits(torch.from_numpy(predict_embeddings(predictor, few)).double())
-    logits = torch.from_numpy(predictor.logits(np.ascontiguousarray(few.transpose(0, 2, 3, 1))))
-    if (logits - expected).norm() > _ROUNDING * expected.norm():
+    expected = predict_embeddings(predictor, few) @ weight.T + bias
+    logits = predictor.logits(np.ascontiguousarray(few.transpose(0, 2, 3, 1)))
+    if np.linalg.norm(logits - expected) > _ROUNDING * np.linalg.norm(expected):
         raise CheckpointError(f"{predictor.checkpoint.source}: {predictor.config.kind} reads more than its embedding")
 
 
 def _in_words(measured: Evaluation, split: str) -> str:
-    """Return the accuracy with its interval of confidence (Wilson 1927)."""
-    count, share, z = measured.count, measured.accuracy, 1.96
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
-    interval = f"{middle - half:.1%} to {middle + half:.1%}"
-    return f"{share:.2%} of {count} {split} pictures right (for pictures like these {interval}, with 95% confidence)"
+    """Return the accuracy with its interval of confidence."""
+    count, share = measured.count, measured.accuracy
+    low, high = interval(round(share * count), count)
+    sure = f"for pictures like these {low:.1%} to {high:.1%}, with 95% confidence"
+    return f"{share:.2%} of {count} {split} pictures right ({sure})"

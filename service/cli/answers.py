@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
@@ -22,6 +23,7 @@ from model.errors import InputError
 from model.heads import is_list, labels_of_request, parse_labels
 from model.images.preprocess import ModelInput
 from model.outputs import (
+    POOLINGS,
     AttentionMap,
     Outputs,
     Pooling,
@@ -29,10 +31,12 @@ from model.outputs import (
     parse_embedding,
     parse_maps,
 )
-from service.cli.image_files import read_input
+from service.cli.image_files import read_input, writing
 from service.cli.setting_flags import predictor_from
+from service.teach.fit import taught_head
+from service.teach.heads import features_of
 from vitserve.client import Client, ClientError, Unauthorized, Unreachable
-from vitserve.documents import ranked, set_fields
+from vitserve.documents import AddedExamples, HeadDescription, Knowledge, ranked, set_fields
 
 # The fields of a set of labels.
 SET: Final = ("set", "set_size", "abstained")
@@ -42,6 +46,10 @@ _LOST_IN_A_ROW: Final = 8
 
 # Images whose maps are computed together at most: a bar that moves, and little memory.
 _MOST_MAPS: Final = 8
+
+# Between two looks whether a server has fitted a head.
+_LOOK_SECONDS: Final = 0.25
+_FIT_SECONDS: Final = 120.0
 
 _Answer = TypeVar("_Answer")
 # Float32 [D].
@@ -71,7 +79,8 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 def answers_from(arguments: argparse.Namespace) -> Iterator[Answers]:
     """Give what the flags name: the server at `--url`, or a model that is loaded here.
 
-    Both classify and embed files, and yield each with its answer or a text that says why there is none.
+    Both classify and embed files, and yield each with its answer or a text that says why there is none. `teach` yields
+    each file once a head has it as an example of its label, and `taught` what the head then knows of itself.
 
     Raises:
         InputError: the server cannot be asked; one line that says what to do.
@@ -101,6 +110,7 @@ class LocalAnswers:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._predictor, self._info, self._settings = predictor_from(arguments)
         self.labels = self._info.labels
+        self._examples: list[tuple[Path, Embedding]] = []
 
     def classify(self, files: Sequence[Path], top_k: int) -> Iterator[tuple[Path, dict[str, Any] | str]]:
         """Yield each file with its `predictions`, and the fields of its set of labels if the model has a coverage."""
@@ -136,6 +146,24 @@ class LocalAnswers:
             return SeenMaps(seen, [each.map for each in outputs if each.map is not None])
 
         return self._answers(files, [RequestedOutputs(1, each) for each in wanted], answer, most=_MOST_MAPS)
+
+    def teach(self, head: str, labels: Mapping[Path, str]) -> Iterator[tuple[Path, Embedding | str]]:
+        """Yield each file once it is an example of its label."""
+        for file, row in self.embed(list(labels), POOLINGS[0], False):
+            if not isinstance(row, str):
+                self._examples.append((file, row))
+            yield file, row
+
+    def taught(self, head: str, labels: Mapping[Path, str], output: Path) -> Knowledge:
+        """Write the head that the examples teach, and return what it knows of itself."""
+        if not self._examples:
+            raise InputError("path", "no picture can be read")
+        files, rows = zip(*self._examples, strict=True)
+        own, of = [labels[file] for file in files], (features_of(self._info), self._info.name)
+        found = taught_head(np.stack(rows), own, range(len(files)), *of)
+        with writing(output):
+            output.write_bytes(found.to_bytes())
+        return Knowledge.model_validate_json(found.statistics)
 
     def _answers(
         self,
@@ -185,6 +213,16 @@ class _ServerAnswers:
         self._client.model(self._model)  # one error for all files where there is no service
         own = {"pool": pool, "normalize": normalize, "model": self._model}
         return self._stream(files, lambda file: self._client.embed(file, **own))
+
+    def teach(self, head: str, labels: Mapping[Path, str]) -> Iterator[tuple[Path, AddedExamples | str]]:
+        self._client.model()
+        return self._stream(list(labels), lambda file: self._client.teach(head, labels[file], file))
+
+    def taught(self, head: str, labels: Mapping[Path, str], output: Path) -> HeadDescription:
+        ends = time.monotonic() + _FIT_SECONDS
+        while not (found := self._client.head(head)).up_to_date and time.monotonic() < ends:
+            time.sleep(_LOOK_SECONDS)
+        return found
 
     def _stream(
         self, files: Sequence[Path], ask: Callable[[Path], _Answer], concurrency: int = 8

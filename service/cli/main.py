@@ -28,6 +28,7 @@ COMMANDS = {
     "attention": "draw a heat map of where the model looks",
     "evaluate": "measure a checkpoint's accuracy on labelled pictures",
     "calibrate": "fit scores and sets of labels to labelled pictures",
+    "teach": "make a head from a folder of pictures for each label, here or in a server",
     "train": "train or fine-tune a model on a folder of pictures",
     "inspect": "print what a checkpoint is",
     "convert": "write a checkpoint as vitserve's own folder",

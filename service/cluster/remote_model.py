@@ -339,7 +339,7 @@ class RemoteModels(Models):
     def describe(self) -> list[ModelStatus]:
         """Return the status of each model as the first engine that knows any has it; see `Models.describe`."""
         listed = next((engine.listed for engine in self.engines if engine.listed), {})
-        return sorted(listed.values(), key=lambda status: status.name)
+        return self.with_heads(listed.values())
 
     def status_of(self, key: str) -> ModelStatus:
         """Return the status of the model that stands there in `served`."""

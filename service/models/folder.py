@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 from pydantic import ValidationError
 
 from model.errors import first_problem
+from model.taught_heads import is_taught_head
 from service.errors import InvalidParameter
 from service.settings import ModelSettings
 
@@ -67,7 +68,8 @@ def read_folder(folder: Path) -> tuple[dict[str, Entry], list[str]]:
     parts: dict[str, list[Path]] = {}
     for path in sorted(folder.iterdir()):
         name = path.name if path.is_dir() else path.stem
-        if not path.name.startswith(".") and (path.is_dir() or path.suffix.lower() in {*WEIGHTS, _TOML}):
+        is_one = path.is_dir() or path.suffix.lower() in {*WEIGHTS, _TOML}
+        if is_one and not path.name.startswith(".") and not is_taught_head(path):
             parts.setdefault(name, []).append(path)
     entries, problems = dict[str, Entry](), list[str]()
     for name, paths in sorted(parts.items()):

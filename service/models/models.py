@@ -12,20 +12,23 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from model.heads import Head, with_labels
 from service.engine.backbones import ModelEngine, What
-from service.engine.messages import EngineStatus
+from service.engine.messages import EngineStatus, ModelInfo
 from service.errors import (
     CheckpointRefused,
     DefaultModel,
     EngineUnavailable,
     Forbidden,
     ModelsFull,
+    NameTaken,
     ServiceError,
     SettingsError,
     SwapUnderWay,
@@ -60,6 +63,30 @@ class ModelStatus:
     bytes: int
     last_used: float | None
     default: bool
+    taught: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AddedHead:
+    """A head beside the models, which scores the features of one of them.
+
+    Attributes:
+        head: None before there is one.
+        key: of that model in `Models.served`; None: no model has the head's backbone.
+        reason: why it does not answer, whatever that model does; empty if it may.
+    """
+
+    name: str
+    head: Head | None
+    key: str | None
+    reason: str
+
+    def info(self, info: ModelInfo) -> ModelInfo:
+        """Return the description of the head as a model, by that of the model whose features it scores."""
+        assert self.head is not None, "a head that answers is there"
+        head, config = self.head, with_labels(info.config, self.head.labels)
+        own = replace(info, name=self.name, labels=head.labels, config=config, temperature=head.temperature)
+        return replace(own, form=head.form, multi_label=False, zero_shot=None, coverage=None, calibrated_on=None)
 
 
 class Version(NamedTuple):
@@ -84,7 +111,10 @@ class Models:
 
     Attributes:
         results: how many loads ended how, and how many backbones were unloaded for others.
+        added: heads that are answered beside the models, by names that no model has.
     """
+
+    added: Mapping[str, AddedHead] = MappingProxyType({})
 
     def __init__(self, served: Mapping[str, ServedModel], default: str = "") -> None:
         self.served = dict(served)
@@ -110,11 +140,21 @@ class Models:
         return key or (info.name if info is not None else "")
 
     def key(self, name: str | None) -> str:
-        """Return where a model stands in `served`, None for the default's; raises `UnknownModel`."""
+        """Return where a model stands in `served`, None for the default's; for a head the one whose features it scores.
+
+        Raises:
+            UnknownModel: there is neither.
+            EngineUnavailable: the head does not answer.
+        """
+        added = self.added.get(name or "")
+        if added is not None:
+            if added.key is None or added.reason:
+                raise EngineUnavailable(f"{name}: {added.reason}")
+            return added.key
         if name is None or (name and name not in self.served and name == self.name_of(self.default_name)):
             return self.default_name
         if not name or name not in self.served:
-            names = ", ".join(sorted(map(self.name_of, self.served)))
+            names = ", ".join(sorted([*map(self.name_of, self.served), *self.added]))
             raise UnknownModel(f"{name!r:.200}: no such model; there is {names:.2000}")
         return name
 
@@ -131,11 +171,16 @@ class Models:
 
     def describe(self) -> list[ModelStatus]:
         """Return the status of each, in the order of names."""
-        return sorted((self.status_of(key) for key in self.served), key=lambda status: status.name)
+        return self.with_heads(map(self.status_of, self.served))
+
+    def with_heads(self, loaded: Iterable[ModelStatus]) -> list[ModelStatus]:
+        """Return the status of each model that is loaded, and of each head, in the order of names."""
+        return sorted([*loaded, *map(self._status_of_head, self.added.values())], key=lambda status: status.name)
 
     def backbones(self) -> dict[str, int]:
         """Return the bytes of each backbone that is loaded."""
-        return {each.backbone: each.bytes for each in self.describe() if each.state == "ready" and each.backbone}
+        every = map(self.status_of, self.served)
+        return {each.backbone: each.bytes for each in every if each.state == "ready" and each.backbone}
 
     def statuses(self) -> list[EngineStatus]:
         """Return those of all engines that compute, the default's first."""
@@ -185,11 +230,26 @@ class Models:
         """Begin to load what is configured as it is now; the log says how it ends."""
         logger.warning("not reloaded: start the service again")
 
+    def require_free(self, name: str) -> None:
+        """Raise `NameTaken` if a head has the name of a model that is to be loaded."""
+        if name in self.added:
+            raise NameTaken(f"{name}: a taught head has this name: choose another one for the model")
+
     def _require_changeable(self, name: str) -> None:
+        if name in self.added:
+            raise Forbidden(f"{name}: it is a taught head: DELETE /heads/{name} removes it")
         if self.key(name) == self.default_name:
             raise DefaultModel(f"{name!r:.200} is the default model: put another checkpoint in its place")
         if type(self) is Models:
             raise Forbidden("here models are neither loaded nor deleted: start the service again with others")
+
+    def _status_of_head(self, added: AddedHead) -> ModelStatus:
+        if added.key is not None and added.head is not None:
+            base, classes = self.status_of(added.key), len(added.head.labels)
+            return replace(base, name=added.name, classes=classes, bytes=0, default=False, taught=True)
+        is_loading = added.key is not None or any(model.state == "loading" for model in self.served.values())
+        state: ModelState = "loading" if is_loading else "failed"
+        return ModelStatus(added.name, state, added.reason, "", None, 0, None, default=False, taught=True)
 
     def status_of(self, key: str) -> ModelStatus:
         """Return the status of the model that stands there in `served`."""

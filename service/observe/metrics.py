@@ -144,7 +144,8 @@ class Metrics(Collector):
         # A child is looked up under a lock.
         self.of_model = lru_cache(maxsize=256)(self._of_model)
         self.abstained = counter(
-            "vit_abstained_total", "Pictures for which no label fits, of a model with a VIT_COVERAGE"
+            "vit_abstained_total",
+            "Pictures for which no label fits, of a model with a VIT_COVERAGE, or of a taught head",
         )
 
     def observe_stage(self, stage: str, seconds: float, batch_size: int | None = None) -> None:
@@ -166,8 +167,8 @@ class Metrics(Collector):
         self.count_abstained(outputs)
 
     def count_abstained(self, outputs: Outputs) -> None:
-        """Count a picture whose set of labels is empty."""
-        if outputs.label_set is not None and not len(outputs.label_set):
+        """Count a picture whose set of labels is empty, or that is far from a taught head's examples."""
+        if outputs.far or (outputs.label_set is not None and not len(outputs.label_set)):
             self.abstained.inc()
 
     def watch(self, sources: Sources) -> None:

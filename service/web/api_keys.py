@@ -13,15 +13,24 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.errors import TooManyRequests, Unauthorized
 from service.observe.metrics import Metrics
-from service.settings import ApiKey
+from service.settings import ApiKey, Settings
 from service.web.middleware import PROBES, request_context
 
 _ADMIN: Final = re.compile(r"/v2/repository/models/.+/(?:un)?load")
 
 
+_HEADS: Final = "/heads/"
+
+
 def needs_admin_key(path: str) -> bool:
     """Return whether the route of a path takes the admin key, and so no other."""
     return _ADMIN.fullmatch(path) is not None
+
+
+def holds_admin_key(authorization: str, settings: Settings) -> bool:
+    """Return whether an `Authorization` header has the admin key; it is compared in constant time."""
+    expected, given = settings.admin_key, bearer_token(authorization) or b""
+    return expected is not None and hmac.compare_digest(given, expected.get_secret_value().encode())
 
 
 class KeyLimiter:
@@ -79,18 +88,24 @@ class KeyGuard:
 
 
 class ApiKeyMiddleware:
-    """Requires `Authorization: Bearer KEY` on every path, except public ones and those that take the admin key."""
+    """Requires `Authorization: Bearer KEY` on every path, except public ones and those that take the admin key.
 
-    def __init__(self, app: ASGIApp, guard: KeyGuard, public: Iterable[str]) -> None:
+    The paths of taught heads take either.
+    """
+
+    def __init__(self, app: ASGIApp, guard: KeyGuard, public: Iterable[str], settings: Settings) -> None:
         self._app = app
         self._guard = guard
         self._public = frozenset(public)
+        self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection; raises `Unauthorized` or `TooManyRequests`."""
         counted: AbstractContextManager[None] = nullcontext()
         if scope["type"] == "http" and not (scope["path"] in self._public or needs_admin_key(scope["path"])):
-            key = self._guard.find(Headers(scope=scope).get("authorization", ""))
+            authorization = Headers(scope=scope).get("authorization", "")
+            is_admin = scope["path"].startswith(_HEADS) and holds_admin_key(authorization, self._settings)
+            key = None if is_admin else self._guard.find(authorization)
             if key is not None:
                 request_context(scope).key_name = self._guard.name(key)
                 if scope["path"] not in PROBES:

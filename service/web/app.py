@@ -5,11 +5,13 @@ Engines are handed in: nothing here imports a model or torch.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
@@ -21,6 +23,8 @@ from service.lifecycle import Lifecycle
 from service.models.models import Models
 from service.observe.metrics import Metrics, Sources
 from service.settings import MEMORY, Settings, exports_spans, parse_keys
+from service.teach.examples import Examples
+from service.teach.heads import TaughtHeads
 from service.web import problems
 from service.web.admission import RECEIVING_BYTES, Limiter, Receiving, RefusalPace
 from service.web.api_keys import ApiKeyMiddleware, KeyGuard, KeyLimiter
@@ -32,6 +36,7 @@ from service.web.routes import (
     attention,
     classify,
     embed,
+    heads,
     inference_protocol,
     operations,
     pages,
@@ -54,6 +59,7 @@ _ROUTERS = (
     attention.router,
     operations.router,
     models_routes.router,
+    heads.router,
     classify.others,
     inference_protocol.router,
 )
@@ -94,6 +100,8 @@ def create_app(
         on_engine_change: called on the event loop after each change of a model's state.
         image_store: shared with other processes; by default this application's own.
     """
+    taught = None if settings.teach is None else Examples(Path(settings.teach).expanduser())
+    folder = None if settings.models is None else Path(settings.models).expanduser()
     images = image_store or image_store_of(settings, metrics, clock)
     decoders = Decoders(settings, on_restart=metrics.decoder_restarts.inc)
     service = Service(
@@ -106,6 +114,7 @@ def create_app(
         lifecycle or Lifecycle(),
         Lanes(settings, models, decoders, clock),
         decoders,
+        TaughtHeads(taught, folder, models),
         clock,
     )
     metrics.watch(_sources(service))
@@ -149,7 +158,7 @@ def _sources(service: Service) -> Sources:
 def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
     """Return the application inside its middleware, see `service.web.middleware`."""
     state, settings, metrics = app.state, service.settings, service.metrics
-    layers: ASGIApp = ApiKeyMiddleware(app, state.guard, state.public) if state.keys_required else app
+    layers: ASGIApp = ApiKeyMiddleware(app, state.guard, state.public, settings) if state.keys_required else app
     layers = ProblemMiddleware(layers, metrics, RefusalPace(service.clock))
     if settings.cors_origins:
         layers = CORSMiddleware(
@@ -177,6 +186,7 @@ def _tracing() -> Tracing | None:
 def _publish_model(service: Service, on_engine_change: Callable[[], None]) -> None:
     """Publish which models the engines have, and tell their owner of the change."""
     served = [replica for model in service.models.served.values() for replica in model.current.engine.engines]
+    service.taught.renew()
     service.metrics.set_models([replica.info for replica in served if replica.info is not None], __version__)
     on_engine_change()
 
@@ -193,7 +203,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
             grpc = serving(service, state.guard, state.outermost.count, service.settings.grpc_port)
             await beside.enter_async_context(grpc)
+        watching = asyncio.create_task(service.taught.watch())
         yield
+    watching.cancel()
     await service.models.close()
     service.lanes.close()
     service.decoders.close()

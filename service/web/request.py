@@ -29,11 +29,11 @@ from starlette.types import Message, Receive
 
 from model.config import PreprocessConfig
 from model.cores import usable_cores
-from model.heads import compared, of_image, with_map
+from model.heads import Head, compared, of_image, with_map
 from model.images.formats import is_bounded
 from model.images.preprocess import ModelInput, model_input
 from model.images.region import Region
-from model.outputs import MapRequest, RequestedOutputs
+from model.outputs import CLASS_SPECIFIC, EmbeddingRequest, MapRequest, RequestedOutputs
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from service.engine.streams import MAX_EXPLANATION_BATCH
@@ -53,6 +53,7 @@ from service.models.model import Generation
 from service.models.models import Models
 from service.observe.metrics import Metrics
 from service.settings import Settings
+from service.teach.heads import TaughtHeads
 from service.web.admission import Body, Limiter, Permit, Receiving
 from service.web.decoders import Decoded, Decoders
 from service.web.image_stores import ImageStore, id_of_kind, new_image_id
@@ -104,10 +105,14 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The model of a request: the generation that it belongs to, and its description."""
+    """The model of a request: the generation that it belongs to, its description, and its head if that is a taught one.
+
+    Such a head scores the features that the generation gives.
+    """
 
     generation: Generation[Engine]
     info: ModelInfo
+    taught: Head | None = None
 
 
 class Sender(NamedTuple):
@@ -142,6 +147,7 @@ class Service:
     lifecycle: Lifecycle
     lanes: Lanes
     decoders: Decoders
+    taught: TaughtHeads
     clock: Callable[[], float] = time.monotonic
 
     def model(self, name: str | None = None) -> Model:
@@ -157,7 +163,8 @@ class Service:
         info = generation.engine.info
         if info is None or not generation.engine.ready:
             raise EngineUnavailable(generation.engine.status.reason)
-        return Model(generation, info)
+        added = self.models.added.get(name or "")
+        return Model(generation, info) if added is None else Model(generation, added.info(info), added.head)
 
     async def loaded_model(self, name: str | None, started: float, *, share: float = 1.0) -> Model:
         """Return the model of a name for a request whose head came at a reading of the clock; see `model`.
@@ -441,7 +448,7 @@ class AdmittedRequest:
         is asked, or texts have to be computed, it gives the turn back first: that may take long. Its place is free as
         soon as it is answered or refused, though others of its batch are not.
         """
-        asked = of_image(requested) if requested.labels else requested
+        asked = of_image(requested) if requested.labels or self.model.taught else requested
         with self._permit.used():
             async with self.decoded(data) as decoded:
                 pixels = decoded.picture.pixels
@@ -453,31 +460,39 @@ class AdmittedRequest:
     ) -> InferenceResult:
         """Return the model's answer to one picture, uint8 [H, W, C]; raises as `Engine.infer`.
 
-        Labels of the request are compared with the picture's embedding here; their texts are none of the batch's. A map
-        of one of them is asked for on its own, as their rivals and the best one are known only then. `first` is the
-        batch's answer, if there is one already.
+        A taught head scores the picture's embedding here, and so do labels of the request, whose texts are none of the
+        batch's. `first` is the batch's answer, if there is one already.
         """
-        if not requested.labels:
+        taught, embedding = self.model.taught, requested.embedding
+        if taught is None and not requested.labels:
             return first or await self._infer(pixels, requested)
-        zero_shot = self.model.info.zero_shot
-        assert zero_shot is not None, "routes refuse labels for other models"
         result = first or await self._infer(pixels, of_image(requested))
-        texts = await self.embed_texts(zero_shot.prompts(requested.labels))
-        head = zero_shot.head(requested.labels, texts)
-        outputs, logits = compared(result.outputs, head, requested)
-        if requested.map is not None and requested.map.method == "relevance":
-            named = requested.map.class_index
-            label = int(outputs.indices[0]) if named is None else named
-            of_label = MapRequest("relevance", direction=head.direction(logits, label))
-            explained = await self._infer(pixels, RequestedOutputs(1, of_label))
-            assert explained.outputs.map is not None, "the engine answers each request for a map"
-            outputs = with_map(outputs, head, logits, label, explained.outputs.map)
-            result = replace(
-                result,
-                queue_seconds=result.queue_seconds + explained.queue_seconds,
-                inference_seconds=result.inference_seconds + explained.inference_seconds,
-            )
-        return replace(result, outputs=outputs)
+        if taught is None:
+            zero_shot = self.model.info.zero_shot
+            assert zero_shot is not None, "routes refuse labels for other models"
+            texts = await self.embed_texts(zero_shot.prompts(requested.labels))
+            return await self.scored(pixels, result, zero_shot.head(requested.labels, texts), requested)
+        if embedding in (None, EmbeddingRequest()):
+            return await self.scored(pixels, result, taught, requested)
+        scored = await self.infer(pixels, replace(requested, embedding=None))  # the head reads another embedding
+        return scored.after(result, embedding=result.outputs.embedding)
+
+    async def scored(
+        self, pixels: NDArray[np.uint8], result: InferenceResult, head: Head, requested: RequestedOutputs
+    ) -> InferenceResult:
+        """Return the answer of a head to one picture, from the result of what `model.heads.of_image` returns.
+
+        The map of a class is asked for on its own.
+        """
+        (outputs, logits), asked = compared(result.outputs, head, requested), requested.map
+        if asked is None or asked.method not in CLASS_SPECIFIC:
+            return replace(result, outputs=outputs)
+        label = int(outputs.indices[0]) if asked.class_index is None else asked.class_index
+        of_label = MapRequest(asked.method, direction=head.target(asked.method, logits, label))
+        explained = await self._infer(pixels, RequestedOutputs(1, of_label))
+        assert explained.outputs.map is not None, "the engine answers each request for a map"
+        outputs = with_map(outputs, head, logits, asked, explained.outputs.map)
+        return replace(result.after(explained), outputs=outputs)
 
     async def _infer(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
         """Infer in a turn beside other maps with a pass of their own, or beside other pictures."""

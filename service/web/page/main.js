@@ -13,6 +13,7 @@ import { FUSED, Picture } from "./picture.js";
 import { Queue } from "./queue.js";
 import { savePng, saveJson } from "./save.js";
 import { Service } from "./service.js";
+import { Teaching } from "./teach.js";
 
 const byId = (id) => document.getElementById(id);
 const make = (tag, attributes) => Object.assign(document.createElement(tag), attributes);
@@ -32,6 +33,7 @@ let reached = false; // the service has answered, whatever it said
 let keyTried = false;
 let panels = [];
 let changes = 0; // of the model, since an answer was one of the model that the page knows
+const teaching = new Teaching();
 const choice = new ModelChoice(byId("choice"), choose);
 const queue = new Queue(pictureChanged);
 const list = new PictureList(byId("pictures"), byId("many"), pick, (picture) => remove([picture]));
@@ -66,6 +68,7 @@ async function start() {
   takeLabels();
   for (const each of services) if (!each.asksLabels) each.fetchLabels().then(showKnowledge, () => {}); // without them the page lacks a sentence and the search
   showKnowledge();
+  teaching.reach().catch(() => {}); // without it the page has no tab for it
   fillTopK();
   panels = [];
   setPanels();
@@ -283,8 +286,9 @@ function showAnswer() {
   byId("timing").hidden = state === "failed" && !answer;
   sides.forEach(showSide);
   byId("timing").textContent = answer ? `${Math.round(answer.timings_ms.total)} ms in the service, ${Math.round(answer.timings_ms.inference)} ms of it in the model, batch of ${answer.batch_size}` : `${shown.name}: ${stateOf(shown)}`;
+  teaching.offer(answer);
   const told = services.filter(({ place }) => shown.answerBy(place)?.predictions.length).map(headline).join("; ");
-  byId("headline").textContent = byId("headline").title = told || (shown.isUnderWay ? "Looking …" : "No answer");
+  byId("headline").textContent = byId("headline").title = told || (shown.isUnderWay ? "Looking …" : answer?.abstained ? "Unlike all that it knows" : "No answer");
   byId("said").textContent = told && `${shown.name}: ${told}`;
   if (state === "failed") tell(byId("error"), error, shown.file);
 }

@@ -246,7 +246,7 @@ export class MapPanel {
     if (!this.map) return "\u00a0";
     if (!this.classSpecific) return "Coloured: where it looked, whatever the class";
     const label = this.labelOf(this.choice.class);
-    const isBest = Number(this.choice.class) === this.answer.predictions[0].index;
+    const isBest = Number(this.choice.class) === this.answer.predictions[0]?.index;
     return !isBest && this.map.strength < LITTLE ? `Little speaks for ${label} here` : `Coloured: what spoke for ${label}`;
   }
 

@@ -96,7 +96,7 @@ export class Picture {
     const answered = services.filter(({ place }) => this.answerBy(place));
     for (const { name, place } of map ? answered : []) {
       const { id, attention, predictions: [first] } = answers[place];
-      this.maps.set(keyOf({ model: name, method: map, class: first.index }), { ...attention, id });
+      if (first) this.maps.set(keyOf({ model: name, method: map, class: first.index }), { ...attention, id }); // a head may abstain
     }
     await this.decoded;
     if (this.photo === null) await Promise.all(answered.map((service) => service.methods.includes(FUSED) && this.see(service)));

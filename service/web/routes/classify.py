@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from model.errors import ImageError, InputError
-from model.heads import labels_of_request, with_labels
+from model.heads import labels_of_request, of_image, with_labels
 from model.outputs import DEFAULT_TOP_K, EmbeddingRequest, RequestedOutputs, parse_maps
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, MissingImage, ServiceError, UnknownModel
@@ -198,6 +198,8 @@ def _fields(
         attention = Attention(url=url, region=region, **map_fields(outputs.map, labels))
     predictions = ranked(labels, outputs.indices.tolist(), outputs.scores.tolist())
     of_set: dict[str, Any] = {**set_fields(labels, None if outputs.label_set is None else outputs.label_set.tolist())}
+    if outputs.far:
+        predictions, of_set = [], {"abstained": True, "abstained_by": "distance"}
     if min_score is not None:
         predictions = predictions[: int((outputs.scores >= min_score).sum())]  # they are the best ones
         if not predictions and "abstained" not in of_set:
@@ -288,10 +290,11 @@ async def _pass(
     admitted: AdmittedRequest, picture: bytearray, members: _Members, image_id: str, query: ClassifyQuery
 ) -> _Pass:
     """Ask the models of one backbone and preprocessing; raises an error of the picture itself."""
-    (first, asked), *others = members
+    first = replace(members[0][0], taught=None)
+    asked, *others = [wanted if model.taught is None else of_image(wanted) for model, wanted in members]
     try:
-        asked = replace(asked, more=tuple(each for _, each in others))
-        decoded, result = await admitted.by(first).classify(picture, asked)
+        by_first = admitted.by(first)
+        decoded, result = await by_first.classify(picture, replace(asked, more=tuple(others)))
     except MissingImage:
         raise
     except ServiceError as error:
@@ -301,6 +304,12 @@ async def _pass(
     answers: dict[str, dict[str, Any]] = {}
     for (model, wanted), outputs in zip(members, (result.outputs, *result.outputs.more), strict=True):
         own = replace(result, outputs=outputs)
+        try:
+            if model.taught is not None:
+                own = await by_first.scored(decoded.picture.pixels, own, model.taught, wanted)
+        except ServiceError as error:
+            answers[model.info.name] = _item(admitted, error)
+            continue
         _count(admitted, model, own)
         answers[model.info.name] = _fields(admitted, model, wanted, decoded, own, kept, query.min_score)
     return _Pass(answers, (decoded, result), kept is not None)
@@ -387,7 +396,7 @@ async def predictions(request: Request) -> Response:
     outputs, metrics = result.outputs, admitted.service.metrics
     metrics.of_model(model.info.name).images.inc()
     metrics.count_abstained(outputs)
-    count = None if outputs.label_set is None else len(outputs.label_set)  # they are the best ones
+    count = 0 if outputs.far else None if outputs.label_set is None else len(outputs.label_set)  # the best ones
     by_label: dict[str, float] = {}
     for index, score in zip(outputs.indices[:count].tolist(), outputs.scores[:count].tolist(), strict=True):
         by_label.setdefault(names[index], significant(score))

@@ -144,6 +144,7 @@ async def v2_load(request: Request) -> Response:
     body = await small_body(request)
     what = allowed(decoded(body, _Body).parameters, service.settings)
     service.check_ready()
+    service.models.require_free(name)
     if "checkpoint" not in what:
         service.models.find(name)
     only = what.get("checkpoint") if len(what) == 1 else what or None

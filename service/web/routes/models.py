@@ -5,7 +5,6 @@ Whoever has it decides what is served. What is named over HTTP lies below VIT_CH
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +19,7 @@ from service.errors import Forbidden, InvalidParameter, MalformedRequest, Unauth
 from service.models.folder import check_name, model_settings
 from service.models.models import ModelStatus
 from service.settings import Settings
-from service.web.api_keys import bearer_token
+from service.web.api_keys import bearer_token, holds_admin_key
 from service.web.request import service_of
 from service.web.routes.endpoint import Endpoint, problems, to_json
 from vitserve.documents import ListedModel
@@ -68,6 +67,7 @@ async def put_model(request: Request) -> Response:
     if name != service.models.name_of(service.models.default_name):
         check_name(name)
     service.check_ready()
+    service.models.require_free(name)
     place = service.models.place(name)
     is_new = await service.models.put(name, what | {"model_name": name})
     content = to_json(_listed(service.models.status_of(place)))
@@ -93,10 +93,10 @@ def require_admin(request: Request, settings: Settings) -> None:
     """Raise `Forbidden` if nobody may change models, `Unauthorized` without the admin key."""
     if settings.admin_key is None:
         raise Forbidden("loading is off: VIT_ADMIN_KEY is not set")
-    expected = settings.admin_key.get_secret_value().encode()
-    given = bearer_token(request.headers.get("authorization", "")) or b""
-    if not hmac.compare_digest(given, expected):
-        wrong = "the admin key is wrong" if given else "the admin key is needed: Authorization: Bearer KEY"
+    authorization = request.headers.get("authorization", "")
+    if not holds_admin_key(authorization, settings):
+        needed = "the admin key is needed: Authorization: Bearer KEY"
+        wrong = "the admin key is wrong" if bearer_token(authorization) else needed
         raise Unauthorized(wrong)
 
 
@@ -159,5 +159,5 @@ def _listed(status: ModelStatus) -> ListedModel:
         bytes=status.bytes,
         last_used_seconds=None if status.last_used is None else round(status.last_used, 3),
         default=status.default,
-        taught=False,
+        taught=status.taught,
     )

@@ -48,20 +48,20 @@ def pixels(page: Page, selector: str) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).convert("RGBA"))
 
 
-def send_event(page: Page, kind: str, files: list[Path]) -> None:
-    """Drop or paste files as a person would: the event with its data."""
+def send_event(page: Page, kind: str, files: list[Path], place: str = "#drop") -> None:
+    """Drop or paste files at a place as a person would: the event with its data."""
     content = [[path.name, base64.b64encode(path.read_bytes()).decode()] for path in files]
     page.evaluate(
-        """([kind, files]) => {
+        """([kind, files, place]) => {
           const data = new DataTransfer();
           for (const [name, text] of files) {
             const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
             data.items.add(new File([bytes], name, { type: "image/jpeg" }));
           }
           const options = { bubbles: true, cancelable: true };
-          document.querySelector("#drop").dispatchEvent(kind === "paste"
+          document.querySelector(place).dispatchEvent(kind === "paste"
             ? new ClipboardEvent("paste", { ...options, clipboardData: data })
             : new DragEvent("drop", { ...options, dataTransfer: data }));
         }""",
-        [kind, content],
+        [kind, content, place],
     )

@@ -1,0 +1,72 @@
+"""`vitserve teach NAME FOLDER`: a head from a folder of pictures for each label, here or in a running server."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from model.errors import InputError
+from service.cli.answers import add_server_flags, answers_from
+from service.cli.image_files import find_images, handle_answers
+from service.cli.setting_flags import add_setting_flags
+from service.models.folder import check_name
+from vitserve.documents import AddedExamples, Knowledge
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `vitserve teach`."""
+    parser.add_argument("name", metavar="NAME", help="of the head, which is then a model of this name")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="one folder of pictures for each label")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE.safetensors",
+        help="without --url: where the head is written (default: NAME.safetensors); a folder of --models takes it",
+    )
+    add_server_flags(parser)
+    add_setting_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Teach a head all pictures, print what it knows of itself, and return 1 if any file could not be used."""
+    name, output = check_name(arguments.name), arguments.output or Path(f"{arguments.name}.safetensors")
+    if arguments.output is not None and arguments.url is not None:
+        raise InputError("output", "--output: does not apply with --url: the server keeps the head")
+    labels = _labelled(arguments.folder)
+    with answers_from(arguments) as source:
+        answers = source.teach(name, labels)
+        files: dict[int, Path] = {}
+
+        def add(file: Path, added: object) -> None:
+            files[added.numbers[0] if isinstance(added, AddedExamples) else len(files)] = file
+
+        code = handle_answers(answers, len(labels), add, "place among the examples")
+        known = source.taught(name, labels, output)
+    print(f"{name}: {_in_words(known)}")  # noqa: T201
+    for each in known.suspects:
+        example = files.get(each.number, f"example {each.number}")
+        print(f"  {example}: {each.label!r}, or rather {each.likely!r}?")  # noqa: T201
+    if known.needs_more:
+        print(f"  more pictures are needed of: {', '.join(known.needs_more)}")  # noqa: T201
+    if not arguments.url:
+        print(f"{output}: a folder of --models takes it, beside the model that it was taught with")  # noqa: T201
+    return code
+
+
+def _labelled(folder: Path) -> dict[Path, str]:
+    """Return the label of each picture, which is the name of its folder; raises `InputError`."""
+    if not folder.is_dir():
+        raise InputError("path", f"{folder}: no such folder")
+    folders = sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
+    if not folders:
+        raise InputError("path", f"{folder}: expected one folder of pictures for each label")
+    return {file: each.name for each in folders for file in find_images([each])}
+
+
+def _in_words(known: Knowledge) -> str:
+    if known.accuracy is None:
+        return getattr(known, "reason", None) or "it is not fitted"
+    right = known.accuracy
+    sure = f"{right.low:.1%} to {right.high:.1%} for pictures like these, with 95% confidence"
+    return f"{right.value:.1%} of {known.fitted_to} pictures right while they were held out ({sure})"

@@ -1,0 +1,211 @@
+"""The examples of taught heads, and the heads fitted to them: one SQLite file, which several processes may use at once.
+
+An example is what a backbone gives of a picture, its label, the time, and who sent it; never the picture. Whatever
+process ends at whatever moment, the file holds what was committed before, and nothing of what was not. Each change of a
+head's examples raises its revision, so that everyone sees which fit is of which examples.
+
+Methods block for some milliseconds: call them from a thread.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.errors import HeadFull, HeadWithoutBackbone, NotFound, SettingsError
+from vitserve.documents import ExampleDocument
+
+MAX_HEADS: Final = 64
+MAX_LABELS: Final = 1000
+MAX_EXAMPLES: Final = 20_000
+# Of the features of a head; the bounds above but the first are of one head, too.
+MAX_BYTES: Final = 64 * 2**20
+
+_FILE: Final = "heads.sqlite3"
+# How long a change waits for another one to end; each takes milliseconds.
+_LOCKED_SECONDS: Final = 10.0
+
+_VERSION: Final = 1
+_TABLES: Final = f"""
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS heads (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE,
+    backbone TEXT NOT NULL, model TEXT NOT NULL, owner TEXT NOT NULL,
+    numbers INTEGER NOT NULL DEFAULT 0, revision INTEGER NOT NULL DEFAULT 0,
+    fitted_revision INTEGER NOT NULL DEFAULT 0, fitted BLOB, reason TEXT NOT NULL DEFAULT '');
+CREATE TABLE IF NOT EXISTS examples (
+    head INTEGER NOT NULL REFERENCES heads ON DELETE CASCADE, number INTEGER NOT NULL, label TEXT NOT NULL,
+    time REAL NOT NULL, who TEXT NOT NULL, features BLOB NOT NULL, UNIQUE (head, number));
+PRAGMA user_version = {_VERSION};
+COMMIT;
+"""
+
+
+class HeadRow(NamedTuple):
+    """A head.
+
+    Attributes:
+        id: no other head ever has it, also of the same name.
+        backbone: names what its features are of.
+        model: with which it was begun.
+        owner: the name of the key that began it; empty without keys.
+        revision: changes with its examples.
+        fitted_revision: of the examples that it was last fitted to, or could not be.
+        reason: why those give no head; empty if they do.
+    """
+
+    id: int
+    name: str
+    backbone: str
+    model: str
+    owner: str
+    revision: int
+    fitted_revision: int
+    reason: str
+
+
+class Examples:
+    """The examples of all heads in a folder, which is made if it is absent.
+
+    Raises:
+        SettingsError: the folder cannot be used.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / _FILE
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._watching = self._connect()
+            [version] = self._watching.execute("PRAGMA user_version").fetchone()
+            if version not in (0, _VERSION):
+                raise OSError("it is of another version of vitserve")
+            self._watching.executescript(_TABLES)
+        except (OSError, sqlite3.Error) as error:
+            raise SettingsError(f"VIT_TEACH: {self.path}: cannot be used: {error}") from None
+
+    def version(self) -> int:
+        """Return a number that is another one as soon as anybody has changed anything."""
+        [version] = self._watching.execute("PRAGMA data_version").fetchone()
+        return int(version)
+
+    def add(
+        self, name: str, label: str, features: NDArray[np.float32], who: str, backbone: tuple[str, str]
+    ) -> tuple[dict[str, int], list[int]]:
+        """Add an example for each row of features [N, D], all or none; return the labels' counts, and their numbers.
+
+        Args:
+            name: of the head, which is made if it is absent.
+            who: the name of the caller's key.
+            backbone: what the features are of, and the name of its model.
+
+        Raises:
+            HeadWithoutBackbone: the head's other examples are of another backbone.
+            HeadFull: there are too many heads, or labels or examples of this one.
+        """
+        with self._changing() as db:
+            made = [name, *backbone, who]
+            db.execute("INSERT OR IGNORE INTO heads (name, backbone, model, owner) VALUES (?, ?, ?, ?)", made)
+            if db.execute("SELECT count(*) FROM heads").fetchone()[0] > MAX_HEADS:
+                raise HeadFull(f"{name}: there are {MAX_HEADS} heads already: delete one first")
+            known = "SELECT id, backbone, numbers FROM heads WHERE name = ?"
+            head, features_of, numbers = db.execute(known, [name]).fetchone()
+            if features_of != backbone[0]:
+                raise HeadWithoutBackbone(f"{name}: its examples are of another backbone than that of {backbone[1]}")
+            numbered = enumerate(features.astype("<f4"), start=numbers + 1)
+            rows = [(head, number, label, time.time(), who, row.tobytes()) for number, row in numbered]
+            db.executemany("INSERT INTO examples VALUES (?, ?, ?, ?, ?, ?)", rows)
+            totals = "SELECT count(*), count(DISTINCT label), sum(length(features)) FROM examples WHERE head = ?"
+            count, labels, size = db.execute(totals, [head]).fetchone()
+            if count > MAX_EXAMPLES or labels > MAX_LABELS or size > MAX_BYTES:
+                limits = f"{MAX_LABELS} labels, {MAX_EXAMPLES} examples and {MAX_BYTES} bytes of them"
+                raise HeadFull(f"{name}: a head has at most {limits}")
+            changed = "UPDATE heads SET numbers = numbers + ?, revision = revision + 1 WHERE id = ?"
+            db.execute(changed, [len(rows), head])
+            return _counts(db, head), [row[1] for row in rows]
+
+    def remove(self, head: HeadRow, number: int | None = None) -> dict[str, int]:
+        """Remove an example, or with None the whole head; return how many each label has. Raises `NotFound`."""
+        with self._changing() as db:
+            query, of = "DELETE FROM examples WHERE head = ? AND number = ?", [head.id, number]
+            if number is None:
+                query, of = "DELETE FROM heads WHERE id = ?", [head.id]
+            if not db.execute(query, of).rowcount:
+                raise NotFound(f"{head.name}: there is no such {'head' if number is None else 'example'}")
+            db.execute("UPDATE heads SET revision = revision + 1 WHERE id = ?", [head.id])
+            return _counts(db, head.id)
+
+    def heads(self) -> dict[str, HeadRow]:
+        """Return all heads by name."""
+        with self._reading() as db:
+            rows = db.execute(f"SELECT {', '.join(HeadRow._fields)} FROM heads").fetchall()
+        return {row.name: row for row in map(HeadRow._make, rows)}
+
+    def head(self, name: str) -> HeadRow:
+        """Return a head; raises `NotFound`."""
+        found = self.heads().get(name)
+        if found is None:
+            raise NotFound(f"{name}: there is no such head")
+        return found
+
+    def listed(self, head: HeadRow) -> list[ExampleDocument]:
+        """Return the examples of a head, the first one first."""
+        with self._reading() as db:
+            rows = db.execute("SELECT number, label, time, who FROM examples WHERE head = ? ORDER BY number", [head.id])
+            return [
+                ExampleDocument(number=number, label=label, time=datetime.fromtimestamp(seconds, UTC), who=who or None)
+                for number, label, seconds, who in rows
+            ]
+
+    def training_set(self, head: HeadRow) -> tuple[list[int], list[str], NDArray[np.float32]]:
+        """Return the numbers, the labels and the features, float32 [N, D], of the examples of a head."""
+        with self._reading() as db:
+            query = "SELECT number, label, features FROM examples WHERE head = ? ORDER BY number"
+            rows = db.execute(query, [head.id]).fetchall()
+        features = np.frombuffer(b"".join(row[2] for row in rows), "<f4").reshape(max(1, len(rows)), -1)
+        return [row[0] for row in rows], [row[1] for row in rows], features
+
+    def keep(self, head: HeadRow, fitted: bytes | None, reason: str = "") -> None:
+        """Keep what was fitted to the examples as of `head.revision`, unless the head is gone or has something newer.
+
+        Where those give no head, which has a `reason`, the one before stays.
+        """
+        with self._changing() as db:
+            db.execute(
+                "UPDATE heads SET fitted = coalesce(?, fitted), fitted_revision = ?, reason = ? "
+                "WHERE id = ? AND fitted_revision < ?",
+                [fitted, head.revision, reason, head.id, head.revision],
+            )
+
+    def state(self, head: HeadRow) -> tuple[dict[str, int], bytes | None]:
+        """Return how many examples each label has, and the file of the head, None before its first fit."""
+        with self._reading() as db:
+            row = db.execute("SELECT fitted FROM heads WHERE id = ?", [head.id]).fetchone()
+            return _counts(db, head.id), row and row[0]
+
+    def _connect(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self.path, timeout=_LOCKED_SECONDS, isolation_level=None, check_same_thread=False)
+        db.executescript("PRAGMA foreign_keys = ON; PRAGMA secure_delete = ON")
+        return db
+
+    @contextmanager
+    def _reading(self, begin: str = "BEGIN") -> Iterator[sqlite3.Connection]:
+        with closing(self._connect()) as db, db:  # an error undoes what was changed
+            db.execute(begin)
+            yield db
+
+    def _changing(self) -> AbstractContextManager[sqlite3.Connection]:
+        """Let nobody else change anything until the context ends."""
+        return self._reading("BEGIN IMMEDIATE")
+
+
+def _counts(db: sqlite3.Connection, head: int) -> dict[str, int]:
+    query = "SELECT label, count(*) FROM examples WHERE head = ? GROUP BY label ORDER BY min(number)"
+    return dict(db.execute(query, [head]).fetchall())

@@ -1,0 +1,112 @@
+"""The fit of a taught head to its examples, and what the head then knows of itself; no torch.
+
+`python -m service.teach.fit FOLDER` fits each head of the folder whose examples have changed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.errors import DatasetError, first_line
+from model.heads import Known
+from model.probe import FOLDS, Choice, fit_head, interval
+from model.taught_heads import TaughtHead
+from service.teach.examples import Examples
+from vitserve.documents import Accuracy, Confusion, Knowledge, Suspect
+
+_FEW: Final = 5
+"""A label with fewer pictures needs more, and so does one of which less than half are answered right."""
+_DOUBT: Final = 4.0
+"""How much likelier than its own another label of an example is that makes it a suspect."""
+_LISTED: Final = 100
+_ROUNDS: Final = 4
+_MANY: Final = 1000
+"""With fewer examples than this, what is known is a mean over rounds of cross-validation: folds of few say little."""
+
+
+def taught_head(
+    features: NDArray[np.float32], labels: Sequence[str], numbers: Sequence[int], backbone: str, model: str
+) -> TaughtHead:
+    """Return the head that is fitted to examples.
+
+    Args:
+        features: [N, D].
+        labels, numbers: of each example.
+        backbone: names what the features are of.
+        model: the name of a model that gives them.
+
+    Raises:
+        DatasetError: they are too few: two labels need two examples each.
+    """
+    names = tuple(dict.fromkeys(labels))
+    truth = np.array([names.index(label) for label in labels], np.int64)
+    if (np.bincount(truth, minlength=1) >= 2).sum() < 2:
+        raise DatasetError("two labels with two pictures each are needed at least")
+    rounds = _ROUNDS if len(truth) < _MANY else 1
+    (head, first), *others = [fit_head(features, truth, names, seed=seed) for seed in range(rounds)]
+    known = _knowledge([first, *(choice for _, choice in others)], truth, names, numbers)
+    return TaughtHead(replace(head, known=Known.of(features)), backbone, model, known.model_dump_json())
+
+
+def _knowledge(
+    rounds: Sequence[Choice], truth: NDArray[np.int64], names: Sequence[str], numbers: Sequence[int]
+) -> Knowledge:
+    """Return what cross-validations with the same examples, in other folds each time, say of a head."""
+    rows = rounds[0].rows
+    scores = np.mean([choice.scores for choice in rounds], axis=0)
+    own, answers, each = truth[rows], scores.argmax(axis=1), np.arange(len(rows))
+    share = float(np.mean([(choice.scores.argmax(axis=1) == own).mean() for choice in rounds]))
+    low, high = interval(share * len(rows), len(rows))
+    confusion = np.zeros((len(names), len(names)), np.int64)
+    np.add.at(confusion, (own, answers), 1)
+    of_label = np.bincount(truth, minlength=len(names))
+    needy = (of_label < _FEW) | (2 * confusion.diagonal() < confusion.sum(axis=1))
+    likely = scores[each, own]
+    doubtful = [row for row in np.argsort(likely, kind="stable") if scores[row].max() > _DOUBT * likely[row]]
+    wrong = confusion - np.diag(confusion.diagonal())
+    pairs = [divmod(int(place), len(names)) for place in np.argsort(-wrong, axis=None, kind="stable")[:_LISTED]]
+    return Knowledge(
+        accuracy=Accuracy(value=share, low=low, high=high, folds=FOLDS),
+        confusion=[
+            Confusion(label=names[label], answered=names[answer], count=int(wrong[label, answer]))
+            for label, answer in pairs
+            if wrong[label, answer]
+        ],
+        suspects=[
+            Suspect(
+                number=numbers[rows[row]],
+                label=names[own[row]],
+                likely=names[answers[row]],
+                score=float(scores[row].max()),
+            )
+            for row in doubtful[:_LISTED]
+        ],
+        needs_more=[name for name, needs in zip(names, needy, strict=True) if needs],
+        fitted_to=len(truth),
+        fitted_at=datetime.now(UTC),
+    )
+
+
+def fit_changed(examples: Examples) -> None:
+    """Fit each head whose examples have changed since it was fitted, until there is none."""
+    while stale := [head for head in examples.heads().values() if head.fitted_revision < head.revision]:
+        for head in stale:
+            numbers, labels, features = examples.training_set(head)
+            try:
+                examples.keep(head, taught_head(features, labels, numbers, head.backbone, head.model).to_bytes())
+            except (DatasetError, np.linalg.LinAlgError, MemoryError) as error:
+                examples.keep(head, None, first_line(error))
+
+
+if __name__ == "__main__":
+    os.nice(19)
+    fit_changed(Examples(Path(sys.argv[1])))

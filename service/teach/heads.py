@@ -1,0 +1,184 @@
+"""The taught heads of a web process: read again when they change, and fitted by a child process when they have to be.
+
+    change --> commit --> seen by every process of the service --> one of them starts the fit --> commit --> seen by all
+
+The file of examples is all that processes share, so workers and replicas with one folder have the same heads. A lock
+that the child holds makes it the only one that fits; whatever ends, the next look starts it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import logging
+import os
+import sqlite3
+import sys
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from model.config import PreprocessConfig
+from model.errors import CheckpointError
+from model.taught_heads import TaughtHead, is_taught_head
+from service.engine.messages import ModelInfo
+from service.errors import HeadWithoutBackbone
+from service.models.models import AddedHead, Models
+from service.teach.examples import Examples, HeadRow
+
+logger = logging.getLogger("vitserve")
+
+_LOOK_SECONDS: Final = 0.25
+_LOCK: Final = "fit.lock"
+_ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class Taught(NamedTuple):
+    """A head as it is kept, and as it answers; None before its first fit."""
+
+    row: HeadRow
+    fitted: TaughtHead | None
+
+
+@lru_cache
+def _name(backbone: str, preprocess: PreprocessConfig) -> str:
+    digest = hashlib.sha256(preprocess.model_dump_json().encode()).hexdigest()
+    return f"{backbone.partition('-')[0]}-{digest[:8]}"
+
+
+def features_of(info: ModelInfo) -> str:
+    """Return what names the features that a model gives of a picture: its backbone, and how pictures become pixels.
+
+    The dtype is no part of it: it changes features by their rounding alone.
+    """
+    return _name(info.backbone, info.preprocess)
+
+
+def _loaded(content: bytes | None, where: str) -> TaughtHead | None:
+    """Return the head in a file, None without one; of what is damaged the log tells."""
+    try:
+        return None if content is None else TaughtHead.from_bytes(content, where)
+    except CheckpointError as error:
+        logger.error("%s", error)
+        return None
+
+
+class TaughtHeads:
+    """The heads by name, as of the last look at them; each is added to the models of the process.
+
+    Args:
+        examples: where they are kept; None: nothing is taught.
+        folder: of models, where files of heads may lie, too.
+        models: those of the process.
+    """
+
+    def __init__(self, examples: Examples | None, folder: Path | None, models: Models) -> None:
+        self.examples = examples
+        self.heads: Mapping[str, Taught] = {}
+        self._folder, self._models = folder, models
+        self._seen: object = None
+        self._look, self._turn = asyncio.Event(), asyncio.Lock()
+        self._child: Process | None = None
+        self._given_up: object = None
+
+    def base(self, head: HeadRow) -> str:
+        """Return the key of the model with a head's backbone, the one that it was begun with if there are several.
+
+        Raises:
+            HeadWithoutBackbone: no model that was loaded has it.
+        """
+        served = self._models.served.items()
+        found = [key for key, model in served if model.info is not None and features_of(model.info) == head.backbone]
+        if not found:
+            raise HeadWithoutBackbone(f"no model is served with the backbone of {head.model}, as it was taught on")
+        return min(found, key=lambda key: self._models.name_of(key) != head.model)
+
+    def renew(self) -> None:
+        """Add the heads to the models, as both are now; the name of a model is no head's."""
+        names = {self._models.name_of(key) for key in self._models.served}
+        self._models.added = {name: self._added(taught) for name, taught in self.heads.items() if name not in names}
+
+    def _added(self, taught: Taught) -> AddedHead:
+        row, key, head = taught.row, None, None if taught.fitted is None else taught.fitted.head
+        try:
+            key, reason = self.base(row), "" if head is not None else row.reason or "it is being fitted"
+        except HeadWithoutBackbone as error:
+            reason = str(error)
+        return AddedHead(row.name, head, key, reason)
+
+    @property
+    def fitting(self) -> bool:
+        """Return whether a child of this process fits, or nothing is known of its end yet."""
+        return self._child is not None
+
+    def changed(self) -> None:
+        """Look at the heads at once: this process has changed them."""
+        self._look.set()
+
+    async def watch(self) -> None:
+        """Look at the heads again and again, until the task is cancelled; there may be none that ever come."""
+        try:
+            while self.examples or self._folder:
+                try:
+                    await self.look()
+                except (OSError, sqlite3.Error) as error:
+                    logger.error("taught heads cannot be read: %s", error)
+                self._look.clear()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._look.wait(), _LOOK_SECONDS)
+        finally:
+            if self._child is not None:
+                with suppress(ProcessLookupError):
+                    self._child.kill()
+
+    async def look(self) -> None:
+        """Read the heads if they have changed, and start the fit of those whose examples have."""
+        async with self._turn:
+            await self._look_once()
+
+    async def _look_once(self) -> None:
+        heads = await asyncio.to_thread(self._read)
+        if heads is not self.heads:
+            self.heads = heads
+            self.renew()
+        stale = [row[:6] for row, _ in heads.values() if row.fitted_revision < row.revision]
+        if self.examples is not None and stale and stale != self._given_up and self._child is None:
+            self._child = await self._start(self.examples.path.parent)
+        elif self._child is not None and self._child.returncode is not None:
+            if self._child.returncode:
+                logger.error("the fit of taught heads failed: it is tried again when examples change")
+                self._given_up = stale
+            self._child = None
+
+    def _read(self) -> Mapping[str, Taught]:
+        seen = self.examples and self.examples.version(), self._folder and self._folder.stat().st_mtime_ns
+        if seen == self._seen:
+            return self.heads
+        heads: dict[str, Taught] = {}
+        for path in self._folder.iterdir() if self._folder else ():
+            if is_taught_head(path) and (fitted := _loaded(path.read_bytes(), str(path))):
+                heads[path.stem] = Taught(HeadRow(0, path.stem, fitted.backbone, fitted.model, "", 0, 0, ""), fitted)
+        examples = self.examples
+        for row in examples.heads().values() if examples else ():
+            before = self.heads.get(row.name)
+            if before is None or (before.row.id, before.row.fitted_revision) != (row.id, row.fitted_revision):
+                before = Taught(row, _loaded(examples.state(row)[1], row.name) if examples else None)
+            heads[row.name] = before._replace(row=row)
+        self._seen = seen
+        return heads
+
+    async def _start(self, folder: Path) -> Process | None:
+        """Return the process that fits, or None where one of any process of the service is at it."""
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            command, environment = (sys.executable, "-m", "service.teach.fit", str(folder)), os.environ | _ONE_THREAD
+            return await asyncio.create_subprocess_exec(*command, env=environment, stdin=DEVNULL, pass_fds=(lock,))
+        except BlockingIOError:
+            return None
+        finally:
+            os.close(lock)

@@ -1,0 +1,235 @@
+// The tab Teach: labels with their pictures, what the head then knows of itself, and a picture to try it on.
+
+import { keyIsUsed, send, sendPatiently } from "./api.js";
+import { explain } from "./errors.js";
+import { percent } from "./heatmap.js";
+
+const AT_ONCE = 4;
+const LOOK = 400; // milliseconds between two looks whether the head is fitted
+const byId = (id) => document.getElementById(id);
+const make = (tag, attributes) => Object.assign(document.createElement(tag), attributes);
+const counted = (count, one, many = `${one}s`) => `${count} ${count === 1 ? one : many}`;
+
+export class Teaching {
+  constructor() {
+    this.sent = new Map(); // file by the number of its example: what the service does not keep
+    this.labels = new Map(); // of the head: {item, count, failed} by label
+    this.waiting = []; // {label, file} that are not sent yet
+    this.running = 0;
+    this.done = this.total = 0;
+    this.heads = [];
+    byId("head-form").addEventListener("submit", (event) => { event.preventDefault(); this.open(); });
+    byId("head-name").addEventListener("change", () => this.open());
+    byId("label-form").addEventListener("submit", (event) => { event.preventDefault(); this.addLabel(byId("new-label").value.trim(), true); });
+    byId("try-head").addEventListener("click", () => byId("try-file").click());
+    byId("try-file").addEventListener("change", (event) => {
+      if (event.target.files.length) this.try(event.target.files[0]);
+      event.target.value = "";
+    });
+    byId("correct-form").addEventListener("submit", (event) => { event.preventDefault(); this.correct(); });
+    for (const [id, on] of [["tab-try", false], ["tab-teach", true]]) byId(id).addEventListener("click", () => this.show(on));
+  }
+
+  /** Ask whether the service is taught; the tab is there if it is. */
+  async reach() {
+    const { enabled, heads } = await send("GET", "heads");
+    this.heads = heads;
+    byId("tabs").hidden = !enabled;
+    byId("head-names").replaceChildren(...heads.map((name) => new Option(name)));
+    if (enabled) await this.open();
+  }
+
+  get name() { return byId("head-name").value.trim(); }
+
+  show(on) {
+    document.body.classList.toggle("teaching", on);
+    byId("tab-teach").setAttribute("aria-pressed", on);
+    byId("tab-try").setAttribute("aria-pressed", !on);
+    byId("teach").hidden = !on;
+  }
+
+  /** Show the head of this name, which may be a new one. */
+  async open() {
+    this.labels.clear();
+    byId("labels-list").replaceChildren();
+    byId("suspects").replaceChildren();
+    byId("known").textContent = "Give each of two labels two pictures at least; twenty are better.";
+    byId("tried").textContent = "";
+    byId("tryout").hidden = true;
+    byId("head-curl").textContent = curl(this.name);
+    if (this.heads.includes(this.name)) await this.look();
+  }
+
+  addLabel(label, byHand = false) {
+    if (!label || this.labels.has(label)) return this.labels.get(label);
+    const item = make("li");
+    const count = make("span", { className: "note", textContent: "no pictures yet" });
+    const input = make("input", { type: "file", accept: "image/*,.heic,.heif,.avif", multiple: true, hidden: true, ariaLabel: `Pictures of ${label}` });
+    const camera = make("input", { type: "file", accept: "image/*", hidden: true, ariaLabel: `Photo of ${label}` });
+    camera.setAttribute("capture", "environment");
+    const buttons = make("span", { className: "row" });
+    for (const [text, source, hidden] of [["Take a photo", camera, navigator.maxTouchPoints === 0], ["Add pictures", input, false]]) {
+      const button = make("button", { type: "button", textContent: text, hidden, ariaLabel: `${text} of ${label}` });
+      button.addEventListener("click", () => source.click());
+      source.addEventListener("change", () => { this.add(label, [...source.files]); source.value = ""; });
+      buttons.append(button, source);
+    }
+    const failed = make("ul", { className: "failed", ariaLabel: `Pictures of ${label} that were not taken` });
+    item.append(make("strong", { textContent: label }), " ", count, buttons, failed);
+    item.addEventListener("drop", (event) => {
+      event.preventDefault();
+      event.stopPropagation(); // it is not for the other tab
+      document.body.classList.remove("dragging");
+      this.add(label, [...event.dataTransfer.files]);
+    });
+    byId("labels-list").append(item);
+    this.labels.set(label, { item, count, failed });
+    if (byHand) {
+      byId("new-label").value = "";
+      buttons.querySelector("button:not([hidden])").focus();
+    }
+    return this.labels.get(label);
+  }
+
+  add(label, files) {
+    if (!this.running && !this.waiting.length) this.done = this.total = 0;
+    this.waiting.push(...files.map((file) => ({ head: this.name, label, file })));
+    this.total += files.length;
+    this.pump();
+  }
+
+  pump() {
+    while (this.running < AT_ONCE && this.waiting.length) {
+      this.running += 1;
+      this.give(this.waiting.shift()).finally(() => {
+        this.running -= 1;
+        this.done += 1;
+        this.pump();
+      });
+    }
+    byId("teach-progress").hidden = byId("teach-progress-text").hidden = !this.total;
+    byId("teach-progress").value = this.total ? this.done / this.total : 0;
+    byId("teach-progress-text").textContent = `${this.done} of ${counted(this.total, "picture")} sent`;
+    if (this.total && this.done === this.total) this.look();
+  }
+
+  async give({ head, label, file }) {
+    const part = this.addLabel(label);
+    try {
+      const { signal } = new AbortController();
+      const { examples, numbers } = await sendPatiently("POST", `heads/${encodeURIComponent(head)}/examples`, { query: { label }, file, signal });
+      if (!this.heads.includes(head)) this.heads.push(head);
+      this.sent.set(`${head} ${numbers[0]}`, file);
+      if (head === this.name) this.showCounts(examples);
+    } catch (error) {
+      part.failed.append(make("li", { textContent: why(error, file) }));
+    }
+  }
+
+  showCounts(examples) {
+    for (const [label, count] of Object.entries(examples)) this.addLabel(label).count.textContent = counted(count, "picture");
+  }
+
+  /** Look at the head until it is fitted to all that it was given. */
+  async look() {
+    const head = this.name;
+    const asked = (this.asked = {});
+    for (;;) {
+      let found;
+      try { found = await send("GET", `heads/${encodeURIComponent(head)}`); } catch (error) { return this.tell(error.message); }
+      if (asked !== this.asked || head !== this.name) return undefined;
+      this.showCounts(found.examples);
+      this.showKnown(found);
+      if (found.up_to_date) return undefined;
+      await new Promise((resolve) => { setTimeout(resolve, LOOK); });
+    }
+  }
+
+  tell(text) { byId("known").textContent = text; }
+
+  showKnown({ accuracy, fitted_to: count, needs_more: needs, suspects, confusion, reason, up_to_date: isDone }) {
+    byId("tryout").hidden = !accuracy;
+    if (!accuracy) return this.tell(isDone ? `Not yet: ${reason}.` : "Learning …");
+    const range = `${percent(accuracy.low)} to ${percent(accuracy.high)}`;
+    const lines = [`${percent(accuracy.value)} of ${counted(count, "picture")} right while the others alone were learned from; for pictures like these expect ${range}.`];
+    const [first] = confusion;
+    if (first) lines.push(`Most often ${first.label} is taken for ${first.answered}.`);
+    if (needs.length) lines.push(`More pictures would help: ${needs.join(", ")}.`);
+    if (reason) lines.push(`It does not answer: ${reason}.`);
+    if (!isDone) lines.push("Learning anew …");
+    this.tell(lines.join(" "));
+    byId("suspects-title").hidden = !suspects.length;
+    byId("suspects").replaceChildren(...suspects.map((suspect) => this.suspect(suspect)));
+    return undefined;
+  }
+
+  suspect({ number, label, likely }) {
+    const file = this.sent.get(`${this.name} ${number}`);
+    const question = `${file ? file.name : `example ${number}`}: ${label}, or rather ${likely}?`;
+    const item = make("li", { textContent: `${question} ` });
+    if (file) {
+      const image = make("img", { src: URL.createObjectURL(file), alt: "", width: 48, height: 48, className: "suspect" });
+      image.addEventListener("load", () => URL.revokeObjectURL(image.src), { once: true });
+      item.prepend(image);
+    }
+    const button = (text, action) => {
+      const made = make("button", { type: "button", textContent: text, ariaLabel: `${text}: ${question}` });
+      made.addEventListener("click", async () => {
+        made.disabled = true;
+        try { await action(); } catch (error) { this.tell(`${error.message} ${error.detail ?? ""}`); }
+      });
+      item.append(made, " ");
+    };
+    const remove = async () => {
+      this.showCounts((await send("DELETE", `heads/${encodeURIComponent(this.name)}/examples/${number}`)).examples);
+      await this.look();
+    };
+    if (file) button(`It is ${likely}`, async () => { this.add(likely, [file]); await remove(); });
+    button("Remove", remove);
+    return item;
+  }
+
+  async try(file) {
+    const { signal } = new AbortController();
+    const out = byId("tried");
+    out.textContent = "Looking …";
+    try {
+      const { predictions, abstained } = await sendPatiently("POST", "classify", { query: { model: this.name }, file, signal });
+      out.textContent = abstained ? `${file.name}: unlike all its examples, so it does not say.`
+        : `${file.name}: ${predictions.map(({ label, score }) => `${label} ${percent(score)}`).join(", ")}`;
+    } catch (error) {
+      out.textContent = why(error, file);
+    }
+  }
+
+  /** "Not right?": the picture of an answer on the other tab goes under another label. */
+  offer(answer) {
+    this.answer = answer;
+    byId("correct").hidden = byId("tabs").hidden || !answer?.id;
+    byId("corrected").textContent = "";
+  }
+
+  async correct() {
+    const label = byId("right-label").value.trim();
+    if (!label || !this.answer?.id) return;
+    const head = this.name;
+    try {
+      const { examples } = await send("POST", `heads/${encodeURIComponent(head)}/examples`, { query: { label, id: this.answer.id } });
+      if (!this.heads.includes(head)) this.heads.push(head);
+      byId("corrected").textContent = `${head} has ${counted(examples[label], "picture")} of ${label} now.`;
+      this.look();
+    } catch (error) {
+      byId("corrected").textContent = `${error.message} ${error.detail ?? ""}`;
+    }
+  }
+}
+
+function why(error, file) {
+  const { lines, own } = explain(error, file);
+  return `${file.name}: ${lines.join(" ")} ${own}`;
+}
+
+function curl(name) {
+  const key = keyIsUsed() ? '-H "Authorization: Bearer $VIT_API_KEY" ' : "";
+  return `curl ${key}-F file=@photo.jpg '${new URL(`classify?${new URLSearchParams({ model: name })}`, document.baseURI).href}'`;
+}

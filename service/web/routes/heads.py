@@ -1,0 +1,256 @@
+"""Taught heads: the examples that they learn from, what they know of themselves, and their files.
+
+With keys set any key teaches a head that it began, or that nobody's key did; the admin key teaches all, and deletes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Final
+
+import numpy as np
+from fastapi import APIRouter, Query
+from numpy.typing import NDArray
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from model.errors import ImageError
+from model.heads import checked_texts
+from model.outputs import EmbeddingRequest, Outputs, RequestedOutputs
+from model.taught_heads import TaughtHead
+from service.errors import (
+    Forbidden,
+    HeadWithoutBackbone,
+    InferenceFailed,
+    InvalidParameter,
+    NameTaken,
+    NotFound,
+    ServiceError,
+)
+from service.models.folder import check_name
+from service.teach.examples import Examples, HeadRow
+from service.teach.heads import features_of
+from service.web.api_keys import holds_admin_key
+from service.web.inference_protocol.inference import at_position
+from service.web.middleware import request_context
+from service.web.request import AdmittedRequest, all_of, model_of, require_file, service_of
+from service.web.routes.endpoint import SEVERAL_PICTURES, Absent, Endpoint, problems, to_json
+from service.web.upload import UploadedFile
+from vitserve.documents import AddedExamples, ExampleCounts, ExampleList, HeadDescription, HeadList, Knowledge
+
+router = APIRouter(tags=["teaching"], route_class=Endpoint)
+
+_HEAD: Final = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+_NUMBER: Final = {"name": "number", "in": "path", "required": True, "schema": {"type": "integer"}}
+_PICTURES: Final = {"requestBody": SEVERAL_PICTURES["requestBody"] | {"required": False}, "parameters": [_HEAD]}
+_EMBEDDING: Final = RequestedOutputs(1, embedding=EmbeddingRequest())
+_BINARY: Final = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+
+
+class ExampleQuery(BaseModel, frozen=True):
+    """The query of POST /heads/NAME/examples."""
+
+    label: Annotated[str, Field(description="what is on the pictures")]
+    id: Annotated[
+        str | Absent, Field(description="a kept picture, from the answer of /classify, instead of a body")
+    ] = None
+    backbone: Annotated[
+        str | Absent,
+        Field(description="with the first example: the model whose features the head reads; default the default one"),
+    ] = None
+
+
+@router.get("/heads", response_model=HeadList)
+async def list_heads(request: Request) -> HeadList:
+    """List the heads that are taught here; GET /models has all that answer."""
+    examples = service_of(request).taught.examples
+    heads = [] if examples is None else sorted(await asyncio.to_thread(examples.heads))
+    return HeadList(enabled=examples is not None, heads=heads)
+
+
+@router.post(
+    "/heads/{name}/examples",
+    status_code=201,
+    response_model=AddedExamples,
+    openapi_extra=_PICTURES,
+    responses=problems(400, 403, 404, 408, 409, 413, 415, 422, 500, 503, 504),
+)
+async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]) -> Response:
+    """Add one or several pictures to what a head learns from, under one label; the first one begins the head.
+
+    All are added, or none. The head is fitted in the background; until then the one before answers.
+    """
+    service, examples = service_of(request), _examples(request)
+    name = check_name(request.path_params["name"])
+    if name in map(service.models.name_of, service.models.served):
+        raise NameTaken(f"{name}: a model has this name: choose another one for the head")
+    [label] = checked_texts([query.label], "label", 1)
+    head = (await asyncio.to_thread(examples.heads)).get(name)
+    _require_own(request, head)
+    backbone = query.backbone
+    if head is not None and backbone is None:
+        backbone = service.models.name_of(service.taught.base(head))
+    model = await model_of(request, backbone)
+    async with service.admit(request, model) as admitted:
+        features = await _features(admitted, query)
+        who, of = request_context(request.scope).key_name or "", (features_of(model.info), model.info.name)
+        counts, numbers = await asyncio.to_thread(examples.add, name, label, features, who, of)
+    service.taught.changed()
+    content = to_json(AddedExamples(head=name, examples=counts, numbers=numbers))
+    return Response(content, 201, media_type="application/json")
+
+
+@router.get(
+    "/heads/{name}/examples",
+    response_model=ExampleList,
+    response_model_exclude_none=True,
+    openapi_extra={"parameters": [_HEAD]},
+    responses=problems(404),
+)
+async def list_examples(request: Request) -> Response:
+    """List the examples of a head, without their features: the pictures themselves are not kept."""
+    examples, head = await _found(request)
+
+    def write() -> bytes:
+        return to_json(ExampleList(head=head.name, examples=examples.listed(head)))
+
+    return Response(await asyncio.to_thread(write), media_type="application/json")
+
+
+@router.delete(
+    "/heads/{name}/examples/{number:int}",
+    response_model=ExampleCounts,
+    openapi_extra={"parameters": [_HEAD, _NUMBER]},
+    responses=problems(403, 404),
+)
+async def delete_example(request: Request) -> ExampleCounts:
+    """Remove an example of a head, which is fitted again."""
+    _require_admin(request)
+    examples, head = await _found(request)
+    counts = await asyncio.to_thread(examples.remove, head, request.path_params["number"])
+    service_of(request).taught.changed()
+    return ExampleCounts(head=head.name, examples=counts)
+
+
+@router.get(
+    "/heads/{name}",
+    response_model=HeadDescription,
+    response_model_exclude_none=True,
+    openapi_extra={"parameters": [_HEAD]},
+    responses=problems(404),
+)
+async def describe_head(request: Request) -> HeadDescription:
+    """Describe a head: its examples, how often it is right, what it takes for what, and which labels look wrong."""
+    await service_of(request).taught.look()  # so that what is described here is what answers here
+    examples, head = await _found(request)
+    counts, content = await asyncio.to_thread(examples.state, head)
+    facts: dict[str, Any] = {"head": head.name, "examples": counts, "backbone": head.backbone, "model": head.model}
+    facts |= {"reason": head.reason or None, "up_to_date": head.fitted_revision == head.revision}
+    try:
+        service_of(request).taught.base(head)
+    except HeadWithoutBackbone as error:
+        facts |= {"reason": str(error)}
+    if content is not None:
+        taught = await asyncio.to_thread(TaughtHead.from_bytes, content, head.name)
+        facts |= dict(Knowledge.model_validate_json(taught.statistics))
+    return HeadDescription.model_validate(facts)
+
+
+@router.delete(
+    "/heads/{name}",
+    status_code=204,
+    response_class=Response,
+    openapi_extra={"parameters": [_HEAD]},
+    responses=problems(403, 404),
+)
+async def delete_head(request: Request) -> Response:
+    """Remove a head with all its examples; requests that were admitted are answered."""
+    _require_admin(request)
+    examples, head = await _found(request)
+    await asyncio.to_thread(examples.remove, head)
+    service_of(request).taught.changed()
+    return Response(status_code=204)
+
+
+@router.get(
+    "/heads/{name}/export",
+    response_class=Response,
+    openapi_extra={"parameters": [_HEAD]},
+    responses={200: {"content": _BINARY, "description": "One safetensors file"}, **problems(404)},
+)
+async def export_head(request: Request) -> Response:
+    """Return a head as one file, which a folder of models takes beside its backbone."""
+    examples, head = await _found(request)
+    _, content = await asyncio.to_thread(examples.state, head)
+    if content is None:
+        raise NotFound(f"{head.name}: it is not fitted yet")
+    name = f'attachment; filename="{head.name}.safetensors"'
+    return Response(content, headers={"Content-Disposition": name}, media_type="application/octet-stream")
+
+
+def _examples(request: Request) -> Examples:
+    """Return where the examples are; raises `NotFound` where nothing is taught."""
+    examples = service_of(request).taught.examples
+    if examples is None:
+        raise NotFound("nothing is taught here: the service was started without VIT_TEACH")
+    return examples
+
+
+async def _found(request: Request) -> tuple[Examples, HeadRow]:
+    """Return the head of a path, and where its examples are; raises `NotFound`."""
+    examples = _examples(request)
+    return examples, await asyncio.to_thread(examples.head, request.path_params["name"])
+
+
+def _require_own(request: Request, head: HeadRow | None) -> None:
+    """Raise `Forbidden` if another key began a head, and the request has not the admin key."""
+    key = request_context(request.scope).key_name
+    if head is not None and head.owner not in ("", key) and service_of(request).settings.api_keys:
+        _require_admin(request)
+
+
+def _require_admin(request: Request) -> None:
+    """Raise `Forbidden` where keys are set, and the request has not the admin key."""
+    settings = service_of(request).settings
+    is_open = not settings.api_keys and settings.admin_key is None
+    if not (is_open or holds_admin_key(request.headers.get("authorization", ""), settings)):
+        raise Forbidden("the admin key is needed for this: VIT_ADMIN_KEY has it")
+
+
+async def _features(admitted: AdmittedRequest, query: ExampleQuery) -> NDArray[np.float32]:
+    """Return what the head reads of each picture of a request, [N, D]; the first that fails is the request's error."""
+    if query.id is not None:
+        if await admitted.read_body():
+            raise InvalidParameter("id: there is a body, too: send pictures, or the id of a kept one")
+        picture = await admitted.service.kept(query.id, admitted.model)
+        if picture is None:
+            raise InvalidParameter("id: no picture of this id is kept as the head's backbone sees it")
+        await admitted.take(1)
+        return _embedding(admitted, (await admitted.infer(picture.pixels, _EMBEDDING)).outputs)[np.newaxis]
+    pictures = await admitted.read_pictures(admitted.service.settings.max_images_per_request)
+    if len(pictures) == 1:
+        return (await _of_picture(admitted, require_file(pictures[0])))[np.newaxis]
+    return np.stack(await all_of(_of_one(admitted, *each) for each in enumerate(pictures)))
+
+
+async def _of_one(admitted: AdmittedRequest, position: int, picture: UploadedFile) -> NDArray[np.float32]:
+    """Return what the head reads of one picture of several, [D]; its error names its position."""
+    try:
+        return await _of_picture(admitted, require_file(picture))
+    except (ImageError, ServiceError) as error:
+        raise at_position(error, position) from None
+
+
+async def _of_picture(admitted: AdmittedRequest, picture: bytearray) -> NDArray[np.float32]:
+    _, result = await admitted.classify(picture, _EMBEDDING)
+    return _embedding(admitted, result.outputs)
+
+
+def _embedding(admitted: AdmittedRequest, outputs: Outputs) -> NDArray[np.float32]:
+    """Return the embedding of a picture that was computed, which must be finite, [D]."""
+    admitted.service.metrics.of_model(admitted.model.info.name).images.inc()
+    assert outputs.embedding is not None, "the engine answers each request for an embedding"
+    if not np.isfinite(outputs.embedding).all():
+        raise InferenceFailed("the model gives features of this picture that are not finite")
+    return outputs.embedding

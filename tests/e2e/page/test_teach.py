@@ -1,0 +1,163 @@
+"""The tab Teach in a real browser: labels get pictures, the head learns, is tried, and mistakes are mended."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.e2e.page.browser import Browser, Page, expect, tab
+from tests.e2e.page.steps import CAT, DOG, PHONE, Open, answers, choose, send_event
+from tests.e2e.serving import Served
+
+pytestmark = pytest.mark.timeout(180)  # a server and a browser start
+
+
+@pytest.fixture(scope="module")
+def teaching(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Serves the bundled model, and learns."""
+    folder = tmp_path_factory.mktemp("teaching")
+    options: dict[str, Any] = {"checkpoint": "bundled", "device": "cpu", "compile": "off", "request_timeout": 60}
+    served = Served(folder / "server.log", warm=True, teach=folder / "taught", **options)
+    yield served
+    served.kill()
+
+
+@pytest.fixture
+def open_teaching(browser: Browser, teaching: Served) -> Open:
+    return partial(tab, browser, f"{teaching.url}/")
+
+
+def parts(source: Path, count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Pictures that are each a part of one photograph."""
+    with Image.open(source) as photo:
+        side, random = min(photo.size) * 3 // 4, np.random.default_rng(seed)
+        found: list[dict[str, Any]] = []
+        for number in range(count):
+            left, top = (int(random.integers(0, length - side + 1)) for length in photo.size)
+            file = io.BytesIO()
+            photo.crop((left, top, left + side, top + side)).save(file, "JPEG")
+            name = f"{source.stem}-{number}.jpg"
+            found.append({"name": name, "mimeType": "image/jpeg", "buffer": file.getvalue()})
+        return found
+
+
+def begin(page: Page, head: str) -> None:
+    """Open the tab, and name a head."""
+    page.get_by_role("button", name="Teach", exact=True).click()
+    page.locator("#head-name").fill(head)
+    page.keyboard.press("Enter")
+
+
+def give(page: Page, label: str, pictures: list[dict[str, Any]]) -> None:
+    page.get_by_label("New label").fill(label)
+    page.get_by_role("button", name="Add label").click()
+    page.get_by_label(f"Pictures of {label}", exact=True).set_input_files(pictures)  # type: ignore[arg-type]
+
+
+def learned(page: Page, count: int) -> None:
+    """Wait until the head is fitted to so many pictures."""
+    expect(page.locator("#known")).to_have_text(re.compile(rf"^\d.* of {count} pictures right"))
+
+
+@pytest.mark.parametrize("options", [{}, PHONE, {"color_scheme": "dark"}], ids=["desktop", "phone", "dark"])
+def test_labels_get_pictures_and_the_head_answers(open_teaching: Open, options: dict[str, object]) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    with open_teaching(**options) as found:
+        page, head = found.page, f"pets-{len(str(options))}"
+        begin(page, head)
+        expect(page.locator("#intake")).to_be_hidden()
+        give(page, "dog", parts(DOG, 6))
+        give(page, "cat", parts(CAT, 6))
+        learned(page, 12)
+        expect(page.locator("#labels-list li").first).to_contain_text("6 pictures")
+        expect(page.locator("#teach-progress-text")).to_have_text(re.compile(r"^(\d+) of \1 pictures sent$"))
+        page.get_by_label("Picture to try").set_input_files(parts(DOG, 1, seed=9))  # type: ignore[arg-type]
+        expect(page.locator("#tried")).to_have_text(re.compile(r"^dog-0\.jpg: dog >?\d+"))
+        page.locator("#tryout summary").click()
+        expect(page.locator("#head-curl")).to_contain_text(f"/classify?model={head}")
+        report = axe.run(page)
+        assert report.violations_count == 0, report.generate_report()
+        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+        page.get_by_role("button", name="Try", exact=True).click()
+        expect(page.locator("#intake")).to_be_visible()
+        expect(page.locator("#teach")).to_be_hidden()
+
+
+def test_a_wrong_label_is_shown_and_moved(open_teaching: Open) -> None:
+    with open_teaching() as found:
+        page = found.page
+        begin(page, "mended")
+        [wrong, *others] = parts(DOG, 9, seed=1)
+        give(page, "dog", others)
+        give(page, "cat", [*parts(CAT, 8, seed=1), wrong | {"name": "wrong.jpg"}])
+        learned(page, 17)
+        suspect = page.locator("#suspects li").first
+        expect(suspect).to_contain_text("wrong.jpg: cat, or rather dog?")
+        suspect.get_by_role("button", name="It is dog").click()
+        learned(page, 17)
+        expect(page.locator("#suspects li", has_text="wrong.jpg")).to_have_count(0)
+        expect(page.locator("#labels-list li").first).to_contain_text("9 pictures")
+        expect(page.locator("#labels-list li").last).to_contain_text("8 pictures")
+
+
+def test_what_is_no_picture_stays_listed_with_why(open_teaching: Open) -> None:
+    with open_teaching() as found:
+        found.refusals_expected = True
+        page = found.page
+        begin(page, "broken")
+        note: dict[str, Any] = {"name": "notes.txt", "mimeType": "", "buffer": b"no picture"}
+        give(page, "dog", [*parts(DOG, 2), note])
+        expect(page.locator("#labels-list .failed li")).to_have_text(
+            re.compile("^notes.txt: This file is not a picture of an allowed format")
+        )
+        expect(page.locator("#labels-list li").first).to_contain_text("2 pictures")
+        expect(page.locator("#known")).to_have_text(re.compile("^Not yet: two labels with two pictures each"))
+        page.reload()
+        begin(page, "broken")
+        expect(page.locator("#labels-list li").first).to_contain_text("2 pictures")
+
+
+def test_an_answer_that_is_not_right_becomes_an_example(open_teaching: Open, teaching: Served) -> None:
+    with open_teaching() as found:
+        page = found.page
+        choose(page, DOG)
+        assert answers(page)
+        page.get_by_text("Not right?").click()
+        page.get_by_label("What is it?").fill("terrier")
+        page.keyboard.press("Enter")
+        expect(page.locator("#corrected")).to_have_text("mine has 1 picture of terrier now.")
+        assert teaching.get("/heads/mine/examples").json()["examples"][0]["label"] == "terrier"
+
+
+def test_pictures_are_dropped_on_a_label_with_the_keyboards_help(open_teaching: Open) -> None:
+    with open_teaching() as found:
+        page = found.page
+        expect(page.locator("#tab-teach")).to_be_visible()
+        page.locator("#tab-teach").focus()
+        page.keyboard.press("Enter")
+        page.keyboard.press("Tab")
+        page.locator("#head-name").fill("by-keyboard")
+        page.keyboard.press("Enter")
+        page.get_by_label("New label").focus()
+        page.keyboard.type("dropped")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("button", name="Add pictures of dropped")).to_be_focused()
+        send_event(page, "drop", [DOG, CAT], "#labels-list li")
+        expect(page.locator("#labels-list li").first).to_contain_text("2 pictures")
+
+
+def test_without_a_folder_there_is_no_tab(open_page: Open) -> None:
+    with open_page() as found:
+        page = found.page
+        choose(page, DOG)
+        assert answers(page)
+        expect(page.locator("#tabs")).to_be_hidden()
+        expect(page.get_by_text("Not right?")).to_be_hidden()

@@ -1,0 +1,291 @@
+"""Heads that a service learns: taught, asked, examined, exported and deleted over HTTP, and there after a restart."""
+
+from __future__ import annotations
+
+import base64
+import io
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from model.taught_heads import TaughtHead
+from tests.e2e.checkpoints import write_checkpoint
+from tests.e2e.serving import CHECKPOINT_NAME, LABELS, SIZE, Pictures, Serve, Served, client
+from tests.launcher import until
+
+pytestmark = pytest.mark.timeout(120)  # several servers start
+
+RED, BLUE, GREEN = (200, 30, 30), (30, 30, 200), (30, 200, 30)
+ADMIN = {"Authorization": "Bearer admin-key"}
+
+
+def picture(colour: tuple[int, int, int], seed: int) -> bytes:
+    """A picture of about one colour."""
+    noise = np.random.default_rng(seed).normal(scale=12, size=(SIZE, SIZE, 3))
+    file = io.BytesIO()
+    Image.fromarray((np.array(colour) + noise).clip(0, 255).astype(np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+def teach(
+    server: Served, label: str, pictures: Sequence[bytes], head: str = "colours", **options: Any
+) -> httpx.Response:
+    files = [("file", (f"{number}.png", content)) for number, content in enumerate(pictures)]
+    query = {"label": label} | options.pop("query", {})
+    return server.client.post(f"/heads/{head}/examples", params=query, files=files, **options)
+
+
+def teach_colours(server: Served, head: str = "colours", count: int = 6, **options: Any) -> None:
+    for label, colour in {"red": RED, "blue": BLUE}.items():
+        pictures = [picture(colour, seed) for seed in range(count)]
+        assert teach(server, label, pictures, head, **options).status_code == 201
+
+
+def described(server: Served, head: str = "colours") -> dict[str, Any]:
+    found: dict[str, Any] = server.get(f"/heads/{head}").json()
+    return found
+
+
+def fitted(server: Served, count: int, head: str = "colours") -> dict[str, Any]:
+    """What a head says of itself once it serves as fitted to so many examples."""
+
+    def ready() -> bool:
+        states = {each["name"]: each["state"] for each in server.get("/models").json()}
+        return described(server, head)["fitted_to"] == count and states.get(head) == "ready"
+
+    until(ready)
+    return described(server, head)
+
+
+@pytest.fixture(scope="module")
+def server(serve_module: Serve, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """Has learned two colours."""
+    server = serve_module(teach=tmp_path_factory.mktemp("taught"))
+    teach_colours(server)
+    fitted(server, 12)
+    return server
+
+
+def test_a_head_answers_as_any_model(server: Served) -> None:
+    answer = server.classify(picture(BLUE, 99), "model=colours").json()
+    assert (answer["model"], answer["predictions"][0]["label"]) == ("colours", "blue")
+    assert {each["label"] for each in answer["predictions"]} == {"red", "blue"}
+    assert sum(each["score"] for each in answer["predictions"]) == pytest.approx(1, abs=1e-5)
+    assert server.get("/labels", params={"model": "colours"}).json() == {"model": "colours", "labels": ["red", "blue"]}
+    [own, taught] = sorted(server.get("/models").json(), key=lambda each: each["taught"])
+    assert (own["name"], taught["name"]) == (CHECKPOINT_NAME, "colours")
+    assert own["backbone"] == taught["backbone"]
+    assert (taught["classes"], taught["state"], taught["default"]) == (2, "ready", False)
+    by_label = server.client.post("/predictions/colours", content=picture(RED, 98)).json()
+    assert max(by_label, key=by_label.get) == "red"
+    body = {
+        "inputs": [
+            {"name": "image", "shape": [1], "datatype": "BYTES", "data": [base64.b64encode(picture(RED, 98)).decode()]}
+        ]
+    }
+    outputs = server.client.post("/v2/models/colours/infer", json=body).json()["outputs"]
+    assert next(each["data"] for each in outputs if each["name"] == "label")[0] == "red"
+    assert server.metric("vit_images_total", model="colours") >= 3
+
+
+def test_the_head_and_its_backbones_own_answer_one_picture(server: Served, pictures: Pictures) -> None:
+    answer = server.classify(pictures.files[0], "model=*&top_k=3").json()
+    assert set(answer["models"]) == {CHECKPOINT_NAME, "colours"}
+    own = {each["index"]: each["score"] for each in answer["models"][CHECKPOINT_NAME]["predictions"]}
+    alone = server.classify(pictures.files[0], "top_k=3").json()["predictions"]
+    assert own == pytest.approx({each["index"]: each["score"] for each in alone}, abs=1e-5)
+    seen = server.classify(picture(RED, 97), f"model={CHECKPOINT_NAME},colours").json()["models"]
+    assert seen["colours"]["predictions"][0]["label"] == "red"
+
+
+def test_a_picture_unlike_all_examples_is_abstained_from(server: Served) -> None:
+    answer = server.classify(picture(GREEN, 1), "model=colours").json()
+    assert (answer["abstained"], answer["abstained_by"], answer["predictions"]) == (True, "distance", [])
+    assert "abstained" not in server.classify(picture(RED, 96), "model=colours").json()
+    assert server.client.post("/predictions/colours", content=picture(GREEN, 1)).json() == {}
+
+
+def test_maps_are_of_the_heads_labels(server: Served) -> None:
+    answer = server.classify(picture(RED, 95), "model=colours&attention=relevance").json()
+    assert (answer["attention"]["label"], answer["attention"]["class"]) == ("red", 0)
+    assert np.sum(answer["attention"]["values"]) == pytest.approx(1, abs=1e-4)
+    kept = server.get(answer["attention"]["url"] + "&format=json").json()
+    np.testing.assert_allclose(kept["values"], answer["attention"]["values"], atol=1e-5)
+    other = server.get(f"/attention?id={answer['id']}&model=colours&class=blue&format=json").json()
+    assert (other["label"], other["method"]) == ("blue", "relevance")
+    assert other["score"] < 0.5
+    row = server.get(f"/attention?id={answer['id']}&model=colours&method=cls&format=json").json()
+    assert row["method"] == "cls"
+
+
+def test_a_head_knows_itself(server: Served) -> None:
+    known = described(server)
+    assert server.get("/heads").json() == {"enabled": True, "heads": ["colours"]}
+    assert known["examples"] == {"red": 6, "blue": 6}
+    assert (known["accuracy"]["value"], known["accuracy"]["high"], known["accuracy"]["folds"]) == (1.0, 1.0, 5)
+    assert 0.7 < known["accuracy"]["low"] < 0.8
+    assert known["confusion"] == known["suspects"] == known["needs_more"] == []
+    assert known["up_to_date"] is True
+    assert known["backbone"].startswith(server.get("/models").json()[0]["backbone"].split("-")[0])
+    listed = server.get("/heads/colours/examples").json()
+    assert [each["number"] for each in listed["examples"]] == list(range(1, 13))
+    assert {each["label"] for each in listed["examples"]} == {"red", "blue"}
+    exported = TaughtHead.from_bytes(server.get("/heads/colours/export").content, "export")
+    assert exported.head.labels == ("red", "blue")
+
+
+def test_pictures_come_in_every_form_and_mistakes_are_mended(serve: Serve, tmp_path: Path) -> None:
+    server = serve(teach=tmp_path / "taught")
+    teach_colours(server, count=4)
+    counts = {"head": "colours", "examples": {"red": 5, "blue": 4}, "numbers": [9]}
+    raw = server.client.post("/heads/colours/examples?label=red", content=picture(RED, 50))
+    assert (raw.status_code, raw.json()) == (201, counts)
+    body = {"image": base64.b64encode(picture(RED, 51)).decode()}
+    assert server.client.post("/heads/colours/examples?label=red", json=body).json()["examples"]["red"] == 6
+    image_id = server.classify(picture(BLUE, 52)).json()["id"]
+    wrong = server.client.post(f"/heads/colours/examples?label=red&id={image_id}")
+    assert wrong.json()["examples"] == {"red": 7, "blue": 4}
+    [suspect] = fitted(server, 11)["suspects"]
+    assert (suspect["number"], suspect["label"], suspect["likely"]) == (11, "red", "blue")
+    mended = server.client.delete(f"/heads/colours/examples/{suspect['number']}")
+    assert mended.json()["examples"] == {"red": 6, "blue": 4}
+    assert fitted(server, 10)["suspects"] == []
+    teach(server, "green", [picture(GREEN, seed) for seed in range(4)])
+    assert fitted(server, 14)["needs_more"] == ["blue", "green"]
+    assert server.classify(picture(GREEN, 53), "model=colours").json()["predictions"][0]["label"] == "green"
+
+
+def test_a_restart_has_the_heads_again_and_a_head_waits_for_its_backbone(serve: Serve, tmp_path: Path) -> None:
+    first = serve(teach=tmp_path / "taught")
+    teach_colours(first)
+    before = fitted(first, 12)
+    first.process.terminate()
+    again = serve(teach=tmp_path / "taught")
+    assert fitted(again, 12) == before
+    assert again.classify(picture(RED, 60), "model=colours").json()["predictions"][0]["label"] == "red"
+    again.process.terminate()
+    other = write_checkpoint(tmp_path, "other", (SIZE, SIZE), LABELS, seed=9)
+    third = serve(teach=tmp_path / "taught", checkpoint=other)
+    until(lambda: {each["name"]: each["state"] for each in third.get("/models").json()}["colours"] == "failed")
+    failed = next(each for each in third.get("/models").json() if each["name"] == "colours")
+    assert f"no model is served with the backbone of {CHECKPOINT_NAME}" in failed["reason"]
+    refused = third.classify(picture(RED, 61), "model=colours")
+    assert (refused.status_code, refused.json()["code"]) == (503, "engine_unavailable")
+    added = teach(third, "red", [picture(RED, 62)])
+    assert (added.status_code, added.json()["code"]) == (409, "head_without_backbone")
+    assert described(third)["examples"] == {"red": 6, "blue": 6}
+
+
+def test_bad_requests_are_refused_and_add_nothing(server: Served) -> None:
+    def code(response: httpx.Response) -> tuple[int, str]:
+        return response.status_code, response.json()["code"]
+
+    good, path = picture(RED, 70), "/heads/colours/examples"
+    assert code(server.client.post(path, content=good)) == (422, "invalid_parameter")
+    assert code(server.client.post(path, params={"label": " "}, content=good)) == (422, "invalid_parameter")
+    assert code(server.client.post(path, params={"label": "x" * 300}, content=good)) == (422, "invalid_parameter")
+    assert code(server.client.post(path, params={"label": "red", "id": "unknown"})) == (422, "invalid_parameter")
+    kept = server.classify(good).json()["id"]
+    assert code(server.client.post(path, params={"label": "red", "id": kept}, content=good)) == (
+        422,
+        "invalid_parameter",
+    )
+    assert code(server.client.post(path, params={"label": "red"}, content=b"no picture")) == (
+        415,
+        "unsupported_media_type",
+    )
+    assert code(server.client.post(path, params={"label": "red"})) == (422, "invalid_image")
+    some = teach(server, "red", [good, good[:60], good])
+    assert code(some) == (422, "invalid_image")
+    assert "picture 1" in some.json()["detail"]
+    assert code(teach(server, "red", [good], CHECKPOINT_NAME)) == (409, "name_taken")
+    assert code(teach(server, "red", [good], "a" * 200)) == (422, "invalid_parameter")
+    assert code(teach(server, "red", [good], "new", query={"backbone": "none"})) == (404, "unknown_model")
+    for each in ("", "/examples", "/export"):
+        assert code(server.get(f"/heads/none{each}")) == (404, "not_found")
+    assert code(server.client.delete("/heads/none")) == (404, "not_found")
+    assert code(server.client.delete(f"{path}/999")) == (404, "not_found")
+    assert described(server)["examples"] == {"red": 6, "blue": 6}
+
+
+def test_a_deleted_head_is_unknown(serve: Serve, tmp_path: Path) -> None:
+    server = serve(teach=tmp_path / "taught")
+    teach_colours(server)
+    fitted(server, 12)
+    assert server.client.delete("/heads/colours").status_code == 204
+    until(lambda: server.classify(picture(RED, 80), "model=colours").status_code == 404)
+    assert server.classify(picture(RED, 80), "model=colours").json()["code"] == "unknown_model"
+    teach_colours(server, count=3)
+    assert fitted(server, 6)["examples"] == {"red": 3, "blue": 3}
+
+
+def test_every_worker_has_a_head_soon(serve: Serve, tmp_path: Path) -> None:
+    server = serve(teach=tmp_path / "taught", workers=2)
+    teach_colours(server)
+    fitted(server, 12)
+    # Each connection is one worker's; a hundred in a row find both.
+    until(lambda: all(ask(server) == "red" for _ in range(20)))
+    assert server.client.delete("/heads/colours").status_code == 204
+    until(lambda: all(ask(server) is None for _ in range(20)))
+
+
+def ask(server: Served) -> str | None:
+    """What a worker says of a red picture by the head; None where it does not know the head."""
+    with client(server.url) as own:
+        answer = own.post("/classify?model=colours", content=picture(RED, 33), headers={"Content-Type": "image/png"})
+    return answer.json()["predictions"][0]["label"] if answer.status_code == 200 else None
+
+
+def test_a_file_of_a_head_is_a_model_beside_its_backbone(
+    server: Served, serve: Serve, tmp_path: Path, checkpoint: Path
+) -> None:
+    shutil.copytree(checkpoint, tmp_path / "models" / "tiny")
+    (tmp_path / "models" / "mine.safetensors").write_bytes(server.get("/heads/colours/export").content)
+    other = serve(models=tmp_path / "models", checkpoint="")
+    until(
+        lambda: (
+            {each["name"]: each["state"] for each in other.get("/models").json()} == {"tiny": "ready", "mine": "ready"}
+        )
+    )
+    answer = other.classify(picture(BLUE, 34), "model=mine").json()
+    assert (answer["model"], answer["predictions"][0]["label"]) == ("mine", "blue")
+
+
+def test_what_a_head_and_a_model_have_in_common_is_the_name_of_one_alone(serve: Serve, tmp_path: Path) -> None:
+    server = serve(teach=tmp_path / "taught", admin_key="admin-key", checkpoint_folder=tmp_path)
+    teach_colours(server, count=2)
+    until(lambda: "colours" in {each["name"] for each in server.get("/models").json()})
+    taken = server.client.put("/models/colours", json={"checkpoint": "any"}, headers=ADMIN)
+    assert (taken.status_code, taken.json()["code"]) == (409, "name_taken")
+    kept = server.client.delete("/models/colours", headers=ADMIN)
+    assert (kept.status_code, kept.json()["code"]) == (403, "forbidden")
+
+
+def test_without_a_folder_nothing_is_taught(serve: Serve) -> None:
+    server = serve()
+    assert server.get("/heads").json() == {"enabled": False, "heads": []}
+    answer = teach(server, "red", [picture(RED, 1)])
+    assert answer.status_code == 404
+    assert "VIT_TEACH" in answer.json()["detail"]
+
+
+def test_keys_teach_their_own_heads_and_the_admin_key_all(serve: Serve, tmp_path: Path) -> None:
+    server = serve(teach=tmp_path / "taught", api_keys="alice:one,bob:two", admin_key="admin-key", warm=False)
+    alice, bob = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+    until(lambda: server.get("/readyz").status_code == 200)
+    assert teach(server, "red", [picture(RED, 1)]).status_code == 401
+    teach_colours(server, headers=alice)
+    assert server.get("/heads/colours/examples", headers=bob).json()["examples"][0]["who"] == "alice"
+    assert teach(server, "red", [picture(RED, 2)], headers=bob).status_code == 403
+    assert teach(server, "red", [picture(RED, 2)], headers=ADMIN).status_code == 201
+    for path in ("/heads/colours/examples/1", "/heads/colours"):
+        refused = server.client.delete(path, headers=alice)
+        assert (refused.status_code, refused.json()["code"]) == (403, "forbidden")
+        assert server.client.delete(path, headers=ADMIN).status_code in (200, 204)
+    assert server.get("/heads/colours", headers=alice).status_code == 404

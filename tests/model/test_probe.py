@@ -1,0 +1,109 @@
+"""A linear probe: what is fitted, and how its penalty is chosen."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from model.calibration import fit_scores
+from model.probe import FOLDS, PENALTIES, Axes, Choice, choose_penalty, draw_folds, fit_head
+
+
+def noise(count: int, width: int = 12) -> NDArray[np.float64]:
+    """Features of any mean and scale."""
+    return 40 + 7 * np.random.default_rng(count).normal(size=(count, width))
+
+
+def choice_of(features: NDArray[np.float64], truth: NDArray[np.int64], folds: NDArray[np.int64]) -> Choice:
+    return choose_penalty(Axes.of(features), truth, folds, int(truth.max()) + 1)
+
+
+@pytest.mark.parametrize("width", [12, 80], ids=["more pictures than features", "fewer"])
+def test_each_head_is_the_minimum_of_its_loss(width: int) -> None:
+    features, truth = noise(60, width), np.arange(60) % 3
+    features[:, 0] += 5.0 * truth
+    scaled = features - features.mean(axis=0)
+    scale = np.sqrt(np.square(scaled).mean())
+    norms: list[float] = []
+    for penalty in PENALTIES:
+        axes = Axes.of(features)
+        found = axes.head(axes.minimum(truth, 3, penalty), penalty)
+        weight = torch.tensor(found[0] * scale, requires_grad=True)
+        bias = torch.tensor(found[1] + found[0] @ features.mean(axis=0), requires_grad=True)
+        loss = F.cross_entropy(torch.tensor(scaled / scale) @ weight.T + bias, torch.from_numpy(truth))
+        loss = loss + penalty / 2 * weight.square().sum()
+        slopes = torch.autograd.grad(loss, (weight, bias))
+        assert max(float(slope.abs().max()) for slope in slopes) < 2e-6
+        norms.append(float(np.linalg.norm(found[0])))
+    assert norms == sorted(norms)
+
+
+def test_features_without_variance_change_nothing() -> None:
+    features, truth = noise(60), np.arange(60) % 3
+    features[:, 0] += 5.0 * truth
+    few, _ = fit_head(features, truth, "abc")
+    more, _ = fit_head(np.column_stack([features, np.full((60, 3), 7.0)]), truth, "abc")
+    assert few.weight is not None
+    assert more.weight is not None
+    scale = np.sqrt(12 / 15)  # of the mean variance: the penalty is another
+    np.testing.assert_allclose(more.weight[:, 12:], 0, atol=1e-6)
+    assert few.weight.shape == (3, 12)
+    assert np.corrcoef(few.weight.ravel(), more.weight[:, :12].ravel())[0, 1] > scale
+
+
+def test_held_out_pictures_are_not_fitted_to() -> None:
+    """Thirty features tell forty pictures of noise apart, if they are seen."""
+    features, truth, folds = noise(40, 30), np.arange(40) % 2, np.arange(40) // 2 % 5
+    axes = Axes.of(features)
+    weight, bias = axes.head(axes.minimum(truth, 2, PENALTIES[-1]), PENALTIES[-1])
+    choice = choice_of(features, truth, folds)
+    assert ((features @ weight.T + bias).argmax(axis=1) == truth).all()
+    assert (choice.scores.argmax(axis=1) == truth[choice.rows]).mean() < 0.8
+    assert sorted(choice.rows.tolist()) == list(range(40))
+    assert choice.loss > 0.6
+    some = choice_of(features, truth, np.where(folds == 0, 0, -1))
+    assert some.rows.tolist() == np.flatnonzero(folds == 0).tolist()
+
+
+@pytest.mark.parametrize("count", [40, 400])
+def test_the_penalty_is_the_one_whose_heads_do_best_on_held_out_pictures(count: int) -> None:
+    features, truth = noise(count, 20), np.arange(count) % 4
+    features += 6 * np.eye(20)[truth]
+    folds, axes = np.arange(count) // 4 % 5, Axes.of(features)
+    losses: list[float] = []
+    for penalty in PENALTIES:
+        logits = np.empty((count, 4))
+        for number in range(5):
+            seen = axes._replace(values=axes.values[folds != number])
+            weight, bias = axes.head(seen.minimum(truth[folds != number], 4, penalty), penalty)
+            logits[folds == number] = features[folds == number] @ weight.T + bias
+        temperature = fit_scores(logits, truth).temperature
+        losses.append(float(F.cross_entropy(torch.from_numpy(logits / temperature), torch.from_numpy(truth))))
+    choice = choice_of(features, truth, folds)
+    best = next(n for n, loss in enumerate(losses) if loss < min(losses[n + 1 : n + 3], default=np.inf))
+    assert PENALTIES.index(choice.penalty) == best
+    assert choice.loss == pytest.approx(losses[best], abs=1e-3)
+    assert choice.temperature != 1.0
+
+
+def test_each_class_is_spread_over_all_folds() -> None:
+    truth = np.repeat([0, 1, 2], [20, 11, 1])
+    folds = draw_folds(truth, 3, seed=0)
+    assert folds[-1] == -1, "the only one of its class is always fitted to"
+    for number in range(2):
+        counts = np.bincount(folds[truth == number], minlength=FOLDS)
+        assert counts.max() - counts.min() <= 1
+
+
+def test_the_same_pictures_give_the_same_head_and_other_seeds_other_folds() -> None:
+    features, truth = noise(60), np.arange(60) % 3
+    features[:, 0] += 5.0 * truth
+    (first, one), (second, two) = (fit_head(features.astype(np.float32), truth, "abc") for _ in range(2))
+    assert first.weight is not None
+    assert second.weight is not None
+    assert np.array_equal(first.weight, second.weight)
+    assert np.array_equal(one.scores, two.scores)
+    assert not np.array_equal(draw_folds(truth, 3, seed=0), draw_folds(truth, 3, seed=1))

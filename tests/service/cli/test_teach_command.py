@@ -1,0 +1,49 @@
+"""`vitserve teach`: a folder of folders becomes a head, as a file or in a running server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from model.taught_heads import TaughtHead
+from service.cli.main import main
+from tests.model.data.picture_folders import COLOURS, write_folder
+from tests.service.cli.command_line import write_checkpoint
+
+
+def test_a_folder_becomes_the_file_of_a_head(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    photos = write_folder(tmp_path / "photos", 6)
+    (photos / "red" / "broken.png").write_bytes(b"no picture")
+    checkpoint = write_checkpoint(tmp_path / "start", "abcde")
+    assert main(["teach", "colours", str(photos), "--checkpoint", str(checkpoint), "--device", "cpu"]) == 1
+    told = capsys.readouterr()
+    assert "broken.png: not a picture" in told.err
+    assert "of 18 pictures right while they were held out" in told.out
+    assert "colours.safetensors: a folder of --models takes it" in told.out
+    head = TaughtHead.from_bytes((tmp_path / "colours.safetensors").read_bytes(), "colours").head
+    assert head.labels == tuple(sorted(COLOURS))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a/b", "."], "'a/b': a model's name has 1 to 128"),
+        (["pets", "nowhere"], "nowhere: no such folder"),
+        (["pets", "."], ".: expected one folder of pictures for each label"),
+        (["pets", ".", "--url", "http://127.0.0.1:1", "-o", "x"], "--output: does not apply with --url"),
+    ],
+)
+def test_what_cannot_be_taught_is_told_in_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["teach", *arguments]) == 1
+    assert message in capsys.readouterr().err

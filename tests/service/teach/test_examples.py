@@ -1,0 +1,173 @@
+"""The store of examples: what is kept, what is refused, and what is left when a process ends in the middle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from service.errors import HeadFull, HeadWithoutBackbone, NotFound, SettingsError
+from service.teach import examples as module
+from service.teach.examples import Examples
+
+BACKBONE = ("0123456789abcdef", "deit")
+
+
+def rows(count: int, width: int = 4) -> NDArray[np.float32]:
+    return np.random.default_rng(count).normal(size=(count, width)).astype(np.float32)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Examples:
+    return Examples(tmp_path / "taught")
+
+
+def add(store: Examples, label: str = "cat", count: int = 1, head: str = "pets") -> dict[str, int]:
+    return store.add(head, label, rows(count), "alice", BACKBONE)[0]
+
+
+def test_examples_are_numbered_and_kept(store: Examples) -> None:
+    assert add(store, "cat", 2) == {"cat": 2}
+    assert add(store, "a dog", 1) == {"cat": 2, "a dog": 1}
+    again = Examples(store.path.parent)
+    head = again.head("pets")
+    assert [(each.number, each.label, each.who) for each in again.listed(head)] == [
+        (1, "cat", "alice"),
+        (2, "cat", "alice"),
+        (3, "a dog", "alice"),
+    ]
+    numbers, labels, features = again.training_set(head)
+    assert (numbers, labels) == ([1, 2, 3], ["cat", "cat", "a dog"])
+    assert np.array_equal(features, np.concatenate([rows(2), rows(1)]))
+
+
+def test_a_number_is_never_given_again(store: Examples) -> None:
+    add(store, count=2)
+    head = store.head("pets")
+    store.remove(head, 2)
+    add(store, "dog")
+    assert [each.number for each in store.listed(head)] == [1, 3]
+    with pytest.raises(NotFound, match="no such example"):
+        store.remove(head, 2)
+
+
+def test_a_deleted_head_is_gone_and_a_fit_of_it_is_not_kept(store: Examples) -> None:
+    add(store)
+    before = store.head("pets")
+    store.remove(before)
+    with pytest.raises(NotFound):
+        store.head("pets")
+    with pytest.raises(NotFound):
+        store.remove(before)
+    add(store)
+    store.keep(before, b"of the old one")
+    assert store.state(store.head("pets"))[1] is None
+    assert len(store.listed(store.head("pets"))) == 1
+
+
+def test_an_older_fit_does_not_take_the_place_of_a_newer_one(store: Examples) -> None:
+    add(store)
+    old = store.head("pets")
+    add(store)
+    new = store.head("pets")
+    store.keep(new, b"new")
+    store.keep(old, b"old")
+    assert store.state(new)[1] == b"new"
+    add(store)
+    store.keep(store.head("pets"), None, "too few")
+    assert store.state(new)[1] == b"new"
+    assert store.head("pets").reason == "too few"
+
+
+def test_examples_of_another_backbone_are_refused(store: Examples) -> None:
+    add(store)
+    with pytest.raises(HeadWithoutBackbone, match=r"^pets: its examples are of another backbone than that of vit$"):
+        store.add("pets", "cat", rows(1), "", ("fedcba9876543210", "vit"))
+
+
+@pytest.mark.parametrize(
+    ("bound", "value", "message"),
+    [("MAX_LABELS", 2, "at most 2 labels"), ("MAX_EXAMPLES", 3, "3 examples"), ("MAX_BYTES", 60, "60 bytes")],
+)
+def test_what_is_beyond_a_bound_is_refused_whole(
+    store: Examples, monkeypatch: pytest.MonkeyPatch, bound: str, value: int, message: str
+) -> None:
+    monkeypatch.setattr(module, bound, value)
+    add(store, "cat", 2)
+    add(store, "dog", 1)
+    with pytest.raises(HeadFull, match=message):
+        add(store, "cow", 2)
+    assert store.state(store.head("pets"))[0] == {"cat": 2, "dog": 1}
+    store.remove(store.head("pets"), 1)
+    if bound != "MAX_LABELS":
+        assert add(store, "dog")["dog"] == 2
+
+
+def test_there_are_only_so_many_heads(store: Examples, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_HEADS", 2)
+    add(store, head="one")
+    add(store, head="two")
+    with pytest.raises(HeadFull, match="2 heads already"):
+        add(store, head="three")
+    assert add(store, head="two") == {"cat": 2}
+    assert set(store.heads()) == {"one", "two"}
+
+
+def test_two_who_add_at_once_lose_nothing(store: Examples) -> None:
+    def several(label: str) -> None:
+        for _ in range(15):
+            store.add("pets", label, rows(2), label, BACKBONE)
+
+    threads = [threading.Thread(target=several, args=(label,)) for label in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(store.state(store.head("pets"))[0].values()) == 90
+    assert [each.number for each in store.listed(store.head("pets"))] == list(range(1, 91))
+
+
+_WRITER = """
+import sys
+import numpy as np
+from pathlib import Path
+from service.teach.examples import Examples
+store = Examples(Path(sys.argv[1]))
+for number in range(10_000):
+    count = sum(store.add("pets", "cat", np.full((7, 64), number, np.float32), "", ("backbone", "model"))[0].values())
+    print(count, flush=True)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_the_last_whole_state(tmp_path: Path) -> None:
+    said = 0
+    for kill_after in (3, 8, 15):
+        with subprocess.Popen([sys.executable, "-c", _WRITER, str(tmp_path)], stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None
+            for _ in range(kill_after):
+                said = int(writer.stdout.readline())
+            os.kill(writer.pid, signal.SIGKILL)
+        store = Examples(tmp_path)
+        numbers, _, _ = store.training_set(store.head("pets"))
+        assert len(numbers) % 7 == 0, "a request's pictures are kept together"
+        assert len(numbers) >= said, "what was answered is kept"
+        assert numbers == list(range(1, len(numbers) + 1))
+        with sqlite3.connect(store.path) as db:
+            assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_a_folder_that_cannot_be_used_is_named_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingsError, match=r"^VIT_TEACH: .*cannot be used"):
+        Examples(tmp_path / "file")
+    (tmp_path / "heads.sqlite3").write_bytes(b"no database " * 1000)
+    with pytest.raises(SettingsError, match=r"^VIT_TEACH: .*heads.sqlite3: cannot be used"):
+        Examples(tmp_path)

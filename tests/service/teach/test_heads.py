@@ -1,0 +1,69 @@
+"""The heads of a web process: they follow the file, whoever changes it, and one process alone fits them."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+from collections.abc import Callable
+from pathlib import Path
+
+from service.models.models import Models
+from service.teach.examples import Examples
+from service.teach.heads import TaughtHeads
+from tests.service.fakes import on_a_loop
+from tests.service.teach.test_fit import LABELS, pictures
+
+
+def teach(store: Examples, count: int = 4, seed: int = 0) -> None:
+    features, labels = pictures(count, seed=seed)
+    for label in LABELS:
+        places = [place for place, each in enumerate(labels) if each == label]
+        store.add("pets", label, features[places], "", ("b", "deit"))
+
+
+async def until(found: Callable[[], bool], heads: TaughtHeads) -> None:
+    while not found():
+        await heads.look()
+
+
+def fitted_to(heads: TaughtHeads) -> int:
+    taught = heads.heads.get("pets")
+    return -1 if taught is None or taught.fitted is None else taught.row.fitted_revision
+
+
+@on_a_loop
+async def test_every_process_sees_a_head_that_was_fitted_once(tmp_path: Path) -> None:
+    heads = [TaughtHeads(Examples(tmp_path), None, Models({})) for _ in range(2)]
+    tasks = [asyncio.create_task(each.watch()) for each in heads]
+    looker = TaughtHeads(Examples(tmp_path), None, Models({}))
+    teach(Examples(tmp_path))
+    await until(lambda: all(fitted_to(each) == 3 for each in heads), looker)
+    first, second = (each.heads["pets"] for each in heads)
+    assert first.fitted is not None
+    assert second.fitted is not None
+    assert first.fitted.statistics == second.fitted.statistics, "it has the moment of the fit"
+    teach(Examples(tmp_path), seed=1)
+    heads[0].changed()
+    await until(lambda: all(fitted_to(each) == 6 for each in heads), looker)
+    store = Examples(tmp_path)
+    store.remove(store.head("pets"))
+    await until(lambda: not any("pets" in each.heads for each in heads), looker)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@on_a_loop
+async def test_nothing_is_fitted_while_another_process_is_at_it(tmp_path: Path) -> None:
+    store = Examples(tmp_path)
+    teach(store)
+    with (tmp_path / "fit.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        heads = TaughtHeads(store, None, Models({}))
+        await heads.look()
+        assert heads.fitting is False
+    await heads.look()
+    assert heads.fitting
+    await until(lambda: not heads.fitting, heads)
+    await heads.look()
+    assert fitted_to(heads) == 3
