@@ -1,6 +1,6 @@
 """JPEG (ITU-T T.81, annex B): the header, the file without what a decoder need not see, the orientation from Exif.
 
-A multi-picture MPO begins with a whole JPEG and is read as JPEG. The scale of decoding is chosen in `model.images.decode`.
+A multi-picture MPO begins with a whole JPEG and is read as JPEG. `model.images.decode` chooses the scale of decoding.
 """
 
 from __future__ import annotations
