@@ -94,7 +94,7 @@ def draw_folds(truth: NDArray[np.int64], classes: int, seed: int) -> NDArray[np.
     return folds
 
 
-def interval(right: float, count: int) -> tuple[float, float]:
+def interval(right: float, count: float) -> tuple[float, float]:
     """Return the interval of a share, right of count, that holds the true one with 95% confidence (Wilson 1927)."""
     share, z = right / count, 1.96
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)

