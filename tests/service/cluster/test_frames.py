@@ -143,6 +143,8 @@ def equal(one: Any, other: Any) -> bool:
         return type(one) is type(other) and all(
             equal(getattr(one, name), getattr(other, name)) for name in one.__struct_fields__
         )
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        return all(map(equal, one, other))
     return bool(one == other)
 
 
