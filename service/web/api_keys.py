@@ -104,7 +104,7 @@ class ApiKeyMiddleware:
         counted: AbstractContextManager[None] = nullcontext()
         if scope["type"] == "http" and not (scope["path"] in self._public or needs_admin_key(scope["path"])):
             authorization = Headers(scope=scope).get("authorization", "")
-            is_admin = scope["path"].startswith(_HEADS) and holds_admin_key(authorization, self._settings)
+            is_admin = f"{scope['path']}/".startswith(_HEADS) and holds_admin_key(authorization, self._settings)
             key = None if is_admin else self._guard.find(authorization)
             if key is not None:
                 request_context(scope).key_name = self._guard.name(key)
