@@ -18,6 +18,8 @@ from tests.e2e.page.steps import CAT, DOG, PHONE, Open, answers, choose, send_ev
 from tests.e2e.serving import Served
 from tests.launcher import until
 
+MODEL = "vit-cifar10"
+
 pytestmark = pytest.mark.timeout(180)  # a server and a browser start
 
 
@@ -175,6 +177,41 @@ def test_an_answer_that_is_not_right_becomes_an_example(open_teaching: Open, tea
         page.keyboard.press("Enter")
         expect(page.locator("#corrected")).to_have_text("mine has 1 picture of terrier now.")
         assert teaching.get("/heads/mine/examples").json()["examples"][0]["label"] == "terrier"
+
+
+def test_a_name_that_no_head_can_have_is_told_when_it_is_typed(open_teaching: Open) -> None:
+    with open_teaching() as found:
+        page, form = found.page, found.page.locator("#label-form")
+        for name, told in (
+            ("my pets", "1 to 128 of the characters"),
+            ("", "1 to 128"),
+            (MODEL, f"{MODEL} is the name of"),
+        ):
+            begin(page, name)
+            expect(page.locator("#known")).to_contain_text(told)
+            expect(form).to_be_hidden()
+        page.get_by_role("button", name="Try", exact=True).click()
+        choose(page, DOG)
+        assert answers(page)
+        page.get_by_text("Not right?").click()
+        page.get_by_label("What is it?").fill("terrier")
+        page.keyboard.press("Enter")
+        expect(page.locator("#corrected")).to_contain_text(f"{MODEL} is the name of a model")
+        begin(page, "good")
+        expect(form).to_be_visible()
+        expect(page.locator("#known")).to_contain_text("Give each of two labels two pictures")
+
+
+def test_a_head_that_is_gone_is_not_called_a_picture(open_teaching: Open, teaching: Served) -> None:
+    with open_teaching() as found:
+        found.refusals_expected = True
+        page = found.page
+        begin(page, "short-lived")
+        give(page, "dog", parts(DOG, 3))
+        expect(page.locator("#labels-list li")).to_contain_text("3 pictures")
+        assert teaching.client.delete("/heads/short-lived").status_code == 204
+        page.locator("#head-name").dispatch_event("change")
+        expect(page.locator("#known")).to_have_text("The service does not have this.")
 
 
 def test_pictures_are_dropped_on_a_label_with_the_keyboards_help(open_teaching: Open) -> None:
