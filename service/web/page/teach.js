@@ -50,6 +50,9 @@ export class Teaching {
     return this.choice.listed.some(({ name, taught }) => name === this.name && !taught) ? `${this.name} is the name of a model: choose another one.` : "";
   }
 
+  /** The model whose features a new head reads: the one that is chosen. */
+  backboneOf(head) { return this.heads.includes(head) ? undefined : this.choice.names[0]; }
+
   show(on) {
     document.body.classList.toggle("teaching", on);
     byId("tab-teach").setAttribute("aria-pressed", on);
@@ -130,7 +133,7 @@ export class Teaching {
     const part = this.addLabel(label);
     try {
       const { signal } = new AbortController();
-      const { examples, numbers } = await sendPatiently("POST", `heads/${encodeURIComponent(head)}/examples`, { query: { label }, file, signal });
+      const { examples, numbers } = await sendPatiently("POST", `heads/${encodeURIComponent(head)}/examples`, { query: { label, backbone: this.backboneOf(head) }, file, signal });
       if (!this.heads.includes(head)) this.heads.push(head);
       this.sent.set(`${head} ${numbers[0]}`, file);
       if (head === this.name) this.showCounts(examples);
@@ -235,7 +238,7 @@ export class Teaching {
       return;
     }
     try {
-      const { examples } = await send("POST", `heads/${encodeURIComponent(head)}/examples`, { query: { label, id: this.answer.id } });
+      const { examples } = await send("POST", `heads/${encodeURIComponent(head)}/examples`, { query: { label, id: this.answer.id, backbone: this.backboneOf(head) } });
       if (!this.heads.includes(head)) this.heads.push(head);
       byId("corrected").textContent = `${head} has ${counted(examples[label], "picture")} of ${label} now.`;
       this.look();

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from model.checkpoint import BUNDLED
 from tests.e2e.page.browser import Browser, Page, expect, tab
 from tests.e2e.page.steps import CAT, DOG, PHONE, Open, answers, choose, send_event
 from tests.e2e.serving import Served
@@ -177,6 +178,35 @@ def test_an_answer_that_is_not_right_becomes_an_example(open_teaching: Open, tea
         page.keyboard.press("Enter")
         expect(page.locator("#corrected")).to_have_text("mine has 1 picture of terrier now.")
         assert teaching.get("/heads/mine/examples").json()["examples"][0]["label"] == "terrier"
+
+
+def test_a_new_head_is_of_the_model_that_is_chosen(browser: Browser, tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    models.mkdir()
+    for name, setting in (("english", ""), ("large", "image_size = 48")):
+        (models / f"{name}.toml").write_text(f'checkpoint = "{BUNDLED}"\n{setting}\n')
+    options: dict[str, Any] = {"models": models, "device": "cpu", "compile": "off", "request_timeout": 60}
+    server = Served(tmp_path / "server.log", teach=tmp_path / "taught", **options)
+    try:
+        until(lambda: all(each["state"] == "ready" for each in server.get("/models").json()))
+        with tab(browser, f"{server.url}/") as found:
+            page = found.page
+            page.locator("#first-model").select_option("large")
+            choose(page, DOG)
+            assert answers(page)
+            page.get_by_text("Not right?").click()
+            for count in ("1 picture", "2 pictures"):
+                page.get_by_label("What is it?").fill("terrier")
+                page.get_by_role("button", name="Teach it").click()
+                expect(page.locator("#corrected")).to_have_text(f"mine has {count} of terrier now.")
+                choose(page, CAT)
+                expect(page.locator("#photo-caption")).to_have_text("cat.jpg")
+            begin(page, "by-pictures")
+            give(page, "cat", parts(CAT, 2))
+            expect(page.locator("#labels-list li")).to_contain_text("2 pictures")
+        assert [server.get(f"/heads/{head}").json()["model"] for head in ("mine", "by-pictures")] == ["large", "large"]
+    finally:
+        server.kill()
 
 
 def test_a_name_that_no_head_can_have_is_told_when_it_is_typed(open_teaching: Open) -> None:
