@@ -277,6 +277,9 @@ class LocalModels(Models):
         configured: the folder's entries, as `configured_models` gives them.
         versions: what is served instead of what is configured, by name, where another process served it before.
         on_retired: called when an old version of a model is closed and forgotten.
+
+    Attributes:
+        versions: what is served, or deleted, instead of what is configured, by name.
     """
 
     served: dict[str, LocalModel]  # type: ignore[assignment]  # a dict of what this process loads itself
@@ -293,8 +296,8 @@ class LocalModels(Models):
         self._settings, self._make, self._on_retired = settings, make, on_retired
         self._configured = dict(configured or {"": Entry({}, {})})
         self._default = default = _default_of(settings, self._configured)
-        self._versions = dict(versions or {})
-        names = sorted({*self._configured, *self._versions}, key=lambda name: (name != default, name))
+        self.versions = dict(versions or {})
+        names = sorted({*self._configured, *self.versions}, key=lambda name: (name != default, name))
         super().__init__({name: self._model(name) for name in names if not self._version(name).gone}, default)
         self._prepared: tuple[str, LocalModel] | None = None
         self._turn = asyncio.Lock()
@@ -325,12 +328,6 @@ class LocalModels(Models):
         for task in self._tasks:
             task.cancel()
         await super().close()
-
-    @property
-    def versions(self) -> Mapping[str, Version]:
-        """Return what is served, or deleted, instead of what is configured, by name."""
-        changed = {name: Version(model.current.number, model.current.checkpoint) for name, model in self.served.items()}
-        return self._versions | {name: each for name, each in changed.items() if each != Version()}
 
     async def available(self, name: str | None) -> None:
         """Return when the model answers, which is loaded if it is not; see `Models.available`."""
@@ -385,7 +382,7 @@ class LocalModels(Models):
             model.on_change = self.on_change
             if before is not None:
                 self._task(before.close())
-        self._versions[key] = Version(model.current.number, model.current.checkpoint)
+        self.versions[key] = Version(model.current.number, model.current.checkpoint)
         self.results["loaded"] += 1
         self._turn.release()
         self.on_change()
@@ -413,7 +410,7 @@ class LocalModels(Models):
         """Remove a model; see `Models.delete`."""
         self._require_changeable(name)
         model = self.served.pop(name)
-        self._versions[name] = Version(model.current.number, gone=True)
+        self.versions[name] = Version(model.current.number, gone=True)
         self._task(model.leave())
         self.on_change()
 
@@ -426,7 +423,7 @@ class LocalModels(Models):
     # How models come and go
 
     def _version(self, name: str) -> Version:
-        return self._versions.get(name, Version(1 if name in self._configured else 0))
+        return self.versions.get(name, Version(1 if name in self._configured else 0))
 
     def _model(self, name: str, version: Version | None = None) -> LocalModel:
         number, what, _ = version or self._version(name)
@@ -506,8 +503,8 @@ class LocalModels(Models):
                 continue
             try:
                 if model is None:
-                    number = self._versions[name].number + 1 if name in self._versions else 1
-                    self._versions[name] = Version(number)
+                    number = self.versions[name].number + 1 if name in self.versions else 1
+                    self.versions[name] = Version(number)
                     self.served[name] = self._model(name)
                     self._begin(name)
                 else:
