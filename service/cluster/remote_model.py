@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -296,7 +296,7 @@ class RemoteModel(ServedModel):
         self._info = self.info
         previous, self.current = self.current, Generation(RemoteEngine(self.engines, self.name, number), number)
         self._open.append(self.current)
-        self._task(self._release(previous))
+        self._tasks.begin(self._release(previous))
 
     def _use(self) -> None:
         for engine in self.engines:
@@ -327,9 +327,7 @@ class RemoteModels(Models):
         self.engines = tuple(engines)
         super().__init__({"": RemoteModel(engines)})
         self._gone: set[RemoteModel] = set()
-        self._leads = self._reload_again = False
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._reloading: asyncio.Task[None] | None = None
+        self._leads = False
 
     @property
     def loads(self) -> Loads:
@@ -375,7 +373,9 @@ class RemoteModels(Models):
         """Let all engines load a model, or none; see `Models.put`. A caller who leaves does not end it."""
         key = self.place(name)
         is_new = key not in self.served
-        await asyncio.shield(self._task(self._lead(self.served.get(key) or RemoteModel(self.engines, key), what)))
+        await asyncio.shield(
+            self._tasks.begin(self._lead(self.served.get(key) or RemoteModel(self.engines, key), what))
+        )
         return is_new
 
     async def unload(self, name: str) -> None:
@@ -388,25 +388,15 @@ class RemoteModels(Models):
         self._require_changeable(name)
         await ask_all(self.engines, frames.Delete(name))
 
-    def reload(self) -> None:
-        """Begin to load what is configured as it is now, after what is being loaded; the log says how it ends."""
-        self._reload_again = True
-        if self._reloading is None or self._reloading.done():
-            self._reloading = self._task(self._reload())
-
-    async def _reload(self) -> None:
-        while self._reload_again:
-            self._reload_again = False
-            try:
-                if self.default_name:
-                    await ask_all(self.engines, frames.Reload())
-                else:
-                    await self._lead(self.served[""], None)
-            except SwapUnderWay:
-                self._reload_again = True
-                await asyncio.sleep(_RELOAD_SECONDS)
-            except ServiceError as error:
-                logger.warning("not reloaded: %s", error)
+    async def _read_again(self) -> None:
+        try:
+            if self.default_name:
+                await ask_all(self.engines, frames.Reload())
+            else:
+                await self._lead(self.served[""], None)
+        except SwapUnderWay:
+            self._reload_again = True
+            await asyncio.sleep(_RELOAD_SECONDS)
 
     async def _lead(self, model: RemoteModel, what: What) -> None:
         if self._leads:
@@ -429,12 +419,6 @@ class RemoteModels(Models):
         for name in self.served.keys() - (listed.keys() | {self.default_name} if listed else self.served.keys()):
             self.served.pop(name)
         self.on_change()
-
-    def _task(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 class RemoteImageStore:

@@ -15,15 +15,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
+from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
 from service.engine.backbones import ModelEngine, What
 from service.engine.base import Engine
 from service.engine.messages import ModelInfo
 from service.errors import CheckpointRefused, EngineUnavailable, SwapUnderWay
+from service.models.tasks import Tasks
 
 logger = logging.getLogger("vitserve")
 
@@ -102,7 +103,7 @@ class ServedModel(ABC):
     _info: ModelInfo | None = None
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     @property
     def info(self) -> ModelInfo | None:
@@ -149,18 +150,7 @@ class ServedModel(ABC):
             SwapUnderWay: another checkpoint is being loaded.
             EngineUnavailable: no model is ready yet.
         """
-        await asyncio.shield(self._task(self.replace(checkpoint)))
-
-    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # a caller who has left asks for it no more
+        await asyncio.shield(self._tasks.begin(self.replace(checkpoint)))
 
 
 class LocalModel(ServedModel):
@@ -229,7 +219,7 @@ class LocalModel(ServedModel):
         previous = self._renew()
         self.unloaded = True
         self.on_change()
-        await asyncio.shield(self._task(self._retire(previous)))
+        await asyncio.shield(self._tasks.begin(self._retire(previous)))
 
     async def leave(self) -> None:
         """Close it when its last request has ended."""
@@ -284,7 +274,7 @@ class LocalModel(ServedModel):
         previous, self.current, self.next = self.current, self.next, None
         self._loads = self._loads.counted(served=True)
         self.on_change()
-        self._retiring = self._task(self._retire(previous))
+        self._retiring = self._tasks.begin(self._retire(previous))
 
     async def discard(self, reason: str) -> None:
         """Close `next`, which is not to take over."""
@@ -296,8 +286,7 @@ class LocalModel(ServedModel):
 
     async def close(self) -> None:
         """Close all generations."""
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
         await asyncio.gather(*(generation.engine.close() for generation in self._open))
 
     def _start(self, generation: Generation[ModelEngine]) -> asyncio.Event:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from service.errors import (
 )
 from service.models.folder import Entry, read_folder
 from service.models.model import UNDER_WAY, Loads, LocalModel, ModelState, ServedModel
+from service.models.tasks import Tasks
 from service.settings import Settings
 
 logger = logging.getLogger("vitserve")
@@ -121,6 +122,9 @@ class Models:
         self.default_name = default
         self.results: Counter[LoadResult] = Counter()
         self.on_change: Callable[[], None] = lambda: None
+        self._tasks = Tasks()
+        self._reload_again = False
+        self._reloading: asyncio.Task[None] | None = None
 
     @property
     def default(self) -> ServedModel:
@@ -227,8 +231,21 @@ class Models:
         self._require_changeable(name)
 
     def reload(self) -> None:
-        """Begin to load what is configured as it is now; the log says how it ends."""
-        logger.warning("not reloaded: start the service again")
+        """Begin to load what is configured as it is now, after what is being loaded; the log says how it ends."""
+        self._reload_again = True  # what is being loaded may have been read before the file was replaced
+        if self._reloading is None or self._reloading.done():
+            self._reloading = self._tasks.begin(self._reload())
+
+    async def _reload(self) -> None:
+        while self._reload_again:
+            self._reload_again = False
+            try:
+                await self._read_again()
+            except (ServiceError, SettingsError) as error:
+                logger.warning("not reloaded: %s", error)
+
+    async def _read_again(self) -> None:
+        raise Forbidden("here models are neither loaded nor deleted: start the service again with others")
 
     def require_free(self, name: str) -> None:
         """Raise `NameTaken` if a head has the name of a model that is to be loaded."""
@@ -301,11 +318,9 @@ class LocalModels(Models):
         super().__init__({name: self._model(name) for name in names if not self._version(name).gone}, default)
         self._prepared: tuple[str, LocalModel] | None = None
         self._turn = asyncio.Lock()
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._under_way: dict[str, asyncio.Task[None]] = {}
         self._sizes: dict[str, int] = {}
-        self._is_full = self._reload_again = False
-        self._reloading: asyncio.Task[None] | None = None
+        self._is_full = False
 
     @property
     def failure(self) -> str:
@@ -325,8 +340,7 @@ class LocalModels(Models):
 
     async def close(self) -> None:
         """Close all models."""
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
         await super().close()
 
     async def available(self, name: str | None) -> None:
@@ -345,7 +359,7 @@ class LocalModels(Models):
 
     async def put(self, name: str, what: What) -> bool:
         """Load a model, or replace one; see `Models.put`. A caller who leaves does not end it."""
-        return await asyncio.shield(self._task(self._put(name, what)))
+        return await asyncio.shield(self._tasks.begin(self._put(name, what)))
 
     async def prepare(self, name: str, what: What, *, in_turn: bool = False) -> bool:
         """Load a model, which `take_over` lets answer and `discard` gives up; return whether the name is new.
@@ -381,7 +395,7 @@ class LocalModels(Models):
             before, self.served[key] = self.served.get(key), model
             model.on_change = self.on_change
             if before is not None:
-                self._task(before.close())
+                self._tasks.begin(before.close())
         self.versions[key] = Version(model.current.number, model.current.checkpoint)
         self.results["loaded"] += 1
         self._turn.release()
@@ -411,14 +425,8 @@ class LocalModels(Models):
         self._require_changeable(name)
         model = self.served.pop(name)
         self.versions[name] = Version(model.current.number, gone=True)
-        self._task(model.leave())
+        self._tasks.begin(model.leave())
         self.on_change()
-
-    def reload(self) -> None:
-        """Begin to load what is configured as it is now, after what is being loaded; the log says how it ends."""
-        self._reload_again = True  # what is being loaded may have been read before the file was replaced
-        if self._reloading is None or self._reloading.done():
-            self._reloading = self._task(self._reload())
 
     # How models come and go
 
@@ -443,7 +451,7 @@ class LocalModels(Models):
 
     def _begin(self, key: str, *, at_start: bool = False) -> asyncio.Task[None]:
         """Load a model that is not loaded, when it is its turn."""
-        task = self._under_way[key] = self._task(self._load(key, at_start=at_start))
+        task = self._under_way[key] = self._tasks.begin(self._load(key, at_start=at_start))
         return task
 
     async def _load(self, key: str, *, at_start: bool) -> None:
@@ -480,16 +488,9 @@ class LocalModels(Models):
         async with self._turn:
             await self._fit(key, evict=True)
 
-    async def _reload(self) -> None:
-        while self._reload_again:
-            self._reload_again = False
-            try:
-                await self._read_again(configured_models(self._settings))
-            except SettingsError as error:
-                logger.warning("not reloaded: %s", error)
-
-    async def _read_again(self, entries: Mapping[str, Entry]) -> None:
+    async def _read_again(self) -> None:
         """Bring what is served to what is configured now; a checkpoint that is no entry is loaded again."""
+        entries = configured_models(self._settings)
         before, default = self._configured, self.default_name
         self._configured = {default: before[default], **entries}
         for name in (before.keys() - self._configured.keys()) & self.served.keys():
@@ -511,17 +512,6 @@ class LocalModels(Models):
                     await self._put(name, None, in_turn=True)
             except ServiceError as error:
                 logger.warning("not reloaded: %s", error)
-
-    def _task(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # a caller who has left asks for it no more
 
     # Memory
 
