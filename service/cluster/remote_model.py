@@ -254,16 +254,8 @@ class RemoteModel(ServedModel):
         listed = [engine.listed[self.name] for engine in self.engines if self.name in engine.listed]
         return "ready" if self.current.engine.ready else listed[0].state if listed else "loading"
 
-    @property
-    def loads(self) -> Loads:
-        """Return the counts of loads of all models; every engine has the same."""
-        return self.engines[0].loads
-
-    def start(self, on_change: Callable[[], None]) -> None:
-        """Do nothing: `RemoteModels` connects."""
-
     async def replace(self, checkpoint: What) -> None:
-        """Let all engines load a checkpoint, and then take over; see `ServedModel.replace`."""
+        """Let all engines load a checkpoint, and then take over; who is cancelled ends it, and it raises as a load."""
         what = dict(checkpoint) if isinstance(checkpoint, Mapping) else checkpoint
         try:
             await ask_all(self.engines, frames.Load(self.name, what))
@@ -272,9 +264,6 @@ class RemoteModel(ServedModel):
             await asyncio.gather(*(engine.ask(discard) for engine in self.engines), return_exceptions=True)
             raise
         await ask_all(self.engines, frames.TakeOver(self.name))
-
-    async def close(self) -> None:
-        """Do nothing: `RemoteModels` disconnects."""
 
     def refresh(self) -> None:
         """Adopt the newest generation that an engine serves, or none where it was withdrawn."""
@@ -332,7 +321,7 @@ class RemoteModels(Models):
     @property
     def loads(self) -> Loads:
         """Return the counts of loads; every engine has the same."""
-        return self.default.loads
+        return self.engines[0].loads
 
     def describe(self) -> list[ModelStatus]:
         """Return the status of each model as the first engine that knows any has it; see `Models.describe`."""

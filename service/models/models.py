@@ -1,6 +1,6 @@
 """All models of a service by name, and what becomes of them: loaded one at a time, replaced, unloaded, deleted.
 
-    Models         a fixed set, and what web code asks of any set
+    Models         what web code asks of any set
     LocalModels    those of the folder of models, or the one of `checkpoint`, in this process
 
 The folder is the truth: what is loaded or deleted over HTTP lasts until the folder is read again.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -103,7 +104,7 @@ class Version(NamedTuple):
     gone: bool = False
 
 
-class Models:
+class Models(ABC):
     """Models by name, of which one is the default's.
 
     Args:
@@ -197,38 +198,37 @@ class Models:
         """Return how many loads ended how, and how many backbones were unloaded for others."""
         return {str(name): count for name, count in self.results.items()}
 
+    @abstractmethod
     def start(self, on_change: Callable[[], None]) -> None:
         """Begin loading; `on_change` is called on the event loop when the state of a model changes."""
-        self.on_change = on_change
-        for model in self.served.values():
-            model.start(on_change)
 
+    @abstractmethod
     async def close(self) -> None:
         """Close all models."""
-        await asyncio.gather(*(model.close() for model in self.served.values()))
 
+    @abstractmethod
     async def available(self, name: str | None) -> None:
         """Return when the model answers; raises `EngineUnavailable` if it does not, and is not about to."""
-        raise EngineUnavailable(self.find(name).current.engine.status.reason)
 
+    @abstractmethod
     async def put(self, name: str, what: What) -> bool:
         """Load a model, or replace the one of that name, and return whether it is a new name.
 
         Raises:
-            CheckpointRefused, SwapUnderWay, EngineUnavailable: see `ServedModel.load`.
+            CheckpointRefused: it cannot be served; what serves goes on.
+            SwapUnderWay: another one is being loaded.
+            EngineUnavailable: no model is ready yet.
             ModelsFull: there is no memory for it.
             Forbidden: the set is fixed.
         """
-        await self.find(name).load(what)
-        return False
 
+    @abstractmethod
     async def unload(self, name: str) -> None:
         """Give a model's memory back until somebody asks for it; raises `DefaultModel`, `Forbidden`, `UnknownModel`."""
-        self._require_changeable(name)
 
+    @abstractmethod
     async def delete(self, name: str) -> None:
         """Remove a model, whose requests are answered; raises as `unload`."""
-        self._require_changeable(name)
 
     def reload(self) -> None:
         """Begin to load what is configured as it is now, after what is being loaded; the log says how it ends."""
@@ -244,8 +244,9 @@ class Models:
             except (ServiceError, SettingsError) as error:
                 logger.warning("not reloaded: %s", error)
 
+    @abstractmethod
     async def _read_again(self) -> None:
-        raise Forbidden("here models are neither loaded nor deleted: start the service again with others")
+        """Bring what is served to what is configured now."""
 
     def require_free(self, name: str) -> None:
         """Raise `NameTaken` if a head has the name of a model that is to be loaded."""
@@ -257,8 +258,6 @@ class Models:
             raise Forbidden(f"{name}: it is a taught head: DELETE /heads/{name} removes it")
         if self.key(name) == self.default_name:
             raise DefaultModel(f"{name!r:.200} is the default model: put another checkpoint in its place")
-        if type(self) is Models:
-            raise Forbidden("here models are neither loaded nor deleted: start the service again with others")
 
     def _status_of_head(self, added: AddedHead) -> ModelStatus:
         if added.key is not None and added.head is not None:
@@ -341,14 +340,11 @@ class LocalModels(Models):
     async def close(self) -> None:
         """Close all models."""
         self._tasks.cancel()
-        await super().close()
+        await asyncio.gather(*(model.close() for model in self.served.values()))
 
     async def available(self, name: str | None) -> None:
         """Return when the model answers, which is loaded if it is not; see `Models.available`."""
-        await self.wake(self.key(name))
-
-    async def wake(self, key: str) -> None:
-        """Do as `available`, of the model that stands there in `served`."""
+        key = self.key(name)
         while key in self.served and self.served[key].state in ("loading", "unloaded"):
             under_way = self._under_way.get(key)
             await asyncio.shield(self._begin(key) if under_way is None or under_way.done() else under_way)

@@ -12,9 +12,8 @@ import pytest
 from service.engine.backbones import What
 from service.errors import ModelsFull
 from service.models.model import LocalModel
-from service.models.models import Models
 from service.settings import load_settings
-from tests.service.fakes import model_info, on_a_loop, png
+from tests.service.fakes import FixedModels, model_info, on_a_loop, png
 from tests.service.web.apps import App, app, form, service_in, until
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
@@ -23,7 +22,7 @@ ADMIN = {"authorization": "Bearer admin"}
 FEW = tuple(f"few {index}" for index in range(3))
 
 
-class Named(Models):
+class Named(FixedModels):
     """Models of fake engines; what is put and deleted is noted."""
 
     def __init__(self, engines: dict[str, FakeEngine]) -> None:
