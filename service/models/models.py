@@ -29,7 +29,6 @@ from service.errors import (
     EngineUnavailable,
     Forbidden,
     ModelsFull,
-    NameTaken,
     ServiceError,
     SettingsError,
     SwapUnderWay,
@@ -247,11 +246,6 @@ class Models(ABC):
     @abstractmethod
     async def _read_again(self) -> None:
         """Bring what is served to what is configured now."""
-
-    def require_free(self, name: str) -> None:
-        """Raise `NameTaken` if a head has the name of a model that is to be loaded."""
-        if name in self.added:
-            raise NameTaken(f"{name}: a taught head has this name: choose another one for the model")
 
     def _require_changeable(self, name: str) -> None:
         if name in self.added:
