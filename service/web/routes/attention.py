@@ -153,10 +153,7 @@ async def attention(request: Request, query: Annotated[AttentionQuery, Query()])
         async with admitted.decoded(file) as decoded:
             picture = decoded.picture
         explained = await _explain(admitted, requests, picture)
-        own = admitted.service.metrics.of_model(model.info.name)
-        own.images.inc()
-        if model.info.config.num_classes:
-            own.top1_score.observe(float(explained[0].scores[0]))
+        admitted.service.metrics.count_image(model.info.name, explained[0] if model.info.config.num_classes else None)
         image_id = await admitted.service.keep(picture, model)
         photo = await _photo(admitted, query, picture.region, file)
         return await _answer(admitted, query, explained, picture, image_id, photo)
