@@ -283,7 +283,7 @@ class LocalModels(Models):
 
     Args:
         settings: with the folder, or the one checkpoint, and the memory that models may take.
-        make: returns an engine, not started yet, of what is to be loaded.
+        make: returns an engine, not started yet, of a model by the settings of its own.
         configured: the folder's entries, as `configured_models` gives them.
         versions: what is served instead of what is configured, by name, where another process served it before.
         on_retired: called when an old version of a model is closed and forgotten.
@@ -297,7 +297,7 @@ class LocalModels(Models):
     def __init__(
         self,
         settings: Settings,
-        make: Callable[[What], ModelEngine],
+        make: Callable[[Mapping[str, Any]], ModelEngine],
         configured: Mapping[str, Entry] | None = None,
         versions: Mapping[str, Version] | None = None,
         *,
@@ -432,12 +432,10 @@ class LocalModels(Models):
 
     def _engine(self, name: str, what: What) -> ModelEngine:
         own: dict[str, Any] = {"model_name": name} if name else {}
-        if isinstance(what, Mapping):
-            return self._make({**what, **own})
-        own |= self._configured[name].settings if name in self._configured else {}
-        if not own:
-            return self._make(what)
-        return self._make(own if what is None else {**own, "checkpoint": what})
+        if not isinstance(what, Mapping):
+            configured = self._configured[name].settings if name in self._configured else {}
+            what = configured if what is None else {**configured, "checkpoint": what}
+        return self._make({**what, **own})
 
     def _begin(self, key: str, *, at_start: bool = False) -> asyncio.Task[None]:
         """Load a model that is not loaded, when it is its turn."""
