@@ -323,14 +323,10 @@ class RemoteModels(Models):
         """Return the counts of loads; every engine has the same."""
         return self.engines[0].loads
 
-    def describe(self) -> list[ModelStatus]:
-        """Return the status of each model as the first engine that knows any has it; see `Models.describe`."""
-        listed = next((engine.listed for engine in self.engines if engine.listed), {})
-        return self.with_heads(listed.values())
-
     def status_of(self, key: str) -> ModelStatus:
-        """Return the status of the model that stands there in `served`."""
-        return next(engine.listed[key] for engine in self.engines if key in engine.listed)
+        """Return the status of the model that stands there in `served`, as the first engine that knows it has it."""
+        listed = next((engine.listed[key] for engine in self.engines if key in engine.listed), None)
+        return listed or super().status_of(key)
 
     def statuses(self) -> list[EngineStatus]:
         """Return those of all engines."""

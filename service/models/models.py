@@ -13,12 +13,12 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from model.heads import Head, with_labels
 from service.engine.backbones import ModelEngine, What
@@ -40,8 +40,6 @@ from service.models.tasks import Tasks
 from service.settings import Settings
 
 logger = logging.getLogger("vitserve")
-
-LoadResult = Literal["loaded", "failed", "evicted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +118,7 @@ class Models(ABC):
     def __init__(self, served: Mapping[str, ServedModel], default: str = "") -> None:
         self.served = dict(served)
         self.default_name = default
-        self.results: Counter[LoadResult] = Counter()
+        self.results: Counter[str] = Counter()
         self.on_change: Callable[[], None] = lambda: None
         self._tasks = Tasks()
         self._reload_again = False
@@ -174,12 +172,9 @@ class Models(ABC):
         return self.served[self.key(name)]
 
     def describe(self) -> list[ModelStatus]:
-        """Return the status of each, in the order of names."""
-        return self.with_heads(map(self.status_of, self.served))
-
-    def with_heads(self, loaded: Iterable[ModelStatus]) -> list[ModelStatus]:
-        """Return the status of each model that is loaded, and of each head, in the order of names."""
-        return sorted([*loaded, *map(self._status_of_head, self.added.values())], key=lambda status: status.name)
+        """Return the status of each model and head, in the order of names."""
+        every = *map(self.status_of, self.served), *map(self._status_of_head, self.added.values())
+        return sorted(every, key=lambda status: status.name)
 
     def backbones(self) -> dict[str, int]:
         """Return the bytes of each backbone that is loaded."""
@@ -195,7 +190,7 @@ class Models(ABC):
 
     def tally(self) -> Mapping[str, int]:
         """Return how many loads ended how, and how many backbones were unloaded for others."""
-        return {str(name): count for name, count in self.results.items()}
+        return self.results
 
     @abstractmethod
     def start(self, on_change: Callable[[], None]) -> None:
