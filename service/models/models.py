@@ -356,6 +356,8 @@ class LocalModels(Models):
         await self._turn.acquire()
         key = self.place(name)
         existing = self.served.get(key)
+        if what is None and existing is not None and key not in self._configured:
+            what = existing.current.checkpoint
         try:
             await self._make_room(key, self._needed(key))
             if existing is not None and (existing.state == "ready" or existing is self.default):

@@ -232,7 +232,8 @@ async def _classify_by_several(request: Request, query: ClassifyQuery) -> Respon
     every = [each.name for each in service.models.describe()]
     names = every if query.model == "*" else [each.strip() for each in str(query.model).split(",")]
     for name in names:
-        service.models.find(name)
+        if name not in service.models.added:  # such a one has an error of its own where it does not answer
+            service.models.find(name)
     failed = dict(zip(names, await all_of(_unavailable(request, name) for name in names), strict=True))
     groups: dict[tuple[object, ...], _Members] = {}
     for name in [name for name, error in failed.items() if error is None]:
