@@ -153,11 +153,9 @@ def _below(name: str, value: str, settings: Settings) -> str:
     is_below = settings.checkpoint_folder is not None and path.is_relative_to(folder)
     if is_below and (name == "checkpoint" or path.exists()):
         return str(path)
-    is_file = name == "checkpoint"
     with suppress(OSError, RuntimeError):
-        is_file = is_file or Path(value).expanduser().exists()
-    if is_file:
-        raise Forbidden(f"{name} {value!r:.200}: it does not lie below VIT_CHECKPOINT_FOLDER")
+        if name == "checkpoint" or Path(value).expanduser().exists():
+            raise Forbidden(f"{name} {value!r:.200}: it does not lie below VIT_CHECKPOINT_FOLDER")
     return value  # a preset's name, or what a file would hold
 
 
