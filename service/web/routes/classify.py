@@ -159,7 +159,7 @@ async def _answer(
     """Return a picture's `Classification` as JSON; the picture is put into the image store."""
     decoded, result = await admitted.classify(picture, requested)
     image_id, model = await admitted.service.keep(decoded.picture, admitted.model), admitted.model
-    _count(admitted, model, result)
+    admitted.service.metrics.count_image(model.info.name, result.outputs)
 
     def write() -> bytes:
         fields = _fields(admitted, model, requested, decoded, result, image_id, min_score)
@@ -168,12 +168,6 @@ async def _answer(
 
     # A document of many classes is large, and lives only until it is JSON: a batch has many such documents.
     return await admitted.write(write, size=requested.top_k)
-
-
-def _count(admitted: AdmittedRequest, model: Model, result: InferenceResult) -> None:
-    metrics, name = admitted.service.metrics, model.info.name
-    metrics.of_model(name).images.inc()
-    metrics.observe_classes(name, result.outputs)
 
 
 def _fields(
@@ -238,7 +232,8 @@ async def _classify_by_several(request: Request, query: ClassifyQuery) -> Respon
     every = [each.name for each in service.models.describe()]
     names = every if query.model == "*" else [each.strip() for each in str(query.model).split(",")]
     for name in names:
-        service.models.find(name)
+        if name not in service.models.added:  # such a one has an error of its own where it does not answer
+            service.models.find(name)
     failed = dict(zip(names, await all_of(_unavailable(request, name) for name in names), strict=True))
     groups: dict[tuple[object, ...], _Members] = {}
     for name in [name for name, error in failed.items() if error is None]:
@@ -310,7 +305,7 @@ async def _pass(
         except ServiceError as error:
             answers[model.info.name] = _item(admitted, error)
             continue
-        _count(admitted, model, own)
+        admitted.service.metrics.count_image(model.info.name, own.outputs)
         answers[model.info.name] = _fields(admitted, model, wanted, decoded, own, kept, query.min_score)
     return _Pass(answers, (decoded, result), kept is not None)
 
@@ -393,9 +388,8 @@ async def predictions(request: Request) -> Response:
     async with service.admit(request, model) as admitted:
         picture = await admitted.read_picture(_FIELDS)
         _, result = await admitted.classify(picture, requested)
-    outputs, metrics = result.outputs, admitted.service.metrics
-    metrics.of_model(model.info.name).images.inc()
-    metrics.count_abstained(outputs)
+    outputs = result.outputs
+    service.metrics.count_image(model.info.name, outputs)
     count = 0 if outputs.far else None if outputs.label_set is None else len(outputs.label_set)  # the best ones
     by_label: dict[str, float] = {}
     for index, score in zip(outputs.indices[:count].tolist(), outputs.scores[:count].tolist(), strict=True):

@@ -116,7 +116,7 @@ async def _embed(
 ) -> tuple[ModelInput, NDArray[np.float32]]:
     """Return a picture as the model saw it, and its embedding, float32 [D]."""
     decoded, result = await admitted.classify(picture, requested)
-    admitted.service.metrics.of_model(admitted.model.info.name).images.inc()
+    admitted.service.metrics.count_image(admitted.model.info.name)
     assert result.outputs.embedding is not None, "the engine answers each request for an embedding"
     return decoded.picture, result.outputs.embedding
 

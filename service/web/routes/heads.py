@@ -249,7 +249,7 @@ async def _of_picture(admitted: AdmittedRequest, picture: bytearray) -> NDArray[
 
 def _embedding(admitted: AdmittedRequest, outputs: Outputs) -> NDArray[np.float32]:
     """Return the embedding of a picture that was computed, which must be finite, [D]."""
-    admitted.service.metrics.of_model(admitted.model.info.name).images.inc()
+    admitted.service.metrics.count_image(admitted.model.info.name)
     assert outputs.embedding is not None, "the engine answers each request for an embedding"
     if not np.isfinite(outputs.embedding).all():
         raise InferenceFailed("the model gives features of this picture that are not finite")
