@@ -49,7 +49,8 @@ async def models(request: Request) -> Response:
     "/models/{name:path}",
     response_model=ListedModel,
     openapi_extra=_SETTINGS,
-    responses=problems(400, 403, 408, 409, 413, 422, 503) | {201: {"model": ListedModel, "description": "A new name"}},
+    responses=problems(400, 401, 403, 408, 409, 413, 422, 503)
+    | {201: {"model": ListedModel, "description": "A new name"}},
 )
 async def put_model(request: Request) -> Response:
     """Load a model, or replace one, and answer when it serves. The body has the settings that a `NAME.toml` may have.
@@ -71,7 +72,7 @@ async def put_model(request: Request) -> Response:
     status_code=204,
     response_class=Response,
     openapi_extra={"parameters": [_NAME]},
-    responses=problems(403, 404, 409),
+    responses=problems(401, 403, 404, 409),
 )
 async def delete_model(request: Request) -> Response:
     """Remove a model; requests that were admitted are answered. The default model stays."""
@@ -82,11 +83,14 @@ async def delete_model(request: Request) -> Response:
 
 
 def require_admin(request: Request, settings: Settings) -> None:
-    """Raise `Forbidden` if nobody may change models, `Unauthorized` without the admin key."""
+    """Raise `Unauthorized` without a key that is known, `Forbidden` if it is not the admin key, or nobody has one."""
     if settings.admin_key is None:
         raise Forbidden("loading is off: VIT_ADMIN_KEY is not set")
     authorization = request.headers.get("authorization", "")
     if not holds_admin_key(authorization, settings):
+        with suppress(Unauthorized):
+            if request.app.state.guard.find(authorization) is not None:
+                raise Forbidden("the admin key is needed for this: VIT_ADMIN_KEY has it")
         needed = "the admin key is needed: Authorization: Bearer KEY"
         wrong = "the admin key is wrong" if bearer_token(authorization) else needed
         raise Unauthorized(wrong)

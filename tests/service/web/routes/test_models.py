@@ -248,6 +248,17 @@ async def test_the_admin_key_and_the_folder_guard_what_is_loaded(tmp_path: Path)
 
 
 @on_a_loop
+@pytest.mark.parametrize("method", ["PUT", "DELETE"])
+@pytest.mark.parametrize(("key", "status"), [("", 401), ("wrong", 401), ("user", 403), ("admin", None)])
+async def test_with_api_keys_the_admin_key_alone_changes_models(method: str, key: str, status: int | None) -> None:
+    service, models = several(api_keys="user", checkpoint_folder="/")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    answer = await service.request(method, "/models/few", headers=headers, body=b'{"checkpoint": "x"}')
+    assert answer.status == status or (status is None and answer.status in (200, 204))
+    assert len(models.changes) == (status is None)
+
+
+@on_a_loop
 async def test_without_a_key_nobody_changes_models() -> None:
     service = app()
     for method in ("PUT", "DELETE"):
