@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from service.engine.backbones import What
-from service.errors import ModelsFull
+from service.errors import EngineUnavailable, ModelsFull
 from service.models.model import LocalModel
 from service.models.models import AddedHead
 from service.settings import load_settings
@@ -37,6 +37,8 @@ class Named(FixedModels):
     async def available(self, name: str | None) -> None:
         if self.engines[str(name)].reason == "full":
             raise ModelsFull("there is no memory")
+        if self.engines[str(name)].state == "failed":
+            raise EngineUnavailable(f"{name}: {self.engines[str(name)].reason}")
         await self.engines[str(name)].gate.wait()
         self.engines[str(name)].state = "ready"
 
@@ -288,10 +290,22 @@ async def test_a_service_with_a_coverage_says_that_it_abstained_by_it() -> None:
 
 
 @on_a_loop
-async def test_a_head_that_does_not_answer_yet_has_an_error_of_its_own_beside_others() -> None:
+@pytest.mark.parametrize("query", ["*", "cats,few,bare,unfitted,orphan"])
+async def test_models_that_do_not_answer_have_errors_of_their_own_beside_others(query: str) -> None:
     service, models = several()
-    models.added = {"taught": AddedHead("taught", None, None, "it is being fitted")}
-    answer = await classify(service, "model=*")
+    models.added = {
+        "unfitted": AddedHead("unfitted", None, "cats", "it is being fitted"),
+        "orphan": AddedHead("orphan", None, None, "no model has its backbone"),
+    }
+    models.engines["few"].state, models.engines["few"].reason = "unloaded", "full"
+    models.engines["bare"].state, models.engines["bare"].reason = "failed", "no such file"
+    answer = await classify(service, f"model={query}")
     assert answer.status == 200
-    assert answer.json["models"]["taught"]["error"]["code"] == "engine_unavailable"
-    assert "predictions" in answer.json["models"]["cats"]
+    found = answer.json["models"]
+    assert "predictions" in found.pop("cats")
+    assert {name: (each["error"]["code"], each["error"]["detail"]) for name, each in found.items()} == {
+        "unfitted": ("engine_unavailable", "unfitted: it is being fitted"),
+        "orphan": ("engine_unavailable", "orphan: no model has its backbone"),
+        "few": ("models_full", "there is no memory"),
+        "bare": ("engine_unavailable", "bare: no such file"),
+    }
