@@ -214,7 +214,7 @@ def _timings(admitted: AdmittedRequest, passes: Sequence[tuple[Decoded, Inferenc
     stages = [(decoded.seconds, result.queue_seconds, result.inference_seconds) for decoded, result in passes]
     longest = map(max, zip(*stages, strict=True)) if stages else (0.0, 0.0, 0.0)
     times = (*longest, admitted.service.clock() - admitted.sender.started)
-    return {stage: _milliseconds(each) for stage, each in zip(Timings.model_fields, times, strict=True)}
+    return {stage: round(1000 * each, 2) for stage, each in zip(Timings.model_fields, times, strict=True)}
 
 
 # Several models
@@ -335,10 +335,6 @@ async def answer_each(
 def _url(image_id: str, method: str) -> str:
     """Return where the same map of a stored picture is drawn."""
     return f"/attention?id={image_id}" + ("&method=cls" if method == "cls" else "")
-
-
-def _milliseconds(seconds: float) -> float:
-    return round(1000 * seconds, 2)
 
 
 class Health(BaseModel):
