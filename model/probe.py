@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from model.calibration import fit_scores, scores_and_energies
+from model.calibration import fit_scores, losses, scores_and_energies
 from model.heads import Head
 
 Floats = NDArray[np.floating]
@@ -183,12 +183,11 @@ def choose_penalty(axes: Axes, truth: NDArray[np.int64], folds: NDArray[np.int64
         before = widths
         for part, found in zip(held_out, parameters, strict=True):
             logits[part] = scaled[part] @ found.T
-        temperature = fit_scores(logits[rows], truth[rows]).temperature
-        scores, _ = scores_and_energies(logits[rows], temperature)
-        likely = scores[np.arange(len(rows)), truth[rows]]
-        loss = float(-np.log(np.maximum(likely, np.finfo(np.float64).tiny)).mean())
+        fit = fit_scores(logits[rows], truth[rows])
+        loss = float(losses(logits[rows], truth[rows], fit).mean())
         if best is None or loss < best.loss:
-            best = Choice(penalty, temperature, loss, rows, logits[rows], scores)
+            scores, _ = scores_and_energies(logits[rows], *fit)
+            best = Choice(penalty, fit.temperature, loss, rows, logits[rows], scores)
         elif number - PENALTIES.index(best.penalty) == _PATIENCE:
             break
     assert best is not None
