@@ -15,9 +15,8 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from model.errors import ImageError
 from model.heads import checked_texts
-from model.outputs import EmbeddingRequest, Outputs, RequestedOutputs
+from model.outputs import EmbeddingRequest, RequestedOutputs
 from model.taught_heads import TaughtHead
 from service.errors import (
     Forbidden,
@@ -26,17 +25,15 @@ from service.errors import (
     InvalidParameter,
     NameTaken,
     NotFound,
-    ServiceError,
 )
 from service.models.folder import check_name
 from service.teach.examples import Examples, HeadRow
 from service.teach.heads import features_of
 from service.web.api_keys import holds_admin_key
-from service.web.inference_protocol.inference import at_position
 from service.web.middleware import request_context
-from service.web.request import AdmittedRequest, all_of, model_of, require_file, service_of
+from service.web.request import AdmittedRequest, model_of, service_of
+from service.web.routes.embed import embed_all, embedding_of
 from service.web.routes.endpoint import SEVERAL_PICTURES, Absent, Endpoint, problems, to_json
-from service.web.upload import UploadedFile
 from vitserve.documents import AddedExamples, ExampleCounts, ExampleList, HeadDescription, HeadList, Knowledge
 
 router = APIRouter(tags=["teaching"], route_class=Endpoint)
@@ -219,7 +216,7 @@ def _require_admin(request: Request) -> None:
 
 
 async def _features(admitted: AdmittedRequest, query: ExampleQuery) -> NDArray[np.float32]:
-    """Return what the head reads of each picture of a request, [N, D]; the first that fails is the request's error."""
+    """Return what the head reads of each picture of a request, [N, D], all finite; the first error is the request's."""
     if query.id is not None:
         if await admitted.read_body():
             raise InvalidParameter("id: there is a body, too: send pictures, or the id of a kept one")
@@ -227,30 +224,11 @@ async def _features(admitted: AdmittedRequest, query: ExampleQuery) -> NDArray[n
         if picture is None:
             raise InvalidParameter("id: no picture of this id is kept as the head's backbone sees it")
         await admitted.take(1)
-        return _embedding(admitted, (await admitted.infer(picture.pixels, _EMBEDDING)).outputs)[np.newaxis]
-    pictures = await admitted.read_pictures(admitted.service.settings.max_images_per_request)
-    if len(pictures) == 1:
-        return (await _of_picture(admitted, require_file(pictures[0])))[np.newaxis]
-    return np.stack(await all_of(_of_one(admitted, *each) for each in enumerate(pictures)))
-
-
-async def _of_one(admitted: AdmittedRequest, position: int, picture: UploadedFile) -> NDArray[np.float32]:
-    """Return what the head reads of one picture of several, [D]; its error names its position."""
-    try:
-        return await _of_picture(admitted, require_file(picture))
-    except (ImageError, ServiceError) as error:
-        raise at_position(error, position) from None
-
-
-async def _of_picture(admitted: AdmittedRequest, picture: bytearray) -> NDArray[np.float32]:
-    _, result = await admitted.classify(picture, _EMBEDDING)
-    return _embedding(admitted, result.outputs)
-
-
-def _embedding(admitted: AdmittedRequest, outputs: Outputs) -> NDArray[np.float32]:
-    """Return the embedding of a picture that was computed, which must be finite, [D]."""
-    admitted.service.metrics.of_model(admitted.model.info.name).images.inc()
-    assert outputs.embedding is not None, "the engine answers each request for an embedding"
-    if not np.isfinite(outputs.embedding).all():
-        raise InferenceFailed("the model gives features of this picture that are not finite")
-    return outputs.embedding
+        rows = [embedding_of(admitted, await admitted.infer(picture.pixels, _EMBEDDING))]
+    else:
+        pictures = await admitted.read_pictures(admitted.service.settings.max_images_per_request)
+        rows = await embed_all(admitted, _EMBEDDING, pictures)
+    features = np.stack(rows)
+    if not np.isfinite(features).all():
+        raise InferenceFailed("the model gives features that are not finite")
+    return features
