@@ -38,6 +38,9 @@ _MAX_PARAMETERS = 64
 Absent = SkipJsonSchema[None]
 """None as the default of a parameter: a query cannot hold null, so OpenAPI does not name it."""
 
+NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+"""The name in a path."""
+
 BINARY = {"type": "string", "format": "binary"}
 _SCHEME = "api_key"
 

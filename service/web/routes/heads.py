@@ -33,16 +33,15 @@ from service.web.api_keys import holds_admin_key
 from service.web.middleware import request_context
 from service.web.request import AdmittedRequest, model_of, service_of
 from service.web.routes.embed import embed_all, embedding_of
-from service.web.routes.endpoint import SEVERAL_PICTURES, Absent, Endpoint, problems, to_json
+from service.web.routes.endpoint import BINARY, NAME, SEVERAL_PICTURES, Absent, Endpoint, problems, to_json
 from vitserve.documents import AddedExamples, ExampleCounts, ExampleList, HeadDescription, HeadList, Knowledge
 
 router = APIRouter(tags=["teaching"], route_class=Endpoint)
 
-_HEAD: Final = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
 _NUMBER: Final = {"name": "number", "in": "path", "required": True, "schema": {"type": "integer"}}
-_PICTURES: Final = {"requestBody": SEVERAL_PICTURES["requestBody"] | {"required": False}, "parameters": [_HEAD]}
+_PICTURES: Final = {"requestBody": SEVERAL_PICTURES["requestBody"] | {"required": False}, "parameters": [NAME]}
 _EMBEDDING: Final = RequestedOutputs(1, embedding=EmbeddingRequest())
-_BINARY: Final = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+_FILE: Final = {"content": {"application/octet-stream": {"schema": BINARY}}, "description": "One safetensors file"}
 
 
 class ExampleQuery(BaseModel, frozen=True):
@@ -102,7 +101,7 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
     "/heads/{name}/examples",
     response_model=ExampleList,
     response_model_exclude_none=True,
-    openapi_extra={"parameters": [_HEAD]},
+    openapi_extra={"parameters": [NAME]},
     responses=problems(404),
 )
 async def list_examples(request: Request) -> Response:
@@ -118,7 +117,7 @@ async def list_examples(request: Request) -> Response:
 @router.delete(
     "/heads/{name}/examples/{number:int}",
     response_model=ExampleCounts,
-    openapi_extra={"parameters": [_HEAD, _NUMBER]},
+    openapi_extra={"parameters": [NAME, _NUMBER]},
     responses=problems(403, 404),
 )
 async def delete_example(request: Request) -> ExampleCounts:
@@ -134,7 +133,7 @@ async def delete_example(request: Request) -> ExampleCounts:
     "/heads/{name}",
     response_model=HeadDescription,
     response_model_exclude_none=True,
-    openapi_extra={"parameters": [_HEAD]},
+    openapi_extra={"parameters": [NAME]},
     responses=problems(404),
 )
 async def describe_head(request: Request) -> HeadDescription:
@@ -158,7 +157,7 @@ async def describe_head(request: Request) -> HeadDescription:
     "/heads/{name}",
     status_code=204,
     response_class=Response,
-    openapi_extra={"parameters": [_HEAD]},
+    openapi_extra={"parameters": [NAME]},
     responses=problems(403, 404),
 )
 async def delete_head(request: Request) -> Response:
@@ -173,8 +172,8 @@ async def delete_head(request: Request) -> Response:
 @router.get(
     "/heads/{name}/export",
     response_class=Response,
-    openapi_extra={"parameters": [_HEAD]},
-    responses={200: {"content": _BINARY, "description": "One safetensors file"}, **problems(404)},
+    openapi_extra={"parameters": [NAME]},
+    responses={200: _FILE, **problems(404)},
 )
 async def export_head(request: Request) -> Response:
     """Return a head as one file, which a folder of models takes beside its backbone."""
