@@ -83,15 +83,16 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
         raise NameTaken(f"{name}: a model has this name: choose another one for the head")
     [label] = checked_texts([query.label], "label", 1)
     head = (await asyncio.to_thread(examples.heads)).get(name)
-    _require_own(request, head)
-    backbone = query.backbone
+    key, backbone = request_context(request.scope).key_name or "", query.backbone
+    if head is not None and head.owner not in ("", key) and service.settings.api_keys:
+        _require_admin(request)
     if head is not None and backbone is None:
         backbone = service.models.name_of(service.taught.base(head))
     model = await model_of(request, backbone)
     async with service.admit(request, model) as admitted:
         features = await _features(admitted, query)
-        who, of = request_context(request.scope).key_name or "", (features_of(model.info), model.info.name)
-        counts, numbers = await asyncio.to_thread(examples.add, name, label, features, who, of)
+        of = features_of(model.info), model.info.name
+        counts, numbers = await asyncio.to_thread(examples.add, name, label, features, key, of)
     service.taught.changed()
     content = to_json(AddedExamples(head=name, examples=counts, numbers=numbers))
     return Response(content, 201, media_type="application/json")
@@ -197,13 +198,6 @@ async def _found(request: Request) -> tuple[Examples, HeadRow]:
     """Return the head of a path, and where its examples are; raises `NotFound`."""
     examples = _examples(request)
     return examples, await asyncio.to_thread(examples.head, request.path_params["name"])
-
-
-def _require_own(request: Request, head: HeadRow | None) -> None:
-    """Raise `Forbidden` if another key began a head, and the request has not the admin key."""
-    key = request_context(request.scope).key_name
-    if head is not None and head.owner not in ("", key) and service_of(request).settings.api_keys:
-        _require_admin(request)
 
 
 def _require_admin(request: Request) -> None:
