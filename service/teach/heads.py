@@ -18,11 +18,9 @@ import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from model.config import PreprocessConfig
 from model.errors import CheckpointError
 from model.taught_heads import TaughtHead, is_taught_head
 from service.engine.messages import ModelInfo
@@ -44,18 +42,13 @@ class Taught(NamedTuple):
     fitted: TaughtHead | None
 
 
-@lru_cache
-def _name(backbone: str, preprocess: PreprocessConfig) -> str:
-    digest = hashlib.sha256(preprocess.model_dump_json().encode()).hexdigest()
-    return f"{backbone.partition('-')[0]}-{digest[:8]}"
-
-
 def features_of(info: ModelInfo) -> str:
     """Return what names the features that a model gives of a picture: its backbone, and how pictures become pixels.
 
     The dtype is no part of it: it changes features by their rounding alone.
     """
-    return _name(info.backbone, info.preprocess)
+    digest = hashlib.sha256(info.preprocess.model_dump_json().encode()).hexdigest()
+    return f"{info.backbone.partition('-')[0]}-{digest[:8]}"
 
 
 def _loaded(content: bytes | None, where: str) -> TaughtHead | None:
