@@ -110,7 +110,7 @@ class LocalAnswers:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._predictor, self._info, self._settings = predictor_from(arguments)
         self.labels = self._info.labels
-        self._examples: list[tuple[Path, Embedding]] = []
+        self._examples: dict[Path, Embedding] = {}
 
     def classify(self, files: Sequence[Path], top_k: int) -> Iterator[tuple[Path, dict[str, Any] | str]]:
         """Yield each file with its `predictions`, and the fields of its set of labels if the model has a coverage."""
@@ -150,19 +150,16 @@ class LocalAnswers:
     def teach(self, head: str, labels: Mapping[Path, str]) -> Iterator[tuple[Path, int | str]]:
         """Yield each file with its number once it is an example of its label."""
         for file, row in self.embed(list(labels), POOLINGS[0], False):
-            if isinstance(row, str):
-                yield file, row
-            else:
-                yield file, len(self._examples)
-                self._examples.append((file, row))
+            if not isinstance(row, str):
+                self._examples[file] = row
+            yield file, row if isinstance(row, str) else len(self._examples) - 1
 
     def taught(self, head: str, labels: Mapping[Path, str], output: Path) -> Knowledge:
         """Write the head that the examples teach, and return what it knows of itself."""
         if not self._examples:
             raise InputError("path", "no picture can be read")
-        files, rows = zip(*self._examples, strict=True)
-        own, of = [labels[file] for file in files], (features_of(self._info), self._info.name)
-        found = taught_head(np.stack(rows), own, range(len(files)), *of)
+        own, of = [labels[file] for file in self._examples], (features_of(self._info), self._info.name)
+        found = taught_head(np.stack(list(self._examples.values())), own, range(len(own)), *of)
         with writing(output):
             output.write_bytes(found.to_bytes())
         return Knowledge.model_validate_json(found.statistics)
