@@ -72,7 +72,7 @@ async def list_heads(request: Request) -> HeadList:
     openapi_extra=_PICTURES,
     responses=problems(400, 403, 404, 408, 409, 413, 415, 422, 500, 503, 504),
 )
-async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]) -> Response:
+async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]) -> AddedExamples:
     """Add one or several pictures to what a head learns from, under one label; the first one begins the head.
 
     All are added, or none. The head is fitted in the background; until then the one before answers.
@@ -94,8 +94,7 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
         of = features_of(model.info), model.info.name
         counts, numbers = await asyncio.to_thread(examples.add, name, label, features, key, of)
     service.taught.changed()
-    content = to_json(AddedExamples(head=name, examples=counts, numbers=numbers))
-    return Response(content, 201, media_type="application/json")
+    return AddedExamples(head=name, examples=counts, numbers=numbers)
 
 
 @router.get(
