@@ -170,7 +170,7 @@ class Pictures:
 
     @classmethod
     def make(cls, predictor: Predictor, *, count: int, side: int = SIZE) -> Pictures:
-        """`count` pictures of many sizes; no two have scores that could be taken for one another."""
+        """`count` pictures of many sizes, whose scores and best classes cannot be taken for one another."""
         generator = np.random.default_rng(1)
         classes = predictor.config.num_classes
         files: list[bytes] = []
@@ -183,7 +183,8 @@ class Pictures:
             [outputs] = predictor.predict(pixels[np.newaxis], RequestedOutputs(classes))
             vector = np.zeros(classes, np.float32)
             vector[outputs.indices] = outputs.scores
-            if all(np.abs(vector - other).max() > 0.01 for other in vectors):
+            second, best = np.sort(vector)[-2:]
+            if best - second > 2e-3 and all(np.abs(vector - other).max() > 0.01 for other in vectors):
                 files.append(buffer.getvalue())
                 vectors.append(vector)
             if len(files) == count:

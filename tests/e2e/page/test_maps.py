@@ -218,7 +218,7 @@ def test_a_label_is_clicked_and_its_map_is_drawn_beside_that_of_another(open_pag
         assert high == other
         open_choices(page, 1)
         page.locator(".class").nth(1).fill("fro")
-        expect(page.locator("datalist").nth(1).locator("option")).to_have_attribute(
+        expect(page.locator(".choices datalist").nth(1).locator("option")).to_have_attribute(
             "value", re.compile(r"^frog \(6\)$")
         )
         page.keyboard.press("Enter")
