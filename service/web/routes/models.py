@@ -22,7 +22,7 @@ from service.models.models import ModelStatus
 from service.settings import Settings
 from service.web.api_keys import bearer_token, holds_admin_key
 from service.web.request import Service, service_of
-from service.web.routes.endpoint import Endpoint, problems, to_json
+from service.web.routes.endpoint import NAME, Endpoint, problems, to_json
 from vitserve.documents import ListedModel
 
 router = APIRouter(tags=["models"], route_class=Endpoint)
@@ -31,9 +31,8 @@ T = TypeVar("T")
 
 _MAX_BODY: Final = 64 << 10
 _MAX_PATH: Final = 4000
-_NAME: Final = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
 _SETTINGS: Final = {
-    "parameters": [_NAME],
+    "parameters": [NAME],
     "requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}},
 }
 
@@ -71,7 +70,7 @@ async def put_model(request: Request) -> Response:
     "/models/{name:path}",
     status_code=204,
     response_class=Response,
-    openapi_extra={"parameters": [_NAME]},
+    openapi_extra={"parameters": [NAME]},
     responses=problems(401, 403, 404, 409),
 )
 async def delete_model(request: Request) -> Response:
