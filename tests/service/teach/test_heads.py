@@ -121,4 +121,4 @@ async def test_a_head_whose_name_another_has_is_named_once(tmp_path: Path, caplo
     told = "another model, or a head of VIT_TEACH, has this name and answers instead"
     assert caplog.messages == [f"head model: {told}", f"head pets: {told}"]
     assert (set(models.added), heads.heads["pets"].row.id > 0) == ({"own", "pets"}, True)
-    await until(lambda: not heads.fitting, heads)
+    await until(lambda: heads.child is None, heads)
