@@ -290,9 +290,8 @@ async def infer(admitted: AdmittedRequest, asked: Inference, encode: Callable[[I
     info = admitted.model.info
     await admitted.take(len(asked.pictures))
     results = await of_each(partial(_compute, admitted, asked), list(asked.pictures))
-    admitted.service.metrics.of_model(info.name).images.inc(len(results))
-    for result in results if info.config.num_classes else ():
-        admitted.service.metrics.observe_classes(info.name, result.outputs)
+    for result in results:
+        admitted.service.metrics.count_image(info.name, result.outputs if info.config.num_classes else None)
 
     def answer() -> T:
         return encode(InferenceAnswer(info.name, asked.id, make_outputs(results, asked, info.labels)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,8 +59,8 @@ class Device:
             worker._writer.transport.abort()
         await self.server.close()
 
-    def _make(self, checkpoint: What) -> Any:
-        name = str(checkpoint or "configured")
+    def _make(self, own: Mapping[str, Any]) -> Any:
+        name = own.get("checkpoint", "configured")
 
         def load() -> tuple[FakePredictor, ModelInfo]:
             assert self.gate.wait(PATIENCE)

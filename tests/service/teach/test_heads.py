@@ -7,10 +7,9 @@ import fcntl
 from collections.abc import Callable
 from pathlib import Path
 
-from service.models.models import Models
 from service.teach.examples import Examples
 from service.teach.heads import TaughtHeads
-from tests.service.fakes import on_a_loop
+from tests.service.fakes import FixedModels, on_a_loop
 from tests.service.teach.test_fit import LABELS, pictures
 
 
@@ -33,9 +32,9 @@ def fitted_to(heads: TaughtHeads) -> int:
 
 @on_a_loop
 async def test_every_process_sees_a_head_that_was_fitted_once(tmp_path: Path) -> None:
-    heads = [TaughtHeads(Examples(tmp_path), None, Models({})) for _ in range(2)]
+    heads = [TaughtHeads(Examples(tmp_path), None, FixedModels({})) for _ in range(2)]
     tasks = [asyncio.create_task(each.watch()) for each in heads]
-    looker = TaughtHeads(Examples(tmp_path), None, Models({}))
+    looker = TaughtHeads(Examples(tmp_path), None, FixedModels({}))
     teach(Examples(tmp_path))
     await until(lambda: all(fitted_to(each) == 3 for each in heads), looker)
     first, second = (each.heads["pets"] for each in heads)
@@ -59,7 +58,7 @@ async def test_nothing_is_fitted_while_another_process_is_at_it(tmp_path: Path) 
     teach(store)
     with (tmp_path / "fit.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        heads = TaughtHeads(store, None, Models({}))
+        heads = TaughtHeads(store, None, FixedModels({}))
         await heads.look()
         assert heads.child is None
     await heads.look()

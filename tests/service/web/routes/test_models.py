@@ -12,9 +12,9 @@ import pytest
 from service.engine.backbones import What
 from service.errors import ModelsFull
 from service.models.model import LocalModel
-from service.models.models import Models
+from service.models.models import AddedHead
 from service.settings import load_settings
-from tests.service.fakes import model_info, on_a_loop, png
+from tests.service.fakes import FixedModels, model_info, on_a_loop, png
 from tests.service.web.apps import App, app, form, service_in, until
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
@@ -23,7 +23,7 @@ ADMIN = {"authorization": "Bearer admin"}
 FEW = tuple(f"few {index}" for index in range(3))
 
 
-class Named(Models):
+class Named(FixedModels):
     """Models of fake engines; what is put and deleted is noted."""
 
     def __init__(self, engines: dict[str, FakeEngine]) -> None:
@@ -274,3 +274,13 @@ async def test_a_service_with_a_coverage_says_that_it_abstained_by_it() -> None:
     service.engine.info = model_info(coverage=0.9)
     answer = (await service.classify(png(10))).json
     assert (answer["abstained"], answer["abstained_by"]) == (True, "coverage")
+
+
+@on_a_loop
+async def test_a_head_that_does_not_answer_yet_has_an_error_of_its_own_beside_others() -> None:
+    service, models = several()
+    models.added = {"taught": AddedHead("taught", None, None, "it is being fitted")}
+    answer = await classify(service, "model=*")
+    assert answer.status == 200
+    assert answer.json["models"]["taught"]["error"]["code"] == "engine_unavailable"
+    assert "predictions" in answer.json["models"]["cats"]
