@@ -347,11 +347,10 @@ class RemoteModels(Models):
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
     async def available(self, name: str | None) -> None:
-        """Return when an engine has the model; see `Models.available`."""
-        key = self.key(name)
-        wake = (engine.ask(frames.Wake(key)) for engine in self.engines)
+        """Return when an engine has the model; see `Models.available`; raises `UnknownModel` once it is deleted."""
+        wake = (engine.ask(frames.Wake(self.key(name))) for engine in self.engines)
         errors = [each for each in await asyncio.gather(*wake, return_exceptions=True) if each is not None]
-        if not self.served[key].current.engine.ready:
+        if not self.find(name).current.engine.ready:  # it may have been deleted meanwhile
             raise errors[0] if errors else EngineUnavailable("no engine has this model")
 
     async def put(self, name: str, what: What) -> bool:
