@@ -44,10 +44,15 @@ _EMBEDDING: Final = RequestedOutputs(1, embedding=EmbeddingRequest())
 _FILE: Final = {"content": {"application/octet-stream": {"schema": BINARY}}, "description": "One safetensors file"}
 
 
-class ExampleQuery(BaseModel, frozen=True):
-    """The query of POST /heads/NAME/examples."""
+class LabelQuery(BaseModel, frozen=True):
+    """The query of PUT /heads/NAME/examples/N."""
 
     label: Annotated[str, Field(description="what is on the pictures")]
+
+
+class ExampleQuery(LabelQuery, frozen=True):
+    """The query of POST /heads/NAME/examples."""
+
     id: Annotated[
         str | Absent, Field(description="a kept picture, from the answer of /classify, instead of a body")
     ] = None
@@ -112,6 +117,22 @@ async def list_examples(request: Request) -> Response:
         return to_json(ExampleList(head=head.name, examples=examples.listed(head)))
 
     return Response(await asyncio.to_thread(write), media_type="application/json")
+
+
+@router.put(
+    "/heads/{name}/examples/{number:int}",
+    response_model=ExampleCounts,
+    openapi_extra={"parameters": [_HEAD, _NUMBER]},
+    responses=problems(403, 404, 409, 422),
+)
+async def relabel_example(request: Request, query: Annotated[LabelQuery, Query()]) -> ExampleCounts:
+    """Put an example of a head under another label, in one step; the head is fitted again."""
+    examples, head = await _found(request)
+    _require_own(request, head)
+    [label] = checked_texts([query.label], "label", 1)
+    counts = await asyncio.to_thread(examples.relabel, head, request.path_params["number"], label)
+    service_of(request).taught.changed()
+    return ExampleCounts(head=head.name, examples=counts)
 
 
 @router.delete(
