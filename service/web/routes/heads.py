@@ -89,8 +89,8 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
     [label] = checked_texts([query.label], "label", 1)
     head = (await asyncio.to_thread(examples.heads)).get(name)
     key, backbone = request_context(request.scope).key_name or "", query.backbone
-    if head is not None and head.owner not in ("", key) and service.settings.api_keys:
-        _require_admin(request)
+    if head is not None:
+        _require_own(request, head)
     if head is not None and backbone is None:
         backbone = service.models.name_of(service.taught.base(head))
     model = await model_of(request, backbone)
@@ -122,7 +122,7 @@ async def list_examples(request: Request) -> Response:
 @router.put(
     "/heads/{name}/examples/{number:int}",
     response_model=ExampleCounts,
-    openapi_extra={"parameters": [_HEAD, _NUMBER]},
+    openapi_extra={"parameters": [NAME, _NUMBER]},
     responses=problems(403, 404, 409, 422),
 )
 async def relabel_example(request: Request, query: Annotated[LabelQuery, Query()]) -> ExampleCounts:
@@ -218,6 +218,13 @@ async def _found(request: Request) -> tuple[Examples, HeadRow]:
     """Return the head of a path, and where its examples are; raises `NotFound`."""
     examples = _examples(request)
     return examples, await asyncio.to_thread(examples.head, request.path_params["name"])
+
+
+def _require_own(request: Request, head: HeadRow) -> None:
+    """Raise `Forbidden` where keys are set, and the request has neither the key that began the head nor the admin key."""
+    key = request_context(request.scope).key_name or ""
+    if head.owner not in ("", key) and service_of(request).settings.api_keys:
+        _require_admin(request)
 
 
 def _require_admin(request: Request) -> None:

@@ -59,9 +59,7 @@ def test_a_number_is_never_given_again(store: Examples) -> None:
         store.remove(head, 2)
 
 
-def test_an_example_goes_under_another_label_where_it_is_once(
-    store: Examples, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_example_goes_under_another_label_where_it_is_once(store: Examples, monkeypatch: pytest.MonkeyPatch) -> None:
     add(store, "cat", 2)
     add(store, "dog", 2)
     before = store.head("pets")
