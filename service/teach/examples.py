@@ -149,7 +149,7 @@ class Examples:
             NotFound: there is no such example.
             HeadFull: the head has as many labels as it may.
         """
-        with self._changing() as db:
+        with self._transaction() as db:
             moved = "UPDATE examples SET label = ? WHERE head = ? AND number = ?"
             if not db.execute(moved, [label, head.id, number]).rowcount:
                 raise NotFound(f"{head.name}: there is no such example")

@@ -221,7 +221,7 @@ async def _found(request: Request) -> tuple[Examples, HeadRow]:
 
 
 def _require_own(request: Request, head: HeadRow) -> None:
-    """Raise `Forbidden` where keys are set, and the request has neither the key that began the head nor the admin key."""
+    """Raise `Forbidden` where keys are set, and the request has neither the head's own key nor the admin key."""
     key = request_context(request.scope).key_name or ""
     if head.owner not in ("", key) and service_of(request).settings.api_keys:
         _require_admin(request)
