@@ -237,7 +237,9 @@ class Head:
 def own_head(config: NetworkConfig, labels: tuple[str, ...], temperature: float, multi_label: bool, form: Form) -> Head:
     """Return the head of a checkpoint, whose logits its network's pass gives; the arguments are the checkpoint's."""
     compared = isinstance(config, ViTConfig) and config.normalized_head
-    return Head(labels, multi_label or (config.num_classes == 1 and not compared), temperature, form)
+    return Head(
+        labels, multi_label or (config.num_classes == 1 and not compared), temperature, form, normalized=compared
+    )
 
 
 @dataclass(frozen=True, slots=True)

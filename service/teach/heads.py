@@ -18,15 +18,14 @@ import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from model.config import PreprocessConfig
 from model.errors import CheckpointError
 from model.taught_heads import TaughtHead, is_taught_head
 from service.engine.messages import ModelInfo
-from service.errors import HeadWithoutBackbone
+from service.errors import HeadWithoutBackbone, InvalidParameter
+from service.models.folder import check_name
 from service.models.models import AddedHead, Models
 from service.teach.examples import Examples, HeadRow
 
@@ -44,18 +43,38 @@ class Taught(NamedTuple):
     fitted: TaughtHead | None
 
 
-@lru_cache
-def _name(backbone: str, preprocess: PreprocessConfig) -> str:
-    digest = hashlib.sha256(preprocess.model_dump_json().encode()).hexdigest()
-    return f"{backbone.partition('-')[0]}-{digest[:8]}"
-
-
 def features_of(info: ModelInfo) -> str:
     """Return what names the features that a model gives of a picture: its backbone, and how pictures become pixels.
 
     The dtype is no part of it: it changes features by their rounding alone.
     """
-    return _name(info.backbone, info.preprocess)
+    digest = hashlib.sha256(info.preprocess.model_dump_json().encode()).hexdigest()
+    return f"{info.backbone.partition('-')[0]}-{digest[:8]}"
+
+
+def _signature(path: Path) -> tuple[int, ...]:
+    """Return what changes with a file's content; nothing of one that is gone."""
+    with suppress(OSError):
+        status = path.stat()
+        return status.st_mtime_ns, status.st_size, status.st_ino
+    return ()
+
+
+def _of_file(path: Path) -> Taught | None:
+    """Return the head in a file, or why it is `failed`; None where it is none, of which the log tells."""
+    row, fitted = HeadRow(0, path.stem, "", "", "", 0, 0, ""), None
+    try:
+        if not is_taught_head(path):
+            return None
+        check_name(path.stem)
+        fitted = TaughtHead.from_bytes(path.read_bytes(), path.name)
+    except (InvalidParameter, OSError) as error:
+        logger.error("no model: %s: %s", path, error)
+        return None
+    except CheckpointError as error:
+        logger.error("model %s: %s", path.stem, error)
+        return Taught(row._replace(reason=str(error)), None)
+    return Taught(row._replace(backbone=fitted.backbone, model=fitted.model), fitted)
 
 
 def _loaded(content: bytes | None, where: str) -> TaughtHead | None:
@@ -74,6 +93,9 @@ class TaughtHeads:
         examples: where they are kept; None: nothing is taught.
         folder: of models, where files of heads may lie, too.
         models: those of the process.
+
+    Attributes:
+        child: the process that fits for this one, until its end is known.
     """
 
     def __init__(self, examples: Examples | None, folder: Path | None, models: Models) -> None:
@@ -81,8 +103,10 @@ class TaughtHeads:
         self.heads: Mapping[str, Taught] = {}
         self._folder, self._models = folder, models
         self._seen: object = None
+        self._files: dict[Path, tuple[tuple[int, ...], Taught | None]] = {}
+        self._beaten, self._hidden = set[str](), set[str]()
         self._look, self._turn = asyncio.Event(), asyncio.Lock()
-        self._child: Process | None = None
+        self.child: Process | None = None
         self._given_up: object = None
 
     def base(self, head: HeadRow) -> str:
@@ -100,6 +124,10 @@ class TaughtHeads:
     def renew(self) -> None:
         """Add the heads to the models, as both are now; the name of a model is no head's."""
         names = {self._models.name_of(key) for key in self._models.served}
+        hidden, before = self.heads.keys() & names | self._beaten, self._hidden
+        self._hidden = hidden
+        for name in sorted(hidden - before):
+            logger.error("head %s: another model, or a head of VIT_TEACH, has this name and answers instead", name)
         self._models.added = {name: self._added(taught) for name, taught in self.heads.items() if name not in names}
 
     def _added(self, taught: Taught) -> AddedHead:
@@ -107,13 +135,8 @@ class TaughtHeads:
         try:
             key, reason = self.base(row), "" if head is not None else row.reason or "it is being fitted"
         except HeadWithoutBackbone as error:
-            reason = str(error)
+            reason = row.reason or str(error)
         return AddedHead(row.name, head, key, reason)
-
-    @property
-    def fitting(self) -> bool:
-        """Return whether a child of this process fits, or nothing is known of its end yet."""
-        return self._child is not None
 
     def changed(self) -> None:
         """Look at the heads at once: this process has changed them."""
@@ -131,39 +154,42 @@ class TaughtHeads:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._look.wait(), _LOOK_SECONDS)
         finally:
-            if self._child is not None:
+            if self.child is not None:
                 with suppress(ProcessLookupError):
-                    self._child.kill()
+                    self.child.kill()
 
     async def look(self) -> None:
         """Read the heads if they have changed, and start the fit of those whose examples have."""
         async with self._turn:
-            await self._look_once()
-
-    async def _look_once(self) -> None:
-        heads = await asyncio.to_thread(self._read)
-        if heads is not self.heads:
-            self.heads = heads
-            self.renew()
-        stale = [row[:6] for row, _ in heads.values() if row.fitted_revision < row.revision]
-        if self.examples is not None and stale and stale != self._given_up and self._child is None:
-            self._child = await self._start(self.examples.path.parent)
-        elif self._child is not None and self._child.returncode is not None:
-            if self._child.returncode:
-                logger.error("the fit of taught heads failed: it is tried again when examples change")
-                self._given_up = stale
-            self._child = None
+            heads = await asyncio.to_thread(self._read)
+            if heads is not self.heads:
+                self.heads = heads
+                self.renew()
+            stale = [row[:6] for row, _ in heads.values() if row.fitted_revision < row.revision]
+            if self.examples is not None and stale and stale != self._given_up and self.child is None:
+                self.child = await self._start(self.examples.path.parent)
+            elif self.child is not None and self.child.returncode is not None:
+                if self.child.returncode:
+                    logger.error("the fit of taught heads failed: it is tried again when examples change")
+                    self._given_up = stale
+                self.child = None
 
     def _read(self) -> Mapping[str, Taught]:
-        seen = self.examples and self.examples.version(), self._folder and self._folder.stat().st_mtime_ns
+        # The folder's own time tells too little: a file may be written in place, or in several writes.
+        paths = self._folder.iterdir() if self._folder else ()
+        found = {path: _signature(path) for path in paths if path.suffix == ".safetensors" and path.name[0] != "."}
+        seen = self.examples and self.examples.version(), found
         if seen == self._seen:
             return self.heads
-        heads: dict[str, Taught] = {}
-        for path in self._folder.iterdir() if self._folder else ():
-            if is_taught_head(path) and (fitted := _loaded(path.read_bytes(), str(path))):
-                heads[path.stem] = Taught(HeadRow(0, path.stem, fitted.backbone, fitted.model, "", 0, 0, ""), fitted)
+        files, self._files = self._files, {}
+        for path, signature in found.items():
+            is_same = path in files and files[path][0] == signature
+            self._files[path] = files[path] if is_same else (signature, _of_file(path))
+        heads = {taught.row.name: taught for _, taught in self._files.values() if taught is not None}
         examples = self.examples
-        for row in examples.heads().values() if examples else ():
+        rows = examples.heads() if examples else {}
+        self._beaten = rows.keys() & heads.keys()
+        for row in rows.values():
             before = self.heads.get(row.name)
             if before is None or (before.row.id, before.row.fitted_revision) != (row.id, row.fitted_revision):
                 before = Taught(row, _loaded(examples.state(row)[1], row.name) if examples else None)

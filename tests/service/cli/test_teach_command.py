@@ -19,6 +19,8 @@ def test_a_folder_becomes_the_file_of_a_head(
     photos = write_folder(tmp_path / "photos", 6)
     (photos / "red" / "broken.png").write_bytes(b"no picture")
     checkpoint = write_checkpoint(tmp_path / "start", "abcde")
+    Path("colours.safetensors").write_bytes(b"before")
+    Path("other name").hardlink_to("colours.safetensors")
     assert main(["teach", "colours", str(photos), "--checkpoint", str(checkpoint), "--device", "cpu"]) == 1
     told = capsys.readouterr()
     assert "broken.png: not a picture" in told.err
@@ -26,6 +28,7 @@ def test_a_folder_becomes_the_file_of_a_head(
     assert "colours.safetensors: a folder of --models takes it" in told.out
     head = TaughtHead.from_bytes((tmp_path / "colours.safetensors").read_bytes(), "colours").head
     assert head.labels == tuple(sorted(COLOURS))
+    assert Path("other name").read_bytes() == b"before", "whoever reads the file meanwhile has all of it"
 
 
 @pytest.mark.parametrize(
