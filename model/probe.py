@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from model.calibration import fit_scores, scores_and_energies
+from model.calibration import fit_scores, losses, scores_and_energies
 from model.heads import Head
 
 Floats = NDArray[np.floating]
@@ -73,7 +73,7 @@ def fit_head(
     axes = Axes.of(features)
     folds = draw_folds(truth, len(labels), seed) if folds is None else folds
     choice = choose_penalty(axes, truth, folds, len(labels))
-    weight, bias = axes.head(axes.minimum(truth, len(labels), choice.penalty), choice.penalty)
+    weight, bias = axes.head(truth, len(labels), choice.penalty)
     head = Head(
         tuple(labels), False, choice.temperature, weight=weight.astype(np.float32), bias=bias.astype(np.float32)
     )
@@ -133,11 +133,15 @@ class Axes(NamedTuple):
         basis = scaled.T @ vectors / np.sqrt(squares) if few else vectors
         return cls(mean, scale, basis, squares / len(exact), scaled @ basis)
 
-    def minimum(self, truth: NDArray[np.int64], classes: int, penalty: float, tolerance: float = _EXACT) -> Floats:
-        """Return the parameters of the head of a penalty, see `head`, found for all features."""
+    def head(
+        self, truth: NDArray[np.int64], classes: int, penalty: float
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the weight [C, D] and the bias [C] of a penalty, fitted to all features, for features as they came."""
         widths = self.widths(classes, penalty)
-        start = np.zeros((classes, len(widths)))
-        return minimise(self.scaled(widths), truth, penalty * np.square(widths) * self.penalised, start, tolerance)
+        strength, start = penalty * np.square(widths) * self.penalised, np.zeros((classes, len(widths)))
+        unscaled = minimise(self.scaled(widths), truth, strength, start, _EXACT) * widths
+        weight = unscaled[:, :-1] @ self.basis.T / self.scale
+        return weight, unscaled[:, -1] - weight @ self.mean
 
     @property
     def penalised(self) -> NDArray[np.float64]:
@@ -153,12 +157,6 @@ class Axes(NamedTuple):
     def scaled(self, widths: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return features, and a column for the bias, multiplied by widths: [N, A + 1]."""
         return np.column_stack([self.values, np.ones(len(self.values))]) * widths
-
-    def head(self, parameters: Floats, penalty: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the weight [C, D] and the bias [C] for features as they came, of parameters that `minimise` found."""
-        unscaled = parameters * self.widths(len(parameters), penalty)
-        weight = unscaled[:, :-1] @ self.basis.T / self.scale
-        return weight, unscaled[:, -1] - weight @ self.mean
 
 
 def choose_penalty(axes: Axes, truth: NDArray[np.int64], folds: NDArray[np.int64], classes: int) -> Choice:
@@ -183,12 +181,11 @@ def choose_penalty(axes: Axes, truth: NDArray[np.int64], folds: NDArray[np.int64
         before = widths
         for part, found in zip(held_out, parameters, strict=True):
             logits[part] = scaled[part] @ found.T
-        temperature = fit_scores(logits[rows], truth[rows]).temperature
-        scores, _ = scores_and_energies(logits[rows], temperature)
-        likely = scores[np.arange(len(rows)), truth[rows]]
-        loss = float(-np.log(np.maximum(likely, np.finfo(np.float64).tiny)).mean())
+        fit = fit_scores(logits[rows], truth[rows])
+        loss = float(losses(logits[rows], truth[rows], fit).mean())
         if best is None or loss < best.loss:
-            best = Choice(penalty, temperature, loss, rows, logits[rows], scores)
+            scores, _ = scores_and_energies(logits[rows], *fit)
+            best = Choice(penalty, fit.temperature, loss, rows, logits[rows], scores)
         elif number - PENALTIES.index(best.penalty) == _PATIENCE:
             break
     assert best is not None

@@ -318,7 +318,7 @@ class _Service:
     @_Method
     def models(self) -> Request[list[ListedModel]]:
         """List all models that the service has, by name."""
-        return Request("GET", "/models", requests.listed)
+        return Request("GET", "/models", requests.MODELS.validate_json)
 
     @_Method
     def labels(self, model: str | None = None) -> Request[list[str]]:

@@ -175,10 +175,9 @@ class FailedItem(BaseModel):
     error: ProblemDocument
 
 
-class Classifications(BaseModel):
+class Classifications(Kept):
     """The answer of POST /classify by several models."""
 
-    id: Annotated[str | None, Field(description="for GET /attention, while the picture is kept")] = None
     models: Annotated[dict[str, ModelClassification | FailedItem], Field(description="by name")]
     timings_ms: Timings
 
@@ -189,10 +188,9 @@ class BatchClassification(BaseModel):
     results: list[Classification | FailedItem]
 
 
-class Embedding(BaseModel):
+class Embedding(Kept):
     """The answer of POST /embed."""
 
-    id: Annotated[str | None, Field(description="for GET /attention, while the picture is kept")] = None
     model: str
     pool: Literal["head", "cls", "mean"]
     embedding: Annotated[list[float] | str, Field(description="float32; `base64`: their bytes, little-endian")]
@@ -212,10 +210,9 @@ class BatchEmbedding(BaseModel):
     results: list[Embedding | FailedItem]
 
 
-class AttentionDocument(_Map):
+class AttentionDocument(Kept, _Map):
     """The answer of /attention with `format=json`, or one of several where maps of several classes are asked for."""
 
-    id: Annotated[str | None, Field(description="for GET /attention, while the picture is kept")] = None
     method: str
 
 

@@ -57,8 +57,7 @@ _DOCUMENTS: TypeAdapter[AttentionDocument | list[AttentionDocument]] = TypeAdapt
     AttentionDocument | list[AttentionDocument]
 )
 
-
-_MODELS = TypeAdapter(list[ListedModel])
+MODELS = TypeAdapter(list[ListedModel])
 
 
 class MapOptions(TypedDict, total=False):
@@ -188,11 +187,6 @@ def _text(name: str, value: object) -> str | list[str]:
     if name == "text":
         return list(value)
     return json.dumps(list(value), ensure_ascii=False) if name == "labels" else ",".join(map(str, value))
-
-
-def listed(content: bytes) -> list[ListedModel]:
-    """Parse the list of models."""
-    return _MODELS.validate_json(content)
 
 
 def documents(content: bytes) -> list[AttentionDocument]:

@@ -36,7 +36,7 @@ from service.cli.setting_flags import predictor_from
 from service.teach.fit import taught_head
 from service.teach.heads import features_of
 from vitserve.client import Client, ClientError, Unauthorized, Unreachable
-from vitserve.documents import AddedExamples, HeadDescription, Knowledge, ranked, set_fields
+from vitserve.documents import HeadDescription, Knowledge, ranked, set_fields
 
 # The fields of a set of labels.
 SET: Final = ("set", "set_size", "abstained")
@@ -80,7 +80,7 @@ def answers_from(arguments: argparse.Namespace) -> Iterator[Answers]:
     """Give what the flags name: the server at `--url`, or a model that is loaded here.
 
     Both classify and embed files, and yield each with its answer or a text that says why there is none. `teach` yields
-    each file once a head has it as an example of its label, and `taught` what the head then knows of itself.
+    each file with its number among the examples of a head, and `taught` what the head then knows of itself.
 
     Raises:
         InputError: the server cannot be asked; one line that says what to do.
@@ -110,7 +110,7 @@ class LocalAnswers:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._predictor, self._info, self._settings = predictor_from(arguments)
         self.labels = self._info.labels
-        self._examples: list[tuple[Path, Embedding]] = []
+        self._examples: dict[Path, Embedding] = {}
 
     def classify(self, files: Sequence[Path], top_k: int) -> Iterator[tuple[Path, dict[str, Any] | str]]:
         """Yield each file with its `predictions`, and the fields of its set of labels if the model has a coverage."""
@@ -147,20 +147,19 @@ class LocalAnswers:
 
         return self._answers(files, [RequestedOutputs(1, each) for each in wanted], answer, most=_MOST_MAPS)
 
-    def teach(self, head: str, labels: Mapping[Path, str]) -> Iterator[tuple[Path, Embedding | str]]:
-        """Yield each file once it is an example of its label."""
+    def teach(self, head: str, labels: Mapping[Path, str]) -> Iterator[tuple[Path, int | str]]:
+        """Yield each file with its number once it is an example of its label."""
         for file, row in self.embed(list(labels), POOLINGS[0], False):
             if not isinstance(row, str):
-                self._examples.append((file, row))
-            yield file, row
+                self._examples[file] = row
+            yield file, row if isinstance(row, str) else len(self._examples) - 1
 
     def taught(self, head: str, labels: Mapping[Path, str], output: Path) -> Knowledge:
         """Write the head that the examples teach, and return what it knows of itself."""
         if not self._examples:
             raise InputError("path", "no picture can be read")
-        files, rows = zip(*self._examples, strict=True)
-        own, of = [labels[file] for file in files], (features_of(self._info), self._info.name)
-        found = taught_head(np.stack(rows), own, range(len(files)), *of)
+        own, of = [labels[file] for file in self._examples], (features_of(self._info), self._info.name)
+        found = taught_head(np.stack(list(self._examples.values())), own, range(len(own)), *of)
         with writing(output):
             output.write_bytes(found.to_bytes())
         return Knowledge.model_validate_json(found.statistics)
@@ -214,9 +213,9 @@ class _ServerAnswers:
         own = {"pool": pool, "normalize": normalize, "model": self._model}
         return self._stream(files, lambda file: self._client.embed(file, **own))
 
-    def teach(self, head: str, labels: Mapping[Path, str]) -> Iterator[tuple[Path, AddedExamples | str]]:
+    def teach(self, head: str, labels: Mapping[Path, str]) -> Iterator[tuple[Path, int | str]]:
         self._client.model()
-        return self._stream(list(labels), lambda file: self._client.teach(head, labels[file], file))
+        return self._stream(list(labels), lambda file: self._client.teach(head, labels[file], file).numbers[0])
 
     def taught(self, head: str, labels: Mapping[Path, str], output: Path) -> HeadDescription:
         ends = time.monotonic() + _FIT_SECONDS

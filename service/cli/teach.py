@@ -10,7 +10,7 @@ from service.cli.answers import add_server_flags, answers_from
 from service.cli.image_files import find_images, handle_answers
 from service.cli.setting_flags import add_setting_flags
 from service.models.folder import check_name
-from vitserve.documents import AddedExamples, Knowledge
+from vitserve.documents import Knowledge
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,8 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
         answers = source.teach(name, labels)
         files: dict[int, Path] = {}
 
-        def add(file: Path, added: object) -> None:
-            files[added.numbers[0] if isinstance(added, AddedExamples) else len(files)] = file
+        def add(file: Path, number: int) -> None:
+            files[number] = file
 
         code = handle_answers(answers, len(labels), add, "place among the examples")
         known = source.taught(name, labels, output)

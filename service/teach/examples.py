@@ -12,7 +12,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -110,7 +110,7 @@ class Examples:
             HeadWithoutBackbone: the head's other examples are of another backbone.
             HeadFull: there are too many heads, or labels or examples of this one.
         """
-        with self._changing() as db:
+        with self._transaction() as db:
             made = [name, *backbone, who]
             db.execute("INSERT OR IGNORE INTO heads (name, backbone, model, owner) VALUES (?, ?, ?, ?)", made)
             if db.execute("SELECT count(*) FROM heads").fetchone()[0] > MAX_HEADS:
@@ -133,7 +133,7 @@ class Examples:
 
     def remove(self, head: HeadRow, number: int | None = None) -> dict[str, int]:
         """Remove an example, or with None the whole head; return how many each label has. Raises `NotFound`."""
-        with self._changing() as db:
+        with self._transaction() as db:
             query, of = "DELETE FROM examples WHERE head = ? AND number = ?", [head.id, number]
             if number is None:
                 query, of = "DELETE FROM heads WHERE id = ?", [head.id]
@@ -144,7 +144,7 @@ class Examples:
 
     def heads(self) -> dict[str, HeadRow]:
         """Return all heads by name."""
-        with self._reading() as db:
+        with self._transaction("BEGIN") as db:
             rows = db.execute(f"SELECT {', '.join(HeadRow._fields)} FROM heads").fetchall()
         return {row.name: row for row in map(HeadRow._make, rows)}
 
@@ -157,7 +157,7 @@ class Examples:
 
     def listed(self, head: HeadRow) -> list[ExampleDocument]:
         """Return the examples of a head, the first one first."""
-        with self._reading() as db:
+        with self._transaction("BEGIN") as db:
             rows = db.execute("SELECT number, label, time, who FROM examples WHERE head = ? ORDER BY number", [head.id])
             return [
                 ExampleDocument(number=number, label=label, time=datetime.fromtimestamp(seconds, UTC), who=who or None)
@@ -166,7 +166,7 @@ class Examples:
 
     def training_set(self, head: HeadRow) -> tuple[list[int], list[str], NDArray[np.float32]]:
         """Return the numbers, the labels and the features, float32 [N, D], of the examples of a head."""
-        with self._reading() as db:
+        with self._transaction("BEGIN") as db:
             query = "SELECT number, label, features FROM examples WHERE head = ? ORDER BY number"
             rows = db.execute(query, [head.id]).fetchall()
         features = np.frombuffer(b"".join(row[2] for row in rows), "<f4").reshape(max(1, len(rows)), -1)
@@ -177,7 +177,7 @@ class Examples:
 
         Where those give no head, which has a `reason`, the one before stays.
         """
-        with self._changing() as db:
+        with self._transaction() as db:
             db.execute(
                 "UPDATE heads SET fitted = coalesce(?, fitted), fitted_revision = ?, reason = ? "
                 "WHERE id = ? AND fitted_revision < ?",
@@ -186,7 +186,7 @@ class Examples:
 
     def state(self, head: HeadRow) -> tuple[dict[str, int], bytes | None]:
         """Return how many examples each label has, and the file of the head, None before its first fit."""
-        with self._reading() as db:
+        with self._transaction("BEGIN") as db:
             row = db.execute("SELECT fitted FROM heads WHERE id = ?", [head.id]).fetchone()
             return _counts(db, head.id), row and row[0]
 
@@ -196,14 +196,11 @@ class Examples:
         return db
 
     @contextmanager
-    def _reading(self, begin: str = "BEGIN") -> Iterator[sqlite3.Connection]:
+    def _transaction(self, begin: str = "BEGIN IMMEDIATE") -> Iterator[sqlite3.Connection]:
+        """Give the file as it is, all of what is done there or nothing; by default nobody else changes it meanwhile."""
         with closing(self._connect()) as db, db:  # an error undoes what was changed
             db.execute(begin)
             yield db
-
-    def _changing(self) -> AbstractContextManager[sqlite3.Connection]:
-        """Let nobody else change anything until the context ends."""
-        return self._reading("BEGIN IMMEDIATE")
 
 
 def _counts(db: sqlite3.Connection, head: int) -> dict[str, int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -71,20 +72,17 @@ def _knowledge(
     own, answers, each = truth[rows], scores.argmax(axis=1), np.arange(len(rows))
     share = float(np.mean([(choice.scores.argmax(axis=1) == own).mean() for choice in rounds]))
     low, high = interval(share * _COUNTED * len(rows), _COUNTED * len(rows))
-    confusion = np.zeros((len(names), len(names)), np.int64)
-    np.add.at(confusion, (own, answers), 1)
-    of_label = np.bincount(truth, minlength=len(names))
-    needy = (of_label < _FEW) | (2 * confusion.diagonal() < confusion.sum(axis=1))
+    pairs = zip(own.tolist(), answers.tolist(), strict=True)
+    wrong = Counter((label, answer) for label, answer in pairs if label != answer)
+    of_label, held_out, right = (np.bincount(each, minlength=len(names)) for each in (truth, own, own[own == answers]))
+    needy = (of_label < _FEW) | (2 * right < held_out)
     likely = scores[each, own]
     doubtful = [row for row in np.argsort(likely, kind="stable") if scores[row].max() > _DOUBT * likely[row]]
-    wrong = confusion - np.diag(confusion.diagonal())
-    pairs = [divmod(int(place), len(names)) for place in np.argsort(-wrong, axis=None, kind="stable")[:_LISTED]]
     return Knowledge(
         accuracy=Accuracy(value=share, low=low, high=high, folds=FOLDS),
         confusion=[
-            Confusion(label=names[label], answered=names[answer], count=int(wrong[label, answer]))
-            for label, answer in pairs
-            if wrong[label, answer]
+            Confusion(label=names[label], answered=names[answer], count=count)
+            for (label, answer), count in wrong.most_common(_LISTED)
         ],
         suspects=[
             Suspect(

@@ -18,11 +18,9 @@ import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from model.config import PreprocessConfig
 from model.errors import CheckpointError
 from model.taught_heads import TaughtHead, is_taught_head
 from service.engine.messages import ModelInfo
@@ -44,18 +42,13 @@ class Taught(NamedTuple):
     fitted: TaughtHead | None
 
 
-@lru_cache
-def _name(backbone: str, preprocess: PreprocessConfig) -> str:
-    digest = hashlib.sha256(preprocess.model_dump_json().encode()).hexdigest()
-    return f"{backbone.partition('-')[0]}-{digest[:8]}"
-
-
 def features_of(info: ModelInfo) -> str:
     """Return what names the features that a model gives of a picture: its backbone, and how pictures become pixels.
 
     The dtype is no part of it: it changes features by their rounding alone.
     """
-    return _name(info.backbone, info.preprocess)
+    digest = hashlib.sha256(info.preprocess.model_dump_json().encode()).hexdigest()
+    return f"{info.backbone.partition('-')[0]}-{digest[:8]}"
 
 
 def _loaded(content: bytes | None, where: str) -> TaughtHead | None:
@@ -74,6 +67,9 @@ class TaughtHeads:
         examples: where they are kept; None: nothing is taught.
         folder: of models, where files of heads may lie, too.
         models: those of the process.
+
+    Attributes:
+        child: the process that fits for this one, until its end is known.
     """
 
     def __init__(self, examples: Examples | None, folder: Path | None, models: Models) -> None:
@@ -82,7 +78,7 @@ class TaughtHeads:
         self._folder, self._models = folder, models
         self._seen: object = None
         self._look, self._turn = asyncio.Event(), asyncio.Lock()
-        self._child: Process | None = None
+        self.child: Process | None = None
         self._given_up: object = None
 
     def base(self, head: HeadRow) -> str:
@@ -110,11 +106,6 @@ class TaughtHeads:
             reason = str(error)
         return AddedHead(row.name, head, key, reason)
 
-    @property
-    def fitting(self) -> bool:
-        """Return whether a child of this process fits, or nothing is known of its end yet."""
-        return self._child is not None
-
     def changed(self) -> None:
         """Look at the heads at once: this process has changed them."""
         self._look.set()
@@ -131,28 +122,25 @@ class TaughtHeads:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._look.wait(), _LOOK_SECONDS)
         finally:
-            if self._child is not None:
+            if self.child is not None:
                 with suppress(ProcessLookupError):
-                    self._child.kill()
+                    self.child.kill()
 
     async def look(self) -> None:
         """Read the heads if they have changed, and start the fit of those whose examples have."""
         async with self._turn:
-            await self._look_once()
-
-    async def _look_once(self) -> None:
-        heads = await asyncio.to_thread(self._read)
-        if heads is not self.heads:
-            self.heads = heads
-            self.renew()
-        stale = [row[:6] for row, _ in heads.values() if row.fitted_revision < row.revision]
-        if self.examples is not None and stale and stale != self._given_up and self._child is None:
-            self._child = await self._start(self.examples.path.parent)
-        elif self._child is not None and self._child.returncode is not None:
-            if self._child.returncode:
-                logger.error("the fit of taught heads failed: it is tried again when examples change")
-                self._given_up = stale
-            self._child = None
+            heads = await asyncio.to_thread(self._read)
+            if heads is not self.heads:
+                self.heads = heads
+                self.renew()
+            stale = [row[:6] for row, _ in heads.values() if row.fitted_revision < row.revision]
+            if self.examples is not None and stale and stale != self._given_up and self.child is None:
+                self.child = await self._start(self.examples.path.parent)
+            elif self.child is not None and self.child.returncode is not None:
+                if self.child.returncode:
+                    logger.error("the fit of taught heads failed: it is tried again when examples change")
+                    self._given_up = stale
+                self.child = None
 
     def _read(self) -> Mapping[str, Taught]:
         seen = self.examples and self.examples.version(), self._folder and self._folder.stat().st_mtime_ns

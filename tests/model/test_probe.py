@@ -30,7 +30,7 @@ def test_each_head_is_the_minimum_of_its_loss(width: int) -> None:
     norms: list[float] = []
     for penalty in PENALTIES:
         axes = Axes.of(features)
-        found = axes.head(axes.minimum(truth, 3, penalty), penalty)
+        found = axes.head(truth, 3, penalty)
         weight = torch.tensor(found[0] * scale, requires_grad=True)
         bias = torch.tensor(found[1] + found[0] @ features.mean(axis=0), requires_grad=True)
         loss = F.cross_entropy(torch.tensor(scaled / scale) @ weight.T + bias, torch.from_numpy(truth))
@@ -58,7 +58,7 @@ def test_held_out_pictures_are_not_fitted_to() -> None:
     """Thirty features tell forty pictures of noise apart, if they are seen."""
     features, truth, folds = noise(40, 30), np.arange(40) % 2, np.arange(40) // 2 % 5
     axes = Axes.of(features)
-    weight, bias = axes.head(axes.minimum(truth, 2, PENALTIES[-1]), PENALTIES[-1])
+    weight, bias = axes.head(truth, 2, PENALTIES[-1])
     choice = choice_of(features, truth, folds)
     assert ((features @ weight.T + bias).argmax(axis=1) == truth).all()
     assert (choice.scores.argmax(axis=1) == truth[choice.rows]).mean() < 0.8
@@ -78,7 +78,7 @@ def test_the_penalty_is_the_one_whose_heads_do_best_on_held_out_pictures(count: 
         logits = np.empty((count, 4))
         for number in range(5):
             seen = axes._replace(values=axes.values[folds != number])
-            weight, bias = axes.head(seen.minimum(truth[folds != number], 4, penalty), penalty)
+            weight, bias = seen.head(truth[folds != number], 4, penalty)
             logits[folds == number] = features[folds == number] @ weight.T + bias
         temperature = fit_scores(logits, truth).temperature
         losses.append(float(F.cross_entropy(torch.from_numpy(logits / temperature), torch.from_numpy(truth))))

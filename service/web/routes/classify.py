@@ -30,7 +30,7 @@ from service.web.middleware import request_context
 from service.web.problems import problem_of
 from service.web.request import AdmittedRequest, Model, all_of, model_of, require_file, service_of
 from service.web.routes.attention import map_fields, query_of, region_document
-from service.web.routes.endpoint import ONE_PICTURE, SEVERAL_PICTURES, Absent, Endpoint, ModelQuery, problems
+from service.web.routes.endpoint import NAME, ONE_PICTURE, SEVERAL_PICTURES, Absent, Endpoint, ModelQuery, problems
 from service.web.upload import UploadedFile
 from vitserve.documents import (
     FIELD,
@@ -54,9 +54,8 @@ _FIELDS: Final = (FIELD, "data", "body")
 """Names that TorchServe's clients give to the part with the picture."""
 
 _PATH: Final = "/predictions/{name:path}"
-_NAME: Final = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
 _LABELS: Final = {"name": "labels", "in": "query", "schema": {"type": "string"}}
-_PREDICTION: Final = ONE_PICTURE | {"parameters": [_NAME, _LABELS]}
+_PREDICTION: Final = ONE_PICTURE | {"parameters": [NAME, _LABELS]}
 _REFUSALS: Final = problems(400, 404, 408, 413, 415, 422, 500, 503, 504)
 
 

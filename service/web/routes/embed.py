@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -17,7 +18,7 @@ from model.errors import ImageError
 from model.heads import MAX_TEXTS, checked_texts, normalized
 from model.images.preprocess import ModelInput
 from model.outputs import Pooling, RequestedOutputs, parse_embedding
-from service.engine.messages import ModelInfo
+from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, ServiceError
 from service.web.inference_protocol.inference import at_position
 from service.web.request import AdmittedRequest, Model, all_of, model_of, require_file, service_of
@@ -101,8 +102,7 @@ async def embed_batch(request: Request, query: Annotated[EmbedQuery, Query()]) -
     async with service_of(request).admit(request, model) as admitted:
         pictures = await admitted.read_pictures(admitted.service.settings.max_images_per_request)
         if query.format == "npy":
-            rows = await all_of(_row(admitted, requested, *each) for each in enumerate(pictures))
-            return npy_response(np.stack(rows))
+            return npy_response(np.stack(await embed_all(admitted, requested, pictures)))
         return await answer_each(admitted, pictures, partial(_answer, admitted, query, requested))
 
 
@@ -116,9 +116,30 @@ async def _embed(
 ) -> tuple[ModelInput, NDArray[np.float32]]:
     """Return a picture as the model saw it, and its embedding, float32 [D]."""
     decoded, result = await admitted.classify(picture, requested)
+    return decoded.picture, embedding_of(admitted, result)
+
+
+def embedding_of(admitted: AdmittedRequest, result: InferenceResult) -> NDArray[np.float32]:
+    """Return the embedding, float32 [D], of a picture that was computed, and count the picture."""
     admitted.service.metrics.of_model(admitted.model.info.name).images.inc()
     assert result.outputs.embedding is not None, "the engine answers each request for an embedding"
-    return decoded.picture, result.outputs.embedding
+    return result.outputs.embedding
+
+
+async def embed_all(
+    admitted: AdmittedRequest, requested: RequestedOutputs, pictures: Sequence[UploadedFile]
+) -> list[NDArray[np.float32]]:
+    """Return the embedding of each picture, float32 [D]; the first error is raised, with its place among several."""
+
+    async def row(position: int, picture: UploadedFile) -> NDArray[np.float32]:
+        try:
+            return (await _embed(admitted, requested, require_file(picture)))[1]
+        except (ImageError, ServiceError) as error:
+            if len(pictures) == 1:
+                raise
+            raise at_position(error, position) from None
+
+    return await all_of(row(*each) for each in enumerate(pictures))
 
 
 async def _answer(
@@ -129,16 +150,6 @@ async def _answer(
     image_id = await admitted.service.keep(seen, admitted.model)
     embedding = _written(values, query)
     return to_json(Embedding(id=image_id, model=admitted.model.info.name, pool=query.pool, embedding=embedding))
-
-
-async def _row(
-    admitted: AdmittedRequest, requested: RequestedOutputs, position: int, picture: UploadedFile
-) -> NDArray[np.float32]:
-    """Return the embedding of one picture of a batch, float32 [D]; its error names its position."""
-    try:
-        return (await _embed(admitted, requested, require_file(picture)))[1]
-    except (ImageError, ServiceError) as error:
-        raise at_position(error, position) from None
 
 
 async def _embed_texts(request: Request, query: EmbedOneQuery, model: Model) -> Response:

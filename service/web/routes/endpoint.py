@@ -38,6 +38,9 @@ _MAX_PARAMETERS = 64
 Absent = SkipJsonSchema[None]
 """None as the default of a parameter: a query cannot hold null, so OpenAPI does not name it."""
 
+NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+"""The name in a path."""
+
 BINARY = {"type": "string", "format": "binary"}
 _SCHEME = "api_key"
 
@@ -110,7 +113,8 @@ class Endpoint(APIRoute):
     """One method of one path, served by `function(request)` or `function(request, query)`.
 
     The function is a coroutine. Its `query` is annotated `Annotated[Model, fastapi.Query()]`, with a frozen pydantic
-    model. It returns a response, or a pydantic model that is answered as JSON. Its name is the operation's id in
+    model. It returns a response, or a pydantic model that is answered as JSON with the
+    status of the route. Its name is the operation's id in
     OpenAPI, and names the method of generated clients.
     """
 
@@ -135,7 +139,7 @@ class Endpoint(APIRoute):
             answer = await self.endpoint(request, parse_query(self._query_model, scope["query_string"]))
         if isinstance(answer, BaseModel):
             content = answer.model_dump_json(exclude_none=self.response_model_exclude_none, by_alias=True)
-            answer = Response(content, media_type="application/json")
+            answer = Response(content, self.status_code or 200, media_type="application/json")
         await answer(scope, receive, send)
 
 

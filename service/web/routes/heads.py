@@ -15,9 +15,8 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from model.errors import ImageError
 from model.heads import checked_texts
-from model.outputs import EmbeddingRequest, Outputs, RequestedOutputs
+from model.outputs import EmbeddingRequest, RequestedOutputs
 from model.taught_heads import TaughtHead
 from service.errors import (
     Forbidden,
@@ -26,26 +25,23 @@ from service.errors import (
     InvalidParameter,
     NameTaken,
     NotFound,
-    ServiceError,
 )
 from service.models.folder import check_name
 from service.teach.examples import Examples, HeadRow
 from service.teach.heads import features_of
 from service.web.api_keys import holds_admin_key
-from service.web.inference_protocol.inference import at_position
 from service.web.middleware import request_context
-from service.web.request import AdmittedRequest, all_of, model_of, require_file, service_of
-from service.web.routes.endpoint import SEVERAL_PICTURES, Absent, Endpoint, problems, to_json
-from service.web.upload import UploadedFile
+from service.web.request import AdmittedRequest, model_of, service_of
+from service.web.routes.embed import embed_all, embedding_of
+from service.web.routes.endpoint import BINARY, NAME, SEVERAL_PICTURES, Absent, Endpoint, problems, to_json
 from vitserve.documents import AddedExamples, ExampleCounts, ExampleList, HeadDescription, HeadList, Knowledge
 
 router = APIRouter(tags=["teaching"], route_class=Endpoint)
 
-_HEAD: Final = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
 _NUMBER: Final = {"name": "number", "in": "path", "required": True, "schema": {"type": "integer"}}
-_PICTURES: Final = {"requestBody": SEVERAL_PICTURES["requestBody"] | {"required": False}, "parameters": [_HEAD]}
+_PICTURES: Final = {"requestBody": SEVERAL_PICTURES["requestBody"] | {"required": False}, "parameters": [NAME]}
 _EMBEDDING: Final = RequestedOutputs(1, embedding=EmbeddingRequest())
-_BINARY: Final = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+_FILE: Final = {"content": {"application/octet-stream": {"schema": BINARY}}, "description": "One safetensors file"}
 
 
 class ExampleQuery(BaseModel, frozen=True):
@@ -76,7 +72,7 @@ async def list_heads(request: Request) -> HeadList:
     openapi_extra=_PICTURES,
     responses=problems(400, 403, 404, 408, 409, 413, 415, 422, 500, 503, 504),
 )
-async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]) -> Response:
+async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]) -> AddedExamples:
     """Add one or several pictures to what a head learns from, under one label; the first one begins the head.
 
     All are added, or none. The head is fitted in the background; until then the one before answers.
@@ -87,25 +83,25 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
         raise NameTaken(f"{name}: a model has this name: choose another one for the head")
     [label] = checked_texts([query.label], "label", 1)
     head = (await asyncio.to_thread(examples.heads)).get(name)
-    _require_own(request, head)
-    backbone = query.backbone
+    key, backbone = request_context(request.scope).key_name or "", query.backbone
+    if head is not None and head.owner not in ("", key) and service.settings.api_keys:
+        _require_admin(request)
     if head is not None and backbone is None:
         backbone = service.models.name_of(service.taught.base(head))
     model = await model_of(request, backbone)
     async with service.admit(request, model) as admitted:
         features = await _features(admitted, query)
-        who, of = request_context(request.scope).key_name or "", (features_of(model.info), model.info.name)
-        counts, numbers = await asyncio.to_thread(examples.add, name, label, features, who, of)
+        of = features_of(model.info), model.info.name
+        counts, numbers = await asyncio.to_thread(examples.add, name, label, features, key, of)
     service.taught.changed()
-    content = to_json(AddedExamples(head=name, examples=counts, numbers=numbers))
-    return Response(content, 201, media_type="application/json")
+    return AddedExamples(head=name, examples=counts, numbers=numbers)
 
 
 @router.get(
     "/heads/{name}/examples",
     response_model=ExampleList,
     response_model_exclude_none=True,
-    openapi_extra={"parameters": [_HEAD]},
+    openapi_extra={"parameters": [NAME]},
     responses=problems(404),
 )
 async def list_examples(request: Request) -> Response:
@@ -121,7 +117,7 @@ async def list_examples(request: Request) -> Response:
 @router.delete(
     "/heads/{name}/examples/{number:int}",
     response_model=ExampleCounts,
-    openapi_extra={"parameters": [_HEAD, _NUMBER]},
+    openapi_extra={"parameters": [NAME, _NUMBER]},
     responses=problems(403, 404),
 )
 async def delete_example(request: Request) -> ExampleCounts:
@@ -137,7 +133,7 @@ async def delete_example(request: Request) -> ExampleCounts:
     "/heads/{name}",
     response_model=HeadDescription,
     response_model_exclude_none=True,
-    openapi_extra={"parameters": [_HEAD]},
+    openapi_extra={"parameters": [NAME]},
     responses=problems(404),
 )
 async def describe_head(request: Request) -> HeadDescription:
@@ -161,7 +157,7 @@ async def describe_head(request: Request) -> HeadDescription:
     "/heads/{name}",
     status_code=204,
     response_class=Response,
-    openapi_extra={"parameters": [_HEAD]},
+    openapi_extra={"parameters": [NAME]},
     responses=problems(403, 404),
 )
 async def delete_head(request: Request) -> Response:
@@ -176,8 +172,8 @@ async def delete_head(request: Request) -> Response:
 @router.get(
     "/heads/{name}/export",
     response_class=Response,
-    openapi_extra={"parameters": [_HEAD]},
-    responses={200: {"content": _BINARY, "description": "One safetensors file"}, **problems(404)},
+    openapi_extra={"parameters": [NAME]},
+    responses={200: _FILE, **problems(404)},
 )
 async def export_head(request: Request) -> Response:
     """Return a head as one file, which a folder of models takes beside its backbone."""
@@ -203,13 +199,6 @@ async def _found(request: Request) -> tuple[Examples, HeadRow]:
     return examples, await asyncio.to_thread(examples.head, request.path_params["name"])
 
 
-def _require_own(request: Request, head: HeadRow | None) -> None:
-    """Raise `Forbidden` if another key began a head, and the request has not the admin key."""
-    key = request_context(request.scope).key_name
-    if head is not None and head.owner not in ("", key) and service_of(request).settings.api_keys:
-        _require_admin(request)
-
-
 def _require_admin(request: Request) -> None:
     """Raise `Forbidden` where keys are set, and the request has not the admin key."""
     settings = service_of(request).settings
@@ -219,7 +208,7 @@ def _require_admin(request: Request) -> None:
 
 
 async def _features(admitted: AdmittedRequest, query: ExampleQuery) -> NDArray[np.float32]:
-    """Return what the head reads of each picture of a request, [N, D]; the first that fails is the request's error."""
+    """Return what the head reads of each picture of a request, [N, D], all finite; the first error is the request's."""
     if query.id is not None:
         if await admitted.read_body():
             raise InvalidParameter("id: there is a body, too: send pictures, or the id of a kept one")
@@ -227,30 +216,11 @@ async def _features(admitted: AdmittedRequest, query: ExampleQuery) -> NDArray[n
         if picture is None:
             raise InvalidParameter("id: no picture of this id is kept as the head's backbone sees it")
         await admitted.take(1)
-        return _embedding(admitted, (await admitted.infer(picture.pixels, _EMBEDDING)).outputs)[np.newaxis]
-    pictures = await admitted.read_pictures(admitted.service.settings.max_images_per_request)
-    if len(pictures) == 1:
-        return (await _of_picture(admitted, require_file(pictures[0])))[np.newaxis]
-    return np.stack(await all_of(_of_one(admitted, *each) for each in enumerate(pictures)))
-
-
-async def _of_one(admitted: AdmittedRequest, position: int, picture: UploadedFile) -> NDArray[np.float32]:
-    """Return what the head reads of one picture of several, [D]; its error names its position."""
-    try:
-        return await _of_picture(admitted, require_file(picture))
-    except (ImageError, ServiceError) as error:
-        raise at_position(error, position) from None
-
-
-async def _of_picture(admitted: AdmittedRequest, picture: bytearray) -> NDArray[np.float32]:
-    _, result = await admitted.classify(picture, _EMBEDDING)
-    return _embedding(admitted, result.outputs)
-
-
-def _embedding(admitted: AdmittedRequest, outputs: Outputs) -> NDArray[np.float32]:
-    """Return the embedding of a picture that was computed, which must be finite, [D]."""
-    admitted.service.metrics.of_model(admitted.model.info.name).images.inc()
-    assert outputs.embedding is not None, "the engine answers each request for an embedding"
-    if not np.isfinite(outputs.embedding).all():
-        raise InferenceFailed("the model gives features of this picture that are not finite")
-    return outputs.embedding
+        rows = [embedding_of(admitted, await admitted.infer(picture.pixels, _EMBEDDING))]
+    else:
+        pictures = await admitted.read_pictures(admitted.service.settings.max_images_per_request)
+        rows = await embed_all(admitted, _EMBEDDING, pictures)
+    features = np.stack(rows)
+    if not np.isfinite(features).all():
+        raise InferenceFailed("the model gives features that are not finite")
+    return features

@@ -21,7 +21,7 @@ from service.models.models import ModelStatus
 from service.settings import Settings
 from service.web.api_keys import bearer_token, holds_admin_key
 from service.web.request import service_of
-from service.web.routes.endpoint import Endpoint, problems, to_json
+from service.web.routes.endpoint import NAME, Endpoint, problems, to_json
 from vitserve.documents import ListedModel
 
 router = APIRouter(tags=["models"], route_class=Endpoint)
@@ -33,9 +33,8 @@ _PATHS: Final = ("checkpoint", "preprocess", "labels", "keys", "base")
 
 _MAX_BODY: Final = 64 << 10
 _MAX_PATH: Final = 4000
-_NAME: Final = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
 _SETTINGS: Final = {
-    "parameters": [_NAME],
+    "parameters": [NAME],
     "requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}},
 }
 
@@ -78,7 +77,7 @@ async def put_model(request: Request) -> Response:
     "/models/{name:path}",
     status_code=204,
     response_class=Response,
-    openapi_extra={"parameters": [_NAME]},
+    openapi_extra={"parameters": [NAME]},
     responses=problems(403, 404, 409),
 )
 async def delete_model(request: Request) -> Response:

@@ -61,9 +61,9 @@ async def test_nothing_is_fitted_while_another_process_is_at_it(tmp_path: Path) 
         fcntl.flock(lock, fcntl.LOCK_EX)
         heads = TaughtHeads(store, None, Models({}))
         await heads.look()
-        assert heads.fitting is False
+        assert heads.child is None
     await heads.look()
-    assert heads.fitting
-    await until(lambda: not heads.fitting, heads)
+    assert heads.child is not None
+    await until(lambda: heads.child is None, heads)
     await heads.look()
     assert fitted_to(heads) == 3
