@@ -64,6 +64,9 @@ _NEAREST: Final = 3
 _MOST_KNOWN: Final = 2000
 """Examples that a head keeps: to compare a picture with them takes less than a millisecond."""
 
+_EQUAL: Final = 1 - 1e-6
+"""Cosine from which on features of equal length are of one picture: batches of other sizes round them differently."""
+
 _TINY: Final = 1e-30
 """What is divided by at least: all logits, or all scores, may be equal."""
 
@@ -110,6 +113,7 @@ class Known:
         """Return what is known by features [N, D]: the limit is by the distance of each from the others."""
         rows = np.linspace(0, len(features) - 1, min(len(features), _MOST_KNOWN)).astype(np.int64)
         examples = normalized(features[rows])
+        examples = examples[first_equal(examples) == np.arange(len(rows))]  # a copy is no neighbour
         distances = _distances(examples, examples, alone=False)
         rank = min(len(examples), math.ceil(round((len(examples) + 1) * LEVEL, 6)))
         return cls(examples.astype(np.float16), float(np.sort(distances)[rank - 1]))
@@ -270,6 +274,19 @@ def normalized(vectors: Floats) -> Floats:
     """Return vectors [..., D] divided by their L2 norms."""
     divided: Floats = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
     return divided
+
+
+def first_equal(features: Floats, since: int = 0) -> NDArray[np.int64]:
+    """Return the number of the first that each feature equals, but for rounding: its own, or an earlier one.
+
+    Args:
+        features: [N, D].
+        since: the first that is asked for; int64 [N - since] is returned.
+    """
+    exact = features.astype(np.float64)
+    squares = np.square(exact).sum(axis=1)
+    are_equal = 2 * exact[since:] @ exact.T >= _EQUAL * np.add.outer(squares[since:], squares)
+    return are_equal.argmax(axis=1)
 
 
 def of_image(requested: RequestedOutputs) -> RequestedOutputs:

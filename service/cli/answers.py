@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import InputError
-from model.heads import is_list, labels_of_request, parse_labels
+from model.heads import first_equal, is_list, labels_of_request, parse_labels
 from model.images.preprocess import ModelInput
 from model.outputs import (
     POOLINGS,
@@ -158,8 +158,15 @@ class LocalAnswers:
         """Write the head that the examples teach, and return what it knows of itself."""
         if not self._examples:
             raise InputError("path", "no picture can be read")
-        own, of = [labels[file] for file in self._examples], (features_of(self._info), self._info.name)
-        found = taught_head(np.stack(list(self._examples.values())), own, range(len(own)), *of)
+        numbered: dict[str, list[int]] = {}
+        for number, file in enumerate(self._examples):
+            numbered.setdefault(labels[file], []).append(number)
+        rows, kept, own = np.stack(list(self._examples.values())), list[int](), list[str]()
+        for label, numbers in numbered.items():
+            once = np.unique(first_equal(rows[numbers]))
+            kept += [numbers[place] for place in once]
+            own += [label] * len(once)
+        found = taught_head(rows[kept], own, kept, features_of(self._info), self._info.name)
         with writing(output):
             output.write_bytes(found.to_bytes())
         return Knowledge.model_validate_json(found.statistics)

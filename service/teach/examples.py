@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from model.heads import first_equal
 from service.errors import HeadFull, HeadWithoutBackbone, NotFound, SettingsError
 from vitserve.documents import ExampleDocument
 
@@ -101,6 +102,8 @@ class Examples:
     ) -> tuple[dict[str, int], list[int]]:
         """Add an example for each row of features [N, D], all or none; return the labels' counts, and their numbers.
 
+        What equals an example of the label, but for rounding, is that example.
+
         Args:
             name: of the head, which is made if it is absent.
             who: the name of the caller's key.
@@ -119,17 +122,23 @@ class Examples:
             head, features_of, numbers = db.execute(known, [name]).fetchone()
             if features_of != backbone[0]:
                 raise HeadWithoutBackbone(f"{name}: its examples are of another backbone than that of {backbone[1]}")
-            numbered = enumerate(features.astype("<f4"), start=numbers + 1)
-            rows = [(head, number, label, time.time(), who, row.tobytes()) for number, row in numbered]
+            query = "SELECT number, features FROM examples WHERE head = ? AND label = ? ORDER BY number"
+            kept = db.execute(query, [head, label]).fetchall()
+            every = [*(np.frombuffer(row, "<f4") for _, row in kept), *features.astype("<f4")]
+            numbered, rows = [number for number, _ in kept], []
+            for row, first in zip(every[len(kept) :], first_equal(np.stack(every), len(kept)).tolist(), strict=True):
+                if first == len(numbered):
+                    rows.append((head, numbers + len(rows) + 1, label, time.time(), who, row.tobytes()))
+                numbered.append(numbered[first] if first < len(numbered) else rows[-1][1])
             db.executemany("INSERT INTO examples VALUES (?, ?, ?, ?, ?, ?)", rows)
             totals = "SELECT count(*), count(DISTINCT label), sum(length(features)) FROM examples WHERE head = ?"
             count, labels, size = db.execute(totals, [head]).fetchone()
             if count > MAX_EXAMPLES or labels > MAX_LABELS or size > MAX_BYTES:
                 limits = f"{MAX_LABELS} labels, {MAX_EXAMPLES} examples and {MAX_BYTES} bytes of them"
                 raise HeadFull(f"{name}: a head has at most {limits}")
-            changed = "UPDATE heads SET numbers = numbers + ?, revision = revision + 1 WHERE id = ?"
-            db.execute(changed, [len(rows), head])
-            return _counts(db, head), [row[1] for row in rows]
+            changed = "UPDATE heads SET numbers = numbers + ?, revision = revision + ? WHERE id = ?"
+            db.execute(changed, [len(rows), bool(rows), head])
+            return _counts(db, head), numbered[len(kept) :]
 
     def remove(self, head: HeadRow, number: int | None = None) -> dict[str, int]:
         """Remove an example, or with None the whole head; return how many each label has. Raises `NotFound`."""

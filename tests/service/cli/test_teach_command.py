@@ -18,6 +18,7 @@ def test_a_folder_becomes_the_file_of_a_head(
     monkeypatch.chdir(tmp_path)
     photos = write_folder(tmp_path / "photos", 6)
     (photos / "red" / "broken.png").write_bytes(b"no picture")
+    (photos / "red" / "copy.png").write_bytes(next((photos / "red").glob("*")).read_bytes())
     checkpoint = write_checkpoint(tmp_path / "start", "abcde")
     assert main(["teach", "colours", str(photos), "--checkpoint", str(checkpoint), "--device", "cpu"]) == 1
     told = capsys.readouterr()

@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from model.errors import CheckpointError, DatasetError
+from model.heads import Known
 from model.taught_heads import TaughtHead
 from service.teach.examples import Examples
 from service.teach.fit import fit_changed, taught_head
@@ -50,6 +51,14 @@ def test_far_pictures_are_known_from_near_ones() -> None:
     assert head.known.far(pictures(100, seed=1)[0]).mean() < 0.1
     elsewhere = np.roll(pictures(100, seed=2)[0], 5, axis=1)
     assert head.known.far(elsewhere).mean() > 0.9
+
+
+def test_copies_make_no_picture_far() -> None:
+    features, _ = pictures(6)
+    rounding = 1 + 1e-7 * np.arange(90)[:, np.newaxis]
+    known = Known.of((np.repeat(features, 5, axis=0) * rounding).astype(np.float32))
+    assert known.far(pictures(50, seed=1)[0]).mean() < 0.3
+    assert not Known.of(np.repeat(features[[0, 6]], 4, axis=0)).far(features[[0, 6]]).any()
 
 
 def test_a_wrong_label_is_the_first_suspect() -> None:
