@@ -93,6 +93,10 @@ class TaughtHeads:
             raise HeadWithoutBackbone(f"no model is served with the backbone of {head.model}, as it was taught on")
         return min(found, key=lambda key: self._models.name_of(key) != head.model)
 
+    def is_file(self, name: str) -> bool:
+        """Return whether a head of this name lies in the folder of models: it is taught nothing here."""
+        return name in self.heads and not self.heads[name].row.id
+
     def renew(self) -> None:
         """Add the heads to the models, as both are now; the name of a model is no head's."""
         names = {self._models.name_of(key) for key in self._models.served}

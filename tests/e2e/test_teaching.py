@@ -247,7 +247,7 @@ def test_a_file_of_a_head_is_a_model_beside_its_backbone(
 ) -> None:
     shutil.copytree(checkpoint, tmp_path / "models" / "tiny")
     (tmp_path / "models" / "mine.safetensors").write_bytes(server.get("/heads/colours/export").content)
-    other = serve(models=tmp_path / "models", checkpoint="")
+    other = serve(models=tmp_path / "models", checkpoint="", teach=tmp_path / "taught")
     until(
         lambda: (
             {each["name"]: each["state"] for each in other.get("/models").json()} == {"tiny": "ready", "mine": "ready"}
@@ -255,6 +255,8 @@ def test_a_file_of_a_head_is_a_model_beside_its_backbone(
     )
     answer = other.classify(picture(BLUE, 34), "model=mine").json()
     assert (answer["model"], answer["predictions"][0]["label"]) == ("mine", "blue")
+    taken = teach(other, "red", [picture(RED, 35)], "mine")
+    assert (taken.status_code, taken.json()["code"]) == (409, "name_taken")
 
 
 def test_what_a_head_and_a_model_have_in_common_is_the_name_of_one_alone(serve: Serve, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
     """
     service, examples = service_of(request), _examples(request)
     name = check_name(request.path_params["name"])
-    if name in map(service.models.name_of, service.models.served):
+    if name in map(service.models.name_of, service.models.served) or service.taught.is_file(name):
         raise NameTaken(f"{name}: a model has this name: choose another one for the head")
     [label] = checked_texts([query.label], "label", 1)
     head = (await asyncio.to_thread(examples.heads)).get(name)
