@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.heads import first_equal
-from service.errors import HeadFull, HeadWithoutBackbone, NotFound, SettingsError
+from service.errors import Forbidden, HeadFull, HeadWithoutBackbone, NotFound, SettingsError
 from vitserve.documents import ExampleDocument
 
 MAX_HEADS: Final = 64
@@ -98,7 +98,13 @@ class Examples:
         return int(version)
 
     def add(
-        self, name: str, label: str, features: NDArray[np.float32], who: str, backbone: tuple[str, str]
+        self,
+        name: str,
+        label: str,
+        features: NDArray[np.float32],
+        who: str,
+        backbone: tuple[str, str],
+        known: int | None = None,
     ) -> tuple[dict[str, int], list[int]]:
         """Add an example for each row of features [N, D], all or none; return the labels' counts, and their numbers.
 
@@ -108,8 +114,11 @@ class Examples:
             name: of the head, which is made if it is absent.
             who: the name of the caller's key.
             backbone: what the features are of, and the name of its model.
+            known: the id of the head as the caller was allowed to teach it; None: there was none.
 
         Raises:
+            NotFound: that head is deleted.
+            Forbidden: another key has begun one meanwhile.
             HeadWithoutBackbone: the head's other examples are of another backbone.
             HeadFull: there are too many heads, or labels or examples of this one.
         """
@@ -118,8 +127,12 @@ class Examples:
             db.execute("INSERT OR IGNORE INTO heads (name, backbone, model, owner) VALUES (?, ?, ?, ?)", made)
             if db.execute("SELECT count(*) FROM heads").fetchone()[0] > MAX_HEADS:
                 raise HeadFull(f"{name}: there are {MAX_HEADS} heads already: delete one first")
-            known = "SELECT id, backbone, numbers FROM heads WHERE name = ?"
-            head, features_of, numbers = db.execute(known, [name]).fetchone()
+            query = "SELECT id, backbone, numbers, owner FROM heads WHERE name = ?"
+            head, features_of, numbers, owner = db.execute(query, [name]).fetchone()
+            if known not in (None, head):
+                raise NotFound(f"{name}: this head was deleted while the pictures arrived")
+            if known is None and owner not in ("", who):
+                raise Forbidden(f"{name}: another key has begun this head while the pictures arrived")
             if features_of != backbone[0]:
                 raise HeadWithoutBackbone(f"{name}: its examples are of another backbone than that of {backbone[1]}")
             query = "SELECT number, features FROM examples WHERE head = ? AND label = ? ORDER BY number"

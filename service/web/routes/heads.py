@@ -83,6 +83,7 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
         raise NameTaken(f"{name}: a model has this name: choose another one for the head")
     [label] = checked_texts([query.label], "label", 1)
     head = (await asyncio.to_thread(examples.heads)).get(name)
+    known = head and head.id
     key, backbone = request_context(request.scope).key_name or "", query.backbone
     if head is not None and head.owner not in ("", key) and service.settings.api_keys:
         _require_admin(request)
@@ -92,7 +93,7 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
     async with service.admit(request, model) as admitted:
         features = await _features(admitted, query)
         of = features_of(model.info), model.info.name
-        counts, numbers = await asyncio.to_thread(examples.add, name, label, features, key, of)
+        counts, numbers = await asyncio.to_thread(examples.add, name, label, features, key, of, known)
     service.taught.changed()
     return AddedExamples(head=name, examples=counts, numbers=numbers)
 

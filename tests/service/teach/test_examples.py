@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from service.errors import HeadFull, HeadWithoutBackbone, NotFound, SettingsError
+from service.errors import Forbidden, HeadFull, HeadWithoutBackbone, NotFound, SettingsError
 from service.teach import examples as module
 from service.teach.examples import Examples
 
@@ -89,6 +89,18 @@ def test_a_deleted_head_is_gone_and_a_fit_of_it_is_not_kept(store: Examples) -> 
     assert len(store.listed(store.head("pets"))) == 1
 
 
+def test_whose_head_it_is_is_asked_where_examples_are_added(store: Examples) -> None:
+    add(store)
+    head = store.head("pets")
+    with pytest.raises(Forbidden, match=r"^pets: another key has begun"):
+        store.add("pets", "dog", rows(1), "bob", BACKBONE)
+    assert store.add("pets", "dog", rows(1), "bob", BACKBONE, head.id)[1] == [2], "whoever was allowed to"
+    store.remove(store.head("pets"))
+    with pytest.raises(NotFound, match=r"^pets: .* deleted"):
+        store.add("pets", "cat", rows(1), "alice", BACKBONE, head.id)
+    assert store.heads() == {}
+
+
 def test_an_older_fit_does_not_take_the_place_of_a_newer_one(store: Examples) -> None:
     add(store)
     old = store.head("pets")
@@ -106,7 +118,7 @@ def test_an_older_fit_does_not_take_the_place_of_a_newer_one(store: Examples) ->
 def test_examples_of_another_backbone_are_refused(store: Examples) -> None:
     add(store)
     with pytest.raises(HeadWithoutBackbone, match=r"^pets: its examples are of another backbone than that of vit$"):
-        store.add("pets", "cat", rows(1), "", ("fedcba9876543210", "vit"))
+        store.add("pets", "cat", rows(1), "alice", ("fedcba9876543210", "vit"))
 
 
 @pytest.mark.parametrize(
