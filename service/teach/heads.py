@@ -15,6 +15,7 @@ import logging
 import os
 import sqlite3
 import sys
+import time
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Mapping
 from contextlib import suppress
@@ -31,6 +32,8 @@ from service.teach.examples import Examples, HeadRow
 logger = logging.getLogger("vitserve")
 
 _LOOK_SECONDS: Final = 0.25
+# After a fit that failed, unless examples change before.
+_PAUSE_SECONDS: Final = 30.0
 _LOCK: Final = "fit.lock"
 _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -79,7 +82,7 @@ class TaughtHeads:
         self._seen: object = None
         self._look, self._turn = asyncio.Event(), asyncio.Lock()
         self.child: Process | None = None
-        self._given_up: object = None
+        self._failed: tuple[object, float] = None, 0.0
 
     def base(self, head: HeadRow) -> str:
         """Return the key of the model with a head's backbone, the one that it was begun with if there are several.
@@ -138,12 +141,14 @@ class TaughtHeads:
                 self.heads = heads
                 self.renew()
             stale = [row[:6] for row, _ in heads.values() if row.fitted_revision < row.revision]
-            if self.examples is not None and stale and stale != self._given_up and self.child is None:
+            failed, ended = self._failed
+            waits = stale == failed and time.monotonic() < ended + _PAUSE_SECONDS
+            if self.examples is not None and stale and not waits and self.child is None:
                 self.child = await self._start(self.examples.path.parent)
             elif self.child is not None and self.child.returncode is not None:
                 if self.child.returncode:
-                    logger.error("the fit of taught heads failed: it is tried again when examples change")
-                    self._given_up = stale
+                    logger.error("the fit of taught heads failed: it is tried again in %g s", _PAUSE_SECONDS)
+                    self._failed = stale, time.monotonic()
                 self.child = None
 
     def _read(self) -> Mapping[str, Taught]:
