@@ -34,6 +34,9 @@ _FILE: Final = "heads.sqlite3"
 # How long a change waits for another one to end; each takes milliseconds.
 _LOCKED_SECONDS: Final = 10.0
 
+# The largest integer that SQLite takes.
+_NO_NUMBER: Final = 2**63 - 1
+
 _VERSION: Final = 1
 _TABLES: Final = f"""
 BEGIN IMMEDIATE;
@@ -156,9 +159,9 @@ class Examples:
     def remove(self, head: HeadRow, number: int | None = None) -> dict[str, int]:
         """Remove an example, or with None the whole head; return how many each label has. Raises `NotFound`."""
         with self._transaction() as db:
-            query, of = "DELETE FROM examples WHERE head = ? AND number = ?", [head.id, number]
-            if number is None:
-                query, of = "DELETE FROM heads WHERE id = ?", [head.id]
+            query, of = "DELETE FROM heads WHERE id = ?", [head.id]
+            if number is not None:
+                query, of = "DELETE FROM examples WHERE head = ? AND number = ?", [head.id, min(number, _NO_NUMBER)]
             if not db.execute(query, of).rowcount:
                 raise NotFound(f"{head.name}: there is no such {'head' if number is None else 'example'}")
             db.execute("UPDATE heads SET revision = revision + 1 WHERE id = ?", [head.id])

@@ -71,8 +71,9 @@ def test_a_number_is_never_given_again(store: Examples) -> None:
     store.remove(head, 2)
     add(store, "dog")
     assert [each.number for each in store.listed(head)] == [1, 3]
-    with pytest.raises(NotFound, match="no such example"):
-        store.remove(head, 2)
+    for number in (2, 10**30):
+        with pytest.raises(NotFound, match="no such example"):
+            store.remove(head, number)
 
 
 def test_a_deleted_head_is_gone_and_a_fit_of_it_is_not_kept(store: Examples) -> None:
