@@ -200,11 +200,11 @@ class Examples:
     def keep(self, head: HeadRow, fitted: bytes | None, reason: str = "") -> None:
         """Keep what was fitted to the examples as of `head.revision`, unless the head is gone or has something newer.
 
-        Where those give no head, which has a `reason`, the one before stays.
+        Those may give None, for a `reason`: nothing is kept of what was fitted to examples that are deleted.
         """
         with self._transaction() as db:
             db.execute(
-                "UPDATE heads SET fitted = coalesce(?, fitted), fitted_revision = ?, reason = ? "
+                "UPDATE heads SET fitted = ?, fitted_revision = ?, reason = ? "
                 "WHERE id = ? AND fitted_revision < ?",
                 [fitted, head.revision, reason, head.id, head.revision],
             )

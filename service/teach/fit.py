@@ -100,14 +100,19 @@ def _knowledge(
 
 
 def fit_changed(examples: Examples) -> None:
-    """Fit each head whose examples have changed since it was fitted, until there is none."""
+    """Fit each head whose examples have changed since it was fitted, the smallest first, until there is none.
+
+    Where its examples are too few, it has no fit; where memory is, the one before stays.
+    """
     while stale := [head for head in examples.heads().values() if head.fitted_revision < head.revision]:
-        for head in stale:
+        for head in sorted(stale, key=lambda head: sum(examples.state(head)[0].values())):
             numbers, labels, features = examples.training_set(head)
             try:
                 examples.keep(head, taught_head(features, labels, numbers, head.backbone, head.model).to_bytes())
-            except (DatasetError, np.linalg.LinAlgError, MemoryError) as error:
+            except DatasetError as error:
                 examples.keep(head, None, first_line(error))
+            except (np.linalg.LinAlgError, MemoryError) as error:
+                examples.keep(head, examples.state(head)[1], first_line(error))
 
 
 if __name__ == "__main__":

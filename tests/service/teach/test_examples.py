@@ -110,10 +110,6 @@ def test_an_older_fit_does_not_take_the_place_of_a_newer_one(store: Examples) ->
     store.keep(new, b"new")
     store.keep(old, b"old")
     assert store.state(new)[1] == b"new"
-    add(store)
-    store.keep(store.head("pets"), None, "too few")
-    assert store.state(new)[1] == b"new"
-    assert store.head("pets").reason == "too few"
 
 
 def test_examples_of_another_backbone_are_refused(store: Examples) -> None:
