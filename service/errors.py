@@ -64,6 +64,10 @@ class HeadWithoutBackbone(ServiceError):
     """The backbone that a head was taught on is not served, or is not that of the examples."""
 
 
+class HeadWithoutExamples(ServiceError):
+    """A head has too few examples to be fitted."""
+
+
 class NameTaken(ServiceError):
     """A model and a head cannot have the same name."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -63,7 +63,7 @@ class HeadRow(NamedTuple):
         owner: the name of the key that began it; empty without keys.
         revision: changes with its examples.
         fitted_revision: of the examples that it was last fitted to, or could not be.
-        reason: why those give no head; empty if they do.
+        reason: why its examples give no head; empty if they do.
     """
 
     id: int
@@ -152,9 +152,7 @@ class Examples:
             if count > MAX_EXAMPLES or labels > MAX_LABELS or size > MAX_BYTES:
                 limits = f"{MAX_LABELS} labels, {MAX_EXAMPLES} examples and {MAX_BYTES} bytes of them"
                 raise HeadFull(f"{name}: a head has at most {limits}")
-            changed = "UPDATE heads SET numbers = numbers + ?, revision = revision + ? WHERE id = ?"
-            db.execute(changed, [len(rows), bool(rows), head])
-            return _counts(db, head), numbered[len(kept) :]
+            return _changed(db, head, len(rows)), numbered[len(kept) :]
 
     def remove(self, head: HeadRow, number: int | None = None) -> dict[str, int]:
         """Remove an example, or with None the whole head; return how many each label has. Raises `NotFound`."""
@@ -164,8 +162,7 @@ class Examples:
                 query, of = "DELETE FROM examples WHERE head = ? AND number = ?", [head.id, min(number, _NO_NUMBER)]
             if not db.execute(query, of).rowcount:
                 raise NotFound(f"{head.name}: there is no such {'head' if number is None else 'example'}")
-            db.execute("UPDATE heads SET revision = revision + 1 WHERE id = ?", [head.id])
-            return _counts(db, head.id)
+            return _changed(db, head.id)
 
     def heads(self) -> dict[str, HeadRow]:
         """Return all heads by name."""
@@ -204,8 +201,7 @@ class Examples:
         """
         with self._transaction() as db:
             db.execute(
-                "UPDATE heads SET fitted = ?, fitted_revision = ?, reason = ? "
-                "WHERE id = ? AND fitted_revision < ?",
+                "UPDATE heads SET fitted = ?, fitted_revision = ?, reason = ? WHERE id = ? AND fitted_revision < ?",
                 [fitted, head.revision, reason, head.id, head.revision],
             )
 
@@ -226,6 +222,20 @@ class Examples:
         with closing(self._connect()) as db, db:  # an error undoes what was changed
             db.execute(begin)
             yield db
+
+
+def too_few(counts: Mapping[str, int]) -> str:
+    """Return why numbers of examples by label give no head, or an empty text."""
+    enough = sum(count >= 2 for count in counts.values()) >= 2
+    return "" if enough else "two labels with two pictures each are needed at least"
+
+
+def _changed(db: sqlite3.Connection, head: int, added: int | None = None) -> dict[str, int]:
+    """Note that examples of a head were added, or with None removed, and return how many each label has."""
+    counts, changed = _counts(db, head), "numbers = numbers + ?, revision = revision + ?, reason = ?"
+    new = [added or 0, added != 0, too_few(counts), head]
+    db.execute(f"UPDATE heads SET {changed} WHERE id = ?", new)
+    return counts
 
 
 def _counts(db: sqlite3.Connection, head: int) -> dict[str, int]:

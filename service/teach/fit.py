@@ -21,7 +21,7 @@ from model.errors import DatasetError, first_line
 from model.heads import Known
 from model.probe import FOLDS, Choice, fit_head, interval
 from model.taught_heads import TaughtHead
-from service.teach.examples import Examples
+from service.teach.examples import Examples, too_few
 from vitserve.documents import Accuracy, Confusion, Knowledge, Suspect
 
 _FEW: Final = 5
@@ -55,8 +55,8 @@ def taught_head(
     """
     names = tuple(dict.fromkeys(labels))
     truth = np.array([names.index(label) for label in labels], np.int64)
-    if (np.bincount(truth, minlength=1) >= 2).sum() < 2:
-        raise DatasetError("two labels with two pictures each are needed at least")
+    if reason := too_few(Counter(labels)):
+        raise DatasetError(reason)
     rounds = _ROUNDS if len(truth) < _MANY else 1
     (head, first), *others = [fit_head(features, truth, names, seed=seed) for seed in range(rounds)]
     known = _knowledge([first, *(choice for _, choice in others)], truth, names, numbers)

@@ -108,7 +108,7 @@ class TaughtHeads:
     def _added(self, taught: Taught) -> AddedHead:
         row, key, head = taught.row, None, None if taught.fitted is None else taught.fitted.head
         try:
-            key, reason = self.base(row), "" if head is not None else row.reason or "it is being fitted"
+            key, reason = self.base(row), "" if head is not None else row.reason
         except HeadWithoutBackbone as error:
             reason = str(error)
         return AddedHead(row.name, head, key, reason)

@@ -176,7 +176,7 @@ def test_a_restart_has_the_heads_again_and_a_head_waits_for_its_backbone(serve: 
     failed = next(each for each in third.get("/models").json() if each["name"] == "colours")
     assert f"no model is served with the backbone of {CHECKPOINT_NAME}" in failed["reason"]
     refused = third.classify(picture(RED, 61), "model=colours")
-    assert (refused.status_code, refused.json()["code"]) == (503, "engine_unavailable")
+    assert (refused.status_code, refused.json()["code"]) == (409, "head_without_backbone")
     added = teach(third, "red", [picture(RED, 62)])
     assert (added.status_code, added.json()["code"]) == (409, "head_without_backbone")
     assert described(third)["examples"] == {"red": 6, "blue": 6}
@@ -212,6 +212,17 @@ def test_bad_requests_are_refused_and_add_nothing(server: Served) -> None:
     assert code(server.client.delete("/heads/none")) == (404, "not_found")
     assert code(server.client.delete(f"{path}/999")) == (404, "not_found")
     assert described(server)["examples"] == {"red": 6, "blue": 6}
+
+
+def test_a_head_of_too_few_examples_is_not_waited_for(serve: Serve, tmp_path: Path) -> None:
+    server = serve(teach=tmp_path / "taught")
+    assert teach(server, "red", [picture(RED, 1)]).status_code == 201
+    assert described(server)["reason"].startswith("two labels with two pictures each")  # it looks at what is kept
+    refused = server.classify(picture(RED, 2), "model=colours")
+    assert (refused.status_code, refused.json()["code"]) == (409, "head_without_examples")
+    assert "Retry-After" not in refused.headers
+    [status] = [each for each in server.get("/models").json() if each["name"] == "colours"]
+    assert (status["state"], status["reason"][:10]) == ("failed", "two labels")
 
 
 def test_a_deleted_head_is_unknown(serve: Serve, tmp_path: Path) -> None:
