@@ -138,6 +138,12 @@ class ModelsFull(Unavailable):
     retry_after = 5
 
 
+class HeadsUnavailable(Unavailable):
+    """What is taught cannot be read or written: a full disk, a folder that is gone or locked."""
+
+    retry_after = 5
+
+
 class Draining(Unavailable):
     """The process is about to end and takes no new work."""
 

@@ -4,7 +4,8 @@ An example is what a backbone gives of a picture, its label, the time, and who s
 process ends at whatever moment, the file holds what was committed before, and nothing of what was not. Each change of a
 head's examples raises its revision, so that everyone sees which fit is of which examples.
 
-Methods block for some milliseconds: call them from a thread.
+Methods block for some milliseconds: call them from a thread. Each raises `HeadsUnavailable` where the file cannot be
+used.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.heads import first_equal
-from service.errors import Forbidden, HeadFull, HeadWithoutBackbone, NotFound, SettingsError
+from service.errors import Forbidden, HeadFull, HeadsUnavailable, HeadWithoutBackbone, NotFound, SettingsError
 from vitserve.documents import ExampleDocument
 
 MAX_HEADS: Final = 64
@@ -51,6 +52,15 @@ CREATE TABLE IF NOT EXISTS examples (
 PRAGMA user_version = {_VERSION};
 COMMIT;
 """
+
+
+@contextmanager
+def kept_on_disk() -> Iterator[None]:
+    """Raise `HeadsUnavailable` for what is raised inside where a file cannot be used."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        raise HeadsUnavailable(f"taught heads cannot be read or written: {error}") from None
 
 
 class HeadRow(NamedTuple):
@@ -95,6 +105,7 @@ class Examples:
         except (OSError, sqlite3.Error) as error:
             raise SettingsError(f"VIT_TEACH: {self.path}: cannot be used: {error}") from None
 
+    @kept_on_disk()
     def version(self) -> int:
         """Return a number that is another one as soon as anybody has changed anything."""
         [version] = self._watching.execute("PRAGMA data_version").fetchone()
@@ -219,7 +230,7 @@ class Examples:
     @contextmanager
     def _transaction(self, begin: str = "BEGIN IMMEDIATE") -> Iterator[sqlite3.Connection]:
         """Give the file as it is, all of what is done there or nothing; by default nobody else changes it meanwhile."""
-        with closing(self._connect()) as db, db:  # an error undoes what was changed
+        with kept_on_disk(), closing(self._connect()) as db, db:  # an error undoes what was changed
             db.execute(begin)
             yield db
 

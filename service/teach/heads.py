@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import logging
 import os
-import sqlite3
 import sys
 import time
 from asyncio.subprocess import DEVNULL, Process
@@ -25,9 +24,9 @@ from typing import Final, NamedTuple
 from model.errors import CheckpointError
 from model.taught_heads import TaughtHead, is_taught_head
 from service.engine.messages import ModelInfo
-from service.errors import HeadWithoutBackbone
+from service.errors import HeadsUnavailable, HeadWithoutBackbone
 from service.models.models import AddedHead, Models
-from service.teach.examples import Examples, HeadRow
+from service.teach.examples import Examples, HeadRow, kept_on_disk
 
 logger = logging.getLogger("vitserve")
 
@@ -123,8 +122,8 @@ class TaughtHeads:
             while self.examples or self._folder:
                 try:
                     await self.look()
-                except (OSError, sqlite3.Error) as error:
-                    logger.error("taught heads cannot be read: %s", error)
+                except HeadsUnavailable as error:
+                    logger.error("%s", error)
                 self._look.clear()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._look.wait(), _LOOK_SECONDS)
@@ -151,6 +150,7 @@ class TaughtHeads:
                     self._failed = stale, time.monotonic()
                 self.child = None
 
+    @kept_on_disk()
     def _read(self) -> Mapping[str, Taught]:
         seen = self.examples and self.examples.version(), self._folder and self._folder.stat().st_mtime_ns
         if seen == self._seen:
@@ -170,7 +170,8 @@ class TaughtHeads:
 
     async def _start(self, folder: Path) -> Process | None:
         """Return the process that fits, or None where one of any process of the service is at it."""
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        with kept_on_disk():
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             command, environment = (sys.executable, "-m", "service.teach.fit", str(folder)), os.environ | _ONE_THREAD

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -14,9 +16,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from service.errors import Forbidden, HeadFull, HeadWithoutBackbone, NotFound, SettingsError
+from service.errors import Forbidden, HeadFull, HeadsUnavailable, HeadWithoutBackbone, NotFound, SettingsError
+from service.models.models import Models
 from service.teach import examples as module
 from service.teach.examples import Examples
+from service.teach.heads import TaughtHeads
 
 BACKBONE = ("0123456789abcdef", "deit")
 
@@ -188,6 +192,22 @@ def test_a_kill_at_any_moment_leaves_the_last_whole_state(tmp_path: Path) -> Non
         assert numbers == list(range(1, len(numbers) + 1))
         with sqlite3.connect(store.path) as db:
             assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_a_folder_that_is_gone_or_damaged_is_told(store: Examples) -> None:
+    add(store)
+    content = store.path.read_bytes()
+    store.path.write_bytes(content[:100] + b"damaged" * 1000)
+    with pytest.raises(HeadsUnavailable, match=r"^taught heads cannot be read or written: "):
+        add(store)
+    shutil.rmtree(store.path.parent)
+    for call in (
+        store.heads,
+        lambda: add(store),
+        lambda: asyncio.run(TaughtHeads(store, store.path, Models({})).look()),
+    ):
+        with pytest.raises(HeadsUnavailable, match=r"^taught heads cannot be read or written: "):
+            call()
 
 
 def test_a_folder_that_cannot_be_used_is_named_in_one_line(tmp_path: Path) -> None:
