@@ -57,7 +57,7 @@ class ExampleQuery(BaseModel, frozen=True):
     ] = None
 
 
-@router.get("/heads", response_model=HeadList)
+@router.get("/heads", response_model=HeadList, responses=problems(503))
 async def list_heads(request: Request) -> HeadList:
     """List the heads that are taught here; GET /models has all that answer."""
     examples = service_of(request).taught.examples
@@ -103,7 +103,7 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
     response_model=ExampleList,
     response_model_exclude_none=True,
     openapi_extra={"parameters": [NAME]},
-    responses=problems(404),
+    responses=problems(404, 503),
 )
 async def list_examples(request: Request) -> Response:
     """List the examples of a head, without their features: the pictures themselves are not kept."""
@@ -119,7 +119,7 @@ async def list_examples(request: Request) -> Response:
     "/heads/{name}/examples/{number:int}",
     response_model=ExampleCounts,
     openapi_extra={"parameters": [NAME, _NUMBER]},
-    responses=problems(403, 404),
+    responses=problems(403, 404, 503),
 )
 async def delete_example(request: Request) -> ExampleCounts:
     """Remove an example of a head, which is fitted again."""
@@ -135,7 +135,7 @@ async def delete_example(request: Request) -> ExampleCounts:
     response_model=HeadDescription,
     response_model_exclude_none=True,
     openapi_extra={"parameters": [NAME]},
-    responses=problems(404),
+    responses=problems(404, 503),
 )
 async def describe_head(request: Request) -> HeadDescription:
     """Describe a head: its examples, how often it is right, what it takes for what, and which labels look wrong."""
@@ -159,7 +159,7 @@ async def describe_head(request: Request) -> HeadDescription:
     status_code=204,
     response_class=Response,
     openapi_extra={"parameters": [NAME]},
-    responses=problems(403, 404),
+    responses=problems(403, 404, 503),
 )
 async def delete_head(request: Request) -> Response:
     """Remove a head with all its examples; requests that were admitted are answered."""
@@ -174,7 +174,7 @@ async def delete_head(request: Request) -> Response:
     "/heads/{name}/export",
     response_class=Response,
     openapi_extra={"parameters": [NAME]},
-    responses={200: _FILE, **problems(404)},
+    responses={200: _FILE, **problems(404, 503)},
 )
 async def export_head(request: Request) -> Response:
     """Return a head as one file, which a folder of models takes beside its backbone."""
