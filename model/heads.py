@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -52,8 +53,11 @@ _WRITTEN: Final = 12
 _COMMAS: Final = 32
 """Commas that a quoted name has at most, on average."""
 
-_CONTROL: Final = {"Cc", "Cs"}
-"""Categories of characters that no text holds: controls, and halves of a surrogate pair."""
+_CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffd]")
+"""Characters that no text holds: controls, also of direction, halves of a surrogate pair, and what was not UTF-8."""
+
+_UNSEEN: Final = {"Cf", "Mn", "Zs"}
+"""Categories of characters that are not seen alone."""
 
 LEVEL: Final = 0.95
 """Share of the pictures like its examples that a taught head does not call far from them."""
@@ -381,7 +385,7 @@ def checked_texts(values: Sequence[object], name: str, most: int) -> tuple[str, 
     if not 1 <= len(texts) <= most:
         raise InputError(name, f"{name}: there are {len(texts)}, expected 1 to {most}")
     for number, each in enumerate(texts, start=1):
-        if not 1 <= len(each) <= MAX_CHARACTERS or _CONTROL & set(map(unicodedata.category, each)):
+        if len(each) > MAX_CHARACTERS or _CONTROL.search(each) or _UNSEEN.issuperset(map(unicodedata.category, each)):
             raise InputError(
                 name, f"{name}: {each!r:.50}, number {number}: expected 1 to {MAX_CHARACTERS} characters that print"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import unicodedata
 from pathlib import Path
 
 from model.errors import InputError
@@ -61,7 +62,7 @@ def _labelled(folder: Path) -> dict[Path, str]:
     folders = sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
     if not folders:
         raise InputError("path", f"{folder}: expected one folder of pictures for each label")
-    return {file: each.name for each in folders for file in find_images([each])}
+    return {file: unicodedata.normalize("NFC", each.name) for each in folders for file in find_images([each])}
 
 
 def _in_words(known: Knowledge) -> str:

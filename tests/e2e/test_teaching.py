@@ -148,6 +148,9 @@ def test_pictures_come_in_every_form_and_mistakes_are_mended(serve: Serve, tmp_p
     assert (raw.status_code, raw.json()) == (201, counts)
     body = {"image": base64.b64encode(picture(RED, 51)).decode()}
     assert server.client.post("/heads/colours/examples?label=red", json=body).json()["examples"]["red"] == 6
+    for label in ("Caf\u00e9 \u2764\ufe0f", "Cafe\u0301 \u2764\ufe0f"):  # one text in two forms
+        named = teach(server, label, [picture(GREEN, 1)], "other").json()
+    assert named["examples"] == {"Caf\u00e9 \u2764\ufe0f": 1}
     image_id = server.classify(picture(BLUE, 52)).json()["id"]
     wrong = server.client.post(f"/heads/colours/examples?label=red&id={image_id}")
     assert wrong.json()["examples"] == {"red": 7, "blue": 4}
@@ -189,7 +192,9 @@ def test_bad_requests_are_refused_and_add_nothing(server: Served) -> None:
     good, path = picture(RED, 70), "/heads/colours/examples"
     assert code(server.client.post(path, content=good)) == (422, "invalid_parameter")
     assert code(server.client.post(path, params={"label": " "}, content=good)) == (422, "invalid_parameter")
-    assert code(server.client.post(path, params={"label": "x" * 300}, content=good)) == (422, "invalid_parameter")
+    for label in ("x" * 300, "\u200b", "\u202etac", "\n", "\u0301"):
+        assert code(server.client.post(path, params={"label": label}, content=good)) == (422, "invalid_parameter")
+    assert code(server.client.post(f"{path}?label=caf%E9", content=good)) == (422, "invalid_parameter")
     assert code(server.client.post(path, params={"label": "red", "id": "unknown"})) == (422, "invalid_parameter")
     kept = server.classify(good).json()["id"]
     assert code(server.client.post(path, params={"label": "red", "id": kept}, content=good)) == (

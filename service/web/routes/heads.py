@@ -6,6 +6,7 @@ With keys set any key teaches a head that it began, or that nobody's key did; th
 from __future__ import annotations
 
 import asyncio
+import unicodedata
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -81,7 +82,7 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
     name = check_name(request.path_params["name"])
     if name in map(service.models.name_of, service.models.served) or service.taught.is_file(name):
         raise NameTaken(f"{name}: a model has this name: choose another one for the head")
-    [label] = checked_texts([query.label], "label", 1)
+    [label] = checked_texts([unicodedata.normalize("NFC", query.label)], "label", 1)
     head = (await asyncio.to_thread(examples.heads)).get(name)
     known = head and head.id
     key, backbone = request_context(request.scope).key_name or "", query.backbone
