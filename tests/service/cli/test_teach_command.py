@@ -27,6 +27,8 @@ def test_a_folder_becomes_the_file_of_a_head(
     assert "colours.safetensors: a folder of --models takes it" in told.out
     head = TaughtHead.from_bytes((tmp_path / "colours.safetensors").read_bytes(), "colours").head
     assert head.labels == tuple(sorted(COLOURS))
+    assert main(["inspect", "colours.safetensors"]) == 1
+    assert "colours.safetensors: a taught head: a folder of --models takes it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
