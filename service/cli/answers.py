@@ -35,7 +35,7 @@ from service.cli.image_files import read_input, writing
 from service.cli.setting_flags import predictor_from
 from service.teach.fit import taught_head
 from service.teach.heads import features_of
-from vitserve.client import Client, ClientError, Unauthorized, Unreachable
+from vitserve.client import Client, ClientError, ProblemError, Unauthorized, Unreachable
 from vitserve.documents import HeadDescription, Knowledge, ranked, set_fields
 
 # The fields of a set of labels.
@@ -50,6 +50,8 @@ _MOST_MAPS: Final = 8
 # Between two looks whether a server has fitted a head.
 _LOOK_SECONDS: Final = 0.25
 _FIT_SECONDS: Final = 120.0
+# No other picture would be taken either: forbidden, nothing is taught, the name is taken, or the head is full.
+_OF_THE_HEAD: Final = (403, 404, 409)
 
 _Answer = TypeVar("_Answer")
 # Float32 [D].
@@ -222,7 +224,16 @@ class _ServerAnswers:
 
     def teach(self, head: str, labels: Mapping[Path, str]) -> Iterator[tuple[Path, int | str]]:
         self._client.model()
-        return self._stream(list(labels), lambda file: self._client.teach(head, labels[file], file).numbers[0])
+
+        def ask(file: Path) -> int:
+            try:
+                return self._client.teach(head, labels[file], file).numbers[0]
+            except ProblemError as error:
+                if error.status in _OF_THE_HEAD:
+                    raise InputError("name", str(error)) from None
+                raise
+
+        return self._stream(list(labels), ask)
 
     def taught(self, head: str, labels: Mapping[Path, str], output: Path) -> HeadDescription:
         ends = time.monotonic() + _FIT_SECONDS

@@ -30,7 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Teach a head all pictures, print what it knows of itself, and return 1 if any file could not be used."""
+    """Teach a head all pictures, print what it knows of itself, and return 1 if any file could not be used.
+
+    So it does if there is no head then, or none that is fitted to all of them yet.
+    """
     name, output = check_name(arguments.name), arguments.output or Path(f"{arguments.name}.safetensors")
     if arguments.output is not None and arguments.url is not None:
         raise InputError("output", "--output: does not apply with --url: the server keeps the head")
@@ -52,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"  more pictures are needed of: {', '.join(known.needs_more)}")  # noqa: T201
     if not arguments.url:
         print(f"{output}: a folder of --models takes it, beside the model that it was taught with")  # noqa: T201
-    return code
+    return int(code or known.accuracy is None or not getattr(known, "up_to_date", True))
 
 
 def _labelled(folder: Path) -> dict[Path, str]:

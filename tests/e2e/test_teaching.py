@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from model.taught_heads import TaughtHead
+from service.cli.main import main
 from tests.e2e.checkpoints import write_checkpoint
 from tests.e2e.serving import CHECKPOINT_NAME, LABELS, SIZE, Pictures, Serve, Served, client
 from tests.launcher import until
@@ -228,6 +229,20 @@ def test_a_head_of_too_few_examples_is_not_waited_for(serve: Serve, tmp_path: Pa
     assert "Retry-After" not in refused.headers
     [status] = [each for each in server.get("/models").json() if each["name"] == "colours"]
     assert (status["state"], status["reason"][:10]) == ("failed", "two labels")
+
+
+def test_vitserve_teach_fails_where_no_head_comes_of_it(
+    server: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "red").mkdir()
+    for seed in range(3):
+        (tmp_path / "red" / f"{seed}.png").write_bytes(picture(RED, seed))
+    assert main(["teach", "one-label", str(tmp_path), "--url", server.url]) == 1
+    assert capsys.readouterr().out == "one-label: two labels with two pictures each are needed at least\n"
+    assert server.client.delete("/heads/one-label").status_code == 204
+    assert main(["teach", CHECKPOINT_NAME, str(tmp_path), "--url", server.url]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert "409 name_taken" in line
 
 
 def test_a_deleted_head_is_unknown(serve: Serve, tmp_path: Path) -> None:
