@@ -70,7 +70,7 @@ class HeadRow(NamedTuple):
         id: no other head ever has it, also of the same name.
         backbone: names what its features are of.
         model: with which it was begun.
-        owner: the name of the key that began it; empty without keys.
+        owner: the name of the key that began it, or a digest; empty without keys.
         revision: changes with its examples.
         fitted_revision: of the examples that it was last fitted to, or could not be.
         reason: why its examples give no head; empty if they do.
@@ -126,7 +126,7 @@ class Examples:
 
         Args:
             name: of the head, which is made if it is absent.
-            who: the name of the caller's key.
+            who: the name of the caller's key, or a digest.
             backbone: what the features are of, and the name of its model.
             known: the id of the head as the caller was allowed to teach it; None: there was none.
 

@@ -308,6 +308,20 @@ def test_without_a_folder_nothing_is_taught(serve: Serve) -> None:
     assert "VIT_TEACH" in answer.json()["detail"]
 
 
+def test_a_key_without_a_name_owns_its_heads_at_any_place(serve: Serve, tmp_path: Path) -> None:
+    first, second = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+    server = serve(teach=tmp_path / "taught", api_keys="one,two", warm=False)
+    until(lambda: server.get("/readyz").status_code == 200)
+    teach_colours(server, headers=second)
+    server.process.terminate()
+    again = serve(teach=tmp_path / "taught", api_keys="two,one", warm=False)
+    until(lambda: again.get("/readyz").status_code == 200)
+    assert teach(again, "red", [picture(RED, 7)], headers=first).status_code == 403
+    assert teach(again, "red", [picture(RED, 7)], headers=second).status_code == 201
+    listed = again.get("/heads/colours/examples", headers=first).text
+    assert '"two"' not in listed
+
+
 def test_keys_teach_their_own_heads_and_the_admin_key_all(serve: Serve, tmp_path: Path) -> None:
     server = serve(teach=tmp_path / "taught", api_keys="alice:one,bob:two", admin_key="admin-key", warm=False)
     alice, bob = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))

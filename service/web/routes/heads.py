@@ -85,7 +85,7 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
     [label] = checked_texts([unicodedata.normalize("NFC", query.label)], "label", 1)
     head = (await asyncio.to_thread(examples.heads)).get(name)
     known = head and head.id
-    key, backbone = request_context(request.scope).key_name or "", query.backbone
+    key, backbone = request_context(request.scope).key_owner or "", query.backbone
     if head is not None and head.owner not in ("", key) and service.settings.api_keys:
         _require_admin(request)
     if head is not None and backbone is None:
