@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.checkpoints import REPOSITORY
 from model.outputs import RequestedOutputs
-from service.cluster.remote_model import EngineClient, RemoteModel
+from service.cluster.remote_model import EngineClient, RemoteModels
 from service.engine.messages import InferenceRequest
 
 _TOP_K = 5
@@ -62,10 +62,10 @@ def rate(socket: Path, *, workers: int, pictures: int, seconds: float) -> float:
 
 async def _ask(socket: Path, pictures: int, seconds: float) -> int:
     """Have so many pictures under way until the end; return how many were answered from the begin on."""
-    model, connected = RemoteModel([EngineClient(socket, "auto")]), asyncio.Event()
-    model.start(lambda: connected.set() if model.current.engine.ready else None)
+    models, connected = RemoteModels([EngineClient(socket, "auto")]), asyncio.Event()
+    models.start(lambda: connected.set() if models.default.current.engine.ready else None)
     await connected.wait()
-    engine = model.current.engine
+    engine = models.default.current.engine
     assert engine.info is not None, "it is ready"
     noise, shape = np.random.default_rng(0), engine.info.input_shape
     asked = RequestedOutputs(min(_TOP_K, engine.info.config.num_classes))
@@ -83,7 +83,7 @@ async def _ask(socket: Path, pictures: int, seconds: float) -> int:
     async with asyncio.TaskGroup() as group:
         for _ in range(pictures):
             group.create_task(one())
-    await model.close()
+    await models.close()
     return answered
 
 

@@ -245,7 +245,9 @@ class Head:
 def own_head(config: NetworkConfig, labels: tuple[str, ...], temperature: float, multi_label: bool, form: Form) -> Head:
     """Return the head of a checkpoint, whose logits its network's pass gives; the arguments are the checkpoint's."""
     compared = isinstance(config, ViTConfig) and config.normalized_head
-    return Head(labels, multi_label or (config.num_classes == 1 and not compared), temperature, form)
+    return Head(
+        labels, multi_label or (config.num_classes == 1 and not compared), temperature, form, normalized=compared
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +292,8 @@ def first_equal(features: Floats, since: int = 0) -> NDArray[np.int64]:
     exact = features.astype(np.float64)
     squares = np.square(exact).sum(axis=1)
     are_equal = 2 * exact[since:] @ exact.T >= _EQUAL * np.add.outer(squares[since:], squares)
-    return are_equal.argmax(axis=1)
+    found: NDArray[np.int64] = are_equal.argmax(axis=1)
+    return found
 
 
 def of_image(requested: RequestedOutputs) -> RequestedOutputs:

@@ -22,11 +22,10 @@ def backbone_and_head(checkpoint: Checkpoint) -> tuple[str, Head | None]:
     """
     tensors, config, layer = dict(checkpoint.tensors), checkpoint.config, _head_of(checkpoint)
     own = own_head(config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label, checkpoint.form)
-    compared = isinstance(config, ViTConfig) and config.normalized_head
     weight, head = tensors.pop(f"{layer}.weight", None), None
     if weight is not None:
         values = weight.float().numpy(), tensors.pop(f"{layer}.bias").float().numpy()
-        head = replace(own, weight=values[0].copy(), bias=values[1].copy(), normalized=compared)
+        head = replace(own, weight=values[0].copy(), bias=values[1].copy())
     if layer is not None:
         config = config.model_copy(update={"num_classes": 0})
     pixels, texts = (checkpoint.preprocess.mean, checkpoint.preprocess.std), checkpoint.zero_shot and checkpoint.content

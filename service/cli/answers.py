@@ -169,8 +169,10 @@ class LocalAnswers:
             kept += [numbers[place] for place in once]
             own += [label] * len(once)
         found = taught_head(rows[kept], own, kept, features_of(self._info), self._info.name)
-        with writing(output):
-            output.write_bytes(found.to_bytes())
+        with writing(output):  # a server reads the folder at any moment
+            part = output.with_name(f".{output.name}")
+            part.write_bytes(found.to_bytes())
+            part.replace(output)
         return Knowledge.model_validate_json(found.statistics)
 
     def _answers(

@@ -274,7 +274,7 @@ class _Worker:
             case frames.Discard(reason):
                 await self._discard(reason)
             case frames.Wake(model):
-                await models.wake(model)
+                await models.available(model or None)
             case frames.Unload(model):
                 await models.unload(model)
             case frames.Delete(model):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -254,16 +254,8 @@ class RemoteModel(ServedModel):
         listed = [engine.listed[self.name] for engine in self.engines if self.name in engine.listed]
         return "ready" if self.current.engine.ready else listed[0].state if listed else "loading"
 
-    @property
-    def loads(self) -> Loads:
-        """Return the counts of loads of all models; every engine has the same."""
-        return self.engines[0].loads
-
-    def start(self, on_change: Callable[[], None]) -> None:
-        """Do nothing: `RemoteModels` connects."""
-
     async def replace(self, checkpoint: What) -> None:
-        """Let all engines load a checkpoint, and then take over; see `ServedModel.replace`."""
+        """Let all engines load a checkpoint, and then take over; who is cancelled ends it, and it raises as a load."""
         what = dict(checkpoint) if isinstance(checkpoint, Mapping) else checkpoint
         try:
             await ask_all(self.engines, frames.Load(self.name, what))
@@ -272,9 +264,6 @@ class RemoteModel(ServedModel):
             await asyncio.gather(*(engine.ask(discard) for engine in self.engines), return_exceptions=True)
             raise
         await ask_all(self.engines, frames.TakeOver(self.name))
-
-    async def close(self) -> None:
-        """Do nothing: `RemoteModels` disconnects."""
 
     def refresh(self) -> None:
         """Adopt the newest generation that an engine serves, or none where it was withdrawn."""
@@ -296,7 +285,7 @@ class RemoteModel(ServedModel):
         self._info = self.info
         previous, self.current = self.current, Generation(RemoteEngine(self.engines, self.name, number), number)
         self._open.append(self.current)
-        self._task(self._release(previous))
+        self._tasks.begin(self._release(previous))
 
     def _use(self) -> None:
         for engine in self.engines:
@@ -327,23 +316,17 @@ class RemoteModels(Models):
         self.engines = tuple(engines)
         super().__init__({"": RemoteModel(engines)})
         self._gone: set[RemoteModel] = set()
-        self._leads = self._reload_again = False
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._reloading: asyncio.Task[None] | None = None
+        self._leads = False
 
     @property
     def loads(self) -> Loads:
         """Return the counts of loads; every engine has the same."""
-        return self.default.loads
-
-    def describe(self) -> list[ModelStatus]:
-        """Return the status of each model as the first engine that knows any has it; see `Models.describe`."""
-        listed = next((engine.listed for engine in self.engines if engine.listed), {})
-        return self.with_heads(listed.values())
+        return self.engines[0].loads
 
     def status_of(self, key: str) -> ModelStatus:
-        """Return the status of the model that stands there in `served`."""
-        return next(engine.listed[key] for engine in self.engines if key in engine.listed)
+        """Return the status of the model that stands there in `served`, as the first engine that knows it has it."""
+        listed = next((engine.listed[key] for engine in self.engines if key in engine.listed), None)
+        return listed or super().status_of(key)
 
     def statuses(self) -> list[EngineStatus]:
         """Return those of all engines."""
@@ -364,18 +347,19 @@ class RemoteModels(Models):
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
     async def available(self, name: str | None) -> None:
-        """Return when an engine has the model; see `Models.available`."""
-        key = self.key(name)
-        wake = (engine.ask(frames.Wake(key)) for engine in self.engines)
+        """Return when an engine has the model; see `Models.available`; raises `UnknownModel` once it is deleted."""
+        wake = (engine.ask(frames.Wake(self.key(name))) for engine in self.engines)
         errors = [each for each in await asyncio.gather(*wake, return_exceptions=True) if each is not None]
-        if not self.served[key].current.engine.ready:
+        if not self.find(name).current.engine.ready:  # it may have been deleted meanwhile
             raise errors[0] if errors else EngineUnavailable("no engine has this model")
 
     async def put(self, name: str, what: What) -> bool:
         """Let all engines load a model, or none; see `Models.put`. A caller who leaves does not end it."""
         key = self.place(name)
         is_new = key not in self.served
-        await asyncio.shield(self._task(self._lead(self.served.get(key) or RemoteModel(self.engines, key), what)))
+        await asyncio.shield(
+            self._tasks.begin(self._lead(self.served.get(key) or RemoteModel(self.engines, key), what))
+        )
         return is_new
 
     async def unload(self, name: str) -> None:
@@ -388,25 +372,15 @@ class RemoteModels(Models):
         self._require_changeable(name)
         await ask_all(self.engines, frames.Delete(name))
 
-    def reload(self) -> None:
-        """Begin to load what is configured as it is now, after what is being loaded; the log says how it ends."""
-        self._reload_again = True
-        if self._reloading is None or self._reloading.done():
-            self._reloading = self._task(self._reload())
-
-    async def _reload(self) -> None:
-        while self._reload_again:
-            self._reload_again = False
-            try:
-                if self.default_name:
-                    await ask_all(self.engines, frames.Reload())
-                else:
-                    await self._lead(self.served[""], None)
-            except SwapUnderWay:
-                self._reload_again = True
-                await asyncio.sleep(_RELOAD_SECONDS)
-            except ServiceError as error:
-                logger.warning("not reloaded: %s", error)
+    async def _read_again(self) -> None:
+        try:
+            if self.default_name:
+                await ask_all(self.engines, frames.Reload())
+            else:
+                await self._lead(self.served[""], None)
+        except SwapUnderWay:
+            self._reload_again = True
+            await asyncio.sleep(_RELOAD_SECONDS)
 
     async def _lead(self, model: RemoteModel, what: What) -> None:
         if self._leads:
@@ -429,12 +403,6 @@ class RemoteModels(Models):
         for name in self.served.keys() - (listed.keys() | {self.default_name} if listed else self.served.keys()):
             self.served.pop(name)
         self.on_change()
-
-    def _task(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 class RemoteImageStore:

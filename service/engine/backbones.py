@@ -31,12 +31,22 @@ What = str | Mapping[str, Any] | None
 class Backbone:
     """An engine, and the models that it answers for.
 
+    Args:
+        pool: with the settings of the process.
+        load: see `LocalEngine`.
+
     Attributes:
         runner: returns what the engine runs; None before that is loaded, and once it is gone.
     """
 
-    def __init__(self, engine: LocalEngine) -> None:
-        self.engine = engine
+    def __init__(self, pool: Backbones, load: Callable[[], tuple[ModelRunner, ModelInfo]]) -> None:
+        self.engine = LocalEngine(
+            load,
+            device=pool.settings.device,
+            queue_size=pool.settings.queue_size,
+            max_delay=pool.settings.max_delay_ms / 1000,
+            on_batch=pool.on_batch,
+        )
         self.users: list[ModelEngine] = []
         self.runner: Callable[[], ModelRunner | None] = lambda: None
 
@@ -59,24 +69,11 @@ class Backbones:
         self.settings, self.load = settings, load
         self.live: list[Backbone] = []
         self.lock = threading.Lock()
-        self._on_batch = on_batch
+        self.on_batch = on_batch
 
-    def engine(self, what: What = None) -> ModelEngine:
-        """Return the engine of a model, not started yet."""
-        own: Mapping[str, Any] = {"checkpoint": what} if isinstance(what, str) else what or {}
+    def engine(self, own: Mapping[str, Any]) -> ModelEngine:
+        """Return the engine of a model with settings of its own, not started yet."""
         return ModelEngine(self, self.settings.model_copy(update=dict(own)))
-
-    def backbone(self, load: Callable[[], tuple[ModelRunner, ModelInfo]]) -> Backbone:
-        """Return a backbone that is still to be loaded."""
-        settings = self.settings
-        engine = LocalEngine(
-            load,
-            device=settings.device,
-            queue_size=settings.queue_size,
-            max_delay=settings.max_delay_ms / 1000,
-            on_batch=self._on_batch,
-        )
-        return Backbone(engine)
 
 
 class ModelEngine:
@@ -90,7 +87,7 @@ class ModelEngine:
     def __init__(self, backbones: Backbones, settings: Settings) -> None:
         self.info: ModelInfo | None = None
         self.last_used: float | None = None
-        self.backbone = backbones.backbone(self._load)
+        self.backbone = Backbone(backbones, self._load)
         self._backbones, self._settings = backbones, settings
         self._joined: tuple[Backbone, ModelInfo] | None = None
         self._closed = False

@@ -37,6 +37,7 @@ from service.engine.messages import ModelInfo, attributes
 from service.settings import Settings, load_settings
 
 if TYPE_CHECKING:
+    from model.calibration import LabelSets
     from model.checkpoint import Checkpoint
     from model.runtime.openvino.kept import Entry, Keep, KeptCheckpoint
     from model.runtime.predictor import Predictor
@@ -172,12 +173,12 @@ def _load_kept(
         return None
     key = _key(settings, manifest.backbone)
     if (shared := _LIVE.get(key)) is not None:
-        _require_coverage(settings, manifest.checkpoint)
+        _label_sets(settings, manifest.checkpoint)
         return shared, _described(settings, manifest.checkpoint, shared, key, entry.head(manifest))
     from model.runtime.start import kept_predictor  # noqa: PLC0415
 
     def on_read(checkpoint: KeptCheckpoint) -> None:
-        _require_coverage(settings, checkpoint)
+        _label_sets(settings, checkpoint)  # a wrong coverage is refused before anything is compiled
         on_compile()
 
     kept = kept_predictor(
@@ -240,7 +241,7 @@ def _read(settings: Settings) -> _Read:
     entry = _entry(settings)
     with recording() as files:
         checkpoint = checkpoint_from(settings)
-    _require_coverage(settings, checkpoint)
+    _label_sets(settings, checkpoint)
     backbone, head = backbone_and_head(checkpoint)
     keep = None if entry is None else Keep(entry, files, backbone, head)
     return _Read(checkpoint, _key(settings, backbone), head, keep)
@@ -273,12 +274,12 @@ def _show_alone(device: str) -> None:
     os.environ[VISIBLE] = visible_devices(device)
 
 
-def _require_coverage(settings: Settings, checkpoint: Checkpoint | KeptCheckpoint) -> None:
-    """Refuse a coverage that the checkpoint is not calibrated for, before anything is compiled."""
+def _label_sets(settings: Settings, checkpoint: Checkpoint | KeptCheckpoint) -> LabelSets | None:
+    """Return what gives the sets of labels, None where none are asked; raises where it is not calibrated for them."""
     from model.calibration import label_sets_of  # noqa: PLC0415
 
-    if settings.coverage is not None:
-        label_sets_of(checkpoint.calibration, settings.coverage, checkpoint.source)
+    coverage = settings.coverage
+    return None if coverage is None else label_sets_of(checkpoint.calibration, coverage, checkpoint.source)
 
 
 def _described(
@@ -293,8 +294,6 @@ def _described(
     Args:
         head: of a model that shares the predictor of another, if it has one of its own.
     """
-    from model.calibration import label_sets_of  # noqa: PLC0415
-
     for assumption in checkpoint.assumed:
         logger.info("%s: assumed: %s", checkpoint.name, assumption)
     for note in checkpoint.notes:
@@ -307,13 +306,10 @@ def _described(
             predictor.set_coverage(settings.coverage)
         _LIVE[key] = predictor
     elif head is not None:
-        sets = None
-        if settings.coverage is not None:
-            sets = label_sets_of(checkpoint.calibration, settings.coverage, checkpoint.source)
         more = (checkpoint.config.logits - predictor.config.logits) * (1 + embedding_width(checkpoint.config))
         calibration = checkpoint.calibration
         facts |= {"calibrated_on": calibration and len(calibration.scores), "parameters": predictor.parameters + more}
-        head = replace(head, label_sets=sets)
+        head = replace(head, label_sets=_label_sets(settings, checkpoint))
     predictor.heads.setdefault(facts["head"], head or predictor.own)
     return ModelInfo(**facts)
 

@@ -26,7 +26,9 @@ WEIGHTS: Final = frozenset({".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".ta
 """Suffixes of files of weights."""
 
 _TOML: Final = ".toml"
-_PATHS: Final = ("checkpoint", "preprocess", "labels", "keys", "base")
+PATHS: Final = ("checkpoint", "preprocess", "labels", "keys", "base")
+"""Settings that may name a file."""
+
 _NAME: Final = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}")
 
 
@@ -95,7 +97,7 @@ def _entry(folder: Path, name: str, paths: list[Path]) -> Entry:
     if weights:
         settings["checkpoint"] = str(weights[0].absolute())
     files = list(paths)
-    for setting in _PATHS:
+    for setting in PATHS:
         given = settings.get(setting)
         if isinstance(given, str) and (folder / given).exists():
             settings[setting] = str((folder / given).absolute())

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
+from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
 from service.engine.backbones import ModelEngine, What
 from service.engine.base import Engine
 from service.engine.messages import ModelInfo
 from service.errors import CheckpointRefused, EngineUnavailable, SwapUnderWay
+from service.models.tasks import Tasks
 
 logger = logging.getLogger("vitserve")
 
@@ -89,20 +89,22 @@ class Loads(NamedTuple):
         return Loads(self.served + served, self.refused + (not served), served)
 
 
-class ServedModel(ABC):
+class ServedModel:
     """A name that is served.
 
     Attributes:
         current: the generation that requests belong to which begin now.
+        loads: how many checkpoints took over since, or were refused.
         unloaded: whether its memory was given back until somebody asks for it.
     """
 
     current: Generation[Engine]
+    loads = Loads()
     unloaded = False
     _info: ModelInfo | None = None
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     @property
     def info(self) -> ModelInfo | None:
@@ -118,50 +120,6 @@ class ServedModel(ABC):
             return "ready"
         return "unloaded" if self.unloaded else "failed" if engine.status.state == "failed" else "loading"
 
-    @property
-    @abstractmethod
-    def loads(self) -> Loads:
-        """Return the counts of loads, over all processes of the service."""
-
-    @abstractmethod
-    def start(self, on_change: Callable[[], None]) -> None:
-        """Begin loading the configured checkpoint.
-
-        `on_change` is called on the event loop when the state of the current generation changes, or another one is
-        current.
-        """
-
-    @abstractmethod
-    async def replace(self, checkpoint: What) -> None:
-        """Load a checkpoint and let it take over; as `load`, but a caller who is cancelled ends it."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """Close all generations."""
-
-    async def load(self, checkpoint: What) -> None:
-        """Load a checkpoint (None: the configured one), and return when it answers new requests.
-
-        A caller who leaves does not end it.
-
-        Raises:
-            CheckpointRefused: it cannot be served; the old one goes on.
-            SwapUnderWay: another checkpoint is being loaded.
-            EngineUnavailable: no model is ready yet.
-        """
-        await asyncio.shield(self._task(self.replace(checkpoint)))
-
-    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # a caller who has left asks for it no more
-
 
 class LocalModel(ServedModel):
     """A model whose engines run in this process.
@@ -175,6 +133,7 @@ class LocalModel(ServedModel):
     Attributes:
         is_default: whether the process serves nothing where it cannot be loaded.
         broke: whether it failed after it had served.
+        on_change: called on the event loop when the state of the current generation changes, or another one is current.
     """
 
     current: Generation[ModelEngine]
@@ -199,17 +158,6 @@ class LocalModel(ServedModel):
         self.on_change: Callable[[], None] = lambda: None
         self._retiring: asyncio.Task[None] | None = None
         self._open = {self.current}
-        self._loads = Loads()
-
-    @property
-    def loads(self) -> Loads:
-        """Return the counts of loads."""
-        return self._loads
-
-    def start(self, on_change: Callable[[], None]) -> None:
-        """Begin loading the configured checkpoint; see `ServedModel.start`."""
-        self.on_change = on_change
-        self._start(self.current)
 
     @property
     def last_used(self) -> float | None:
@@ -229,7 +177,7 @@ class LocalModel(ServedModel):
         previous = self._renew()
         self.unloaded = True
         self.on_change()
-        await asyncio.shield(self._task(self._retire(previous)))
+        await asyncio.shield(self._tasks.begin(self._retire(previous)))
 
     async def leave(self) -> None:
         """Close it when its last request has ended."""
@@ -244,18 +192,15 @@ class LocalModel(ServedModel):
         self._open.add(self.current)
         return previous
 
-    async def replace(self, checkpoint: What) -> None:
-        """Load a checkpoint and let it take over; see `ServedModel.replace`."""
-        await self.prepare(checkpoint)
-        self.take_over()
-
     async def prepare(self, checkpoint: What) -> None:
         """Load a checkpoint beside the one that serves; it is `next`, and takes over or is discarded.
 
         Whoever cancels this call discards it, too.
 
         Raises:
-            CheckpointRefused, SwapUnderWay, EngineUnavailable: see `ServedModel.load`.
+            CheckpointRefused: it cannot be served; the old one goes on.
+            SwapUnderWay: another checkpoint is being loaded.
+            EngineUnavailable: no model is ready yet.
         """
         if self.next is not None:
             raise SwapUnderWay(UNDER_WAY)
@@ -282,22 +227,21 @@ class LocalModel(ServedModel):
         """Let `next` answer new requests; the old generation is closed when its last request ended."""
         assert self.next is not None, "it was prepared"
         previous, self.current, self.next = self.current, self.next, None
-        self._loads = self._loads.counted(served=True)
+        self.loads = self.loads.counted(served=True)
         self.on_change()
-        self._retiring = self._task(self._retire(previous))
+        self._retiring = self._tasks.begin(self._retire(previous))
 
     async def discard(self, reason: str) -> None:
         """Close `next`, which is not to take over."""
         assert self.next is not None, "it is being prepared, or is"
         logger.error("the next checkpoint is refused, and the old one goes on: %s", reason)
-        self._loads = self._loads.counted(served=False)
+        self.loads = self.loads.counted(served=False)
         discarded, self.next = self.next, None
         await self._forget(discarded)
 
     async def close(self) -> None:
         """Close all generations."""
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
         await asyncio.gather(*(generation.engine.close() for generation in self._open))
 
     def _start(self, generation: Generation[ModelEngine]) -> asyncio.Event:

@@ -1,6 +1,6 @@
 """All models of a service by name, and what becomes of them: loaded one at a time, replaced, unloaded, deleted.
 
-    Models         a fixed set, and what web code asks of any set
+    Models         what web code asks of any set
     LocalModels    those of the folder of models, or the one of `checkpoint`, in this process
 
 The folder is the truth: what is loaded or deleted over HTTP lasts until the folder is read again.
@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from model.heads import Head, with_labels
 from service.engine.backbones import ModelEngine, What
@@ -30,7 +31,6 @@ from service.errors import (
     HeadWithoutBackbone,
     HeadWithoutExamples,
     ModelsFull,
-    NameTaken,
     ServiceError,
     SettingsError,
     SwapUnderWay,
@@ -38,13 +38,12 @@ from service.errors import (
 )
 from service.models.folder import Entry, read_folder
 from service.models.model import UNDER_WAY, Loads, LocalModel, ModelState, ServedModel
+from service.models.tasks import Tasks
 from service.settings import Settings
 
 logger = logging.getLogger("vitserve")
 
 _FITTED: Final = "it is being fitted"
-
-LoadResult = Literal["loaded", "failed", "evicted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,7 @@ class Version(NamedTuple):
     gone: bool = False
 
 
-class Models:
+class Models(ABC):
     """Models by name, of which one is the default's.
 
     Args:
@@ -123,8 +122,11 @@ class Models:
     def __init__(self, served: Mapping[str, ServedModel], default: str = "") -> None:
         self.served = dict(served)
         self.default_name = default
-        self.results: Counter[LoadResult] = Counter()
+        self.results: Counter[str] = Counter()
         self.on_change: Callable[[], None] = lambda: None
+        self._tasks = Tasks()
+        self._reload_again = False
+        self._reloading: asyncio.Task[None] | None = None
 
     @property
     def default(self) -> ServedModel:
@@ -176,12 +178,9 @@ class Models:
         return self.served[self.key(name)]
 
     def describe(self) -> list[ModelStatus]:
-        """Return the status of each, in the order of names."""
-        return self.with_heads(map(self.status_of, self.served))
-
-    def with_heads(self, loaded: Iterable[ModelStatus]) -> list[ModelStatus]:
-        """Return the status of each model that is loaded, and of each head, in the order of names."""
-        return sorted([*loaded, *map(self._status_of_head, self.added.values())], key=lambda status: status.name)
+        """Return the status of each model and head, in the order of names."""
+        every = *map(self.status_of, self.served), *map(self._status_of_head, self.added.values())
+        return sorted(every, key=lambda status: status.name)
 
     def backbones(self) -> dict[str, int]:
         """Return the bytes of each backbone that is loaded."""
@@ -197,57 +196,63 @@ class Models:
 
     def tally(self) -> Mapping[str, int]:
         """Return how many loads ended how, and how many backbones were unloaded for others."""
-        return {str(name): count for name, count in self.results.items()}
+        return self.results
 
+    @abstractmethod
     def start(self, on_change: Callable[[], None]) -> None:
         """Begin loading; `on_change` is called on the event loop when the state of a model changes."""
-        self.on_change = on_change
-        for model in self.served.values():
-            model.start(on_change)
 
+    @abstractmethod
     async def close(self) -> None:
         """Close all models."""
-        await asyncio.gather(*(model.close() for model in self.served.values()))
 
+    @abstractmethod
     async def available(self, name: str | None) -> None:
         """Return when the model answers; raises `EngineUnavailable` if it does not, and is not about to."""
-        raise EngineUnavailable(self.find(name).current.engine.status.reason)
 
+    @abstractmethod
     async def put(self, name: str, what: What) -> bool:
         """Load a model, or replace the one of that name, and return whether it is a new name.
 
         Raises:
-            CheckpointRefused, SwapUnderWay, EngineUnavailable: see `ServedModel.load`.
+            CheckpointRefused: it cannot be served; what serves goes on.
+            SwapUnderWay: another one is being loaded.
+            EngineUnavailable: no model is ready yet.
             ModelsFull: there is no memory for it.
             Forbidden: the set is fixed.
         """
-        await self.find(name).load(what)
-        return False
 
+    @abstractmethod
     async def unload(self, name: str) -> None:
         """Give a model's memory back until somebody asks for it; raises `DefaultModel`, `Forbidden`, `UnknownModel`."""
-        self._require_changeable(name)
 
+    @abstractmethod
     async def delete(self, name: str) -> None:
         """Remove a model, whose requests are answered; raises as `unload`."""
-        self._require_changeable(name)
 
     def reload(self) -> None:
-        """Begin to load what is configured as it is now; the log says how it ends."""
-        logger.warning("not reloaded: start the service again")
+        """Begin to load what is configured as it is now, after what is being loaded; the log says how it ends."""
+        self._reload_again = True  # what is being loaded may have been read before the file was replaced
+        if self._reloading is None or self._reloading.done():
+            self._reloading = self._tasks.begin(self._reload())
 
-    def require_free(self, name: str) -> None:
-        """Raise `NameTaken` if a head has the name of a model that is to be loaded."""
-        if name in self.added:
-            raise NameTaken(f"{name}: a taught head has this name: choose another one for the model")
+    async def _reload(self) -> None:
+        while self._reload_again:
+            self._reload_again = False
+            try:
+                await self._read_again()
+            except (ServiceError, SettingsError) as error:
+                logger.warning("not reloaded: %s", error)
+
+    @abstractmethod
+    async def _read_again(self) -> None:
+        """Bring what is served to what is configured now."""
 
     def _require_changeable(self, name: str) -> None:
         if name in self.added:
             raise Forbidden(f"{name}: it is a taught head: DELETE /heads/{name} removes it")
         if self.key(name) == self.default_name:
             raise DefaultModel(f"{name!r:.200} is the default model: put another checkpoint in its place")
-        if type(self) is Models:
-            raise Forbidden("here models are neither loaded nor deleted: start the service again with others")
 
     def _waits(self, added: AddedHead) -> bool:
         """Return whether a head that does not answer is being fitted, or may be of a model that is being loaded."""
@@ -283,10 +288,13 @@ class LocalModels(Models):
 
     Args:
         settings: with the folder, or the one checkpoint, and the memory that models may take.
-        make: returns an engine, not started yet, of what is to be loaded.
+        make: returns an engine, not started yet, of a model by the settings of its own.
         configured: the folder's entries, as `configured_models` gives them.
         versions: what is served instead of what is configured, by name, where another process served it before.
         on_retired: called when an old version of a model is closed and forgotten.
+
+    Attributes:
+        versions: what is served, or deleted, instead of what is configured, by name.
     """
 
     served: dict[str, LocalModel]  # type: ignore[assignment]  # a dict of what this process loads itself
@@ -294,7 +302,7 @@ class LocalModels(Models):
     def __init__(
         self,
         settings: Settings,
-        make: Callable[[What], ModelEngine],
+        make: Callable[[Mapping[str, Any]], ModelEngine],
         configured: Mapping[str, Entry] | None = None,
         versions: Mapping[str, Version] | None = None,
         *,
@@ -303,16 +311,14 @@ class LocalModels(Models):
         self._settings, self._make, self._on_retired = settings, make, on_retired
         self._configured = dict(configured or {"": Entry({}, {})})
         self._default = default = _default_of(settings, self._configured)
-        self._versions = dict(versions or {})
-        names = sorted({*self._configured, *self._versions}, key=lambda name: (name != default, name))
+        self.versions = dict(versions or {})
+        names = sorted({*self._configured, *self.versions}, key=lambda name: (name != default, name))
         super().__init__({name: self._model(name) for name in names if not self._version(name).gone}, default)
         self._prepared: tuple[str, LocalModel] | None = None
         self._turn = asyncio.Lock()
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._under_way: dict[str, asyncio.Task[None]] = {}
         self._sizes: dict[str, int] = {}
-        self._is_full = self._reload_again = False
-        self._reloading: asyncio.Task[None] | None = None
+        self._is_full = False
 
     @property
     def failure(self) -> str:
@@ -332,22 +338,12 @@ class LocalModels(Models):
 
     async def close(self) -> None:
         """Close all models."""
-        for task in self._tasks:
-            task.cancel()
-        await super().close()
-
-    @property
-    def versions(self) -> Mapping[str, Version]:
-        """Return what is served, or deleted, instead of what is configured, by name."""
-        changed = {name: Version(model.current.number, model.current.checkpoint) for name, model in self.served.items()}
-        return self._versions | {name: each for name, each in changed.items() if each != Version()}
+        self._tasks.cancel()
+        await asyncio.gather(*(model.close() for model in self.served.values()))
 
     async def available(self, name: str | None) -> None:
         """Return when the model answers, which is loaded if it is not; see `Models.available`."""
-        await self.wake(self.key(name))
-
-    async def wake(self, key: str) -> None:
-        """Do as `available`, of the model that stands there in `served`."""
+        key = self.key(name)
         while key in self.served and self.served[key].state in ("loading", "unloaded"):
             under_way = self._under_way.get(key)
             await asyncio.shield(self._begin(key) if under_way is None or under_way.done() else under_way)
@@ -358,7 +354,7 @@ class LocalModels(Models):
 
     async def put(self, name: str, what: What) -> bool:
         """Load a model, or replace one; see `Models.put`. A caller who leaves does not end it."""
-        return await asyncio.shield(self._task(self._put(name, what)))
+        return await asyncio.shield(self._tasks.begin(self._put(name, what)))
 
     async def prepare(self, name: str, what: What, *, in_turn: bool = False) -> bool:
         """Load a model, which `take_over` lets answer and `discard` gives up; return whether the name is new.
@@ -370,6 +366,8 @@ class LocalModels(Models):
         await self._turn.acquire()
         key = self.place(name)
         existing = self.served.get(key)
+        if what is None and existing is not None and key not in self._configured:
+            what = existing.current.checkpoint
         try:
             await self._make_room(key, self._needed(key))
             if existing is not None and (existing.state == "ready" or existing is self.default):
@@ -394,8 +392,8 @@ class LocalModels(Models):
             before, self.served[key] = self.served.get(key), model
             model.on_change = self.on_change
             if before is not None:
-                self._task(before.close())
-        self._versions[key] = Version(model.current.number, model.current.checkpoint)
+                self._tasks.begin(before.close())
+        self.versions[key] = Version(model.current.number, model.current.checkpoint)
         self.results["loaded"] += 1
         self._turn.release()
         self.on_change()
@@ -423,20 +421,14 @@ class LocalModels(Models):
         """Remove a model; see `Models.delete`."""
         self._require_changeable(name)
         model = self.served.pop(name)
-        self._versions[name] = Version(model.current.number, gone=True)
-        self._task(model.leave())
+        self.versions[name] = Version(model.current.number, gone=True)
+        self._tasks.begin(model.leave())
         self.on_change()
-
-    def reload(self) -> None:
-        """Begin to load what is configured as it is now, after what is being loaded; the log says how it ends."""
-        self._reload_again = True  # what is being loaded may have been read before the file was replaced
-        if self._reloading is None or self._reloading.done():
-            self._reloading = self._task(self._reload())
 
     # How models come and go
 
     def _version(self, name: str) -> Version:
-        return self._versions.get(name, Version(1 if name in self._configured else 0))
+        return self.versions.get(name, Version(1 if name in self._configured else 0))
 
     def _model(self, name: str, version: Version | None = None) -> LocalModel:
         number, what, _ = version or self._version(name)
@@ -447,16 +439,14 @@ class LocalModels(Models):
 
     def _engine(self, name: str, what: What) -> ModelEngine:
         own: dict[str, Any] = {"model_name": name} if name else {}
-        if isinstance(what, Mapping):
-            return self._make({**what, **own})
-        own |= self._configured[name].settings if name in self._configured else {}
-        if not own:
-            return self._make(what)
-        return self._make(own if what is None else {**own, "checkpoint": what})
+        if not isinstance(what, Mapping):
+            configured = self._configured[name].settings if name in self._configured else {}
+            what = configured if what is None else {**configured, "checkpoint": what}
+        return self._make({**what, **own})
 
     def _begin(self, key: str, *, at_start: bool = False) -> asyncio.Task[None]:
         """Load a model that is not loaded, when it is its turn."""
-        task = self._under_way[key] = self._task(self._load(key, at_start=at_start))
+        task = self._under_way[key] = self._tasks.begin(self._load(key, at_start=at_start))
         return task
 
     async def _load(self, key: str, *, at_start: bool) -> None:
@@ -493,16 +483,9 @@ class LocalModels(Models):
         async with self._turn:
             await self._fit(key, evict=True)
 
-    async def _reload(self) -> None:
-        while self._reload_again:
-            self._reload_again = False
-            try:
-                await self._read_again(configured_models(self._settings))
-            except SettingsError as error:
-                logger.warning("not reloaded: %s", error)
-
-    async def _read_again(self, entries: Mapping[str, Entry]) -> None:
+    async def _read_again(self) -> None:
         """Bring what is served to what is configured now; a checkpoint that is no entry is loaded again."""
+        entries = configured_models(self._settings)
         before, default = self._configured, self.default_name
         self._configured = {default: before[default], **entries}
         for name in (before.keys() - self._configured.keys()) & self.served.keys():
@@ -516,25 +499,14 @@ class LocalModels(Models):
                 continue
             try:
                 if model is None:
-                    number = self._versions[name].number + 1 if name in self._versions else 1
-                    self._versions[name] = Version(number)
+                    number = self.versions[name].number + 1 if name in self.versions else 1
+                    self.versions[name] = Version(number)
                     self.served[name] = self._model(name)
                     self._begin(name)
                 else:
                     await self._put(name, None, in_turn=True)
             except ServiceError as error:
                 logger.warning("not reloaded: %s", error)
-
-    def _task(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # a caller who has left asks for it no more
 
     # Memory
 

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -79,13 +79,6 @@ class Sources:
     backbones: Callable[[], Mapping[str, int]] = dict
 
 
-class OfModel(NamedTuple):
-    """The metrics of one model."""
-
-    images: Counter
-    top1_score: Histogram
-
-
 class Metrics(Collector):
     """The service's metrics; with several processes they count in files in `folder` (`service.cluster.run`)."""
 
@@ -142,7 +135,7 @@ class Metrics(Collector):
             "vit_top1_score", "Score of the first class of each answer", ["model"], buckets=_SCORES
         )
         # A child is looked up under a lock.
-        self.of_model = lru_cache(maxsize=256)(self._of_model)
+        self._of_model = lru_cache(maxsize=256)(self._series_of_model)
         self.abstained = counter(
             "vit_abstained_total",
             "Pictures for which no label fits, of a model with a VIT_COVERAGE, or of a taught head",
@@ -158,18 +151,17 @@ class Metrics(Collector):
         if record is not None:
             record(stage, seconds, batch_size)
 
-    def _of_model(self, name: str) -> OfModel:
-        return OfModel(self._images.labels(name), self._top1_score.labels(name))
+    def _series_of_model(self, name: str) -> tuple[Counter, Histogram]:
+        return self._images.labels(name), self._top1_score.labels(name)
 
-    def observe_classes(self, model: str, outputs: Outputs) -> None:
-        """Count what a model's answer to a picture says of its classes."""
-        self.of_model(model).top1_score.observe(float(outputs.scores[0]))
-        self.count_abstained(outputs)
-
-    def count_abstained(self, outputs: Outputs) -> None:
-        """Count a picture whose set of labels is empty, or that is far from a taught head's examples."""
-        if outputs.far or (outputs.label_set is not None and not len(outputs.label_set)):
-            self.abstained.inc()
+    def count_image(self, model: str, outputs: Outputs | None = None) -> None:
+        """Count a picture that a model answered, and what the answer says of its classes, where it is of these."""
+        images, top1_score = self._of_model(model)
+        images.inc()
+        if outputs is not None:
+            top1_score.observe(float(outputs.scores[0]))
+            if outputs.far or (outputs.label_set is not None and not len(outputs.label_set)):
+                self.abstained.inc()
 
     def watch(self, sources: Sources) -> None:
         """Read the state of the service at every scrape instead of following each change."""

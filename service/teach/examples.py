@@ -152,7 +152,7 @@ class Examples:
             query = "SELECT number, features FROM examples WHERE head = ? AND label = ? ORDER BY number"
             kept = db.execute(query, [head, label]).fetchall()
             every = [*(np.frombuffer(row, "<f4") for _, row in kept), *features.astype("<f4")]
-            numbered, rows = [number for number, _ in kept], []
+            numbered, rows = [number for number, _ in kept], list[tuple[object, ...]]()
             for row, first in zip(every[len(kept) :], first_equal(np.stack(every), len(kept)).tolist(), strict=True):
                 if first == len(numbered):
                     rows.append((head, numbers + len(rows) + 1, label, time.time(), who, row.tobytes()))
@@ -174,6 +174,27 @@ class Examples:
             if not db.execute(query, of).rowcount:
                 raise NotFound(f"{head.name}: there is no such {'head' if number is None else 'example'}")
             return _changed(db, head.id)
+
+    def relabel(self, head: HeadRow, number: int, label: str) -> dict[str, int]:
+        """Put an example under another label, which has it once then; return how many each label has.
+
+        Raises:
+            NotFound: there is no such example.
+            HeadFull: the head has as many labels as it may.
+        """
+        with self._transaction() as db:
+            moved = "UPDATE examples SET label = ? WHERE head = ? AND number = ?"
+            if not db.execute(moved, [label, head.id, min(number, _NO_NUMBER)]).rowcount:
+                raise NotFound(f"{head.name}: there is no such example")
+            query = "SELECT number, features FROM examples WHERE head = ? AND label = ? ORDER BY number != ?"
+            rows = db.execute(query, [head.id, label, number]).fetchall()
+            firsts = first_equal(np.stack([np.frombuffer(row, "<f4") for _, row in rows])).tolist()
+            copies = [(head.id, rows[place][0]) for place in range(1, len(rows)) if not firsts[place]]
+            db.executemany("DELETE FROM examples WHERE head = ? AND number = ?", copies)
+            counts = _changed(db, head.id)
+            if len(counts) > MAX_LABELS:
+                raise HeadFull(f"{head.name}: a head has at most {MAX_LABELS} labels")
+            return counts
 
     def heads(self) -> dict[str, HeadRow]:
         """Return all heads by name."""

@@ -24,7 +24,8 @@ from typing import Final, NamedTuple
 from model.errors import CheckpointError
 from model.taught_heads import TaughtHead, is_taught_head
 from service.engine.messages import ModelInfo
-from service.errors import HeadsUnavailable, HeadWithoutBackbone
+from service.errors import HeadsUnavailable, HeadWithoutBackbone, InvalidParameter
+from service.models.folder import check_name
 from service.models.models import AddedHead, Models
 from service.teach.examples import Examples, HeadRow, kept_on_disk
 
@@ -53,6 +54,31 @@ def features_of(info: ModelInfo) -> str:
     return f"{info.backbone.partition('-')[0]}-{digest[:8]}"
 
 
+def _signature(path: Path) -> tuple[int, ...]:
+    """Return what changes with a file's content; nothing of one that is gone."""
+    with suppress(OSError):
+        status = path.stat()
+        return status.st_mtime_ns, status.st_size, status.st_ino
+    return ()
+
+
+def _of_file(path: Path) -> Taught | None:
+    """Return the head in a file, or why it is `failed`; None where it is none, of which the log tells."""
+    row, fitted = HeadRow(0, path.stem, "", "", "", 0, 0, ""), None
+    try:
+        if not is_taught_head(path):
+            return None
+        check_name(path.stem)
+        fitted = TaughtHead.from_bytes(path.read_bytes(), path.name)
+    except (InvalidParameter, OSError) as error:
+        logger.error("no model: %s: %s", path, error)
+        return None
+    except CheckpointError as error:
+        logger.error("model %s: %s", path.stem, error)
+        return Taught(row._replace(reason=str(error)), None)
+    return Taught(row._replace(backbone=fitted.backbone, model=fitted.model), fitted)
+
+
 def _loaded(content: bytes | None, where: str) -> TaughtHead | None:
     """Return the head in a file, None without one; of what is damaged the log tells."""
     try:
@@ -79,6 +105,8 @@ class TaughtHeads:
         self.heads: Mapping[str, Taught] = {}
         self._folder, self._models = folder, models
         self._seen: object = None
+        self._files: dict[Path, tuple[tuple[int, ...], Taught | None]] = {}
+        self._beaten, self._hidden = set[str](), set[str]()
         self._look, self._turn = asyncio.Event(), asyncio.Lock()
         self.child: Process | None = None
         self._failed: tuple[object, float] = None, 0.0
@@ -102,6 +130,10 @@ class TaughtHeads:
     def renew(self) -> None:
         """Add the heads to the models, as both are now; the name of a model is no head's."""
         names = {self._models.name_of(key) for key in self._models.served}
+        hidden, before = self.heads.keys() & names | self._beaten, self._hidden
+        self._hidden = hidden
+        for name in sorted(hidden - before):
+            logger.error("head %s: another model, or a head of VIT_TEACH, has this name and answers instead", name)
         self._models.added = {name: self._added(taught) for name, taught in self.heads.items() if name not in names}
 
     def _added(self, taught: Taught) -> AddedHead:
@@ -109,7 +141,7 @@ class TaughtHeads:
         try:
             key, reason = self.base(row), "" if head is not None else row.reason
         except HeadWithoutBackbone as error:
-            reason = str(error)
+            reason = row.reason or str(error)
         return AddedHead(row.name, head, key, reason)
 
     def changed(self) -> None:
@@ -152,15 +184,21 @@ class TaughtHeads:
 
     @kept_on_disk()
     def _read(self) -> Mapping[str, Taught]:
-        seen = self.examples and self.examples.version(), self._folder and self._folder.stat().st_mtime_ns
+        # The folder's own time tells too little: a file may be written in place, or in several writes.
+        paths = self._folder.iterdir() if self._folder else ()
+        found = {path: _signature(path) for path in paths if path.suffix == ".safetensors" and path.name[0] != "."}
+        seen = self.examples and self.examples.version(), found
         if seen == self._seen:
             return self.heads
-        heads: dict[str, Taught] = {}
-        for path in self._folder.iterdir() if self._folder else ():
-            if is_taught_head(path) and (fitted := _loaded(path.read_bytes(), str(path))):
-                heads[path.stem] = Taught(HeadRow(0, path.stem, fitted.backbone, fitted.model, "", 0, 0, ""), fitted)
+        files, self._files = self._files, {}
+        for path, signature in found.items():
+            is_same = path in files and files[path][0] == signature
+            self._files[path] = files[path] if is_same else (signature, _of_file(path))
+        heads = {taught.row.name: taught for _, taught in self._files.values() if taught is not None}
         examples = self.examples
-        for row in examples.heads().values() if examples else ():
+        rows = examples.heads() if examples else {}
+        self._beaten = rows.keys() & heads.keys()
+        for row in rows.values():
             before = self.heads.get(row.name)
             if before is None or (before.row.id, before.row.fitted_revision) != (row.id, row.fitted_revision):
                 before = Taught(row, _loaded(examples.state(row)[1], row.name) if examples else None)

@@ -16,15 +16,13 @@ from service.observe.metrics import Metrics
 from service.settings import ApiKey, Settings
 from service.web.middleware import PROBES, request_context
 
-_ADMIN: Final = re.compile(r"/v2/repository/models/.+/(?:un)?load")
-
-
+_ADMIN: Final = re.compile(r"(?:PUT|DELETE) /models/.+|\w+ /v2/repository/models/.+/(?:un)?load")
 _HEADS: Final = "/heads/"
 
 
-def needs_admin_key(path: str) -> bool:
-    """Return whether the route of a path takes the admin key, and so no other."""
-    return _ADMIN.fullmatch(path) is not None
+def needs_admin_key(method: str, path: str) -> bool:
+    """Return whether a route takes the admin key, and so no other; it asks for that itself."""
+    return _ADMIN.fullmatch(f"{method} {path}") is not None
 
 
 def holds_admin_key(authorization: str, settings: Settings) -> bool:
@@ -92,7 +90,7 @@ class KeyGuard:
 
 
 class ApiKeyMiddleware:
-    """Requires `Authorization: Bearer KEY` on every path, except public ones and those that take the admin key.
+    """Requires `Authorization: Bearer KEY` on every route, except public ones and those that take the admin key.
 
     The paths of taught heads take either.
     """
@@ -106,9 +104,10 @@ class ApiKeyMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection; raises `Unauthorized` or `TooManyRequests`."""
         counted: AbstractContextManager[None] = nullcontext()
-        if scope["type"] == "http" and not (scope["path"] in self._public or needs_admin_key(scope["path"])):
+        is_http = scope["type"] == "http"
+        if is_http and not (scope["path"] in self._public or needs_admin_key(scope["method"], scope["path"])):
             authorization = Headers(scope=scope).get("authorization", "")
-            is_admin = scope["path"].startswith(_HEADS) and holds_admin_key(authorization, self._settings)
+            is_admin = f"{scope['path']}/".startswith(_HEADS) and holds_admin_key(authorization, self._settings)
             key = None if is_admin else self._guard.find(authorization)
             if key is not None:
                 context = request_context(scope)

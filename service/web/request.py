@@ -29,6 +29,7 @@ from starlette.types import Message, Receive
 
 from model.config import PreprocessConfig
 from model.cores import usable_cores
+from model.errors import ImageError
 from model.heads import Head, compared, of_image, with_map
 from model.images.formats import is_bounded
 from model.images.preprocess import ModelInput, model_input
@@ -45,6 +46,7 @@ from service.errors import (
     MissingImage,
     ModelLoading,
     RequestTimeout,
+    ServiceError,
     UploadTooLarge,
 )
 from service.http import connection_of
@@ -63,6 +65,7 @@ from service.web.upload import UploadedFile, UploadLimits, read_files, read_whol
 from vitserve.documents import FIELD
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 # A picture that was launched in time may be answered late. Nobody waits longer than a second more than the request's
 # time; what is left is for the answer's way.
@@ -582,6 +585,22 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         failed.__traceback__ = None  # a frame of it holds the group itself, and the tasks with all that they were given
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+async def of_each(handle: Callable[[T], Coroutine[Any, Any, R]], pictures: Sequence[T]) -> list[R]:
+    """Do as `all_of` with each picture of a request; an error names the picture's position if there are several."""
+
+    async def one(position: int, picture: T) -> R:
+        try:
+            return await handle(picture)
+        except (ImageError, ServiceError) as error:
+            if len(pictures) == 1:
+                raise
+            named = copy.copy(error)  # the same error may be raised for each picture of a batch
+            named.args = (f"picture {position}: {error}",)
+            raise named from None
+
+    return await all_of(one(*each) for each in enumerate(pictures))
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -24,9 +24,12 @@ from model.errors import DeviceError
 from model.outputs import POOLINGS, AttentionMap, EmbeddingRequest, Outputs, RequestedOutputs
 from service.cluster.engine_process import EngineServer
 from service.cluster.remote_model import EngineClient, RemoteModels
+from service.engine.backbones import What
 from service.engine.base import Engine
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, ModelInfo
+from service.errors import EngineUnavailable, Forbidden
+from service.models.model import LocalModel
 from service.models.models import LocalModels, Models, Version
 from service.settings import load_settings
 from service.web.image_stores import MemoryImageStore
@@ -55,6 +58,41 @@ def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
         asyncio.run(bounded())
 
     return run
+
+
+def start(model: LocalModel, on_change: Callable[[], None]) -> None:
+    """Begin to load a model on its own."""
+    model.on_change = on_change
+    model._start(model.current)
+
+
+class FixedModels(Models):
+    """Models that a test has made; nobody changes them but the test."""
+
+    def start(self, on_change: Callable[[], None]) -> None:
+        self.on_change = on_change
+        for model in self.served.values():
+            assert isinstance(model, LocalModel)
+            start(model, on_change)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(model.close() for model in self.served.values() if isinstance(model, LocalModel)))
+
+    async def available(self, name: str | None) -> None:
+        raise EngineUnavailable(self.find(name).current.engine.status.reason)
+
+    async def put(self, name: str, what: What) -> bool:
+        raise Forbidden("here models are not loaded")
+
+    async def unload(self, name: str) -> None:
+        self._require_changeable(name)
+        await self.put(name, None)
+
+    async def delete(self, name: str) -> None:
+        await self.unload(name)
+
+    async def _read_again(self) -> None:
+        raise Forbidden("here models are not loaded")
 
 
 LIBRARY = LibraryConfig(

@@ -34,7 +34,7 @@ from service.errors import (
     QueueFull,
 )
 from service.models.model import Generation, LocalModel
-from tests.service.fakes import PATIENCE, model_info
+from tests.service.fakes import PATIENCE, model_info, start
 
 CAPACITY = 6
 MAX_BATCH = 3
@@ -153,7 +153,7 @@ class ModelMachine(RuleBasedStateMachine):
 
         async def begin() -> None:
             self.model = LocalModel(self.make)
-            self.model.start(lambda: None)
+            start(self.model, lambda: None)
             while not self.model.current.engine.ready:
                 await asyncio.sleep(0)
 
@@ -255,9 +255,13 @@ class ModelMachine(RuleBasedStateMachine):
             return
         self.load_gate.clear()
         self.broken = broken
-        self.loading = self.loop.create_task(self.model.load(None))
+        self.loading = self.loop.create_task(self.replace())
         self.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
         self.wait(self.settle())
+
+    async def replace(self) -> None:
+        await self.model.prepare(None)
+        self.model.take_over()
 
     @rule()
     def loaded(self) -> None:

@@ -197,9 +197,8 @@ class Entry:
         own = own_head(
             checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label, checkpoint.form
         )
-        compared = isinstance(checkpoint.config, ViTConfig) and checkpoint.config.normalized_head
         arrays = load_file(self.place(relevance=False) / _HEAD)
-        return replace(own, weight=arrays["weight"], bias=arrays["bias"], normalized=compared)
+        return replace(own, weight=arrays["weight"], bias=arrays["bias"])
 
     def put(self, graph: NetworkGraph | None, facts: Mapping[str, object], head: Head | None) -> NetworkGraph | None:
         """Write a graph, and its head, to their place, and return the graph as it is read from there.

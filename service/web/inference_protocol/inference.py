@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from model.config import NetworkConfig, ViTConfig
-from model.errors import ImageError
 from model.heads import labels_of_request, with_labels
 from model.outputs import (
     DEFAULT_TOP_K,
@@ -25,10 +24,10 @@ from model.outputs import (
     require_classes,
 )
 from service.engine.messages import InferenceResult, ModelInfo
-from service.errors import InvalidParameter, NotFound, ServiceError, TooManyImages, UploadTooLarge
+from service.errors import InvalidParameter, NotFound, TooManyImages, UploadTooLarge
 from service.web.inference_protocol import VERSION
 from service.web.inference_protocol.tensors import InferenceAnswer, InferenceRequest, OutputTensor, RequestedOutput
-from service.web.request import AdmittedRequest, Model, Service, all_of
+from service.web.request import AdmittedRequest, Model, Service, of_each
 
 T = TypeVar("T")
 
@@ -290,10 +289,9 @@ async def infer(admitted: AdmittedRequest, asked: Inference, encode: Callable[[I
     """
     info = admitted.model.info
     await admitted.take(len(asked.pictures))
-    results = await all_of(_compute(admitted, asked, position) for position in range(len(asked.pictures)))
-    admitted.service.metrics.of_model(info.name).images.inc(len(results))
-    for result in results if info.config.num_classes else ():
-        admitted.service.metrics.observe_classes(info.name, result.outputs)
+    results = await of_each(partial(_compute, admitted, asked), list(asked.pictures))
+    for result in results:
+        admitted.service.metrics.count_image(info.name, result.outputs if info.config.num_classes else None)
 
     def answer() -> T:
         return encode(InferenceAnswer(info.name, asked.id, make_outputs(results, asked, info.labels)))
@@ -301,26 +299,16 @@ async def infer(admitted: AdmittedRequest, asked: Inference, encode: Callable[[I
     return await admitted.write(answer, size=asked.size(info))
 
 
-async def _compute(admitted: AdmittedRequest, asked: Inference, position: int) -> InferenceResult:
-    """Return the result of the picture at a position; raises as `infer`."""
-    picture, limit = asked.pictures[position], admitted.service.settings.max_upload_bytes
-    try:
-        if not isinstance(picture, bytearray):
-            return await admitted.infer(picture, asked.requested)
-        if len(picture) > limit:
-            raise UploadTooLarge(f"{len(picture)} bytes: at most {limit} are allowed")
-        return (await admitted.classify(picture, asked.requested))[1]
-    except (ImageError, ServiceError) as error:
-        if len(asked.pictures) == 1:
-            raise
-        raise at_position(error, position) from None
-
-
-def at_position(error: ImageError | ServiceError, position: int) -> ImageError | ServiceError:
-    """Return the error of one picture of a request with its position named."""
-    named = copy.copy(error)  # the same error may be raised for each picture of a batch
-    named.args = (f"picture {position}: {error}",)
-    return named
+async def _compute(
+    admitted: AdmittedRequest, asked: Inference, picture: bytearray | NDArray[np.uint8]
+) -> InferenceResult:
+    """Return the result of one of the pictures; raises as `infer`."""
+    limit = admitted.service.settings.max_upload_bytes
+    if not isinstance(picture, bytearray):
+        return await admitted.infer(picture, asked.requested)
+    if len(picture) > limit:
+        raise UploadTooLarge(f"{len(picture)} bytes: at most {limit} are allowed")
+    return (await admitted.classify(picture, asked.requested))[1]
 
 
 def make_outputs(results: Sequence[InferenceResult], asked: Inference, labels: Sequence[str]) -> list[OutputTensor]:

@@ -122,20 +122,15 @@ async def attention_of_kept_picture(request: Request, query: Annotated[StoredPic
     """Draw the map of a picture that was classified before and is still stored."""
     service = service_of(request)
     model = await model_of(request, query.model)
-    _requests(query, model.info)
+    requests = _requests(query, model.info)
     with model.generation.request():  # another one may take over while the picture comes
         picture = await service.kept(query.id, model)
         if picture is None:
             raise NotFound("no picture of this id is kept for this model: it is unknown, expired or pushed out")
-        return await _of_kept(request, query, model, picture)
-
-
-async def _of_kept(request: Request, query: StoredPictureQuery, model: Model, picture: ModelInput) -> Response:
-    requests = _requests(query, model.info)
-    async with service_of(request).admit(request, model) as admitted:
-        await admitted.take(1)
-        explained = await _explain(admitted, requests, picture)
-        return await _answer(admitted, query, explained, picture, query.id)
+        async with service.admit(request, model) as admitted:
+            await admitted.take(1)
+            explained = await _explain(admitted, requests, picture)
+            return await _answer(admitted, query, explained, picture, query.id)
 
 
 @router.post(
@@ -153,10 +148,7 @@ async def attention(request: Request, query: Annotated[AttentionQuery, Query()])
         async with admitted.decoded(file) as decoded:
             picture = decoded.picture
         explained = await _explain(admitted, requests, picture)
-        own = admitted.service.metrics.of_model(model.info.name)
-        own.images.inc()
-        if model.info.config.num_classes:
-            own.top1_score.observe(float(explained[0].scores[0]))
+        admitted.service.metrics.count_image(model.info.name, explained[0] if model.info.config.num_classes else None)
         image_id = await admitted.service.keep(picture, model)
         photo = await _photo(admitted, query, picture.region, file)
         return await _answer(admitted, query, explained, picture, image_id, photo)

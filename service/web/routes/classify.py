@@ -158,7 +158,7 @@ async def _answer(
     """Return a picture's `Classification` as JSON; the picture is put into the image store."""
     decoded, result = await admitted.classify(picture, requested)
     image_id, model = await admitted.service.keep(decoded.picture, admitted.model), admitted.model
-    _count(admitted, model, result)
+    admitted.service.metrics.count_image(model.info.name, result.outputs)
 
     def write() -> bytes:
         fields = _fields(admitted, model, requested, decoded, result, image_id, min_score)
@@ -167,12 +167,6 @@ async def _answer(
 
     # A document of many classes is large, and lives only until it is JSON: a batch has many such documents.
     return await admitted.write(write, size=requested.top_k)
-
-
-def _count(admitted: AdmittedRequest, model: Model, result: InferenceResult) -> None:
-    metrics, name = admitted.service.metrics, model.info.name
-    metrics.of_model(name).images.inc()
-    metrics.observe_classes(name, result.outputs)
 
 
 def _fields(
@@ -219,7 +213,7 @@ def _timings(admitted: AdmittedRequest, passes: Sequence[tuple[Decoded, Inferenc
     stages = [(decoded.seconds, result.queue_seconds, result.inference_seconds) for decoded, result in passes]
     longest = map(max, zip(*stages, strict=True)) if stages else (0.0, 0.0, 0.0)
     times = (*longest, admitted.service.clock() - admitted.sender.started)
-    return {stage: _milliseconds(each) for stage, each in zip(Timings.model_fields, times, strict=True)}
+    return {stage: round(1000 * each, 2) for stage, each in zip(Timings.model_fields, times, strict=True)}
 
 
 # Several models
@@ -237,7 +231,8 @@ async def _classify_by_several(request: Request, query: ClassifyQuery) -> Respon
     every = [each.name for each in service.models.describe()]
     names = every if query.model == "*" else [each.strip() for each in str(query.model).split(",")]
     for name in names:
-        service.models.find(name)
+        if name not in service.models.added:  # such a one has an error of its own where it does not answer
+            service.models.find(name)
     failed = dict(zip(names, await all_of(_unavailable(request, name) for name in names), strict=True))
     groups: dict[tuple[object, ...], _Members] = {}
     for name in [name for name, error in failed.items() if error is None]:
@@ -309,7 +304,7 @@ async def _pass(
         except ServiceError as error:
             answers[model.info.name] = _item(admitted, error)
             continue
-        _count(admitted, model, own)
+        admitted.service.metrics.count_image(model.info.name, own.outputs)
         answers[model.info.name] = _fields(admitted, model, wanted, decoded, own, kept, query.min_score)
     return _Pass(answers, (decoded, result), kept is not None)
 
@@ -339,10 +334,6 @@ async def answer_each(
 def _url(image_id: str, method: str) -> str:
     """Return where the same map of a stored picture is drawn."""
     return f"/attention?id={image_id}" + ("&method=cls" if method == "cls" else "")
-
-
-def _milliseconds(seconds: float) -> float:
-    return round(1000 * seconds, 2)
 
 
 class Health(BaseModel):
@@ -392,9 +383,8 @@ async def predictions(request: Request) -> Response:
     async with service.admit(request, model) as admitted:
         picture = await admitted.read_picture(_FIELDS)
         _, result = await admitted.classify(picture, requested)
-    outputs, metrics = result.outputs, admitted.service.metrics
-    metrics.of_model(model.info.name).images.inc()
-    metrics.count_abstained(outputs)
+    outputs = result.outputs
+    service.metrics.count_image(model.info.name, outputs)
     count = 0 if outputs.far else None if outputs.label_set is None else len(outputs.label_set)  # the best ones
     by_label: dict[str, float] = {}
     for index, score in zip(outputs.indices[:count].tolist(), outputs.scores[:count].tolist(), strict=True):

@@ -14,14 +14,12 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from model.errors import ImageError
 from model.heads import MAX_TEXTS, checked_texts, normalized
 from model.images.preprocess import ModelInput
 from model.outputs import Pooling, RequestedOutputs, parse_embedding
 from service.engine.messages import InferenceResult, ModelInfo
-from service.errors import InvalidParameter, ServiceError
-from service.web.inference_protocol.inference import at_position
-from service.web.request import AdmittedRequest, Model, all_of, model_of, require_file, service_of
+from service.errors import InvalidParameter
+from service.web.request import AdmittedRequest, Model, model_of, of_each, require_file, service_of
 from service.web.routes.classify import answer_each
 from service.web.routes.endpoint import (
     BINARY,
@@ -121,7 +119,7 @@ async def _embed(
 
 def embedding_of(admitted: AdmittedRequest, result: InferenceResult) -> NDArray[np.float32]:
     """Return the embedding, float32 [D], of a picture that was computed, and count the picture."""
-    admitted.service.metrics.of_model(admitted.model.info.name).images.inc()
+    admitted.service.metrics.count_image(admitted.model.info.name)
     assert result.outputs.embedding is not None, "the engine answers each request for an embedding"
     return result.outputs.embedding
 
@@ -131,15 +129,10 @@ async def embed_all(
 ) -> list[NDArray[np.float32]]:
     """Return the embedding of each picture, float32 [D]; the first error is raised, with its place among several."""
 
-    async def row(position: int, picture: UploadedFile) -> NDArray[np.float32]:
-        try:
-            return (await _embed(admitted, requested, require_file(picture)))[1]
-        except (ImageError, ServiceError) as error:
-            if len(pictures) == 1:
-                raise
-            raise at_position(error, position) from None
+    async def row(picture: UploadedFile) -> NDArray[np.float32]:
+        return (await _embed(admitted, requested, require_file(picture)))[1]
 
-    return await all_of(row(*each) for each in enumerate(pictures))
+    return await of_each(row, pictures)
 
 
 async def _answer(

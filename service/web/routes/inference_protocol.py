@@ -27,7 +27,7 @@ from service.web.inference_protocol.tensors import decode_request, encode_answer
 from service.web.middleware import request_context
 from service.web.request import Model, service_of
 from service.web.routes.endpoint import Endpoint, json_response
-from service.web.routes.models import allowed, decoded, require_admin, small_body
+from service.web.routes.models import allowed, decoded, load, require_admin, small_body
 from vitserve import __version__
 
 # The protocol has an OpenAPI document of its own, so these routes are not in ours.
@@ -143,14 +143,11 @@ async def v2_load(request: Request) -> Response:
     require_admin(request, service.settings)
     body = await small_body(request)
     what = allowed(decoded(body, _Body).parameters, service.settings)
-    service.check_ready()
-    service.models.require_free(name)
     if "checkpoint" not in what:
         service.models.find(name)
     only = what.get("checkpoint") if len(what) == 1 else what or None
-    place = service.models.place(name)
-    await service.models.put(name, only)
-    return json_response(repository_entry(service.models.status_of(place)))
+    status, _ = await load(service, name, only)
+    return json_response(repository_entry(status))
 
 
 @router.post("/repository/models/{name:path}/unload")

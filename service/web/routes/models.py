@@ -15,21 +15,19 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.errors import Forbidden, InvalidParameter, MalformedRequest, Unauthorized
-from service.models.folder import check_name, model_settings
+from service.engine.backbones import What
+from service.errors import Forbidden, InvalidParameter, MalformedRequest, NameTaken, Unauthorized
+from service.models.folder import PATHS, check_name, model_settings
 from service.models.models import ModelStatus
 from service.settings import Settings
 from service.web.api_keys import bearer_token, holds_admin_key
-from service.web.request import service_of
+from service.web.request import Service, service_of
 from service.web.routes.endpoint import NAME, Endpoint, problems, to_json
 from vitserve.documents import ListedModel
 
 router = APIRouter(tags=["models"], route_class=Endpoint)
 
 T = TypeVar("T")
-
-_PATHS: Final = ("checkpoint", "preprocess", "labels", "keys", "base")
-"""Settings that may name a file."""
 
 _MAX_BODY: Final = 64 << 10
 _MAX_PATH: Final = 4000
@@ -50,7 +48,8 @@ async def models(request: Request) -> Response:
     "/models/{name:path}",
     response_model=ListedModel,
     openapi_extra=_SETTINGS,
-    responses=problems(400, 403, 408, 409, 413, 422, 503) | {201: {"model": ListedModel, "description": "A new name"}},
+    responses=problems(400, 401, 403, 408, 409, 413, 422, 503)
+    | {201: {"model": ListedModel, "description": "A new name"}},
 )
 async def put_model(request: Request) -> Response:
     """Load a model, or replace one, and answer when it serves. The body has the settings that a `NAME.toml` may have.
@@ -63,14 +62,8 @@ async def put_model(request: Request) -> Response:
     what = allowed(decoded(body, dict[str, Any]), service.settings)
     if "checkpoint" not in what:
         raise InvalidParameter("checkpoint: expected the path of one")
-    if name != service.models.name_of(service.models.default_name):
-        check_name(name)
-    service.check_ready()
-    service.models.require_free(name)
-    place = service.models.place(name)
-    is_new = await service.models.put(name, what | {"model_name": name})
-    content = to_json(_listed(service.models.status_of(place)))
-    return Response(content, 201 if is_new else 200, media_type="application/json")
+    status, is_new = await load(service, name, what | {"model_name": name})
+    return Response(to_json(_listed(status)), 201 if is_new else 200, media_type="application/json")
 
 
 @router.delete(
@@ -78,7 +71,7 @@ async def put_model(request: Request) -> Response:
     status_code=204,
     response_class=Response,
     openapi_extra={"parameters": [NAME]},
-    responses=problems(403, 404, 409),
+    responses=problems(401, 403, 404, 409),
 )
 async def delete_model(request: Request) -> Response:
     """Remove a model; requests that were admitted are answered. The default model stays."""
@@ -89,14 +82,37 @@ async def delete_model(request: Request) -> Response:
 
 
 def require_admin(request: Request, settings: Settings) -> None:
-    """Raise `Forbidden` if nobody may change models, `Unauthorized` without the admin key."""
+    """Raise `Unauthorized` without a key that is known, `Forbidden` if it is not the admin key, or nobody has one."""
     if settings.admin_key is None:
         raise Forbidden("loading is off: VIT_ADMIN_KEY is not set")
     authorization = request.headers.get("authorization", "")
     if not holds_admin_key(authorization, settings):
+        with suppress(Unauthorized):
+            if request.app.state.guard.find(authorization) is not None:
+                raise Forbidden("the admin key is needed for this: VIT_ADMIN_KEY has it")
         needed = "the admin key is needed: Authorization: Bearer KEY"
         wrong = "the admin key is wrong" if bearer_token(authorization) else needed
         raise Unauthorized(wrong)
+
+
+async def load(service: Service, name: str, what: What) -> tuple[ModelStatus, bool]:
+    """Load a model, or replace the one of a name, and return its status, and whether the name is new.
+
+    Raises:
+        InvalidParameter: it is no name for a model.
+        NameTaken: a head has it.
+        EngineUnavailable, Draining: the service is not ready.
+        What `Models.put` raises.
+    """
+    models = service.models
+    if name != models.name_of(models.default_name):
+        check_name(name)
+    service.check_ready()
+    if name in models.added:
+        raise NameTaken(f"{name}: a taught head has this name: choose another one for the model")
+    place = models.place(name)
+    is_new = await models.put(name, what)
+    return models.status_of(place), is_new
 
 
 async def small_body(request: Request) -> bytearray:
@@ -122,7 +138,7 @@ def allowed(written: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
         Forbidden: it names a file that does not lie below the folder for this, or there is no such folder.
     """
     given = model_settings(written)
-    for name in _PATHS:
+    for name in PATHS:
         value = given.get(name)
         if value is not None:
             given[name] = _below(name, value, settings)
@@ -140,11 +156,9 @@ def _below(name: str, value: str, settings: Settings) -> str:
     is_below = settings.checkpoint_folder is not None and path.is_relative_to(folder)
     if is_below and (name == "checkpoint" or path.exists()):
         return str(path)
-    is_file = name == "checkpoint"
     with suppress(OSError, RuntimeError):
-        is_file = is_file or Path(value).expanduser().exists()
-    if is_file:
-        raise Forbidden(f"{name} {value!r:.200}: it does not lie below VIT_CHECKPOINT_FOLDER")
+        if name == "checkpoint" or Path(value).expanduser().exists():
+            raise Forbidden(f"{name} {value!r:.200}: it does not lie below VIT_CHECKPOINT_FOLDER")
     return value  # a preset's name, or what a file would hold
 
 

@@ -20,6 +20,8 @@ def test_a_folder_becomes_the_file_of_a_head(
     (photos / "red" / "broken.png").write_bytes(b"no picture")
     (photos / "red" / "copy.png").write_bytes(next((photos / "red").glob("*")).read_bytes())
     checkpoint = write_checkpoint(tmp_path / "start", "abcde")
+    Path("colours.safetensors").write_bytes(b"before")
+    Path("other name").hardlink_to("colours.safetensors")
     assert main(["teach", "colours", str(photos), "--checkpoint", str(checkpoint), "--device", "cpu"]) == 1
     told = capsys.readouterr()
     assert "broken.png: not a picture" in told.err
@@ -29,6 +31,7 @@ def test_a_folder_becomes_the_file_of_a_head(
     assert head.labels == tuple(sorted(COLOURS))
     assert main(["inspect", "colours.safetensors"]) == 1
     assert "colours.safetensors: a taught head: a folder of --models takes it" in capsys.readouterr().err
+    assert Path("other name").read_bytes() == b"before", "whoever reads the file meanwhile has all of it"
 
 
 @pytest.mark.parametrize(

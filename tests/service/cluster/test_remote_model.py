@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from service.cluster.remote_model import EngineClient, RemoteImageStore, RemoteM
 from service.engine.backbones import What
 from service.engine.local import LocalEngine
 from service.engine.messages import InferenceResult, ModelInfo
-from service.errors import CheckpointRefused, EngineUnavailable, SwapUnderWay
+from service.errors import CheckpointRefused, EngineUnavailable, SwapUnderWay, UnknownModel
 from service.models.models import LocalModels, Version
 from service.settings import load_settings
 from service.web.image_stores import MemoryImageStore
@@ -59,8 +59,8 @@ class Device:
             worker._writer.transport.abort()
         await self.server.close()
 
-    def _make(self, checkpoint: What) -> Any:
-        name = str(checkpoint or "configured")
+    def _make(self, own: Mapping[str, Any]) -> Any:
+        name = own.get("checkpoint", "configured")
 
         def load() -> tuple[FakePredictor, ModelInfo]:
             assert self.gate.wait(PATIENCE)
@@ -333,6 +333,18 @@ async def test_an_engine_that_dies_while_it_loads_ends_the_swap_and_its_successo
         await until(lambda: [set(engine.models.get("", {})) for engine in model.engines] == [{2}, {2}])
         await check([ask(model, red) for red in range(4)], range(4))
         assert service.devices[1].predictors["next"].launched != []
+
+
+@on_a_loop
+async def test_who_waits_for_a_model_that_is_deleted_meanwhile_is_told_so() -> None:
+    async with running() as service:
+        model = await service.worker()
+        await model.put("other", {"checkpoint": "other"})
+        waiting = asyncio.create_task(model.available("other"))
+        await asyncio.sleep(0)
+        del model.served["other"]
+        with pytest.raises(UnknownModel):
+            await waiting
 
 
 @on_a_loop

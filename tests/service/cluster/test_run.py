@@ -104,7 +104,8 @@ def count(images, inflight):
     pid = os.fork()
     if pid == 0:
         own = metrics_in(folder)
-        own.of_model("a").images.inc(images)
+        for _ in range(images):
+            own.count_image("a")
         own.inflight.inc(inflight)
         os._exit(0)
     os.waitpid(pid, 0)
@@ -113,7 +114,7 @@ def count(images, inflight):
 count(3, 1)
 mark_process_dead(count(4, 2), folder)
 scraped = metrics_in(folder)
-scraped.of_model("a").images.inc()
+scraped.count_image("a")
 lines = scraped.render().decode().splitlines()
 print(sorted(line for line in lines if line.startswith(("vit_images_total", "vit_inflight"))))
 """

@@ -16,7 +16,7 @@ from service.engine.messages import ModelInfo
 from service.errors import EngineUnavailable
 from service.models.model import LocalModel
 from tests.service.engine.conftest import Running
-from tests.service.fakes import PATIENCE, FakePredictor, expected_indices, model_info, on_a_loop
+from tests.service.fakes import PATIENCE, FakePredictor, expected_indices, model_info, on_a_loop, start
 
 
 @on_a_loop
@@ -96,7 +96,7 @@ async def test_a_failed_load_names_the_device_where_there_may_be_several(
     engine = LocalEngine(load, device=device, queue_size=1, max_delay=0, on_batch=lambda report: None)
     model = LocalModel(lambda _: cast(Any, engine))
     failed = asyncio.Event()
-    model.start(failed.set)
+    start(model, failed.set)
     await failed.wait()
     await model.close()
     assert [record.message for record in caplog.records] == [line]

@@ -19,7 +19,7 @@ from service.engine.local import LocalEngine
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import CheckpointRefused, SwapUnderWay
 from service.models.model import Generation, LocalModel
-from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, request_for
+from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, request_for, start
 
 
 class Models:
@@ -73,10 +73,11 @@ async def until(condition: Callable[[], bool]) -> None:
 async def running(load_seconds: float = PATIENCE) -> AsyncIterator[tuple[LocalModel, Models]]:
     models = Models()
     swap = LocalModel(models.make, on_retired=models.retire, load_seconds=load_seconds)
-    swap.start(
+    start(
+        swap,
         lambda: models.changes.append(
             swap.current.engine.info.name if swap.current.engine.info else swap.current.engine.status.reason
-        )
+        ),
     )
     await until(lambda: swap.current.engine.ready)
     try:
@@ -87,6 +88,11 @@ async def running(load_seconds: float = PATIENCE) -> AsyncIterator[tuple[LocalMo
             predictor.gate.set()
         await swap.close()
         assert models.open_engines == 0
+
+
+async def load(swap: LocalModel, checkpoint: str | None) -> None:
+    await swap.prepare(checkpoint)
+    swap.take_over()
 
 
 def ask(generation: Generation[Any], red: int, timeout: float = PATIENCE) -> asyncio.Task[InferenceResult]:
@@ -102,7 +108,7 @@ async def test_requests_that_began_with_the_old_model_are_answered_by_it_and_oth
             launched = ask(old, 1)
             await before.wait_until_busy()
             waiting = ask(old, 2)
-            await swap.load("next")
+            await load(swap, "next")
             after = models.predictors["next"]
             assert (swap.current.engine.info and swap.current.engine.info.name, after.warm_ups) == ("next", 1)
             prepared = ask(old, 3)  # decoded for the old model while the next one took over
@@ -122,7 +128,7 @@ async def test_the_old_model_is_gone_with_its_engine_and_no_garbage_collection_i
         old = weakref.ref(models.predictors.pop("configured"))
         gc.disable()
         try:
-            await swap.load("next")
+            await load(swap, "next")
             await until(lambda: models.retired == 1)
             assert old() is None
             assert swap._open == {swap.current}
@@ -135,14 +141,14 @@ async def test_a_checkpoint_that_cannot_be_read_leaves_the_old_model_serving(cap
     async with running() as (swap, models):
         models.broken = {"bad"}
         with pytest.raises(CheckpointRefused, match="bad: no such file"):
-            await swap.load("bad")
+            await load(swap, "bad")
         assert swap._open == {swap.current}
         assert (await ask(swap.current, 1)).batch_size == 1
         assert models.predictors["configured"].launched == [[1]]
         refusal = "the next checkpoint is refused, and the old one goes on: bad: no such file"
         assert [record[1:] for record in caplog.record_tuples] == [(logging.ERROR, refusal)]
         assert (models.changes, swap.loads) == (["configured"], (0, 1, False))
-        await swap.load("good")
+        await load(swap, "good")
         assert swap.loads == (1, 1, True)
         assert swap.current.engine.info is not None
         assert swap.current.engine.info.name == "good"
@@ -153,13 +159,13 @@ async def test_a_checkpoint_that_does_not_load_in_time_is_refused_and_the_next_o
     async with running(load_seconds=0.05) as (swap, models):
         models.gate.clear()
         with pytest.raises(CheckpointRefused, match=r"^it was not loaded and warm within 0.05 s"):
-            await swap.load("hangs")
+            await load(swap, "hangs")
         assert (await ask(swap.current, 1)).batch_size == 1
         assert swap._open == {swap.current}
         models.gate.set()
         hung = models.engines[-1]
         await until(lambda: "hangs" in models.predictors)  # it comes back after all, is not warmed up, and given back
-        await swap.load("next")
+        await load(swap, "next")
         assert (models.predictors["hangs"].warm_ups, hung.status.state) == (0, "closed")
         assert swap.current.engine.info is not None
         assert swap.current.engine.info.name == "next"
@@ -169,10 +175,10 @@ async def test_a_checkpoint_that_does_not_load_in_time_is_refused_and_the_next_o
 async def test_of_two_loads_at_once_the_second_is_refused() -> None:
     async with running() as (swap, models):
         models.gate.clear()
-        first = asyncio.create_task(swap.load("first"))
+        first = asyncio.create_task(load(swap, "first"))
         await until(lambda: len(models.engines) == 2)
         with pytest.raises(SwapUnderWay, match="another checkpoint is being loaded"):
-            await swap.load("second")
+            await load(swap, "second")
         models.gate.set()
         await first
 
@@ -181,8 +187,8 @@ async def test_of_two_loads_at_once_the_second_is_refused() -> None:
 async def test_the_next_load_waits_until_the_old_model_is_given_back() -> None:
     async with running() as (swap, models):
         with swap.current.request():
-            await swap.load("second")
-            third = asyncio.create_task(swap.load("third"))
+            await load(swap, "second")
+            third = asyncio.create_task(load(swap, "third"))
             for _ in range(50):
                 await asyncio.sleep(0)
             assert (models.open_engines, swap.next is not None) == (3, True)
@@ -191,24 +197,12 @@ async def test_the_next_load_waits_until_the_old_model_is_given_back() -> None:
 
 
 @on_a_loop
-async def test_a_caller_who_leaves_does_not_end_the_load() -> None:
-    async with running() as (swap, models):
-        models.gate.clear()
-        caller = asyncio.create_task(swap.load("next"))
-        await until(lambda: len(models.engines) == 2)
-        caller.cancel()
-        await asyncio.wait((caller,))
-        models.gate.set()
-        await until(lambda: swap.current.engine.info is not None and swap.current.engine.info.name == "next")
-
-
-@on_a_loop
 async def test_a_reload_takes_the_configured_checkpoint_as_it_is_now(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     async with running() as (swap, models):
-        await swap.load("other")
+        await load(swap, "other")
         await until(lambda: models.retired == 1)
-        await swap.load(None)
+        await load(swap, None)
         await until(lambda: models.retired == 2)
         assert models.changes == ["configured", "other", "configured"]
     beside, closed = "beside the model that is served", "the old model is closed"
@@ -221,12 +215,12 @@ async def test_a_reload_takes_the_configured_checkpoint_as_it_is_now(caplog: pyt
 async def test_a_service_that_ends_while_it_loads_closes_both_engines(caplog: pytest.LogCaptureFixture) -> None:
     async with running() as (swap, models):
         models.gate.clear()
-        loading = asyncio.create_task(swap.load(None))
+        loading = asyncio.create_task(load(swap, None))
         await until(lambda: len(models.engines) == 2)
+        loading.cancel()
         closing = asyncio.create_task(swap.close())
         await asyncio.sleep(0)
         models.gate.set()
         await closing
-        loading.cancel()
         assert swap.current.engine is cast(object, models.engines[0])
         assert "refused" not in caplog.text

@@ -221,6 +221,27 @@ async def test_a_put_adds_replaces_or_leaves_what_serves(tmp_path: Path) -> None
 
 
 @on_a_loop
+async def test_a_model_that_no_entry_configures_is_loaded_again_as_it_was(tmp_path: Path) -> None:
+    async with running(tmp_path, "a") as (models, disk):
+        await models.put("new", {"checkpoint": "x"})
+        await models.unload("new")
+        await models.put("new", None)
+        assert disk.loads == ["a", "x", "x"]
+
+
+@on_a_loop
+async def test_a_caller_who_leaves_does_not_end_the_load(tmp_path: Path) -> None:
+    async with running(tmp_path, "a") as (models, disk):
+        disk.gate.clear()
+        caller = asyncio.create_task(models.put("new", {"checkpoint": "x"}))
+        await until(models._turn.locked)
+        caller.cancel()
+        await asyncio.wait((caller,))
+        disk.gate.set()
+        await until(lambda: states(models) == {"a": "ready", "new": "ready"})
+
+
+@on_a_loop
 async def test_the_folder_is_the_truth_again_when_it_is_read_again(tmp_path: Path) -> None:
     async with running(tmp_path, "a", "b", "c", "d") as (models, disk):
         await models.put("b", {"checkpoint": "x"})

@@ -64,7 +64,7 @@ def metrics() -> Metrics:
         )
     )
     metrics.set_models([model_info()], "1.2.3")
-    metrics.of_model("cats").images.inc()
+    metrics.count_image("cats")
     metrics.requests.labels("/classify", "200").inc()
     metrics.request_duration.labels("/classify").observe(0.1)
     metrics.stage_duration.labels("decode").observe(0.1)
@@ -153,7 +153,8 @@ def scraped(metrics: Metrics, name: str, **labels: str) -> float:
 def test_a_scrape_of_any_process_shows_the_sum_over_all(count_as: Callable[[str], Metrics]) -> None:
     one, two = count_as("worker-0"), count_as("worker-1")
     for number, metrics in enumerate((one, two), start=1):
-        metrics.of_model("cats").images.inc(number)
+        for _ in range(number):
+            metrics.count_image("cats")
         metrics.inflight.inc(number)
         metrics.requests.labels("/classify", "200").inc(number)
         metrics.request_duration.labels("/classify").observe(0.1 * number)
@@ -173,7 +174,7 @@ def test_a_scrape_of_any_process_shows_the_sum_over_all(count_as: Callable[[str]
 
 
 def test_several_processes_have_the_names_and_labels_of_one(count_as: Callable[[str], Metrics]) -> None:
-    count_as("engine-0").of_model("cats").images.inc()
+    count_as("engine-0").count_image("cats")
     found = families(count_as("worker-0"))
     for name, labels in {**COUNTERS, **GAUGES}.items():
         _, samples = found.pop(name.removesuffix("_total"))

@@ -17,10 +17,10 @@ import pytest
 from numpy.typing import NDArray
 
 from service.errors import Forbidden, HeadFull, HeadsUnavailable, HeadWithoutBackbone, NotFound, SettingsError
-from service.models.models import Models
 from service.teach import examples as module
 from service.teach.examples import Examples
 from service.teach.heads import TaughtHeads
+from tests.service.fakes import FixedModels
 
 BACKBONE = ("0123456789abcdef", "deit")
 
@@ -78,6 +78,23 @@ def test_a_number_is_never_given_again(store: Examples) -> None:
     for number in (2, 10**30):
         with pytest.raises(NotFound, match="no such example"):
             store.remove(head, number)
+
+
+def test_an_example_goes_under_another_label_where_it_is_once(store: Examples, monkeypatch: pytest.MonkeyPatch) -> None:
+    features = rows(2)
+    store.add("pets", "cat", features, "alice", BACKBONE)
+    store.add("pets", "dog", np.stack([features[0] * np.float32(1 + 1e-5), *rows(1)]), "alice", BACKBONE)
+    before = store.head("pets")
+    assert store.relabel(before, 1, "dog") == {"dog": 2, "cat": 1}
+    assert [(each.number, each.label) for each in store.listed(before)] == [(1, "dog"), (2, "cat"), (4, "dog")]
+    assert store.head("pets").revision == before.revision + 1
+    for number in (3, 10**30):
+        with pytest.raises(NotFound, match="no such example"):
+            store.relabel(before, number, "dog")
+    monkeypatch.setattr(module, "MAX_LABELS", 2)
+    with pytest.raises(HeadFull, match="at most 2 labels"):
+        store.relabel(before, 1, "cow")
+    assert store.state(before)[0] == {"dog": 2, "cat": 1}
 
 
 def test_a_deleted_head_is_gone_and_a_fit_of_it_is_not_kept(store: Examples) -> None:
@@ -204,7 +221,7 @@ def test_a_folder_that_is_gone_or_damaged_is_told(store: Examples) -> None:
     for call in (
         store.heads,
         lambda: add(store),
-        lambda: asyncio.run(TaughtHeads(store, store.path, Models({})).look()),
+        lambda: asyncio.run(TaughtHeads(store, store.path, FixedModels({})).look()),
     ):
         with pytest.raises(HeadsUnavailable, match=r"^taught heads cannot be read or written: "):
             call()

@@ -6,15 +6,19 @@ import asyncio
 import fcntl
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
-from service.models.models import Models
+from service.models.model import LocalModel
 from service.teach import heads as module
 from service.teach.examples import Examples
 from service.teach.heads import TaughtHeads
-from tests.service.fakes import on_a_loop
-from tests.service.teach.test_fit import LABELS, pictures
+from tests.service.fakes import FixedModels, on_a_loop
+from tests.service.teach.test_fit import LABELS, pictures, taught
+from tests.service.web.fake_engine import FakeEngine
 
 
 def teach(store: Examples, count: int = 4, seed: int = 0) -> None:
@@ -36,9 +40,9 @@ def fitted_to(heads: TaughtHeads) -> int:
 
 @on_a_loop
 async def test_every_process_sees_a_head_that_was_fitted_once(tmp_path: Path) -> None:
-    heads = [TaughtHeads(Examples(tmp_path), None, Models({})) for _ in range(2)]
+    heads = [TaughtHeads(Examples(tmp_path), None, FixedModels({})) for _ in range(2)]
     tasks = [asyncio.create_task(each.watch()) for each in heads]
-    looker = TaughtHeads(Examples(tmp_path), None, Models({}))
+    looker = TaughtHeads(Examples(tmp_path), None, FixedModels({}))
     teach(Examples(tmp_path))
     await until(lambda: all(fitted_to(each) == 3 for each in heads), looker)
     first, second = (each.heads["pets"] for each in heads)
@@ -63,7 +67,7 @@ def test_a_killed_fit_is_repeated_after_a_pause(tmp_path: Path, monkeypatch: pyt
     async def kill_and_look() -> None:
         store = Examples(tmp_path)
         teach(store)
-        heads = TaughtHeads(store, None, Models({}))
+        heads = TaughtHeads(store, None, FixedModels({}))
         await heads.look()
         assert heads.child is not None
         heads.child.kill()
@@ -84,7 +88,7 @@ async def test_nothing_is_fitted_while_another_process_is_at_it(tmp_path: Path) 
     teach(store)
     with (tmp_path / "fit.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        heads = TaughtHeads(store, None, Models({}))
+        heads = TaughtHeads(store, None, FixedModels({}))
         await heads.look()
         assert heads.child is None
     await heads.look()
@@ -92,3 +96,52 @@ async def test_nothing_is_fitted_while_another_process_is_at_it(tmp_path: Path) 
     await until(lambda: heads.child is None, heads)
     await heads.look()
     assert fitted_to(heads) == 3
+
+
+def states(models: FixedModels) -> dict[str, tuple[str, str]]:
+    return {each.name: (each.state, each.reason) for each in models.describe()}
+
+
+@on_a_loop
+async def test_files_of_heads_are_read_as_they_are_now(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (path, content), models = (tmp_path / "pets.safetensors", taught()[0].to_bytes()), FixedModels({})
+    heads = TaughtHeads(None, tmp_path, models)
+    (tmp_path / "weights.safetensors").write_bytes(save({"weight": np.zeros(1, np.float32)}))
+    (tmp_path / "my pets.safetensors").write_bytes(content)
+    path.write_bytes(content[:-1])
+    damaged = {"pets": ("failed", "pets.safetensors: not a taught head, or damaged")}
+    for _ in range(2):
+        await heads.look()
+        assert states(models) == damaged
+    assert [("my pets" in line, "damaged" in line) for line in sorted(caplog.messages)] == [
+        (False, True),
+        (True, False),
+    ]
+    with path.open("ab") as file:
+        file.write(content[-1:])
+    await heads.look()
+    fitted = heads.heads["pets"].fitted
+    assert fitted is not None
+    with path.open("r+b") as file:
+        file.write(fitted._replace(model="other").to_bytes())
+    await heads.look()
+    assert heads.heads["pets"].row.model == "other"
+    path.write_bytes(b"")
+    await heads.look()
+    assert states(models) == {}
+
+
+@on_a_loop
+async def test_a_head_whose_name_another_has_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine: Any = FakeEngine()
+    store, models = Examples(tmp_path), FixedModels({"model": LocalModel(lambda _: engine)})
+    teach(store)
+    for name in ("pets", "model", "own"):
+        (tmp_path / f"{name}.safetensors").write_bytes(taught()[0].to_bytes())
+    heads = TaughtHeads(store, tmp_path, models)
+    await heads.look()
+    heads.renew()
+    told = "another model, or a head of VIT_TEACH, has this name and answers instead"
+    assert caplog.messages == [f"head model: {told}", f"head pets: {told}"]
+    assert (set(models.added), heads.heads["pets"].row.id > 0) == ({"own", "pets"}, True)
+    await until(lambda: heads.child is None, heads)

@@ -16,7 +16,7 @@ from service.settings import Settings, load_settings
 from service.web.admission import Receiving
 from service.web.app import create_app
 from service.web.request import Service
-from tests.service.fakes import PATIENCE, png
+from tests.service.fakes import PATIENCE, FixedModels, png
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
 
@@ -47,7 +47,7 @@ class App:
     def __post_init__(self) -> None:
         self.asgi = create_app(
             self.settings,
-            self.models or Models({"": LocalModel(lambda _: cast(Any, self.engine))}),
+            self.models or FixedModels({"": LocalModel(lambda _: cast(Any, self.engine))}),
             self.metrics,
             self.lifecycle,
             clock=self.clock,

@@ -34,18 +34,22 @@ def test_keys_have_the_names_that_they_are_given_or_those_of_their_places() -> N
 
 
 @pytest.mark.parametrize(
-    ("path", "asks"),
+    ("method", "path", "asks"),
     [
-        ("/v2/repository/models/vit/load", True),
-        ("/v2/repository/models/vit/unload", True),
-        ("/v2/repository/models//load", False),
-        ("/v2/repository/models/vit/loads", False),
-        ("/v2/repository/index", False),
-        ("/classify", False),
+        ("POST", "/v2/repository/models/vit/load", True),
+        ("POST", "/v2/repository/models/vit/unload", True),
+        ("POST", "/v2/repository/models//load", False),
+        ("POST", "/v2/repository/models/vit/loads", False),
+        ("POST", "/v2/repository/index", False),
+        ("POST", "/classify", False),
+        ("PUT", "/models/vit", True),
+        ("DELETE", "/models/a/b", True),
+        ("GET", "/models/vit", False),
+        ("PUT", "/models/", False),
     ],
 )
-def test_the_admin_key_is_asked_for_where_models_are_loaded(path: str, asks: bool) -> None:
-    assert needs_admin_key(path) is asks
+def test_the_admin_key_is_asked_for_where_models_are_loaded(method: str, path: str, asks: bool) -> None:
+    assert needs_admin_key(method, path) is asks
 
 
 @on_a_loop

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from service.engine.backbones import What
-from service.models.model import Generation, Loads, ServedModel
-from service.models.models import Models
+from service.models.model import Generation, ServedModel
 from service.settings import load_settings
-from tests.service.fakes import SIZE, model_info, on_a_loop, png
+from tests.service.fakes import SIZE, FixedModels, model_info, on_a_loop, png
 from tests.service.web.apps import App, kept, until
 from tests.service.web.fake_engine import FakeEngine
 
@@ -32,27 +31,23 @@ def other_model() -> FakeEngine:
 class FakeSwap(ServedModel):
     """Swaps at once, for the engine that it is given."""
 
-    loads = Loads()
-
     def __init__(self) -> None:
         super().__init__()
         self.old, self.new = FakeEngine(), other_model()
         self.current = Generation(self.old)
         self.on_change: Any = lambda: None
 
-    def start(self, on_change: Any) -> None:
-        self.on_change = on_change
-        on_change()
-
     async def load(self, checkpoint: What) -> None:
         self.current = Generation(self.new if checkpoint is None else FakeEngine())
         self.on_change()
 
-    async def replace(self, checkpoint: What) -> None:
-        raise NotImplementedError
 
-    async def close(self) -> None:
-        self.old.state = self.new.state = "closed"
+class Swaps(FixedModels):
+    served: dict[str, FakeSwap]  # type: ignore[assignment]  # a dict of what a test swaps
+
+    def start(self, on_change: Any) -> None:
+        self.served[""].on_change = on_change
+        on_change()
 
 
 class Swapped(App):
@@ -63,7 +58,7 @@ class Swapped(App):
 
 def swapping(**settings: Any) -> Swapped:
     swap = FakeSwap()
-    service = Swapped(load_settings({**settings}), models=Models({"": swap}))
+    service = Swapped(load_settings({**settings}), models=Swaps({"": swap}))
     service.swap = swap
     return service
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from service.engine.backbones import What
-from service.errors import ModelsFull
+from service.errors import EngineUnavailable, ModelsFull
 from service.models.model import LocalModel
-from service.models.models import Models
+from service.models.models import AddedHead
 from service.settings import load_settings
-from tests.service.fakes import model_info, on_a_loop, png
+from tests.service.fakes import FixedModels, model_info, on_a_loop, png
 from tests.service.web.apps import App, app, form, service_in, until
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
@@ -23,7 +23,7 @@ ADMIN = {"authorization": "Bearer admin"}
 FEW = tuple(f"few {index}" for index in range(3))
 
 
-class Named(Models):
+class Named(FixedModels):
     """Models of fake engines; what is put and deleted is noted."""
 
     def __init__(self, engines: dict[str, FakeEngine]) -> None:
@@ -37,6 +37,8 @@ class Named(Models):
     async def available(self, name: str | None) -> None:
         if self.engines[str(name)].reason == "full":
             raise ModelsFull("there is no memory")
+        if self.engines[str(name)].state == "failed":
+            raise EngineUnavailable(f"{name}: {self.engines[str(name)].reason}")
         await self.engines[str(name)].gate.wait()
         self.engines[str(name)].state = "ready"
 
@@ -248,6 +250,17 @@ async def test_the_admin_key_and_the_folder_guard_what_is_loaded(tmp_path: Path)
 
 
 @on_a_loop
+@pytest.mark.parametrize("method", ["PUT", "DELETE"])
+@pytest.mark.parametrize(("key", "status"), [("", 401), ("wrong", 401), ("user", 403), ("admin", None)])
+async def test_with_api_keys_the_admin_key_alone_changes_models(method: str, key: str, status: int | None) -> None:
+    service, models = several(api_keys="user", checkpoint_folder="/")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    answer = await service.request(method, "/models/few", headers=headers, body=b'{"checkpoint": "x"}')
+    assert answer.status == status or (status is None and answer.status in (200, 204))
+    assert len(models.changes) == (status is None)
+
+
+@on_a_loop
 async def test_without_a_key_nobody_changes_models() -> None:
     service = app()
     for method in ("PUT", "DELETE"):
@@ -274,3 +287,25 @@ async def test_a_service_with_a_coverage_says_that_it_abstained_by_it() -> None:
     service.engine.info = model_info(coverage=0.9)
     answer = (await service.classify(png(10))).json
     assert (answer["abstained"], answer["abstained_by"]) == (True, "coverage")
+
+
+@on_a_loop
+@pytest.mark.parametrize("query", ["*", "cats,few,bare,unfitted,orphan"])
+async def test_models_that_do_not_answer_have_errors_of_their_own_beside_others(query: str) -> None:
+    service, models = several()
+    models.added = {
+        "unfitted": AddedHead("unfitted", None, "cats", ""),
+        "orphan": AddedHead("orphan", None, None, "no model has its backbone"),
+    }
+    models.engines["few"].state, models.engines["few"].reason = "unloaded", "full"
+    models.engines["bare"].state, models.engines["bare"].reason = "failed", "no such file"
+    answer = await classify(service, f"model={query}")
+    assert answer.status == 200
+    found = answer.json["models"]
+    assert "predictions" in found.pop("cats")
+    assert {name: (each["error"]["code"], each["error"]["detail"]) for name, each in found.items()} == {
+        "unfitted": ("engine_unavailable", "unfitted: it is being fitted"),
+        "orphan": ("engine_unavailable", "orphan: no model has its backbone"),
+        "few": ("models_full", "there is no memory"),
+        "bare": ("engine_unavailable", "bare: no such file"),
+    }
