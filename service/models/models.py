@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from model.heads import Head, with_labels
 from service.engine.backbones import ModelEngine, What
@@ -28,6 +28,8 @@ from service.errors import (
     DefaultModel,
     EngineUnavailable,
     Forbidden,
+    HeadWithoutBackbone,
+    HeadWithoutExamples,
     ModelsFull,
     ServiceError,
     SettingsError,
@@ -40,6 +42,8 @@ from service.models.tasks import Tasks
 from service.settings import Settings
 
 logger = logging.getLogger("vitserve")
+
+_FITTED: Final = "it is being fitted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,7 @@ class AddedHead:
     Attributes:
         head: None before there is one.
         key: of that model in `Models.served`; None: no model has the head's backbone.
-        reason: why it does not answer, whatever that model does; empty if it may.
+        reason: why there is no such head, or no such model; empty while the head is fitted, and if it is there.
     """
 
     name: str
@@ -146,12 +150,14 @@ class Models(ABC):
 
         Raises:
             UnknownModel: there is neither.
-            EngineUnavailable: the head does not answer.
+            HeadWithoutBackbone, HeadWithoutExamples: the head does not answer, and is not about to.
+            EngineUnavailable: it is being fitted, or models are being loaded.
         """
         added = self.added.get(name or "")
         if added is not None:
-            if added.key is None or added.reason:
-                raise EngineUnavailable(f"{name}: {added.reason}")
+            if added.key is None or added.head is None:
+                waits, lacks = self._waits(added), HeadWithoutBackbone if added.key is None else HeadWithoutExamples
+                raise (EngineUnavailable if waits else lacks)(f"{name}: {added.reason or _FITTED}")
             return added.key
         if name is None or (name and name not in self.served and name == self.name_of(self.default_name)):
             return self.default_name
@@ -248,13 +254,17 @@ class Models(ABC):
         if self.key(name) == self.default_name:
             raise DefaultModel(f"{name!r:.200} is the default model: put another checkpoint in its place")
 
+    def _waits(self, added: AddedHead) -> bool:
+        """Return whether a head that does not answer is being fitted, or may be of a model that is being loaded."""
+        is_loading = any(model.state == "loading" for model in self.served.values())
+        return is_loading if added.key is None else not added.reason
+
     def _status_of_head(self, added: AddedHead) -> ModelStatus:
         if added.key is not None and added.head is not None:
             base, classes = self.status_of(added.key), len(added.head.labels)
             return replace(base, name=added.name, classes=classes, bytes=0, default=False, taught=True)
-        is_loading = added.key is not None or any(model.state == "loading" for model in self.served.values())
-        state: ModelState = "loading" if is_loading else "failed"
-        return ModelStatus(added.name, state, added.reason, "", None, 0, None, default=False, taught=True)
+        state: ModelState = "loading" if self._waits(added) else "failed"
+        return ModelStatus(added.name, state, added.reason or _FITTED, "", None, 0, None, default=False, taught=True)
 
     def status_of(self, key: str) -> ModelStatus:
         """Return the status of the model that stands there in `served`."""
