@@ -383,7 +383,8 @@ class LocalModels(Models):
             model.on_change = self.on_change
             if before is not None:
                 self._tasks.begin(before.close())
-        self.versions[key] = Version(model.current.number, model.current.checkpoint)
+        if key in self.served:  # else it was deleted meanwhile
+            self.versions[key] = Version(model.current.number, model.current.checkpoint)
         self.results["loaded"] += 1
         self._turn.release()
         self.on_change()

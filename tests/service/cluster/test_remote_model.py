@@ -348,6 +348,22 @@ async def test_who_waits_for_a_model_that_is_deleted_meanwhile_is_told_so() -> N
 
 
 @on_a_loop
+async def test_a_model_that_is_deleted_while_its_next_version_is_loaded_is_gone() -> None:
+    async with running() as service:
+        model = await service.worker()
+        await model.put("other", {"checkpoint": "other"})
+        [device] = service.devices
+        with model.served["other"].current.request():
+            device.gate.clear()
+            replacing = asyncio.create_task(model.put("other", {"checkpoint": "next"}))
+            await until(lambda: device.models.served["other"].next)
+            await model.delete("other")
+            device.gate.set()
+            assert not await replacing
+        assert set(model.served) == set(device.models.served) == {""}
+
+
+@on_a_loop
 async def test_a_peer_that_sends_nonsense_loses_its_connection_alone(caplog: pytest.LogCaptureFixture) -> None:
     async with running() as service:
         model = await service.worker()

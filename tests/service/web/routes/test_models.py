@@ -24,7 +24,9 @@ FEW = tuple(f"few {index}" for index in range(3))
 
 
 class Named(FixedModels):
-    """Models of fake engines; what is put and deleted is noted."""
+    """Models of fake engines; what is put and deleted is noted; one is gone as soon as it is put."""
+
+    gone = ""
 
     def __init__(self, engines: dict[str, FakeEngine]) -> None:
         self.engines, self.changes = engines, list[tuple[str, str, Any]]()
@@ -44,6 +46,8 @@ class Named(FixedModels):
 
     async def put(self, name: str, what: What) -> bool:
         self.changes.append(("put", name, what))
+        if name == self.gone:
+            del self.served[name]
         return name not in self.served
 
     async def delete(self, name: str) -> None:
@@ -247,6 +251,14 @@ async def test_the_admin_key_and_the_folder_guard_what_is_loaded(tmp_path: Path)
         "checkpoint": str(tmp_path.resolve() / "v2"), "labels": str(tmp_path.resolve() / "labels.txt"),
         "image_size": (32, 32), "model_name": "few",
     }  # fmt: skip
+
+
+@on_a_loop
+async def test_who_puts_a_model_that_is_deleted_meanwhile_is_told_so() -> None:
+    service, models = several(checkpoint_folder="/")
+    models.gone = "few"
+    answer = await service.request("PUT", "/models/few", headers=ADMIN, body=b'{"checkpoint": "x"}')
+    assert (answer.status, answer.code) == (404, "unknown_model")
 
 
 @on_a_loop
