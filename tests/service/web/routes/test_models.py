@@ -210,6 +210,9 @@ async def test_the_list_names_state_backbone_classes_and_the_default() -> None:
         "taught": False,
     }  # fmt: skip
     assert (few["state"], few["reason"], few["default"]) == ("failed", "no such file", False)
+    models.engines["few"].state, models.served["few"].unloaded = "loading", True
+    assert "its memory was given back" in str((await service.get("/v2/models/few/ready")).json)
+    models.engines["few"].state, models.served["few"].unloaded = "failed", False
     index = (await service.request("POST", "/v2/repository/index")).json
     assert [(each["name"], each["state"]) for each in index] == [
         ("bare", "READY"), ("cats", "READY"), ("few", "UNAVAILABLE")
