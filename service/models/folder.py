@@ -61,7 +61,7 @@ def model_settings(written: object) -> dict[str, Any]:
         raise InvalidParameter(first_problem(error)) from None
 
 
-def read_folder(folder: Path) -> tuple[dict[str, Entry], list[str]]:
+def read_folder(folder: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     """Return the models of a folder by name, in order, and a line for each entry that is none.
 
     Raises:
@@ -73,12 +73,12 @@ def read_folder(folder: Path) -> tuple[dict[str, Entry], list[str]]:
         is_one = path.is_dir() or path.suffix.lower() in {*WEIGHTS, _TOML}
         if is_one and not path.name.startswith(".") and not is_taught_head(path):
             parts.setdefault(name, []).append(path)
-    entries, problems = dict[str, Entry](), list[str]()
+    entries, problems = dict[str, Entry](), dict[str, str]()
     for name, paths in sorted(parts.items()):
         try:
             entries[check_name(name)] = _entry(folder, name, paths)
         except (InvalidParameter, OSError, ValueError) as error:
-            problems.append(f"{paths[0]}: {error}")
+            problems[name] = f"{paths[0]}: {error}"
     return entries, problems
 
 

@@ -393,7 +393,8 @@ class LocalModels(Models):
             model.on_change = self.on_change
             if before is not None:
                 self._tasks.begin(before.close())
-        self.versions[key] = Version(model.current.number, model.current.checkpoint)
+        if key in self.served:  # else it was deleted meanwhile
+            self.versions[key] = Version(model.current.number, model.current.checkpoint)
         self.results["loaded"] += 1
         self._turn.release()
         self.on_change()
@@ -485,8 +486,8 @@ class LocalModels(Models):
 
     async def _read_again(self) -> None:
         """Bring what is served to what is configured now; a checkpoint that is no entry is loaded again."""
-        entries = configured_models(self._settings)
         before, default = self._configured, self.default_name
+        entries = configured_models(self._settings, before)
         self._configured = {default: before[default], **entries}
         for name in (before.keys() - self._configured.keys()) & self.served.keys():
             await self.delete(name)
@@ -495,7 +496,7 @@ class LocalModels(Models):
         for name, entry in entries.items():
             model = self.served.get(name)
             is_same = model is not None and model.current.checkpoint is None and before.get(name) == entry
-            if is_same and entry.files:
+            if before.get(name) is entry or (is_same and entry.files):  # broken meanwhile, or as it was
                 continue
             try:
                 if model is None:
@@ -571,10 +572,12 @@ def default_settings(settings: Settings) -> Settings:
     return settings.model_copy(update={**configured[default].settings, "model_name": default or settings.model_name})
 
 
-def configured_models(settings: Settings, *, log: int = logging.ERROR) -> dict[str, Entry]:
+def configured_models(
+    settings: Settings, before: Mapping[str, Entry] = MappingProxyType({}), *, log: int = logging.ERROR
+) -> dict[str, Entry]:
     """Return the models that settings name: of the folder, or one without a name.
 
-    Broken entries are logged at a level.
+    Broken entries are logged at a level, and are what they were before if they were there.
 
     Raises:
         SettingsError: there are none, or the default is none of them, or one is broken and that is to end the start.
@@ -585,10 +588,11 @@ def configured_models(settings: Settings, *, log: int = logging.ERROR) -> dict[s
         entries, problems = read_folder(Path(settings.models).expanduser())
     except OSError as error:
         raise SettingsError(f"VIT_MODELS={settings.models!r}: {error.strerror or error}") from None
-    for problem in problems:
+    for name, problem in problems.items():
         logger.log(log, "no model: %s", problem)
+        entries |= {name: before[name]} if name in before else {}
     if problems and settings.strict:
-        raise SettingsError(f"VIT_MODELS={settings.models!r}: {problems[0]}")
+        raise SettingsError(f"VIT_MODELS={settings.models!r}: {next(iter(problems.values()))}")
     if not entries:
         raise SettingsError(f"VIT_MODELS={settings.models!r}: there is no model in this folder")
     if settings.model_name not in (None, *entries):

@@ -40,7 +40,7 @@ def test_folders_weights_and_settings_are_models_and_nothing_else_is(tmp_path: P
             "checkpoint": str(tmp_path / "dogs.pth"),
         },
     }
-    assert read_folder(tmp_path)[1] == []
+    assert read_folder(tmp_path)[1] == {}
 
 
 def test_weights_are_what_checkpoints_may_be() -> None:
@@ -65,7 +65,8 @@ def test_a_broken_entry_is_named_in_one_line_and_the_others_are_read(
     files: dict[str, str | None], problem: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path, good=None, **files)
-    entries, [line] = read_folder(tmp_path)
+    entries, problems = read_folder(tmp_path)
+    [line] = problems.values()
     assert list(entries) == ["good"]
     assert problem in line
     assert "\n" not in line
