@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -133,6 +134,7 @@ class LocalModel(ServedModel):
     Attributes:
         is_default: whether the process serves nothing where it cannot be loaded.
         broke: whether it failed after it had served.
+        loaded: monotonic seconds of its last load, 0 before the first.
         on_change: called on the event loop when the state of the current generation changes, or another one is current.
     """
 
@@ -151,6 +153,7 @@ class LocalModel(ServedModel):
         self.current = Generation(make(checkpoint), number, checkpoint)
         self.next: Generation[ModelEngine] | None = None
         self.is_default, self.broke = True, False
+        self.loaded = 0.0
         self._last_used: float | None = None
         self._make = make
         self._on_retired = on_retired
@@ -251,7 +254,7 @@ class LocalModel(ServedModel):
         return ended
 
     def _changed(self, generation: Generation[ModelEngine], ended: asyncio.Event) -> None:
-        status = generation.engine.status
+        status, self.loaded = generation.engine.status, time.monotonic()
         if generation is self.current:
             self.broke = status.state == "failed" and ended.is_set()
             if self.broke or (status.state == "failed" and self.is_default):

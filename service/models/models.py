@@ -308,6 +308,7 @@ class LocalModels(Models):
         self._turn = asyncio.Lock()
         self._under_way: dict[str, asyncio.Task[None]] = {}
         self._sizes: dict[str, int] = {}
+        self._waiters: Counter[str] = Counter()
         self._is_full = False
 
     @property
@@ -334,9 +335,13 @@ class LocalModels(Models):
     async def available(self, name: str | None) -> None:
         """Return when the model answers, which is loaded if it is not; see `Models.available`."""
         key = self.key(name)
-        while key in self.served and self.served[key].state in ("loading", "unloaded"):
-            under_way = self._under_way.get(key)
-            await asyncio.shield(self._begin(key) if under_way is None or under_way.done() else under_way)
+        self._waiters[key] += 1
+        try:
+            while key in self.served and self.served[key].state in ("loading", "unloaded"):
+                under_way = self._under_way.get(key)
+                await asyncio.shield(self._begin(key) if under_way is None or under_way.done() else under_way)
+        finally:
+            self._waiters[key] -= 1
         if key not in self.served:
             raise UnknownModel(f"{key!r}: the model was deleted")
         if self.served[key].state != "ready":
@@ -535,9 +540,9 @@ class LocalModels(Models):
         for model in self.served.values():
             if model.state == "ready" and model.info is not None:
                 users.setdefault(model.info.backbone, []).append(model)
-        kept = {self.served[key].info for key in (but, self.default_name) if key in self.served}
+        kept = {self.served[key].info for key in self.served if key in (but, self.default_name) or self._waiters[key]}
         idle = [
-            (max(model.last_used or 0.0 for model in models), backbone)
+            (max(max(model.last_used or 0.0, model.loaded) for model in models), backbone)
             for backbone, models in users.items()
             if not any(model.current.engine.backbone.engine.busy for model in models)
             and backbone not in {info.backbone for info in kept if info is not None}

@@ -157,6 +157,26 @@ async def test_a_backbone_is_unloaded_for_another_least_recently_used_first_but_
 
 
 @on_a_loop
+async def test_what_was_loaded_last_is_not_unloaded_first(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b", "c", "d", models_bytes="300") as (models, _):
+        await ask(models, "b")
+        await ask(models, "c")
+        await models.available("d")  # in the place of b
+        await models.available("b")
+        assert states(models) == {"a": "ready", "b": "ready", "c": "unloaded", "d": "ready"}
+
+
+@on_a_loop
+async def test_what_is_loaded_for_who_waits_answers_them_before_it_is_unloaded(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, disk):
+        await models.unload("b")
+        results = await asyncio.gather(ask(models, "b"), ask(models, "c"), return_exceptions=True)
+        assert results[0] == 1
+        assert isinstance(results[1], ModelsFull)
+        assert disk.loads.count("b") == 2
+
+
+@on_a_loop
 async def test_none_with_work_is_unloaded_and_who_finds_no_memory_is_told_so(tmp_path: Path) -> None:
     async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, disk):
         busy = disk.live["b"]
