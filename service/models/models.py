@@ -514,8 +514,8 @@ class LocalModels(Models):
     async def _make_room(self, key: str, size: int) -> None:
         """Unload backbones until so many bytes fit beside the others; raises `ModelsFull`."""
         most = self._settings.models_bytes
-        while most is not None and sum(self.backbones().values()) + size > most:
-            await self._evict(key)
+        while most is not None and (too_much := sum(self.backbones().values()) + size - most) > 0:
+            await self._evict(key, too_much)
 
     async def _fit(self, key: str, *, evict: bool) -> None:
         """Unload others if there is too much now that a model is loaded, or that model; raises `ModelsFull`."""
@@ -534,8 +534,12 @@ class LocalModels(Models):
                 await model.unload()
             raise
 
-    async def _evict(self, but: str) -> None:
-        """Unload the backbone that is unused for longest, of those that have no work; raises `ModelsFull`."""
+    async def _evict(self, but: str, too_much: int) -> None:
+        """Unload the backbone that is unused for longest, of those that have no work.
+
+        Raises:
+            ModelsFull: all of them together would not give back so many bytes.
+        """
         users: dict[str, list[LocalModel]] = {}
         for model in self.served.values():
             if model.state == "ready" and model.info is not None:
@@ -547,7 +551,8 @@ class LocalModels(Models):
             if not any(model.current.engine.backbone.engine.busy for model in models)
             and backbone not in {info.backbone for info in kept if info is not None}
         ]
-        if not idle:
+        loaded = self.backbones()
+        if sum(loaded.get(backbone, 0) for _, backbone in idle) < too_much:
             raise ModelsFull("there is no memory for this model beside those that are in use")
         _, backbone = min(idle)
         self.results["evicted"] += 1

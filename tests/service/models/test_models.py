@@ -177,6 +177,18 @@ async def test_what_is_loaded_for_who_waits_answers_them_before_it_is_unloaded(t
 
 
 @on_a_loop
+async def test_a_model_that_cannot_fit_costs_the_others_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b", "c", models_bytes="300") as (models, disk):
+        disk.live["big"] = FakePredictor(size=250)
+        for _ in range(2):  # when its size is not known yet, and when it is
+            with pytest.raises(ModelsFull):
+                await models.put("d", {"checkpoint": "big"})
+            with pytest.raises(ModelsFull):
+                await models.available("d")
+            assert states(models) == {"a": "ready", "b": "ready", "c": "ready", "d": "unloaded"}
+
+
+@on_a_loop
 async def test_none_with_work_is_unloaded_and_who_finds_no_memory_is_told_so(tmp_path: Path) -> None:
     async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, disk):
         busy = disk.live["b"]
