@@ -45,13 +45,14 @@ class Generation(Generic[E_co]):
         number: counts up with each version that is loaded.
         checkpoint: what was loaded; None: the configured checkpoint.
         requests: those that have not ended.
+        held: how many of them only keep it for another process, which may have no work for it.
     """
 
     def __init__(self, engine: E_co, number: int = 1, checkpoint: What = None) -> None:
         self._engine = engine
         self.number = number
         self.checkpoint = checkpoint
-        self.requests = 0
+        self.requests = self.held = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -61,14 +62,16 @@ class Generation(Generic[E_co]):
         return self._engine
 
     @contextmanager
-    def request(self) -> Iterator[None]:
+    def request(self, *, held: bool = False) -> Iterator[None]:
         """Keep the generation until the context ends, whatever takes over meanwhile."""
         self.requests += 1
+        self.held += held
         self._idle.clear()
         try:
             yield
         finally:
             self.requests -= 1
+            self.held -= held
             if not self.requests:
                 self._idle.set()
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from model.heads import Head, with_labels
 from service.engine.backbones import ModelEngine, What
@@ -35,11 +35,14 @@ from service.errors import (
     UnknownModel,
 )
 from service.models.folder import Entry, read_folder
-from service.models.model import UNDER_WAY, Loads, LocalModel, ModelState, ServedModel
+from service.models.model import UNDER_WAY, Generation, Loads, LocalModel, ModelState, ServedModel
 from service.models.tasks import Tasks
 from service.settings import Settings
 
 logger = logging.getLogger("vitserve")
+
+_LEAVE_SECONDS: Final = 1.0
+"""Seconds in which a load waits for the last requests of what was unloaded for it; then there is no memory for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +312,7 @@ class LocalModels(Models):
         self._under_way: dict[str, asyncio.Task[None]] = {}
         self._sizes: dict[str, int] = {}
         self._waiters: Counter[str] = Counter()
+        self._leaving: set[Generation[ModelEngine]] = set()
         self._is_full = False
 
     @property
@@ -409,8 +413,10 @@ class LocalModels(Models):
         """Give a model's memory back; see `Models.unload`."""
         self._require_changeable(name)
         async with self._turn:
-            if self.find(name).state == "ready":
-                await self.served[name].unload()
+            if self.find(name).state != "ready":
+                return
+            leaving = self._tasks.begin(self._leave([self.served[name]]))
+        await asyncio.shield(leaving)
 
     async def delete(self, name: str) -> None:
         """Remove a model; see `Models.delete`."""
@@ -509,12 +515,28 @@ class LocalModels(Models):
         """Return what a model would take, as far as it is known: nothing beside others of its backbone."""
         model = self.served.get(key)
         info = None if model is None else model.info
-        return 0 if info is None or info.backbone in self.backbones() else self._sizes.get(info.backbone, 0)
+        return 0 if info is None or info.backbone in self._loaded() else self._sizes.get(info.backbone, 0)
+
+    def _loaded(self) -> dict[str, int]:
+        """Return the bytes of each backbone that is loaded, with those that only end their last requests."""
+        engines = (generation.engine for generation in self._leaving)
+        return {engine.info.backbone: engine.size for engine in engines if engine.info} | self.backbones()
+
+    async def _leave(self, models: list[LocalModel]) -> None:
+        """Unload models, whose memory counts until their last requests have ended."""
+        leaving = {model.current for model in models}
+        self._leaving |= leaving
+        await asyncio.gather(*(model.unload() for model in models))
+        self._leaving -= leaving
+
+    async def _give_back(self, models: list[LocalModel]) -> None:
+        """Unload models, but do not wait long for their last requests: other loads wait for their turn."""
+        await asyncio.wait([self._tasks.begin(self._leave(models))], timeout=_LEAVE_SECONDS)
 
     async def _make_room(self, key: str, size: int) -> None:
         """Unload backbones until so many bytes fit beside the others; raises `ModelsFull`."""
         most = self._settings.models_bytes
-        while most is not None and (too_much := sum(self.backbones().values()) + size - most) > 0:
+        while most is not None and (too_much := sum(self._loaded().values()) + size - most) > 0:
             await self._evict(key, too_much)
 
     async def _fit(self, key: str, *, evict: bool) -> None:
@@ -528,10 +550,10 @@ class LocalModels(Models):
             if evict:
                 await self._make_room(key, 0)
             elif model is not self.default:
-                await model.unload()
+                await self._give_back([model])
         except ModelsFull:
             if model is not self.default:
-                await model.unload()
+                await self._give_back([model])
             raise
 
     async def _evict(self, but: str, too_much: int) -> None:
@@ -548,7 +570,8 @@ class LocalModels(Models):
         idle = [
             (max(max(model.last_used or 0.0, model.loaded) for model in models), backbone)
             for backbone, models in users.items()
-            if not any(model.current.engine.backbone.engine.busy for model in models)
+            if not any(model.current.requests > model.current.held for model in models)
+            and not any(model.current.engine.backbone.engine.busy for model in models)
             and backbone not in {info.backbone for info in kept if info is not None}
         ]
         loaded = self.backbones()
@@ -557,7 +580,7 @@ class LocalModels(Models):
         _, backbone = min(idle)
         self.results["evicted"] += 1
         logger.info("backbone %s is unloaded: others need its memory", backbone)
-        await asyncio.gather(*(model.unload() for model in users[backbone]))
+        await self._give_back(users[backbone])
 
 
 def _default_of(settings: Settings, configured: Mapping[str, Entry]) -> str:

@@ -205,6 +205,36 @@ async def test_none_with_work_is_unloaded_and_who_finds_no_memory_is_told_so(tmp
 
 
 @on_a_loop
+async def test_a_model_whose_request_still_arrives_is_not_unloaded_for_others(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, _):
+        with models.find("b").current.request():
+            with pytest.raises(ModelsFull):
+                await models.available("c")
+            assert states(models)["b"] == "ready"
+
+
+@on_a_loop
+async def test_who_ends_slowly_keeps_no_other_load_waiting_and_the_memory_counts_until_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.models.models._LEAVE_SECONDS", 0.0)
+    async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, _):
+        with models.find("b").current.request(held=True):
+            with pytest.raises(ModelsFull):
+                await models.available("c")
+            assert states(models) == {"a": "ready", "b": "unloaded", "c": "unloaded"}
+            assert await models.put("a", {"checkpoint": "a.1"}) is False
+            await ask(models, "b")
+            unloading = asyncio.create_task(models.unload("b"))
+            await until(lambda: states(models)["b"] == "unloaded")
+            assert await models.put("a", {"checkpoint": "a.2"}) is False
+        await unloading
+        await until(lambda: sum(models._loaded().values()) == 100)
+        await ask(models, "c")
+        assert states(models) == {"a": "ready", "b": "unloaded", "c": "ready"}
+
+
+@on_a_loop
 async def test_an_unloaded_model_answers_who_was_admitted_and_is_loaded_again_for_the_next(tmp_path: Path) -> None:
     async with running(tmp_path, "a", "b") as (models, disk):
         generation = models.find("b").current
