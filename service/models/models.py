@@ -358,14 +358,19 @@ class LocalModels(Models):
     async def prepare(self, name: str, what: What, *, in_turn: bool = False) -> bool:
         """Load a model, which `take_over` lets answer and `discard` gives up; return whether the name is new.
 
-        Whoever cancels this call discards it. Raises as `put`; with `in_turn` what is being loaded is waited for.
+        Whoever cancels this call discards it. Raises as `put`; with `in_turn` what is being loaded is waited for,
+        and None is what is configured. Else it is that for the default model alone, and for another what it serves.
         """
         if self._turn.locked() and not in_turn:
             raise SwapUnderWay(UNDER_WAY)
         await self._turn.acquire()
         key = self.place(name)
         existing = self.served.get(key)
-        if what is None and existing is not None and key not in self._configured:
+        if (
+            what is None
+            and existing is not None
+            and (key not in self._configured or (not in_turn and existing is not self.default))
+        ):
             what = existing.current.checkpoint
         try:
             await self._make_room(key, self._needed(key))

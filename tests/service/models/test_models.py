@@ -283,12 +283,13 @@ async def test_a_put_adds_replaces_or_leaves_what_serves(tmp_path: Path) -> None
 
 
 @on_a_loop
-async def test_a_model_that_no_entry_configures_is_loaded_again_as_it_was(tmp_path: Path) -> None:
-    async with running(tmp_path, "a") as (models, disk):
-        await models.put("new", {"checkpoint": "x"})
-        await models.unload("new")
-        await models.put("new", None)
-        assert disk.loads == ["a", "x", "x"]
+@pytest.mark.parametrize("name", ["new", "b"])
+async def test_what_was_unloaded_is_loaded_again_as_it_was(name: str, tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b") as (models, disk):
+        await models.put(name, {"checkpoint": "x"})
+        await models.unload(name)
+        await models.put(name, None)
+        assert disk.loads == ["a", "b", "x", "x"]
 
 
 @on_a_loop
