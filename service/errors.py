@@ -65,7 +65,7 @@ class HeadWithoutBackbone(ServiceError):
 
 
 class NameTaken(ServiceError):
-    """A model and a head cannot have the same name."""
+    """Two models, or a model and a head, cannot have the same name."""
 
 
 class CheckpointRefused(ServiceError):

@@ -29,6 +29,7 @@ from service.errors import (
     EngineUnavailable,
     Forbidden,
     ModelsFull,
+    NameTaken,
     ServiceError,
     SettingsError,
     SwapUnderWay,
@@ -216,6 +217,7 @@ class Models(ABC):
             SwapUnderWay: another one is being loaded.
             EngineUnavailable: no model is ready yet.
             ModelsFull: there is no memory for it.
+            NameTaken: it would be called as another model.
             Forbidden: the set is fixed.
         """
 
@@ -377,6 +379,9 @@ class LocalModels(Models):
             if existing is not None and (existing.state == "ready" or existing is self.default):
                 self._prepared = key, existing
                 await existing.prepare(what)
+                info = existing.next and existing.next.engine.info
+                if info is not None and not key and (info.name in self.served or info.name in self.added):
+                    raise NameTaken(f"{info.name}: another model has the name of this checkpoint")
             else:
                 self._prepared = key, self._model(key, Version(self._version(key).number + 1, what))
                 if reason := await self._prepared[1].bring():

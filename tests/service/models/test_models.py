@@ -20,6 +20,7 @@ from service.errors import (
     DefaultModel,
     EngineUnavailable,
     ModelsFull,
+    NameTaken,
     SwapUnderWay,
     UnknownModel,
 )
@@ -64,12 +65,13 @@ class Disk:
 
 @asynccontextmanager
 async def running(folder: Path, *names: str, **settings: Any) -> AsyncIterator[tuple[LocalModels, Disk]]:
+    """The models of a folder; without names, of the one checkpoint."""
     disk = Disk()
     broken = [name for name in names if name.startswith("!")]
     disk.broken = {name[1:] for name in broken}
     for name in names:
         (folder / name.removeprefix("!")).mkdir()
-    own = load_settings({"models": str(folder), **settings})
+    own = load_settings({"models": str(folder) if names else None, **settings})
     pool = Backbones(own, disk.load, lambda _: None)
     models = LocalModels(own, pool.engine, configured_models(own), on_retired=disk.retire)
     models.start(lambda: None)
@@ -350,3 +352,15 @@ async def test_who_waits_for_a_model_that_is_deleted_meanwhile_is_told_so(tmp_pa
         with pytest.raises(UnknownModel, match="'b': the model was deleted"):
             await waiting
         assert states(models) == {"a": "ready"}
+
+
+@on_a_loop
+async def test_the_default_is_not_called_as_another_model(tmp_path: Path) -> None:
+    async with running(tmp_path, checkpoint="a") as (models, disk):
+        await models.put("p", {"checkpoint": "x"})
+        with pytest.raises(NameTaken):
+            await models.put("a", "p")
+        assert states(models) == {"a": "ready", "p": "ready"}
+        await until(lambda: set(disk.live["a"].heads) == {"a"})
+        assert not await models.put("a", "b")
+        assert states(models) == {"b": "ready", "p": "ready"}
