@@ -142,6 +142,26 @@ class Examples:
             db.execute("UPDATE heads SET revision = revision + 1 WHERE id = ?", [head.id])
             return _counts(db, head.id)
 
+    def relabel(self, head: HeadRow, number: int, label: str) -> dict[str, int]:
+        """Put an example under another label, which has it once then; return how many each label has.
+
+        Raises:
+            NotFound: there is no such example.
+            HeadFull: the head has as many labels as it may.
+        """
+        with self._transaction() as db:
+            moved = "UPDATE examples SET label = ? WHERE head = ? AND number = ?"
+            if not db.execute(moved, [label, head.id, number]).rowcount:
+                raise NotFound(f"{head.name}: there is no such example")
+            same = "SELECT label, features FROM examples WHERE head = :head AND number = :number"
+            copies = f"DELETE FROM examples WHERE head = :head AND number != :number AND (label, features) = ({same})"
+            db.execute(copies, {"head": head.id, "number": number})
+            db.execute("UPDATE heads SET revision = revision + 1 WHERE id = ?", [head.id])
+            counts = _counts(db, head.id)
+            if len(counts) > MAX_LABELS:
+                raise HeadFull(f"{head.name}: a head has at most {MAX_LABELS} labels")
+            return counts
+
     def heads(self) -> dict[str, HeadRow]:
         """Return all heads by name."""
         with self._transaction("BEGIN") as db:

@@ -103,7 +103,7 @@ class ApiKeyMiddleware:
         is_http = scope["type"] == "http"
         if is_http and not (scope["path"] in self._public or needs_admin_key(scope["method"], scope["path"])):
             authorization = Headers(scope=scope).get("authorization", "")
-            is_admin = scope["path"].startswith(_HEADS) and holds_admin_key(authorization, self._settings)
+            is_admin = f"{scope['path']}/".startswith(_HEADS) and holds_admin_key(authorization, self._settings)
             key = None if is_admin else self._guard.find(authorization)
             if key is not None:
                 request_context(scope).key_name = self._guard.name(key)

@@ -284,6 +284,12 @@ def test_keys_teach_their_own_heads_and_the_admin_key_all(serve: Serve, tmp_path
     assert server.get("/heads/colours/examples", headers=bob).json()["examples"][0]["who"] == "alice"
     assert teach(server, "red", [picture(RED, 2)], headers=bob).status_code == 403
     assert teach(server, "red", [picture(RED, 2)], headers=ADMIN).status_code == 201
+    assert server.get("/heads", headers=ADMIN).json()["heads"] == ["colours"]
+    path = "/heads/colours/examples/13"
+    assert server.client.put(path, params={"label": "blue"}, headers=bob).status_code == 403
+    assert server.client.put(path, params={"label": " "}, headers=alice).status_code == 422
+    moved = server.client.put(path, params={"label": "blue"}, headers=alice)
+    assert moved.json() == {"head": "colours", "examples": {"red": 6, "blue": 7}}
     for path in ("/heads/colours/examples/1", "/heads/colours"):
         refused = server.client.delete(path, headers=alice)
         assert (refused.status_code, refused.json()["code"]) == (403, "forbidden")

@@ -53,6 +53,7 @@ export class Teaching {
     this.labels.clear();
     byId("labels-list").replaceChildren();
     byId("suspects").replaceChildren();
+    byId("suspects-title").hidden = byId("not-mended").hidden = true;
     byId("known").textContent = "Give each of two labels two pictures at least; twenty are better.";
     byId("tried").textContent = "";
     byId("tryout").hidden = true;
@@ -127,7 +128,8 @@ export class Teaching {
   }
 
   showCounts(examples) {
-    for (const [label, count] of Object.entries(examples)) this.addLabel(label).count.textContent = counted(count, "picture");
+    for (const label of Object.keys(examples)) this.addLabel(label);
+    for (const [label, { count }] of this.labels) count.textContent = label in examples ? counted(examples[label], "picture") : "no pictures yet";
   }
 
   /** Look at the head until it is fitted to all that it was given. */
@@ -164,7 +166,8 @@ export class Teaching {
   }
 
   suspect({ number, label, likely }) {
-    const file = this.sent.get(`${this.name} ${number}`);
+    const head = this.name;
+    const file = this.sent.get(`${head} ${number}`);
     const question = `${file ? file.name : `example ${number}`}: ${label}, or rather ${likely}?`;
     const item = make("li", { textContent: `${question} ` });
     if (file) {
@@ -172,20 +175,22 @@ export class Teaching {
       image.addEventListener("load", () => URL.revokeObjectURL(image.src), { once: true });
       item.prepend(image);
     }
-    const button = (text, action) => {
+    const button = (text, method, query) => {
       const made = make("button", { type: "button", textContent: text, ariaLabel: `${text}: ${question}` });
       made.addEventListener("click", async () => {
-        made.disabled = true;
-        try { await action(); } catch (error) { this.tell(`${error.message} ${error.detail ?? ""}`); }
+        made.disabled = byId("not-mended").hidden = true;
+        try {
+          this.showCounts((await send(method, `heads/${encodeURIComponent(head)}/examples/${number}`, { query })).examples);
+          await this.look();
+        } catch (error) {
+          byId("not-mended").textContent = `${error.message} ${error.detail ?? ""}`;
+          made.disabled = byId("not-mended").hidden = false;
+        }
       });
       item.append(made, " ");
     };
-    const remove = async () => {
-      this.showCounts((await send("DELETE", `heads/${encodeURIComponent(this.name)}/examples/${number}`)).examples);
-      await this.look();
-    };
-    if (file) button(`It is ${likely}`, async () => { this.add(likely, [file]); await remove(); });
-    button("Remove", remove);
+    button(`It is ${likely}`, "PUT", { label: likely });
+    button("Remove", "DELETE");
     return item;
   }
 

@@ -44,10 +44,15 @@ _EMBEDDING: Final = RequestedOutputs(1, embedding=EmbeddingRequest())
 _FILE: Final = {"content": {"application/octet-stream": {"schema": BINARY}}, "description": "One safetensors file"}
 
 
-class ExampleQuery(BaseModel, frozen=True):
-    """The query of POST /heads/NAME/examples."""
+class LabelQuery(BaseModel, frozen=True):
+    """The query of PUT /heads/NAME/examples/N."""
 
     label: Annotated[str, Field(description="what is on the pictures")]
+
+
+class ExampleQuery(LabelQuery, frozen=True):
+    """The query of POST /heads/NAME/examples."""
+
     id: Annotated[
         str | Absent, Field(description="a kept picture, from the answer of /classify, instead of a body")
     ] = None
@@ -84,8 +89,8 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
     [label] = checked_texts([query.label], "label", 1)
     head = (await asyncio.to_thread(examples.heads)).get(name)
     key, backbone = request_context(request.scope).key_name or "", query.backbone
-    if head is not None and head.owner not in ("", key) and service.settings.api_keys:
-        _require_admin(request)
+    if head is not None:
+        _require_own(request, head)
     if head is not None and backbone is None:
         backbone = service.models.name_of(service.taught.base(head))
     model = await model_of(request, backbone)
@@ -112,6 +117,22 @@ async def list_examples(request: Request) -> Response:
         return to_json(ExampleList(head=head.name, examples=examples.listed(head)))
 
     return Response(await asyncio.to_thread(write), media_type="application/json")
+
+
+@router.put(
+    "/heads/{name}/examples/{number:int}",
+    response_model=ExampleCounts,
+    openapi_extra={"parameters": [NAME, _NUMBER]},
+    responses=problems(403, 404, 409, 422),
+)
+async def relabel_example(request: Request, query: Annotated[LabelQuery, Query()]) -> ExampleCounts:
+    """Put an example of a head under another label, in one step; the head is fitted again."""
+    examples, head = await _found(request)
+    _require_own(request, head)
+    [label] = checked_texts([query.label], "label", 1)
+    counts = await asyncio.to_thread(examples.relabel, head, request.path_params["number"], label)
+    service_of(request).taught.changed()
+    return ExampleCounts(head=head.name, examples=counts)
 
 
 @router.delete(
@@ -197,6 +218,13 @@ async def _found(request: Request) -> tuple[Examples, HeadRow]:
     """Return the head of a path, and where its examples are; raises `NotFound`."""
     examples = _examples(request)
     return examples, await asyncio.to_thread(examples.head, request.path_params["name"])
+
+
+def _require_own(request: Request, head: HeadRow) -> None:
+    """Raise `Forbidden` where keys are set, and the request has neither the head's own key nor the admin key."""
+    key = request_context(request.scope).key_name or ""
+    if head.owner not in ("", key) and service_of(request).settings.api_keys:
+        _require_admin(request)
 
 
 def _require_admin(request: Request) -> None:

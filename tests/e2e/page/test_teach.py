@@ -16,6 +16,7 @@ from PIL import Image
 from tests.e2e.page.browser import Browser, Page, expect, tab
 from tests.e2e.page.steps import CAT, DOG, PHONE, Open, answers, choose, send_event
 from tests.e2e.serving import Served
+from tests.launcher import until
 
 pytestmark = pytest.mark.timeout(180)  # a server and a browser start
 
@@ -26,6 +27,18 @@ def teaching(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iter
     folder = tmp_path_factory.mktemp("teaching")
     options: dict[str, Any] = {"checkpoint": "bundled", "device": "cpu", "compile": "off", "request_timeout": 60}
     served = Served(folder / "server.log", warm=True, teach=folder / "taught", **options)
+    yield served
+    served.kill()
+
+
+@pytest.fixture(scope="module")
+def keyed(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Serves the bundled model behind a key, and learns."""
+    folder = tmp_path_factory.mktemp("keyed")
+    options: dict[str, Any] = {"checkpoint": "bundled", "device": "cpu", "compile": "off", "request_timeout": 60}
+    options |= {"api_keys": "own", "admin_key": "admin", "metrics_public": True}
+    served = Served(folder / "server.log", teach=folder / "taught", **options)
+    until(lambda: served.get("/readyz").status_code == 200)
     yield served
     served.kill()
 
@@ -106,6 +119,33 @@ def test_a_wrong_label_is_shown_and_moved(open_teaching: Open) -> None:
         expect(page.locator("#suspects li", has_text="wrong.jpg")).to_have_count(0)
         expect(page.locator("#labels-list li").first).to_contain_text("9 pictures")
         expect(page.locator("#labels-list li").last).to_contain_text("8 pictures")
+
+
+def test_a_key_that_may_not_delete_moves_a_wrong_label_and_is_told_why_it_removes_none(
+    browser: Browser, keyed: Served
+) -> None:
+    with tab(browser, f"{keyed.url}/") as found:
+        found.refusals_expected = True
+        page = found.page
+        page.locator("#key").fill("own")
+        page.get_by_role("button", name="Use this key").click()
+        expect(page.locator("#tab-teach")).to_be_visible()
+        begin(page, "keyed")
+        wrong, other, *dogs = parts(DOG, 10, seed=1)
+        give(page, "dog", dogs)
+        give(page, "cat", [*parts(CAT, 8, seed=1), wrong | {"name": "wrong.jpg"}, other | {"name": "other.jpg"}])
+        learned(page, 18)
+        suspects = page.locator("#suspects li")
+        expect(suspects).to_have_count(2)
+        page.get_by_role("button", name="Remove: wrong.jpg").click()
+        expect(page.locator("#not-mended")).to_have_text(re.compile("the admin key is needed"))
+        page.get_by_role("button", name="It is dog: other.jpg").click()
+        expect(page.locator("#not-mended")).to_be_hidden()
+        expect(page.locator("#labels-list li").first).to_contain_text("9 pictures")
+        expect(page.locator("#labels-list li").last).to_contain_text("9 pictures")
+        expect(suspects.filter(has_text="other.jpg")).to_have_count(0)
+        listed = keyed.get("/heads/keyed/examples", headers={"Authorization": "Bearer own"}).json()["examples"]
+        assert sorted(each["label"] for each in listed) == ["cat"] * 9 + ["dog"] * 9
 
 
 def test_what_is_no_picture_stays_listed_with_why(open_teaching: Open) -> None:

@@ -59,6 +59,21 @@ def test_a_number_is_never_given_again(store: Examples) -> None:
         store.remove(head, 2)
 
 
+def test_an_example_goes_under_another_label_where_it_is_once(store: Examples, monkeypatch: pytest.MonkeyPatch) -> None:
+    add(store, "cat", 2)
+    add(store, "dog", 2)
+    before = store.head("pets")
+    assert store.relabel(before, 1, "dog") == {"dog": 2, "cat": 1}
+    assert [(each.number, each.label) for each in store.listed(before)] == [(1, "dog"), (2, "cat"), (4, "dog")]
+    assert store.head("pets").revision == before.revision + 1
+    with pytest.raises(NotFound, match="no such example"):
+        store.relabel(before, 3, "dog")
+    monkeypatch.setattr(module, "MAX_LABELS", 2)
+    with pytest.raises(HeadFull, match="at most 2 labels"):
+        store.relabel(before, 1, "cow")
+    assert store.state(before)[0] == {"dog": 2, "cat": 1}
+
+
 def test_a_deleted_head_is_gone_and_a_fit_of_it_is_not_kept(store: Examples) -> None:
     add(store)
     before = store.head("pets")
