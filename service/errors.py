@@ -69,7 +69,7 @@ class HeadWithoutExamples(ServiceError):
 
 
 class NameTaken(ServiceError):
-    """A model and a head cannot have the same name."""
+    """Two models, or a model and a head, cannot have the same name."""
 
 
 class CheckpointRefused(ServiceError):

@@ -31,19 +31,22 @@ from service.errors import (
     HeadWithoutBackbone,
     HeadWithoutExamples,
     ModelsFull,
+    NameTaken,
     ServiceError,
     SettingsError,
     SwapUnderWay,
     UnknownModel,
 )
 from service.models.folder import Entry, read_folder
-from service.models.model import UNDER_WAY, Loads, LocalModel, ModelState, ServedModel
+from service.models.model import UNDER_WAY, Generation, Loads, LocalModel, ModelState, ServedModel
 from service.models.tasks import Tasks
 from service.settings import Settings
 
 logger = logging.getLogger("vitserve")
 
 _FITTED: Final = "it is being fitted"
+_LEAVE_SECONDS: Final = 1.0
+"""Seconds in which a load waits for the last requests of what was unloaded for it; then there is no memory for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +222,7 @@ class Models(ABC):
             SwapUnderWay: another one is being loaded.
             EngineUnavailable: no model is ready yet.
             ModelsFull: there is no memory for it.
+            NameTaken: it would be called as another model.
             Forbidden: the set is fixed.
         """
 
@@ -318,6 +322,8 @@ class LocalModels(Models):
         self._turn = asyncio.Lock()
         self._under_way: dict[str, asyncio.Task[None]] = {}
         self._sizes: dict[str, int] = {}
+        self._waiters: Counter[str] = Counter()
+        self._leaving: set[Generation[ModelEngine]] = set()
         self._is_full = False
 
     @property
@@ -344,9 +350,13 @@ class LocalModels(Models):
     async def available(self, name: str | None) -> None:
         """Return when the model answers, which is loaded if it is not; see `Models.available`."""
         key = self.key(name)
-        while key in self.served and self.served[key].state in ("loading", "unloaded"):
-            under_way = self._under_way.get(key)
-            await asyncio.shield(self._begin(key) if under_way is None or under_way.done() else under_way)
+        self._waiters[key] += 1
+        try:
+            while key in self.served and self.served[key].state in ("loading", "unloaded"):
+                under_way = self._under_way.get(key)
+                await asyncio.shield(self._begin(key) if under_way is None or under_way.done() else under_way)
+        finally:
+            self._waiters[key] -= 1
         if key not in self.served:
             raise UnknownModel(f"{key!r}: the model was deleted")
         if self.served[key].state != "ready":
@@ -359,20 +369,28 @@ class LocalModels(Models):
     async def prepare(self, name: str, what: What, *, in_turn: bool = False) -> bool:
         """Load a model, which `take_over` lets answer and `discard` gives up; return whether the name is new.
 
-        Whoever cancels this call discards it. Raises as `put`; with `in_turn` what is being loaded is waited for.
+        Whoever cancels this call discards it. Raises as `put`; with `in_turn` what is being loaded is waited for,
+        and None is what is configured. Else it is that for the default model alone, and for another what it serves.
         """
         if self._turn.locked() and not in_turn:
             raise SwapUnderWay(UNDER_WAY)
         await self._turn.acquire()
         key = self.place(name)
         existing = self.served.get(key)
-        if what is None and existing is not None and key not in self._configured:
+        if (
+            what is None
+            and existing is not None
+            and (key not in self._configured or (not in_turn and existing is not self.default))
+        ):
             what = existing.current.checkpoint
         try:
             await self._make_room(key, self._needed(key))
             if existing is not None and (existing.state == "ready" or existing is self.default):
                 self._prepared = key, existing
                 await existing.prepare(what)
+                info = existing.next and existing.next.engine.info
+                if info is not None and not key and (info.name in self.served or info.name in self.added):
+                    raise NameTaken(f"{info.name}: another model has the name of this checkpoint")
             else:
                 self._prepared = key, self._model(key, Version(self._version(key).number + 1, what))
                 if reason := await self._prepared[1].bring():
@@ -415,8 +433,10 @@ class LocalModels(Models):
         """Give a model's memory back; see `Models.unload`."""
         self._require_changeable(name)
         async with self._turn:
-            if self.find(name).state == "ready":
-                await self.served[name].unload()
+            if self.find(name).state != "ready":
+                return
+            leaving = self._tasks.begin(self._leave([self.served[name]]))
+        await asyncio.shield(leaving)
 
     async def delete(self, name: str) -> None:
         """Remove a model; see `Models.delete`."""
@@ -515,13 +535,29 @@ class LocalModels(Models):
         """Return what a model would take, as far as it is known: nothing beside others of its backbone."""
         model = self.served.get(key)
         info = None if model is None else model.info
-        return 0 if info is None or info.backbone in self.backbones() else self._sizes.get(info.backbone, 0)
+        return 0 if info is None or info.backbone in self._loaded() else self._sizes.get(info.backbone, 0)
+
+    def _loaded(self) -> dict[str, int]:
+        """Return the bytes of each backbone that is loaded, with those that only end their last requests."""
+        engines = (generation.engine for generation in self._leaving)
+        return {engine.info.backbone: engine.size for engine in engines if engine.info} | self.backbones()
+
+    async def _leave(self, models: list[LocalModel]) -> None:
+        """Unload models, whose memory counts until their last requests have ended."""
+        leaving = {model.current for model in models}
+        self._leaving |= leaving
+        await asyncio.gather(*(model.unload() for model in models))
+        self._leaving -= leaving
+
+    async def _give_back(self, models: list[LocalModel]) -> None:
+        """Unload models, but do not wait long for their last requests: other loads wait for their turn."""
+        await asyncio.wait([self._tasks.begin(self._leave(models))], timeout=_LEAVE_SECONDS)
 
     async def _make_room(self, key: str, size: int) -> None:
         """Unload backbones until so many bytes fit beside the others; raises `ModelsFull`."""
         most = self._settings.models_bytes
-        while most is not None and sum(self.backbones().values()) + size > most:
-            await self._evict(key)
+        while most is not None and (too_much := sum(self._loaded().values()) + size - most) > 0:
+            await self._evict(key, too_much)
 
     async def _fit(self, key: str, *, evict: bool) -> None:
         """Unload others if there is too much now that a model is loaded, or that model; raises `ModelsFull`."""
@@ -534,31 +570,37 @@ class LocalModels(Models):
             if evict:
                 await self._make_room(key, 0)
             elif model is not self.default:
-                await model.unload()
+                await self._give_back([model])
         except ModelsFull:
             if model is not self.default:
-                await model.unload()
+                await self._give_back([model])
             raise
 
-    async def _evict(self, but: str) -> None:
-        """Unload the backbone that is unused for longest, of those that have no work; raises `ModelsFull`."""
+    async def _evict(self, but: str, too_much: int) -> None:
+        """Unload the backbone that is unused for longest, of those that have no work.
+
+        Raises:
+            ModelsFull: all of them together would not give back so many bytes.
+        """
         users: dict[str, list[LocalModel]] = {}
         for model in self.served.values():
             if model.state == "ready" and model.info is not None:
                 users.setdefault(model.info.backbone, []).append(model)
-        kept = {self.served[key].info for key in (but, self.default_name) if key in self.served}
+        kept = {self.served[key].info for key in self.served if key in (but, self.default_name) or self._waiters[key]}
         idle = [
-            (max(model.last_used or 0.0 for model in models), backbone)
+            (max(max(model.last_used or 0.0, model.loaded) for model in models), backbone)
             for backbone, models in users.items()
-            if not any(model.current.engine.backbone.engine.busy for model in models)
+            if not any(model.current.requests > model.current.held for model in models)
+            and not any(model.current.engine.backbone.engine.busy for model in models)
             and backbone not in {info.backbone for info in kept if info is not None}
         ]
-        if not idle:
+        loaded = self.backbones()
+        if sum(loaded.get(backbone, 0) for _, backbone in idle) < too_much:
             raise ModelsFull("there is no memory for this model beside those that are in use")
         _, backbone = min(idle)
         self.results["evicted"] += 1
         logger.info("backbone %s is unloaded: others need its memory", backbone)
-        await asyncio.gather(*(model.unload() for model in users[backbone]))
+        await self._give_back(users[backbone])
 
 
 def _default_of(settings: Settings, configured: Mapping[str, Entry]) -> str:
