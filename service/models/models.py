@@ -398,7 +398,7 @@ class LocalModels(Models):
                 await model.discard(reason)
             elif self.served.get(key) is not model:
                 await model.close()
-        self.results["failed"] += error is None or isinstance(error, CheckpointRefused)
+        self.results["failed"] += error is None or isinstance(error, (CheckpointRefused, ModelsFull))
         self._turn.release()
 
     async def unload(self, name: str) -> None:
@@ -448,7 +448,11 @@ class LocalModels(Models):
             if at_start and self._is_full:
                 model.unloaded = True
                 return
-            await self._make_room(key, self._needed(key))
+            try:
+                await self._make_room(key, self._needed(key))
+            except ModelsFull:
+                self.results["failed"] += 1
+                raise
             model.on_change = self.on_change
             reason = await model.bring()
             self.results["failed" if reason else "loaded"] += 1
