@@ -388,7 +388,7 @@ class LocalModels(Models):
             if existing is not None and (existing.state == "ready" or existing is self.default):
                 self._prepared = key, existing
                 await existing.prepare(what)
-                info = existing.next and existing.next.engine.info
+                info = None if existing.next is None else existing.next.engine.info
                 if info is not None and not key and (info.name in self.served or info.name in self.added):
                     raise NameTaken(f"{info.name}: another model has the name of this checkpoint")
             else:
@@ -426,7 +426,7 @@ class LocalModels(Models):
                 await model.discard(reason)
             elif self.served.get(key) is not model:
                 await model.close()
-        self.results["failed"] += error is None or isinstance(error, CheckpointRefused)
+        self.results["failed"] += error is None or isinstance(error, (CheckpointRefused, ModelsFull))
         self._turn.release()
 
     async def unload(self, name: str) -> None:
@@ -478,7 +478,11 @@ class LocalModels(Models):
             if at_start and self._is_full:
                 model.unloaded = True
                 return
-            await self._make_room(key, self._needed(key))
+            try:
+                await self._make_room(key, self._needed(key))
+            except ModelsFull:
+                self.results["failed"] += 1
+                raise
             model.on_change = self.on_change
             reason = await model.bring()
             self.results["failed" if reason else "loaded"] += 1

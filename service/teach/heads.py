@@ -150,12 +150,16 @@ class TaughtHeads:
 
     async def watch(self) -> None:
         """Look at the heads again and again, until the task is cancelled; there may be none that ever come."""
+        problem = ""
         try:
             while self.examples or self._folder:
                 try:
                     await self.look()
+                    problem = ""
                 except HeadsUnavailable as error:
-                    logger.error("%s", error)
+                    if problem != str(error):  # once, however often it is tried again
+                        problem = str(error)
+                        logger.error("%s", error)
                 self._look.clear()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._look.wait(), _LOOK_SECONDS)

@@ -129,7 +129,9 @@ def decoded(body: bytearray, kind: type[T]) -> T:
     """Return the JSON of a body, an empty object where it is empty; raises `MalformedRequest`."""
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except (UnicodeDecodeError, RecursionError):
+        raise MalformedRequest("the body is not what is expected: it is not UTF-8, or nested too deeply") from None
+    except msgspec.MsgspecError as error:
         raise MalformedRequest(f"the body is not what is expected: {error}") from None
 
 

@@ -197,8 +197,10 @@ async def test_none_with_work_is_unloaded_and_who_finds_no_memory_is_told_so(tmp
         busy.gate.clear()
         working = asyncio.create_task(ask(models, "b"))
         await busy.wait_until_busy()
-        with pytest.raises(ModelsFull):
-            await models.available("c")
+        for load in (models.available("c"), models.put("c", None)):
+            with pytest.raises(ModelsFull):
+                await load
+        assert models.tally() == {"loaded": 3, "failed": 2}
         assert states(models)["b"] == "ready"
         busy.gate.set()
         await working

@@ -132,6 +132,30 @@ async def test_files_of_heads_are_read_as_they_are_now(tmp_path: Path, caplog: p
 
 
 @on_a_loop
+async def test_a_folder_that_cannot_be_read_is_named_once_each_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = TaughtHeads(None, tmp_path / "models", FixedModels({}))
+    look, turns = heads.look, iter([0, 0, 1, 1, 0, 0])
+
+    async def next_look() -> None:
+        is_there = next(turns, None)
+        if is_there is None:
+            raise asyncio.CancelledError
+        if is_there:
+            (tmp_path / "models").mkdir(exist_ok=True)
+        elif (tmp_path / "models").exists():
+            (tmp_path / "models").rmdir()
+        await look()
+
+    monkeypatch.setattr(heads, "look", next_look)
+    monkeypatch.setattr("service.teach.heads._LOOK_SECONDS", 0)
+    with pytest.raises(asyncio.CancelledError):
+        await heads.watch()
+    assert [message.partition(":")[0] for message in caplog.messages] == ["taught heads cannot be read"] * 2
+
+
+@on_a_loop
 async def test_a_head_whose_name_another_has_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine: Any = FakeEngine()
     store, models = Examples(tmp_path), FixedModels({"model": LocalModel(lambda _: engine)})

@@ -240,10 +240,12 @@ async def test_the_admin_key_and_the_folder_guard_what_is_loaded(tmp_path: Path)
         ({"checkpoint": 7}, 422, "invalid_parameter"),
         (b"[]", 400, "malformed_request"),
         (b"{", 400, "malformed_request"),
+        (b'{"checkpoint": "\xff"}', 400, "malformed_request"),
     ):
         answer = await put("new", body)
         assert answer.status == status or code is None, body
         assert code is None or answer.code == code
+        assert "codec" not in str(answer.json)
     for name in ("x" * 300, "a%2Fb", ".."):
         assert (await put(name, {"checkpoint": "v2"})).status in (404, 422)
     models.changes.clear()
