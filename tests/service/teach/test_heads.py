@@ -152,7 +152,7 @@ async def test_a_folder_that_cannot_be_read_is_named_once_each_time(
     monkeypatch.setattr("service.teach.heads._LOOK_SECONDS", 0)
     with pytest.raises(asyncio.CancelledError):
         await heads.watch()
-    assert [message.partition(":")[0] for message in caplog.messages] == ["taught heads cannot be read"] * 2
+    assert [message.partition(":")[0] for message in caplog.messages] == ["taught heads cannot be read or written"] * 2
 
 
 @on_a_loop
