@@ -110,7 +110,8 @@ def first_problem(error: ValidationError) -> str:
     """Return one line on the first problem of a pydantic error: where, and what."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])
-    message = first["msg"].removeprefix("Value error, ").replace("\n", " ")
+    message = first["msg"].removeprefix("Value error, ").replace("\n", " ").replace("Input should be ", "expected ")
+    message = message.replace("Extra inputs are not permitted", "unknown name")
     return f"{where}: {message}" if where else message
 
 

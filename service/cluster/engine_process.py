@@ -107,9 +107,9 @@ class EngineServer:
         return frames.StatusChanged(status, models.loads, self.images.usage(), listed, dict(models.tally()))
 
     async def adopted(self, name: str) -> None:
-        """Return when all workers give new requests to the current generation of a model."""
-        number = self.models.served[name].current.number
-        while any(worker.adopted.get(name, 0) < number for worker in self.workers):
+        """Return when all workers give new requests to the current generation of a model, or it is deleted."""
+        number = self.models.versions[name].number
+        while name in self.models.served and any(worker.adopted.get(name, 0) < number for worker in self.workers):
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -348,10 +348,14 @@ class RemoteModels(Models):
 
     async def available(self, name: str | None) -> None:
         """Return when an engine has the model; see `Models.available`; raises `UnknownModel` once it is deleted."""
-        wake = (engine.ask(frames.Wake(self.key(name))) for engine in self.engines)
-        errors = [each for each in await asyncio.gather(*wake, return_exceptions=True) if each is not None]
-        if not self.find(name).current.engine.ready:  # it may have been deleted meanwhile
-            raise errors[0] if errors else EngineUnavailable("no engine has this model")
+        while True:
+            wake = (engine.ask(frames.Wake(self.key(name))) for engine in self.engines)
+            errors = [each for each in await asyncio.gather(*wake, return_exceptions=True) if each is not None]
+            if self.find(name).current.engine.ready:  # it may have been deleted meanwhile
+                return
+            if errors:
+                raise errors[0]
+            # It was unloaded again for others.
 
     async def put(self, name: str, what: What) -> bool:
         """Let all engines load a model, or none; see `Models.put`. A caller who leaves does not end it."""

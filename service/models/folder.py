@@ -61,7 +61,7 @@ def model_settings(written: object) -> dict[str, Any]:
         raise InvalidParameter(first_problem(error)) from None
 
 
-def read_folder(folder: Path) -> tuple[dict[str, Entry], list[str]]:
+def read_folder(folder: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     """Return the models of a folder by name, in order, and a line for each entry that is none.
 
     Raises:
@@ -73,23 +73,23 @@ def read_folder(folder: Path) -> tuple[dict[str, Entry], list[str]]:
         is_one = path.is_dir() or path.suffix.lower() in {*WEIGHTS, _TOML}
         if is_one and not path.name.startswith(".") and not is_taught_head(path):
             parts.setdefault(name, []).append(path)
-    entries, problems = dict[str, Entry](), list[str]()
+    entries, problems = dict[str, Entry](), dict[str, str]()
     for name, paths in sorted(parts.items()):
         try:
-            entries[check_name(name)] = _entry(folder, name, paths)
+            entries[check_name(name)] = _entry(folder, paths)
         except (InvalidParameter, OSError, ValueError) as error:
-            problems.append(f"{paths[0]}: {error}")
+            problems[name] = f"{paths[0]}: {error}"
     return entries, problems
 
 
-def _entry(folder: Path, name: str, paths: list[Path]) -> Entry:
+def _entry(folder: Path, paths: list[Path]) -> Entry:
     """Return the model that is made of some paths; raises InvalidParameter, OSError or ValueError."""
     weights = [path for path in paths if path.is_dir() or path.suffix.lower() != _TOML]
-    if len(weights) > 1:
-        raise InvalidParameter(f"there are several models of this name: {', '.join(path.name for path in weights)}")
-    settings: dict[str, Any] = {}
-    if len(paths) > len(weights):
-        settings = model_settings(tomllib.loads((folder / f"{name}{_TOML}").read_text()))
+    tomls = [path for path in paths if path not in weights]
+    for several in (weights, tomls):
+        if len(several) > 1:
+            raise InvalidParameter(f"there are several models of this name: {', '.join(path.name for path in several)}")
+    settings = _read_settings(tomls[0]) if tomls else {}
     if weights and "checkpoint" in settings:
         raise InvalidParameter(f"it names a checkpoint, and {weights[0].name} lies beside it")
     if not weights and "checkpoint" not in settings:
@@ -103,6 +103,14 @@ def _entry(folder: Path, name: str, paths: list[Path]) -> Entry:
             settings[setting] = str((folder / given).absolute())
             files.append(folder / given)
     return Entry(settings, dict(_times(files)))
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Return the settings of a `NAME.toml`; raises InvalidParameter, OSError or ValueError."""
+    try:
+        return model_settings(tomllib.loads(path.read_text("utf-8-sig")))
+    except (UnicodeDecodeError, RecursionError):
+        raise InvalidParameter("it is not UTF-8, or nested too deeply") from None
 
 
 def _times(paths: list[Path]) -> list[tuple[str, tuple[int, int]]]:

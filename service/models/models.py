@@ -28,6 +28,8 @@ from service.errors import (
     DefaultModel,
     EngineUnavailable,
     Forbidden,
+    HeadWithoutBackbone,
+    HeadWithoutExamples,
     ModelsFull,
     NameTaken,
     ServiceError,
@@ -42,6 +44,7 @@ from service.settings import Settings
 
 logger = logging.getLogger("vitserve")
 
+_FITTED: Final = "it is being fitted"
 _LEAVE_SECONDS: Final = 1.0
 """Seconds in which a load waits for the last requests of what was unloaded for it; then there is no memory for it."""
 
@@ -76,7 +79,7 @@ class AddedHead:
     Attributes:
         head: None before there is one.
         key: of that model in `Models.served`; None: no model has the head's backbone.
-        reason: why it does not answer, whatever that model does; empty if it may.
+        reason: why there is no such head, or no such model; empty while the head is fitted, and if it is there.
     """
 
     name: str
@@ -150,12 +153,14 @@ class Models(ABC):
 
         Raises:
             UnknownModel: there is neither.
-            EngineUnavailable: the head does not answer.
+            HeadWithoutBackbone, HeadWithoutExamples: the head does not answer, and is not about to.
+            EngineUnavailable: it is being fitted, or models are being loaded.
         """
         added = self.added.get(name or "")
         if added is not None:
-            if added.key is None or added.reason:
-                raise EngineUnavailable(f"{name}: {added.reason}")
+            if added.key is None or added.head is None:
+                waits, lacks = self._waits(added), HeadWithoutBackbone if added.key is None else HeadWithoutExamples
+                raise (EngineUnavailable if waits else lacks)(f"{name}: {added.reason or _FITTED}")
             return added.key
         if name is None or (name and name not in self.served and name == self.name_of(self.default_name)):
             return self.default_name
@@ -253,13 +258,17 @@ class Models(ABC):
         if self.key(name) == self.default_name:
             raise DefaultModel(f"{name!r:.200} is the default model: put another checkpoint in its place")
 
+    def _waits(self, added: AddedHead) -> bool:
+        """Return whether a head that does not answer is being fitted, or may be of a model that is being loaded."""
+        is_loading = any(model.state == "loading" for model in self.served.values())
+        return is_loading if added.key is None else not added.reason
+
     def _status_of_head(self, added: AddedHead) -> ModelStatus:
         if added.key is not None and added.head is not None:
             base, classes = self.status_of(added.key), len(added.head.labels)
             return replace(base, name=added.name, classes=classes, bytes=0, default=False, taught=True)
-        is_loading = added.key is not None or any(model.state == "loading" for model in self.served.values())
-        state: ModelState = "loading" if is_loading else "failed"
-        return ModelStatus(added.name, state, added.reason, "", None, 0, None, default=False, taught=True)
+        state: ModelState = "loading" if self._waits(added) else "failed"
+        return ModelStatus(added.name, state, added.reason or _FITTED, "", None, 0, None, default=False, taught=True)
 
     def status_of(self, key: str) -> ModelStatus:
         """Return the status of the model that stands there in `served`."""
@@ -402,7 +411,8 @@ class LocalModels(Models):
             model.on_change = self.on_change
             if before is not None:
                 self._tasks.begin(before.close())
-        self.versions[key] = Version(model.current.number, model.current.checkpoint)
+        if key in self.served:  # else it was deleted meanwhile
+            self.versions[key] = Version(model.current.number, model.current.checkpoint)
         self.results["loaded"] += 1
         self._turn.release()
         self.on_change()
@@ -416,7 +426,7 @@ class LocalModels(Models):
                 await model.discard(reason)
             elif self.served.get(key) is not model:
                 await model.close()
-        self.results["failed"] += error is None or isinstance(error, CheckpointRefused)
+        self.results["failed"] += error is None or isinstance(error, (CheckpointRefused, ModelsFull))
         self._turn.release()
 
     async def unload(self, name: str) -> None:
@@ -470,7 +480,11 @@ class LocalModels(Models):
             if at_start and self._is_full:
                 model.unloaded = True
                 return
-            await self._make_room(key)
+            try:
+                await self._make_room(key)
+            except ModelsFull:
+                self.results["failed"] += 1
+                raise
             model.on_change = self.on_change
             reason = await model.bring()
             self.results["failed" if reason else "loaded"] += 1
@@ -498,8 +512,8 @@ class LocalModels(Models):
 
     async def _read_again(self) -> None:
         """Bring what is served to what is configured now; a checkpoint that is no entry is loaded again."""
-        entries = configured_models(self._settings)
         before, default = self._configured, self.default_name
+        entries = configured_models(self._settings, before)
         self._configured = {default: before[default], **entries}
         for name in (before.keys() - self._configured.keys()) & self.served.keys():
             await self.delete(name)
@@ -508,7 +522,7 @@ class LocalModels(Models):
         for name, entry in entries.items():
             model = self.served.get(name)
             is_same = model is not None and model.current.checkpoint is None and before.get(name) == entry
-            if is_same and entry.files:
+            if before.get(name) is entry or (is_same and entry.files):  # broken meanwhile, or as it was
                 continue
             try:
                 if model is None:
@@ -606,10 +620,12 @@ def default_settings(settings: Settings) -> Settings:
     return settings.model_copy(update={**configured[default].settings, "model_name": default or settings.model_name})
 
 
-def configured_models(settings: Settings, *, log: int = logging.ERROR) -> dict[str, Entry]:
+def configured_models(
+    settings: Settings, before: Mapping[str, Entry] = MappingProxyType({}), *, log: int = logging.ERROR
+) -> dict[str, Entry]:
     """Return the models that settings name: of the folder, or one without a name.
 
-    Broken entries are logged at a level.
+    Broken entries are logged at a level, and are what they were before if they were there.
 
     Raises:
         SettingsError: there are none, or the default is none of them, or one is broken and that is to end the start.
@@ -620,10 +636,11 @@ def configured_models(settings: Settings, *, log: int = logging.ERROR) -> dict[s
         entries, problems = read_folder(Path(settings.models).expanduser())
     except OSError as error:
         raise SettingsError(f"VIT_MODELS={settings.models!r}: {error.strerror or error}") from None
-    for problem in problems:
+    for name, problem in problems.items():
         logger.log(log, "no model: %s", problem)
+        entries |= {name: before[name]} if name in before else {}
     if problems and settings.strict:
-        raise SettingsError(f"VIT_MODELS={settings.models!r}: {problems[0]}")
+        raise SettingsError(f"VIT_MODELS={settings.models!r}: {next(iter(problems.values()))}")
     if not entries:
         raise SettingsError(f"VIT_MODELS={settings.models!r}: there is no model in this folder")
     if settings.model_name not in (None, *entries):

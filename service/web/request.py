@@ -165,7 +165,8 @@ class Service:
         generation = self.models.find(name).current
         info = generation.engine.info
         if info is None or not generation.engine.ready:
-            raise EngineUnavailable(generation.engine.status.reason)
+            reason = self.models.status_of(self.models.key(name)).reason
+            raise EngineUnavailable(reason or generation.engine.status.reason)
         added = self.models.added.get(name or "")
         return Model(generation, info) if added is None else Model(generation, added.info(info), added.head)
 

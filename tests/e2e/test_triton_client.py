@@ -62,7 +62,7 @@ def test_the_checkpoint_is_loaded_again_with_the_admin_key_and_never_unloaded(cl
     assert (model["name"], model["state"]) == (CHECKPOINT_NAME, "READY")
     with pytest.raises(utils.InferenceServerException, match="the admin key is needed"):
         client.load_model(CHECKPOINT_NAME)
-    with pytest.raises(utils.InferenceServerException, match="config: Extra inputs are not permitted"):
+    with pytest.raises(utils.InferenceServerException, match="config: unknown name"):
         client.load_model(CHECKPOINT_NAME, headers=admin, config="{}")
     with pytest.raises(utils.InferenceServerException, match="is the default model"):
         client.unload_model(CHECKPOINT_NAME, headers=admin)

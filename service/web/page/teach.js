@@ -6,12 +6,15 @@ import { percent } from "./heatmap.js";
 
 const AT_ONCE = 4;
 const LOOK = 400; // milliseconds between two looks whether the head is fitted
+const NAME = /^[A-Za-z0-9._-]{1,128}$/; // of a model, as the service takes it
 const byId = (id) => document.getElementById(id);
 const make = (tag, attributes) => Object.assign(document.createElement(tag), attributes);
 const counted = (count, one, many = `${one}s`) => `${count} ${count === 1 ? one : many}`;
 
 export class Teaching {
-  constructor() {
+  /** `choice`: which models there are, a `ModelChoice`. */
+  constructor(choice) {
+    this.choice = choice;
     this.sent = new Map(); // file by the number of its example: what the service does not keep
     this.labels = new Map(); // of the head: {item, count, failed} by label
     this.waiting = []; // {label, file} that are not sent yet
@@ -41,6 +44,15 @@ export class Teaching {
 
   get name() { return byId("head-name").value.trim(); }
 
+  /** What is wrong with the name that was typed; nothing of a good one. */
+  get misnamed() {
+    if (!NAME.test(this.name)) return "A classifier's name has 1 to 128 of the characters A-Z a-z 0-9 . _ -";
+    return this.choice.listed.some(({ name, taught }) => name === this.name && !taught) ? `${this.name} is the name of a model: choose another one.` : "";
+  }
+
+  /** The model whose features a new head reads: the one that is chosen. */
+  backboneOf(head) { return this.heads.includes(head) ? undefined : this.choice.names[0]; }
+
   show(on) {
     document.body.classList.toggle("teaching", on);
     byId("tab-teach").setAttribute("aria-pressed", on);
@@ -54,7 +66,10 @@ export class Teaching {
     byId("labels-list").replaceChildren();
     byId("suspects").replaceChildren();
     byId("suspects-title").hidden = byId("not-mended").hidden = true;
-    byId("known").textContent = "Give each of two labels two pictures at least; twenty are better.";
+    const { misnamed } = this;
+    byId("label-form").hidden = Boolean(misnamed);
+    byId("head-name").setAttribute("aria-invalid", Boolean(misnamed));
+    this.tell(misnamed || "Give each of two labels two pictures at least; twenty are better.");
     byId("tried").textContent = "";
     byId("tryout").hidden = true;
     byId("head-curl").textContent = curl(this.name);
@@ -118,7 +133,7 @@ export class Teaching {
     const part = this.addLabel(label);
     try {
       const { signal } = new AbortController();
-      const { examples, numbers } = await sendPatiently("POST", `heads/${encodeURIComponent(head)}/examples`, { query: { label }, file, signal });
+      const { examples, numbers } = await sendPatiently("POST", `heads/${encodeURIComponent(head)}/examples`, { query: { label, backbone: this.backboneOf(head) }, file, signal });
       if (!this.heads.includes(head)) this.heads.push(head);
       this.sent.set(`${head} ${numbers[0]}`, file);
       if (head === this.name) this.showCounts(examples);
@@ -218,8 +233,12 @@ export class Teaching {
     const label = byId("right-label").value.trim();
     if (!label || !this.answer?.id) return;
     const head = this.name;
+    if (this.misnamed) {
+      byId("corrected").textContent = this.misnamed;
+      return;
+    }
     try {
-      const { examples } = await send("POST", `heads/${encodeURIComponent(head)}/examples`, { query: { label, id: this.answer.id } });
+      const { examples } = await send("POST", `heads/${encodeURIComponent(head)}/examples`, { query: { label, id: this.answer.id, backbone: this.backboneOf(head) } });
       if (!this.heads.includes(head)) this.heads.push(head);
       byId("corrected").textContent = `${head} has ${counted(examples[label], "picture")} of ${label} now.`;
       this.look();

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.engine.backbones import What
-from service.errors import Forbidden, InvalidParameter, MalformedRequest, NameTaken, Unauthorized
+from service.errors import Forbidden, InvalidParameter, MalformedRequest, NameTaken, Unauthorized, UnknownModel
 from service.models.folder import PATHS, check_name, model_settings
 from service.models.models import ModelStatus
 from service.settings import Settings
@@ -102,6 +102,7 @@ async def load(service: Service, name: str, what: What) -> tuple[ModelStatus, bo
         InvalidParameter: it is no name for a model.
         NameTaken: a head has it.
         EngineUnavailable, Draining: the service is not ready.
+        UnknownModel: it was deleted meanwhile.
         What `Models.put` raises.
     """
     models = service.models
@@ -112,6 +113,8 @@ async def load(service: Service, name: str, what: What) -> tuple[ModelStatus, bo
         raise NameTaken(f"{name}: a taught head has this name: choose another one for the model")
     place = models.place(name)
     is_new = await models.put(name, what)
+    if place not in models.served:
+        raise UnknownModel(f"{name!r}: the model was deleted meanwhile")
     return models.status_of(place), is_new
 
 
@@ -126,7 +129,9 @@ def decoded(body: bytearray, kind: type[T]) -> T:
     """Return the JSON of a body, an empty object where it is empty; raises `MalformedRequest`."""
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except (UnicodeDecodeError, RecursionError):
+        raise MalformedRequest("the body is not what is expected: it is not UTF-8, or nested too deeply") from None
+    except msgspec.MsgspecError as error:
         raise MalformedRequest(f"the body is not what is expected: {error}") from None
 
 

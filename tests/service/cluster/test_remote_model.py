@@ -69,7 +69,9 @@ class Device:
             self.predictors[name] = FakePredictor()
             return self.predictors[name], model_info(name=name)
 
-        return LocalEngine(load, device="cpu", queue_size=50, max_delay=0, on_batch=lambda _: None)
+        engine = LocalEngine(load, device="cpu", queue_size=50, max_delay=0, on_batch=lambda _: None)
+        engine.last_used = None  # type: ignore[attr-defined]  # which engines of models have
+        return engine
 
 
 @dataclass
@@ -345,6 +347,43 @@ async def test_who_waits_for_a_model_that_is_deleted_meanwhile_is_told_so() -> N
         del model.served["other"]
         with pytest.raises(UnknownModel):
             await waiting
+
+
+@on_a_loop
+async def test_who_waits_for_a_model_that_is_unloaded_again_at_once_waits_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as service:
+        model = await service.worker()
+        await model.put("other", {"checkpoint": "other"})
+        await model.unload("other")
+        engine, left = service.devices[0].models, [1, 2]
+        load = engine.available
+
+        async def load_for_a_moment(name: str | None) -> None:
+            await load(name)
+            if left:
+                left.pop()
+                await engine.unload("other")
+
+        monkeypatch.setattr(engine, "available", load_for_a_moment)
+        await model.available("other")
+        assert not left
+        assert model.served["other"].current.engine.ready
+
+
+@on_a_loop
+async def test_a_model_that_is_deleted_while_its_next_version_is_loaded_is_gone() -> None:
+    async with running() as service:
+        model = await service.worker()
+        await model.put("other", {"checkpoint": "other"})
+        [device] = service.devices
+        with model.served["other"].current.request():
+            device.gate.clear()
+            replacing = asyncio.create_task(model.put("other", {"checkpoint": "next"}))
+            await until(lambda: device.models.served["other"].next)
+            await model.delete("other")
+            device.gate.set()
+            assert not await replacing
+        assert set(model.served) == set(device.models.served) == {""}
 
 
 @on_a_loop

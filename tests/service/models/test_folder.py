@@ -40,7 +40,14 @@ def test_folders_weights_and_settings_are_models_and_nothing_else_is(tmp_path: P
             "checkpoint": str(tmp_path / "dogs.pth"),
         },
     }
-    assert read_folder(tmp_path)[1] == []
+    assert read_folder(tmp_path)[1] == {}
+
+
+def test_settings_may_begin_with_a_mark_and_the_suffix_be_in_capitals(tmp_path: Path) -> None:
+    (tmp_path / "a.TOML").write_text('checkpoint = "b"', "utf-8-sig")
+    assert settings_of(tmp_path) == {"a": {"checkpoint": "b"}}
+    (tmp_path / "a.TOML").write_bytes(b'checkpoint = "\xff"')
+    assert read_folder(tmp_path)[1] == {"a": f"{tmp_path / 'a.TOML'}: it is not UTF-8, or nested too deeply"}
 
 
 def test_weights_are_what_checkpoints_may_be() -> None:
@@ -52,11 +59,13 @@ def test_weights_are_what_checkpoints_may_be() -> None:
     [
         ({"a__pth": "", "a__safetensors": ""}, "there are several models of this name: a.pth, a.safetensors"),
         ({"a": None, "a__pt": ""}, "there are several models of this name: a, a.pt"),
-        ({"a__toml": 'nonsense = "x"\ncheckpoint = "b"'}, "nonsense: Extra inputs are not permitted"),
+        ({"a__toml": 'nonsense = "x"\ncheckpoint = "b"'}, "nonsense: unknown name"),
+        ({"a__toml": f"labels = {'[' * 9999}"}, "a.toml: it is not UTF-8, or nested too deeply"),
+        ({"a__toml": 'checkpoint = "b"', "a__TOML": ""}, "there are several models of this name: a.TOML, a.toml"),
         ({"a__toml": "not toml"}, "Expected '=' after a key in a key/value pair (at line 1, column 5)"),
         ({"a__toml": 'labels = "numbers"'}, "it names no checkpoint, and no weights of this name lie beside it"),
         ({"a__toml": 'checkpoint = "b"', "a__pth": ""}, "it names a checkpoint, and a.pth lies beside it"),
-        ({"a__toml": 'checkpoint = "b"\ndtype = "int8"'}, "dtype: Input should be 'auto'"),
+        ({"a__toml": 'checkpoint = "b"\ndtype = "int8"'}, "dtype: expected 'auto'"),
         ({"a b__pth": ""}, "'a b': a model's name has 1 to 128 of the characters"),
         ({f"{'x' * 200}__pth": ""}, "a model's name has 1 to 128 of the characters"),
     ],
@@ -65,7 +74,8 @@ def test_a_broken_entry_is_named_in_one_line_and_the_others_are_read(
     files: dict[str, str | None], problem: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path, good=None, **files)
-    entries, [line] = read_folder(tmp_path)
+    entries, problems = read_folder(tmp_path)
+    [line] = problems.values()
     assert list(entries) == ["good"]
     assert problem in line
     assert "\n" not in line

@@ -197,8 +197,10 @@ async def test_none_with_work_is_unloaded_and_who_finds_no_memory_is_told_so(tmp
         busy.gate.clear()
         working = asyncio.create_task(ask(models, "b"))
         await busy.wait_until_busy()
-        with pytest.raises(ModelsFull):
-            await models.available("c")
+        for load in (models.available("c"), models.put("c", None)):
+            with pytest.raises(ModelsFull):
+                await load
+        assert models.tally() == {"loaded": 3, "failed": 2}
         assert states(models)["b"] == "ready"
         busy.gate.set()
         await working
@@ -326,6 +328,36 @@ async def test_the_folder_is_the_truth_again_when_it_is_read_again(tmp_path: Pat
         models.reload()
         await until(lambda: models._reloading is not None and models._reloading.done())
         assert [name for name in disk.loads[loads:] if name == "a"] == []
+
+
+@on_a_loop
+async def test_a_model_that_is_deleted_before_its_next_version_takes_over_is_gone(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b") as (models, _):
+        with models.find("b").current.request():
+            await models.prepare("b", {"checkpoint": "x"})
+            engine = models.served["b"].next.engine  # type: ignore[union-attr]
+            await models.delete("b")
+            await models.fit(models.take_over())
+        assert states(models) == {"a": "ready"}
+        assert models.versions["b"].gone
+        await until(lambda: engine.status.state == "closed")
+
+
+@on_a_loop
+async def test_a_model_stays_as_it_is_while_its_entry_is_broken(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b", "c") as (models, _):
+        await models.put("c", {"checkpoint": "x"})
+        before = [models.find(name).current for name in ("b", "c")]
+        (tmp_path / "b.toml").write_text('labels = "nothing')
+        (tmp_path / "c.pth").touch()
+        for _ in range(2):
+            models.reload()
+            await until(lambda: models._reloading is not None and models._reloading.done())
+        assert [models.find(name).current for name in ("b", "c")] == before
+        (tmp_path / "c.pth").unlink()
+        models.reload()
+        await until(lambda: models._reloading is not None and models._reloading.done())
+        assert models.find("c").current.checkpoint is None, "what is in order again is the truth again"
 
 
 @on_a_loop

@@ -24,7 +24,9 @@ FEW = tuple(f"few {index}" for index in range(3))
 
 
 class Named(FixedModels):
-    """Models of fake engines; what is put and deleted is noted."""
+    """Models of fake engines; what is put and deleted is noted; one is gone as soon as it is put."""
+
+    gone = ""
 
     def __init__(self, engines: dict[str, FakeEngine]) -> None:
         self.engines, self.changes = engines, list[tuple[str, str, Any]]()
@@ -44,6 +46,8 @@ class Named(FixedModels):
 
     async def put(self, name: str, what: What) -> bool:
         self.changes.append(("put", name, what))
+        if name == self.gone:
+            del self.served[name]
         return name not in self.served
 
     async def delete(self, name: str) -> None:
@@ -206,6 +210,9 @@ async def test_the_list_names_state_backbone_classes_and_the_default() -> None:
         "taught": False,
     }  # fmt: skip
     assert (few["state"], few["reason"], few["default"]) == ("failed", "no such file", False)
+    models.engines["few"].state, models.served["few"].unloaded = "loading", True
+    assert "its memory was given back" in str((await service.get("/v2/models/few/ready")).json)
+    models.engines["few"].state, models.served["few"].unloaded = "failed", False
     index = (await service.request("POST", "/v2/repository/index")).json
     assert [(each["name"], each["state"]) for each in index] == [
         ("bare", "READY"), ("cats", "READY"), ("few", "UNAVAILABLE")
@@ -233,10 +240,12 @@ async def test_the_admin_key_and_the_folder_guard_what_is_loaded(tmp_path: Path)
         ({"checkpoint": 7}, 422, "invalid_parameter"),
         (b"[]", 400, "malformed_request"),
         (b"{", 400, "malformed_request"),
+        (b'{"checkpoint": "\xff"}', 400, "malformed_request"),
     ):
         answer = await put("new", body)
         assert answer.status == status or code is None, body
         assert code is None or answer.code == code
+        assert "codec" not in str(answer.json)
     for name in ("x" * 300, "a%2Fb", ".."):
         assert (await put(name, {"checkpoint": "v2"})).status in (404, 422)
     models.changes.clear()
@@ -247,6 +256,14 @@ async def test_the_admin_key_and_the_folder_guard_what_is_loaded(tmp_path: Path)
         "checkpoint": str(tmp_path.resolve() / "v2"), "labels": str(tmp_path.resolve() / "labels.txt"),
         "image_size": (32, 32), "model_name": "few",
     }  # fmt: skip
+
+
+@on_a_loop
+async def test_who_puts_a_model_that_is_deleted_meanwhile_is_told_so() -> None:
+    service, models = several(checkpoint_folder="/")
+    models.gone = "few"
+    answer = await service.request("PUT", "/models/few", headers=ADMIN, body=b'{"checkpoint": "x"}')
+    assert (answer.status, answer.code) == (404, "unknown_model")
 
 
 @on_a_loop
@@ -294,7 +311,7 @@ async def test_a_service_with_a_coverage_says_that_it_abstained_by_it() -> None:
 async def test_models_that_do_not_answer_have_errors_of_their_own_beside_others(query: str) -> None:
     service, models = several()
     models.added = {
-        "unfitted": AddedHead("unfitted", None, "cats", "it is being fitted"),
+        "unfitted": AddedHead("unfitted", None, "cats", ""),
         "orphan": AddedHead("orphan", None, None, "no model has its backbone"),
     }
     models.engines["few"].state, models.engines["few"].reason = "unloaded", "full"
