@@ -183,7 +183,13 @@ class LocalModel(ServedModel):
         previous = self._renew()
         self.unloaded = True
         self.on_change()
-        await asyncio.shield(self._tasks.begin(self._retire(previous)))
+        self._retiring = self._tasks.begin(self._retire(previous))
+        await self.retired()
+
+    async def retired(self) -> None:
+        """Return when the last requests of the old generation have ended, and it is closed."""
+        if self._retiring is not None:
+            await asyncio.wait([self._retiring])
 
     async def leave(self) -> None:
         """Close it when its last request has ended."""
@@ -217,8 +223,7 @@ class LocalModel(ServedModel):
         self.next = following = Generation(self._make(checkpoint), self.current.number + 1, checkpoint)
         self._open.add(following)
         try:
-            if self._retiring is not None:  # there are never three models in memory
-                await asyncio.wait([self._retiring])
+            await self.retired()  # there are never three models in memory
             ended = self._start(following)
             async with asyncio.timeout(self._load_seconds):
                 await ended.wait()

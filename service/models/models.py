@@ -384,7 +384,7 @@ class LocalModels(Models):
         ):
             what = existing.current.checkpoint
         try:
-            await self._make_room(key, self._needed(key))
+            await self._make_room(key)
             if existing is not None and (existing.state == "ready" or existing is self.default):
                 self._prepared = key, existing
                 await existing.prepare(what)
@@ -471,6 +471,8 @@ class LocalModels(Models):
         return task
 
     async def _load(self, key: str, *, at_start: bool) -> None:
+        if key in self.served:
+            await self.served[key].retired()  # a worker that releases the old one would release the same version
         async with self._turn:
             model = self.served.get(key)
             if model is None or model.state == "ready":
@@ -479,7 +481,7 @@ class LocalModels(Models):
                 model.unloaded = True
                 return
             try:
-                await self._make_room(key, self._needed(key))
+                await self._make_room(key)
             except ModelsFull:
                 self.results["failed"] += 1
                 raise
@@ -557,22 +559,22 @@ class LocalModels(Models):
         """Unload models, but do not wait long for their last requests: other loads wait for their turn."""
         await asyncio.wait([self._tasks.begin(self._leave(models))], timeout=_LEAVE_SECONDS)
 
-    async def _make_room(self, key: str, size: int) -> None:
-        """Unload backbones until so many bytes fit beside the others; raises `ModelsFull`."""
+    async def _make_room(self, key: str) -> None:
+        """Unload backbones until a model fits beside the others; raises `ModelsFull`."""
         most = self._settings.models_bytes
-        while most is not None and (too_much := sum(self._loaded().values()) + size - most) > 0:
+        while most is not None and (too_much := sum(self._loaded().values()) + self._needed(key) - most) > 0:
             await self._evict(key, too_much)
 
     async def _fit(self, key: str, *, evict: bool) -> None:
         """Unload others if there is too much now that a model is loaded, or that model; raises `ModelsFull`."""
         self._sizes |= self.backbones()
         model, most = self.served.get(key), self._settings.models_bytes
-        if model is None or model.state != "ready" or most is None or sum(self.backbones().values()) <= most:
+        if model is None or model.state != "ready" or most is None or sum(self._loaded().values()) <= most:
             return
         try:
             self._is_full = not evict
             if evict:
-                await self._make_room(key, 0)
+                await self._make_room(key)
             elif model is not self.default:
                 await self._give_back([model])
         except ModelsFull:

@@ -228,12 +228,13 @@ async def test_who_ends_slowly_keeps_no_other_load_waiting_and_the_memory_counts
                 await models.available("c")
             assert states(models) == {"a": "ready", "b": "unloaded", "c": "unloaded"}
             assert await models.put("a", {"checkpoint": "a.1"}) is False
-            await ask(models, "b")
+            again = asyncio.create_task(ask(models, "b"))
+        await again
+        with models.find("b").current.request():
             unloading = asyncio.create_task(models.unload("b"))
             await until(lambda: states(models)["b"] == "unloaded")
             assert await models.put("a", {"checkpoint": "a.2"}) is False
         await unloading
-        await until(lambda: sum(models._loaded().values()) == 100)
         await ask(models, "c")
         assert states(models) == {"a": "ready", "b": "unloaded", "c": "ready"}
 
