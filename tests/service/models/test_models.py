@@ -279,7 +279,7 @@ async def test_a_model_that_is_deleted_before_its_next_version_takes_over_is_gon
 
 @on_a_loop
 async def test_a_model_stays_as_it_is_while_its_entry_is_broken(tmp_path: Path) -> None:
-    async with running(tmp_path, "a", "b", "c") as (models, disk):
+    async with running(tmp_path, "a", "b", "c") as (models, _):
         await models.put("c", {"checkpoint": "x"})
         before = [models.find(name).current for name in ("b", "c")]
         (tmp_path / "b.toml").write_text('labels = "nothing')
