@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -52,8 +53,11 @@ _WRITTEN: Final = 12
 _COMMAS: Final = 32
 """Commas that a quoted name has at most, on average."""
 
-_CONTROL: Final = {"Cc", "Cs"}
-"""Categories of characters that no text holds: controls, and halves of a surrogate pair."""
+_CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffd]")
+"""Characters that no text holds: controls, also of direction, halves of a surrogate pair, and what was not UTF-8."""
+
+_UNSEEN: Final = {"Cf", "Mn", "Zs"}
+"""Categories of characters that are not seen alone."""
 
 LEVEL: Final = 0.95
 """Share of the pictures like its examples that a taught head does not call far from them."""
@@ -63,6 +67,9 @@ _NEAREST: Final = 3
 
 _MOST_KNOWN: Final = 2000
 """Examples that a head keeps: to compare a picture with them takes less than a millisecond."""
+
+_EQUAL: Final = 1 - 1e-6
+"""Cosine from which on features of equal length are of one picture: batches of other sizes round them differently."""
 
 _TINY: Final = 1e-30
 """What is divided by at least: all logits, or all scores, may be equal."""
@@ -110,6 +117,7 @@ class Known:
         """Return what is known by features [N, D]: the limit is by the distance of each from the others."""
         rows = np.linspace(0, len(features) - 1, min(len(features), _MOST_KNOWN)).astype(np.int64)
         examples = normalized(features[rows])
+        examples = examples[first_equal(examples) == np.arange(len(rows))]  # a copy is no neighbour
         distances = _distances(examples, examples, alone=False)
         rank = min(len(examples), math.ceil(round((len(examples) + 1) * LEVEL, 6)))
         return cls(examples.astype(np.float16), float(np.sort(distances)[rank - 1]))
@@ -274,6 +282,20 @@ def normalized(vectors: Floats) -> Floats:
     return divided
 
 
+def first_equal(features: Floats, since: int = 0) -> NDArray[np.int64]:
+    """Return the number of the first that each feature equals, but for rounding: its own, or an earlier one.
+
+    Args:
+        features: [N, D].
+        since: the first that is asked for; int64 [N - since] is returned.
+    """
+    exact = features.astype(np.float64)
+    squares = np.square(exact).sum(axis=1)
+    are_equal = 2 * exact[since:] @ exact.T >= _EQUAL * np.add.outer(squares[since:], squares)
+    found: NDArray[np.int64] = are_equal.argmax(axis=1)
+    return found
+
+
 def of_image(requested: RequestedOutputs) -> RequestedOutputs:
     """Return what the engine computes of an image that another head than the model's own scores."""
     embedding = requested.embedding or EmbeddingRequest()
@@ -366,7 +388,7 @@ def checked_texts(values: Sequence[object], name: str, most: int) -> tuple[str, 
     if not 1 <= len(texts) <= most:
         raise InputError(name, f"{name}: there are {len(texts)}, expected 1 to {most}")
     for number, each in enumerate(texts, start=1):
-        if not 1 <= len(each) <= MAX_CHARACTERS or _CONTROL & set(map(unicodedata.category, each)):
+        if len(each) > MAX_CHARACTERS or _CONTROL.search(each) or _UNSEEN.issuperset(map(unicodedata.category, each)):
             raise InputError(
                 name, f"{name}: {each!r:.50}, number {number}: expected 1 to {MAX_CHARACTERS} characters that print"
             )

@@ -99,7 +99,7 @@ def interval(right: float, count: float) -> tuple[float, float]:
     share, z = right / count, 1.96
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
-    return middle - half, middle + half
+    return max(0.0, round(middle - half, 9)), min(1.0, round(middle + half, 9))
 
 
 class Axes(NamedTuple):

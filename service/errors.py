@@ -64,8 +64,12 @@ class HeadWithoutBackbone(ServiceError):
     """The backbone that a head was taught on is not served, or is not that of the examples."""
 
 
+class HeadWithoutExamples(ServiceError):
+    """A head has too few examples to be fitted."""
+
+
 class NameTaken(ServiceError):
-    """A model and a head cannot have the same name."""
+    """Two models, or a model and a head, cannot have the same name."""
 
 
 class CheckpointRefused(ServiceError):
@@ -130,6 +134,12 @@ class ModelLoading(Unavailable):
 
 class ModelsFull(Unavailable):
     """There is no memory for the model beside those that are in use."""
+
+    retry_after = 5
+
+
+class HeadsUnavailable(Unavailable):
+    """What is taught cannot be read or written: a full disk, a folder that is gone or locked."""
 
     retry_after = 5
 

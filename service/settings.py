@@ -5,6 +5,7 @@ Each is read once at start-up, from the environment (`VIT_PORT`) or a flag of `v
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import os
@@ -51,6 +52,12 @@ class ApiKey:
 
     name: str
     secret: bytes
+    is_named: bool = False
+
+    @property
+    def owner(self) -> str:
+        """Return what heads keep of whoever began them: a name that was given, else a digest, as places change."""
+        return self.name if self.is_named else f"key-{hashlib.sha256(self.secret).hexdigest()[:16]}"
 
 
 def parse_keys(written: Iterable[str]) -> list[ApiKey]:
@@ -63,7 +70,9 @@ def parse_keys(written: Iterable[str]) -> list[ApiKey]:
     keys = []
     for place, text in enumerate(written, start=1):
         named = _NAMED_KEY.fullmatch(text)
-        keys.append(ApiKey(named[1], named[2].strip().encode()) if named else ApiKey(f"key{place}", text.encode()))
+        keys.append(
+            ApiKey(named[1], named[2].strip().encode(), True) if named else ApiKey(f"key{place}", text.encode())
+        )
     if not all(key.secret for key in keys):
         raise ValueError("expected a key after each name, as in NAME:KEY")
     if min(len({key.name for key in keys}), len({key.secret for key in keys})) < len(keys):

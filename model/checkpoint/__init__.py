@@ -28,6 +28,7 @@ from model.checkpoint.options import (
     read_preprocess,
 )
 from model.errors import CheckpointError
+from model.taught_heads import is_taught_head
 
 __all__ = ["BUNDLED", "LABEL_PRESETS", "PREPROCESS_PRESETS", "Checkpoint", "load_checkpoint"]
 
@@ -105,6 +106,10 @@ def load_checkpoint(
 def _open(source: str, keys: KeyMap) -> Files:
     path = BUNDLED if source == "bundled" else Path(source).expanduser()
     resolved = resolved_source(path, source)
+    if resolved is not None and is_taught_head(path):
+        raise CheckpointError(
+            f"{source}: a taught head: a folder of --models takes it beside a model with its backbone"
+        )
     if resolved is not None:
         return Files(path, source) if resolved.is_dir() else SingleFile(path, source, keys)
     if is_hub_id(source):

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import InputError
-from model.heads import is_list, labels_of_request, parse_labels
+from model.heads import first_equal, is_list, labels_of_request, parse_labels
 from model.images.preprocess import ModelInput
 from model.outputs import (
     POOLINGS,
@@ -35,7 +35,7 @@ from service.cli.image_files import read_input, writing
 from service.cli.setting_flags import predictor_from
 from service.teach.fit import taught_head
 from service.teach.heads import features_of
-from vitserve.client import Client, ClientError, Unauthorized, Unreachable
+from vitserve.client import Client, ClientError, ProblemError, Unauthorized, Unreachable
 from vitserve.documents import HeadDescription, Knowledge, ranked, set_fields
 
 # The fields of a set of labels.
@@ -50,6 +50,8 @@ _MOST_MAPS: Final = 8
 # Between two looks whether a server has fitted a head.
 _LOOK_SECONDS: Final = 0.25
 _FIT_SECONDS: Final = 120.0
+# No other picture would be taken either: forbidden, nothing is taught, the name is taken, or the head is full.
+_OF_THE_HEAD: Final = (403, 404, 409)
 
 _Answer = TypeVar("_Answer")
 # Float32 [D].
@@ -158,8 +160,15 @@ class LocalAnswers:
         """Write the head that the examples teach, and return what it knows of itself."""
         if not self._examples:
             raise InputError("path", "no picture can be read")
-        own, of = [labels[file] for file in self._examples], (features_of(self._info), self._info.name)
-        found = taught_head(np.stack(list(self._examples.values())), own, range(len(own)), *of)
+        numbered: dict[str, list[int]] = {}
+        for number, file in enumerate(self._examples):
+            numbered.setdefault(labels[file], []).append(number)
+        rows, kept, own = np.stack(list(self._examples.values())), list[int](), list[str]()
+        for label, numbers in numbered.items():
+            once = np.unique(first_equal(rows[numbers]))
+            kept += [numbers[place] for place in once]
+            own += [label] * len(once)
+        found = taught_head(rows[kept], own, kept, features_of(self._info), self._info.name)
         with writing(output):  # a server reads the folder at any moment
             part = output.with_name(f".{output.name}")
             part.write_bytes(found.to_bytes())
@@ -217,7 +226,16 @@ class _ServerAnswers:
 
     def teach(self, head: str, labels: Mapping[Path, str]) -> Iterator[tuple[Path, int | str]]:
         self._client.model()
-        return self._stream(list(labels), lambda file: self._client.teach(head, labels[file], file).numbers[0])
+
+        def ask(file: Path) -> int:
+            try:
+                return self._client.teach(head, labels[file], file).numbers[0]
+            except ProblemError as error:
+                if error.status in _OF_THE_HEAD:
+                    raise InputError("name", str(error)) from None
+                raise
+
+        return self._stream(list(labels), ask)
 
     def taught(self, head: str, labels: Mapping[Path, str], output: Path) -> HeadDescription:
         ends = time.monotonic() + _FIT_SECONDS

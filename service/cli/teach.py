@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import unicodedata
 from pathlib import Path
 
 from model.errors import InputError
@@ -29,7 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Teach a head all pictures, print what it knows of itself, and return 1 if any file could not be used."""
+    """Teach a head all pictures, print what it knows of itself, and return 1 if any file could not be used.
+
+    So it does if there is no head then, or none that is fitted to all of them yet.
+    """
     name, output = check_name(arguments.name), arguments.output or Path(f"{arguments.name}.safetensors")
     if arguments.output is not None and arguments.url is not None:
         raise InputError("output", "--output: does not apply with --url: the server keeps the head")
@@ -51,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"  more pictures are needed of: {', '.join(known.needs_more)}")  # noqa: T201
     if not arguments.url:
         print(f"{output}: a folder of --models takes it, beside the model that it was taught with")  # noqa: T201
-    return code
+    return int(code or known.accuracy is None or not getattr(known, "up_to_date", True))
 
 
 def _labelled(folder: Path) -> dict[Path, str]:
@@ -61,7 +65,7 @@ def _labelled(folder: Path) -> dict[Path, str]:
     folders = sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
     if not folders:
         raise InputError("path", f"{folder}: expected one folder of pictures for each label")
-    return {file: each.name for each in folders for file in find_images([each])}
+    return {file: unicodedata.normalize("NFC", each.name) for each in folders for file in find_images([each])}
 
 
 def _in_words(known: Knowledge) -> str:

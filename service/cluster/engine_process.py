@@ -186,7 +186,7 @@ class _Worker:
         """Keep a generation for the worker, in place of an unloaded one of the same version."""
         self._release([key] if key in self._generations else [])
         held = ExitStack()
-        held.enter_context(generation.request())
+        held.enter_context(generation.request(held=True))
         self._generations[key] = generation, held
 
     def _release(self, keys: Iterable[tuple[str, int]]) -> None:

@@ -63,6 +63,7 @@ ERRORS: tuple[type[errors.ServiceError], ...] = (
     errors.SwapUnderWay,
     errors.ModelsFull,
     errors.UnknownModel,
+    errors.NameTaken,
     errors.DefaultModel,
 )
 """The errors that an engine answers with; a frame carries an error's index."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -44,13 +45,14 @@ class Generation(Generic[E_co]):
         number: counts up with each version that is loaded.
         checkpoint: what was loaded; None: the configured checkpoint.
         requests: those that have not ended.
+        held: how many of them only keep it for another process, which may have no work for it.
     """
 
     def __init__(self, engine: E_co, number: int = 1, checkpoint: What = None) -> None:
         self._engine = engine
         self.number = number
         self.checkpoint = checkpoint
-        self.requests = 0
+        self.requests = self.held = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -60,14 +62,16 @@ class Generation(Generic[E_co]):
         return self._engine
 
     @contextmanager
-    def request(self) -> Iterator[None]:
+    def request(self, *, held: bool = False) -> Iterator[None]:
         """Keep the generation until the context ends, whatever takes over meanwhile."""
         self.requests += 1
+        self.held += held
         self._idle.clear()
         try:
             yield
         finally:
             self.requests -= 1
+            self.held -= held
             if not self.requests:
                 self._idle.set()
 
@@ -133,6 +137,7 @@ class LocalModel(ServedModel):
     Attributes:
         is_default: whether the process serves nothing where it cannot be loaded.
         broke: whether it failed after it had served.
+        loaded: monotonic seconds of its last load, 0 before the first.
         on_change: called on the event loop when the state of the current generation changes, or another one is current.
     """
 
@@ -151,6 +156,7 @@ class LocalModel(ServedModel):
         self.current = Generation(make(checkpoint), number, checkpoint)
         self.next: Generation[ModelEngine] | None = None
         self.is_default, self.broke = True, False
+        self.loaded = 0.0
         self._last_used: float | None = None
         self._make = make
         self._on_retired = on_retired
@@ -251,7 +257,7 @@ class LocalModel(ServedModel):
         return ended
 
     def _changed(self, generation: Generation[ModelEngine], ended: asyncio.Event) -> None:
-        status = generation.engine.status
+        status, self.loaded = generation.engine.status, time.monotonic()
         if generation is self.current:
             self.broke = status.state == "failed" and ended.is_set()
             if self.broke or (status.state == "failed" and self.is_default):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from model.heads import Head, with_labels
 from service.engine.backbones import ModelEngine, What
@@ -28,18 +28,25 @@ from service.errors import (
     DefaultModel,
     EngineUnavailable,
     Forbidden,
+    HeadWithoutBackbone,
+    HeadWithoutExamples,
     ModelsFull,
+    NameTaken,
     ServiceError,
     SettingsError,
     SwapUnderWay,
     UnknownModel,
 )
 from service.models.folder import Entry, read_folder
-from service.models.model import UNDER_WAY, Loads, LocalModel, ModelState, ServedModel
+from service.models.model import UNDER_WAY, Generation, Loads, LocalModel, ModelState, ServedModel
 from service.models.tasks import Tasks
 from service.settings import Settings
 
 logger = logging.getLogger("vitserve")
+
+_FITTED: Final = "it is being fitted"
+_LEAVE_SECONDS: Final = 1.0
+"""Seconds in which a load waits for the last requests of what was unloaded for it; then there is no memory for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,7 @@ class AddedHead:
     Attributes:
         head: None before there is one.
         key: of that model in `Models.served`; None: no model has the head's backbone.
-        reason: why it does not answer, whatever that model does; empty if it may.
+        reason: why there is no such head, or no such model; empty while the head is fitted, and if it is there.
     """
 
     name: str
@@ -146,12 +153,14 @@ class Models(ABC):
 
         Raises:
             UnknownModel: there is neither.
-            EngineUnavailable: the head does not answer.
+            HeadWithoutBackbone, HeadWithoutExamples: the head does not answer, and is not about to.
+            EngineUnavailable: it is being fitted, or models are being loaded.
         """
         added = self.added.get(name or "")
         if added is not None:
-            if added.key is None or added.reason:
-                raise EngineUnavailable(f"{name}: {added.reason}")
+            if added.key is None or added.head is None:
+                waits, lacks = self._waits(added), HeadWithoutBackbone if added.key is None else HeadWithoutExamples
+                raise (EngineUnavailable if waits else lacks)(f"{name}: {added.reason or _FITTED}")
             return added.key
         if name is None or (name and name not in self.served and name == self.name_of(self.default_name)):
             return self.default_name
@@ -213,6 +222,7 @@ class Models(ABC):
             SwapUnderWay: another one is being loaded.
             EngineUnavailable: no model is ready yet.
             ModelsFull: there is no memory for it.
+            NameTaken: it would be called as another model.
             Forbidden: the set is fixed.
         """
 
@@ -248,13 +258,17 @@ class Models(ABC):
         if self.key(name) == self.default_name:
             raise DefaultModel(f"{name!r:.200} is the default model: put another checkpoint in its place")
 
+    def _waits(self, added: AddedHead) -> bool:
+        """Return whether a head that does not answer is being fitted, or may be of a model that is being loaded."""
+        is_loading = any(model.state == "loading" for model in self.served.values())
+        return is_loading if added.key is None else not added.reason
+
     def _status_of_head(self, added: AddedHead) -> ModelStatus:
         if added.key is not None and added.head is not None:
             base, classes = self.status_of(added.key), len(added.head.labels)
             return replace(base, name=added.name, classes=classes, bytes=0, default=False, taught=True)
-        is_loading = added.key is not None or any(model.state == "loading" for model in self.served.values())
-        state: ModelState = "loading" if is_loading else "failed"
-        return ModelStatus(added.name, state, added.reason, "", None, 0, None, default=False, taught=True)
+        state: ModelState = "loading" if self._waits(added) else "failed"
+        return ModelStatus(added.name, state, added.reason or _FITTED, "", None, 0, None, default=False, taught=True)
 
     def status_of(self, key: str) -> ModelStatus:
         """Return the status of the model that stands there in `served`."""
@@ -308,6 +322,8 @@ class LocalModels(Models):
         self._turn = asyncio.Lock()
         self._under_way: dict[str, asyncio.Task[None]] = {}
         self._sizes: dict[str, int] = {}
+        self._waiters: Counter[str] = Counter()
+        self._leaving: set[Generation[ModelEngine]] = set()
         self._is_full = False
 
     @property
@@ -334,9 +350,13 @@ class LocalModels(Models):
     async def available(self, name: str | None) -> None:
         """Return when the model answers, which is loaded if it is not; see `Models.available`."""
         key = self.key(name)
-        while key in self.served and self.served[key].state in ("loading", "unloaded"):
-            under_way = self._under_way.get(key)
-            await asyncio.shield(self._begin(key) if under_way is None or under_way.done() else under_way)
+        self._waiters[key] += 1
+        try:
+            while key in self.served and self.served[key].state in ("loading", "unloaded"):
+                under_way = self._under_way.get(key)
+                await asyncio.shield(self._begin(key) if under_way is None or under_way.done() else under_way)
+        finally:
+            self._waiters[key] -= 1
         if key not in self.served:
             raise UnknownModel(f"{key!r}: the model was deleted")
         if self.served[key].state != "ready":
@@ -349,20 +369,28 @@ class LocalModels(Models):
     async def prepare(self, name: str, what: What, *, in_turn: bool = False) -> bool:
         """Load a model, which `take_over` lets answer and `discard` gives up; return whether the name is new.
 
-        Whoever cancels this call discards it. Raises as `put`; with `in_turn` what is being loaded is waited for.
+        Whoever cancels this call discards it. Raises as `put`; with `in_turn` what is being loaded is waited for,
+        and None is what is configured. Else it is that for the default model alone, and for another what it serves.
         """
         if self._turn.locked() and not in_turn:
             raise SwapUnderWay(UNDER_WAY)
         await self._turn.acquire()
         key = self.place(name)
         existing = self.served.get(key)
-        if what is None and existing is not None and key not in self._configured:
+        if (
+            what is None
+            and existing is not None
+            and (key not in self._configured or (not in_turn and existing is not self.default))
+        ):
             what = existing.current.checkpoint
         try:
             await self._make_room(key, self._needed(key))
             if existing is not None and (existing.state == "ready" or existing is self.default):
                 self._prepared = key, existing
                 await existing.prepare(what)
+                info = existing.next and existing.next.engine.info
+                if info is not None and not key and (info.name in self.served or info.name in self.added):
+                    raise NameTaken(f"{info.name}: another model has the name of this checkpoint")
             else:
                 self._prepared = key, self._model(key, Version(self._version(key).number + 1, what))
                 if reason := await self._prepared[1].bring():
@@ -405,8 +433,10 @@ class LocalModels(Models):
         """Give a model's memory back; see `Models.unload`."""
         self._require_changeable(name)
         async with self._turn:
-            if self.find(name).state == "ready":
-                await self.served[name].unload()
+            if self.find(name).state != "ready":
+                return
+            leaving = self._tasks.begin(self._leave([self.served[name]]))
+        await asyncio.shield(leaving)
 
     async def delete(self, name: str) -> None:
         """Remove a model; see `Models.delete`."""
@@ -509,13 +539,29 @@ class LocalModels(Models):
         """Return what a model would take, as far as it is known: nothing beside others of its backbone."""
         model = self.served.get(key)
         info = None if model is None else model.info
-        return 0 if info is None or info.backbone in self.backbones() else self._sizes.get(info.backbone, 0)
+        return 0 if info is None or info.backbone in self._loaded() else self._sizes.get(info.backbone, 0)
+
+    def _loaded(self) -> dict[str, int]:
+        """Return the bytes of each backbone that is loaded, with those that only end their last requests."""
+        engines = (generation.engine for generation in self._leaving)
+        return {engine.info.backbone: engine.size for engine in engines if engine.info} | self.backbones()
+
+    async def _leave(self, models: list[LocalModel]) -> None:
+        """Unload models, whose memory counts until their last requests have ended."""
+        leaving = {model.current for model in models}
+        self._leaving |= leaving
+        await asyncio.gather(*(model.unload() for model in models))
+        self._leaving -= leaving
+
+    async def _give_back(self, models: list[LocalModel]) -> None:
+        """Unload models, but do not wait long for their last requests: other loads wait for their turn."""
+        await asyncio.wait([self._tasks.begin(self._leave(models))], timeout=_LEAVE_SECONDS)
 
     async def _make_room(self, key: str, size: int) -> None:
         """Unload backbones until so many bytes fit beside the others; raises `ModelsFull`."""
         most = self._settings.models_bytes
-        while most is not None and sum(self.backbones().values()) + size > most:
-            await self._evict(key)
+        while most is not None and (too_much := sum(self._loaded().values()) + size - most) > 0:
+            await self._evict(key, too_much)
 
     async def _fit(self, key: str, *, evict: bool) -> None:
         """Unload others if there is too much now that a model is loaded, or that model; raises `ModelsFull`."""
@@ -528,31 +574,37 @@ class LocalModels(Models):
             if evict:
                 await self._make_room(key, 0)
             elif model is not self.default:
-                await model.unload()
+                await self._give_back([model])
         except ModelsFull:
             if model is not self.default:
-                await model.unload()
+                await self._give_back([model])
             raise
 
-    async def _evict(self, but: str) -> None:
-        """Unload the backbone that is unused for longest, of those that have no work; raises `ModelsFull`."""
+    async def _evict(self, but: str, too_much: int) -> None:
+        """Unload the backbone that is unused for longest, of those that have no work.
+
+        Raises:
+            ModelsFull: all of them together would not give back so many bytes.
+        """
         users: dict[str, list[LocalModel]] = {}
         for model in self.served.values():
             if model.state == "ready" and model.info is not None:
                 users.setdefault(model.info.backbone, []).append(model)
-        kept = {self.served[key].info for key in (but, self.default_name) if key in self.served}
+        kept = {self.served[key].info for key in self.served if key in (but, self.default_name) or self._waiters[key]}
         idle = [
-            (max(model.last_used or 0.0 for model in models), backbone)
+            (max(max(model.last_used or 0.0, model.loaded) for model in models), backbone)
             for backbone, models in users.items()
-            if not any(model.current.engine.backbone.engine.busy for model in models)
+            if not any(model.current.requests > model.current.held for model in models)
+            and not any(model.current.engine.backbone.engine.busy for model in models)
             and backbone not in {info.backbone for info in kept if info is not None}
         ]
-        if not idle:
+        loaded = self.backbones()
+        if sum(loaded.get(backbone, 0) for _, backbone in idle) < too_much:
             raise ModelsFull("there is no memory for this model beside those that are in use")
         _, backbone = min(idle)
         self.results["evicted"] += 1
         logger.info("backbone %s is unloaded: others need its memory", backbone)
-        await asyncio.gather(*(model.unload() for model in users[backbone]))
+        await self._give_back(users[backbone])
 
 
 def _default_of(settings: Settings, configured: Mapping[str, Entry]) -> str:

@@ -4,14 +4,15 @@ An example is what a backbone gives of a picture, its label, the time, and who s
 process ends at whatever moment, the file holds what was committed before, and nothing of what was not. Each change of a
 head's examples raises its revision, so that everyone sees which fit is of which examples.
 
-Methods block for some milliseconds: call them from a thread.
+Methods block for some milliseconds: call them from a thread. Each raises `HeadsUnavailable` where the file cannot be
+used.
 """
 
 from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +21,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from service.errors import HeadFull, HeadWithoutBackbone, NotFound, SettingsError
+from model.heads import first_equal
+from service.errors import Forbidden, HeadFull, HeadsUnavailable, HeadWithoutBackbone, NotFound, SettingsError
 from vitserve.documents import ExampleDocument
 
 MAX_HEADS: Final = 64
@@ -32,6 +34,9 @@ MAX_BYTES: Final = 64 * 2**20
 _FILE: Final = "heads.sqlite3"
 # How long a change waits for another one to end; each takes milliseconds.
 _LOCKED_SECONDS: Final = 10.0
+
+# The largest integer that SQLite takes.
+_NO_NUMBER: Final = 2**63 - 1
 
 _VERSION: Final = 1
 _TABLES: Final = f"""
@@ -49,6 +54,15 @@ COMMIT;
 """
 
 
+@contextmanager
+def kept_on_disk() -> Iterator[None]:
+    """Raise `HeadsUnavailable` for what is raised inside where a file cannot be used."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        raise HeadsUnavailable(f"taught heads cannot be read or written: {error}") from None
+
+
 class HeadRow(NamedTuple):
     """A head.
 
@@ -56,10 +70,10 @@ class HeadRow(NamedTuple):
         id: no other head ever has it, also of the same name.
         backbone: names what its features are of.
         model: with which it was begun.
-        owner: the name of the key that began it; empty without keys.
+        owner: the name of the key that began it, or a digest; empty without keys.
         revision: changes with its examples.
         fitted_revision: of the examples that it was last fitted to, or could not be.
-        reason: why those give no head; empty if they do.
+        reason: why its examples give no head; empty if they do.
     """
 
     id: int
@@ -91,22 +105,34 @@ class Examples:
         except (OSError, sqlite3.Error) as error:
             raise SettingsError(f"VIT_TEACH: {self.path}: cannot be used: {error}") from None
 
+    @kept_on_disk()
     def version(self) -> int:
         """Return a number that is another one as soon as anybody has changed anything."""
         [version] = self._watching.execute("PRAGMA data_version").fetchone()
         return int(version)
 
     def add(
-        self, name: str, label: str, features: NDArray[np.float32], who: str, backbone: tuple[str, str]
+        self,
+        name: str,
+        label: str,
+        features: NDArray[np.float32],
+        who: str,
+        backbone: tuple[str, str],
+        known: int | None = None,
     ) -> tuple[dict[str, int], list[int]]:
         """Add an example for each row of features [N, D], all or none; return the labels' counts, and their numbers.
 
+        What equals an example of the label, but for rounding, is that example.
+
         Args:
             name: of the head, which is made if it is absent.
-            who: the name of the caller's key.
+            who: the name of the caller's key, or a digest.
             backbone: what the features are of, and the name of its model.
+            known: the id of the head as the caller was allowed to teach it; None: there was none.
 
         Raises:
+            NotFound: that head is deleted.
+            Forbidden: another key has begun one meanwhile.
             HeadWithoutBackbone: the head's other examples are of another backbone.
             HeadFull: there are too many heads, or labels or examples of this one.
         """
@@ -115,32 +141,60 @@ class Examples:
             db.execute("INSERT OR IGNORE INTO heads (name, backbone, model, owner) VALUES (?, ?, ?, ?)", made)
             if db.execute("SELECT count(*) FROM heads").fetchone()[0] > MAX_HEADS:
                 raise HeadFull(f"{name}: there are {MAX_HEADS} heads already: delete one first")
-            known = "SELECT id, backbone, numbers FROM heads WHERE name = ?"
-            head, features_of, numbers = db.execute(known, [name]).fetchone()
+            query = "SELECT id, backbone, numbers, owner FROM heads WHERE name = ?"
+            head, features_of, numbers, owner = db.execute(query, [name]).fetchone()
+            if known not in (None, head):
+                raise NotFound(f"{name}: this head was deleted while the pictures arrived")
+            if known is None and owner not in ("", who):
+                raise Forbidden(f"{name}: another key has begun this head while the pictures arrived")
             if features_of != backbone[0]:
                 raise HeadWithoutBackbone(f"{name}: its examples are of another backbone than that of {backbone[1]}")
-            numbered = enumerate(features.astype("<f4"), start=numbers + 1)
-            rows = [(head, number, label, time.time(), who, row.tobytes()) for number, row in numbered]
+            query = "SELECT number, features FROM examples WHERE head = ? AND label = ? ORDER BY number"
+            kept = db.execute(query, [head, label]).fetchall()
+            every = [*(np.frombuffer(row, "<f4") for _, row in kept), *features.astype("<f4")]
+            numbered, rows = [number for number, _ in kept], list[tuple[object, ...]]()
+            for row, first in zip(every[len(kept) :], first_equal(np.stack(every), len(kept)).tolist(), strict=True):
+                if first == len(numbered):
+                    rows.append((head, numbers + len(rows) + 1, label, time.time(), who, row.tobytes()))
+                numbered.append(numbered[first] if first < len(numbered) else rows[-1][1])
             db.executemany("INSERT INTO examples VALUES (?, ?, ?, ?, ?, ?)", rows)
             totals = "SELECT count(*), count(DISTINCT label), sum(length(features)) FROM examples WHERE head = ?"
             count, labels, size = db.execute(totals, [head]).fetchone()
             if count > MAX_EXAMPLES or labels > MAX_LABELS or size > MAX_BYTES:
                 limits = f"{MAX_LABELS} labels, {MAX_EXAMPLES} examples and {MAX_BYTES} bytes of them"
                 raise HeadFull(f"{name}: a head has at most {limits}")
-            changed = "UPDATE heads SET numbers = numbers + ?, revision = revision + 1 WHERE id = ?"
-            db.execute(changed, [len(rows), head])
-            return _counts(db, head), [row[1] for row in rows]
+            return _changed(db, head, len(rows)), numbered[len(kept) :]
 
     def remove(self, head: HeadRow, number: int | None = None) -> dict[str, int]:
         """Remove an example, or with None the whole head; return how many each label has. Raises `NotFound`."""
         with self._transaction() as db:
-            query, of = "DELETE FROM examples WHERE head = ? AND number = ?", [head.id, number]
-            if number is None:
-                query, of = "DELETE FROM heads WHERE id = ?", [head.id]
+            query, of = "DELETE FROM heads WHERE id = ?", [head.id]
+            if number is not None:
+                query, of = "DELETE FROM examples WHERE head = ? AND number = ?", [head.id, min(number, _NO_NUMBER)]
             if not db.execute(query, of).rowcount:
                 raise NotFound(f"{head.name}: there is no such {'head' if number is None else 'example'}")
-            db.execute("UPDATE heads SET revision = revision + 1 WHERE id = ?", [head.id])
-            return _counts(db, head.id)
+            return _changed(db, head.id)
+
+    def relabel(self, head: HeadRow, number: int, label: str) -> dict[str, int]:
+        """Put an example under another label, which has it once then; return how many each label has.
+
+        Raises:
+            NotFound: there is no such example.
+            HeadFull: the head has as many labels as it may.
+        """
+        with self._transaction() as db:
+            moved = "UPDATE examples SET label = ? WHERE head = ? AND number = ?"
+            if not db.execute(moved, [label, head.id, min(number, _NO_NUMBER)]).rowcount:
+                raise NotFound(f"{head.name}: there is no such example")
+            query = "SELECT number, features FROM examples WHERE head = ? AND label = ? ORDER BY number != ?"
+            rows = db.execute(query, [head.id, label, number]).fetchall()
+            firsts = first_equal(np.stack([np.frombuffer(row, "<f4") for _, row in rows])).tolist()
+            copies = [(head.id, rows[place][0]) for place in range(1, len(rows)) if not firsts[place]]
+            db.executemany("DELETE FROM examples WHERE head = ? AND number = ?", copies)
+            counts = _changed(db, head.id)
+            if len(counts) > MAX_LABELS:
+                raise HeadFull(f"{head.name}: a head has at most {MAX_LABELS} labels")
+            return counts
 
     def heads(self) -> dict[str, HeadRow]:
         """Return all heads by name."""
@@ -175,12 +229,11 @@ class Examples:
     def keep(self, head: HeadRow, fitted: bytes | None, reason: str = "") -> None:
         """Keep what was fitted to the examples as of `head.revision`, unless the head is gone or has something newer.
 
-        Where those give no head, which has a `reason`, the one before stays.
+        Those may give None, for a `reason`: nothing is kept of what was fitted to examples that are deleted.
         """
         with self._transaction() as db:
             db.execute(
-                "UPDATE heads SET fitted = coalesce(?, fitted), fitted_revision = ?, reason = ? "
-                "WHERE id = ? AND fitted_revision < ?",
+                "UPDATE heads SET fitted = ?, fitted_revision = ?, reason = ? WHERE id = ? AND fitted_revision < ?",
                 [fitted, head.revision, reason, head.id, head.revision],
             )
 
@@ -198,9 +251,23 @@ class Examples:
     @contextmanager
     def _transaction(self, begin: str = "BEGIN IMMEDIATE") -> Iterator[sqlite3.Connection]:
         """Give the file as it is, all of what is done there or nothing; by default nobody else changes it meanwhile."""
-        with closing(self._connect()) as db, db:  # an error undoes what was changed
+        with kept_on_disk(), closing(self._connect()) as db, db:  # an error undoes what was changed
             db.execute(begin)
             yield db
+
+
+def too_few(counts: Mapping[str, int]) -> str:
+    """Return why numbers of examples by label give no head, or an empty text."""
+    enough = sum(count >= 2 for count in counts.values()) >= 2
+    return "" if enough else "two labels with two pictures each are needed at least"
+
+
+def _changed(db: sqlite3.Connection, head: int, added: int | None = None) -> dict[str, int]:
+    """Note that examples of a head were added, or with None removed, and return how many each label has."""
+    counts, changed = _counts(db, head), "numbers = numbers + ?, revision = revision + ?, reason = ?"
+    new = [added or 0, added != 0, too_few(counts), head]
+    db.execute(f"UPDATE heads SET {changed} WHERE id = ?", new)
+    return counts
 
 
 def _counts(db: sqlite3.Connection, head: int) -> dict[str, int]:

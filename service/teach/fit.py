@@ -21,7 +21,7 @@ from model.errors import DatasetError, first_line
 from model.heads import Known
 from model.probe import FOLDS, Choice, fit_head, interval
 from model.taught_heads import TaughtHead
-from service.teach.examples import Examples
+from service.teach.examples import Examples, too_few
 from vitserve.documents import Accuracy, Confusion, Knowledge, Suspect
 
 _FEW: Final = 5
@@ -55,8 +55,8 @@ def taught_head(
     """
     names = tuple(dict.fromkeys(labels))
     truth = np.array([names.index(label) for label in labels], np.int64)
-    if (np.bincount(truth, minlength=1) >= 2).sum() < 2:
-        raise DatasetError("two labels with two pictures each are needed at least")
+    if reason := too_few(Counter(labels)):
+        raise DatasetError(reason)
     rounds = _ROUNDS if len(truth) < _MANY else 1
     (head, first), *others = [fit_head(features, truth, names, seed=seed) for seed in range(rounds)]
     known = _knowledge([first, *(choice for _, choice in others)], truth, names, numbers)
@@ -100,14 +100,19 @@ def _knowledge(
 
 
 def fit_changed(examples: Examples) -> None:
-    """Fit each head whose examples have changed since it was fitted, until there is none."""
+    """Fit each head whose examples have changed since it was fitted, the smallest first, until there is none.
+
+    Where its examples are too few, it has no fit; where memory is, the one before stays.
+    """
     while stale := [head for head in examples.heads().values() if head.fitted_revision < head.revision]:
-        for head in stale:
+        for head in sorted(stale, key=lambda head: sum(examples.state(head)[0].values())):
             numbers, labels, features = examples.training_set(head)
             try:
                 examples.keep(head, taught_head(features, labels, numbers, head.backbone, head.model).to_bytes())
-            except (DatasetError, np.linalg.LinAlgError, MemoryError) as error:
+            except DatasetError as error:
                 examples.keep(head, None, first_line(error))
+            except (np.linalg.LinAlgError, MemoryError) as error:
+                examples.keep(head, examples.state(head)[1], first_line(error))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import fcntl
 import hashlib
 import logging
 import os
-import sqlite3
 import sys
+import time
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,14 +24,16 @@ from typing import Final, NamedTuple
 from model.errors import CheckpointError
 from model.taught_heads import TaughtHead, is_taught_head
 from service.engine.messages import ModelInfo
-from service.errors import HeadWithoutBackbone, InvalidParameter
+from service.errors import HeadsUnavailable, HeadWithoutBackbone, InvalidParameter
 from service.models.folder import check_name
 from service.models.models import AddedHead, Models
-from service.teach.examples import Examples, HeadRow
+from service.teach.examples import Examples, HeadRow, kept_on_disk
 
 logger = logging.getLogger("vitserve")
 
 _LOOK_SECONDS: Final = 0.25
+# After a fit that failed, unless examples change before.
+_PAUSE_SECONDS: Final = 30.0
 _LOCK: Final = "fit.lock"
 _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -107,7 +109,7 @@ class TaughtHeads:
         self._beaten, self._hidden = set[str](), set[str]()
         self._look, self._turn = asyncio.Event(), asyncio.Lock()
         self.child: Process | None = None
-        self._given_up: object = None
+        self._failed: tuple[object, float] = None, 0.0
 
     def base(self, head: HeadRow) -> str:
         """Return the key of the model with a head's backbone, the one that it was begun with if there are several.
@@ -121,6 +123,10 @@ class TaughtHeads:
             raise HeadWithoutBackbone(f"no model is served with the backbone of {head.model}, as it was taught on")
         return min(found, key=lambda key: self._models.name_of(key) != head.model)
 
+    def is_file(self, name: str) -> bool:
+        """Return whether a head of this name lies in the folder of models: it is taught nothing here."""
+        return name in self.heads and not self.heads[name].row.id
+
     def renew(self) -> None:
         """Add the heads to the models, as both are now; the name of a model is no head's."""
         names = {self._models.name_of(key) for key in self._models.served}
@@ -133,7 +139,7 @@ class TaughtHeads:
     def _added(self, taught: Taught) -> AddedHead:
         row, key, head = taught.row, None, None if taught.fitted is None else taught.fitted.head
         try:
-            key, reason = self.base(row), "" if head is not None else row.reason or "it is being fitted"
+            key, reason = self.base(row), "" if head is not None else row.reason
         except HeadWithoutBackbone as error:
             reason = row.reason or str(error)
         return AddedHead(row.name, head, key, reason)
@@ -150,10 +156,10 @@ class TaughtHeads:
                 try:
                     await self.look()
                     problem = ""
-                except (OSError, sqlite3.Error) as error:
+                except HeadsUnavailable as error:
                     if problem != str(error):  # once, however often it is tried again
                         problem = str(error)
-                        logger.error("taught heads cannot be read: %s", error)
+                        logger.error("%s", problem)
                 self._look.clear()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._look.wait(), _LOOK_SECONDS)
@@ -170,14 +176,17 @@ class TaughtHeads:
                 self.heads = heads
                 self.renew()
             stale = [row[:6] for row, _ in heads.values() if row.fitted_revision < row.revision]
-            if self.examples is not None and stale and stale != self._given_up and self.child is None:
+            failed, ended = self._failed
+            waits = stale == failed and time.monotonic() < ended + _PAUSE_SECONDS
+            if self.examples is not None and stale and not waits and self.child is None:
                 self.child = await self._start(self.examples.path.parent)
             elif self.child is not None and self.child.returncode is not None:
                 if self.child.returncode:
-                    logger.error("the fit of taught heads failed: it is tried again when examples change")
-                    self._given_up = stale
+                    logger.error("the fit of taught heads failed: it is tried again in %g s", _PAUSE_SECONDS)
+                    self._failed = stale, time.monotonic()
                 self.child = None
 
+    @kept_on_disk()
     def _read(self) -> Mapping[str, Taught]:
         # The folder's own time tells too little: a file may be written in place, or in several writes.
         paths = self._folder.iterdir() if self._folder else ()
@@ -203,7 +212,8 @@ class TaughtHeads:
 
     async def _start(self, folder: Path) -> Process | None:
         """Return the process that fits, or None where one of any process of the service is at it."""
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        with kept_on_disk():
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             command, environment = (sys.executable, "-m", "service.teach.fit", str(folder)), os.environ | _ONE_THREAD

@@ -74,6 +74,10 @@ class KeyGuard:
         """Return the name of a key."""
         return self._keys[key].name
 
+    def owner(self, key: int) -> str:
+        """Return what heads keep of a key."""
+        return self._keys[key].owner
+
     @contextmanager
     def request(self, key: int) -> Iterator[None]:
         """Count one request of a key while it is handled; raises `TooManyRequests`."""
@@ -103,10 +107,11 @@ class ApiKeyMiddleware:
         is_http = scope["type"] == "http"
         if is_http and not (scope["path"] in self._public or needs_admin_key(scope["method"], scope["path"])):
             authorization = Headers(scope=scope).get("authorization", "")
-            is_admin = scope["path"].startswith(_HEADS) and holds_admin_key(authorization, self._settings)
+            is_admin = f"{scope['path']}/".startswith(_HEADS) and holds_admin_key(authorization, self._settings)
             key = None if is_admin else self._guard.find(authorization)
             if key is not None:
-                request_context(scope).key_name = self._guard.name(key)
+                context = request_context(scope)
+                context.key_name, context.key_owner = self._guard.name(key), self._guard.owner(key)
                 if scope["path"] not in PROBES:
                     counted = self._guard.request(key)
         with counted:

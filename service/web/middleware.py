@@ -75,7 +75,7 @@ class RequestContext:
         started: monotonic seconds at which its head had been read.
         status: of the answer; None until it starts.
         endpoint: path of the route that answers, None until it is known.
-        key_name: of the API key, None without a key.
+        key_name, key_owner: of the API key, None without a key.
         code: of the problem that answers it, None without a problem.
         refusal: the same if it is refused because there is no room, else None.
         model: name of the model that it is for, None until it is known.
@@ -89,6 +89,7 @@ class RequestContext:
         self.status: int | None = None
         self.endpoint: str | None = None
         self.key_name: str | None = None
+        self.key_owner: str | None = None
         self.code: str | None = None
         self.refusal: str | None = None
         self.model: str | None = None

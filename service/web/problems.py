@@ -57,6 +57,7 @@ TABLE: dict[type[Exception], tuple[int, str]] = {
     errors.DefaultModel: (409, "default_model"),
     errors.HeadFull: (409, "head_full"),
     errors.HeadWithoutBackbone: (409, "head_without_backbone"),
+    errors.HeadWithoutExamples: (409, "head_without_examples"),
     errors.NameTaken: (409, "name_taken"),
     errors.UploadTooLarge: (413, "upload_too_large"),
     model_errors.ImageTooLarge: (413, "image_too_large"),
@@ -76,6 +77,7 @@ TABLE: dict[type[Exception], tuple[int, str]] = {
     errors.EngineUnavailable: (503, "engine_unavailable"),
     errors.ModelLoading: (503, "model_loading"),
     errors.ModelsFull: (503, "models_full"),
+    errors.HeadsUnavailable: (503, "heads_unavailable"),
     errors.Draining: (503, "draining"),
     errors.DeadlineExceeded: (504, "deadline_exceeded"),
 }

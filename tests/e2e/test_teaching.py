@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from model.taught_heads import TaughtHead
+from service.cli.main import main
 from tests.e2e.checkpoints import write_checkpoint
 from tests.e2e.serving import CHECKPOINT_NAME, LABELS, SIZE, Pictures, Serve, Served, client
 from tests.launcher import until
@@ -148,6 +149,9 @@ def test_pictures_come_in_every_form_and_mistakes_are_mended(serve: Serve, tmp_p
     assert (raw.status_code, raw.json()) == (201, counts)
     body = {"image": base64.b64encode(picture(RED, 51)).decode()}
     assert server.client.post("/heads/colours/examples?label=red", json=body).json()["examples"]["red"] == 6
+    for label in ("Caf\u00e9 \u2764\ufe0f", "Cafe\u0301 \u2764\ufe0f"):  # one text in two forms
+        named = teach(server, label, [picture(GREEN, 1)], "other").json()
+    assert named["examples"] == {"Caf\u00e9 \u2764\ufe0f": 1}
     image_id = server.classify(picture(BLUE, 52)).json()["id"]
     wrong = server.client.post(f"/heads/colours/examples?label=red&id={image_id}")
     assert wrong.json()["examples"] == {"red": 7, "blue": 4}
@@ -176,7 +180,7 @@ def test_a_restart_has_the_heads_again_and_a_head_waits_for_its_backbone(serve: 
     failed = next(each for each in third.get("/models").json() if each["name"] == "colours")
     assert f"no model is served with the backbone of {CHECKPOINT_NAME}" in failed["reason"]
     refused = third.classify(picture(RED, 61), "model=colours")
-    assert (refused.status_code, refused.json()["code"]) == (503, "engine_unavailable")
+    assert (refused.status_code, refused.json()["code"]) == (409, "head_without_backbone")
     added = teach(third, "red", [picture(RED, 62)])
     assert (added.status_code, added.json()["code"]) == (409, "head_without_backbone")
     assert described(third)["examples"] == {"red": 6, "blue": 6}
@@ -189,7 +193,9 @@ def test_bad_requests_are_refused_and_add_nothing(server: Served) -> None:
     good, path = picture(RED, 70), "/heads/colours/examples"
     assert code(server.client.post(path, content=good)) == (422, "invalid_parameter")
     assert code(server.client.post(path, params={"label": " "}, content=good)) == (422, "invalid_parameter")
-    assert code(server.client.post(path, params={"label": "x" * 300}, content=good)) == (422, "invalid_parameter")
+    for label in ("x" * 300, "\u200b", "\u202etac", "\n", "\u0301"):
+        assert code(server.client.post(path, params={"label": label}, content=good)) == (422, "invalid_parameter")
+    assert code(server.client.post(f"{path}?label=caf%E9", content=good)) == (422, "invalid_parameter")
     assert code(server.client.post(path, params={"label": "red", "id": "unknown"})) == (422, "invalid_parameter")
     kept = server.classify(good).json()["id"]
     assert code(server.client.post(path, params={"label": "red", "id": kept}, content=good)) == (
@@ -212,6 +218,31 @@ def test_bad_requests_are_refused_and_add_nothing(server: Served) -> None:
     assert code(server.client.delete("/heads/none")) == (404, "not_found")
     assert code(server.client.delete(f"{path}/999")) == (404, "not_found")
     assert described(server)["examples"] == {"red": 6, "blue": 6}
+
+
+def test_a_head_of_too_few_examples_is_not_waited_for(serve: Serve, tmp_path: Path) -> None:
+    server = serve(teach=tmp_path / "taught")
+    assert teach(server, "red", [picture(RED, 1)]).status_code == 201
+    assert described(server)["reason"].startswith("two labels with two pictures each")  # it looks at what is kept
+    refused = server.classify(picture(RED, 2), "model=colours")
+    assert (refused.status_code, refused.json()["code"]) == (409, "head_without_examples")
+    assert "Retry-After" not in refused.headers
+    [status] = [each for each in server.get("/models").json() if each["name"] == "colours"]
+    assert (status["state"], status["reason"][:10]) == ("failed", "two labels")
+
+
+def test_vitserve_teach_fails_where_no_head_comes_of_it(
+    server: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "red").mkdir()
+    for seed in range(3):
+        (tmp_path / "red" / f"{seed}.png").write_bytes(picture(RED, seed))
+    assert main(["teach", "one-label", str(tmp_path), "--url", server.url]) == 1
+    assert capsys.readouterr().out == "one-label: two labels with two pictures each are needed at least\n"
+    assert server.client.delete("/heads/one-label").status_code == 204
+    assert main(["teach", CHECKPOINT_NAME, str(tmp_path), "--url", server.url]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert "409 name_taken" in line
 
 
 def test_a_deleted_head_is_unknown(serve: Serve, tmp_path: Path) -> None:
@@ -247,7 +278,7 @@ def test_a_file_of_a_head_is_a_model_beside_its_backbone(
 ) -> None:
     shutil.copytree(checkpoint, tmp_path / "models" / "tiny")
     (tmp_path / "models" / "mine.safetensors").write_bytes(server.get("/heads/colours/export").content)
-    other = serve(models=tmp_path / "models", checkpoint="")
+    other = serve(models=tmp_path / "models", checkpoint="", teach=tmp_path / "taught")
     until(
         lambda: (
             {each["name"]: each["state"] for each in other.get("/models").json()} == {"tiny": "ready", "mine": "ready"}
@@ -255,6 +286,8 @@ def test_a_file_of_a_head_is_a_model_beside_its_backbone(
     )
     answer = other.classify(picture(BLUE, 34), "model=mine").json()
     assert (answer["model"], answer["predictions"][0]["label"]) == ("mine", "blue")
+    taken = teach(other, "red", [picture(RED, 35)], "mine")
+    assert (taken.status_code, taken.json()["code"]) == (409, "name_taken")
 
 
 def test_what_a_head_and_a_model_have_in_common_is_the_name_of_one_alone(serve: Serve, tmp_path: Path) -> None:
@@ -275,6 +308,20 @@ def test_without_a_folder_nothing_is_taught(serve: Serve) -> None:
     assert "VIT_TEACH" in answer.json()["detail"]
 
 
+def test_a_key_without_a_name_owns_its_heads_at_any_place(serve: Serve, tmp_path: Path) -> None:
+    first, second = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+    server = serve(teach=tmp_path / "taught", api_keys="one,two", warm=False)
+    until(lambda: server.get("/readyz").status_code == 200)
+    teach_colours(server, headers=second)
+    server.process.terminate()
+    again = serve(teach=tmp_path / "taught", api_keys="two,one", warm=False)
+    until(lambda: again.get("/readyz").status_code == 200)
+    assert teach(again, "red", [picture(RED, 7)], headers=first).status_code == 403
+    assert teach(again, "red", [picture(RED, 7)], headers=second).status_code == 201
+    listed = again.get("/heads/colours/examples", headers=first).text
+    assert '"two"' not in listed
+
+
 def test_keys_teach_their_own_heads_and_the_admin_key_all(serve: Serve, tmp_path: Path) -> None:
     server = serve(teach=tmp_path / "taught", api_keys="alice:one,bob:two", admin_key="admin-key", warm=False)
     alice, bob = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
@@ -282,8 +329,14 @@ def test_keys_teach_their_own_heads_and_the_admin_key_all(serve: Serve, tmp_path
     assert teach(server, "red", [picture(RED, 1)]).status_code == 401
     teach_colours(server, headers=alice)
     assert server.get("/heads/colours/examples", headers=bob).json()["examples"][0]["who"] == "alice"
-    assert teach(server, "red", [picture(RED, 2)], headers=bob).status_code == 403
-    assert teach(server, "red", [picture(RED, 2)], headers=ADMIN).status_code == 201
+    assert teach(server, "red", [picture(RED, 22)], headers=bob).status_code == 403
+    assert teach(server, "red", [picture(RED, 22)], headers=ADMIN).status_code == 201
+    assert server.get("/heads", headers=ADMIN).json()["heads"] == ["colours"]
+    path = "/heads/colours/examples/13"
+    assert server.client.put(path, params={"label": "blue"}, headers=bob).status_code == 403
+    assert server.client.put(path, params={"label": " "}, headers=alice).status_code == 422
+    moved = server.client.put(path, params={"label": "blue"}, headers=alice)
+    assert moved.json() == {"head": "colours", "examples": {"red": 6, "blue": 7}}
     for path in ("/heads/colours/examples/1", "/heads/colours"):
         refused = server.client.delete(path, headers=alice)
         assert (refused.status_code, refused.json()["code"]) == (403, "forbidden")

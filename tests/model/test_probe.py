@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from model.calibration import fit_scores
-from model.probe import FOLDS, PENALTIES, Axes, Choice, choose_penalty, draw_folds, fit_head
+from model.probe import FOLDS, PENALTIES, Axes, Choice, choose_penalty, draw_folds, fit_head, interval
 
 
 def noise(count: int, width: int = 12) -> NDArray[np.float64]:
@@ -19,6 +19,12 @@ def noise(count: int, width: int = 12) -> NDArray[np.float64]:
 
 def choice_of(features: NDArray[np.float64], truth: NDArray[np.int64], folds: NDArray[np.int64]) -> Choice:
     return choose_penalty(Axes.of(features), truth, folds, int(truth.max()) + 1)
+
+
+def test_an_interval_is_of_shares() -> None:
+    assert [interval(0, count)[0] for count in range(1, 200)] == [0.0] * 199
+    assert [interval(count, count)[1] for count in range(1, 200)] == [1.0] * 199
+    assert interval(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
 
 
 @pytest.mark.parametrize("width", [12, 80], ids=["more pictures than features", "fewer"])

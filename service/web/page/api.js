@@ -54,6 +54,7 @@ export function send(method, path, { query = {}, file = null, type = "json", sig
       let problem = { code: BY_STATUS[status] ?? "other", detail: `${status} ${request.statusText}` };
       if (blob.type.startsWith("application/problem+json")) problem = JSON.parse(await blob.text());
       problem = { ...problem, status };
+      if (problem.code === "not_found" && query.id) problem.code = "picture_gone";
       if (request.status === 401) askForKey?.();
       return reject(new ApiError(problem, Number(request.getResponseHeader("Retry-After")) || 1));
     };

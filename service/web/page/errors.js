@@ -19,7 +19,8 @@ const WORDS = {
   draining: "The service is about to stop. Try again in a moment.",
   deadline_exceeded: "The service was too busy to answer in time. Try again.",
   request_timeout: "The picture did not arrive in time. Is the connection slow?",
-  not_found: "The service does not keep this picture any more.",
+  not_found: "The service does not have this.",
+  picture_gone: "The service does not keep this picture any more.",
 };
 
 /** What to say to who pastes or drops an address. */

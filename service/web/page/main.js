@@ -33,8 +33,8 @@ let reached = false; // the service has answered, whatever it said
 let keyTried = false;
 let panels = [];
 let changes = 0; // of the model, since an answer was one of the model that the page knows
-const teaching = new Teaching();
 const choice = new ModelChoice(byId("choice"), choose);
+const teaching = new Teaching(choice);
 const queue = new Queue(pictureChanged);
 const list = new PictureList(byId("pictures"), byId("many"), pick, (picture) => remove([picture]));
 

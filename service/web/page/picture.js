@@ -133,7 +133,7 @@ export class Picture {
         try {
           return await sendPatiently("GET", "attention", { query: { ...query, id: answer.id }, type, signal });
         } catch (error) {
-          if (error.code !== "not_found") throw error;
+          if (error.code !== "picture_gone") throw error;
           answer.id = null;
         }
       }

@@ -6,12 +6,15 @@ import { percent } from "./heatmap.js";
 
 const AT_ONCE = 4;
 const LOOK = 400; // milliseconds between two looks whether the head is fitted
+const NAME = /^[A-Za-z0-9._-]{1,128}$/; // of a model, as the service takes it
 const byId = (id) => document.getElementById(id);
 const make = (tag, attributes) => Object.assign(document.createElement(tag), attributes);
 const counted = (count, one, many = `${one}s`) => `${count} ${count === 1 ? one : many}`;
 
 export class Teaching {
-  constructor() {
+  /** `choice`: which models there are, a `ModelChoice`. */
+  constructor(choice) {
+    this.choice = choice;
     this.sent = new Map(); // file by the number of its example: what the service does not keep
     this.labels = new Map(); // of the head: {item, count, failed} by label
     this.waiting = []; // {label, file} that are not sent yet
@@ -41,6 +44,15 @@ export class Teaching {
 
   get name() { return byId("head-name").value.trim(); }
 
+  /** What is wrong with the name that was typed; nothing of a good one. */
+  get misnamed() {
+    if (!NAME.test(this.name)) return "A classifier's name has 1 to 128 of the characters A-Z a-z 0-9 . _ -";
+    return this.choice.listed.some(({ name, taught }) => name === this.name && !taught) ? `${this.name} is the name of a model: choose another one.` : "";
+  }
+
+  /** The model whose features a new head reads: the one that is chosen. */
+  backboneOf(head) { return this.heads.includes(head) ? undefined : this.choice.names[0]; }
+
   show(on) {
     document.body.classList.toggle("teaching", on);
     byId("tab-teach").setAttribute("aria-pressed", on);
@@ -53,7 +65,11 @@ export class Teaching {
     this.labels.clear();
     byId("labels-list").replaceChildren();
     byId("suspects").replaceChildren();
-    byId("known").textContent = "Give each of two labels two pictures at least; twenty are better.";
+    byId("suspects-title").hidden = byId("not-mended").hidden = true;
+    const { misnamed } = this;
+    byId("label-form").hidden = Boolean(misnamed);
+    byId("head-name").setAttribute("aria-invalid", Boolean(misnamed));
+    this.tell(misnamed || "Give each of two labels two pictures at least; twenty are better.");
     byId("tried").textContent = "";
     byId("tryout").hidden = true;
     byId("head-curl").textContent = curl(this.name);
@@ -117,7 +133,7 @@ export class Teaching {
     const part = this.addLabel(label);
     try {
       const { signal } = new AbortController();
-      const { examples, numbers } = await sendPatiently("POST", `heads/${encodeURIComponent(head)}/examples`, { query: { label }, file, signal });
+      const { examples, numbers } = await sendPatiently("POST", `heads/${encodeURIComponent(head)}/examples`, { query: { label, backbone: this.backboneOf(head) }, file, signal });
       if (!this.heads.includes(head)) this.heads.push(head);
       this.sent.set(`${head} ${numbers[0]}`, file);
       if (head === this.name) this.showCounts(examples);
@@ -127,7 +143,8 @@ export class Teaching {
   }
 
   showCounts(examples) {
-    for (const [label, count] of Object.entries(examples)) this.addLabel(label).count.textContent = counted(count, "picture");
+    for (const label of Object.keys(examples)) this.addLabel(label);
+    for (const [label, { count }] of this.labels) count.textContent = label in examples ? counted(examples[label], "picture") : "no pictures yet";
   }
 
   /** Look at the head until it is fitted to all that it was given. */
@@ -164,7 +181,8 @@ export class Teaching {
   }
 
   suspect({ number, label, likely }) {
-    const file = this.sent.get(`${this.name} ${number}`);
+    const head = this.name;
+    const file = this.sent.get(`${head} ${number}`);
     const question = `${file ? file.name : `example ${number}`}: ${label}, or rather ${likely}?`;
     const item = make("li", { textContent: `${question} ` });
     if (file) {
@@ -172,20 +190,22 @@ export class Teaching {
       image.addEventListener("load", () => URL.revokeObjectURL(image.src), { once: true });
       item.prepend(image);
     }
-    const button = (text, action) => {
+    const button = (text, method, query) => {
       const made = make("button", { type: "button", textContent: text, ariaLabel: `${text}: ${question}` });
       made.addEventListener("click", async () => {
-        made.disabled = true;
-        try { await action(); } catch (error) { this.tell(`${error.message} ${error.detail ?? ""}`); }
+        made.disabled = byId("not-mended").hidden = true;
+        try {
+          this.showCounts((await send(method, `heads/${encodeURIComponent(head)}/examples/${number}`, { query })).examples);
+          await this.look();
+        } catch (error) {
+          byId("not-mended").textContent = `${error.message} ${error.detail ?? ""}`;
+          made.disabled = byId("not-mended").hidden = false;
+        }
       });
       item.append(made, " ");
     };
-    const remove = async () => {
-      this.showCounts((await send("DELETE", `heads/${encodeURIComponent(this.name)}/examples/${number}`)).examples);
-      await this.look();
-    };
-    if (file) button(`It is ${likely}`, async () => { this.add(likely, [file]); await remove(); });
-    button("Remove", remove);
+    button(`It is ${likely}`, "PUT", { label: likely });
+    button("Remove", "DELETE");
     return item;
   }
 
@@ -213,8 +233,12 @@ export class Teaching {
     const label = byId("right-label").value.trim();
     if (!label || !this.answer?.id) return;
     const head = this.name;
+    if (this.misnamed) {
+      byId("corrected").textContent = this.misnamed;
+      return;
+    }
     try {
-      const { examples } = await send("POST", `heads/${encodeURIComponent(head)}/examples`, { query: { label, id: this.answer.id } });
+      const { examples } = await send("POST", `heads/${encodeURIComponent(head)}/examples`, { query: { label, id: this.answer.id, backbone: this.backboneOf(head) } });
       if (!this.heads.includes(head)) this.heads.push(head);
       byId("corrected").textContent = `${head} has ${counted(examples[label], "picture")} of ${label} now.`;
       this.look();

@@ -6,6 +6,7 @@ With keys set any key teaches a head that it began, or that nobody's key did; th
 from __future__ import annotations
 
 import asyncio
+import unicodedata
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -44,10 +45,15 @@ _EMBEDDING: Final = RequestedOutputs(1, embedding=EmbeddingRequest())
 _FILE: Final = {"content": {"application/octet-stream": {"schema": BINARY}}, "description": "One safetensors file"}
 
 
-class ExampleQuery(BaseModel, frozen=True):
-    """The query of POST /heads/NAME/examples."""
+class LabelQuery(BaseModel, frozen=True):
+    """The query of PUT /heads/NAME/examples/N."""
 
     label: Annotated[str, Field(description="what is on the pictures")]
+
+
+class ExampleQuery(LabelQuery, frozen=True):
+    """The query of POST /heads/NAME/examples."""
+
     id: Annotated[
         str | Absent, Field(description="a kept picture, from the answer of /classify, instead of a body")
     ] = None
@@ -57,7 +63,7 @@ class ExampleQuery(BaseModel, frozen=True):
     ] = None
 
 
-@router.get("/heads", response_model=HeadList)
+@router.get("/heads", response_model=HeadList, responses=problems(503))
 async def list_heads(request: Request) -> HeadList:
     """List the heads that are taught here; GET /models has all that answer."""
     examples = service_of(request).taught.examples
@@ -79,20 +85,21 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
     """
     service, examples = service_of(request), _examples(request)
     name = check_name(request.path_params["name"])
-    if name in map(service.models.name_of, service.models.served):
+    if name in map(service.models.name_of, service.models.served) or service.taught.is_file(name):
         raise NameTaken(f"{name}: a model has this name: choose another one for the head")
-    [label] = checked_texts([query.label], "label", 1)
+    label = _label(query)
     head = (await asyncio.to_thread(examples.heads)).get(name)
-    key, backbone = request_context(request.scope).key_name or "", query.backbone
-    if head is not None and head.owner not in ("", key) and service.settings.api_keys:
-        _require_admin(request)
+    known = head and head.id
+    key, backbone = request_context(request.scope).key_owner or "", query.backbone
+    if head is not None:
+        _require_own(request, head)
     if head is not None and backbone is None:
         backbone = service.models.name_of(service.taught.base(head))
     model = await model_of(request, backbone)
     async with service.admit(request, model) as admitted:
         features = await _features(admitted, query)
         of = features_of(model.info), model.info.name
-        counts, numbers = await asyncio.to_thread(examples.add, name, label, features, key, of)
+        counts, numbers = await asyncio.to_thread(examples.add, name, label, features, key, of, known)
     service.taught.changed()
     return AddedExamples(head=name, examples=counts, numbers=numbers)
 
@@ -102,7 +109,7 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
     response_model=ExampleList,
     response_model_exclude_none=True,
     openapi_extra={"parameters": [NAME]},
-    responses=problems(404),
+    responses=problems(404, 503),
 )
 async def list_examples(request: Request) -> Response:
     """List the examples of a head, without their features: the pictures themselves are not kept."""
@@ -114,11 +121,27 @@ async def list_examples(request: Request) -> Response:
     return Response(await asyncio.to_thread(write), media_type="application/json")
 
 
+@router.put(
+    "/heads/{name}/examples/{number:int}",
+    response_model=ExampleCounts,
+    openapi_extra={"parameters": [NAME, _NUMBER]},
+    responses=problems(403, 404, 409, 422, 503),
+)
+async def relabel_example(request: Request, query: Annotated[LabelQuery, Query()]) -> ExampleCounts:
+    """Put an example of a head under another label, in one step; the head is fitted again."""
+    examples, head = await _found(request)
+    _require_own(request, head)
+    label = _label(query)
+    counts = await asyncio.to_thread(examples.relabel, head, request.path_params["number"], label)
+    service_of(request).taught.changed()
+    return ExampleCounts(head=head.name, examples=counts)
+
+
 @router.delete(
     "/heads/{name}/examples/{number:int}",
     response_model=ExampleCounts,
     openapi_extra={"parameters": [NAME, _NUMBER]},
-    responses=problems(403, 404),
+    responses=problems(403, 404, 503),
 )
 async def delete_example(request: Request) -> ExampleCounts:
     """Remove an example of a head, which is fitted again."""
@@ -134,7 +157,7 @@ async def delete_example(request: Request) -> ExampleCounts:
     response_model=HeadDescription,
     response_model_exclude_none=True,
     openapi_extra={"parameters": [NAME]},
-    responses=problems(404),
+    responses=problems(404, 503),
 )
 async def describe_head(request: Request) -> HeadDescription:
     """Describe a head: its examples, how often it is right, what it takes for what, and which labels look wrong."""
@@ -158,7 +181,7 @@ async def describe_head(request: Request) -> HeadDescription:
     status_code=204,
     response_class=Response,
     openapi_extra={"parameters": [NAME]},
-    responses=problems(403, 404),
+    responses=problems(403, 404, 503),
 )
 async def delete_head(request: Request) -> Response:
     """Remove a head with all its examples; requests that were admitted are answered."""
@@ -173,7 +196,7 @@ async def delete_head(request: Request) -> Response:
     "/heads/{name}/export",
     response_class=Response,
     openapi_extra={"parameters": [NAME]},
-    responses={200: _FILE, **problems(404)},
+    responses={200: _FILE, **problems(404, 503)},
 )
 async def export_head(request: Request) -> Response:
     """Return a head as one file, which a folder of models takes beside its backbone."""
@@ -197,6 +220,19 @@ async def _found(request: Request) -> tuple[Examples, HeadRow]:
     """Return the head of a path, and where its examples are; raises `NotFound`."""
     examples = _examples(request)
     return examples, await asyncio.to_thread(examples.head, request.path_params["name"])
+
+
+def _label(query: LabelQuery) -> str:
+    """Return the label of a request, in one form of Unicode; raises `InputError`."""
+    [label] = checked_texts([unicodedata.normalize("NFC", query.label)], "label", 1)
+    return label
+
+
+def _require_own(request: Request, head: HeadRow) -> None:
+    """Raise `Forbidden` where keys are set, and the request has neither the head's own key nor the admin key."""
+    key = request_context(request.scope).key_owner or ""
+    if head.owner not in ("", key) and service_of(request).settings.api_keys:
+        _require_admin(request)
 
 
 def _require_admin(request: Request) -> None:

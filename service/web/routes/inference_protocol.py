@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.errors import MalformedRequest
+from service.errors import InvalidParameter, MalformedRequest
 from service.web.inference_protocol import VERSION
 from service.web.inference_protocol.descriptions import (
     model_configuration,
@@ -143,8 +143,10 @@ async def v2_load(request: Request) -> Response:
     require_admin(request, service.settings)
     body = await small_body(request)
     what = allowed(decoded(body, _Body).parameters, service.settings)
-    if "checkpoint" not in what:
+    if not what:
         service.models.find(name)
+    elif "checkpoint" not in what:
+        raise InvalidParameter("checkpoint: expected the path of one beside other settings")
     only = what.get("checkpoint") if len(what) == 1 else what or None
     status, _ = await load(service, name, only)
     return json_response(repository_entry(status))

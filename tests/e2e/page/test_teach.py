@@ -13,9 +13,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from model.checkpoint import BUNDLED
 from tests.e2e.page.browser import Browser, Page, expect, tab
 from tests.e2e.page.steps import CAT, DOG, PHONE, Open, answers, choose, send_event
 from tests.e2e.serving import Served
+from tests.launcher import until
+
+MODEL = "vit-cifar10"
 
 pytestmark = pytest.mark.timeout(180)  # a server and a browser start
 
@@ -26,6 +30,18 @@ def teaching(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iter
     folder = tmp_path_factory.mktemp("teaching")
     options: dict[str, Any] = {"checkpoint": "bundled", "device": "cpu", "compile": "off", "request_timeout": 60}
     served = Served(folder / "server.log", warm=True, teach=folder / "taught", **options)
+    yield served
+    served.kill()
+
+
+@pytest.fixture(scope="module")
+def keyed(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Serves the bundled model behind a key, and learns."""
+    folder = tmp_path_factory.mktemp("keyed")
+    options: dict[str, Any] = {"checkpoint": "bundled", "device": "cpu", "compile": "off", "request_timeout": 60}
+    options |= {"api_keys": "own", "admin_key": "admin", "metrics_public": True}
+    served = Served(folder / "server.log", teach=folder / "taught", **options)
+    until(lambda: served.get("/readyz").status_code == 200)
     yield served
     served.kill()
 
@@ -108,6 +124,33 @@ def test_a_wrong_label_is_shown_and_moved(open_teaching: Open) -> None:
         expect(page.locator("#labels-list li").last).to_contain_text("8 pictures")
 
 
+def test_a_key_that_may_not_delete_moves_a_wrong_label_and_is_told_why_it_removes_none(
+    browser: Browser, keyed: Served
+) -> None:
+    with tab(browser, f"{keyed.url}/") as found:
+        found.refusals_expected = True
+        page = found.page
+        page.locator("#key").fill("own")
+        page.get_by_role("button", name="Use this key").click()
+        expect(page.locator("#tab-teach")).to_be_visible()
+        begin(page, "keyed")
+        wrong, other, *dogs = parts(DOG, 10, seed=1)
+        give(page, "dog", dogs)
+        give(page, "cat", [*parts(CAT, 8, seed=1), wrong | {"name": "wrong.jpg"}, other | {"name": "other.jpg"}])
+        learned(page, 18)
+        suspects = page.locator("#suspects li")
+        expect(suspects).to_have_count(2)
+        page.get_by_role("button", name="Remove: wrong.jpg").click()
+        expect(page.locator("#not-mended")).to_have_text(re.compile("the admin key is needed"))
+        page.get_by_role("button", name="It is dog: other.jpg").click()
+        expect(page.locator("#not-mended")).to_be_hidden()
+        expect(page.locator("#labels-list li").first).to_contain_text("9 pictures")
+        expect(page.locator("#labels-list li").last).to_contain_text("9 pictures")
+        expect(suspects.filter(has_text="other.jpg")).to_have_count(0)
+        listed = keyed.get("/heads/keyed/examples", headers={"Authorization": "Bearer own"}).json()["examples"]
+        assert sorted(each["label"] for each in listed) == ["cat"] * 9 + ["dog"] * 9
+
+
 def test_what_is_no_picture_stays_listed_with_why(open_teaching: Open) -> None:
     with open_teaching() as found:
         found.refusals_expected = True
@@ -135,6 +178,70 @@ def test_an_answer_that_is_not_right_becomes_an_example(open_teaching: Open, tea
         page.keyboard.press("Enter")
         expect(page.locator("#corrected")).to_have_text("mine has 1 picture of terrier now.")
         assert teaching.get("/heads/mine/examples").json()["examples"][0]["label"] == "terrier"
+
+
+def test_a_new_head_is_of_the_model_that_is_chosen(browser: Browser, tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    models.mkdir()
+    for name, setting in (("english", ""), ("large", "image_size = 48")):
+        (models / f"{name}.toml").write_text(f'checkpoint = "{BUNDLED}"\n{setting}\n')
+    options: dict[str, Any] = {"models": models, "device": "cpu", "compile": "off", "request_timeout": 60}
+    server = Served(tmp_path / "server.log", teach=tmp_path / "taught", **options)
+    try:
+        until(lambda: all(each["state"] == "ready" for each in server.get("/models").json()))
+        with tab(browser, f"{server.url}/") as found:
+            page = found.page
+            page.locator("#first-model").select_option("large")
+            choose(page, DOG)
+            assert answers(page)
+            page.get_by_text("Not right?").click()
+            for count in ("1 picture", "2 pictures"):
+                page.get_by_label("What is it?").fill("terrier")
+                page.get_by_role("button", name="Teach it").click()
+                expect(page.locator("#corrected")).to_have_text(f"mine has {count} of terrier now.")
+                choose(page, CAT)
+                expect(page.locator("#photo-caption")).to_have_text("cat.jpg")
+            begin(page, "by-pictures")
+            give(page, "cat", parts(CAT, 2))
+            expect(page.locator("#labels-list li")).to_contain_text("2 pictures")
+        assert [server.get(f"/heads/{head}").json()["model"] for head in ("mine", "by-pictures")] == ["large", "large"]
+    finally:
+        server.kill()
+
+
+def test_a_name_that_no_head_can_have_is_told_when_it_is_typed(open_teaching: Open) -> None:
+    with open_teaching() as found:
+        page, form = found.page, found.page.locator("#label-form")
+        for name, told in (
+            ("my pets", "1 to 128 of the characters"),
+            ("", "1 to 128"),
+            (MODEL, f"{MODEL} is the name of"),
+        ):
+            begin(page, name)
+            expect(page.locator("#known")).to_contain_text(told)
+            expect(form).to_be_hidden()
+        page.get_by_role("button", name="Try", exact=True).click()
+        choose(page, DOG)
+        assert answers(page)
+        page.get_by_text("Not right?").click()
+        page.get_by_label("What is it?").fill("terrier")
+        page.keyboard.press("Enter")
+        expect(page.locator("#corrected")).to_contain_text(f"{MODEL} is the name of a model")
+        begin(page, "good")
+        expect(form).to_be_visible()
+        expect(page.locator("#known")).to_contain_text("Give each of two labels two pictures")
+
+
+def test_a_head_that_is_gone_is_not_called_a_picture(open_teaching: Open, teaching: Served) -> None:
+    with open_teaching() as found:
+        found.refusals_expected = True
+        page = found.page
+        begin(page, "short-lived")
+        give(page, "dog", parts(DOG, 3))
+        expect(page.locator("#labels-list li")).to_contain_text("3 pictures")
+        assert teaching.client.delete("/heads/short-lived").status_code == 204
+        page.locator("#head-name").dispatch_event("change")
+        expect(page.locator("#known")).to_have_text("The service does not have this.")
 
 
 def test_pictures_are_dropped_on_a_label_with_the_keyboards_help(open_teaching: Open) -> None:

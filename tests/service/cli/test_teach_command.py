@@ -18,6 +18,7 @@ def test_a_folder_becomes_the_file_of_a_head(
     monkeypatch.chdir(tmp_path)
     photos = write_folder(tmp_path / "photos", 6)
     (photos / "red" / "broken.png").write_bytes(b"no picture")
+    (photos / "red" / "copy.png").write_bytes(next((photos / "red").glob("*")).read_bytes())
     checkpoint = write_checkpoint(tmp_path / "start", "abcde")
     Path("colours.safetensors").write_bytes(b"before")
     Path("other name").hardlink_to("colours.safetensors")
@@ -28,6 +29,8 @@ def test_a_folder_becomes_the_file_of_a_head(
     assert "colours.safetensors: a folder of --models takes it" in told.out
     head = TaughtHead.from_bytes((tmp_path / "colours.safetensors").read_bytes(), "colours").head
     assert head.labels == tuple(sorted(COLOURS))
+    assert main(["inspect", "colours.safetensors"]) == 1
+    assert "colours.safetensors: a taught head: a folder of --models takes it" in capsys.readouterr().err
     assert Path("other name").read_bytes() == b"before", "whoever reads the file meanwhile has all of it"
 
 

@@ -20,6 +20,7 @@ from service.errors import (
     DefaultModel,
     EngineUnavailable,
     ModelsFull,
+    NameTaken,
     SwapUnderWay,
     UnknownModel,
 )
@@ -64,12 +65,13 @@ class Disk:
 
 @asynccontextmanager
 async def running(folder: Path, *names: str, **settings: Any) -> AsyncIterator[tuple[LocalModels, Disk]]:
+    """The models of a folder; without names, of the one checkpoint."""
     disk = Disk()
     broken = [name for name in names if name.startswith("!")]
     disk.broken = {name[1:] for name in broken}
     for name in names:
         (folder / name.removeprefix("!")).mkdir()
-    own = load_settings({"models": str(folder), **settings})
+    own = load_settings({"models": str(folder) if names else None, **settings})
     pool = Backbones(own, disk.load, lambda _: None)
     models = LocalModels(own, pool.engine, configured_models(own), on_retired=disk.retire)
     models.start(lambda: None)
@@ -157,6 +159,38 @@ async def test_a_backbone_is_unloaded_for_another_least_recently_used_first_but_
 
 
 @on_a_loop
+async def test_what_was_loaded_last_is_not_unloaded_first(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b", "c", "d", models_bytes="300") as (models, _):
+        await ask(models, "b")
+        await ask(models, "c")
+        await models.available("d")  # in the place of b
+        await models.available("b")
+        assert states(models) == {"a": "ready", "b": "ready", "c": "unloaded", "d": "ready"}
+
+
+@on_a_loop
+async def test_what_is_loaded_for_who_waits_answers_them_before_it_is_unloaded(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, disk):
+        await models.unload("b")
+        results = await asyncio.gather(ask(models, "b"), ask(models, "c"), return_exceptions=True)
+        assert results[0] == 1
+        assert isinstance(results[1], ModelsFull)
+        assert disk.loads.count("b") == 2
+
+
+@on_a_loop
+async def test_a_model_that_cannot_fit_costs_the_others_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b", "c", models_bytes="300") as (models, disk):
+        disk.live["big"] = FakePredictor(size=250)
+        for _ in range(2):  # when its size is not known yet, and when it is
+            with pytest.raises(ModelsFull):
+                await models.put("d", {"checkpoint": "big"})
+            with pytest.raises(ModelsFull):
+                await models.available("d")
+            assert states(models) == {"a": "ready", "b": "ready", "c": "ready", "d": "unloaded"}
+
+
+@on_a_loop
 async def test_none_with_work_is_unloaded_and_who_finds_no_memory_is_told_so(tmp_path: Path) -> None:
     async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, disk):
         busy = disk.live["b"]
@@ -170,6 +204,36 @@ async def test_none_with_work_is_unloaded_and_who_finds_no_memory_is_told_so(tmp
         assert states(models)["b"] == "ready"
         busy.gate.set()
         await working
+        await ask(models, "c")
+        assert states(models) == {"a": "ready", "b": "unloaded", "c": "ready"}
+
+
+@on_a_loop
+async def test_a_model_whose_request_still_arrives_is_not_unloaded_for_others(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, _):
+        with models.find("b").current.request():
+            with pytest.raises(ModelsFull):
+                await models.available("c")
+            assert states(models)["b"] == "ready"
+
+
+@on_a_loop
+async def test_who_ends_slowly_keeps_no_other_load_waiting_and_the_memory_counts_until_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.models.models._LEAVE_SECONDS", 0.0)
+    async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, _):
+        with models.find("b").current.request(held=True):
+            with pytest.raises(ModelsFull):
+                await models.available("c")
+            assert states(models) == {"a": "ready", "b": "unloaded", "c": "unloaded"}
+            assert await models.put("a", {"checkpoint": "a.1"}) is False
+            await ask(models, "b")
+            unloading = asyncio.create_task(models.unload("b"))
+            await until(lambda: states(models)["b"] == "unloaded")
+            assert await models.put("a", {"checkpoint": "a.2"}) is False
+        await unloading
+        await until(lambda: sum(models._loaded().values()) == 100)
         await ask(models, "c")
         assert states(models) == {"a": "ready", "b": "unloaded", "c": "ready"}
 
@@ -223,12 +287,13 @@ async def test_a_put_adds_replaces_or_leaves_what_serves(tmp_path: Path) -> None
 
 
 @on_a_loop
-async def test_a_model_that_no_entry_configures_is_loaded_again_as_it_was(tmp_path: Path) -> None:
-    async with running(tmp_path, "a") as (models, disk):
-        await models.put("new", {"checkpoint": "x"})
-        await models.unload("new")
-        await models.put("new", None)
-        assert disk.loads == ["a", "x", "x"]
+@pytest.mark.parametrize("name", ["new", "b"])
+async def test_what_was_unloaded_is_loaded_again_as_it_was(name: str, tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b") as (models, disk):
+        await models.put(name, {"checkpoint": "x"})
+        await models.unload(name)
+        await models.put(name, None)
+        assert disk.loads == ["a", "b", "x", "x"]
 
 
 @on_a_loop
@@ -319,3 +384,15 @@ async def test_who_waits_for_a_model_that_is_deleted_meanwhile_is_told_so(tmp_pa
         with pytest.raises(UnknownModel, match="'b': the model was deleted"):
             await waiting
         assert states(models) == {"a": "ready"}
+
+
+@on_a_loop
+async def test_the_default_is_not_called_as_another_model(tmp_path: Path) -> None:
+    async with running(tmp_path, checkpoint="a") as (models, disk):
+        await models.put("p", {"checkpoint": "x"})
+        with pytest.raises(NameTaken):
+            await models.put("a", "p")
+        assert states(models) == {"a": "ready", "p": "ready"}
+        await until(lambda: set(disk.live["a"].heads) == {"a"})
+        assert not await models.put("a", "b")
+        assert states(models) == {"b": "ready", "p": "ready"}

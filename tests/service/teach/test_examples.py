@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -14,15 +16,21 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from service.errors import HeadFull, HeadWithoutBackbone, NotFound, SettingsError
+from service.errors import Forbidden, HeadFull, HeadsUnavailable, HeadWithoutBackbone, NotFound, SettingsError
 from service.teach import examples as module
 from service.teach.examples import Examples
+from service.teach.heads import TaughtHeads
+from tests.service.fakes import FixedModels
 
 BACKBONE = ("0123456789abcdef", "deit")
 
 
+_DRAWN = np.random.default_rng(0)
+
+
 def rows(count: int, width: int = 4) -> NDArray[np.float32]:
-    return np.random.default_rng(count).normal(size=(count, width)).astype(np.float32)
+    """Features that are others each time."""
+    return _DRAWN.normal(size=(count, width)).astype(np.float32)
 
 
 @pytest.fixture
@@ -35,8 +43,9 @@ def add(store: Examples, label: str = "cat", count: int = 1, head: str = "pets")
 
 
 def test_examples_are_numbered_and_kept(store: Examples) -> None:
-    assert add(store, "cat", 2) == {"cat": 2}
-    assert add(store, "a dog", 1) == {"cat": 2, "a dog": 1}
+    cats, dog = rows(2), rows(1)
+    assert store.add("pets", "cat", cats, "alice", BACKBONE) == ({"cat": 2}, [1, 2])
+    assert store.add("pets", "a dog", dog, "alice", BACKBONE) == ({"cat": 2, "a dog": 1}, [3])
     again = Examples(store.path.parent)
     head = again.head("pets")
     assert [(each.number, each.label, each.who) for each in again.listed(head)] == [
@@ -46,7 +55,18 @@ def test_examples_are_numbered_and_kept(store: Examples) -> None:
     ]
     numbers, labels, features = again.training_set(head)
     assert (numbers, labels) == ([1, 2, 3], ["cat", "cat", "a dog"])
-    assert np.array_equal(features, np.concatenate([rows(2), rows(1)]))
+    assert np.array_equal(features, np.concatenate([cats, dog]))
+
+
+def test_a_picture_that_comes_again_is_the_same_example(store: Examples) -> None:
+    one, two, three = rows(3)
+    store.add("pets", "cat", np.stack([one, two]), "alice", BACKBONE)
+    before = store.head("pets")
+    rounded = one * np.float32(1 + 1e-5)  # as a batch of another size gives it
+    assert store.add("pets", "cat", np.stack([two, rounded]), "alice", BACKBONE) == ({"cat": 2}, [2, 1])
+    assert store.head("pets") == before, "nothing is fitted again"
+    assert store.add("pets", "cat", np.stack([three, two, three]), "alice", BACKBONE) == ({"cat": 3}, [3, 2, 3])
+    assert store.add("pets", "dog", one[np.newaxis], "alice", BACKBONE) == ({"cat": 3, "dog": 1}, [4])
 
 
 def test_a_number_is_never_given_again(store: Examples) -> None:
@@ -55,8 +75,26 @@ def test_a_number_is_never_given_again(store: Examples) -> None:
     store.remove(head, 2)
     add(store, "dog")
     assert [each.number for each in store.listed(head)] == [1, 3]
-    with pytest.raises(NotFound, match="no such example"):
-        store.remove(head, 2)
+    for number in (2, 10**30):
+        with pytest.raises(NotFound, match="no such example"):
+            store.remove(head, number)
+
+
+def test_an_example_goes_under_another_label_where_it_is_once(store: Examples, monkeypatch: pytest.MonkeyPatch) -> None:
+    features = rows(2)
+    store.add("pets", "cat", features, "alice", BACKBONE)
+    store.add("pets", "dog", np.stack([features[0] * np.float32(1 + 1e-5), *rows(1)]), "alice", BACKBONE)
+    before = store.head("pets")
+    assert store.relabel(before, 1, "dog") == {"dog": 2, "cat": 1}
+    assert [(each.number, each.label) for each in store.listed(before)] == [(1, "dog"), (2, "cat"), (4, "dog")]
+    assert store.head("pets").revision == before.revision + 1
+    for number in (3, 10**30):
+        with pytest.raises(NotFound, match="no such example"):
+            store.relabel(before, number, "dog")
+    monkeypatch.setattr(module, "MAX_LABELS", 2)
+    with pytest.raises(HeadFull, match="at most 2 labels"):
+        store.relabel(before, 1, "cow")
+    assert store.state(before)[0] == {"dog": 2, "cat": 1}
 
 
 def test_a_deleted_head_is_gone_and_a_fit_of_it_is_not_kept(store: Examples) -> None:
@@ -73,6 +111,18 @@ def test_a_deleted_head_is_gone_and_a_fit_of_it_is_not_kept(store: Examples) -> 
     assert len(store.listed(store.head("pets"))) == 1
 
 
+def test_whose_head_it_is_is_asked_where_examples_are_added(store: Examples) -> None:
+    add(store)
+    head = store.head("pets")
+    with pytest.raises(Forbidden, match=r"^pets: another key has begun"):
+        store.add("pets", "dog", rows(1), "bob", BACKBONE)
+    assert store.add("pets", "dog", rows(1), "bob", BACKBONE, head.id)[1] == [2], "whoever was allowed to"
+    store.remove(store.head("pets"))
+    with pytest.raises(NotFound, match=r"^pets: .* deleted"):
+        store.add("pets", "cat", rows(1), "alice", BACKBONE, head.id)
+    assert store.heads() == {}
+
+
 def test_an_older_fit_does_not_take_the_place_of_a_newer_one(store: Examples) -> None:
     add(store)
     old = store.head("pets")
@@ -81,16 +131,12 @@ def test_an_older_fit_does_not_take_the_place_of_a_newer_one(store: Examples) ->
     store.keep(new, b"new")
     store.keep(old, b"old")
     assert store.state(new)[1] == b"new"
-    add(store)
-    store.keep(store.head("pets"), None, "too few")
-    assert store.state(new)[1] == b"new"
-    assert store.head("pets").reason == "too few"
 
 
 def test_examples_of_another_backbone_are_refused(store: Examples) -> None:
     add(store)
     with pytest.raises(HeadWithoutBackbone, match=r"^pets: its examples are of another backbone than that of vit$"):
-        store.add("pets", "cat", rows(1), "", ("fedcba9876543210", "vit"))
+        store.add("pets", "cat", rows(1), "alice", ("fedcba9876543210", "vit"))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +170,7 @@ def test_there_are_only_so_many_heads(store: Examples, monkeypatch: pytest.Monke
 def test_two_who_add_at_once_lose_nothing(store: Examples) -> None:
     def several(label: str) -> None:
         for _ in range(15):
-            store.add("pets", label, rows(2), label, BACKBONE)
+            store.add("pets", label, rows(2), "", BACKBONE)
 
     threads = [threading.Thread(target=several, args=(label,)) for label in "abc"]
     for thread in threads:
@@ -142,8 +188,9 @@ from pathlib import Path
 from service.teach.examples import Examples
 store = Examples(Path(sys.argv[1]))
 for number in range(10_000):
-    count = sum(store.add("pets", "cat", np.full((7, 64), number, np.float32), "", ("backbone", "model"))[0].values())
-    print(count, flush=True)
+    rows = np.random.default_rng().normal(size=(7, 64)).astype(np.float32)
+    counts, _ = store.add("pets", "cat", rows, "", ("backbone", "model"))
+    print(counts["cat"], flush=True)
 """
 
 
@@ -162,6 +209,22 @@ def test_a_kill_at_any_moment_leaves_the_last_whole_state(tmp_path: Path) -> Non
         assert numbers == list(range(1, len(numbers) + 1))
         with sqlite3.connect(store.path) as db:
             assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_a_folder_that_is_gone_or_damaged_is_told(store: Examples) -> None:
+    add(store)
+    content = store.path.read_bytes()
+    store.path.write_bytes(content[:100] + b"damaged" * 1000)
+    with pytest.raises(HeadsUnavailable, match=r"^taught heads cannot be read or written: "):
+        add(store)
+    shutil.rmtree(store.path.parent)
+    for call in (
+        store.heads,
+        lambda: add(store),
+        lambda: asyncio.run(TaughtHeads(store, store.path, FixedModels({})).look()),
+    ):
+        with pytest.raises(HeadsUnavailable, match=r"^taught heads cannot be read or written: "):
+            call()
 
 
 def test_a_folder_that_cannot_be_used_is_named_in_one_line(tmp_path: Path) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from model.errors import CheckpointError, DatasetError
+from model.heads import Known
 from model.taught_heads import TaughtHead
+from service.teach import fit as module
 from service.teach.examples import Examples
 from service.teach.fit import fit_changed, taught_head
 from vitserve.documents import Knowledge
@@ -50,6 +53,14 @@ def test_far_pictures_are_known_from_near_ones() -> None:
     assert head.known.far(pictures(100, seed=1)[0]).mean() < 0.1
     elsewhere = np.roll(pictures(100, seed=2)[0], 5, axis=1)
     assert head.known.far(elsewhere).mean() > 0.9
+
+
+def test_copies_make_no_picture_far() -> None:
+    features, _ = pictures(6)
+    rounding = 1 + 1e-7 * np.arange(90)[:, np.newaxis]
+    known = Known.of((np.repeat(features, 5, axis=0) * rounding).astype(np.float32))
+    assert known.far(pictures(50, seed=1)[0]).mean() < 0.3
+    assert not Known.of(np.repeat(features[[0, 6]], 4, axis=0)).far(features[[0, 6]]).any()
 
 
 def test_a_wrong_label_is_the_first_suspect() -> None:
@@ -119,3 +130,36 @@ def test_each_changed_head_is_fitted_once(tmp_path: Path) -> None:
     again = store.state(pets)[1]
     assert again is not None
     assert json.loads(TaughtHead.from_bytes(again, "pets").statistics)["fitted_to"] == 17
+
+
+def test_nothing_is_left_of_examples_that_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Examples(tmp_path)
+    features, labels = pictures(3)
+    for row, label in zip(features, labels, strict=True):
+        store.add("pets", label, row[np.newaxis], "", ("b", "deit"))
+    fit_changed(store)
+    first = store.state(store.head("pets"))[1]
+    store.remove(store.head("pets"), 9)
+    with monkeypatch.context() as context:
+        context.setattr(module, "taught_head", Mock(side_effect=MemoryError("no memory")))
+        fit_changed(store)
+    assert (store.state(store.head("pets"))[1], store.head("pets").reason) == (first, "no memory")
+    for number in range(1, 8):
+        store.remove(store.head("pets"), number)
+    fit_changed(store)
+    assert store.state(store.head("pets"))[1] is None
+    assert features[0].tobytes() not in store.path.read_bytes()
+
+
+def test_the_smallest_head_is_fitted_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, fitted = Examples(tmp_path), list[int]()
+    for head, count in (("large", 9), ("small", 2), ("middle", 5)):
+        store.add(head, "cat", pictures(count)[0], "", ("b", "deit"))
+
+    def fit(features: NDArray[np.float32], *_: object) -> None:
+        fitted.append(len(features))
+        raise DatasetError("")
+
+    monkeypatch.setattr(module, "taught_head", fit)
+    fit_changed(store)
+    assert fitted == [6, 15, 27]

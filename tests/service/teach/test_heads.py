@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import save
 
 from service.models.model import LocalModel
+from service.teach import heads as module
 from service.teach.examples import Examples
 from service.teach.heads import TaughtHeads
 from tests.service.fakes import FixedModels, on_a_loop
@@ -57,6 +58,28 @@ async def test_every_process_sees_a_head_that_was_fitted_once(tmp_path: Path) ->
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize("pause", [0.0, 3600.0])
+def test_a_killed_fit_is_repeated_after_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pause: float) -> None:
+    monkeypatch.setattr(module, "_PAUSE_SECONDS", pause)
+
+    async def kill_and_look() -> None:
+        store = Examples(tmp_path)
+        teach(store)
+        heads = TaughtHeads(store, None, FixedModels({}))
+        await heads.look()
+        assert heads.child is not None
+        heads.child.kill()
+        await heads.child.wait()
+        await heads.look()
+        await heads.look()
+        assert (heads.child is not None) == (pause == 0)
+        if heads.child is None:
+            teach(store, seed=1)
+        await until(lambda: fitted_to(heads) >= 3, heads)
+
+    asyncio.run(kill_and_look())
 
 
 @on_a_loop
@@ -129,7 +152,7 @@ async def test_a_folder_that_cannot_be_read_is_named_once_each_time(
     monkeypatch.setattr("service.teach.heads._LOOK_SECONDS", 0)
     with pytest.raises(asyncio.CancelledError):
         await heads.watch()
-    assert [message.partition(":")[0] for message in caplog.messages] == ["taught heads cannot be read"] * 2
+    assert [message.partition(":")[0] for message in caplog.messages] == ["taught heads cannot be read or written"] * 2
 
 
 @on_a_loop

@@ -25,9 +25,9 @@ def classify_as(service: App, key: str) -> asyncio.Task[object]:
 
 def test_keys_have_the_names_that_they_are_given_or_those_of_their_places() -> None:
     assert parse_keys(["web:abc", "def", "night-run_2:x:y", "a b:c"]) == [
-        ApiKey("web", b"abc"),
+        ApiKey("web", b"abc", True),
         ApiKey("key2", b"def"),
-        ApiKey("night-run_2", b"x:y"),
+        ApiKey("night-run_2", b"x:y", True),
         ApiKey("key4", b"a b:c"),
     ]
     assert parse_keys(["web: abc"]) == parse_keys(["web:abc"])  # no header could bring the space

@@ -21,6 +21,7 @@ CONTRACT = {
     (409, "default_model"),
     (409, "head_full"),
     (409, "head_without_backbone"),
+    (409, "head_without_examples"),
     (409, "name_taken"),
     (413, "image_too_large"),
     (413, "too_many_images"),
@@ -36,6 +37,7 @@ CONTRACT = {
     (503, "engine_unavailable"),
     (503, "model_loading"),
     (503, "models_full"),
+    (503, "heads_unavailable"),
     (503, "draining"),
     (504, "deadline_exceeded"),
 }

@@ -81,6 +81,7 @@ async def test_generated_clients_get_names_that_people_would_give() -> None:
         "model",
         "models",
         "put_model",
+        "relabel_example",
         "labels",
         "healthz",
         "ping",

@@ -93,6 +93,8 @@ async def test_without_a_folder_no_checkpoint_may_be_named() -> None:
         (b"\xff", 400),
         (b"[" * 60_000, 400),
         ({"parameters": {"config": "{}"}}, 422),
+        ({"parameters": {"dtype": "float32"}}, 422),
+        ({"parameters": {"dtype": "float32", "image_size": "48"}}, 422),
         (checkpoint(""), 422),
         (checkpoint("a\0b"), 422),
         (checkpoint("a\nb"), 422),

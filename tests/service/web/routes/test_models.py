@@ -311,7 +311,7 @@ async def test_a_service_with_a_coverage_says_that_it_abstained_by_it() -> None:
 async def test_models_that_do_not_answer_have_errors_of_their_own_beside_others(query: str) -> None:
     service, models = several()
     models.added = {
-        "unfitted": AddedHead("unfitted", None, "cats", "it is being fitted"),
+        "unfitted": AddedHead("unfitted", None, "cats", ""),
         "orphan": AddedHead("orphan", None, None, "no model has its backbone"),
     }
     models.engines["few"].state, models.engines["few"].reason = "unloaded", "full"
