@@ -388,7 +388,7 @@ class LocalModels(Models):
             if existing is not None and (existing.state == "ready" or existing is self.default):
                 self._prepared = key, existing
                 await existing.prepare(what)
-                info = existing.next and existing.next.engine.info
+                info = None if existing.next is None else existing.next.engine.info
                 if info is not None and not key and (info.name in self.served or info.name in self.added):
                     raise NameTaken(f"{info.name}: another model has the name of this checkpoint")
             else:

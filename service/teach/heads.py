@@ -159,7 +159,7 @@ class TaughtHeads:
                 except HeadsUnavailable as error:
                     if problem != str(error):  # once, however often it is tried again
                         problem = str(error)
-                        logger.error("%s", problem)
+                        logger.error("%s", error)
                 self._look.clear()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._look.wait(), _LOOK_SECONDS)
