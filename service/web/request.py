@@ -192,6 +192,13 @@ class Service:
                     raise ModelLoading(f"{name!r:.200} was not loaded in the request's time") from None
         return self.model(name)
 
+    async def description(self, name: str | None, started: float) -> ModelInfo:
+        """Return the description of a model, of an unloaded one without loading it; raises as `loaded_model`."""
+        model, added = self.models.find(name), self.models.added.get(name or "")
+        if model.state == "unloaded" and model.info is not None:
+            return model.info if added is None else added.info(model.info)
+        return (await self.loaded_model(name, started)).info
+
     async def keep(self, picture: ModelInput, model: Model, image_id: str | None = None) -> str | None:
         """Store a picture as a model sees it, and return its id, or None; an id may have one of each preprocessing."""
         image_id = image_id or new_image_id()

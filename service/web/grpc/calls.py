@@ -28,7 +28,7 @@ from service.web.inference_protocol.descriptions import (
     model_statistics,
     server_metadata,
 )
-from service.web.inference_protocol.inference import BYTES_A_VALUE, check_version, find_model, infer, read
+from service.web.inference_protocol.inference import BYTES_A_VALUE, check_version, infer, read
 from service.web.lanes import Deadline, Lane
 from service.web.middleware import PROBES, hold_back, request_id_from
 from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, problem_of, refusal_of
@@ -219,8 +219,9 @@ def _described(describe: Callable[[ModelInfo, Service], Mapping[str, Any]], kind
 
     async def method(service: Service, call: Call) -> bytes:
         question = await call.question()
-        model = await find_model(service, question.name or None, question.version, call.started)
-        return _encode(describe(model.info, service), kind())
+        check_version(question.version)
+        info = await service.description(question.name or None, call.started)
+        return _encode(describe(info, service), kind())
 
     return method
 

@@ -13,6 +13,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, MalformedRequest
 from service.web.inference_protocol import VERSION
 from service.web.inference_protocol.descriptions import (
@@ -48,6 +49,13 @@ async def _model(request: Request) -> Model:
     return await find_model(service_of(request), parameters.get("name"), parameters.get("version", VERSION), started)
 
 
+async def _description(request: Request) -> ModelInfo:
+    """Return the description of the model of the path's name; raises `NotFound`, and as `Service.description`."""
+    parameters, started = request.path_params, request_context(request.scope).started
+    check_version(parameters.get("version", VERSION))
+    return await service_of(request).description(parameters.get("name"), started)
+
+
 @router.get("")
 async def v2_server(request: Request) -> Response:
     """Describe the server."""
@@ -77,7 +85,7 @@ async def v2_ready(request: Request) -> Response:
 @router.get(f"{_VERSIONED}/config")
 async def v2_configuration(request: Request) -> Response:
     """Return the model's configuration."""
-    return json_response(model_configuration((await _model(request)).info))
+    return json_response(model_configuration(await _description(request)))
 
 
 @router.get("/models/stats")
@@ -85,7 +93,7 @@ async def v2_configuration(request: Request) -> Response:
 @router.get(f"{_VERSIONED}/stats")
 async def v2_statistics(request: Request) -> Response:
     """Return the statistics of the model since the start; its name may be left out."""
-    return json_response(model_statistics((await _model(request)).info, service_of(request).metrics))
+    return json_response(model_statistics(await _description(request), service_of(request).metrics))
 
 
 @router.post(f"{_MODEL}/infer")
@@ -114,7 +122,7 @@ def _header_length(request: Request) -> int | None:
 @router.get(_VERSIONED)
 async def v2_model(request: Request) -> Response:
     """Describe the model: its inputs and outputs."""
-    return json_response(model_metadata((await _model(request)).info))
+    return json_response(model_metadata(await _description(request)))
 
 
 # The model repository: `service.web.routes.models` does the same by the name of each model.

@@ -14,6 +14,7 @@ from model.config import ViTConfig
 from model.outputs import methods_of
 from service.engine.messages import attributes
 from service.observe.metrics import CONTENT_TYPE
+from service.web.middleware import request_context
 from service.web.request import model_of, service_of
 from service.web.routes.endpoint import Endpoint, LooseModelQuery, problems
 from vitserve.documents import Labels, ModelDescription
@@ -50,7 +51,7 @@ async def model(request: Request, query: Annotated[LooseModelQuery, Query()]) ->
 @router.get("/labels", response_model=Labels, responses=problems(404, 422, 503))
 async def labels(request: Request, query: Annotated[LooseModelQuery, Query()]) -> Labels:
     """Return the classes in index order."""
-    info = (await model_of(request, query.model)).info
+    info = await service_of(request).description(query.model, request_context(request.scope).started)
     return Labels(model=info.name, labels=list(info.labels))
 
 

@@ -188,6 +188,20 @@ async def test_a_request_for_a_model_that_is_not_loaded_waits_and_few_do() -> No
 
 
 @on_a_loop
+@pytest.mark.parametrize(
+    "path", ["/labels?model=few", "/v2/models/few", "/v2/models/few/config", "/v2/models/few/stats"]
+)
+async def test_an_unloaded_model_is_described_without_loading_it(path: str) -> None:
+    service, models = several()
+    answers = []
+    for state in ("ready", "loading"):
+        models.engines["few"].state, models.served["few"].unloaded = state, state != "ready"
+        answers.append((await service.get(*path.split("?"))).json)
+    assert answers[0] == answers[1]
+    assert models.engines["few"].state == "loading"
+
+
+@on_a_loop
 async def test_a_wait_ends_with_the_requests_time_and_without_memory_at_once() -> None:
     service, models = several(request_timeout=0.05)
     models.engines["few"].state = "loading"
