@@ -199,7 +199,10 @@ class _Worker:
         match frame:
             case frames.Uses(model, newest, oldest):
                 self.adopted[model] = newest
-                self._release([key for key in self._generations if key[0] == model and key[1] < oldest])
+                served = self._server.models.served.get(model)
+                current = served and served.current  # the worker is just told of it, where it was loaded again
+                old = [key for key, (held, _) in self._generations.items() if held is not current and key[1] < oldest]
+                self._release([key for key in old if key[0] == model])
             case frames.Cancel(id_) if id_ in self._tasks:
                 self._tasks[id_].cancel()
             case frames.Cancel():

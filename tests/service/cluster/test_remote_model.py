@@ -371,6 +371,16 @@ async def test_who_waits_for_a_model_that_is_unloaded_again_at_once_waits_on(mon
 
 
 @on_a_loop
+async def test_what_is_loaded_again_stays_though_a_worker_has_just_let_go_of_it() -> None:
+    async with running() as service:
+        model = await service.worker()
+        await model.put("other", {"checkpoint": "other"})
+        [worker] = service.devices[0].server.workers
+        worker.handle(frames.Uses("other", 2, 2))  # sent before the worker knew of the load
+        await model.served["other"].current.engine.infer(request_for(1), timeout=PATIENCE)
+
+
+@on_a_loop
 async def test_a_model_that_is_deleted_while_its_next_version_is_loaded_is_gone() -> None:
     async with running() as service:
         model = await service.worker()
