@@ -83,16 +83,17 @@ async def delete_model(request: Request) -> Response:
 
 def require_admin(request: Request, settings: Settings) -> None:
     """Raise `Unauthorized` without a key that is known, `Forbidden` if it is not the admin key, or nobody has one."""
+    authorization = request.headers.get("authorization", "")
+    needed = "the admin key is needed: Authorization: Bearer KEY"
+    if settings.api_keys and not authorization:
+        raise Unauthorized(needed)
     if settings.admin_key is None:
         raise Forbidden("loading is off: VIT_ADMIN_KEY is not set")
-    authorization = request.headers.get("authorization", "")
     if not holds_admin_key(authorization, settings):
         with suppress(Unauthorized):
             if request.app.state.guard.find(authorization) is not None:
                 raise Forbidden("the admin key is needed for this: VIT_ADMIN_KEY has it")
-        needed = "the admin key is needed: Authorization: Bearer KEY"
-        wrong = "the admin key is wrong" if bearer_token(authorization) else needed
-        raise Unauthorized(wrong)
+        raise Unauthorized("the admin key is wrong" if bearer_token(authorization) else needed)
 
 
 async def load(service: Service, name: str, what: What) -> tuple[ModelStatus, bool]:
