@@ -266,6 +266,7 @@ class Lane:
         self._free = 2 * threads if threads else math.inf
         self._queue: FairQueue[Job[Any]] = FairQueue(servers or (lambda: 2 * threads), clock)
         self._ended: list[Callable[[], None]] = []
+        self._woken: asyncio.AbstractEventLoop | None = None  # the loop that is about to look at what has ended
         self._lock = threading.Lock()
         initializer = lower_priority if background else None
         self._executor = ThreadPoolExecutor(max(1, threads), thread_name_prefix=name, initializer=initializer)
@@ -335,13 +336,13 @@ class Lane:
         del work
         with self._lock:
             self._ended.append(partial(self._end, job, outcome, self._clock() - began))
-            is_first = len(self._ended) == 1
-        if is_first:  # else the event loop is about to look
+            is_woken, self._woken = self._woken is loop, loop
+        if not is_woken:  # else the event loop is about to look
             loop.call_soon_threadsafe(self._end_all)
 
     def _end_all(self) -> None:
         with self._lock:
-            ended, self._ended = self._ended, []
+            ended, self._ended, self._woken = self._ended, [], None
         for end in ended:
             end()
         self._advance()

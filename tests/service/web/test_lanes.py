@@ -333,6 +333,27 @@ def test_a_lane_serves_one_event_loop_after_another(lane: Lane) -> None:
         assert asyncio.run(run(lane, partial(int, number))) == number
 
 
+def test_a_lane_serves_the_next_event_loop_though_one_was_closed_while_a_thread_worked() -> None:
+    lane, began, gate = Lane("decode", threads=1), threading.Event(), threading.Event()
+
+    def work() -> None:
+        began.set()
+        gate.wait(PATIENCE)
+
+    async def leave() -> None:
+        lane.work(work, "a", 1, Deadline(time.monotonic() + PATIENCE))
+        await asyncio.to_thread(began.wait, PATIENCE)
+
+    async def ask() -> int:
+        with lane.work(lambda: 7, "a", 1, Deadline(time.monotonic() + PATIENCE)) as job:
+            return await job
+
+    asyncio.run(leave())
+    gate.set()
+    assert asyncio.run(ask()) == 7
+    lane.close()
+
+
 @on_a_loop
 async def test_turns_are_taken_one_after_the_other_and_dropped_with_their_caller() -> None:
     lane, order = Lane("a test", lambda: 1), list[str]()
