@@ -158,6 +158,8 @@ class Ours:
         """Images a second of batches that lie on the device, whose answers stay there; on a CPU `rate`."""
         import torch  # noqa: PLC0415
 
+        if self.noting is not None:
+            self.noting.replay = None  # of a start that has gone back to no graphs
         self.rate(size, 0.1)
         replay = None if self.noting is None else self.noting.replay
         if replay is None:

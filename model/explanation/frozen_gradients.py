@@ -88,12 +88,12 @@ def with_rivals(logits: Tensor, classes: Tensor | None, count: int) -> Tensor:
 
     Args:
         logits: [B, num_classes].
-        classes: int64 [B]; None is the best of each image.
+        classes: int64 [B]; None is the best of each image, of equal ones the first, as in `Head.best`.
     """
     logits = logits.float()
-    if classes is not None:
-        logits = logits.scatter(1, classes.unsqueeze(1), torch.inf)
-    return logits.topk(count, dim=1).indices
+    if classes is None:
+        classes = logits.argmax(dim=1)  # what `topk` puts first of equal ones is left open, and bfloat16 has many
+    return logits.scatter(1, classes.unsqueeze(1), torch.inf).topk(count, dim=1).indices
 
 
 def through_pooling(x: Tensor, gradient: Tensor, config: ViTConfig) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from model.calibration import Form, scores_and_energies
 from model.config import ViTConfig
 from model.errors import InputError
+from model.explanation.frozen_gradients import with_rivals
 from model.heads import MAX_CHARACTERS, MAX_TEXTS, Head, ZeroShot, compared, labels_of_request, of_image, parse_labels
 from model.outputs import EmbeddingRequest, MapRequest, Outputs, RequestedOutputs
 from model.runtime.backend import BatchOutputs
@@ -134,6 +135,16 @@ def test_saturated_sigmoids_are_ranked_by_their_logits_on_the_host_and_on_a_devi
     assert found["indices"].tolist() == best.indices.tolist()
     np.testing.assert_allclose(found["scores"], best.scores, atol=1e-6)
     assert found["finite"].tolist() == best.finite.tolist() == [True, True]
+
+
+def test_of_equal_logits_the_first_is_best_on_the_host_on_a_device_and_in_relevance() -> None:
+    logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits[:, 200::200] = 8
+    best = Head(tuple(map(str, range(1000))), independent=False).best(logits.float().numpy(), 4)
+    assert best.indices.tolist() == [[200, 400, 600, 800]] * 64
+    found = with_best(BatchOutputs(logits), Head(("",) * 1000, independent=False), 4).tensors()
+    assert found["indices"].tolist() == best.indices.tolist()
+    assert with_rivals(logits, None, 11)[:, 0].tolist() == [200] * 64
 
 
 @pytest.mark.parametrize(
