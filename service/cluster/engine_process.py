@@ -39,6 +39,7 @@ from service.errors import CheckpointRefused, EngineUnavailable, InferenceFailed
 from service.lifecycle import release_memory, trim_regularly
 from service.models.model import Generation
 from service.models.models import LocalModels, Version, configured_models
+from service.models.tasks import Tasks
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.web.image_stores import MemoryImageStore
@@ -77,6 +78,7 @@ class EngineServer:
         self.images = images
         self.workers: set[_Worker] = set()
         self.loader: _Worker | None = None
+        self._serving = Tasks()
         self._restarts = restarts
         self._on_change = on_change
         self._refresh_seconds = refresh_seconds
@@ -84,7 +86,10 @@ class EngineServer:
 
     async def start(self, path: Path) -> None:
         """Load the models, and accept connections at a socket of this path."""
-        self._server = await asyncio.start_unix_server(self._serve, path, limit=frames.BUFFER_BYTES)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(
+            lambda: frames.Connection(lambda connection: self._serving.begin(self._serve(connection))), str(path)
+        )
         self.models.start(self._changed)
         self._refresher = asyncio.create_task(self._refresh())
 
@@ -112,13 +117,13 @@ class EngineServer:
         while name in self.models.served and any(worker.adopted.get(name, 0) < number for worker in self.workers):
             await asyncio.sleep(_LOOK_SECONDS)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        worker = _Worker(self, writer)
+    async def _serve(self, connection: frames.Connection) -> None:
+        worker = _Worker(self, connection)
         self.workers.add(worker)
         try:
             worker.announce()
             worker.send(self.status)
-            async for frame in frames.frames(reader):
+            async for frame in connection:
                 worker.handle(frame)
         except frames.FrameError as error:
             logger.error("connection of a worker: %s", error)
@@ -153,18 +158,14 @@ class _Worker:
         adopted: the newest generation of each model that its new requests belong to.
     """
 
-    def __init__(self, server: EngineServer, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, server: EngineServer, connection: frames.Connection) -> None:
         self.adopted: dict[str, int] = {}
+        self.send = connection.send
         self._server = server
-        self._writer = writer
+        self._connection = connection
         self._generations: dict[tuple[str, int], tuple[Generation[ModelEngine], ExitStack]] = {}
         self._withdrawn: set[tuple[str, int]] = set()
         self._tasks: dict[int, asyncio.Task[None]] = {}
-
-    def send(self, frame: frames.Frame) -> None:
-        """Send a frame; it is lost if the worker is gone."""
-        if not self._writer.is_closing():
-            self._writer.write(frames.encode(frame))
 
     def announce(self) -> None:
         """Tell the worker of each current generation once it is ready, and hold it for the worker; and of the gone."""
@@ -218,11 +219,11 @@ class _Worker:
         """Send the answers that are still owed, and close."""
         if self._tasks:
             await asyncio.wait(self._tasks.values(), timeout=_FINISH_SECONDS)
-        self._writer.close()
+        self._connection.close()
 
     async def close(self) -> None:
         """Cancel the worker's requests: nobody waits for them."""
-        self._writer.close()
+        self._connection.close()
         for task in self._tasks.values():
             task.cancel()
         await self._discard("the web worker that asked for it ended")
@@ -251,9 +252,10 @@ class _Worker:
     async def _result(self, request: frames.Request) -> object:
         result: object = None
         match request:
-            case frames.Submit(model, generation, pixels, requested, timeout):
-                with self._engine(model, generation) as engine:
-                    result = await engine.infer(InferenceRequest(pixels, requested), timeout=timeout)
+            case frames.Submit() as image:
+                with self._engine(image.model, image.generation) as engine:
+                    asked = InferenceRequest(image.pixels, image.requested)
+                    result = await engine.infer(asked, timeout=image.timeout)
             case frames.EmbedTexts(model, generation, texts, timeout):
                 with self._engine(model, generation) as engine:
                     result = await engine.embed_texts(texts, timeout=timeout)

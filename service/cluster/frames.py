@@ -23,7 +23,8 @@ sides run the same code on one machine, so there are no versions.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any, Final, Self, cast
 
 import msgspec
@@ -46,8 +47,8 @@ _LENGTH_BYTES: Final = 4
 MAX_BYTES: Final = 256 << 20
 """Bytes of the longest frame: a model may have a million labels."""
 
-BUFFER_BYTES: Final = 1 << 20
-"""Bytes that are read ahead from a connection."""
+AHEAD_BYTES: Final = 32 << 10
+"""Bytes that are read ahead from a connection: the answers of a batch arrive together."""
 
 
 class FrameError(Exception):
@@ -77,15 +78,31 @@ class Submit(_Frame, frozen=True, tag=1):
     """Asks for one image to be computed.
 
     Attributes:
-        pixels: uint8 [H, W, C].
+        shape: (H, W, C).
+        data: its bytes, where they were received.
         timeout: seconds from now within which it must be launched.
     """
 
     model: str
     generation: int
-    pixels: NDArray[np.uint8]
+    shape: tuple[int, int, int]
+    data: memoryview
     requested: RequestedOutputs
     timeout: float
+
+    @classmethod
+    def of(
+        cls, model: str, generation: int, pixels: NDArray[np.uint8], requested: RequestedOutputs, timeout: float
+    ) -> Self:
+        """Return the frame that carries pixels, uint8 [H, W, C]."""
+        high, wide, channels = pixels.shape
+        data = np.ascontiguousarray(pixels).reshape(-1).data
+        return cls(model, generation, (high, wide, channels), data, requested, timeout)
+
+    @property
+    def pixels(self) -> NDArray[np.uint8]:
+        """Return the image, uint8 [H, W, C]; raises ValueError if its bytes are not that many."""
+        return np.frombuffer(self.data, np.uint8).reshape(self.shape)
 
 
 class EmbedTexts(_Frame, frozen=True, tag=2):
@@ -270,21 +287,100 @@ def result_of(answer: Answer, request: Request) -> Any:
         raise FrameError(f"no answer of {type(request).__name__}: {error}") from error
 
 
-def encode(frame: Frame) -> bytes:
+def encode(frame: Frame) -> bytearray:
     """Return a frame's bytes, its length first."""
-    payload = _encoder.encode(frame)
-    return len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
+    buffer = bytearray(_LENGTH_BYTES)
+    _encoder.encode_into(frame, buffer, _LENGTH_BYTES)
+    buffer[:_LENGTH_BYTES] = (len(buffer) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little")
+    return buffer
 
 
-async def frames(reader: asyncio.StreamReader) -> AsyncIterator[Frame]:
-    """Yield the frames of a connection until it ends; raises `FrameError` at what `encode` never makes."""
-    try:
+class Connection(asyncio.BufferedProtocol):
+    """One end of a connection: frames are sent, and iterated over until it ends.
+
+    A long frame is received into memory of its own, which its pixels then lie in: a picture is copied once.
+
+    Args:
+        on_made: called with it once frames can be sent.
+
+    Raises:
+        FrameError: by the iteration, at what `encode` never makes.
+    """
+
+    def __init__(self, on_made: Callable[[Connection], object] = lambda connection: None) -> None:
+        self._on_made = on_made
+        self._transport: asyncio.Transport | None = None
+        self._ahead = bytearray(AHEAD_BYTES)
+        self._into, self._filled = self._ahead, 0
+        self._frames: deque[Frame] = deque()
+        self._news = asyncio.Event()
+        self._error: FrameError | None = None
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame; it is lost if the peer is gone."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(encode(frame))
+
+    def close(self) -> None:
+        """End the connection once all is sent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    async def __aiter__(self) -> AsyncIterator[Frame]:
         while True:
-            length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "little")
+            while self._frames:
+                yield self._frames.popleft()
+            if self._error is not None:
+                raise self._error
+            if self._transport is None:
+                return
+            self._news.clear()
+            await self._news.wait()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # of a stream
+        """See `asyncio.BaseProtocol`."""
+        self._transport = transport
+        self._on_made(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.BaseProtocol`."""
+        self._transport = None
+        self._news.set()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """See `asyncio.BufferedProtocol`."""
+        return memoryview(self._into)[self._filled :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """See `asyncio.BufferedProtocol`."""
+        self._filled += nbytes
+        try:
+            if self._into is self._ahead:
+                self._cut()
+            elif self._filled == len(self._into):
+                self._frames.append(_decoder.decode(self._into))
+                self._into, self._filled = self._ahead, 0
+        except (FrameError, msgspec.MsgspecError, ValueError) as error:
+            self._error, self._filled = FrameError(f"not a frame: {error}"), 0
+            self.close()
+        self._news.set()
+
+    def _cut(self) -> None:
+        """Take the frames out of what was read ahead; one that is longer gets memory of its own."""
+        ahead, begin = memoryview(self._ahead)[: self._filled], 0
+        while self._filled >= begin + _LENGTH_BYTES:
+            length = int.from_bytes(ahead[begin : begin + _LENGTH_BYTES], "little")
             if length > MAX_BYTES:
-                raise FrameError(f"a frame of {length} bytes, where {MAX_BYTES} are allowed")
-            yield _decoder.decode(await reader.readexactly(length))
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise FrameError(f"not a frame: {error}") from error
+                raise FrameError(f"{length} bytes, where {MAX_BYTES} are allowed")
+            frame = ahead[begin + _LENGTH_BYTES : begin + _LENGTH_BYTES + length]
+            if len(frame) < length and length > AHEAD_BYTES - _LENGTH_BYTES:
+                self._into, self._filled = bytearray(length), len(frame)
+                self._into[: len(frame)] = frame
+                return
+            if len(frame) < length:
+                break
+            self._frames.append(_decoder.decode(bytes(frame)))
+            begin += _LENGTH_BYTES + length
+        rest = bytes(ahead[begin:])
+        self._ahead[: len(rest)] = rest
+        self._filled = len(rest)

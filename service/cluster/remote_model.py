@@ -58,7 +58,7 @@ class EngineClient:
         self.kept = StoreUsage()
         self._path = path
         self._on_change: Callable[[], None] = lambda: None
-        self._writer: asyncio.StreamWriter | None = None
+        self._connection: frames.Connection | None = None
         self._uses: dict[str, tuple[int, int]] = {}
         self._pending: dict[int, tuple[frames.Request, asyncio.Future[Any]]] = {}
         self._ids = itertools.count(1)
@@ -82,9 +82,9 @@ class EngineClient:
 
     def send(self, frame: frames.Frame) -> None:
         """Send a frame; raises `EngineUnavailable` without a connection."""
-        if self._writer is None:
+        if self._connection is None:
             raise EngineUnavailable(self.status.reason or CONNECTION_LOST)
-        self._writer.write(frames.encode(frame))
+        self._connection.send(frame)
 
     async def ask(self, request: frames.Request) -> Any:
         """Make a request, and return its result; raises the error that is its answer.
@@ -99,7 +99,7 @@ class EngineClient:
         try:
             return await future
         except asyncio.CancelledError:
-            if self._writer is not None:
+            if self._connection is not None:
                 self.send(frames.Cancel(id_))
             raise
         finally:
@@ -125,12 +125,14 @@ class EngineClient:
     async def _stay_connected(self) -> None:
         while True:
             try:
-                reader, self._writer = await asyncio.open_unix_connection(self._path, limit=frames.BUFFER_BYTES)
+                loop = asyncio.get_running_loop()
+                _, connection = await loop.create_unix_connection(frames.Connection, str(self._path))
             except OSError:  # it is being started
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
+            self._connection = connection
             try:
-                async for frame in frames.frames(reader):
+                async for frame in connection:
                     self._receive(frame)
             except frames.FrameError as error:
                 logger.error("connection to an engine: %s", error)
@@ -139,9 +141,9 @@ class EngineClient:
             await asyncio.sleep(_RETRY_SECONDS)
 
     def _disconnected(self) -> None:
-        assert self._writer is not None
-        self._writer.close()
-        self._writer = None
+        assert self._connection is not None
+        self._connection.close()
+        self._connection = None
         self.models.clear()
         self.withdrawn.clear()
         self._uses.clear()
@@ -217,7 +219,7 @@ class RemoteEngine:
 
     async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
         """See `Engine.infer`."""
-        submit = frames.Submit(self._name, self._generation, request.pixels, request.requested, timeout)
+        submit = frames.Submit.of(self._name, self._generation, request.pixels, request.requested, timeout)
         result: InferenceResult = await self._least_loaded().ask(submit)
         return result
 

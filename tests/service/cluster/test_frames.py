@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,7 @@ STATUSES = st.builds(
     SMALL,
 )
 REQUESTS: st.SearchStrategy[frames.Request] = st.one_of(
-    st.builds(frames.Submit, st.text(), SMALL, PIXELS, REQUESTED, SECONDS),
+    st.builds(frames.Submit.of, st.text(), SMALL, PIXELS, REQUESTED, SECONDS),
     st.builds(frames.EmbedTexts, st.text(), SMALL, st.lists(st.text(), max_size=9).map(tuple), SECONDS),
     st.builds(frames.Load, st.text(), st.none() | st.text() | st.dictionaries(st.text(), st.text() | SMALL)),
     st.builds(frames.TakeOver, st.text()),
@@ -121,9 +122,9 @@ FRAMES: st.SearchStrategy[frames.Frame] = st.one_of(
     st.builds(frames.Serving, st.text(), SMALL, st.sampled_from([model_info(), model_info(config=LIBRARY, labels=())])),
     st.builds(frames.Failed, IDS, st.integers(0, len(frames.ERRORS) - 1), st.text()),
 )
-SUBMIT = frames.Submit("m", 1, np.zeros((1, 1, 3), np.uint8), RequestedOutputs(1), 1.0)
+SUBMIT = frames.Submit.of("m", 1, np.zeros((1, 1, 3), np.uint8), RequestedOutputs(1), 1.0)
 ANSWERS: st.SearchStrategy[tuple[frames.Request, Any]] = st.one_of(
-    st.tuples(st.just(SUBMIT), results()),
+    st.tuples(st.builds(lambda: SUBMIT), results()),
     st.tuples(st.just(frames.EmbedTexts("m", 1, (), 1.0)), floats((3, 5))),
     st.tuples(st.just(frames.Get("id")), st.none() | PICTURES),
     st.tuples(st.builds(frames.Put, PICTURES, st.none()), st.none() | st.text()),
@@ -148,12 +149,18 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-async def received(*pieces: bytes) -> list[frames.Frame]:
-    reader = asyncio.StreamReader()
+async def received(*pieces: bytes | bytearray) -> list[frames.Frame]:
+    connection = frames.Connection()
     for piece in pieces:
-        reader.feed_data(piece)
-    reader.feed_eof()
-    return [frame async for frame in frames.frames(reader)]
+        begin = 0
+        while begin < len(piece):
+            buffer = connection.get_buffer(-1)
+            part = piece[begin : begin + len(buffer)]
+            buffer[: len(part)] = part
+            connection.buffer_updated(len(part))
+            begin += len(part)
+    connection.connection_lost(None)
+    return [frame async for frame in connection]
 
 
 @given(sent=st.lists(FRAMES, max_size=4), cut=st.integers(0, 100))
@@ -162,6 +169,18 @@ def test_what_is_sent_is_what_arrives_however_the_stream_is_cut(sent: list[frame
     found = asyncio.run(received(data[:cut], data[cut:]))
     assert len(found) == len(sent)
     assert all(map(equal, sent, found))
+
+
+@given(sizes=st.lists(st.integers(1, 80_000), max_size=5), cuts=st.lists(st.integers(0, 300_000), max_size=5))
+def test_pictures_longer_and_shorter_than_what_is_read_ahead_arrive(sizes: list[int], cuts: list[int]) -> None:
+    sent = [frames.Call(n, SUBMIT.of("m", n, noise(n, size), RequestedOutputs(1), 1)) for n, size in enumerate(sizes)]
+    data, places = b"".join(map(frames.encode, sent)), [0, *sorted(cuts), 400_000]
+    found = asyncio.run(received(*(data[begin:end] for begin, end in pairwise(places))))
+    assert found == sent
+
+
+def noise(seed: int, size: int) -> Any:
+    return np.random.default_rng(seed).integers(0, 256, (1, size, 1), np.uint8)
 
 
 @given(asked=ANSWERS, id_=IDS)

@@ -56,7 +56,8 @@ class Device:
     async def die(self) -> None:
         """As its process would: without a word, and its socket stays."""
         for worker in list(self.server.workers):
-            worker._writer.transport.abort()
+            assert worker._connection._transport is not None
+            worker._connection._transport.abort()
         await self.server.close()
 
     def _make(self, own: Mapping[str, Any]) -> Any:
