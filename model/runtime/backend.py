@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from model.config import NetworkConfig, ViTConfig
 from model.errors import DeviceError, NewProcessNeeded
 from model.heads import Head
-from model.outputs import CLASS_SPECIFIC, MapRequest, Pooling, RequestedOutputs, embedding_name
+from model.outputs import CLASS_SPECIFIC, RIVALS, MapRequest, Pooling, RequestedOutputs, embedding_name
 
 T = TypeVar("T")
 
@@ -202,8 +202,8 @@ WITHOUT_GRAPHS: Final = "no-graphs"
 
 # Largest norm of the difference between two ways of computing an output of one image, relative to the output's own
 # norm: in float32, and in dtypes of fewer bits. A way that lost something is off by its own norm. ViT-Ti/16 in bfloat16
-# is off by 0.01, and by 0.1 in relevance, which is a difference of large numbers.
-_TOLERANCES: Final = {"logits": (1e-3, 0.1), "attention": (0.01, 0.3), "relevance": (0.05, 0.5)}
+# is off by 0.01, and by 0.1 in relevance, which is a difference of large numbers: by 0.26 in one of 128 of noise.
+_TOLERANCES: Final = {"logits": (1e-3, 0.1), "attention": (0.01, 0.3), "relevance": (0.05, 0.9)}
 
 
 class CompilationState(enum.Enum):
@@ -297,7 +297,8 @@ class Parts:
 def require_close(outputs: HostOutputs, expected: HostOutputs, *, exact: bool, source: str) -> None:
     """Check the network's outputs for each image of a batch against torch's own.
 
-    Where the best class is another one, by rounding, relevance is of that one and not compared.
+    Relevance is of the best class's margin over its rivals. Where rounding makes another class one of these, it is of
+    something else, and not compared.
 
     Args:
         outputs: on the host, computed by `source`.
@@ -309,16 +310,22 @@ def require_close(outputs: HostOutputs, expected: HostOutputs, *, exact: bool, s
     """
     ours, theirs = outputs.tensors(), expected.tensors()
     count = len(ours["logits"])
-    same_class = ours["logits"].argmax(axis=1) == theirs["logits"][:count].argmax(axis=1)
+    same_margin = (_in_margin(ours["logits"]) == _in_margin(theirs["logits"][:count])).all(axis=1)
     for name in _TOLERANCES.keys() & ours.keys() & theirs.keys():
         reference = theirs[name][:count].reshape(count, -1)
         away = np.linalg.norm(ours[name].reshape(count, -1) - reference, axis=1)
         norms = np.linalg.norm(reference, axis=1)
         # A head that is all zeros gives zeros in both.
         relative = away / np.maximum(norms, 1e-6)
-        worst = float(relative[same_class].max(initial=0.0) if name == "relevance" else relative.max())
+        worst = float(relative[same_margin].max(initial=0.0) if name == "relevance" else relative.max())
         if not worst <= _TOLERANCES[name][not exact]:
             raise DeviceError(f"{source}'s {name} of an image are {worst:.2g} of their norm away from torch's")
+
+
+def _in_margin(logits: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Return the best class of logits [B, C] and the rivals that its relevance sets it against, these in any order."""
+    ranked = np.argsort(-logits, axis=1, kind="stable")[:, : RIVALS + 1]
+    return np.concatenate((ranked[:, :1], np.sort(ranked[:, 1:], axis=1)), axis=1)
 
 
 def noise_images(count: int, shape: Sequence[int], seed: int = 0) -> NDArray[np.uint8]:
