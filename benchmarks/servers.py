@@ -184,25 +184,16 @@ def running(
 
 def _wait(server: Server, found: Running, picture: bytes, timeout: float, log: Path) -> float:
     """Wait until it answers and has compiled; return the moment of the first answer."""
-    deadline = time.monotonic() + timeout
-    reason, answered = "no answer", 0.0
-    while time.monotonic() < deadline:
-        if found.process.poll() is not None:
-            raise ServerFailed(
-                f"{server.name} ended with {found.process.returncode}:\n{log.read_text(errors='replace')[-3000:]}"
-            )
-        try:
+    deadline, answered = time.monotonic() + timeout, 0.0
+    while found.process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(OSError, ValueError, KeyError):
             ask(found.url, server.protocol, picture)
-        except (OSError, ValueError, KeyError) as error:
-            reason = repr(error)
-        else:
             answered = answered or time.monotonic()
             if server.distribution != "vitserve" or _compiled(found.url):
                 return answered
         time.sleep(0.1)
-    raise ServerFailed(
-        f"{server.name} was not ready within {timeout:g} s ({reason}):\n{log.read_text(errors='replace')[-3000:]}"
-    )
+    why = f"was not ready within {timeout:g} s" if found.process.poll() is None else "ended"
+    raise ServerFailed(f"{server.name} {why}:\n{log.read_text(errors='replace')[-3000:]}")
 
 
 def _compiled(url: str) -> bool:
