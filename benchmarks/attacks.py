@@ -83,8 +83,9 @@ class Callers:
         async with client_of(url, self.address) as client, asyncio.TaskGroup() as group:
             for _ in range(self.count):
                 group.create_task(again(client))
-            async for _ in arrivals(self.rate or 1e-9, seconds, self.address):
-                group.create_task(once(client))
+            if self.rate:
+                async for _ in arrivals(self.rate, seconds, self.address):
+                    group.create_task(once(client))
 
 
 def post(content: bytes, path: str = "/classify", **options: Any) -> Ask:
@@ -247,6 +248,7 @@ ATTACKS = {
     "heic-30": Attack(lambda: post(heic()), count=0, rate=30),
     "heic-80": Attack(lambda: post(heic()), share=0.8, beside=()),
     "avif-batches": Attack(lambda: batch(_avif())),
+    # One caller with 32 under way.
     "avif-single": Attack(lambda: post(_avif()), count=32),
     "tiff-batches": Attack(lambda: batch(flat("TIFF", 1200, compression="tiff_lzw"))),
     # 49 megapixels of 16 bits; the callers leave after a second.

@@ -70,12 +70,12 @@ def compare(record: Record, name: str, files: Sequence[Path], arguments: argpars
     rounds = record.section("models", name, "rounds")
     with ExitStack() as stack:
         started = _start(stack, record, model, files, arguments.servers)
-        for load, server in started.values():
-            with server.thawed():
+        for load, server, held in started.values():
+            with server.thawed(held=held):
                 load.closed(server.url, connections=arguments.connections, seconds=arguments.warm_seconds)
         while len(rounds.get(_OURS, [])) < arguments.rounds:
-            for row, (load, server) in started.items():
-                with server.thawed():
+            for row, (load, server, held) in started.items():
+                with server.thawed(held=held):
                     load.closed(server.url, connections=arguments.connections, seconds=1)
                     found = load.closed(server.url, connections=arguments.connections, seconds=arguments.seconds)
                 rounds.setdefault(row, []).append(found.as_json())
@@ -85,13 +85,13 @@ def compare(record: Record, name: str, files: Sequence[Path], arguments: argpars
 
 def _start(
     stack: ExitStack, record: Record, model: Path, files: Sequence[Path], names: Sequence[str]
-) -> dict[str, tuple[Loader, Running]]:
-    """Start the servers, and compare their answers; the record says why some do not start."""
+) -> dict[str, tuple[Loader, Running, bool]]:
+    """Start the servers, and compare their answers; the record says why some do not start. The last: may it be held?"""
     started, pictures_, expected = {}, [file.read_bytes() for file in files], _reference(model, files)
     chosen = [(server, name) for server in SERVERS for name in server.configs if server.name in (VITSERVE.name, *names)]
     for server, name in chosen:
         row, config = f"{server.name}, {name}", {"PEER_ENGINE": name.split(",")[0], **server.configs[name]}
-        one = running(server, model, config, picture=pictures_[0], timeout=_START_SECONDS, held=server.held)
+        one = running(server, model, config, picture=pictures_[0], timeout=_START_SECONDS)
         try:
             record.section("servers")[server.name] = server.version()
             running_ = stack.enter_context(one)
@@ -99,8 +99,8 @@ def _start(
             record.section("models", model.name, "failed")[row] = str(error)[-500:]
             print(f"{row}: {error}\n(make bench-peers installs the peers)", file=sys.stderr)
             continue
-        started[row] = (Loader(files, server.protocol), running_)
-        with running_.thawed():
+        started[row] = (Loader(files, server.protocol), running_, server.held)
+        with running_.thawed(held=server.held):
             answers = [ask(running_.url, server.protocol, picture) for picture in pictures_]
         sure = [best == got for (best, margin), got in zip(expected, answers, strict=True) if margin > _MARGIN]
         record.section("models", model.name, "top1")[row] = f"{sum(sure)} of {len(sure)} the same"
