@@ -227,9 +227,10 @@ class Attack:
         ask = await asyncio.to_thread(self.make)
         if not self.share:
             return Callers(ask, HOSTILE, self.rate, self.count)
-        most = Callers(ask, HOSTILE, count=8)
+        most, began = Callers(ask, HOSTILE, count=8), time.monotonic()
         await most.run(url, 8)
-        return Callers(ask, HOSTILE, self.share * most.counts["200"] / 8, least=1)
+        rate = self.share * most.counts["200"] / (time.monotonic() - began)
+        return Callers(ask, HOSTILE, rate, least=1)
 
 
 _MAPS = "/attention?class=0,1,2,3,4,5,6,7&size=2048&view=photo"
