@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import re
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,70 +67,45 @@ def ensure(name: str) -> tuple[Path, str]:
 
 def write(folder: Path, shape: Shape, seed: int = 0) -> str:
     """Write the files of a model into a folder, and return where its weights come from; `seed` is of random ones."""
-    from safetensors.torch import save_file  # noqa: PLC0415
+    from safetensors.torch import load_file, save_file  # noqa: PLC0415
 
     folder.mkdir(parents=True, exist_ok=True)
     timm = shared_folder() / "weights" / "deit_tiny_imagenet" / "model.safetensors"
     if shape is VIT224 and timm.exists():
-        tensors, origin = _from_timm(timm), "deit_tiny_patch16_224 (timm)"
+        tensors, origin = load_file(timm), "deit_tiny_patch16_224 (timm)"
     else:
         tensors, origin = _random(shape, seed), f"random, seed {seed}"
     (folder / "config.json").write_text(json.dumps(_config(shape), indent=1))
     (folder / "preprocessor_config.json").write_text(json.dumps(_preprocessor(shape), indent=1))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(_renamed(tensors), folder / "model.safetensors", metadata={"format": "pt"})
     return origin
 
 
 def write_clip(folder: Path) -> None:
     """Write a CLIP of two random towers, ViT-S/32 and the text tower of CLIP's size, with a token a letter."""
     import torch  # noqa: PLC0415
-    from safetensors.torch import save_file  # noqa: PLC0415
     from tokenizers.pre_tokenizers import ByteLevel  # noqa: PLC0415
-    from transformers import CLIPTokenizer  # noqa: PLC0415
+
+    # Towers need no torchvision, whose operators may be built for another torch: transformers goes without.
+    sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
+    from transformers import CLIPConfig, CLIPModel, CLIPTokenizer  # noqa: PLC0415
 
     letters = sorted(ByteLevel.alphabet())
     tokens = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
     CLIPTokenizer(vocab={token: number for number, token in enumerate(tokens)}, merges=[]).save_pretrained(folder)
-    generator = torch.Generator().manual_seed(0)
-
-    def weight(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator) / math.sqrt(math.prod(size[1:]))
-
-    tensors = {"logit_scale": torch.tensor(4.0)}
-    towers = {"text": (512, 8, 77), "vision": (384, 6, 50)}
-    for tower, (width, _, positions) in towers.items():
-        tensors[f"{tower}_model.embeddings.position_embedding.weight"] = weight(positions, width)
-        tensors[f"{'visual' if tower == 'vision' else tower}_projection.weight"] = weight(512, width)
-        blocks = [f"encoder.layers.{index}." for index in range(12)]
-        parts = [f"{block}{part}" for block in blocks for part in _CLIP_BLOCK]
-        for part in [*parts, *(("final_layer_norm",) if tower == "text" else ("pre_layrnorm", "post_layernorm"))]:
-            rows, columns = _CLIP_BLOCK.get(part.rpartition("layers.")[2].partition(".")[2], (1, 0))
-            linear = weight(rows * width, columns * width) if columns else torch.ones(width)
-            tensors |= {f"{tower}_model.{part}.weight": linear, f"{tower}_model.{part}.bias": torch.zeros(rows * width)}
-    tensors["text_model.embeddings.token_embedding.weight"] = weight(len(tokens), 512)
-    tensors["vision_model.embeddings.class_embedding"] = torch.zeros(384)
-    tensors["vision_model.embeddings.patch_embedding.weight"] = weight(384, 3, 32, 32)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config: dict[str, Any] = {"architectures": ["CLIPModel"], "model_type": "clip", "projection_dim": 512}
-    for tower, (width, heads, _) in towers.items():
-        sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": heads}
-        config[f"{tower}_config"] = sizes | {"num_hidden_layers": 12}
-    config["text_config"] |= {"vocab_size": len(tokens), "eos_token_id": len(tokens) - 1}
-    (folder / "config.json").write_text(json.dumps(config))
+    text = {"vocab_size": len(tokens), "eos_token_id": len(tokens) - 1}
+    vision = {"hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 6}
+    torch.manual_seed(0)
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=512))
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
+    torch.nn.init.constant_(model.logit_scale, 4.0)
+    model.save_pretrained(folder)
     square = {"height": 224, "width": 224}
     processor = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 224}, "crop_size": square}
     statistics = {"image_mean": [0.5] * 3, "image_std": [0.25] * 3, "resample": 3}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor | statistics))
-
-
-_CLIP_BLOCK = {
-    **{f"self_attn.{each}_proj": (1, 1) for each in ("q", "k", "v", "out")},
-    "mlp.fc1": (4, 1),
-    "mlp.fc2": (1, 4),
-    "layer_norm1": (1, 0),
-    "layer_norm2": (1, 0),
-}
-"""Parts of a block in CLIP's names, with the rows and columns of their weights in widths; norms have no columns."""
 
 
 def _config(shape: Shape) -> dict[str, Any]:
@@ -168,41 +144,33 @@ def _preprocessor(shape: Shape) -> dict[str, Any]:
     }
 
 
-_LINEAR = {
-    "attention.attention.query": (1, 1),
-    "attention.attention.key": (1, 1),
-    "attention.attention.value": (1, 1),
-    "attention.output.dense": (1, 1),
-    "intermediate.dense": (4, 1),
-    "output.dense": (1, 4),
-}
-"""Parts of a block in transformers' names, with the rows and columns of their weights in widths."""
-
-
 def _random(shape: Shape, seed: int) -> dict[str, Tensor]:
-    """Weights whose answers differ from picture to picture, so that a mix-up or a rounding would show.
+    """Weights in timm's names whose answers differ from picture to picture, so that a mix-up or a rounding would show.
 
     Transformers' own initialisation answers every picture almost alike; weights of unit gain do not.
     """
     import torch  # noqa: PLC0415
 
-    generator = torch.Generator().manual_seed(seed)
-    width, tokens = shape.width, (shape.size // shape.patch) ** 2 + 1
-    tensors = {
-        "vit.embeddings.cls_token": torch.randn((1, 1, width), generator=generator) * 0.02,
-        "vit.embeddings.position_embeddings": torch.randn((1, tokens, width), generator=generator) * 0.1,
-    }
-    blocks = [f"vit.encoder.layer.{index}" for index in range(shape.depth)]
-    sizes: dict[str, tuple[int, ...]] = {
-        "vit.embeddings.patch_embeddings.projection": (width, 3, shape.patch, shape.patch)
-    }
-    sizes |= {f"{block}.{part}": (r * width, c * width) for block in blocks for part, (r, c) in _LINEAR.items()}
-    for name, size in (sizes | {"classifier": (shape.classes, width)}).items():
-        gain = (4 if name == "classifier" else 1) * float(math.prod(size[1:]) ** -0.5)
-        tensors[f"{name}.weight"] = torch.randn(size, generator=generator) * gain
-        tensors[f"{name}.bias"] = torch.zeros(size[0])
-    for name in ["vit.layernorm", *(f"{block}.layernorm_{where}" for block in blocks for where in ("before", "after"))]:
-        tensors |= {f"{name}.weight": torch.ones(width), f"{name}.bias": torch.zeros(width)}
+    from model.config import ViTConfig  # noqa: PLC0415
+    from model.network.vit import VisionTransformer  # noqa: PLC0415
+
+    config = ViTConfig(
+        image_size=(shape.size, shape.size),
+        patch_size=shape.patch,
+        width=shape.width,
+        depth=shape.depth,
+        heads=shape.heads,
+        mlp_width=4 * shape.width,
+        num_classes=shape.classes,
+    )
+    tensors, generator = VisionTransformer(config).state_dict(), torch.Generator().manual_seed(seed)
+    for name, tensor in tensors.items():
+        if tensor.dim() > 1:
+            gain = {"cls_token": 0.3, "pos_embed": 1.4, "head.weight": 4.0}.get(name, 1.0)
+            size = shape.width if "pos" in name else tensor[0].numel()
+            tensor.normal_(std=gain * size**-0.5, generator=generator)
+        else:
+            tensor.fill_("norm" in name and name.endswith("weight"))
     return tensors
 
 
@@ -221,14 +189,12 @@ _FROM_TIMM = {
 }
 
 
-def _from_timm(file: Path) -> dict[str, Tensor]:
+def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """timm's names and fused QKV to transformers' (convert_vit_timm_to_pytorch.py)."""
-    from safetensors.torch import load_file  # noqa: PLC0415
-
-    tensors = {}
-    for old, tensor in load_file(file).items():
+    found = {}
+    for old, tensor in tensors.items():
         name: str = functools.reduce(lambda name, pair: re.sub(pair[0], pair[1], name), _FROM_TIMM.items(), old)
         parts = ("query", "key", "value") if ".attn.qkv." in name else ("",)
         for part, each in zip(parts, tensor.chunk(len(parts)), strict=True):
-            tensors[name.replace(".attn.qkv.", f".attention.attention.{part}.")] = each.clone()
-    return tensors
+            found[name.replace(".attn.qkv.", f".attention.attention.{part}.")] = each.clone()
+    return found

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import torch
@@ -52,49 +52,21 @@ TOP: Final = 10
 
 _SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp")
 _BATCH: Final = 32
-_RESAMPLES: Final = 2000
 _BLUR: Final = 1 / 16
 """Standard deviation of the blur as a share of the picture's shorter side: 14 pixels of 224, 2 of 32."""
 
 
-class Estimate(NamedTuple):
-    """A mean, and the interval that holds it with a confidence of 95 %."""
-
-    mean: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
-
-
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of a method: an area, 0...1, for each picture, and the shares of its quarters that count."""
+    """Measurements of a method: an area, 0...1, for each picture, and the share of each quarter that counts."""
 
     deletion: list[float] = field(default_factory=list)
     insertion: list[float] = field(default_factory=list)
-    shares: list[list[float]] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
 
-    def estimates(self, seed: int) -> tuple[Estimate | None, ...]:
+    def means(self) -> list[float | None]:
         """Return the means of deletion, insertion and mosaic; None where nothing counts."""
-        areas = ([[each] for each in values] for values in (self.deletion, self.insertion))
-        return tuple(estimate_mean(values, seed) for values in (*areas, self.shares))
-
-
-def estimate_mean(values: Sequence[Sequence[float]], seed: int = 0) -> Estimate | None:
-    """Return the mean of all pictures' values and its bootstrap interval (Efron 1979); None where there are no values.
-
-    Values of a picture are alike, so pictures are drawn, with replacement; methods that are compared need one seed.
-    """
-    sums, counts = np.array([sum(each) for each in values]), np.array([len(each) for each in values])
-    if not counts.sum():
-        return None
-    drawn = np.random.default_rng(seed).integers(0, len(sums), (_RESAMPLES, len(sums)))
-    totals = counts[drawn].sum(axis=1)
-    means = sums[drawn].sum(axis=1)[totals > 0] / totals[totals > 0]
-    low, high = np.quantile(means, (0.025, 0.975))
-    return Estimate(float(sums.sum() / counts.sum()), float(low), float(high))
+        return [sum(each) / len(each) if each else None for each in (self.deletion, self.insertion, self.shares)]
 
 
 def replace_patches(start: Tensor, end: Tensor, relevance: Tensor, counts: Tensor) -> Tensor:
@@ -170,9 +142,9 @@ def quarter_share(relevance: Tensor, quarter: int) -> float:
     return float(part.sum() / positive.sum()) if positive.any() else CHANCE
 
 
-def methods_of(model: VisionTransformer, seed: int) -> dict[str, Maps]:
+def methods_of(model: VisionTransformer) -> dict[str, Maps]:
     """Return what can be measured, by name: noise as the baseline, the CLS row, and each explanation."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     config = model.config
 
     def noise(pixels: Tensor, classes: Tensor) -> Tensor:
@@ -190,7 +162,7 @@ def methods_of(model: VisionTransformer, seed: int) -> dict[str, Maps]:
 
 
 def measure(
-    score: Score, methods: Mapping[str, Maps], read: Callable[[int], Tensor], count: int, *, steps: int, seed: int
+    score: Score, methods: Mapping[str, Maps], read: Callable[[int], Tensor], count: int, *, steps: int
 ) -> dict[str, Measured]:
     """Measure each method on maps of the best class of each picture, and of mosaics.
 
@@ -199,7 +171,6 @@ def measure(
     Args:
         read: takes a picture's number, 0...count-1; returns its normalised pixels, float32 [C, H, W].
         steps: of each deletion and insertion.
-        seed: of the order in which pictures come together in mosaics.
     """
     found = {name: Measured() for name in methods}
     labels: list[int] = []
@@ -214,8 +185,7 @@ def measure(
             relevance = maps(picture.unsqueeze(0), best)[0].detach()
             found[name].deletion.append(area_under_score(score, picture, none, relevance, label, steps))
             found[name].insertion.append(area_under_score(score, blurred, picture, relevance, label, steps))
-            found[name].shares.append([])
-    order = np.random.default_rng(seed).permutation(count)
+    order = np.random.default_rng(0).permutation(count)
     for start in tqdm(range(count if count >= 4 else 0), desc="mosaics", disable=None):
         members = np.roll(order, -start)[:4].tolist()
         whole = mosaic(torch.stack([read(number) for number in members])).unsqueeze(0)
@@ -225,7 +195,7 @@ def measure(
         for name, maps in methods.items() if quarters else ():
             relevances = maps(whole.expand(len(quarters), -1, -1, -1), classes[quarters])
             for quarter, relevance in zip(quarters, relevances, strict=True):
-                found[name].shares[members[quarter]].append(quarter_share(relevance, quarter))
+                found[name].shares.append(quarter_share(relevance, quarter))
     return found
 
 
@@ -237,12 +207,6 @@ def score_of(model: VisionTransformer, checkpoint: Checkpoint) -> Score:
     return lambda pixels: torch.from_numpy(scores.scores(model(pixels).logits.float().cpu().numpy()))
 
 
-def _files(data: Path, limit: int | None) -> list[Path]:
-    files = sorted(path for path in data.rglob("*") if path.suffix.lower() in _SUFFIXES)
-    count = min(limit or len(files), len(files))
-    return [files[number * len(files) // count] for number in range(count)]  # evenly spaced
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the methods on a folder of pictures in float32 on the CPU, and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.explanations", description=__doc__.splitlines()[0])
@@ -250,10 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpoint", default="bundled")
     parser.add_argument("--methods", nargs="*", choices=["cls", *EXPLANATIONS], default=[], help="default: all")
     parser.add_argument("--steps", type=int, default=28, help="of deletion and insertion (default: %(default)s)")
-    parser.add_argument("--limit", type=int, help="take so many of the pictures, evenly spaced")
-    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
-    files = _files(arguments.data, arguments.limit)
+    files = sorted(path for path in arguments.data.rglob("*") if path.suffix.lower() in _SUFFIXES)
     if not files:
         parser.error(f"{arguments.data}: no pictures")
     checkpoint = load_checkpoint(arguments.checkpoint)
@@ -265,12 +227,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return normalised
 
     chosen = arguments.methods or ("cls", *EXPLANATIONS)
-    methods = {name: maps for name, maps in methods_of(model, arguments.seed).items() if name in (RANDOM, *chosen)}
+    methods = {name: maps for name, maps in methods_of(model).items() if name in (RANDOM, *chosen)}
     score = score_of(model, checkpoint)
-    found = measure(score, methods, read, len(files), steps=arguments.steps, seed=arguments.seed)
-    counted = sum(map(len, found[RANDOM].shares))
-    print(f"{checkpoint.name}: {len(files)} pictures, {arguments.steps} steps, {counted} quarters of mosaics count")
-    rows = [(name, *(str(each or "-") for each in one.estimates(arguments.seed))) for name, one in found.items()]
+    found = measure(score, methods, read, len(files), steps=arguments.steps)
+    print(
+        f"{checkpoint.name}: {len(files)} pictures, {arguments.steps} steps, {len(found[RANDOM].shares)} quarters count"
+    )
+    rows = [(name, *("-" if each is None else f"{each:.3f}" for each in one.means())) for name, one in found.items()]
     print(table(("method", "deletion (lower)", "insertion (higher)", "mosaic (higher)"), rows))
     return 0
 

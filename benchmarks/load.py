@@ -14,19 +14,20 @@ import multiprocessing
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import httptools
 import uvloop
 
 _GIVE_UP = 30.0
 """Seconds after the last planned moment."""
 _HEAD_START = 2.0
 """Seconds that several processes have to start, so that they begin together."""
+_Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclass(frozen=True)
@@ -106,114 +107,74 @@ class Loader:
         host, _, port = url.removeprefix("http://").partition(":")
         requests = [_request(self._protocol, host, body) for body in self._bodies]
         shares = [connections // count + (index < connections % count) for index in range(count)]
-        plans = [
-            _Plan((host, int(port)), requests, seconds, begin, seed, share, rate / count)
+        senders = [
+            _Sender((host, int(port)), requests, seconds, share, rate / count, seed)
             for seed, share in enumerate(shares)
         ]
         with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
-            found = list(pool.map(_follow, plans, timeout=seconds + 120))
+            found = list(pool.map(partial(_run, begin), senders, timeout=seconds + 120))
         latencies = list(itertools.chain.from_iterable(each[0] for each in found))
         return Load.of(latencies, sum(each[1] for each in found), sum(each[2] for each in found), seconds)
 
 
-class Connection(asyncio.Protocol):
-    """One request at a time; httptools calls `on_message_complete`."""
-
-    def __init__(self) -> None:
-        self.transport: Any = None  # uvloop's is no asyncio.Transport by inheritance
-        self._answer: asyncio.Future[int] | None = None
-        self._parser = httptools.HttpResponseParser(self)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """asyncio: connected."""
-        self.transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        """asyncio: bytes of the answer."""
-        self._parser.feed_data(data)
-
-    def on_message_complete(self) -> None:
-        """httptools: the answer is whole."""
-        status = self._parser.get_status_code()
-        if not self._parser.should_keep_alive():
-            self.transport.close()
-        self._parser = httptools.HttpResponseParser(self)
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_result(status)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """asyncio: closed by the server or the network."""
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(ConnectionError("closed before the answer"))
-
-    async def ask(self, request: bytes) -> int:
-        """Send; wait for the whole answer; return its status."""
-        self._answer = asyncio.get_running_loop().create_future()
-        self.transport.write(request)
-        return await self._answer
+async def arrivals(rate: float, seconds: float, seed: int | str) -> AsyncIterator[float]:
+    """Wait for each moment of a Poisson process of so many a second, and yield it, in seconds of the clock."""
+    gaps, at = random.Random(seed), time.perf_counter()
+    end = at + seconds
+    while (at := at + gaps.expovariate(rate)) < end:
+        await asyncio.sleep(max(0.0, at - time.perf_counter()))
+        yield at
 
 
-class _Plan(NamedTuple):
-    """What a process sends: in a closed loop over its connections, or at a rate where it has none."""
+@dataclass
+class _Sender:
+    """One process's requests and what became of them: seconds of answers 200, refused, broken."""
 
     address: tuple[str, int]
     requests: list[bytes]
     seconds: float
-    begin: float
-    seed: int
     connections: int
     rate: float
+    seed: int
+    latencies: list[float] = field(default_factory=list)
+    refused: int = 0
+    broken: int = 0
 
+    async def run(self) -> None:
+        """Send in a closed loop over the connections, or at the rate where there are none."""
+        self._requests, self._idle = itertools.cycle(self.requests), list[_Connection]()
+        if self.connections:
+            end = time.perf_counter() + self.seconds
+            await asyncio.gather(*(self._again(end) for _ in range(self.connections)))
+            return
+        tasks = [asyncio.create_task(self._send(at)) async for at in arrivals(self.rate, self.seconds, self.seed)]
+        if tasks:  # the rate may be so low that no moment came
+            done, waiting = await asyncio.wait(tasks, timeout=_GIVE_UP)
+            self.broken += len(waiting)
+            await asyncio.gather(*done)  # what is not a broken connection is a fault of this program
 
-class _Sender:
-    """One process's requests and what became of them: seconds of answers 200, refused, broken."""
+    async def _again(self, end: float) -> None:
+        while (moment := time.perf_counter()) < end:
+            await self._send(moment, end)
 
-    def __init__(self, plan: _Plan) -> None:
-        self.latencies: list[float] = []
-        self.refused = self.broken = 0
-        self._plan = plan
-        self._requests = itertools.cycle(plan.requests)
-        self._idle: list[Connection] = []
-
-    async def send(self, moment: float, end: float = float("inf")) -> None:
+    async def _send(self, moment: float, end: float = float("inf")) -> None:
         """Send the next request and count its answer, if it came before the end."""
         try:
-            connection = self._idle.pop() if self._idle else None
-            if connection is None or connection.transport.is_closing():
-                loop = asyncio.get_running_loop()
-                _, connection = await loop.create_connection(Connection, *self._plan.address)
-            status = await connection.ask(next(self._requests))
-        except OSError:
+            reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(*self.address)
+            writer.write(next(self._requests))
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            await reader.readexactly(int(head.partition(b"\ncontent-length:")[2].split(maxsplit=1)[0]))
+        except (OSError, EOFError):
             self.broken += 1
             return
-        self._idle.append(connection)
-        if status != 200:
+        if b"\nconnection: close" in head:
+            writer.close()
+        else:
+            self._idle.append((reader, writer))
+        if head.split(maxsplit=2)[1] != b"200":
             self.refused += 1
         elif (now := time.perf_counter()) < end:
             self.latencies.append(now - moment)
-
-    async def closed(self) -> None:
-        end = time.perf_counter() + self._plan.seconds
-
-        async def one() -> None:
-            while (moment := time.perf_counter()) < end:
-                await self.send(moment, end)
-
-        await asyncio.gather(*(one() for _ in range(self._plan.connections)))
-
-    async def open(self) -> None:
-        gaps = random.Random(self._plan.seed)
-        tasks: list[asyncio.Task[None]] = []
-        at = started = time.perf_counter() + 0.1
-        while (at := at + gaps.expovariate(self._plan.rate)) < started + self._plan.seconds:
-            await asyncio.sleep(max(0.0, at - time.perf_counter()))
-            tasks.append(asyncio.create_task(self.send(at)))
-        if not tasks:  # the rate is so low that no moment came
-            return
-        done, waiting = await asyncio.wait(tasks, timeout=_GIVE_UP)
-        self.broken += len(waiting)
-        for task in done:
-            task.result()  # what is not a broken connection is a fault of this program
 
 
 def _request(protocol: Protocol, host: str, body: bytes) -> bytes:
@@ -222,10 +183,9 @@ def _request(protocol: Protocol, host: str, body: bytes) -> bytes:
     return f"POST {protocol.path} HTTP/1.1\r\n{lines}\r\n".encode() + body
 
 
-def _follow(plan: _Plan) -> tuple[list[float], int, int]:
+def _run(begin: float, sender: _Sender) -> tuple[list[float], int, int]:
     """Send in this process, and return the latencies, and how many were refused and how many broken."""
     gc.disable()
-    sender = _Sender(plan)
-    time.sleep(max(0.0, plan.begin - time.time()))
-    uvloop.run(sender.closed() if plan.connections else sender.open())
+    time.sleep(max(0.0, begin - time.time()))
+    uvloop.run(sender.run())
     return sender.latencies, sender.refused, sender.broken

@@ -38,9 +38,6 @@ class Record:
         self.path = path
         self.data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         command = shlex.join(["python", *sys.orig_argv[1:]])
-        self.data.setdefault("commands", [])
-        if command not in self.data["commands"]:
-            self.data["commands"].append(command)
         self.data |= {"device": device(), "versions": versions(), "dtype": dtype, **about}
         # A record that is continued may hold measurements of several states of the code.
         self.data.setdefault("commits", {})[command] = self.data["versions"].get("commit", "unknown")

@@ -1,13 +1,12 @@
 """A real service while it is hurt: `python -m benchmarks.reliability`, or `make chaos`, `make soak`.
 
 Honest callers ask at the moments of a Poisson process, whatever is answered, and every answer is compared with what the
-service said when nothing else was asked. First they are alone; then beside each fault and each attack of `HURTS`. Told
-are how many were answered, the median and p99 beside those of being alone, and what must never happen: an answer that
-is lost, mixed up or of a wrong status. Exit code 1 when that happened.
+service said when nothing else was asked. First they are alone; then beside each attack of `benchmarks.attacks` and each
+fault of `FAULTS`. Told are how many were answered, the median and p99, and what must never happen: an answer that is
+lost, mixed up or of a wrong status. Exit code 1 when that happened.
 
 Beside an attack there are honest callers of another kind, too, and marks: JPEGs answered, p99 beside alone, WebP and
-HEIC answered. Who attacks and who is honest have addresses of their own in 127.0.0.0/8 (Linux): a service is fair by
-caller.
+HEIC answered. Each kind has an address of its own in 127.0.0.0/8 (Linux): a service is fair by caller.
 
     python -m benchmarks.reliability --only avif-batches heic-30 --seconds 20 --workers 1
     python -m benchmarks.reliability --soak 30        # minutes without a fault: does memory grow?
@@ -20,7 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import io
 import itertools
 import os
 import random
@@ -31,38 +29,34 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
-from PIL import Image
 
 from benchmarks import checkpoints, pictures
+from benchmarks.attacks import ATTACKS, KEY, MODEL, OTHERS, Callers, client_of, grpc_port
+from benchmarks.load import arrivals
 from benchmarks.record import RESULTS, Record, table
 from benchmarks.servers import free_port, resident_mib
 
-_PATIENCE = 13.0
-"""Seconds: the service promises an answer within VIT_REQUEST_TIMEOUT (10 s) and a little."""
 _CUT_SECONDS = 12.0
 """Until then after a kill a connection may end without an answer."""
 _APART = 0.2
 """Sum of differences between the scores of two pictures from which on they are told apart."""
-_CLOSE = 0.02
-"""Scores depend a little on the batch."""
+_CLOSE = _APART / 2
+"""Such a sum up to which an answer is a picture's: scores depend a little on the batch and on what else it computes."""
 _ADMIN = "admin"
 _FAULTS = ("cut", "no answer", "mixed up", "wrong status")
 """Outcomes that must never happen."""
-_EXPECTED = {503: "503", 504: "504", 429: "429"}
-_HOSTILE = "127.0.0.2"
-"""Address of those who attack."""
-_CLIP_LABELS = "cat,dog,car,tree,sky,house,street,apple,person,night"
-
-_LEAST_JPEG, _LEAST_OTHERS, _LONGEST = 0.995, 0.95, 3.0
-"""Marks beside an attack: JPEGs, and WebPs or HEICs, that are answered of those that are due; p99 beside alone."""
+_LEAST_JPEG, _LONGEST = 0.995, 3.0
+"""Marks beside an attack: JPEGs that are answered of those that are due; p99 beside alone."""
+_HEAD_START = 2.0
+"""Seconds of a hurt before honest callers come."""
 
 Scores = Mapping[int, float]
 
@@ -74,7 +68,6 @@ class Service:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.last_kill = -_CUT_SECONDS
-        self.restarts = 0
         self._log = folder / "log"
         clean = {name: value for name, value in os.environ.items() if not name.startswith("VIT_")}
         self._environment = {**clean, "VIT_PORT": str(self.port), "VIT_LOG_LEVEL": "warning", **settings}
@@ -109,7 +102,6 @@ class Service:
         async with httpx.AsyncClient(base_url=self.url, timeout=2) as client:
             while time.monotonic() - began < seconds:
                 if self.process.poll() is not None:
-                    self.restarts += 1
                     self.process = self._start()
                 with contextlib.suppress(httpx.HTTPError):
                     if (await client.get("/readyz")).status_code == 200:
@@ -119,7 +111,7 @@ class Service:
 
     def stop(self) -> int:
         """End it in order, and return the exit code."""
-        for pid in [*self.children(torch=True), *self.children(torch=False)]:
+        for pid in self.children(torch=False):  # a worker may have been stopped
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         self.process.terminate()
@@ -150,16 +142,9 @@ class Honest:
 
     async def run(self, rate: float, seconds: float) -> None:
         """Send for some seconds at a rate (requests a second), then wait for the answers."""
-        chance, loop = random.Random(self.seed), asyncio.get_running_loop()
-        moment = loop.time()
-        end = moment + seconds
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2)
-        async with (
-            httpx.AsyncClient(base_url=self.service.url, timeout=_PATIENCE, limits=limits) as client,
-            asyncio.TaskGroup() as group,
-        ):
-            while (moment := moment + chance.expovariate(rate)) < end:
-                await asyncio.sleep(max(0.0, moment - loop.time()))
+        async with client_of(self.service.url, "127.0.0.1") as client, asyncio.TaskGroup() as group:
+            chance = random.Random(self.seed)
+            async for _ in arrivals(rate, seconds, self.seed):
                 group.create_task(self._one(client, chance.randrange(len(self.bodies)), chance.random()))
 
     async def _one(self, client: httpx.AsyncClient, number: int, kind: float) -> None:
@@ -168,7 +153,7 @@ class Honest:
             outcome = await self._ask(client, number, kind)
         except httpx.ConnectError:
             outcome = "not connected"
-        except (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout, httpx.ConnectTimeout):
+        except httpx.TimeoutException:
             outcome = "no answer"
         except httpx.TransportError:
             killed = time.monotonic() - self.service.last_kill < _CUT_SECONDS
@@ -205,7 +190,7 @@ class Honest:
     def _fits(self, number: int, document: Mapping[str, Any]) -> bool:
         """Whether an answer is this picture's, and wholly of one model."""
         given = _scores(document)
-        return any(all(abs(known.get(k, -1) - v) < _CLOSE for k, v in given.items()) for known in self.known[number])
+        return any(sum(abs(known.get(k, 0) - v) for k, v in given.items()) < _CLOSE for known in self.known[number])
 
     def told(self) -> dict[str, float]:
         """Return the share of right answers among those that were due one, and milliseconds."""
@@ -216,66 +201,11 @@ class Honest:
         return {"due": due, "answered": share, "p50": 1e3 * cuts[49], "p99": 1e3 * cuts[98], "faults": faults}
 
 
-@dataclass
-class Others:
-    """Honest callers of another kind, or the many phones of an attack; their answers are counted, and not compared.
-
-    Attributes:
-        ask: sends the request of a number.
-        address: that they have.
-        rate: requests a second.
-        least: the mark of what is answered of all; 0: there is none.
-        counts: by status, or by the error where there was no answer.
-    """
-
-    ask: Callable[[httpx.AsyncClient, int], Awaitable[httpx.Response]]
-    address: str
-    rate: float
-    least: float = 0.0
-    counts: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def due(self) -> int:
-        """Return how many requests there were."""
-        return self.counts.total()
-
-    @property
-    def answered(self) -> int:
-        """Return how many were answered with 200."""
-        return self.counts["200"]
-
-    async def run(self, service: Service, seconds: float) -> None:
-        """Send for some seconds at the moments of a Poisson process, then wait for the answers."""
-        chance, loop = random.Random(self.address), asyncio.get_running_loop()
-        moment = loop.time()
-        end = moment + seconds
-        async with _client(service, self.address) as client, asyncio.TaskGroup() as group:
-            for number in itertools.count():
-                moment += chance.expovariate(self.rate)
-                if moment >= end:
-                    return
-                await asyncio.sleep(max(0.0, moment - loop.time()))
-                group.create_task(self._one(client, number))
-
-    async def _one(self, client: httpx.AsyncClient, number: int) -> None:
-        try:
-            self.counts[str((await self.ask(client, number)).status_code)] += 1
-        except httpx.HTTPError as error:
-            self.counts[type(error).__name__] += 1
-
-
-def _client(service: Service, address: str) -> httpx.AsyncClient:
-    """Return a client of an address of its own."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2)
-    transport = httpx.AsyncHTTPTransport(local_address=address, limits=limits)
-    return httpx.AsyncClient(base_url=service.url, timeout=_PATIENCE, transport=transport)
-
-
 def _of_status(answer: httpx.Response) -> str:
-    outcome = _EXPECTED.get(answer.status_code, "wrong status")
-    if outcome in _FAULTS:
-        print(f"wrong status: {answer.status_code} {answer.text[:200]}", file=sys.stderr, flush=True)
-    return outcome
+    if answer.status_code in (429, 503, 504):
+        return str(answer.status_code)
+    print(f"wrong status: {answer.status_code} {answer.text[:200]}", file=sys.stderr, flush=True)
+    return "wrong status"
 
 
 def _scores(document: Mapping[str, Any]) -> dict[int, float]:
@@ -283,9 +213,10 @@ def _scores(document: Mapping[str, Any]) -> dict[int, float]:
 
 
 async def learn(url: str, files: Sequence[bytes]) -> list[Scores]:
-    """Return the scores of each picture, as the quiet service answers now."""
-    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-        return [_scores((await client.post("/classify", content=data)).json()) for data in files]
+    """Return the scores of the ten best classes of each picture, as the quiet service answers now."""
+    async with client_of(url, "127.0.0.1") as client:
+        answers = [await client.post("/classify?top_k=10", content=data) for data in files]
+        return [_scores(answer.json()) for answer in answers]
 
 
 def told_apart(files: Sequence[bytes], scores: Sequence[Scores]) -> list[int]:
@@ -299,392 +230,173 @@ def told_apart(files: Sequence[bytes], scores: Sequence[Scores]) -> list[int]:
     return found
 
 
-# What hurts. Each gets the service and repeats until it is cancelled.
-
-Hurt = Callable[[Service], Awaitable[None]]
-
-
-async def _repeat(callers: int, one: Callable[[httpx.AsyncClient], Awaitable[object]], service: Service) -> None:
-    """Let some callers do the same again and again, whatever is answered."""
-
-    async def caller() -> None:
-        async with _client(service, _HOSTILE) as client:
-            while True:
-                with contextlib.suppress(httpx.HTTPError):
-                    await one(client)
-                await asyncio.sleep(0.01)
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(callers):
-            group.create_task(caller())
+@asynccontextmanager
+async def _serving(settings: Mapping[str, str], files: Sequence[bytes], seed: int) -> AsyncIterator[Honest]:
+    """Start a service, yield honest callers who know its answers, stop it; raises `RuntimeError` if it ends badly."""
+    with tempfile.TemporaryDirectory(prefix="vitserve-hurt-") as folder:
+        service = Service(Path(folder), settings)
+        try:
+            await service.until_ready()
+            scores = await learn(service.url, files)
+            chosen = told_apart(files, scores)
+            yield Honest(service, [files[number] for number in chosen], [[scores[number]] for number in chosen], seed)
+        finally:
+            exit_code = service.stop()
+        print(f"stopped in order at the end: exit code {exit_code}")
+        if exit_code:
+            raise RuntimeError(f"the service ended with {exit_code}")
 
 
-async def _raw(callers: int, pieces: Callable[[], Iterator[bytes]], service: Service, pause: float = 0.0) -> None:
-    """Let some callers write the same bytes over connections of their own again and again, and read what comes."""
-
-    async def caller() -> None:
-        while True:
-            with contextlib.suppress(OSError):
-                reader, writer = await asyncio.open_connection("127.0.0.1", service.port, local_addr=(_HOSTILE, 0))
-                for piece in pieces():
-                    writer.write(piece)
-                    await writer.drain()
-                    await asyncio.sleep(pause)
-                writer.close()
-                await reader.read(4096)
-            await asyncio.sleep(0.05)
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(callers):
-            group.create_task(caller())
+# Faults. Each gets the service and repeats until it is cancelled.
 
 
-def flat(kind: str, side: int, **options: Any) -> bytes:
-    """Return a square picture of one colour in a format of Pillow's."""
-    buffer = io.BytesIO()
-    Image.new("RGB", (side, side), (90, 120, 40)).save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
-def heic() -> bytes:
-    """Return a photo of 12 megapixels as phones take it; needs pillow-heif."""
-    import pillow_heif  # noqa: PLC0415  an optional package
-
-    pillow_heif.register_heif_opener()
-    noise = np.random.default_rng(0).integers(0, 256, (189, 252, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(noise).resize((4032, 3024), Image.Resampling.BICUBIC).save(buffer, "HEIF", quality=60)
-    return buffer.getvalue()
-
-
-def _batch_of(
-    data: bytes, count: int, path: str = "/classify/batch"
-) -> Callable[[httpx.AsyncClient], Awaitable[object]]:
-    files = [("file", ("a", data)) for _ in range(count)]
-    return lambda client: client.post(path, files=files)
-
-
-def _picture(data: bytes, path: str = "/classify") -> Callable[[httpx.AsyncClient], Awaitable[object]]:
-    return lambda client: client.post(path, content=data)
-
-
-async def avif_batches(service: Service) -> None:
-    """Four callers send batches of 64 AVIFs of 8k x 8k pixels and 1.6 kB."""
-    await _repeat(4, _batch_of(await asyncio.to_thread(flat, "AVIF", 7990, quality=30), 64), service)
-
-
-async def avif_single(service: Service) -> None:
-    """Thirty-two callers send such an AVIF each."""
-    await _repeat(32, _picture(await asyncio.to_thread(flat, "AVIF", 7990, quality=30)), service)
-
-
-async def tiff_batches(service: Service) -> None:
-    """Four callers send batches of 64 TIFFs."""
-    await _repeat(4, _batch_of(await asyncio.to_thread(flat, "TIFF", 1200, compression="tiff_lzw"), 64), service)
-
-
-async def large_png(service: Service) -> None:
-    """Four callers send a PNG of 49 megapixels of 16 bits, and leave after a second."""
-    buffer = io.BytesIO()
-    await asyncio.to_thread(Image.new("I;16", (7000, 7000)).save, buffer, "PNG")
-
-    async def one(client: httpx.AsyncClient) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1):
-                await client.post("/classify", content=buffer.getvalue())
-
-    await _repeat(4, one, service)
-
-
-async def drawings(service: Service) -> None:
-    """Sixty-four callers ask for eight maps of 2048 pixels each."""
-    await _repeat(64, _picture(flat("JPEG", 300), "/attention?class=0,1,2,3,4,5,6,7&size=2048&view=photo"), service)
-
-
-async def texts(service: Service) -> None:
-    """Sixty callers ask for a picture's best of 66 labels that nobody has asked for before."""
-    picture, numbers = flat("JPEG", 300), itertools.count()
-
-    async def one(client: httpx.AsyncClient) -> None:
-        labels = ",".join(f"label {next(numbers)}" for _ in range(66))
-        await client.post("/classify", content=picture, params={"labels": labels})
-
-    await _repeat(60, one, service)
-
-
-async def relevance_batches(service: Service) -> None:
-    """Four callers send batches of 64 JPEGs and ask for the map of the best of two labels."""
-    one = _batch_of(flat("JPEG", 300), 64, "/classify/batch?attention=relevance&labels=cat,dog")
-    await _repeat(4, one, service)
-
-
-async def crawlers(service: Service) -> None:
-    """Three hundred callers send a byte a second of a body that never comes."""
-    head = b"POST /classify HTTP/1.1\r\nHost: vitserve\r\nContent-Length: 100000\r\n\r\n"
-    await _raw(300, lambda: iter([head, *[b"x"] * 6]), service, pause=1)
-
-
-async def escaped_json(service: Service) -> None:
-    """Four callers send JSON whose base64 is 3 MB of escaped line breaks."""
-    body = b'{"image": "' + b"\\n" * 1_500_000 + b'"}'
-    head = b"POST /classify HTTP/1.1\r\nHost: vitserve\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    await _raw(4, lambda: iter([head % len(body) + body]), service)
-
-
-async def tiny_chunks(service: Service) -> None:
-    """Four callers send bodies in chunks of one byte."""
-    head = b"POST /classify HTTP/1.1\r\nHost: vitserve\r\nTransfer-Encoding: chunked\r\n\r\n"
-    await _raw(4, lambda: iter([head, *[b"1\r\nx\r\n" * 10_000] * 20]), service)
-
-
-async def _signals(service: Service, number: signal.Signals, who: str, every: float = 10) -> None:
+async def _signals(number: signal.Signals, who: str, service: Service) -> None:
     while True:
         pids = {"engine": service.children(torch=True), "worker": service.children(torch=False)}
         service.kill(pids.get(who, [service.process.pid]), number, cuts=who != "engine")
         await asyncio.sleep(1)
         await service.until_ready()
-        await asyncio.sleep(every)
+        await asyncio.sleep(10)
+
+
+async def _load(service: Service, checkpoint: str) -> None:
+    headers, body = {"Authorization": f"Bearer {_ADMIN}"}, {"parameters": {"checkpoint": checkpoint}}
+    async with httpx.AsyncClient(base_url=service.url, timeout=300, headers=headers) as client:
+        answer = await client.post(f"/v2/repository/models/{MODEL}/load", json=body)
+    if answer.status_code not in (200, 503):
+        raise RuntimeError(f"not loaded: {answer.status_code} {answer.text[:200]}")
 
 
 async def swaps(service: Service) -> None:
     """The checkpoint is loaded again, under the same name, as often as the service takes it."""
-    headers = {"Authorization": f"Bearer {_ADMIN}"}
-    async with httpx.AsyncClient(base_url=service.url, timeout=300, headers=headers) as client:
-        name = (await client.get("/model")).json()["name"]
-        for checkpoint in itertools.cycle(["other", "first"]):
-            body = {"parameters": {"checkpoint": checkpoint}}
-            answer = await client.post(f"/v2/repository/models/{name}/load", json=body)
-            if answer.status_code not in (200, 503):
-                raise RuntimeError(f"not loaded: {answer.status_code} {answer.text[:200]}")
-            name = (await client.get("/model")).json()["name"]
+    for checkpoint in itertools.cycle(["other", "first"]):
+        await _load(service, checkpoint)
 
 
-HURTS: dict[str, Hurt] = {
-    "avif-batches": avif_batches,
-    "avif-single": avif_single,
-    "tiff-batches": tiff_batches,
-    "large-png": large_png,
-    "drawings": drawings,
-    "texts": texts,
-    "relevance-batches": relevance_batches,
-    "crawlers": crawlers,
-    "escaped-json": escaped_json,
-    "tiny-chunks": tiny_chunks,
+FAULTS: dict[str, Callable[[Service], Awaitable[None]]] = {
     "swaps": swaps,
-    "kill-engine": lambda service: _signals(service, signal.SIGKILL, "engine"),
-    "kill-worker": lambda service: _signals(service, signal.SIGKILL, "worker"),
-    "stop-worker": lambda service: _signals(service, signal.SIGSTOP, "worker"),
-    "kill-service": lambda service: _signals(service, signal.SIGKILL, "service"),
-    "terminate": lambda service: _signals(service, signal.SIGTERM, "service"),
+    "kill-engine": partial(_signals, signal.SIGKILL, "engine"),
+    "kill-worker": partial(_signals, signal.SIGKILL, "worker"),
+    "stop-worker": partial(_signals, signal.SIGSTOP, "worker"),
+    "kill-service": partial(_signals, signal.SIGKILL, "service"),
+    "terminate": partial(_signals, signal.SIGTERM, "service"),
 }
-"""What is done beside the honest callers."""
+"""What happens beside the honest callers."""
 
-PHONES: dict[str, float] = {"heic-5": 5, "heic-30": 30, "heic-80": 0}
-"""Photos of phones a second, instead of an attack; 0: four fifths of what the service answers at most."""
-
-BESIDE: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        ("avif-batches", "avif-single", "heic-5", "heic-30", "tiff-batches", "large-png"), ("webp", "heic")
-    ),
-    **dict.fromkeys(("crawlers", "escaped-json", "tiny-chunks"), ("webp", "heic")),
-    "heic-80": (),
-    "drawings": ("webp", "maps"),
-    "texts": ("labels",),
-    "relevance-batches": ("labels",),
-}
-"""The attacks, which have marks, and the other honest callers beside each."""
-
-_NEED_CLIP = {"texts", "relevance-batches"}
 _NEED_WORKERS = {"kill-engine", "kill-worker", "stop-worker"}
 
 
-@asynccontextmanager
-async def _hurting(hurt: Hurt | None, service: Service) -> Any:
-    task = None if hurt is None else asyncio.ensure_future(hurt(service))
-    await asyncio.sleep(0 if task is None else 2)  # until what it sends is made and on its way
-    try:
-        yield
-    finally:
-        if task is not None:
-            if task.done():
-                task.result()  # a fault of this program
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-
-def _models(folder: Path) -> Path:
-    """Write two checkpoints of one architecture and other weights into a folder, for `swaps`."""
-    for name, seed in (("first", 0), ("other", 1)):
-        checkpoints.write(folder / name, checkpoints.VIT32, seed=seed)
-    return folder / "first"
-
-
-async def _others(name: str, service: Service) -> dict[str, Others]:
-    """Return the honest callers of other kinds beside an attack, and those whose number is the attack."""
-    photo = await asyncio.to_thread(heic) if name in PHONES or "heic" in BESIDE.get(name, ()) else b""
-    small = {"webp": flat("WEBP", 600, quality=80), "jpeg": flat("JPEG", 300)}
-
-    def with_labels(client: httpx.AsyncClient, number: int) -> Awaitable[httpx.Response]:
-        return client.post("/classify", content=small["jpeg"], params={"labels": f"a cat {number},a dog {number}"})
-
-    kinds = {
-        "webp": Others(
-            lambda client, _: client.post("/classify", content=small["webp"]), "127.0.0.3", 2, _LEAST_OTHERS
-        ),
-        "heic": Others(lambda client, _: client.post("/classify", content=photo), "127.0.0.4", 0.5, _LEAST_OTHERS),
-        "maps": Others(lambda client, _: client.post("/attention", content=small["jpeg"]), "127.0.0.5", 2),
-        "labels": Others(with_labels, "127.0.0.6", 2),
-    }
-    found = {kind: kinds[kind] for kind in BESIDE.get(name, ())}
-    if name in PHONES:
-        rate, least = PHONES[name], 0.0
-        if not rate:
-            rate, least = 0.8 * await _capacity(photo, service), 1.0
-        found["phones"] = Others(kinds["heic"].ask, _HOSTILE, rate, least)
+async def _beside(name: str, honest: Honest, rate: float, seconds: float) -> dict[str, Callers]:
+    """Let honest callers ask beside a hurt; return all other callers."""
+    url, found = honest.service.url, dict[str, Callers]()
+    hurt = FAULTS[name](honest.service) if name in FAULTS else asyncio.sleep(1e6)
+    if name in ATTACKS:
+        found = {kind: await asyncio.to_thread(OTHERS[kind]) for kind in ATTACKS[name].beside}
+        found["attackers"] = await ATTACKS[name].callers(url)
+    hurting = asyncio.ensure_future(hurt)
+    async with asyncio.TaskGroup() as group:
+        for each in found.values():
+            group.create_task(each.run(url, seconds + _HEAD_START))
+        await asyncio.sleep(0 if name == "alone" else _HEAD_START)
+        await honest.run(rate, seconds)
+        if hurting.done():
+            hurting.result()  # a fault of this program
+        hurting.cancel()
+    await asyncio.gather(hurting, return_exceptions=True)
     return found
 
 
-async def _capacity(photo: bytes, service: Service, seconds: float = 8) -> float:
-    """Return how many of these a second the service answers to eight callers."""
-    answered = 0
-
-    async def one(client: httpx.AsyncClient) -> None:
-        nonlocal answered
-        answer = await client.post("/classify", content=photo)
-        answered += answer.status_code == 200
-
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await _repeat(8, one, service)
-    return answered / seconds
-
-
-def missed(found: Mapping[str, float], alone_p99: float, others: Mapping[str, Others]) -> list[str]:
+def missed(found: Mapping[str, float], alone_p99: float, others: Mapping[str, Callers]) -> list[str]:
     """Return the marks that were missed beside an attack, each with what was found."""
     marks = []
     if found["answered"] < _LEAST_JPEG:
         marks.append(f"answered {found['answered']:.1%}")
     if not found["p99"] <= _LONGEST * alone_p99:
         marks.append(f"p99 {found['p99'] / alone_p99:.1f} x")
-    marks += [
-        f"{kind} {each.answered} of {each.due}"
-        for kind, each in others.items()
-        if each.answered < each.least * each.due
+    return marks + [
+        f"{kind} {each}" for kind, each in others.items() if each.counts["200"] < each.least * each.counts.total()
     ]
-    return marks
 
 
-async def hurt_all(arguments: argparse.Namespace, record: Record, files: Sequence[bytes]) -> int:
-    """Measure being alone and beside each hurt, for one number of workers; return how many faults there were."""
-    faults, rows = 0, list[list[object]]()
-    for is_clip in (False, True):
-        names = [name for name in arguments.only if (name in _NEED_CLIP) == is_clip]
-        if names:
-            faults += await _hurt(names, arguments, record, files, rows, is_clip=is_clip)
-    header = ["", "due", "answered", "p50 ms", "p99 ms", "faults", "ready after s", "MiB", "others answered", "marks"]
-    print(table(header, rows))
+async def _hurt(kind: str, arguments: argparse.Namespace, record: Record, files: Sequence[bytes]) -> int:
+    """Measure one kind of service alone and beside each hurt, print the table, and return the number of faults."""
+    names = [name for name in arguments.only if (ATTACKS[name].service if name in ATTACKS else "vit") == kind]
+    if not names:
+        return 0
+    faults, alone_p99, rows = 0, float("nan"), []
+    with tempfile.TemporaryDirectory(prefix="vitserve-hurt-") as folder:
+        async with _serving(_settings(kind, Path(folder), arguments), files, arguments.seed) as quiet:
+            for name in ["alone", *names]:
+                if name == "swaps":
+                    await _load(quiet.service, "other")
+                    both = zip(quiet.known, await learn(quiet.service.url, quiet.bodies), strict=True)
+                    quiet.known = [[*own, other] for own, other in both]
+                honest = replace(quiet, counts=Counter(), seconds=[])
+                others = await _beside(name, honest, arguments.rate, arguments.seconds)
+                ready = await honest.service.until_ready()
+                found: dict[str, Any] = honest.told() | {
+                    "ready_s": ready,
+                    "resident_mib": resident_mib(honest.service.process.pid),
+                }
+                faults += int(found["faults"])
+                alone_p99 = found["p99"] if name == "alone" else alone_p99
+                marks = ", ".join(missed(found, alone_p99, others)) or "met" if name in ATTACKS else ""
+                told = ", ".join(f"{other} {each}" for other, each in others.items())
+                rows.append([name, *found.values(), told, marks])
+                counts = {"honest": honest.counts} | {other: each.counts for other, each in others.items()}
+                found |= {"counts": counts, "marks": marks}
+                record.section(f"{arguments.workers} workers, {kind}")[name] = found
+                record.save()
+                print(f"{name}: {counts} {marks}", file=sys.stderr, flush=True)
+    header = ["due", "answered", "p50 ms", "p99 ms", "faults", "ready after s", "MiB", "answered of others", "marks"]
+    print(table([kind, *header], rows))
     return faults
 
 
-async def _hurt(
-    names: Sequence[str],
-    arguments: argparse.Namespace,
-    record: Record,
-    files: Sequence[bytes],
-    rows: list[list[object]],
-    *,
-    is_clip: bool,
-) -> int:
-    """Measure one service, of the small ViT or of a CLIP, and add a row for being alone and for each hurt."""
-    faults, alone_p99 = 0, float("nan")
-    with tempfile.TemporaryDirectory(prefix="vitserve-hurt-") as folder:
-        service = Service(Path(folder), _settings(arguments, Path(folder), is_clip=is_clip))
-        try:
-            await service.until_ready()
-            first = await learn(service.url, files)
-            chosen = told_apart(files, first)
-            bodies, known = [files[number] for number in chosen], [[first[number]] for number in chosen]
-            for name in ["alone", *names]:
-                if name == "swaps":
-                    known = await _both(service, bodies, known)
-                honest = Honest(service, bodies, known, arguments.seed)
-                others = await _others(name, service)
-                async with _hurting(HURTS.get(name), service), asyncio.TaskGroup() as group:
-                    group.create_task(honest.run(arguments.rate, arguments.seconds))
-                    for each in others.values():
-                        group.create_task(each.run(service, arguments.seconds))
-                ready = await service.until_ready()
-                found = {**honest.told(), "ready_s": ready, "resident_mib": resident_mib(service.process.pid)}
-                faults += int(found["faults"])
-                alone_p99 = found["p99"] if name == "alone" else alone_p99
-                marks = ", ".join(missed(found, alone_p99, others)) or "met" if name in BESIDE else ""
-                told = {kind: f"{each.answered} of {each.due}" for kind, each in others.items()}
-                rows.append(
-                    [name + " (CLIP)" * is_clip, *found.values(), ", ".join(map(" ".join, told.items())), marks]
-                )
-                about = {"outcomes": honest.counts, "others": {kind: each.counts for kind, each in others.items()}}
-                record.section(f"{arguments.workers} workers" + ", CLIP" * is_clip)[name] = (
-                    found | about | {"marks": marks}
-                )
-                record.save()
-                print(f"{name}: {dict(honest.counts)} {told} {marks}", file=sys.stderr, flush=True)
-        finally:
-            exit_code = service.stop()
-    print(f"stopped in order at the end: exit code {exit_code}")
-    return faults + (exit_code != 0)
+async def hurt_all(arguments: argparse.Namespace, record: Record, files: Sequence[bytes]) -> int:
+    """Measure each kind of service, for one number of workers; return how many faults there were."""
+    return sum([await _hurt(kind, arguments, record, files) for kind in ("vit", "keys", "models", "clip")])
 
 
-def _settings(arguments: argparse.Namespace, folder: Path, *, is_clip: bool) -> dict[str, str]:
-    """Write the checkpoints into a folder, and return the settings of the service."""
-    settings = {"VIT_WORKERS": str(arguments.workers), "VIT_DRAIN_DELAY": "0", "VIT_ADMIN_KEY": _ADMIN}
-    if is_clip:
-        checkpoints.write_clip(folder / "clip")
-        settings |= {"VIT_CHECKPOINT": str(folder / "clip"), "VIT_LABELS": _CLIP_LABELS}
+def _settings(kind: str, folder: Path, arguments: argparse.Namespace) -> dict[str, str]:
+    """Write checkpoints of one architecture and other weights into a folder; return the settings of a service."""
+    first = folder / "models" / "first"
+    if kind == "clip":
+        checkpoints.write_clip(first)
     else:
-        settings |= {"VIT_CHECKPOINT_FOLDER": str(folder), "VIT_CHECKPOINT": str(_models(folder))}
-    return settings | dict(pair.split("=", 1) for pair in arguments.setting)
-
-
-async def _both(service: Service, bodies: Sequence[bytes], known: list[list[Scores]]) -> list[list[Scores]]:
-    """Return what both models say of each picture, and leave the first one served."""
-    runner = asyncio.ensure_future(swaps(service))
-    async with httpx.AsyncClient(base_url=service.url) as client:
-        before = (await client.get("/model")).json()["source"]
-        while (await client.get("/model")).json()["source"] == before:
-            await asyncio.sleep(0.05)
-    runner.cancel()
-    await asyncio.gather(runner, return_exceptions=True)
-    return [[*own, other] for own, other in zip(known, await learn(service.url, bodies), strict=True)]
+        for name, seed in (("first", 0), ("other", 1)):
+            checkpoints.write(folder / "models" / name, checkpoints.VIT32, seed=seed)
+    of_kind = {
+        "vit": {"VIT_ADMIN_KEY": _ADMIN, "VIT_CHECKPOINT_FOLDER": str(first.parent)},
+        "keys": {"VIT_API_KEYS": KEY},
+        "models": {"VIT_MODELS": str(first.parent)},
+        "clip": {"VIT_LABELS": "cat,dog,car,tree,sky,house,street,apple,person,night"},
+    }
+    settings = {"VIT_WORKERS": str(arguments.workers), "VIT_DRAIN_DELAY": "0", "VIT_GRPC_PORT": str(grpc_port())}
+    settings |= {} if kind == "models" else {"VIT_CHECKPOINT": str(first), "VIT_MODEL_NAME": MODEL}
+    return settings | of_kind[kind] | dict(pair.split("=", 1) for pair in arguments.setting)
 
 
 async def soak(arguments: argparse.Namespace, record: Record, files: Sequence[bytes]) -> int:
     """Send mixed requests for some minutes, look at the processes, and tell what grows; return how many faults."""
     samples: list[dict[str, float]] = []
-    with tempfile.TemporaryDirectory(prefix="vitserve-soak-") as name:
-        settings = {"VIT_RECENT_TTL": "0", "VIT_WORKERS": str(arguments.workers)}
-        service = Service(Path(name), settings | dict(pair.split("=", 1) for pair in arguments.setting))
-        try:
-            await service.until_ready()
-            first = await learn(service.url, files)
-            chosen = told_apart(files, first)
-            bodies, known = [files[number] for number in chosen], [[first[number]] for number in chosen]
-            honest = Honest(service, bodies, known, arguments.seed)
-            sending = asyncio.ensure_future(honest.run(arguments.rate, 60 * arguments.soak))
-            while not sending.done():
-                pid = service.process.pid
-                samples.append(
-                    {
-                        "requests": sum(honest.counts.values()),
-                        "resident_mib": resident_mib(pid),
-                        "descriptors": len(list(Path(f"/proc/{pid}/fd").iterdir())),
-                        "threads": len(list(Path(f"/proc/{pid}/task").iterdir())),
-                    }
-                )
-                await asyncio.sleep(2)
-            await sending
-        finally:
-            exit_code = service.stop()
-    record.data |= {"outcomes": honest.counts, "samples": samples, "exit_code": exit_code}
+    settings = {"VIT_RECENT_TTL": "0", "VIT_WORKERS": str(arguments.workers)}
+    settings |= dict(pair.split("=", 1) for pair in arguments.setting)
+    async with _serving(settings, files, arguments.seed) as honest:
+        sending = asyncio.ensure_future(honest.run(arguments.rate, 60 * arguments.soak))
+        process = Path(f"/proc/{honest.service.process.pid}")
+        while not sending.done():
+            samples.append(
+                {
+                    "requests": honest.counts.total(),
+                    "resident_mib": resident_mib(honest.service.process.pid),
+                    "descriptors": len(list((process / "fd").iterdir())),
+                    "threads": len(list((process / "task").iterdir())),
+                }
+            )
+            await asyncio.sleep(2)
+        await sending
+    record.data |= {"outcomes": honest.counts, "samples": samples}
     record.save()
     settled = samples[len(samples) // 5 :]  # allocators and caches are warm
     x = [sample["requests"] / 1000 for sample in settled]
@@ -692,21 +404,13 @@ async def soak(arguments: argparse.Namespace, record: Record, files: Sequence[by
     print(dict(honest.counts), honest.told())
     rows = [(name, samples[-1][name], f"{slope:+.4f}") for name, slope in slopes.items()]
     print(table(["", "at the end", "growth per 1,000 requests"], rows))
-    return int(honest.told()["faults"]) + (exit_code != 0)
+    return int(honest.told()["faults"])
 
 
 def main() -> int:
     """Measure, print, save the record."""
-    arguments = _arguments()
-    paths, origin = pictures.ensure()
-    record = Record(arguments.record, dtype="auto", about={"pictures": origin, "rate": arguments.rate})
-    run = soak if arguments.soak else hurt_all
-    return int(asyncio.run(run(arguments, record, [path.read_bytes() for path in paths])) > 0)
-
-
-def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.reliability", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=[*PHONES, *HURTS], help="(default: all that the workers allow)")
+    parser.add_argument("--only", nargs="+", choices=[*ATTACKS, *FAULTS], help="(default: all that the workers allow)")
     parser.add_argument("--soak", type=float, metavar="MINUTES", help="no hurt: does anything grow?")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--rate", type=float, default=20, help="honest requests a second")
@@ -716,8 +420,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--record", type=Path, default=RESULTS / "reliability.json")
     arguments = parser.parse_args()
     if arguments.only is None:
-        arguments.only = [name for name in [*PHONES, *HURTS] if arguments.workers > 1 or name not in _NEED_WORKERS]
-    return arguments
+        arguments.only = [name for name in [*ATTACKS, *FAULTS] if arguments.workers > 1 or name not in _NEED_WORKERS]
+    paths, origin = pictures.ensure()
+    record = Record(arguments.record, dtype="auto", about={"pictures": origin, "rate": arguments.rate})
+    run = soak if arguments.soak else hurt_all
+    return int(asyncio.run(run(arguments, record, [path.read_bytes() for path in paths])) > 0)
 
 
 if __name__ == "__main__":

@@ -78,14 +78,12 @@ class Running:
     Attributes:
         start_seconds: until it was ready, and had compiled.
         answer_seconds: until its first answer.
-        held: whether it is held while it is not `thawed`.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, mark: str) -> None:
         self.process = process
         self.url = f"http://127.0.0.1:{port}"
         self.start_seconds = self.answer_seconds = 0.0
-        self.held = False
         self._mark = f"{_MARK}={mark}".encode()
 
     def pids(self) -> list[int]:
@@ -98,14 +96,11 @@ class Running:
         return sorted(found)
 
     @contextmanager
-    def thawed(self) -> Iterator[None]:
-        """Let all of its processes run, then hold them: some servers poll while idle, and take a fifth of a core.
-
-        They are held before the first time, too. Nothing is done where `running` was not told to hold it.
-        """
+    def thawed(self, *, held: bool) -> Iterator[None]:
+        """Let all of its processes run, then hold them: some servers poll while idle, and take a fifth of a core."""
         self._signal(signal.SIGCONT)
         yield
-        if self.held:
+        if held:
             # A batch that was held half-way would count as a slow one: BentoML then refuses for fear of the next.
             time.sleep(_DRAIN_SECONDS)
             self._signal(signal.SIGSTOP)
@@ -132,9 +127,7 @@ class Running:
 
 
 @contextmanager
-def running(
-    server: Server, model: Path, config: Config, *, picture: bytes, timeout: float = 120, held: bool = False
-) -> Iterator[Running]:
+def running(server: Server, model: Path, config: Config, *, picture: bytes, timeout: float = 120) -> Iterator[Running]:
     """Start a server, wait until it answers, stop it with all its processes.
 
     Args:
@@ -142,7 +135,6 @@ def running(
         config: one of the server's candidates.
         picture: JPEG that it has to classify to count as ready.
         timeout: seconds until it must be ready.
-        held: whether it is held once it is ready, see `Running.thawed`.
 
     Raises:
         ServerFailed: it ended, or was not ready in time.
@@ -174,9 +166,6 @@ def running(
         try:
             found.answer_seconds = _wait(server, found, picture, timeout, log) - started
             found.start_seconds = time.monotonic() - started
-            found.held = held
-            with found.thawed():
-                pass
             yield found
         finally:
             found.stop()
@@ -184,25 +173,16 @@ def running(
 
 def _wait(server: Server, found: Running, picture: bytes, timeout: float, log: Path) -> float:
     """Wait until it answers and has compiled; return the moment of the first answer."""
-    deadline = time.monotonic() + timeout
-    reason, answered = "no answer", 0.0
-    while time.monotonic() < deadline:
-        if found.process.poll() is not None:
-            raise ServerFailed(
-                f"{server.name} ended with {found.process.returncode}:\n{log.read_text(errors='replace')[-3000:]}"
-            )
-        try:
+    deadline, answered = time.monotonic() + timeout, 0.0
+    while found.process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(OSError, ValueError, KeyError):
             ask(found.url, server.protocol, picture)
-        except (OSError, ValueError, KeyError) as error:
-            reason = repr(error)
-        else:
             answered = answered or time.monotonic()
             if server.distribution != "vitserve" or _compiled(found.url):
                 return answered
         time.sleep(0.1)
-    raise ServerFailed(
-        f"{server.name} was not ready within {timeout:g} s ({reason}):\n{log.read_text(errors='replace')[-3000:]}"
-    )
+    why = f"was not ready within {timeout:g} s" if found.process.poll() is None else "ended"
+    raise ServerFailed(f"{server.name} {why}:\n{log.read_text(errors='replace')[-3000:]}")
 
 
 def _compiled(url: str) -> bool:

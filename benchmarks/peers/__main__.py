@@ -18,13 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openvino
+import torch
+from torch import Tensor
 
 from benchmarks import checkpoints, pictures
 from benchmarks.load import Loader
-from benchmarks.peers import graph
-from benchmarks.peers.common import Decoder, Options, TorchClassifier
+from benchmarks.peers.common import GRAPH, Decoder, Options, probabilities_of
 from benchmarks.record import RESULTS, Record, medians, table
 from benchmarks.servers import SERVERS, VITSERVE, Running, ServerFailed, ask, running
+from model.checkpoint import load_checkpoint
+from model.runtime.openvino.tracing import convert
+from model.runtime.torch_pass import Normalise
 
 _OURS = f"{VITSERVE.name}, openvino"
 _MARGIN = 0.02
@@ -33,21 +38,44 @@ _START_SECONDS = 400
 """torch.compile takes its time while others use the machine."""
 
 
+class _Logits(torch.nn.Module):
+    def __init__(self, network: torch.nn.Module, normalise: torch.nn.Module) -> None:
+        super().__init__()
+        self.network, self.normalise = network, normalise
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Pictures, uint8 [B, H, W, C], to logits."""
+        logits: Tensor = self.network(self.normalise(images)).logits
+        return logits
+
+
+def write_graph(folder: Path) -> None:
+    """Write vitserve's graph of a model into its folder if it is absent, for peers with OpenVINO.
+
+    It is made by vitserve's own conversion, normalisation included, for batches of any size. It gives the logits alone:
+    the attention row of the last layer, which vitserve's own graph gives too, no peer needs.
+    """
+    if not (folder / GRAPH).exists():
+        checkpoint = load_checkpoint(str(folder))
+        network = _Logits(checkpoint.build().eval(), Normalise(checkpoint.preprocess))
+        graph = convert(network, torch.zeros((2, *checkpoint.config.image_size, 3), dtype=torch.uint8))
+        openvino.save_model(graph, folder / GRAPH, compress_to_fp16=False)
+
+
 def compare(record: Record, name: str, files: Sequence[Path], arguments: argparse.Namespace) -> None:
     """Measure one model: every server in turn, as many rounds as the record lacks."""
     model, origin = checkpoints.ensure(name)
-    graph.ensure(model)
-    section = record.section("models", name)
-    section["weights"] = origin
+    write_graph(model)
+    record.section("models", name)["weights"] = origin
     rounds = record.section("models", name, "rounds")
     with ExitStack() as stack:
-        started = _start(stack, section, model, files, arguments)
-        for load, server in started.values():
-            with server.thawed():
+        started = _start(stack, record, model, files, arguments.servers)
+        for load, server, held in started.values():
+            with server.thawed(held=held):
                 load.closed(server.url, connections=arguments.connections, seconds=arguments.warm_seconds)
         while len(rounds.get(_OURS, [])) < arguments.rounds:
-            for row, (load, server) in started.items():
-                with server.thawed():
+            for row, (load, server, held) in started.items():
+                with server.thawed(held=held):
                     load.closed(server.url, connections=arguments.connections, seconds=1)
                     found = load.closed(server.url, connections=arguments.connections, seconds=arguments.seconds)
                 rounds.setdefault(row, []).append(found.as_json())
@@ -56,38 +84,36 @@ def compare(record: Record, name: str, files: Sequence[Path], arguments: argpars
 
 
 def _start(
-    stack: ExitStack, section: dict[str, Any], model: Path, files: Sequence[Path], arguments: argparse.Namespace
-) -> dict[str, tuple[Loader, Running]]:
-    """Start the servers, and compare their answers; the record says why some do not start."""
-    started, first = {}, files[0].read_bytes()
-    expected = section.setdefault("expected", []) or _reference(model, files)
-    section["expected"] = expected
-    for server in SERVERS:
-        for name, config in server.configs.items() if server.name in (VITSERVE.name, *arguments.servers) else ():
-            row, engine = f"{server.name}, {name}", {"PEER_ENGINE": name.split(",")[0]}
-            one = running(server, model, {**engine, **config}, picture=first, timeout=_START_SECONDS, held=server.held)
-            try:
-                running_ = stack.enter_context(one)
-            except (OSError, ServerFailed) as error:
-                section.setdefault("failed", {})[row] = str(error)[-500:]
-                print(f"{row}: {error}", file=sys.stderr)
-                continue
-            started[row] = (Loader(files, server.protocol), running_)
-            with running_.thawed():
-                answers = [ask(running_.url, server.protocol, file.read_bytes()) for file in files]
-            sure = [(one["index"], got) for one, got in zip(expected, answers, strict=True) if one["margin"] > _MARGIN]
-            section.setdefault("top1", {})[row] = f"{sum(a == b for a, b in sure)} of {len(sure)} the same"
+    stack: ExitStack, record: Record, model: Path, files: Sequence[Path], names: Sequence[str]
+) -> dict[str, tuple[Loader, Running, bool]]:
+    """Start the servers, and compare their answers; the record says why some do not start. The last: may it be held?"""
+    started, pictures_, expected = {}, [file.read_bytes() for file in files], _reference(model, files)
+    chosen = [(server, name) for server in SERVERS for name in server.configs if server.name in (VITSERVE.name, *names)]
+    for server, name in chosen:
+        row, config = f"{server.name}, {name}", {"PEER_ENGINE": name.split(",")[0], **server.configs[name]}
+        one = running(server, model, config, picture=pictures_[0], timeout=_START_SECONDS)
+        try:
+            record.section("servers")[server.name] = server.version()
+            running_ = stack.enter_context(one)
+        except (OSError, subprocess.CalledProcessError, ServerFailed) as error:
+            record.section("models", model.name, "failed")[row] = str(error)[-500:]
+            print(f"{row}: {error}\n(make bench-peers installs the peers)", file=sys.stderr)
+            continue
+        started[row] = (Loader(files, server.protocol), running_, server.held)
+        with running_.thawed(held=server.held):
+            answers = [ask(running_.url, server.protocol, picture) for picture in pictures_]
+        sure = [best == got for (best, margin), got in zip(expected, answers, strict=True) if margin > _MARGIN]
+        record.section("models", model.name, "top1")[row] = f"{sum(sure)} of {len(sure)} the same"
     return started
 
 
-def _reference(model: Path, files: Sequence[Path]) -> list[dict[str, float]]:
-    """The best class of each picture in float32 in this process, and its distance from the next."""
-    options = Options(model, threads=2, batch=1, dtype="float32")
-    decode, classifier = Decoder(model), TorchClassifier(options)
-    rows = np.concatenate([classifier.probabilities([decode(file.read_bytes())]) for file in files])
+def _reference(model: Path, files: Sequence[Path]) -> list[tuple[int, float]]:
+    """The best class of each picture in float32 in this process, and how far its score is from the next."""
+    decode = Decoder(model)
+    probabilities = probabilities_of(Options(model=model, threads=2, batch=1, dtype="float32"))
+    rows = np.concatenate([probabilities([decode(file.read_bytes())]) for file in files])
     top = np.sort(rows, axis=1)
-    margins = top[:, -1] - top[:, -2]
-    return [{"index": int(r.argmax()), "margin": round(float(m), 4)} for r, m in zip(rows, margins, strict=True)]
+    return list(zip(rows.argmax(axis=1).tolist(), (top[:, -1] - top[:, -2]).tolist(), strict=True))
 
 
 def report(data: Mapping[str, Any]) -> str:
@@ -108,23 +134,6 @@ def report(data: Mapping[str, Any]) -> str:
 
 def main() -> int:
     """Measure what the record lacks, then print its tables."""
-    arguments = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # a run that is ended stops its servers
-    files, origin = pictures.ensure()
-    about = {"pictures": origin, "connections": arguments.connections}
-    record = Record(arguments.record, dtype="bfloat16", about=about)
-    for server in SERVERS:
-        try:
-            record.section("servers")[server.name] = server.version()
-        except (OSError, subprocess.CalledProcessError):
-            print(f"{server.name} is not installed: run make bench-peers", file=sys.stderr)
-    for name in arguments.models:
-        compare(record, name, files, arguments)
-    print(report(record.data))
-    return 0
-
-
-def _arguments() -> argparse.Namespace:
     servers = [server.name for server in SERVERS]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(checkpoints.SHAPES), choices=list(checkpoints.SHAPES))
@@ -134,7 +143,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--warm-seconds", type=float, default=20)
     parser.add_argument("--connections", type=int, default=32)
     parser.add_argument("--record", type=Path, default=RESULTS / "peers.json")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # a run that is ended stops its servers
+    files, origin = pictures.ensure()
+    about = {"pictures": origin, "connections": arguments.connections}
+    record = Record(arguments.record, dtype="bfloat16", about=about)
+    for name in arguments.models:
+        compare(record, name, files, arguments)
+    print(report(record.data))
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import bentoml
 
-from benchmarks.peers.common import Decoder, Options, classifier_of
+from benchmarks.peers.common import FileClassifier, Options
 
-options = Options.from_environment()
+options = Options()
 
 
 @bentoml.service(
@@ -23,11 +22,9 @@ class Service:
     """The worker."""
 
     def __init__(self) -> None:
-        self.decode = Decoder(options.model)
-        self.pool = ThreadPoolExecutor(options.decoders)
-        self.classifier = classifier_of(options)
+        self.classifier = FileClassifier()
 
     @bentoml.api(batchable=True, max_batch_size=options.batch, max_latency_ms=60_000)
     def classify(self, file: list[Path]) -> list[dict[str, float]]:
         """Files of a multipart form; BentoML batches them over requests."""
-        return self.classifier(self.decode.many([path.read_bytes() for path in file], self.pool))
+        return self.classifier([path.read_bytes() for path in file])

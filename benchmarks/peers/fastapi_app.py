@@ -12,15 +12,14 @@ from fastapi import FastAPI, Request
 
 from benchmarks.peers.common import Classifier, Decoder, Options, Pixels, classifier_of
 
-options = Options.from_environment()
+options = Options()
 decode = Decoder(options.model)
 decoders = ThreadPoolExecutor(options.decoders)
 engine = ThreadPoolExecutor(1)
-classifier: Classifier
 queue: asyncio.Queue[tuple[Pixels, asyncio.Future[dict[str, float]]]] = asyncio.Queue()
 
 
-async def batches() -> None:
+async def batches(classifier: Classifier) -> None:
     """Take what waits, up to a batch; run it; answer."""
     loop = asyncio.get_running_loop()
     while True:
@@ -41,9 +40,8 @@ async def batches() -> None:
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Load the model on its thread, then start the batcher."""
-    global classifier  # noqa: PLW0603  one application a process
     classifier = await asyncio.get_running_loop().run_in_executor(engine, classifier_of, options)
-    task = asyncio.create_task(batches())
+    task = asyncio.create_task(batches(classifier))
     yield
     task.cancel()
 

@@ -1,11 +1,9 @@
-"""LitServe: `batch` decodes the pictures of a batch on threads, `predict` runs the model."""
-
-from concurrent.futures import ThreadPoolExecutor
+"""LitServe: `predict` decodes the files of a batch on threads and runs the model."""
 
 import litserve as ls
 from fastapi import Request
 
-from benchmarks.peers.common import Decoder, Options, Pixels, classifier_of
+from benchmarks.peers.common import FileClassifier, Options
 
 
 class Api(ls.LitAPI):
@@ -13,27 +11,20 @@ class Api(ls.LitAPI):
 
     def setup(self, device: str) -> None:
         """Load the model in the worker process."""
-        options = Options.from_environment()
-        self.decode = Decoder(options.model)
-        self.pool = ThreadPoolExecutor(options.decoders)
-        self.classifier = classifier_of(options)
+        self.classifier = FileClassifier()
 
     def decode_request(self, request: Request) -> bytes:
         """The upload of a multipart form."""
         data: bytes = request["file"].file.read()
         return data
 
-    def batch(self, inputs: list[bytes]) -> list[Pixels]:
-        """Decode a batch side by side."""
-        return self.decode.many(inputs, self.pool)
-
-    def predict(self, batch: list[Pixels]) -> list[dict[str, float]]:
+    def predict(self, batch: list[bytes]) -> list[dict[str, float]]:
         """Classify a batch."""
         return self.classifier(batch)
 
 
 if __name__ == "__main__":
-    options = Options.from_environment()
+    options = Options()
     server = ls.LitServer(
         Api(max_batch_size=options.batch, batch_timeout=options.wait_ms / 1000),
         accelerator="cpu",

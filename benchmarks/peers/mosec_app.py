@@ -7,16 +7,14 @@ from typing import Any
 
 from mosec import Server, Worker
 
-from benchmarks.peers.common import Decoder, Options, classifier_of
+from benchmarks.peers.common import FileClassifier, Options
 
 
 class Whole(Worker):
     """The worker of the one stage."""
 
     def __init__(self) -> None:
-        options = Options.from_environment()
-        self.decode = Decoder(options.model)
-        self.classifier = classifier_of(options)
+        self.classifier = FileClassifier()
 
     def deserialize(self, data: bytes) -> bytes:
         """The body as it is."""
@@ -24,11 +22,11 @@ class Whole(Worker):
 
     def forward(self, data: list[bytes]) -> list[dict[str, Any]]:
         """One batch."""
-        return self.classifier([self.decode(file) for file in data])
+        return self.classifier(data)
 
 
 if __name__ == "__main__":
-    options = Options.from_environment()
+    options = Options()
     # mosec reads its own settings from the command line.
     sys.argv[1:] = f"--address 127.0.0.1 --port {options.port} --timeout 30000 --log-level warning".split()
     server = Server()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -11,21 +10,19 @@ from pytriton.decorators import batch
 from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
 from pytriton.triton import Triton, TritonConfig
 
-from benchmarks.peers.common import Decoder, Options, classifier_of
+from benchmarks.peers.common import FileClassifier, Options
 
-options = Options.from_environment()
-decode = Decoder(options.model)
-decoders = ThreadPoolExecutor(options.decoders)
+options = Options()
 
 
 def main() -> None:
     """Load the model, bind it, serve."""
-    classifier = classifier_of(options)
+    classifier = FileClassifier()
 
     @batch
     def infer(image: NDArray[Any]) -> dict[str, NDArray[Any]]:
         """image: bytes [B, 1] -> index int32 [B, 1]."""
-        answers = classifier(decode.many([row[0] for row in image], decoders))
+        answers = classifier([row[0] for row in image])
         return {"index": np.array([[answer["index"]] for answer in answers], np.int32)}
 
     config = TritonConfig(

@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from benchmarks.peers.common import Decoder, Options, Pixels, classifier_of
 
-options = Options.from_environment()
+options = Options()
 
 
 @serve.deployment(num_replicas=options.workers, max_ongoing_requests=256, ray_actor_options={"num_cpus": 1})

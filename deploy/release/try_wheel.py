@@ -14,9 +14,7 @@ import tempfile
 import urllib.request
 from pathlib import Path
 
-from PIL import Image
-
-from model.images.resample import Axis, resample_part
+from model.images.resample import is_compiled
 
 SHARED = Path(sys.prefix, "share/vitserve")
 PAGES = {"/": b"<html", "/docs": b"swagger", "/openapi.json": b"/classify", "/metrics": b"vit_requests_total"}
@@ -53,9 +51,7 @@ def main() -> None:
     vitserve = str(Path(sys.prefix, "bin/vitserve"))
     version = subprocess.run([vitserve, "--version"], capture_output=True, text=True, check=True).stdout
     assert version.split() == ["vitserve", sys.argv[1]], version
-    half = Axis(0, 8, 4, 0, 4)
-    small = resample_part(Image.new("RGB", (8, 8)), half, half, Image.Resampling.BICUBIC, rows_first=False)
-    assert (small is None) == (sys.argv[2] == "any"), "the compiled resize"
+    assert is_compiled() == (sys.argv[2] != "any"), "the compiled resize"
     for name in ("grafana/vitserve.json", "prometheus/prometheus.yml", "prometheus/rules/alerts.yml"):
         assert (SHARED / name).is_file(), name
     with tempfile.TemporaryDirectory() as folder:

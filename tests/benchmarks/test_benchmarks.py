@@ -66,7 +66,7 @@ def test_a_record_says_where_on_what_and_how_and_is_continued(tmp_path):
     first.section("models", "vit32")["rounds"] = [1]
     first.save()
     data = json.loads(path.read_text())
-    assert {"device", "versions", "dtype", "commands", "started", "finished", "pictures"} <= data.keys()
+    assert {"device", "versions", "dtype", "commits", "started", "finished", "pictures"} <= data.keys()
     assert Record(path, dtype="bfloat16", about={}).section("models", "vit32")["rounds"] == [1]
     assert medians([{"rate": 1, "p99": 9}, {"rate": 3, "p99": 7}, {"rate": 2, "p99": 8}]) == {"rate": 2, "p99": 8}
     assert table(("", "a"), [("x", 123.4), ("y", None)]) == "|  | a |\n| --- | ---: |\n| x | 123 |\n| y |  |"
