@@ -272,6 +272,10 @@ class Backend(Protocol):
             RuntimeError: as torch raises it.
         """
 
+    def covers(self, request: BatchRequest) -> bool:
+        """Return whether a graph computes all that is asked for; True where there is none for parts of it either."""
+        return True
+
     def defers(self, request: BatchRequest) -> bool:
         """Return whether `predict` would first load what takes a second or two; soon after it has, it never does."""
         return False

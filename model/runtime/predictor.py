@@ -311,7 +311,7 @@ class Predictor:
 
         Each kind is then launched by itself, with its graph where it has one.
         """
-        if self.batch_sizes is None or request.of_network in self._backend.usual:
+        if self._backend.covers(request):
             return []
         kinds: dict[BatchRequest, list[int]] = {}
         for place, each in enumerate(requests):

@@ -61,6 +61,10 @@ class Cuda(TorchBackend):
         """See `Backend.predict`."""
         return self._launch(images, request)
 
+    def covers(self, request: BatchRequest) -> bool:
+        """See `Backend.covers`."""
+        return self.batch_sizes is None or request.of_network in self.usual
+
     def compile(self) -> None:
         """Compile, capture a graph of each launch size, and compare what they give with the uncompiled network.
 

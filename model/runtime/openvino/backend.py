@@ -119,6 +119,10 @@ class OpenVino(Backend):
         network = self._relevance if request.relevance else self._network
         return network if network is not None and network.request.covers(request) else None
 
+    def covers(self, request: BatchRequest) -> bool:
+        """See `Backend.covers`."""
+        return self._network_of(request) is not None
+
     def defers(self, request: BatchRequest) -> bool:
         """See `Backend.defers`."""
         return self._torch is None and self._network_of(request) is None
