@@ -237,9 +237,10 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
         """Feed uvicorn's protocol, which starts a request's task when its head is complete, until it pauses.
 
         It gets a head together with its body, and all else in small pieces: pipelined requests cost a hundred times
-        their bytes until it pauses.
+        their bytes until it pauses, and so do bodies of tiny chunks. The application may refuse these by their head.
         """
         while self._held and not (self._is_paused or self._is_invalid or self.is_closing_soon):
+            is_first = self._is_in_head
             if self._request is None and self._waits_since is None:
                 self._waits_since = self._loop.time()
             if self._is_in_head and not self._message_left:
@@ -252,6 +253,9 @@ class Guard(asyncio.BufferedProtocol, asyncio.Transport):
             if self._protocol is not None:
                 self._protocol.data_received(piece)
             self._is_parsing = False
+            if is_first and self._held and not (self._is_in_head or self._message_left):
+                self._loop.call_soon(self._feed)  # the request's task runs before
+                break
         if self._is_invalid or self.overhead > _MAX_HEAD_BYTES:
             self._loop.call_soon(self._check_bytes)  # a request whose head is here has begun by then
 

@@ -7,6 +7,7 @@ import json
 import socket
 from contextlib import AsyncExitStack
 from itertools import pairwise
+from typing import Any, cast
 
 import pytest
 from hypothesis import example, given, settings
@@ -129,6 +130,27 @@ async def test_parsing_ends_with_the_refusal_of_a_body_that_has_no_end(body: byt
         await connection.send(body * 100)
         assert await connection.is_closed()
         assert guard.overhead == parsed
+
+
+@on_a_loop
+async def test_tiny_chunks_behind_a_head_that_is_refused_are_hardly_parsed() -> None:
+    async with listening(api_keys="key") as server, server.connect() as connection:
+        await until(lambda: bool(server.connections.open))
+        parsed, guard = list[int](), server.guard
+        protocol: Any = guard._protocol
+
+        class Counting:
+            def data_received(self, data: bytes) -> None:
+                parsed.append(len(data))
+                protocol.data_received(data)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(protocol, name)
+
+        guard._protocol = cast(Any, Counting())
+        await connection.send(post(9000 * b"1\r\nx\r\n", "Transfer-Encoding: chunked", length=False))
+        assert (await connection.answer()).code == "unauthorized"
+        assert sum(parsed) < 10_000
 
 
 @on_a_loop
