@@ -22,12 +22,12 @@ from service.engine.messages import EngineStatus, ModelInfo
 from service.lifecycle import Lifecycle
 from service.models.models import Models
 from service.observe.metrics import Metrics, Sources
-from service.settings import MEMORY, Settings, exports_spans, parse_keys
+from service.settings import MEMORY, Settings, exports_spans
 from service.teach.examples import Examples
 from service.teach.heads import TaughtHeads
 from service.web import problems
 from service.web.admission import RECEIVING_BYTES, Limiter, Receiving, RefusalPace
-from service.web.api_keys import ApiKeyMiddleware, KeyGuard, KeyLimiter
+from service.web.api_keys import ApiKeyMiddleware, KeyGuard
 from service.web.decoders import Decoders
 from service.web.image_stores import ImageStore, MemoryImageStore, RedisImageStore
 from service.web.middleware import PROBES, ProblemMiddleware, RequestContextMiddleware
@@ -130,11 +130,10 @@ def create_app(
     )
     app.set_routes([route for router in _ROUTERS for route in router.routes])
     app.router.default = no_such_path
-    keys = parse_keys(key.get_secret_value() for key in settings.api_keys)
     app.state.service = service
-    app.state.keys_required = bool(keys)
+    app.state.keys_required = bool(settings.api_keys)
     app.state.public = _PUBLIC | {"/metrics"} if settings.metrics_public else _PUBLIC
-    app.state.guard = KeyGuard(keys, KeyLimiter(len(keys), settings.key_max_requests), metrics)
+    app.state.guard = KeyGuard(settings.api_keys, settings.key_max_requests, metrics)
     app.state.on_engine_change = partial(_publish_model, service, on_engine_change)
     app.state.tracing = _tracing()
     app.state.outermost = outermost = _surrounded(app, service)

@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 from service.cli import serve
 from service.errors import SettingsError
-from service.settings import Settings, load_settings, unknown_variables
+from service.settings import ApiKey, Settings, load_settings, unknown_variables
 from tests.deploy.settings_page import PAGE, page
 
 DEFAULTS: dict[str, Any] = {
@@ -100,7 +100,7 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("max_image_pixels", "1000000", 1_000_000),
     ("max_images_per_request", "3", 3),
     ("scaled_decode", "false", False),
-    ("api_keys", "one, two,", ("one", "two")),
+    ("api_keys", "one, two,", (ApiKey("key1", b"one"), ApiKey("key2", b"two"))),
     ("key_max_requests", "7", 7),
     ("admin_key", " admin\n", "admin"),
     ("checkpoint_folder", "/checkpoints", "/checkpoints"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Hashable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
@@ -154,8 +153,8 @@ class Calls:
         try:
             key = None if method in PUBLIC else self._guard.find(str(call.metadata.get("authorization", "")))
             if key is not None:
-                name = call.caller = self._guard.name(key)
-            with self._guard.request(key) if key is not None else nullcontext():
+                name = call.caller = key.name
+            with self._guard.request(key):
                 answer = await METHODS[method](self._service, call)
             context.set_trailing_metadata(trailers)
             status = HTTPStatus.OK

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -271,12 +270,8 @@ def test_every_error_of_a_call_has_a_status_code() -> None:
 def test_without_a_grpcio_that_bounds_pings_the_setting_is_refused_in_one_line(
     version: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def installed(name: str) -> str:
-        if version is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return version
-
-    monkeypatch.setattr("importlib.metadata.version", installed)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: version)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     assert load_settings().grpc_port is None
     with pytest.raises(
         SettingsError, match=r"^VIT_GRPC_PORT='1': it needs grpcio 1.81 or newer: pip install 'vitserve"
