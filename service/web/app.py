@@ -198,7 +198,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     service.models.start(state.on_engine_change)
     async with AsyncExitStack() as beside:
         if service.settings.grpc_port is not None:
-            from service.web.grpc.server import serving  # noqa: PLC0415  it needs the extra `grpc`
+            from service.web.grpc.calls import serving  # noqa: PLC0415  it needs the extra `grpc`
 
             grpc = serving(service, state.guard, state.outermost.count, service.settings.grpc_port)
             await beside.enter_async_context(grpc)

@@ -6,7 +6,7 @@ https://protobuf.dev/programming-guides/encoding/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, TypeVar
 
 from google.protobuf.message import DecodeError
@@ -44,22 +44,14 @@ def parse(kind: type[M], data: bytes | bytearray) -> M:
     return message
 
 
-def model_named_in(data: bytearray) -> str:
-    """Return the name of the model in a message of a request, whose first fields are a `ModelRequest`'s; see below."""
-    check_cost(memoryview(data), _TENSORS)
-    return str(parse(ModelRequest, data).name)
+def decode_request(data: bytearray) -> tuple[ModelRequest, InferenceRequest]:
+    """Return the model that a message names, and the request in it; the message's bytes are dropped.
 
-
-def decode_request(data: bytearray, check_model: Callable[[str, str], object]) -> InferenceRequest:
-    """Return the request in a message, whose bytes are dropped.
-
-    `check_model` is called with the model's name and version; an empty version is any. Raises what it raises,
-    `MalformedRequest`, and `UploadTooLarge` if the message has very many fields or numbers.
+    Raises `MalformedRequest`, and `UploadTooLarge` if the message has very many fields or numbers.
     """
     check_cost(memoryview(data), _TENSORS)
     message = parse(ModelInferRequest, data)
     data.clear()
-    check_model(message.model_name, message.model_version)
     contents = list(message.raw_input_contents)
     if contents and len(contents) != len(message.inputs):
         raise MalformedRequest(f"{len(contents)} raw_input_contents, and {len(message.inputs)} inputs")
@@ -74,7 +66,8 @@ def decode_request(data: bytearray, check_model: Callable[[str, str], object]) -
         parameters = _parameters(tensor.parameters)
         inputs.append(InputTensor(tensor.name, tensor.datatype, list(tensor.shape), content, parameters))
     outputs = [RequestedOutput(output.name, _parameters(output.parameters)) for output in message.outputs]
-    return InferenceRequest(inputs, message.id or None, outputs, _parameters(message.parameters))
+    named = ModelRequest(name=message.model_name, version=message.model_version)
+    return named, InferenceRequest(inputs, message.id or None, outputs, _parameters(message.parameters))
 
 
 def _parameters(parameters: Mapping[str, InferParameter]) -> dict[str, Any]:
