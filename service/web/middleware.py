@@ -15,8 +15,12 @@ import logging
 import random
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,7 +31,6 @@ from service.lifecycle import Lifecycle
 from service.observe.metrics import Metrics, stage_seconds
 from service.web import problems
 from service.web.admission import RefusalPace
-from service.web.request_log import Answered, RequestLog
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +48,12 @@ _UNPARSED = "unparsed"
 
 HOLD_SECONDS = 0.5
 """Time after which `EngineUnavailable` is answered."""
+
+LINES_A_SECOND = 10
+"""Refusals that have a line of their own in each second."""
+
+_MAX_PATH = 200
+"""Characters of a request's path in its line."""
 
 
 def request_id_from(given: str) -> str:
@@ -125,6 +134,82 @@ class RequestContext:
         await self._send(message)
 
 
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A request that was answered, over HTTP or gRPC, with its status of HTTP and the seconds from its head on.
+
+    What `details` returns stands in JSON alone.
+    """
+
+    method: str
+    path: str
+    status: int
+    seconds: float
+    request_id: str
+    key_name: str | None = None
+    details: Callable[[], dict[str, object]] = dict
+
+
+class RequestLog:
+    """Logs requests. Belongs to one event loop.
+
+    Under a flood most requests are refused, and a line costs as much as the refusal itself. So only the first refusals
+    of a second have their own lines. A line at its end counts the others, by reason.
+    """
+
+    def __init__(self) -> None:
+        self._own_lines = 0
+        self._more: Counter[str] = Counter()
+
+    def answered(self, level: int, request: Answered) -> None:
+        """Log a request that was answered."""
+        if not logger.isEnabledFor(level):
+            return
+        fields: dict[str, Any] = {
+            "request_id": request.request_id,
+            "method": request.method,
+            "path": problems.shortened(request.path, _MAX_PATH),
+            "status": request.status,
+            "duration_ms": round(1000 * request.seconds, 1),
+        }
+        line = "%(method)s %(path)s %(status)s %(duration_ms)s ms %(request_id)s"
+        if request.key_name is not None:
+            fields["key"] = request.key_name
+            line += " %(key)s"
+        logger.log(
+            level,
+            line,
+            # Paths come from outside: no line break may start a log line of their own.
+            {**fields, "path": fields["path"].encode("unicode_escape").decode("ascii")},
+            extra={"fields": {**fields, **request.details()}, "summary": "request"},
+        )
+
+    def unparsed(self, status: int, detail: str, request_id: str) -> None:
+        """Log bytes that were answered with a status, but never became a request."""
+        fields = {"request_id": request_id, "status": status, "detail": detail}
+        logger.info("no request: %(status)s %(detail)s %(request_id)s", fields, extra={"fields": fields})
+
+    def has_own_line(self, reason: str) -> bool:
+        """Return whether a request that is refused now has its own line; if not, count its problem code."""
+        if not self._own_lines:
+            asyncio.get_running_loop().call_later(1.0, self.end_second)
+        if self._own_lines < LINES_A_SECOND:
+            self._own_lines += 1
+            return True
+        self._more[reason] += 1
+        return False
+
+    def end_second(self) -> None:
+        """Log how many more were refused since the last such line, if any were."""
+        self._own_lines = 0
+        if not self._more:
+            return
+        refused = dict(self._more)
+        self._more.clear()
+        reasons = ", ".join(f"{count} {reason}" for reason, count in refused.items())
+        logger.info("refused %d more: %s", sum(refused.values()), reasons, extra={"fields": {"refused": refused}})
+
+
 class RequestContextMiddleware:
     """The outermost layer: gives each request its context, measures and logs it.
 
@@ -161,23 +246,20 @@ class RequestContextMiddleware:
         context = RequestContext(scope, receive, send, self._lifecycle, self._clock())
         scope[_CONTEXT] = context
         stage_seconds.set(context.stages)
-        counted = scope["path"] not in PROBES
-        if counted:
-            self._metrics.inflight.inc()
-        try:
-            await self._app(scope, context.receive, context.send)
-        except Exception:  # `ProblemMiddleware` has answered it, unless the answer had begun before
-            logger.exception("request %s failed", context.request_id)
-        finally:
-            if counted:
-                self._metrics.inflight.dec()
-            seconds = self._clock() - context.started
-            status = context.status or problems.CLIENT_DISCONNECTED
-            answered = Answered(
-                *(scope["method"], scope["path"], status, seconds, context.request_id, context.key_name),
-                context.details,
-            )
-            self.count(answered, context.endpoint, refusal=context.refusal)
+        inflight = self._metrics.inflight
+        with nullcontext() if scope["path"] in PROBES else inflight.track_inprogress():
+            try:
+                await self._app(scope, context.receive, context.send)
+            except Exception:  # `ProblemMiddleware` has answered it, unless the answer had begun before
+                logger.exception("request %s failed", context.request_id)
+            finally:
+                seconds = self._clock() - context.started
+                status = context.status or problems.CLIENT_DISCONNECTED
+                answered = Answered(
+                    *(scope["method"], scope["path"], status, seconds, context.request_id, context.key_name),
+                    context.details,
+                )
+                self.count(answered, context.endpoint, refusal=context.refusal)
 
     def count(self, answered: Answered, route: str | None, *, refusal: str | None = None) -> None:
         """Count and log a request that the route of a path answered; see `RequestContext`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
@@ -32,10 +32,9 @@ from service.web.inference_protocol.descriptions import (
 )
 from service.web.inference_protocol.inference import BYTES_A_VALUE, check_version, find_model, infer, read
 from service.web.lanes import Deadline, Lane
-from service.web.middleware import PROBES, hold_back, request_id_from
+from service.web.middleware import PROBES, Answered, hold_back, request_id_from
 from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, problem_of, refusal_of
 from service.web.request import Sender, Service
-from service.web.request_log import Answered
 from vitserve import __version__
 
 logger = logging.getLogger(__name__)
@@ -146,37 +145,33 @@ class Calls:
         trailers = [("x-request-id", call.request_id)]
         details: dict[str, object] = {"client": call.caller}
         status, name, refusal = CLIENT_DISCONNECTED, None, None
-        counted = path not in PROBES
-        if counted:
-            metrics.inflight.inc()
-        try:
-            key = None if method in PUBLIC else self._guard.find(str(call.metadata.get("authorization", "")))
-            if key is not None:
-                name = call.caller = key.name
-            with self._guard.request(key):
-                answer = await METHODS[method](self._service, call)
-            context.set_trailing_metadata(trailers)
-            status = HTTPStatus.OK
-            return answer
-        except Exception as error:
-            problem = problem_of(error)
-            if problem.code == INTERNAL_ERROR:
-                logger.exception("request %s failed", call.request_id)
-            metrics.rejected.labels(problem.code).inc()
-            details["code"] = problem.code
-            await hold_back(error)
-            status, refusal = problem.status, refusal_of(problem)
-            seconds = problem.headers.get("Retry-After")
-            if seconds is not None:  # https://github.com/grpc/proposal/blob/master/A6-client-retries.md#pushback
-                trailers.append(("grpc-retry-pushback-ms", f"{seconds}000"))
-            await context.abort(STATUS_CODES[HTTPStatus(status)], problem.detail, tuple(trailers))
-            raise AssertionError("a call that was ended goes on") from error
-        finally:
-            if counted:
-                metrics.inflight.dec()
-            seconds_taken = self._service.clock() - call.started
-            answered = Answered("gRPC", path, status, seconds_taken, call.request_id, name, lambda: details)
-            self._count(answered, path, refusal=refusal)
+        with nullcontext() if path in PROBES else metrics.inflight.track_inprogress():
+            try:
+                key = None if method in PUBLIC else self._guard.find(str(call.metadata.get("authorization", "")))
+                if key is not None:
+                    name = call.caller = key.name
+                with self._guard.request(key):
+                    answer = await METHODS[method](self._service, call)
+                context.set_trailing_metadata(trailers)
+                status = HTTPStatus.OK
+                return answer
+            except Exception as error:
+                problem = problem_of(error)
+                if problem.code == INTERNAL_ERROR:
+                    logger.exception("request %s failed", call.request_id)
+                metrics.rejected.labels(problem.code).inc()
+                details["code"] = problem.code
+                await hold_back(error)
+                status, refusal = problem.status, refusal_of(problem)
+                seconds = problem.headers.get("Retry-After")
+                if seconds is not None:  # https://github.com/grpc/proposal/blob/master/A6-client-retries.md#pushback
+                    trailers.append(("grpc-retry-pushback-ms", f"{seconds}000"))
+                await context.abort(STATUS_CODES[HTTPStatus(status)], problem.detail, tuple(trailers))
+                raise AssertionError("a call that was ended goes on") from error
+            finally:
+                taken = self._service.clock() - call.started
+                answered = Answered("gRPC", path, status, taken, call.request_id, name, lambda: details)
+                self._count(answered, path, refusal=refusal)
 
 
 def _encode(document: Mapping[str, Any], message: Message) -> bytes:
