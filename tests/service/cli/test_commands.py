@@ -101,7 +101,6 @@ def test_pillow_logs_nothing_of_the_files_that_a_command_reads(
         (["attention", "README.md", "examples", "-o", "README.md"], "README.md: cannot be written: File exists"),
         (["attention", "README.md", "examples", "-o", "nowhere/maps"], "nowhere/maps: cannot be written: No such file"),
         (["attention", "README.md", "-o", "x.jpg"], "x.jpg: expected a name that ends in .png"),
-        (["attention", "README.md", "--npy", "-o", "x.png"], "x.png: expected a name that ends in .npy"),
         (["attention", "README.md", "--sheet", "x"], "x: expected a name that ends in .png"),
         (["attention", "README.md", "-o", "nowhere/x.png"], "nowhere/x.png: not a file in a folder that exists"),
         (["embed", "README.md", "-o", "x.txt"], "x.txt: expected a name that ends in .npy"),
