@@ -52,6 +52,8 @@ _SCORES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
 _OF_MODELS = frozenset({"vit_images", "vit_top1_score"})
 """Families whose samples have the name of a model."""
 
+_MODEL = ["model", "architecture", "device", "dtype", "version", "checkpoint", "content"]
+
 _Row = tuple[str, str, list[str], Mapping[tuple[str, ...], float]]
 """Name of a metric, description, names of labels, and values by these labels' values."""
 
@@ -230,43 +232,64 @@ class _StateCollector(Collector):
         engines: dict[tuple[str, ...], EngineStatus] = {(status.device,): status for status in reversed(statuses)}
         pictures, size, evicted = self.sources.recent()
         served, refused, successful = self.sources.reloads()
-        model = ["model", "architecture", "device", "dtype", "version", "checkpoint", "content"]
-        loaded: dict[tuple[str, ...], float] = {}
-        for (_, _, on, *_), at in self.models.items():
-            loaded[on,] = max(at, loaded.get((on,), 0.0))
-        up = {device: float(status.state == "ready") for device, status in engines.items()}
-        depth: dict[tuple[str, ...], float] = {
-            (on,): sum(each.queue_depth for each in statuses if each.device == on) for (on,) in engines
-        }
         results = self.sources.results()
-        evictions: dict[tuple[str, ...], float] = {(): results.get("evicted", 0)}
-        loads: dict[tuple[str, ...], float] = {(name,): results.get(name, 0) for name in ("loaded", "failed")}
-        backbones: dict[tuple[str, ...], float] = {(name,): size for name, size in self.sources.backbones().items()}
-        restarts = {device: status.restarts for device, status in engines.items()}
-        reloads: dict[tuple[str, ...], float] = {("served",): served, ("refused",): refused}
-        last = "0 when the last checkpoint that was to take over was refused, else 1"
         gauges: list[_Row] = [
+            ("vit_model_info", "Always 1; the labels tell what is served", _MODEL, dict.fromkeys(self.models, 1.0)),
             (
-                "vit_model_info",
-                "Always 1; the labels tell what is served",
-                model,
-                dict.fromkeys(self.models, 1.0),
+                "vit_model_loaded_timestamp_seconds",
+                "When the model was loaded",
+                ["device"],
+                {(labels[2],): at for labels, at in sorted(self.models.items(), key=lambda item: item[1])},
             ),
-            ("vit_model_loaded_timestamp_seconds", "When the model was loaded", ["device"], loaded),
-            ("vit_engine_up", "1 when the engine answers", ["device"], up),
-            ("vit_queue_depth", "Images waiting for a batch", ["device"], depth),
+            (
+                "vit_engine_up",
+                "1 when the engine answers",
+                ["device"],
+                {device: float(status.state == "ready") for device, status in engines.items()},
+            ),
+            (
+                "vit_queue_depth",
+                "Images waiting for a batch",
+                ["device"],
+                {(on,): sum(each.queue_depth for each in statuses if each.device == on) for (on,) in engines},
+            ),
             ("vit_recent_images", "Pictures kept for GET /attention", [], {(): pictures}),
             ("vit_recent_bytes", "Memory of the kept pictures", [], {(): size}),
-            ("vit_last_reload_successful", last, [], {(): float(successful)}),
-            ("vit_backbone_bytes", "Measured memory of each backbone that is loaded", ["backbone"], backbones),
+            (
+                "vit_last_reload_successful",
+                "0 when the last checkpoint that was to take over was refused, else 1",
+                [],
+                {(): float(successful)},
+            ),
+            (
+                "vit_backbone_bytes",
+                "Measured memory of each backbone that is loaded",
+                ["backbone"],
+                {(name,): size for name, size in self.sources.backbones().items()},
+            ),
             *((name, GAUGES[name], ["gpu"], samples) for name, samples in self.gpus.samples().items()),
         ]
         counters: list[_Row] = [
-            ("vit_engine_restarts_total", "Engines started again after a failure", ["device"], restarts),
+            (
+                "vit_engine_restarts_total",
+                "Engines started again after a failure",
+                ["device"],
+                {device: status.restarts for device, status in engines.items()},
+            ),
             ("vit_recent_evicted_total", "Pictures pushed out before their time was over", [], {(): evicted}),
-            ("vit_reloads_total", "Checkpoints that were to be swapped", ["outcome"], reloads),
-            ("vit_model_loads_total", "Models that were to be loaded, by how it ended", ["result"], loads),
-            ("vit_model_evictions_total", "Backbones unloaded for others", [], evictions),
+            (
+                "vit_reloads_total",
+                "Checkpoints that were to be swapped",
+                ["outcome"],
+                {("served",): served, ("refused",): refused},
+            ),
+            (
+                "vit_model_loads_total",
+                "Models that were to be loaded, by how it ended",
+                ["result"],
+                {(name,): results.get(name, 0) for name in ("loaded", "failed")},
+            ),
+            ("vit_model_evictions_total", "Backbones unloaded for others", [], {(): results.get("evicted", 0)}),
         ]
         for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, text, labels, samples in rows:

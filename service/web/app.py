@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -32,23 +31,10 @@ from service.web.decoders import Decoders
 from service.web.image_stores import ImageStore, MemoryImageStore, RedisImageStore
 from service.web.middleware import PROBES, ProblemMiddleware, RequestContextMiddleware
 from service.web.request import Lanes, Service
-from service.web.routes import (
-    attention,
-    classify,
-    embed,
-    heads,
-    inference_protocol,
-    operations,
-    pages,
-)
-from service.web.routes import (
-    models as models_routes,
-)
+from service.web.routes import attention, classify, embed, heads, inference_protocol, operations, pages
+from service.web.routes import models as models_routes
 from service.web.routes.endpoint import Application, Endpoint, no_such_path
 from vitserve import __version__
-
-if TYPE_CHECKING:
-    from service.observe.spans import Tracing
 
 logger = logging.getLogger("vitserve")
 
@@ -117,7 +103,17 @@ def create_app(
         TaughtHeads(taught, folder, models),
         clock,
     )
-    metrics.watch(_sources(service))
+    metrics.watch(
+        Sources(
+            statuses=models.statuses,
+            recent=images.usage,
+            places=lambda: (service.limiter.in_use, service.limiter.capacity),
+            reloads=lambda: models.loads,
+            names=lambda: {each.name for each in models.describe()},
+            results=models.tally,
+            backbones=models.backbones,
+        )
+    )
     for code in problems.CODES:
         metrics.rejected.labels(code)  # a rate needs a series that stands at 0 before the first refusal
     app = Application(
@@ -135,23 +131,13 @@ def create_app(
     app.state.public = _PUBLIC | {"/metrics"} if settings.metrics_public else _PUBLIC
     app.state.guard = KeyGuard(settings.api_keys, settings.key_max_requests, metrics)
     app.state.on_engine_change = partial(_publish_model, service, on_engine_change)
-    app.state.tracing = _tracing()
+    app.state.tracing = None
+    if exports_spans():
+        from service.observe.spans import Tracing  # noqa: PLC0415  it needs the extra `otel`
+
+        app.state.tracing = Tracing()
     app.state.outermost = outermost = _surrounded(app, service)
     return outermost
-
-
-def _sources(service: Service) -> Sources:
-    """Return what metrics read at every scrape."""
-    models, limiter = service.models, service.limiter
-    return Sources(
-        statuses=models.statuses,
-        recent=service.images.usage,
-        places=lambda: (limiter.in_use, limiter.capacity),
-        reloads=lambda: models.loads,
-        names=lambda: {each.name for each in models.describe()},
-        results=models.tally,
-        backbones=models.backbones,
-    )
 
 
 def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
@@ -171,15 +157,6 @@ def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
         layers = state.tracing.around(layers, PROBES)
     endpoints = {route.path for route in app.router.routes if isinstance(route, Endpoint)}
     return RequestContextMiddleware(layers, metrics, endpoints, service.lifecycle, clock=service.clock)
-
-
-def _tracing() -> Tracing | None:
-    """Return what makes spans, if they are exported."""
-    if not exports_spans():
-        return None
-    from service.observe.spans import Tracing  # noqa: PLC0415  it needs the extra `otel`
-
-    return Tracing()
 
 
 def _publish_model(service: Service, on_engine_change: Callable[[], None]) -> None:
