@@ -6,7 +6,6 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 
 from __future__ import annotations
 
-import base64
 import math
 import struct
 from collections.abc import Sequence
@@ -20,9 +19,9 @@ from numpy.typing import NDArray
 
 from service.errors import InvalidParameter, MalformedRequest, UploadTooLarge
 from service.web.inference_protocol import VERSION
+from service.web.upload import from_base64
 
 _LENGTH: Final = struct.Struct("<I")
-_BASE64_PIECE: Final = 1 << 20
 _MAX_ELEMENTS: Final = 1 << 40
 _MAX_DIMENSIONS: Final = 8
 _UINT8: Final = list[Annotated[int, msgspec.Meta(ge=0, le=255)]]
@@ -62,7 +61,7 @@ class InputTensor(msgspec.Struct):
             for position, content in enumerate(self.data):
                 self.data[position] = None
                 try:
-                    files.append(_from_base64(content) if isinstance(content, str) else bytearray(memoryview(content)))
+                    files.append(from_base64(content) if isinstance(content, str) else bytearray(memoryview(content)))
                 except (TypeError, ValueError):
                     wrong = f"input {self.name!r}: element {position} is not a string in base64"
                     raise MalformedRequest(wrong) from None
@@ -94,19 +93,6 @@ class InputTensor(msgspec.Struct):
     def _check(self, found: int, expected: int) -> None:
         if found != expected:
             raise MalformedRequest(f"input {self.name!r}: {found} elements, and the shape is {self.shape}")
-
-
-def _from_base64(text: str) -> bytearray:
-    """Return the bytes of a text in base64; raises `ValueError`.
-
-    The decoder holds the interpreter until it is done, so it gets the text in pieces.
-    """
-    data = bytearray()
-    for start in range(0, len(text), _BASE64_PIECE):
-        if len(data) % 3:
-            raise ValueError("padding before the end")
-        data += base64.b64decode(text[start : start + _BASE64_PIECE], validate=True)
-    return data
 
 
 class RequestedOutput(msgspec.Struct, frozen=True):
