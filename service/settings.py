@@ -160,9 +160,7 @@ def _grpc_port(value: int, info: ValidationInfo) -> int:
 
 
 Seconds = Annotated[float, Field(ge=0, le=31_536_000, allow_inf_nan=False)]
-Timeout = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
-CommaSeparated = BeforeValidator(_comma_separated)
 
 
 class ModelSettings(BaseModel):
@@ -290,7 +288,7 @@ class Settings(ModelSettings, BaseSettings):
         description="images in the service at once, over all workers: received, decoded, queued or computed; more are "
         "refused (503). Default: 256, or two largest batches a stream where that is more",
     )
-    request_timeout: Timeout = Field(
+    request_timeout: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
         10,
         description="seconds from the request's head; an image that is not launched by then is answered 504, an "
         "incomplete body 408",
@@ -348,7 +346,7 @@ class Settings(ModelSettings, BaseSettings):
         "balancers look away",
     )
     drain_timeout: Seconds = Field(30, description="seconds after SIGTERM at which the process ends at the latest")
-    cors_origins: Annotated[tuple[str, ...], CommaSeparated, NoDecode] = Field(
+    cors_origins: Annotated[tuple[str, ...], BeforeValidator(_comma_separated), NoDecode] = Field(
         (), description="comma-separated origins that browsers may call from; `*` for any"
     )
     log_format: Literal["text", "json"] = Field("text", description="`json`: one object a line")

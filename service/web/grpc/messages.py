@@ -6,7 +6,7 @@ https://protobuf.dev/programming-guides/encoding/
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from google.protobuf.message import DecodeError
@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from service.errors import MalformedRequest, UploadTooLarge
 from service.web.grpc.open_inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse, ModelRequest
 from service.web.inference_protocol import VERSION
-from service.web.inference_protocol.tensors import InferenceAnswer, InferenceRequest, InputTensor, RequestedOutput
+from service.web.inference_protocol.tensors import InferenceRequest, InputTensor, OutputTensor, RequestedOutput
 
 _Fields = Mapping[int, Any]
 
@@ -75,19 +75,19 @@ def _parameters(parameters: Mapping[str, InferParameter]) -> dict[str, Any]:
     return {name: getattr(value, kind) if kind else None for name, (value, kind) in chosen.items()}
 
 
-def encode_answer(answer: InferenceAnswer) -> bytes:
-    """Return the message that answers a request; its tensors are raw, as Triton's are."""
+def encode_answer(model: str, request_id: str | None, outputs: Sequence[OutputTensor]) -> bytes:
+    """Return the message of the answer of a model; its tensors are raw, as Triton's are."""
     response = ModelInferResponse(
-        model_name=answer.model,
+        model_name=model,
         model_version=VERSION,
-        id=answer.id or "",
+        id=request_id or "",
         outputs=[
             ModelInferResponse.InferOutputTensor(
                 name=output.name, datatype=output.datatype, shape=list(output.values.shape)
             )
-            for output in answer.outputs
+            for output in outputs
         ],
-        raw_output_contents=[output.raw() for output in answer.outputs],
+        raw_output_contents=[output.raw() for output in outputs],
     )
     return bytes(response.SerializeToString())
 

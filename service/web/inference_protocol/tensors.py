@@ -131,10 +131,8 @@ def decode_request(body: bytearray, header_length: int | None) -> InferenceReque
         raise UploadTooLarge(f"the JSON holds more than {_MAX_JSON_VALUES} values: send tensors in binary")
     try:
         request = _decode(whole[:length])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedRequest(f"not the JSON of an inference request: {error}") from None
-    except RecursionError:
-        raise MalformedRequest("not the JSON of an inference request: it is nested too deeply") from None
     rest = whole[length:]
     for tensor in request.inputs:
         size = tensor.parameters.get("binary_data_size")
@@ -175,19 +173,10 @@ class OutputTensor:
         return [float(str(value)) for value in values] if self.datatype == "FP32" else values.tolist()
 
 
-@dataclass(frozen=True)
-class InferenceAnswer:
-    """The answer to a request for inference."""
-
-    model: str
-    id: str | None
-    outputs: Sequence[OutputTensor]
-
-
-def encode_answer(answer: InferenceAnswer) -> tuple[bytes, int | None]:
-    """Return the body of an answer, and the length of its JSON if bytes follow it."""
+def encode_answer(model: str, request_id: str | None, outputs: Sequence[OutputTensor]) -> tuple[bytes, int | None]:
+    """Return the body of the answer of a model, and the length of its JSON if bytes follow it."""
     documents, binary = [], []
-    for output in answer.outputs:
+    for output in outputs:
         document: dict[str, Any] = {"name": output.name, "datatype": output.datatype, "shape": output.values.shape}
         if output.binary:
             binary.append(output.raw())
@@ -196,7 +185,7 @@ def encode_answer(answer: InferenceAnswer) -> tuple[bytes, int | None]:
             document["data"] = output.values_in_json()
         # The encoder holds the interpreter until it is done, so it gets one output at a time.
         documents.append(msgspec.Raw(msgspec.json.encode(document)))
-    header = {"model_name": answer.model, "model_version": VERSION, "outputs": documents}
-    header |= {} if answer.id is None else {"id": answer.id}
+    header = {"model_name": model, "model_version": VERSION, "outputs": documents}
+    header |= {} if request_id is None else {"id": request_id}
     content = msgspec.json.encode(header)
     return content + b"".join(binary), len(content) if binary else None
