@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.errors import ClientDisconnected, EngineUnavailable, QueueFull, ServiceError, Unauthorized
 from service.http import Header, connection_of
 from service.lifecycle import Lifecycle
-from service.observe.metrics import Metrics, stage_seconds
+from service.observe.metrics import Metrics
 from service.web import problems
 from service.web.admission import RefusalPace
 
@@ -88,10 +88,9 @@ class RequestContext:
         code: of the problem that answers it, None without a problem.
         refusal: the same if it is refused because there is no room, else None.
         model: name of the model that it is for, None until it is known.
-        stages: seconds of each, see `service.observe.metrics.stage_seconds`.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, lifecycle: Lifecycle, started: float) -> None:
+    def __init__(self, scope: Scope, send: Send, lifecycle: Lifecycle, started: float) -> None:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         self.request_id = request_id_from(given.decode("latin-1"))
         self.started = started
@@ -102,25 +101,14 @@ class RequestContext:
         self.code: str | None = None
         self.refusal: str | None = None
         self.model: str | None = None
-        self.stages: dict[str, float] = {}
         self._client = scope.get("client")
-        self._received = self._sent = 0
-        self._receive = receive
         self._send = send
         self._lifecycle = lifecycle
 
     def details(self) -> dict[str, object]:
         """Return what a log line in JSON has beside `Answered`; what is not known is left out."""
         known = {"client": self._client and self._client[0], "model": self.model, "code": self.code}
-        times = {f"{stage}_ms": round(1000 * seconds, 1) for stage, seconds in self.stages.items()}
-        counts = {"bytes_in": self._received, "bytes_out": self._sent}
-        return {name: value for name, value in known.items() if value is not None} | counts | times
-
-    async def receive(self) -> Message:
-        """Return the next message of the request."""
-        message = await self._receive()
-        self._received += len(message.get("body", b""))
-        return message
+        return {name: value for name, value in known.items() if value is not None}
 
     async def send(self, message: Message) -> None:
         """Send a message of the answer, with the headers that every answer has."""
@@ -130,7 +118,6 @@ class RequestContext:
             if self._lifecycle.is_ending:
                 headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}
-        self._sent += len(message.get("body", b""))
         await self._send(message)
 
 
@@ -243,13 +230,12 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        context = RequestContext(scope, receive, send, self._lifecycle, self._clock())
+        context = RequestContext(scope, send, self._lifecycle, self._clock())
         scope[_CONTEXT] = context
-        stage_seconds.set(context.stages)
         inflight = self._metrics.inflight
         with nullcontext() if scope["path"] in PROBES else inflight.track_inprogress():
             try:
-                await self._app(scope, context.receive, context.send)
+                await self._app(scope, receive, context.send)
             except Exception:  # `ProblemMiddleware` has answered it, unless the answer had begun before
                 logger.exception("request %s failed", context.request_id)
             finally:
