@@ -46,9 +46,6 @@ _CONTEXT = "vit.context"
 _UNPARSED = "unparsed"
 """Endpoint under which is counted what never became a request."""
 
-HOLD_SECONDS = 0.5
-"""Time after which `EngineUnavailable` is answered."""
-
 LINES_A_SECOND = 10
 """Refusals that have a line of their own in each second."""
 
@@ -66,15 +63,6 @@ def request_context(scope: Scope) -> RequestContext:
     """Return the context of a request that came through `RequestContextMiddleware`."""
     context: RequestContext = scope[_CONTEXT]
     return context
-
-
-async def hold_back(error: Exception) -> None:
-    """Wait before `EngineUnavailable` is answered; other errors are answered at once.
-
-    Callers that try again at once would take the processors from the engine that is starting.
-    """
-    if isinstance(error, EngineUnavailable):
-        await asyncio.sleep(HOLD_SECONDS)
 
 
 class RequestContext:
@@ -306,8 +294,8 @@ class ProblemMiddleware:
             # A 503 to a probe is no refusal, but a 401 is.
             if scope["path"] not in PROBES or isinstance(error, Unauthorized):
                 self._metrics.rejected.labels(problem.code).inc()
-                await hold_back(error)
-                if isinstance(error, QueueFull):
+                # Who tries again at once would take the processors from an engine that starts, or is full.
+                if isinstance(error, QueueFull | EngineUnavailable):
                     await asyncio.sleep(self._pace.delay(connection_of(scope)))
             if scope["path"].startswith(problems.INFERENCE_PROTOCOL):
                 content, kind = json.dumps({"error": problem.detail}).encode(), "application/json"

@@ -32,7 +32,7 @@ from service.web.inference_protocol.descriptions import (
 )
 from service.web.inference_protocol.inference import BYTES_A_VALUE, check_version, find_model, infer, read
 from service.web.lanes import Deadline, Lane
-from service.web.middleware import PROBES, Answered, hold_back, request_id_from
+from service.web.middleware import PROBES, Answered, request_id_from
 from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, problem_of, refusal_of
 from service.web.request import Sender, Service
 from vitserve import __version__
@@ -161,7 +161,6 @@ class Calls:
                     logger.exception("request %s failed", call.request_id)
                 metrics.rejected.labels(problem.code).inc()
                 details["code"] = problem.code
-                await hold_back(error)
                 status, refusal = problem.status, refusal_of(problem)
                 seconds = problem.headers.get("Retry-After")
                 if seconds is not None:  # https://github.com/grpc/proposal/blob/master/A6-client-retries.md#pushback
