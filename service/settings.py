@@ -60,7 +60,7 @@ class ApiKey:
         return self.name if self.is_named else f"key-{hashlib.sha256(self.secret).hexdigest()[:16]}"
 
 
-def _image_size(value: object) -> object:
+def parse_size(value: object) -> object:
     """Parse `384` or `384x256` (rows x columns)."""
     if not isinstance(value, str | int):
         return value
@@ -190,7 +190,7 @@ class ModelSettings(BaseModel):
     keys: Name | None = Field(
         None, description="TOML file that maps the names of a state dict, and says which copy of a network is served"
     )
-    image_size: Annotated[Size | None, BeforeValidator(_image_size), NoDecode] = Field(
+    image_size: Annotated[Size | None, BeforeValidator(parse_size), NoDecode] = Field(
         None,
         description="`384` or `384x256` (rows x columns); position embeddings are resized. Default: the checkpoint's",
     )

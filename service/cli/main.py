@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from model.errors import VitError
 from service.errors import ServiceError
+from vitserve import __version__
 
 # Each subcommand, which is a module of `service.cli`, and its line in `vitserve --help`.
 COMMANDS = {
@@ -40,11 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     # `vitserve --port 9000` is `vitserve serve --port 9000`.
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help", "--version")):
         arguments.insert(0, "serve")
-    if arguments[0] == "--version":
-        import vitserve  # noqa: PLC0415  `--help` is quicker without
-
-        print(f"vitserve {vitserve.__version__}")  # noqa: T201
-        return 0
     parser, chosen = _parser(arguments[0])
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -78,7 +74,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser(chosen: str) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     """Return a parser that knows the name of every subcommand, and that of the flags of the chosen one."""
     parser = _Parser(prog="vitserve", description="Serves a Vision Transformer over HTTP.")
-    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser.add_argument("--version", action="version", version=f"vitserve {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND")
     of_chosen: argparse.ArgumentParser = parser
     for name, summary in COMMANDS.items():

@@ -119,7 +119,13 @@ class Metrics(Collector):
             "vit_batch_size", "Images in a batch, without padding", ["device"], buckets=_BATCH_SIZES
         )
         self.batch_padding = counter("vit_batch_padding_total", "Rows launched beside images", ["device"])
-        self._batches = lru_cache(maxsize=64)(self._series_of_batches)
+        self._batches = lru_cache(maxsize=64)(
+            lambda device, release: (
+                self.batches.labels(device, release),
+                self.batch_size.labels(device),
+                self.batch_padding.labels(device),
+            )
+        )
         self.inflight = gauge("vit_inflight_requests", "Requests being handled")
         self.admitted = gauge("vit_admitted_images", "Images in the service, of all stages")
         self.admitted_limit = gauge("vit_admitted_images_limit", "Images that the service admits at once")
@@ -134,7 +140,7 @@ class Metrics(Collector):
             "vit_top1_score", "Score of the first class of each answer", ["model"], buckets=_SCORES
         )
         # A child is looked up under a lock.
-        self._of_model = lru_cache(maxsize=256)(self._series_of_model)
+        self._of_model = lru_cache(maxsize=256)(lambda name: (self._images.labels(name), self._top1_score.labels(name)))
         self.abstained = counter(
             "vit_abstained_total",
             "Pictures for which no label fits, of a model with a VIT_COVERAGE, or of a taught head",
@@ -146,9 +152,6 @@ class Metrics(Collector):
         record = stage_recorder.get()
         if record is not None:
             record(stage, seconds, batch_size)
-
-    def _series_of_model(self, name: str) -> tuple[Counter, Histogram]:
-        return self._images.labels(name), self._top1_score.labels(name)
 
     def count_image(self, model: str, outputs: Outputs | None = None) -> None:
         """Count a picture that a model answered, and what the answer says of its classes, where it is of these."""
@@ -181,9 +184,6 @@ class Metrics(Collector):
         batches.inc()
         size.observe(report.size)
         padding.inc(report.padding)
-
-    def _series_of_batches(self, device: str, release: Release) -> tuple[Counter, Histogram, Counter]:
-        return self.batches.labels(device, release), self.batch_size.labels(device), self.batch_padding.labels(device)
 
     async def gather(self) -> bytes:
         """Return the answer of `GET /metrics`; a subclass may ask other replicas for theirs."""

@@ -13,7 +13,6 @@ from typing import Any, Final
 import grpc
 from google.protobuf import json_format
 from google.protobuf.message import Message
-from starlette.types import Receive
 
 from service.engine.messages import ModelInfo
 from service.errors import MalformedRequest, NotFound, RequestTimeout, Unavailable, UploadTooLarge
@@ -222,14 +221,10 @@ async def _model_infer(service: Service, call: Call) -> bytes:
     """Classify the pictures of the tensor `image` or `pixels`."""
     sender = Sender(call.caller, call.started, call.receive)
     async with service.admit_from(sender, service.model()) as admitted:
-        body = await admitted.read(_whole)
+        body = await admitted.read_body()
         named, request = await admitted.write(partial(decode_request, body), size=len(body) // BYTES_A_VALUE)
         admitted.choose(await find_model(service, named.name or None, named.version, call.started))
         return await infer(admitted, await read(admitted, body, lambda _: request), encode_answer)
-
-
-async def _whole(receive: Receive) -> bytearray:
-    return bytearray((await receive())["body"])
 
 
 METHODS: Final[dict[str, Method]] = {
