@@ -70,11 +70,11 @@ class RequestContext:
 
     Attributes:
         started: monotonic seconds at which its head had been read.
+        client: address of the caller, None if it is not known.
         status: of the answer; None until it starts.
         endpoint: path of the route that answers, None until it is known.
         key_name, key_owner: of the API key, None without a key.
         code: of the problem that answers it, None without a problem.
-        refusal: the same if it is refused because there is no room, else None.
         model: name of the model that it is for, None until it is known.
     """
 
@@ -87,16 +87,10 @@ class RequestContext:
         self.key_name: str | None = None
         self.key_owner: str | None = None
         self.code: str | None = None
-        self.refusal: str | None = None
         self.model: str | None = None
-        self._client = scope.get("client")
+        self.client: str | None = (scope.get("client") or (None,))[0]
         self._send = send
         self._lifecycle = lifecycle
-
-    def details(self) -> dict[str, object]:
-        """Return what a log line in JSON has beside `Answered`; what is not known is left out."""
-        known = {"client": self._client and self._client[0], "model": self.model, "code": self.code}
-        return {name: value for name, value in known.items() if value is not None}
 
     async def send(self, message: Message) -> None:
         """Send a message of the answer, with the headers that every answer has."""
@@ -113,7 +107,7 @@ class RequestContext:
 class Answered:
     """A request that was answered, over HTTP or gRPC, with its status of HTTP and the seconds from its head on.
 
-    What `details` returns stands in JSON alone.
+    The last three stand in JSON alone, as far as they are known: the caller's address, model, and problem code.
     """
 
     method: str
@@ -122,7 +116,9 @@ class Answered:
     seconds: float
     request_id: str
     key_name: str | None = None
-    details: Callable[[], dict[str, object]] = dict
+    client: str | None = None
+    model: str | None = None
+    code: str | None = None
 
 
 class RequestLog:
@@ -151,18 +147,17 @@ class RequestLog:
         if request.key_name is not None:
             fields["key"] = request.key_name
             line += " %(key)s"
+        known = {"client": request.client, "model": request.model, "code": request.code}
         logger.log(
             level,
             line,
             # Paths come from outside: no line break may start a log line of their own.
             {**fields, "path": fields["path"].encode("unicode_escape").decode("ascii")},
-            extra={"fields": {**fields, **request.details()}, "summary": "request"},
+            extra={
+                "fields": fields | {name: value for name, value in known.items() if value is not None},
+                "summary": "request",
+            },
         )
-
-    def unparsed(self, status: int, detail: str, request_id: str) -> None:
-        """Log bytes that were answered with a status, but never became a request."""
-        fields = {"request_id": request_id, "status": status, "detail": detail}
-        logger.info("no request: %(status)s %(detail)s %(request_id)s", fields, extra={"fields": fields})
 
     def has_own_line(self, reason: str) -> bool:
         """Return whether a request that is refused now has its own line; if not, count its problem code."""
@@ -231,19 +226,19 @@ class RequestContextMiddleware:
                 status = context.status or problems.CLIENT_DISCONNECTED
                 answered = Answered(
                     *(scope["method"], scope["path"], status, seconds, context.request_id, context.key_name),
-                    context.details,
+                    *(context.client, context.model, context.code),
                 )
-                self.count(answered, context.endpoint, refusal=context.refusal)
+                self.count(answered, context.endpoint)
 
-    def count(self, answered: Answered, route: str | None, *, refusal: str | None = None) -> None:
+    def count(self, answered: Answered, route: str | None) -> None:
         """Count and log a request that the route of a path answered; see `RequestContext`."""
-        path, status, seconds, key_name = answered.path, answered.status, answered.seconds, answered.key_name
-        route = path if path in self._endpoints else route
-        endpoint = route or "other"
+        path, status = answered.path, answered.status
+        endpoint = path if path in self._endpoints else route or "other"
+        refusal = answered.code if status in (429, 503) else None  # there is no room for it now
         self._requests(endpoint, str(status)).inc()
-        self._duration(endpoint).observe(seconds)
-        if key_name is not None:
-            self._key_requests(key_name, str(status)).inc()
+        self._duration(endpoint).observe(answered.seconds)
+        if answered.key_name is not None:
+            self._key_requests(answered.key_name, str(status)).inc()
         if status == problems.CLIENT_DISCONNECTED:
             self._metrics.cancelled.inc()
         if self._lifecycle.is_ending and path not in PROBES:
@@ -261,7 +256,8 @@ class RequestContextMiddleware:
         self._requests(_UNPARSED, str(problem.status)).inc()
         self._metrics.rejected.labels(problem.code).inc()
         if self.log.has_own_line(problem.code):
-            self.log.unparsed(problem.status, problem.detail, request_id)
+            fields = {"request_id": request_id, "status": problem.status, "detail": problem.detail}
+            logger.info("no request: %(status)s %(detail)s %(request_id)s", fields, extra={"fields": fields})
         content = problems.body(problem, request_id)
         own = {"content-type": problems.MEDIA_TYPE, "content-length": str(len(content)), "x-request-id": request_id}
         named = own | {name.lower(): value for name, value in problem.headers.items()}
@@ -290,7 +286,6 @@ class ProblemMiddleware:
                 raise
             problem, context = problems.problem_of(error), request_context(scope)
             context.code = problem.code
-            context.refusal = problems.refusal_of(problem)
             # A 503 to a probe is no refusal, but a 401 is.
             if scope["path"] not in PROBES or isinstance(error, Unauthorized):
                 self._metrics.rejected.labels(problem.code).inc()

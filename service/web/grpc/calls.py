@@ -32,7 +32,7 @@ from service.web.inference_protocol.descriptions import (
 from service.web.inference_protocol.inference import BYTES_A_VALUE, check_version, find_model, infer, read
 from service.web.lanes import Deadline, Lane
 from service.web.middleware import PROBES, Answered, request_id_from
-from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, problem_of, refusal_of
+from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, problem_of
 from service.web.request import Sender, Service
 from vitserve import __version__
 
@@ -142,8 +142,7 @@ class Calls:
         metrics, path = self._service.metrics, f"/{GRPC_SERVICE}/{method}"
         call = Call(context, self._arrivals, self._service)
         trailers = [("x-request-id", call.request_id)]
-        details: dict[str, object] = {"client": call.caller}
-        status, name, refusal = CLIENT_DISCONNECTED, None, None
+        status, name, code, client = CLIENT_DISCONNECTED, None, None, str(call.caller)
         with nullcontext() if path in PROBES else metrics.inflight.track_inprogress():
             try:
                 key = None if method in PUBLIC else self._guard.find(str(call.metadata.get("authorization", "")))
@@ -159,8 +158,7 @@ class Calls:
                 if problem.code == INTERNAL_ERROR:
                     logger.exception("request %s failed", call.request_id)
                 metrics.rejected.labels(problem.code).inc()
-                details["code"] = problem.code
-                status, refusal = problem.status, refusal_of(problem)
+                status, code = problem.status, problem.code
                 seconds = problem.headers.get("Retry-After")
                 if seconds is not None:  # https://github.com/grpc/proposal/blob/master/A6-client-retries.md#pushback
                     trailers.append(("grpc-retry-pushback-ms", f"{seconds}000"))
@@ -168,8 +166,8 @@ class Calls:
                 raise AssertionError("a call that was ended goes on") from error
             finally:
                 taken = self._service.clock() - call.started
-                answered = Answered("gRPC", path, status, taken, call.request_id, name, lambda: details)
-                self._count(answered, path, refusal=refusal)
+                answered = Answered("gRPC", path, status, taken, call.request_id, name, client, code=code)
+                self._count(answered, path)
 
 
 def _encode(document: Mapping[str, Any], message: Message) -> bytes:
