@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -74,24 +73,21 @@ async def openapi(request: Request) -> Response:
     return JSONResponse(request.app.openapi())
 
 
-def _endpoint(url: str, path: Path) -> Callable[[Request], Awaitable[Response]]:
-    """Return the endpoint of a file, which may be stored compressed."""
-    media_type = _MEDIA_TYPES.get(Path(url).suffix, "text/html")
-
-    async def file(request: Request) -> Response:
-        if url == "/":
-            _prepare_maps(service_of(request))
-        content, tag = _content(path)
-        headers = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff", "ETag": tag}
-        if media_type == "text/html":
-            headers |= {"Content-Security-Policy": _POLICY, "Referrer-Policy": "no-referrer"}
-        if path.suffix == ".gz":  # every browser takes it
-            headers["Content-Encoding"] = "gzip"
-        if tag in request.headers.get("if-none-match", ""):
-            return Response(status_code=304, headers=headers)
-        return Response(content, headers=headers, media_type=media_type)
-
-    return file
+async def file(request: Request) -> Response:
+    """Return a file of the page or of the documentation, which may be stored compressed."""
+    path = _FILES[request.scope["path"]]
+    media_type = _MEDIA_TYPES[(path.with_suffix("") if path.suffix == ".gz" else path).suffix]
+    if request.scope["path"] == "/":
+        _prepare_maps(service_of(request))
+    content, tag = _content(path)
+    headers = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff", "ETag": tag}
+    if media_type == "text/html":
+        headers |= {"Content-Security-Policy": _POLICY, "Referrer-Policy": "no-referrer"}
+    if path.suffix == ".gz":  # every browser takes it
+        headers["Content-Encoding"] = "gzip"
+    if tag in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    return Response(content, headers=headers, media_type=media_type)
 
 
 def _prepare_maps(service: Service) -> None:
@@ -125,5 +121,5 @@ def _content(path: Path) -> tuple[bytes, str]:
     return content, f'"{hashlib.sha256(content).hexdigest()[:16]}"'
 
 
-for _url, _path in _FILES.items():
-    router.add_api_route(_url, _endpoint(_url, _path), methods=["GET", "HEAD"])
+for _url in _FILES:
+    router.add_api_route(_url, file, methods=["GET", "HEAD"])
