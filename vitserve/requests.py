@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 
 from vitserve.documents import (
     FIELD,
+    MAPS,
     AttentionDocument,
     BatchClassification,
     Classification,
@@ -52,10 +53,6 @@ Answer = TypeVar("Answer")
 
 # Bytes of a file that is worth shrinking.
 _MIN_BYTES = 16_384
-
-_DOCUMENTS: TypeAdapter[AttentionDocument | list[AttentionDocument]] = TypeAdapter(
-    AttentionDocument | list[AttentionDocument]
-)
 
 MODELS = TypeAdapter(list[ListedModel])
 
@@ -191,7 +188,7 @@ def _text(name: str, value: object) -> str | list[str]:
 
 def documents(content: bytes) -> list[AttentionDocument]:
     """Parse one map with its facts, or a list of them."""
-    parsed = _DOCUMENTS.validate_json(content)
+    parsed = MAPS.validate_json(content)
     return parsed if isinstance(parsed, list) else [parsed]
 
 

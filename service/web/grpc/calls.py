@@ -15,13 +15,13 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from service.engine.messages import ModelInfo
-from service.errors import MalformedRequest, NotFound, RequestTimeout, Unavailable, UploadTooLarge
+from service.errors import MalformedRequest, NotFound, RequestTimeout, Unavailable
 from service.http import MAX_CONNECTIONS, connection_limit
 from service.settings import Settings
 from service.web.admission import RECEIVING_BYTES
 from service.web.api_keys import KeyGuard
 from service.web.grpc import open_inference_pb2 as messages
-from service.web.grpc.messages import decode_request, encode_answer, parse
+from service.web.grpc.messages import check_cost, decode_request, encode_answer, parse
 from service.web.inference_protocol import GRPC_SERVICE
 from service.web.inference_protocol.descriptions import (
     model_configuration,
@@ -56,9 +56,6 @@ STATUS_CODES: Final = {
     HTTPStatus.GATEWAY_TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 """The status code of each status that `service.web.problems` gives to an error of a call."""
-
-_MAX_QUESTION_BYTES: Final = 64 << 10
-"""Bytes of a message with a question about the server or a model."""
 
 _GRACE_SECONDS: Final = 1.0
 """Time in which a message must arrive once others wait."""
@@ -116,8 +113,7 @@ class Call:
     async def question(self) -> messages.ModelRequest:
         """Return a question about the server or a model; raises `UploadTooLarge`, and as `message`."""
         data = await self.message()
-        if len(data) > _MAX_QUESTION_BYTES:
-            raise UploadTooLarge(f"{len(data)} bytes: at most {_MAX_QUESTION_BYTES} are allowed")
+        check_cost(memoryview(data), {})
         return parse(messages.ModelRequest, data)
 
 

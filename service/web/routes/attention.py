@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal
 import numpy as np
 from fastapi import APIRouter, Query
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field, TypeAdapter
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -31,7 +31,7 @@ from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, NotFound
 from service.web.request import AdmittedRequest, Model, all_of, model_of, service_of
 from service.web.routes.endpoint import BINARY, ONE_PICTURE, Absent, Endpoint, ModelName, npy_response, problems
-from vitserve.documents import AttentionDocument, RegionDocument, significant
+from vitserve.documents import MAPS, AttentionDocument, RegionDocument, significant
 
 router = APIRouter(tags=["attention"], route_class=Endpoint)
 
@@ -39,10 +39,6 @@ _LOOK: Final = {"overlay", "view", "alpha", "colormap", "size", "smooth", "color
 """Parameters of a drawing."""
 
 _HEAD = r"^(mean|max|[0-9]{1,4})$"
-
-_JSON: TypeAdapter[AttentionDocument | list[AttentionDocument]] = TypeAdapter(
-    AttentionDocument | list[AttentionDocument]
-)
 
 _ANSWERS: dict[int | str, dict[str, object]] = {
     200: {
@@ -183,7 +179,7 @@ async def _answer(
     if query.format == "json":
         region = region_document(picture.region)
         documents = [AttentionDocument(id=image_id, region=region, **map_fields(each, labels)) for each in maps]
-        content = _JSON.dump_json(documents[0] if len(maps) == 1 else documents, exclude_none=True, by_alias=True)
+        content = MAPS.dump_json(documents[0] if len(maps) == 1 else documents, exclude_none=True, by_alias=True)
         return Response(content, media_type="application/json", headers=headers)
     if query.format == "npy":
         values = np.stack([each.values for each in maps]).astype(np.float32)

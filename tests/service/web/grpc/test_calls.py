@@ -205,7 +205,7 @@ async def test_messages_are_bounded_and_not_compressed() -> None:
         assert (refused.code(), "being received" in refused.details()) == (Code.UNAVAILABLE, True)
         compressed = await caller.refusal(image(png(1)), compression=grpc.Compression.Gzip)
         assert compressed.code() == Code.UNIMPLEMENTED
-        with pytest.raises(grpc.aio.AioRpcError, match="at most 65536"):
+        with pytest.raises(grpc.aio.AioRpcError, match="more fields or numbers"):
             await caller.call("ModelReady", bytes(70_000))
         await caller.infer(image(png(1)))
         assert service_in(caller.service).receiving.in_use == 0
