@@ -217,13 +217,12 @@ def file_bytes(image: ImageSource) -> bytes:
         return _png(cast("Image.Image", image))
     if hasattr(image, "read") and not isinstance(image, io.TextIOBase):
         return image.read()
-    shape, kind = getattr(image, "shape", ()), getattr(image, "dtype", None)
+    shape, kind = tuple(getattr(image, "shape", ())), getattr(image, "dtype", None)
     if str(kind) != "uint8" or len(shape) < 2 or shape[2:] not in _ARRAY_MODES:
         raise TypeError(f"{_EXPECTED}, not {f'{kind} {list(shape)}' if kind else type(image).__name__}")
     from PIL import Image  # noqa: PLC0415  programs that send files start quicker
 
-    pixels = cast("NDArray[np.uint8]", image).tobytes()
-    return _png(Image.frombytes(_ARRAY_MODES[shape[2:]], (shape[1], shape[0]), pixels))
+    return _png(Image.frombytes(_ARRAY_MODES[shape[2:]], (shape[1], shape[0]), image.tobytes()))
 
 
 def _png(image: Image.Image) -> bytes:
