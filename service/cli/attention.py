@@ -106,11 +106,9 @@ def _draw(
 def _described(found: AttentionMap, labels: Sequence[str]) -> str:
     """Return the class of a map with its score and evidence, where it has one, and its method."""
     request = found.request
-    options = {name: getattr(request, name) for name in ("layer", "head")}
-    method = ", ".join([request.method, *(f"{name} {value}" for name, value in options.items() if value is not None)])
     if request.class_index is None:
-        return method
-    return f"{labels[request.class_index]} ({found.score:.1%}), {method}, evidence {found.evidence:.2f}"
+        return request.method
+    return f"{labels[request.class_index]} ({found.score:.1%}), {request.method}, evidence {found.evidence:.2f}"
 
 
 def _require_place(file: Path) -> None:

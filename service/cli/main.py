@@ -87,7 +87,3 @@ def _parser(chosen: str) -> tuple[argparse.ArgumentParser, argparse.ArgumentPars
 
 def _command(name: str) -> ModuleType:
     return importlib.import_module(f"service.cli.{name}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

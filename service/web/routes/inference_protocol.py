@@ -108,11 +108,9 @@ async def v2_infer(request: Request) -> Response:
 
 def _header_length(request: Request) -> int | None:
     text = request.headers.get(_HEADER_LENGTH)
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
+    if text is not None and not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
         raise MalformedRequest("Inference-Header-Content-Length is not a number")
-    return int(text)
+    return None if text is None else int(text)
 
 
 @router.get(_MODEL)

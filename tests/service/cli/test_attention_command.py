@@ -98,5 +98,5 @@ def test_a_bad_file_is_reported_and_the_others_are_drawn(
     assert code == 1
     assert "bad.png: not a picture" in err
     assert len(list(maps.iterdir())) == 3
-    assert all(", head mean" in line for line in out.splitlines())
+    assert all(line.endswith(": cls") for line in out.splitlines())
     assert size_of(sheet)[0] > 320

@@ -55,7 +55,7 @@ def test_classify_walks_a_folder_in_order_and_leaves_other_files_alone(
 def test_a_reader_that_has_enough_ends_a_command_without_a_traceback(checkpoint: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "service.cli.main", "inspect", str(checkpoint)]
+    command = [sys.executable, "-m", "service", "inspect", str(checkpoint)]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (done.returncode, "Error" in done.stderr) == (1, False)
