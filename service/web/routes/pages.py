@@ -12,7 +12,7 @@ import logging
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from fastapi import APIRouter
@@ -61,8 +61,7 @@ _FILES: Final = {
 PUBLIC: Final = frozenset({"/openapi.json", *_FILES})
 """Paths that are open even when keys are set: the page asks for the key."""
 
-_prepared: WeakSet[Generation[Engine]] = WeakSet()
-_preparing: set[asyncio.Task[None]] = set()
+_prepared: WeakKeyDictionary[Generation[Engine], asyncio.Task[None] | None] = WeakKeyDictionary()
 
 router = APIRouter(include_in_schema=False, route_class=Endpoint)
 
@@ -96,13 +95,11 @@ def _prepare_maps(service: Service) -> None:
     info = generation.engine.info
     if info is None or not generation.engine.ready or generation in _prepared:
         return
-    _prepared.add(generation)
+    _prepared[generation] = None
     if "relevance" in methods_of(info.config):
         requested = RequestedOutputs(1, MapRequest("relevance"))
         picture = InferenceRequest(np.zeros(info.input_shape, np.uint8), requested)
-        task = asyncio.create_task(_compute(generation, picture))
-        _preparing.add(task)
-        task.add_done_callback(_preparing.discard)
+        _prepared[generation] = asyncio.create_task(_compute(generation, picture))
 
 
 async def _compute(generation: Generation[Engine], picture: InferenceRequest) -> None:
