@@ -141,7 +141,7 @@ class Calls:
         status, name, code, client = CLIENT_DISCONNECTED, None, None, str(call.caller)
         with nullcontext() if path in PROBES else metrics.inflight.track_inprogress():
             try:
-                key = None if method in PUBLIC else self._guard.find(str(call.metadata.get("authorization", "")))
+                key = None if path in PROBES else self._guard.find(str(call.metadata.get("authorization", "")))
                 if key is not None:
                     name = call.caller = key.name
                 with self._guard.request(key):
@@ -233,9 +233,6 @@ METHODS: Final[dict[str, Method]] = {
     ),
     "ModelInfer": _model_infer,
 }
-
-PUBLIC: Final = frozenset({"ServerLive", "ServerReady"})
-"""Methods that need no key."""
 
 
 def _options(settings: Settings) -> list[tuple[str, int]]:
