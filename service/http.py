@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
 import logging
 import os
 import re
@@ -50,7 +49,6 @@ DISCARDED_BYTES: Final = 1 << 20
 """Length of a body that is read to its end after a refusal: a new connection costs both sides more."""
 
 _KEEP_ALIVE_SECONDS = 75  # load balancers keep idle connections for about a minute: the side that answers, longer
-_STUCK_SECONDS = 30.0
 _LAST_CALLERS_SECONDS = 1.0  # after the listener is closed, for who was let in just before
 _OTHER_FILES = 128
 _MOST_REFUSED = 64  # connections beyond the limit whose refusal is on its way
@@ -516,8 +514,7 @@ class Server:
     its listener at the first SIGTERM, and end with 143.
 
     Args:
-        beside: started with the server and cancelled at its end. Without it, a process whose event loop stands still
-            for `_STUCK_SECONDS` prints its stacks and ends with 1, so that what supervises it starts it again.
+        beside: started with the server and cancelled at its end.
         on_hang_up: returns whether it has handled SIGHUP.
         is_supervised: the supervisor's signal drains, however often it comes, and SIGHUP is the supervisor's to handle.
     """
@@ -535,7 +532,7 @@ class Server:
     ) -> None:
         self._settings = settings
         self._lifecycle = lifecycle
-        self._beside = beside or _end_when_stuck
+        self._beside = beside
         self._on_hang_up = on_hang_up
         self._is_supervised = is_supervised
         self._hung_up = False
@@ -579,7 +576,7 @@ class Server:
         """Serve on the running event loop, see `run`."""
         loop, numbers = asyncio.get_running_loop(), stop_signals()
         serving = loop.create_task(self._uvicorn.serve(sockets))
-        beside = [loop.create_task(self._beside()), loop.create_task(self.connections.watch())]
+        beside = [loop.create_task(each()) for each in (self._beside, self.connections.watch) if each is not None]
         await asyncio.sleep(0)  # uvicorn has taken the signals: they are taken from it
         for number in numbers:
             loop.add_signal_handler(number, self._on_signal, number)
@@ -663,12 +660,3 @@ class Server:
             exit_now(128 + number)
         # systemd may send SIGHUP together with SIGTERM, and terminals send it twice: both ask for one stop.
         self._hung_up = number == signal.SIGHUP
-
-
-async def _end_when_stuck() -> None:
-    try:
-        while True:
-            faulthandler.dump_traceback_later(_STUCK_SECONDS, exit=True)
-            await asyncio.sleep(1.0)
-    finally:
-        faulthandler.cancel_dump_traceback_later()

@@ -10,8 +10,8 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -51,7 +51,7 @@ class ApiKey:
     """A key, which is secret, and its name, which logs and metrics show."""
 
     name: str
-    secret: bytes
+    secret: bytes = field(repr=False)
     is_named: bool = False
 
     @property
@@ -60,27 +60,7 @@ class ApiKey:
         return self.name if self.is_named else f"key-{hashlib.sha256(self.secret).hexdigest()[:16]}"
 
 
-def parse_keys(written: Iterable[str]) -> list[ApiKey]:
-    """Return the keys of `NAME:KEY` or `KEY`; a key without a name is called by its place: `key1` is the first.
-
-    Raises:
-        ValueError: two keys have the same name, or are the same, or a name has no key: `web:$KEY` of a variable that
-            is not set would otherwise be a key that can be guessed.
-    """
-    keys = []
-    for place, text in enumerate(written, start=1):
-        named = _NAMED_KEY.fullmatch(text)
-        keys.append(
-            ApiKey(named[1], named[2].strip().encode(), True) if named else ApiKey(f"key{place}", text.encode())
-        )
-    if not all(key.secret for key in keys):
-        raise ValueError("expected a key after each name, as in NAME:KEY")
-    if min(len({key.name for key in keys}), len({key.secret for key in keys})) < len(keys):
-        raise ValueError("expected each name and each key once")
-    return keys
-
-
-def _image_size(value: object) -> object:
+def parse_size(value: object) -> object:
     """Parse `384` or `384x256` (rows x columns)."""
     if not isinstance(value, str | int):
         return value
@@ -109,28 +89,36 @@ def _device(value: str) -> str:
     return value
 
 
-def _api_keys(value: object) -> object:
-    keys = _comma_separated(value)
-    if value and not keys:  # `$ONE,$OTHER` of variables that are not set does not mean that everybody may call
+def parse_keys(value: object) -> list[ApiKey]:
+    """Return the keys of `NAME:KEY` or `KEY`; a key without a name is called by its place: `key1` is the first.
+
+    Raises:
+        ValueError: two keys have the same name, or are the same, or a name has no key: `web:$KEY` of a variable that
+            is not set would otherwise be a key that can be guessed. So does `$ONE,$OTHER` not mean that all may call.
+    """
+    written: Any = _comma_separated(value)
+    if value and not written:
         raise ValueError("expected a key")
+    keys = []
+    for place, text in enumerate(written, start=1):
+        named = _NAMED_KEY.fullmatch(text)
+        keys.append(
+            ApiKey(named[1], named[2].strip().encode(), True) if named else ApiKey(f"key{place}", text.encode())
+        )
+    if not all(key.secret for key in keys):
+        raise ValueError("expected a key after each name, as in NAME:KEY")
+    if min(len({key.name for key in keys}), len({key.secret for key in keys})) < len(keys):
+        raise ValueError("expected each name and each key once")
     return keys
 
 
-def _distinct_keys(value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
-    parse_keys(key.get_secret_value() for key in value)
-    return value
-
-
-def _admin_key(value: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
-    if value is None:
-        return None
-    value = SecretStr(value.get_secret_value().strip())  # a file's line break, which no header could bring
-    if not value.get_secret_value():
+def _admin_key(value: SecretStr, info: ValidationInfo) -> SecretStr:
+    key = value.get_secret_value().strip()  # a file's line break, which no header could bring
+    if not key:
         raise ValueError("expected a key")
-    written = [key.get_secret_value() for key in info.data.get("api_keys", ())]
-    if value.get_secret_value().encode() in [key.secret for key in parse_keys(written)]:
+    if key.encode() in [each.secret for each in info.data.get("api_keys", ())]:
         raise ValueError("expected a key that is none of VIT_API_KEYS: whoever has it decides what is served")
-    return value
+    return SecretStr(key)
 
 
 def _recent_url(value: SecretStr) -> SecretStr:
@@ -161,27 +149,18 @@ def _of_known_home(value: str | None) -> str | None:
     return value
 
 
-def _grpc_port(value: int | None, info: ValidationInfo) -> int | None:
+def _grpc_port(value: int, info: ValidationInfo) -> int:
     if value and value == info.data.get("port"):
         raise ValueError("expected another port than VIT_PORT")
-    if value is not None and not _bounds_pings():
+    # An older one does not bound the memory that callers without a key may take.
+    found = importlib.metadata.version("grpcio").split(".") if _is_installed("grpc") else []
+    if [int(part) for part in found[:2]] < [1, 81]:
         raise ValueError("it needs grpcio 1.81 or newer: pip install 'vitserve[grpc]'")
     return value
 
 
-def _bounds_pings() -> bool:
-    """Return whether a grpcio is installed that bounds the memory which callers without a key may take."""
-    try:
-        major, minor, *_ = importlib.metadata.version("grpcio").split(".")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return (int(major), int(minor)) >= (1, 81)
-
-
 Seconds = Annotated[float, Field(ge=0, le=31_536_000, allow_inf_nan=False)]
-Timeout = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
-CommaSeparated = BeforeValidator(_comma_separated)
 
 
 class ModelSettings(BaseModel):
@@ -211,7 +190,7 @@ class ModelSettings(BaseModel):
     keys: Name | None = Field(
         None, description="TOML file that maps the names of a state dict, and says which copy of a network is served"
     )
-    image_size: Annotated[Size | None, BeforeValidator(_image_size), NoDecode] = Field(
+    image_size: Annotated[Size | None, BeforeValidator(parse_size), NoDecode] = Field(
         None,
         description="`384` or `384x256` (rows x columns); position embeddings are resized. Default: the checkpoint's",
     )
@@ -249,7 +228,6 @@ class Settings(ModelSettings, BaseSettings):
     teach: Name | None = Field(
         None, description="folder of taught heads, made if absent; without it nothing is taught. See docs/teach.md"
     )
-    strict: bool = Field(False, description="whether a broken entry of `models` ends the start, or is logged alone")
     model_name: str | None = Field(
         None,
         min_length=1,
@@ -279,10 +257,8 @@ class Settings(ModelSettings, BaseSettings):
     # Where it listens.
     host: Name = Field("127.0.0.1", description="address to listen on; `0.0.0.0` in the container")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 picks a free port")
-    grpc_port: Annotated[int | None, AfterValidator(_grpc_port)] = Field(
+    grpc_port: Annotated[int, Field(ge=0, le=65535), AfterValidator(_grpc_port)] | None = Field(
         None,
-        ge=0,
-        le=65535,
         description="port of the Open Inference Protocol over gRPC, on the same host; 0 picks a free port. It needs "
         "the extra `grpc`. Default: no gRPC",
     )
@@ -311,7 +287,7 @@ class Settings(ModelSettings, BaseSettings):
         description="images in the service at once, over all workers: received, decoded, queued or computed; more are "
         "refused (503). Default: 256, or two largest batches a stream where that is more",
     )
-    request_timeout: Timeout = Field(
+    request_timeout: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
         10,
         description="seconds from the request's head; an image that is not launched by then is answered 504, an "
         "incomplete body 408",
@@ -331,13 +307,13 @@ class Settings(ModelSettings, BaseSettings):
     )
 
     # Who may ask.
-    api_keys: Annotated[tuple[SecretStr, ...], BeforeValidator(_api_keys), AfterValidator(_distinct_keys), NoDecode] = (
-        Field((), description="comma-separated, each KEY or NAME:KEY; when set, `Authorization: Bearer KEY` is needed")
+    api_keys: Annotated[tuple[ApiKey, ...], BeforeValidator(parse_keys), NoDecode] = Field(
+        (), description="comma-separated, each KEY or NAME:KEY; when set, `Authorization: Bearer KEY` is needed"
     )
     key_max_requests: int = Field(
         0, ge=0, le=1_000_000, description="requests in flight that each key may have, over all workers; 0: no limit"
     )
-    admin_key: Annotated[SecretStr | None, AfterValidator(_admin_key)] = Field(
+    admin_key: Annotated[SecretStr, AfterValidator(_admin_key)] | None = Field(
         None,
         description="key of PUT and DELETE /models/NAME, of DELETE /heads/NAME and of /v2/repository: who has it "
         "decides what is served",
@@ -369,7 +345,7 @@ class Settings(ModelSettings, BaseSettings):
         "balancers look away",
     )
     drain_timeout: Seconds = Field(30, description="seconds after SIGTERM at which the process ends at the latest")
-    cors_origins: Annotated[tuple[str, ...], CommaSeparated, NoDecode] = Field(
+    cors_origins: Annotated[tuple[str, ...], BeforeValidator(_comma_separated), NoDecode] = Field(
         (), description="comma-separated origins that browsers may call from; `*` for any"
     )
     log_format: Literal["text", "json"] = Field("text", description="`json`: one object a line")

@@ -7,6 +7,7 @@ with Client("http://127.0.0.1:8000") as client:
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import random
 import time
@@ -15,7 +16,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import wraps
-from itertools import islice
 from types import MethodType
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 from urllib.parse import quote
@@ -120,40 +120,6 @@ class Retries:
     first_pause: float = 0.25
     clock: Callable[[], float] = time.monotonic
     jitter: Callable[[], float] = random.random
-
-
-class _Attempts:
-    """The tries of one request to the service at `address`."""
-
-    def __init__(self, retries: Retries, address: httpx.URL) -> None:
-        self._retries, self._address = retries, address
-        self._failed = 0
-        self._ends_at = retries.clock() + retries.seconds
-
-    def pause_after(self, error: ClientError | httpx.TransportError, *, answered_before: bool) -> float:
-        """Return the seconds to wait before the next try, never less than `Retry-After` names.
-
-        Args:
-            answered_before: whether the address ever answered. If not, a refused connection is rather a wrong
-                address than a server that starts again.
-
-        Raises:
-            ClientError: there is no next try; `Unreachable` for an error of httpx.
-        """
-        self._failed += 1
-        failure = error if isinstance(error, ClientError) else Unreachable(error, self._address)
-        if not failure.temporary or self._failed >= self._retries.tries:
-            raise failure
-        if isinstance(failure, Unreachable) and failure.never_connected and not answered_before:
-            raise failure
-        pause: float = min(self._retries.first_pause * 2 ** (self._failed - 1), _LONGEST_PAUSE)
-        if failure.retry_after is None:
-            pause *= (1 + self._retries.jitter()) / 2
-        else:
-            pause = failure.retry_after + pause * self._retries.jitter()
-        if self._retries.clock() + pause > self._ends_at:
-            raise failure
-        return pause
 
 
 class _Method(Generic[_Arguments, Answer]):
@@ -349,6 +315,28 @@ class _Service:
         self._answered = True
         return request.read(response)
 
+    def _pause_after(self, error: ClientError | httpx.TransportError, tries: int, ends_at: float) -> float:
+        """Return the seconds to wait after so many tries, never less than `Retry-After` names.
+
+        Raises:
+            ClientError: there is no next try; `Unreachable` for an error of httpx.
+        """
+        retries = self._retries
+        failure = error if isinstance(error, ClientError) else Unreachable(error, self._http.base_url)
+        if not failure.temporary or tries >= retries.tries:
+            raise failure
+        # A connection that is refused where nobody ever answered is rather a wrong address than a server that starts.
+        if isinstance(failure, Unreachable) and failure.never_connected and not self._answered:
+            raise failure
+        pause: float = min(retries.first_pause * 2 ** (tries - 1), _LONGEST_PAUSE)
+        if failure.retry_after is None:
+            pause *= (1 + retries.jitter()) / 2
+        else:
+            pause = failure.retry_after + pause * retries.jitter()
+        if retries.clock() + pause > ends_at:
+            raise failure
+        return pause
+
     def _keep_side(self, described: ModelDescription) -> None:
         self._side = max(described.preprocessing["resize_size"])
         self._side_until = self._retries.clock() + _SIDE_SECONDS
@@ -411,7 +399,7 @@ class Client(_Service):
         pool = ThreadPoolExecutor(concurrency)
         try:
             while True:
-                taken = islice(remaining, 2 * concurrency - len(jobs))
+                taken = itertools.islice(remaining, 2 * concurrency - len(jobs))
                 jobs.extend((image, pool.submit(ask, image)) for image in taken)
                 if not jobs:
                     return
@@ -428,12 +416,12 @@ class Client(_Service):
                 if self._retries.clock() > self._side_until:
                     self._keep_side(self.model())
                 request = request.shrunk(self._side)
-            attempts = _Attempts(self._retries, self._http.base_url)
+            numbers, ends_at = itertools.count(1), self._retries.clock() + self._retries.seconds
             while True:
                 try:
                     return self._read(request, self._http.request(request.method, request.path, **request.options))
                 except (ClientError, httpx.TransportError) as error:
-                    pause = attempts.pause_after(error, answered_before=self._answered)
+                    pause = self._pause_after(error, next(numbers), ends_at)
                 self._sleep(pause)
 
         return send
@@ -485,7 +473,7 @@ class AsyncClient(_Service):
         remaining, tasks = iter(images), deque[tuple[Source, asyncio.Task[Answer]]]()
         try:
             while True:
-                taken = islice(remaining, 2 * concurrency - len(tasks))
+                taken = itertools.islice(remaining, 2 * concurrency - len(tasks))
                 tasks.extend((image, asyncio.create_task(bounded(image))) for image in taken)
                 if not tasks:
                     return
@@ -507,13 +495,13 @@ class AsyncClient(_Service):
                 if self._retries.clock() > self._side_until:
                     self._keep_side(await self.model())
                 request = await asyncio.to_thread(request.shrunk, self._side)
-            attempts = _Attempts(self._retries, self._http.base_url)
+            numbers, ends_at = itertools.count(1), self._retries.clock() + self._retries.seconds
             while True:
                 try:
                     response = await self._http.request(request.method, request.path, **request.options)
                     return self._read(request, response)
                 except (ClientError, httpx.TransportError) as error:
-                    pause = attempts.pause_after(error, answered_before=self._answered)
+                    pause = self._pause_after(error, next(numbers), ends_at)
                 await self._sleep(pause)
 
         return send

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from typing import Annotated, Any, Final, Literal, TypedDict
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, Field, WithJsonSchema
+from pydantic import BaseModel, Field, TypeAdapter, WithJsonSchema
 
 # Pydantic describes a tuple by `prefixItems`, which FastAPI turns into a form that OpenAPI 3.1 does not allow.
 # [rows, columns].
@@ -43,24 +43,15 @@ def ranked(labels: Sequence[str], indices: Iterable[int], scores: Iterable[float
 MAX_SET: Final = 100
 
 
-class SetFields(TypedDict, total=False):
-    """Fields of an answer by a model with a coverage."""
-
-    set: list[str]
-    set_size: int
-    abstained: Literal[True]
-    abstained_by: Literal["coverage", "min_score", "distance"]
-
-
-def set_fields(labels: Sequence[str], indices: Sequence[int] | None) -> SetFields:
+def set_fields(labels: Sequence[str], indices: Sequence[int] | None) -> dict[str, Any]:
     """Return the fields of the set of the classes `indices`; none where the model has no coverage."""
     if indices is None:
         return {}
-    fields: SetFields = {"set_size": len(indices)}
+    fields: dict[str, Any] = {"set_size": len(indices)}
     if len(indices) <= MAX_SET:
         fields["set"] = [labels[index] for index in indices]
     if not indices:
-        fields["abstained"], fields["abstained_by"] = True, "coverage"
+        fields |= {"abstained": True, "abstained_by": "coverage"}
     return fields
 
 
@@ -214,6 +205,12 @@ class AttentionDocument(Kept, _Map):
     """The answer of /attention with `format=json`, or one of several where maps of several classes are asked for."""
 
     method: str
+
+
+# What /attention answers with `format=json`.
+MAPS: TypeAdapter[AttentionDocument | list[AttentionDocument]] = TypeAdapter(
+    AttentionDocument | list[AttentionDocument]
+)
 
 
 class Labels(BaseModel):

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 
 from vitserve.documents import (
     FIELD,
+    MAPS,
     AttentionDocument,
     BatchClassification,
     Classification,
@@ -52,10 +53,6 @@ Answer = TypeVar("Answer")
 
 # Bytes of a file that is worth shrinking.
 _MIN_BYTES = 16_384
-
-_DOCUMENTS: TypeAdapter[AttentionDocument | list[AttentionDocument]] = TypeAdapter(
-    AttentionDocument | list[AttentionDocument]
-)
 
 MODELS = TypeAdapter(list[ListedModel])
 
@@ -191,7 +188,7 @@ def _text(name: str, value: object) -> str | list[str]:
 
 def documents(content: bytes) -> list[AttentionDocument]:
     """Parse one map with its facts, or a list of them."""
-    parsed = _DOCUMENTS.validate_json(content)
+    parsed = MAPS.validate_json(content)
     return parsed if isinstance(parsed, list) else [parsed]
 
 
@@ -212,26 +209,20 @@ def file_bytes(image: ImageSource) -> bytes:
         OSError: the file cannot be read.
         TypeError: this is no picture.
     """
-    if isinstance(image, bytes):
-        return image
+    if isinstance(image, bytes | bytearray | memoryview) or getattr(image, "ndim", 0) == 1:
+        return bytes(cast("bytes", image))
     if isinstance(image, str | os.PathLike):
         return Path(image).read_bytes()
     if hasattr(image, "getexif"):
         return _png(cast("Image.Image", image))
     if hasattr(image, "read") and not isinstance(image, io.TextIOBase):
         return image.read()
-    try:
-        pixels = memoryview(image)  # type: ignore[arg-type]  # numpy's stubs do not say that its arrays are buffers
-    except (TypeError, ValueError):
-        raise TypeError(f"{_EXPECTED}, not {type(image).__name__}") from None
-    shape = pixels.shape or ()
-    if pixels.format == "B" and len(shape) == 1:
-        return pixels.tobytes()  # the bytes of a file
-    if pixels.format != "B" or len(shape) < 2 or shape[2:] not in _ARRAY_MODES:
-        raise TypeError(f"{_EXPECTED}, not {getattr(image, 'dtype', 'an array')} {list(shape)}")
+    shape, kind = tuple(getattr(image, "shape", ())), getattr(image, "dtype", None)
+    if str(kind) != "uint8" or len(shape) < 2 or shape[2:] not in _ARRAY_MODES:
+        raise TypeError(f"{_EXPECTED}, not {f'{kind} {list(shape)}' if kind else type(image).__name__}")
     from PIL import Image  # noqa: PLC0415  programs that send files start quicker
 
-    return _png(Image.frombytes(_ARRAY_MODES[shape[2:]], (shape[1], shape[0]), pixels.tobytes()))
+    return _png(Image.frombytes(_ARRAY_MODES[shape[2:]], (shape[1], shape[0]), image.tobytes()))
 
 
 def _png(image: Image.Image) -> bytes:

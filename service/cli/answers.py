@@ -139,10 +139,10 @@ class LocalAnswers:
         return self._answers(files, [requested], answer)
 
     def maps(
-        self, files: Sequence[Path], classes: Sequence[str], **options: Any
+        self, files: Sequence[Path], classes: Sequence[str], method: str | None
     ) -> Iterator[tuple[Path, SeenMaps | str]]:
-        """Yield each file with its maps; `options` are method, layer and head, as far as they are given."""
-        wanted = parse_maps(self._info.config, self.labels, classes=",".join(classes) or None, **options)
+        """Yield each file with its maps, by default of its best class."""
+        wanted = parse_maps(self._info.config, self.labels, classes=",".join(classes) or None, method=method)
 
         def answer(seen: ModelInput, outputs: list[Outputs]) -> SeenMaps:
             return SeenMaps(seen, [each.map for each in outputs if each.map is not None])

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
@@ -23,21 +22,15 @@ from service.cli.image_files import find_images, handle_answers, writing
 from service.cli.setting_flags import add_setting_flags, settings_from
 from service.settings import Settings
 
-_OPTIONS = ("method", "layer", "head")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `vitserve attention`."""
     parser.add_argument("paths", nargs="+", type=Path, metavar="FILE|FOLDER")
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="OUT", help="a folder; for one picture also a file, OUT.png or OUT.npy"
+        "-o", "--output", type=Path, metavar="OUT", help="a folder; for one picture also a file, OUT.png"
     )
     parser.add_argument("--sheet", type=Path, metavar="FILE", help="all of them small, with labels, in one PNG")
-    parser.add_argument("--npy", action="store_true", help="write the numbers instead of a PNG")
-    parser.add_argument(
-        "--method",
-        help=f"one of {', '.join(METHODS)} (default: {METHODS[0]}; with --layer or --head, cls)",
-    )
+    parser.add_argument("--method", help=f"one of {', '.join(METHODS)} (default: {METHODS[0]})")
     parser.add_argument(
         "--class",
         dest="classes",
@@ -46,74 +39,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CLASS",
         help="label or index to explain, several with commas: maps side by side (default: the best class)",
     )
-    parser.add_argument("--layer", type=int, help="of method cls; negatives count from the end (default: the last)")
-    parser.add_argument("--head", help="of method cls: mean, max, or a head's number (default: mean)")
     parser.add_argument("--side-by-side", action="store_true", help="the picture beside its map")
     add_setting_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the maps of everything that is named, and return 1 if any file has none; the others have theirs."""
-    _check(arguments)
     files = find_images(arguments.paths)
-    target_of, settings = _targets(arguments, files), settings_from(arguments)
+    targets, settings = _targets(arguments, files), settings_from(arguments)
     source = LocalAnswers(arguments)
     sheet: ContactSheet | None = None
 
     def write(file: Path, answer: SeenMaps) -> None:
         nonlocal sheet
         description = "; ".join(_described(each, source.labels) for each in answer.maps)
-        if arguments.sheet is not None or not arguments.npy:
-            drawing = _draw(arguments, settings, source.labels, file, answer)
-        target = target_of(file)
-        if target is not None and arguments.npy:
-            values = np.stack([each.values for each in answer.maps])
-            with writing(target), target.open("wb") as out:
-                np.save(out, values if len(values) > 1 else values[0], allow_pickle=False)
-        elif target is not None:
+        drawing, target = _draw(arguments, settings, source.labels, file, answer), targets.get(file)
+        if target is not None:
             _save(drawing, target)
         if arguments.sheet is not None:
             sheet = sheet or ContactSheet(len(files), drawing.size)
             sheet.add(drawing, file.name, description)
         tqdm.write(f"{target or file}: {description}", file=sys.stdout)
 
-    given = {name: value for name in _OPTIONS if (value := getattr(arguments, name)) is not None}
-    code = handle_answers(source.maps(files, arguments.classes, **given), len(files), write, "map")
+    code = handle_answers(source.maps(files, arguments.classes, arguments.method), len(files), write, "map")
     if sheet is not None:
         _save(sheet.image, arguments.sheet)
     return code
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    if arguments.output is None and arguments.sheet is None:
+def _targets(arguments: argparse.Namespace, files: Sequence[Path]) -> dict[Path, Path]:
+    """Return what is written for each file beside a sheet: a new file of a folder, or the only one."""
+    folder = arguments.output
+    if folder is None and arguments.sheet is None:
         raise InputError("output", "say where to write: -o, --sheet or both")
     if arguments.sheet is not None:
-        _require_place(arguments.sheet, ".png")
-    arguments.npy = arguments.npy or (arguments.output is not None and arguments.output.suffix == ".npy")
-
-
-def _targets(arguments: argparse.Namespace, files: Sequence[Path]) -> Callable[[Path], Path | None]:
-    """Return the function that names what is written for each file: a new file of a folder, or the only one."""
-    folder, suffix = arguments.output, ".npy" if arguments.npy else ".png"
+        _require_place(arguments.sheet)
     if folder is None:
-        return lambda _: None
+        return {}
     if files == arguments.paths and len(files) == 1 and folder.suffix and not folder.is_dir():
-        _require_place(folder, suffix)
-        return lambda _: folder
+        _require_place(folder)
+        return {files[0]: folder}
     with writing(folder):
         folder.mkdir(exist_ok=True)
-    taken: set[Path] = set()
-
-    def name_of(picture: Path) -> Path:
+    pictures: dict[Path, Path] = {}
+    for picture in files:
         # `.heat` keeps a map from taking its picture's place where both are in one folder; -2, -3, ... follow the names
         # of pictures that are called alike, in several folders.
         numbers = ("" if number == 1 else f"-{number}" for number in itertools.count(1))
-        names = (folder / f"{picture.stem}{number}.heat{suffix}" for number in numbers)
-        target: Path = next(name for name in names if name not in taken)
-        taken.add(target)
-        return target
-
-    return name_of
+        names = (folder / f"{picture.stem}{number}.heat.png" for number in numbers)
+        pictures[next(name for name in names if name not in pictures)] = picture
+    return {picture: name for name, picture in pictures.items()}
 
 
 def _draw(
@@ -131,18 +106,16 @@ def _draw(
 def _described(found: AttentionMap, labels: Sequence[str]) -> str:
     """Return the class of a map with its score and evidence, where it has one, and its method."""
     request = found.request
-    options = {name: getattr(request, name) for name in ("layer", "head")}
-    method = ", ".join([request.method, *(f"{name} {value}" for name, value in options.items() if value is not None)])
     if request.class_index is None:
-        return method
-    return f"{labels[request.class_index]} ({found.score:.1%}), {method}, evidence {found.evidence:.2f}"
+        return request.method
+    return f"{labels[request.class_index]} ({found.score:.1%}), {request.method}, evidence {found.evidence:.2f}"
 
 
-def _require_place(file: Path, suffix: str) -> None:
+def _require_place(file: Path) -> None:
     if file.is_dir() or not file.parent.is_dir():
         raise InputError("output", f"{file}: not a file in a folder that exists")
-    if file.suffix.lower() != suffix:
-        raise InputError("output", f"{file}: expected a name that ends in {suffix}, which is what is written")
+    if file.suffix.lower() != ".png":
+        raise InputError("output", f"{file}: expected a name that ends in .png, which is what is written")
 
 
 def _save(drawing: Image.Image, target: Path) -> None:

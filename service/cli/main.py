@@ -13,12 +13,12 @@ import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
 from model.errors import VitError
 from service.errors import ServiceError
+from vitserve import __version__
 
 # Each subcommand, which is a module of `service.cli`, and its line in `vitserve --help`.
 COMMANDS = {
@@ -37,16 +37,10 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand, and return the exit code: 0, or 1 after an error that one line explains."""
-    open_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     # `vitserve --port 9000` is `vitserve serve --port 9000`.
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help", "--version")):
         arguments.insert(0, "serve")
-    if arguments[0] == "--version":
-        import vitserve  # noqa: PLC0415  `--help` is quicker without
-
-        print(f"vitserve {vitserve.__version__}")  # noqa: T201
-        return 0
     parser, chosen = _parser(arguments[0])
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -71,18 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def open_standard_streams() -> None:
-    """Let a standard stream that is closed lead nowhere.
-
-    Else the next socket would get its number: libraries would write to it, and libuv aborts when it is closed.
-    """
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest that is free
-        os.set_inheritable(descriptor, True)
-    os.close(descriptor)
-    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
-    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End with one line; the usage of all options would hide it."""
@@ -92,7 +74,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser(chosen: str) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     """Return a parser that knows the name of every subcommand, and that of the flags of the chosen one."""
     parser = _Parser(prog="vitserve", description="Serves a Vision Transformer over HTTP.")
-    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser.add_argument("--version", action="version", version=f"vitserve {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND")
     of_chosen: argparse.ArgumentParser = parser
     for name, summary in COMMANDS.items():
@@ -105,7 +87,3 @@ def _parser(chosen: str) -> tuple[argparse.ArgumentParser, argparse.ArgumentPars
 
 def _command(name: str) -> ModuleType:
     return importlib.import_module(f"service.cli.{name}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

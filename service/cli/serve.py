@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import errno
 import gc
-import ipaddress
 import logging
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from service.cli.setting_flags import add_setting_flags, settings_from
@@ -18,7 +19,6 @@ from service.errors import SettingsError
 from service.lifecycle import NEW_OBJECTS, exit_now
 from service.observe import logs
 from service.settings import Settings, exports_spans, unknown_variables
-from service.web.grpc.port import grpc_port_kept
 
 logger = logging.getLogger("vitserve")
 
@@ -35,11 +35,15 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     logs.configure(settings.log_format, settings.log_level)
     for line in unknown_variables():
         logger.warning("%s", line)
-    if not settings.api_keys and not _is_local(settings.host):
+    if not settings.api_keys and settings.host not in ("127.0.0.1", "::1", "localhost"):
         logger.warning("VIT_HOST=%s without VIT_API_KEYS: whoever reaches this service may use it", settings.host)
     exports_spans()  # a wrong variable ends the start
     _check_address(settings)
-    first = settings if settings.models is None else _default_settings(settings)
+    first = settings
+    if settings.models is not None:
+        from service.models.models import default_settings  # noqa: PLC0415  beside the first load without a folder
+
+        first = default_settings(settings)  # a wrong folder ends the start
     logger.info("loading %s", settings.models or settings.checkpoint)
     with grpc_port_kept(settings) as settings:
         if settings.one_process and not uses_gpu(settings):
@@ -54,27 +58,12 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         exit_now(run_cluster(settings, load_lean))
 
 
-def _default_settings(settings: Settings) -> Settings:
-    """Return the settings with those of the default model; a wrong folder ends the start."""
-    from service.models.models import default_settings  # noqa: PLC0415  beside the first load, where there is one model
-
-    return default_settings(settings)
-
-
-def _is_local(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
-        return host == "localhost"
-
-
 def _check_address(settings: Settings) -> None:
     """End with one line if an address cannot be had, before a model is loaded for nothing."""
     for name, port in (("port", settings.port), ("grpc_port", settings.grpc_port)):
         if port is None:
             continue
-        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
+        with socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((settings.host, port))
@@ -82,3 +71,24 @@ def _check_address(settings: Settings) -> None:
                 flag = f"--{name.replace('_', '-')} (VIT_{name.upper()})"
                 other = f"; {flag} chooses another" if error.errno in (errno.EADDRINUSE, errno.EACCES) else ""
                 sys.exit(f"vitserve: cannot listen on {settings.host}:{port}: {error.strerror or error}{other}")
+
+
+@contextmanager
+def grpc_port_kept(settings: Settings) -> Iterator[Settings]:
+    """Return the settings with the port of gRPC, if it is served, and keep the port for this service's workers.
+
+    grpcio opens its listeners itself, in each worker. So a socket that takes no callers holds the port before and
+    between them (SO_REUSEPORT). Raises `OSError` if the port is not available.
+    """
+    if settings.grpc_port is None:
+        yield settings
+        return
+    with socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET, socket.SOCK_STREAM) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        address = settings.host, settings.grpc_port
+        try:
+            holder.bind(address)
+        except OSError:  # perhaps connections of another program have just ended there
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind(address)
+        yield settings.model_copy(update={"grpc_port": holder.getsockname()[1]})

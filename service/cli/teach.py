@@ -18,13 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `vitserve teach`."""
     parser.add_argument("name", metavar="NAME", help="of the head, which is then a model of this name")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="one folder of pictures for each label")
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE.safetensors",
-        help="without --url: where the head is written (default: NAME.safetensors); a folder of --models takes it",
-    )
     add_server_flags(parser)
     add_setting_flags(parser)
 
@@ -34,9 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     So it does if there is no head then, or none that is fitted to all of them yet.
     """
-    name, output = check_name(arguments.name), arguments.output or Path(f"{arguments.name}.safetensors")
-    if arguments.output is not None and arguments.url is not None:
-        raise InputError("output", "--output: does not apply with --url: the server keeps the head")
+    name, output = check_name(arguments.name), Path(f"{arguments.name}.safetensors")
     labels = _labelled(arguments.folder)
     with answers_from(arguments) as source:
         answers = source.teach(name, labels)

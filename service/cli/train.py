@@ -11,14 +11,7 @@ from typing import Any
 from model.errors import TrainingError
 from service.cli.setting_flags import serve_command
 from service.observe import logs
-from service.settings import ENV_PREFIX
-
-
-def _size(text: str) -> tuple[int, int]:
-    """Parse `224`, or `224x160` (rows x columns)."""
-    rows, _, columns = text.lower().partition("x")
-    return int(rows), int(columns or rows)
-
+from service.settings import ENV_PREFIX, parse_size
 
 # Each flag (a field of the recipe, with dashes): the name of its value, and its help.
 OVERRIDES = {
@@ -66,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (metavar, text) in OVERRIDES.items():
         recipe.add_argument(f"--{name}", metavar=metavar, help=text)
     recipe.add_argument(
-        "--image-size", type=_size, metavar="N|RxC", help="pixels of the model's input; positions are interpolated"
+        "--image-size", type=parse_size, metavar="N|RxC", help="pixels of the model's input; positions are interpolated"
     )
     recipe.add_argument(
         "--set",

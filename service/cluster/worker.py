@@ -74,9 +74,9 @@ def run_web(
             engine = model.current.engine
             if engine.info is not None and engine.ready and logged.get(name) != model.current.number:
                 logged[name] = model.current.number
-                if model is models.default:
+                if model is models.default:  # for each of many models it would hold the heartbeat back for too long
                     child.link.send(Report(SERVING))
-                freeze_objects()
+                    freeze_objects()
                 if is_first:
                     log_model(engine.status, engine.info)
 

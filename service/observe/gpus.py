@@ -71,14 +71,10 @@ class GpuReader:
         """Read every gauge of a GPU again and again; the thread ends where nothing can be read."""
         try:
             nvml = importlib.import_module("pynvml")
-        except ImportError:
-            logger.warning("no GPU metrics: install the extra `gpu` (nvidia-ml-py)")
-            return
-        try:
             nvml.nvmlInit()
             gpu = _handle(nvml, uuid)
-        except nvml.NVMLError as error:
-            logger.warning("no GPU metrics: %s", error)
+        except Exception as error:  # noqa: BLE001  `NVMLError`, whose module may be what is missing
+            logger.warning("no GPU metrics, for which the extra `gpu` is needed: %s", error)
             return
         while True:
             values: dict[str, float] = {}

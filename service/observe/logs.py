@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import logging
 import sys
@@ -11,8 +9,6 @@ import time
 from collections.abc import Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
-
-from PIL import Image
 
 trace_ids: ContextVar[Mapping[str, str]] = ContextVar("trace_ids", default=MappingProxyType({}))
 """The ids of the span of the current request, by OpenTelemetry's names; empty without a span."""
@@ -48,19 +44,6 @@ def configure(log_format: str, level: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # What is wrong with a form is in the answer, and in our line about the request.
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
-    _silence_libtiff()
     # Their messages at start-up repeat ours.
     for name in ("uvicorn", "uvicorn.error", "httpx", "httpcore"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))
-
-
-def _silence_libtiff() -> None:
-    """Let libtiff print nothing, where Pillow links it dynamically, as its wheels and distributions do.
-
-    It would write what is wrong with a file to standard error, between our lines; the answer says that already.
-    """
-    core = Image.core  # type: ignore[attr-defined]  # it is not in its stubs
-    libraries = ctypes.CDLL(core.__file__)  # a name is looked up in what the extension is linked to, too
-    for name in ("TIFFSetErrorHandler", "TIFFSetWarningHandler"):
-        with contextlib.suppress(AttributeError):
-            getattr(libraries, name)(None)

@@ -41,9 +41,6 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 stage_recorder: ContextVar[Callable[[str, float, int | None], None] | None] = ContextVar("stage_recorder", default=None)
 """Adds a stage, its seconds and the size of its batch to the span of the current request; None without a span."""
 
-stage_seconds: ContextVar[dict[str, float] | None] = ContextVar("stage_seconds", default=None)
-"""Seconds of each stage of the current request, summed over its images, for its line in the log."""
-
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _SCORES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
@@ -51,6 +48,8 @@ _SCORES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
 
 _OF_MODELS = frozenset({"vit_images", "vit_top1_score"})
 """Families whose samples have the name of a model."""
+
+_MODEL = ["model", "architecture", "device", "dtype", "version", "checkpoint", "content"]
 
 _Row = tuple[str, str, list[str], Mapping[tuple[str, ...], float]]
 """Name of a metric, description, names of labels, and values by these labels' values."""
@@ -120,7 +119,13 @@ class Metrics(Collector):
             "vit_batch_size", "Images in a batch, without padding", ["device"], buckets=_BATCH_SIZES
         )
         self.batch_padding = counter("vit_batch_padding_total", "Rows launched beside images", ["device"])
-        self._batches = lru_cache(maxsize=64)(self._series_of_batches)
+        self._batches = lru_cache(maxsize=64)(
+            lambda device, release: (
+                self.batches.labels(device, release),
+                self.batch_size.labels(device),
+                self.batch_padding.labels(device),
+            )
+        )
         self.inflight = gauge("vit_inflight_requests", "Requests being handled")
         self.admitted = gauge("vit_admitted_images", "Images in the service, of all stages")
         self.admitted_limit = gauge("vit_admitted_images_limit", "Images that the service admits at once")
@@ -135,24 +140,18 @@ class Metrics(Collector):
             "vit_top1_score", "Score of the first class of each answer", ["model"], buckets=_SCORES
         )
         # A child is looked up under a lock.
-        self._of_model = lru_cache(maxsize=256)(self._series_of_model)
+        self._of_model = lru_cache(maxsize=256)(lambda name: (self._images.labels(name), self._top1_score.labels(name)))
         self.abstained = counter(
             "vit_abstained_total",
             "Pictures for which no label fits, of a model with a VIT_COVERAGE, or of a taught head",
         )
 
     def observe_stage(self, stage: str, seconds: float, batch_size: int | None = None) -> None:
-        """Measure a stage of one image, or of one body, that has just ended, for the request's span and log, too."""
+        """Measure a stage of one image, or of one body, that has just ended, for the request's span, too."""
         self.stages[stage].observe(seconds)
-        times = stage_seconds.get()
-        if times is not None:
-            times[stage] = times.get(stage, 0.0) + seconds
         record = stage_recorder.get()
         if record is not None:
             record(stage, seconds, batch_size)
-
-    def _series_of_model(self, name: str) -> tuple[Counter, Histogram]:
-        return self._images.labels(name), self._top1_score.labels(name)
 
     def count_image(self, model: str, outputs: Outputs | None = None) -> None:
         """Count a picture that a model answered, and what the answer says of its classes, where it is of these."""
@@ -185,9 +184,6 @@ class Metrics(Collector):
         batches.inc()
         size.observe(report.size)
         padding.inc(report.padding)
-
-    def _series_of_batches(self, device: str, release: Release) -> tuple[Counter, Histogram, Counter]:
-        return self.batches.labels(device, release), self.batch_size.labels(device), self.batch_padding.labels(device)
 
     async def gather(self) -> bytes:
         """Return the answer of `GET /metrics`; a subclass may ask other replicas for theirs."""
@@ -230,43 +226,64 @@ class _StateCollector(Collector):
         engines: dict[tuple[str, ...], EngineStatus] = {(status.device,): status for status in reversed(statuses)}
         pictures, size, evicted = self.sources.recent()
         served, refused, successful = self.sources.reloads()
-        model = ["model", "architecture", "device", "dtype", "version", "checkpoint", "content"]
-        loaded: dict[tuple[str, ...], float] = {}
-        for (_, _, on, *_), at in self.models.items():
-            loaded[on,] = max(at, loaded.get((on,), 0.0))
-        up = {device: float(status.state == "ready") for device, status in engines.items()}
-        depth: dict[tuple[str, ...], float] = {
-            (on,): sum(each.queue_depth for each in statuses if each.device == on) for (on,) in engines
-        }
         results = self.sources.results()
-        evictions: dict[tuple[str, ...], float] = {(): results.get("evicted", 0)}
-        loads: dict[tuple[str, ...], float] = {(name,): results.get(name, 0) for name in ("loaded", "failed")}
-        backbones: dict[tuple[str, ...], float] = {(name,): size for name, size in self.sources.backbones().items()}
-        restarts = {device: status.restarts for device, status in engines.items()}
-        reloads: dict[tuple[str, ...], float] = {("served",): served, ("refused",): refused}
-        last = "0 when the last checkpoint that was to take over was refused, else 1"
         gauges: list[_Row] = [
+            ("vit_model_info", "Always 1; the labels tell what is served", _MODEL, dict.fromkeys(self.models, 1.0)),
             (
-                "vit_model_info",
-                "Always 1; the labels tell what is served",
-                model,
-                dict.fromkeys(self.models, 1.0),
+                "vit_model_loaded_timestamp_seconds",
+                "When the model was loaded",
+                ["device"],
+                {(labels[2],): at for labels, at in sorted(self.models.items(), key=lambda item: item[1])},
             ),
-            ("vit_model_loaded_timestamp_seconds", "When the model was loaded", ["device"], loaded),
-            ("vit_engine_up", "1 when the engine answers", ["device"], up),
-            ("vit_queue_depth", "Images waiting for a batch", ["device"], depth),
+            (
+                "vit_engine_up",
+                "1 when the engine answers",
+                ["device"],
+                {device: float(status.state == "ready") for device, status in engines.items()},
+            ),
+            (
+                "vit_queue_depth",
+                "Images waiting for a batch",
+                ["device"],
+                {(on,): sum(each.queue_depth for each in statuses if each.device == on) for (on,) in engines},
+            ),
             ("vit_recent_images", "Pictures kept for GET /attention", [], {(): pictures}),
             ("vit_recent_bytes", "Memory of the kept pictures", [], {(): size}),
-            ("vit_last_reload_successful", last, [], {(): float(successful)}),
-            ("vit_backbone_bytes", "Measured memory of each backbone that is loaded", ["backbone"], backbones),
+            (
+                "vit_last_reload_successful",
+                "0 when the last checkpoint that was to take over was refused, else 1",
+                [],
+                {(): float(successful)},
+            ),
+            (
+                "vit_backbone_bytes",
+                "Measured memory of each backbone that is loaded",
+                ["backbone"],
+                {(name,): size for name, size in self.sources.backbones().items()},
+            ),
             *((name, GAUGES[name], ["gpu"], samples) for name, samples in self.gpus.samples().items()),
         ]
         counters: list[_Row] = [
-            ("vit_engine_restarts_total", "Engines started again after a failure", ["device"], restarts),
+            (
+                "vit_engine_restarts_total",
+                "Engines started again after a failure",
+                ["device"],
+                {device: status.restarts for device, status in engines.items()},
+            ),
             ("vit_recent_evicted_total", "Pictures pushed out before their time was over", [], {(): evicted}),
-            ("vit_reloads_total", "Checkpoints that were to be swapped", ["outcome"], reloads),
-            ("vit_model_loads_total", "Models that were to be loaded, by how it ended", ["result"], loads),
-            ("vit_model_evictions_total", "Backbones unloaded for others", [], evictions),
+            (
+                "vit_reloads_total",
+                "Checkpoints that were to be swapped",
+                ["outcome"],
+                {("served",): served, ("refused",): refused},
+            ),
+            (
+                "vit_model_loads_total",
+                "Models that were to be loaded, by how it ended",
+                ["result"],
+                {(name,): results.get(name, 0) for name in ("loaded", "failed")},
+            ),
+            ("vit_model_evictions_total", "Backbones unloaded for others", [], {(): results.get("evicted", 0)}),
         ]
         for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, text, labels, samples in rows:

@@ -55,7 +55,11 @@ class Tracing:
     def __init__(self, processor: SpanProcessor | None = None) -> None:
         set_global_response_propagator(TraceResponsePropagator())  # type: ignore[no-untyped-call]
         os.environ.setdefault("OTEL_SEMCONV_STABILITY_OPT_IN", "http")  # the stable names of attributes
-        own = {"service.name": "vitserve", "service.version": __version__, "process.pid": os.getpid()}
+        own: dict[str, str | int] = {
+            "service.name": "vitserve",
+            "service.version": __version__,
+            "process.pid": os.getpid(),
+        }
         try:
             resource = Resource.create(own).merge(OTELResourceDetector().detect())
             self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from starlette.datastructures import Headers
@@ -31,62 +32,46 @@ def holds_admin_key(authorization: str, settings: Settings) -> bool:
     return expected is not None and hmac.compare_digest(given, expected.get_secret_value().encode())
 
 
-class KeyLimiter:
-    """Counts the requests in flight of each key, at most `limit` each; 0 is no limit. Belongs to one event loop."""
-
-    def __init__(self, keys: int, limit: int) -> None:
-        self._limit = limit
-        self._in_flight = [0] * keys
-
-    def acquire(self, key: int) -> None:
-        """Count one request more; raises `TooManyRequests` when the key has as many as it may."""
-        if self._limit and self._in_flight[key] >= self._limit:
-            raise TooManyRequests(f"this key has {self._limit} requests in flight already, and may have no more")
-        self._in_flight[key] += 1
-
-    def release(self, key: int) -> None:
-        """Count one request less."""
-        self._in_flight[key] -= 1
-
-
 class KeyGuard:
-    """Identifies the key of a request, and counts the requests that each key has in flight."""
+    """Identifies the key of a request, and counts the requests in flight of each key; belongs to one event loop.
 
-    def __init__(self, keys: Sequence[ApiKey], limiter: KeyLimiter, metrics: Metrics) -> None:
+    Args:
+        most: requests in flight that each key may have; 0 is no limit.
+    """
+
+    def __init__(self, keys: Collection[ApiKey], most: int, metrics: Metrics) -> None:
         self._keys = keys
-        self._limiter = limiter
+        self._most = most
         self._metrics = metrics
+        self._in_flight: Counter[ApiKey] = Counter()
 
-    def find(self, authorization: str) -> int | None:
-        """Return the number of the key in an `Authorization` header, None without keys; raises `Unauthorized`."""
+    def find(self, authorization: str) -> ApiKey | None:
+        """Return the key in an `Authorization` header, None without keys; raises `Unauthorized`."""
         if not self._keys:
             return None
         offered = bearer_token(authorization)
         # Every key is compared, each in constant time, so that timing tells neither which nor how much matched.
-        matches = [hmac.compare_digest(offered or b"", key.secret) for key in self._keys]
+        matching = [key for key in self._keys if hmac.compare_digest(offered or b"", key.secret)]
         if not offered:
             raise Unauthorized("an API key is needed: Authorization: Bearer KEY")
-        if not any(matches):
+        if not matching:
             raise Unauthorized("the API key is wrong: it is none of the service's")
-        return matches.index(True)
-
-    def name(self, key: int) -> str:
-        """Return the name of a key."""
-        return self._keys[key].name
-
-    def owner(self, key: int) -> str:
-        """Return what heads keep of a key."""
-        return self._keys[key].owner
+        return matching[0]
 
     @contextmanager
-    def request(self, key: int) -> Iterator[None]:
-        """Count one request of a key while it is handled; raises `TooManyRequests`."""
-        self._limiter.acquire(key)
+    def request(self, key: ApiKey | None) -> Iterator[None]:
+        """Count one request of a key while it is handled; raises `TooManyRequests` if it has as many as it may."""
+        if key is None:
+            yield
+            return
+        if self._most and self._in_flight[key] >= self._most:
+            raise TooManyRequests(f"this key has {self._most} requests in flight already, and may have no more")
+        self._in_flight[key] += 1
         try:
-            with self._metrics.key_inflight.labels(self.name(key)).track_inprogress():
+            with self._metrics.key_inflight.labels(key.name).track_inprogress():
                 yield
         finally:
-            self._limiter.release(key)
+            self._in_flight[key] -= 1
 
 
 class ApiKeyMiddleware:
@@ -103,7 +88,7 @@ class ApiKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection; raises `Unauthorized` or `TooManyRequests`."""
-        counted: AbstractContextManager[None] = nullcontext()
+        counted = None
         is_http = scope["type"] == "http"
         if is_http and not (scope["path"] in self._public or needs_admin_key(scope["method"], scope["path"])):
             authorization = Headers(scope=scope).get("authorization", "")
@@ -111,10 +96,9 @@ class ApiKeyMiddleware:
             key = None if is_admin else self._guard.find(authorization)
             if key is not None:
                 context = request_context(scope)
-                context.key_name, context.key_owner = self._guard.name(key), self._guard.owner(key)
-                if scope["path"] not in PROBES:
-                    counted = self._guard.request(key)
-        with counted:
+                context.key_name, context.key_owner = key.name, key.owner
+                counted = None if scope["path"] in PROBES else key
+        with self._guard.request(counted):
             await self._app(scope, receive, send)
 
 

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -22,33 +21,20 @@ from service.engine.messages import EngineStatus, ModelInfo
 from service.lifecycle import Lifecycle
 from service.models.models import Models
 from service.observe.metrics import Metrics, Sources
-from service.settings import MEMORY, Settings, exports_spans, parse_keys
+from service.settings import MEMORY, Settings, exports_spans
 from service.teach.examples import Examples
 from service.teach.heads import TaughtHeads
 from service.web import problems
 from service.web.admission import RECEIVING_BYTES, Limiter, Receiving, RefusalPace
-from service.web.api_keys import ApiKeyMiddleware, KeyGuard, KeyLimiter
+from service.web.api_keys import ApiKeyMiddleware, KeyGuard
 from service.web.decoders import Decoders
 from service.web.image_stores import ImageStore, MemoryImageStore, RedisImageStore
 from service.web.middleware import PROBES, ProblemMiddleware, RequestContextMiddleware
 from service.web.request import Lanes, Service
-from service.web.routes import (
-    attention,
-    classify,
-    embed,
-    heads,
-    inference_protocol,
-    operations,
-    pages,
-)
-from service.web.routes import (
-    models as models_routes,
-)
+from service.web.routes import attention, classify, embed, heads, inference_protocol, operations, pages
+from service.web.routes import models as models_routes
 from service.web.routes.endpoint import Application, Endpoint, no_such_path
 from vitserve import __version__
-
-if TYPE_CHECKING:
-    from service.observe.spans import Tracing
 
 logger = logging.getLogger("vitserve")
 
@@ -117,7 +103,17 @@ def create_app(
         TaughtHeads(taught, folder, models),
         clock,
     )
-    metrics.watch(_sources(service))
+    metrics.watch(
+        Sources(
+            statuses=models.statuses,
+            recent=images.usage,
+            places=lambda: (service.limiter.in_use, service.limiter.capacity),
+            reloads=lambda: models.loads,
+            names=lambda: {each.name for each in models.describe()},
+            results=models.tally,
+            backbones=models.backbones,
+        )
+    )
     for code in problems.CODES:
         metrics.rejected.labels(code)  # a rate needs a series that stands at 0 before the first refusal
     app = Application(
@@ -130,29 +126,18 @@ def create_app(
     )
     app.set_routes([route for router in _ROUTERS for route in router.routes])
     app.router.default = no_such_path
-    keys = parse_keys(key.get_secret_value() for key in settings.api_keys)
     app.state.service = service
-    app.state.keys_required = bool(keys)
+    app.state.keys_required = bool(settings.api_keys)
     app.state.public = _PUBLIC | {"/metrics"} if settings.metrics_public else _PUBLIC
-    app.state.guard = KeyGuard(keys, KeyLimiter(len(keys), settings.key_max_requests), metrics)
+    app.state.guard = KeyGuard(settings.api_keys, settings.key_max_requests, metrics)
     app.state.on_engine_change = partial(_publish_model, service, on_engine_change)
-    app.state.tracing = _tracing()
+    app.state.tracing = None
+    if exports_spans():
+        from service.observe.spans import Tracing  # noqa: PLC0415  it needs the extra `otel`
+
+        app.state.tracing = Tracing()
     app.state.outermost = outermost = _surrounded(app, service)
     return outermost
-
-
-def _sources(service: Service) -> Sources:
-    """Return what metrics read at every scrape."""
-    models, limiter = service.models, service.limiter
-    return Sources(
-        statuses=models.statuses,
-        recent=service.images.usage,
-        places=lambda: (limiter.in_use, limiter.capacity),
-        reloads=lambda: models.loads,
-        names=lambda: {each.name for each in models.describe()},
-        results=models.tally,
-        backbones=models.backbones,
-    )
 
 
 def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
@@ -174,15 +159,6 @@ def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
     return RequestContextMiddleware(layers, metrics, endpoints, service.lifecycle, clock=service.clock)
 
 
-def _tracing() -> Tracing | None:
-    """Return what makes spans, if they are exported."""
-    if not exports_spans():
-        return None
-    from service.observe.spans import Tracing  # noqa: PLC0415  it needs the extra `otel`
-
-    return Tracing()
-
-
 def _publish_model(service: Service, on_engine_change: Callable[[], None]) -> None:
     """Publish which models the engines have, and tell their owner of the change."""
     served = [replica for model in service.models.served.values() for replica in model.current.engine.engines]
@@ -199,7 +175,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     service.models.start(state.on_engine_change)
     async with AsyncExitStack() as beside:
         if service.settings.grpc_port is not None:
-            from service.web.grpc.server import serving  # noqa: PLC0415  it needs the extra `grpc`
+            from service.web.grpc.calls import serving  # noqa: PLC0415  it needs the extra `grpc`
 
             grpc = serving(service, state.guard, state.outermost.count, service.settings.grpc_port)
             await beside.enter_async_context(grpc)

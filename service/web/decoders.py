@@ -79,6 +79,7 @@ class _Decoder:
                 [sys.executable, "-P", "-m", "model.images.decoder_process", json.dumps(bounds)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # libtiff prints there what is wrong with a file
                 cwd="/",
                 # Each thread of these libraries takes address space, which is what memory is limited by.
                 env={"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", **kept},

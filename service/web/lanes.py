@@ -26,7 +26,7 @@ from itertools import count
 from typing import Any, Final, Generic, Self, TypeVar
 
 from service.errors import DeadlineExceeded, QueueFull
-from service.priority import lower_priority
+from service.lifecycle import lower_priority
 
 T = TypeVar("T")
 

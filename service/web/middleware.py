@@ -15,8 +15,12 @@ import logging
 import random
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,10 +28,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.errors import ClientDisconnected, EngineUnavailable, QueueFull, ServiceError, Unauthorized
 from service.http import Header, connection_of
 from service.lifecycle import Lifecycle
-from service.observe.metrics import Metrics, stage_seconds
+from service.observe.metrics import Metrics
 from service.web import problems
 from service.web.admission import RefusalPace
-from service.web.request_log import Answered, RequestLog
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +46,11 @@ _CONTEXT = "vit.context"
 _UNPARSED = "unparsed"
 """Endpoint under which is counted what never became a request."""
 
-HOLD_SECONDS = 0.5
-"""Time after which `EngineUnavailable` is answered."""
+LINES_A_SECOND = 10
+"""Refusals that have a line of their own in each second."""
+
+_MAX_PATH = 200
+"""Characters of a request's path in its line."""
 
 
 def request_id_from(given: str) -> str:
@@ -59,30 +65,20 @@ def request_context(scope: Scope) -> RequestContext:
     return context
 
 
-async def hold_back(error: Exception) -> None:
-    """Wait before `EngineUnavailable` is answered; other errors are answered at once.
-
-    Callers that try again at once would take the processors from the engine that is starting.
-    """
-    if isinstance(error, EngineUnavailable):
-        await asyncio.sleep(HOLD_SECONDS)
-
-
 class RequestContext:
     """The context of one request.
 
     Attributes:
         started: monotonic seconds at which its head had been read.
+        client: address of the caller, None if it is not known.
         status: of the answer; None until it starts.
         endpoint: path of the route that answers, None until it is known.
         key_name, key_owner: of the API key, None without a key.
         code: of the problem that answers it, None without a problem.
-        refusal: the same if it is refused because there is no room, else None.
         model: name of the model that it is for, None until it is known.
-        stages: seconds of each, see `service.observe.metrics.stage_seconds`.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, lifecycle: Lifecycle, started: float) -> None:
+    def __init__(self, scope: Scope, send: Send, lifecycle: Lifecycle, started: float) -> None:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         self.request_id = request_id_from(given.decode("latin-1"))
         self.started = started
@@ -91,27 +87,10 @@ class RequestContext:
         self.key_name: str | None = None
         self.key_owner: str | None = None
         self.code: str | None = None
-        self.refusal: str | None = None
         self.model: str | None = None
-        self.stages: dict[str, float] = {}
-        self._client = scope.get("client")
-        self._received = self._sent = 0
-        self._receive = receive
+        self.client: str | None = (scope.get("client") or (None,))[0]
         self._send = send
         self._lifecycle = lifecycle
-
-    def details(self) -> dict[str, object]:
-        """Return what a log line in JSON has beside `Answered`; what is not known is left out."""
-        known = {"client": self._client and self._client[0], "model": self.model, "code": self.code}
-        times = {f"{stage}_ms": round(1000 * seconds, 1) for stage, seconds in self.stages.items()}
-        counts = {"bytes_in": self._received, "bytes_out": self._sent}
-        return {name: value for name, value in known.items() if value is not None} | counts | times
-
-    async def receive(self) -> Message:
-        """Return the next message of the request."""
-        message = await self._receive()
-        self._received += len(message.get("body", b""))
-        return message
 
     async def send(self, message: Message) -> None:
         """Send a message of the answer, with the headers that every answer has."""
@@ -121,8 +100,84 @@ class RequestContext:
             if self._lifecycle.is_ending:
                 headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}
-        self._sent += len(message.get("body", b""))
         await self._send(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A request that was answered, over HTTP or gRPC, with its status of HTTP and the seconds from its head on.
+
+    The last three stand in JSON alone, as far as they are known: the caller's address, model, and problem code.
+    """
+
+    method: str
+    path: str
+    status: int
+    seconds: float
+    request_id: str
+    key_name: str | None = None
+    client: str | None = None
+    model: str | None = None
+    code: str | None = None
+
+
+class RequestLog:
+    """Logs requests. Belongs to one event loop.
+
+    Under a flood most requests are refused, and a line costs as much as the refusal itself. So only the first refusals
+    of a second have their own lines. A line at its end counts the others, by reason.
+    """
+
+    def __init__(self) -> None:
+        self._own_lines = 0
+        self._more: Counter[str] = Counter()
+
+    def answered(self, level: int, request: Answered) -> None:
+        """Log a request that was answered."""
+        if not logger.isEnabledFor(level):
+            return
+        fields: dict[str, Any] = {
+            "request_id": request.request_id,
+            "method": request.method,
+            "path": problems.shortened(request.path, _MAX_PATH),
+            "status": request.status,
+            "duration_ms": round(1000 * request.seconds, 1),
+        }
+        line = "%(method)s %(path)s %(status)s %(duration_ms)s ms %(request_id)s"
+        if request.key_name is not None:
+            fields["key"] = request.key_name
+            line += " %(key)s"
+        known = {"client": request.client, "model": request.model, "code": request.code}
+        logger.log(
+            level,
+            line,
+            # Paths come from outside: no line break may start a log line of their own.
+            {**fields, "path": fields["path"].encode("unicode_escape").decode("ascii")},
+            extra={
+                "fields": fields | {name: value for name, value in known.items() if value is not None},
+                "summary": "request",
+            },
+        )
+
+    def has_own_line(self, reason: str) -> bool:
+        """Return whether a request that is refused now has its own line; if not, count its problem code."""
+        if not self._own_lines:
+            asyncio.get_running_loop().call_later(1.0, self.end_second)
+        if self._own_lines < LINES_A_SECOND:
+            self._own_lines += 1
+            return True
+        self._more[reason] += 1
+        return False
+
+    def end_second(self) -> None:
+        """Log how many more were refused since the last such line, if any were."""
+        self._own_lines = 0
+        if not self._more:
+            return
+        refused = dict(self._more)
+        self._more.clear()
+        reasons = ", ".join(f"{count} {reason}" for reason, count in refused.items())
+        logger.info("refused %d more: %s", sum(refused.values()), reasons, extra={"fields": {"refused": refused}})
 
 
 class RequestContextMiddleware:
@@ -158,36 +213,32 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        context = RequestContext(scope, receive, send, self._lifecycle, self._clock())
+        context = RequestContext(scope, send, self._lifecycle, self._clock())
         scope[_CONTEXT] = context
-        stage_seconds.set(context.stages)
-        counted = scope["path"] not in PROBES
-        if counted:
-            self._metrics.inflight.inc()
-        try:
-            await self._app(scope, context.receive, context.send)
-        except Exception:  # `ProblemMiddleware` has answered it, unless the answer had begun before
-            logger.exception("request %s failed", context.request_id)
-        finally:
-            if counted:
-                self._metrics.inflight.dec()
-            seconds = self._clock() - context.started
-            status = context.status or problems.CLIENT_DISCONNECTED
-            answered = Answered(
-                *(scope["method"], scope["path"], status, seconds, context.request_id, context.key_name),
-                context.details,
-            )
-            self.count(answered, context.endpoint, refusal=context.refusal)
+        inflight = self._metrics.inflight
+        with nullcontext() if scope["path"] in PROBES else inflight.track_inprogress():
+            try:
+                await self._app(scope, receive, context.send)
+            except Exception:  # `ProblemMiddleware` has answered it, unless the answer had begun before
+                logger.exception("request %s failed", context.request_id)
+            finally:
+                seconds = self._clock() - context.started
+                status = context.status or problems.CLIENT_DISCONNECTED
+                answered = Answered(
+                    *(scope["method"], scope["path"], status, seconds, context.request_id, context.key_name),
+                    *(context.client, context.model, context.code),
+                )
+                self.count(answered, context.endpoint)
 
-    def count(self, answered: Answered, route: str | None, *, refusal: str | None = None) -> None:
+    def count(self, answered: Answered, route: str | None) -> None:
         """Count and log a request that the route of a path answered; see `RequestContext`."""
-        path, status, seconds, key_name = answered.path, answered.status, answered.seconds, answered.key_name
-        route = path if path in self._endpoints else route
-        endpoint = route or "other"
+        path, status = answered.path, answered.status
+        endpoint = path if path in self._endpoints else route or "other"
+        refusal = answered.code if status in (429, 503) else None  # there is no room for it now
         self._requests(endpoint, str(status)).inc()
-        self._duration(endpoint).observe(seconds)
-        if key_name is not None:
-            self._key_requests(key_name, str(status)).inc()
+        self._duration(endpoint).observe(answered.seconds)
+        if answered.key_name is not None:
+            self._key_requests(answered.key_name, str(status)).inc()
         if status == problems.CLIENT_DISCONNECTED:
             self._metrics.cancelled.inc()
         if self._lifecycle.is_ending and path not in PROBES:
@@ -205,7 +256,8 @@ class RequestContextMiddleware:
         self._requests(_UNPARSED, str(problem.status)).inc()
         self._metrics.rejected.labels(problem.code).inc()
         if self.log.has_own_line(problem.code):
-            self.log.unparsed(problem.status, problem.detail, request_id)
+            fields = {"request_id": request_id, "status": problem.status, "detail": problem.detail}
+            logger.info("no request: %(status)s %(detail)s %(request_id)s", fields, extra={"fields": fields})
         content = problems.body(problem, request_id)
         own = {"content-type": problems.MEDIA_TYPE, "content-length": str(len(content)), "x-request-id": request_id}
         named = own | {name.lower(): value for name, value in problem.headers.items()}
@@ -234,12 +286,11 @@ class ProblemMiddleware:
                 raise
             problem, context = problems.problem_of(error), request_context(scope)
             context.code = problem.code
-            context.refusal = problems.refusal_of(problem)
             # A 503 to a probe is no refusal, but a 401 is.
             if scope["path"] not in PROBES or isinstance(error, Unauthorized):
                 self._metrics.rejected.labels(problem.code).inc()
-                await hold_back(error)
-                if isinstance(error, QueueFull):
+                # Who tries again at once would take the processors from an engine that starts, or is full.
+                if isinstance(error, QueueFull | EngineUnavailable):
                     await asyncio.sleep(self._pace.delay(connection_of(scope)))
             if scope["path"].startswith(problems.INFERENCE_PROTOCOL):
                 content, kind = json.dumps({"error": problem.detail}).encode(), "application/json"

@@ -102,11 +102,6 @@ def problem_of(error: Exception) -> Problem:
     return Problem(500, INTERNAL_ERROR, "the service failed on this request", {})
 
 
-def refusal_of(problem: Problem) -> str | None:
-    """Return the code of a problem that there is no room for a request now, else None."""
-    return problem.code if problem.status in (429, 503) else None
-
-
 def _headers(error: Exception) -> dict[str, str]:
     match error:
         case errors.Unavailable() | errors.TooManyRequests():

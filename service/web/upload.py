@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import re
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
@@ -36,6 +35,8 @@ RIGHT_CALL = f"curl -F {FIELD}=@photo.jpg URL, or curl --data-binary @photo.jpg 
 
 _MAX_OTHER_PARTS: Final = 1000  # a body of nothing but tiny parts would cost the event loop a minute of parsing
 _MAX_HEADER_PARAMETERS: Final = 64  # the time of the parser is quadratic in their number
+_BASE64_PIECE: Final = 1 << 20
+_MAX_BOUNDARY: Final = 256  # bytes, as the parser has it
 _LARGE_JSON: Final = 64 << 10  # bytes from which on a thread reads it
 
 _STRIPPED: Final = (b"\xff\xd8\xff", b"\x89PNG\x1a")  # the beginnings of a JPEG, and of a PNG without its line breaks
@@ -101,7 +102,7 @@ async def read_files(
 
 
 async def _feed(
-    feed: Callable[[bytes], None], chunks: AsyncIterator[bytes], refusal: ServiceError | None, *, at_once: bool
+    feed: Callable[[bytes], object], chunks: AsyncIterator[bytes], refusal: ServiceError | None, *, at_once: bool
 ) -> None:
     """Feed a body to a reader; raises `MissingImage` for an empty body, `refusal`, and what the reader raises.
 
@@ -114,6 +115,8 @@ async def _feed(
         try:
             if refusal is None:
                 feed(chunk)
+        except FormParserError as error:
+            refusal = MalformedRequest(f"multipart: {error}")
         except (MalformedRequest, UnsupportedMediaType) as error:
             refusal = error
         if refusal is not None and at_once:
@@ -136,11 +139,8 @@ async def read_whole(headers: Headers, receive: Receive, limit: int) -> bytearra
 
 
 def _declared_length(headers: Headers, limit: int) -> int:
-    """Return the Content-Length, 0 without the header; raises `UploadTooLarge` or `MalformedRequest`."""
-    try:
-        declared = int(headers.get("content-length", "0"))
-    except ValueError:
-        raise MalformedRequest("Content-Length is not a number") from None
+    """Return the Content-Length, 0 without the header; raises `UploadTooLarge`."""
+    declared = int(headers.get("content-length", "0"))  # the server has checked that it is a number
     if declared > limit:
         raise UploadTooLarge(f"{declared} bytes: at most {limit} are allowed")
     return declared
@@ -159,7 +159,8 @@ def _refusal(headers: Headers, kind: bytes, options: dict[bytes, bytes]) -> Serv
     if compressed := _compressed(headers, "picture"):
         return compressed
     if kind == b"multipart/form-data":
-        return None if options.get(b"boundary") else MalformedRequest("multipart/form-data without a boundary")
+        is_given = 0 < len(options.get(b"boundary", b"")) <= _MAX_BOUNDARY
+        return None if is_given else MalformedRequest("multipart/form-data without a boundary, or with a very long one")
     # Any other type says nothing: curl declares a form for `--data-binary`, so the picture's content decides.
     if kind.startswith(b"multipart/"):
         name = kind.decode("latin-1")[:100]
@@ -210,36 +211,39 @@ def _json_picture(document: bytearray, most: int) -> bytearray:
     if len(text) // 4 * 3 - 2 > most:
         raise UploadTooLarge(f"more than {most} bytes in one file (VIT_MAX_UPLOAD_BYTES)")
     try:
-        return bytearray(base64.b64decode(text, validate=True))
-    except (binascii.Error, ValueError):
+        return from_base64(text)
+    except ValueError:
         raise MalformedRequest("image: not base64; no URL is fetched: send the picture's bytes") from None
 
 
-def _form_parser(boundary: bytes, form: _Form) -> Callable[[bytes], None]:
+def from_base64(text: str) -> bytearray:
+    """Return the bytes of a text in base64; raises `ValueError`.
+
+    The decoder holds the interpreter until it is done, so it gets the text in pieces.
+    """
+    data = bytearray()
+    for start in range(0, len(text), _BASE64_PIECE):
+        if len(data) % 3:
+            raise ValueError("padding before the end")
+        data += base64.b64decode(text[start : start + _BASE64_PIECE], validate=True)
+    return data
+
+
+def _form_parser(boundary: bytes, form: _Form) -> Callable[[bytes], object]:
     """Return what feeds a form; the form does not hold its parser: a circle would keep the files in memory."""
-    try:
-        parser = MultipartParser(
-            boundary,
-            {
-                "on_part_begin": form.on_part_begin,
-                "on_header_field": lambda data, start, end: form.header.extend(data[start:end]),
-                "on_header_value": lambda data, start, end: form.value.extend(data[start:end]),
-                "on_header_end": form.on_header_end,
-                "on_headers_finished": form.on_headers_finished,
-                "on_part_data": form.on_part_data,
-                "on_end": form.on_end,
-            },
-        )
-    except FormParserError as error:
-        raise MalformedRequest(f"multipart: {error}") from None
-
-    def feed(chunk: bytes) -> None:
-        try:
-            parser.write(chunk)
-        except FormParserError as error:
-            raise MalformedRequest(f"multipart: {error}") from None
-
-    return feed
+    parser = MultipartParser(
+        boundary,
+        {
+            "on_part_begin": form.on_part_begin,
+            "on_header_field": lambda data, start, end: form.header.extend(data[start:end]),
+            "on_header_value": lambda data, start, end: form.value.extend(data[start:end]),
+            "on_header_end": form.on_header_end,
+            "on_headers_finished": form.on_headers_finished,
+            "on_part_data": form.on_part_data,
+            "on_end": form.on_end,
+        },
+    )
+    return parser.write
 
 
 class _Form:

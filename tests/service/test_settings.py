@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 from service.cli import serve
 from service.errors import SettingsError
-from service.settings import Settings, load_settings, unknown_variables
+from service.settings import ApiKey, Settings, load_settings, unknown_variables
 from tests.deploy.settings_page import PAGE, page
 
 DEFAULTS: dict[str, Any] = {
@@ -21,7 +21,6 @@ DEFAULTS: dict[str, Any] = {
     "models": None,
     "models_bytes": None,
     "teach": None,
-    "strict": False,
     "model_name": None,
     "coverage": None,
     "device": "auto",
@@ -74,7 +73,6 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("models", "/models", "/models"),
     ("models_bytes", "2GiB", 2 << 30),
     ("teach", "/taught", "/taught"),
-    ("strict", "true", True),
     ("model_name", "cats v2", "cats v2"),
     ("device", "cuda:1", "cuda:1"),
     ("device", "cpu", "cpu"),
@@ -100,7 +98,7 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("max_image_pixels", "1000000", 1_000_000),
     ("max_images_per_request", "3", 3),
     ("scaled_decode", "false", False),
-    ("api_keys", "one, two,", ("one", "two")),
+    ("api_keys", "one, two,", (ApiKey("key1", b"one"), ApiKey("key2", b"two"))),
     ("key_max_requests", "7", 7),
     ("admin_key", " admin\n", "admin"),
     ("checkpoint_folder", "/checkpoints", "/checkpoints"),

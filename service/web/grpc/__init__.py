@@ -1,6 +1,6 @@
 """The Open Inference Protocol over gRPC, on a port of its own in each web worker's process and event loop.
 
-    caller -- HTTP/2 --> grpcio       frames, flow control, limits         (server.py)
+    caller -- HTTP/2 --> grpcio       frames, flow control, limits
                          calls.py     id, key, metrics, log line, errors as gRPC's status codes; the methods
                          messages.py  messages, bounded, as what `service.web.inference_protocol` reads and writes
 

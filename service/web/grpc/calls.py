@@ -1,11 +1,11 @@
-"""The way of a call, as `service.web.middleware` is that of a request over HTTP, and the methods of the service."""
+"""The server, the methods of the service, and the way of a call, as `service.web.middleware` is that of a request."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Hashable, Mapping
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
@@ -13,14 +13,15 @@ from typing import Any, Final
 import grpc
 from google.protobuf import json_format
 from google.protobuf.message import Message
-from starlette.types import Receive
 
 from service.engine.messages import ModelInfo
-from service.errors import MalformedRequest, NotFound, RequestTimeout, Unavailable, UploadTooLarge
+from service.errors import MalformedRequest, NotFound, RequestTimeout, Unavailable
+from service.http import MAX_CONNECTIONS, connection_limit
+from service.settings import Settings
 from service.web.admission import RECEIVING_BYTES
 from service.web.api_keys import KeyGuard
 from service.web.grpc import open_inference_pb2 as messages
-from service.web.grpc.messages import decode_request, encode_answer, model_named_in, parse
+from service.web.grpc.messages import check_cost, decode_request, encode_answer, parse
 from service.web.inference_protocol import GRPC_SERVICE
 from service.web.inference_protocol.descriptions import (
     model_configuration,
@@ -28,15 +29,17 @@ from service.web.inference_protocol.descriptions import (
     model_statistics,
     server_metadata,
 )
-from service.web.inference_protocol.inference import BYTES_A_VALUE, check_version, infer, read
+from service.web.inference_protocol.inference import BYTES_A_VALUE, check_version, find_model, infer, read
 from service.web.lanes import Deadline, Lane
-from service.web.middleware import PROBES, hold_back, request_id_from
-from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, problem_of, refusal_of
+from service.web.middleware import PROBES, Answered, request_id_from
+from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, problem_of
 from service.web.request import Sender, Service
-from service.web.request_log import Answered
 from vitserve import __version__
 
 logger = logging.getLogger(__name__)
+
+# It logs each answer that was not sent because its caller had left, by which callers could fill the log.
+logging.getLogger("grpc").setLevel(logging.CRITICAL)
 
 STATUS_CODES: Final = {
     HTTPStatus.BAD_REQUEST: grpc.StatusCode.INVALID_ARGUMENT,
@@ -53,9 +56,6 @@ STATUS_CODES: Final = {
     HTTPStatus.GATEWAY_TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 """The status code of each status that `service.web.problems` gives to an error of a call."""
-
-_MAX_QUESTION_BYTES: Final = 64 << 10
-"""Bytes of a message with a question about the server or a model."""
 
 _GRACE_SECONDS: Final = 1.0
 """Time in which a message must arrive once others wait."""
@@ -113,8 +113,7 @@ class Call:
     async def question(self) -> messages.ModelRequest:
         """Return a question about the server or a model; raises `UploadTooLarge`, and as `message`."""
         data = await self.message()
-        if len(data) > _MAX_QUESTION_BYTES:
-            raise UploadTooLarge(f"{len(data)} bytes: at most {_MAX_QUESTION_BYTES} are allowed")
+        check_cost(memoryview(data), {})
         return parse(messages.ModelRequest, data)
 
 
@@ -134,51 +133,37 @@ class Calls:
         most = max(_FEWEST_ARRIVALS, RECEIVING_BYTES // settings.max_request_bytes // settings.workers)
         self._arrivals = Lane("messages", lambda: most, clock=service.clock)
 
-    def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
-        """Return what grpcio calls for each method.
-
-        On the wire a single message is the same as a stream of messages with one element. grpcio reads a stream when
-        the method does, so that a call is refused before its message arrives.
-        """
-        return {name: grpc.stream_unary_rpc_method_handler(partial(self._answer, name)) for name in METHODS}
-
-    async def _answer(self, method: str, _: object, context: Any) -> bytes:
+    async def answer(self, method: str, _: object, context: Any) -> bytes:
+        """Answer a call of this method, as grpcio calls it."""
         metrics, path = self._service.metrics, f"/{GRPC_SERVICE}/{method}"
         call = Call(context, self._arrivals, self._service)
         trailers = [("x-request-id", call.request_id)]
-        details: dict[str, object] = {"client": call.caller}
-        status, name, refusal = CLIENT_DISCONNECTED, None, None
-        counted = path not in PROBES
-        if counted:
-            metrics.inflight.inc()
-        try:
-            key = None if method in PUBLIC else self._guard.find(str(call.metadata.get("authorization", "")))
-            if key is not None:
-                name = call.caller = self._guard.name(key)
-            with self._guard.request(key) if key is not None else nullcontext():
-                answer = await METHODS[method](self._service, call)
-            context.set_trailing_metadata(trailers)
-            status = HTTPStatus.OK
-            return answer
-        except Exception as error:
-            problem = problem_of(error)
-            if problem.code == INTERNAL_ERROR:
-                logger.exception("request %s failed", call.request_id)
-            metrics.rejected.labels(problem.code).inc()
-            details["code"] = problem.code
-            await hold_back(error)
-            status, refusal = problem.status, refusal_of(problem)
-            seconds = problem.headers.get("Retry-After")
-            if seconds is not None:  # https://github.com/grpc/proposal/blob/master/A6-client-retries.md#pushback
-                trailers.append(("grpc-retry-pushback-ms", f"{seconds}000"))
-            await context.abort(STATUS_CODES[HTTPStatus(status)], problem.detail, tuple(trailers))
-            raise AssertionError("a call that was ended goes on") from error
-        finally:
-            if counted:
-                metrics.inflight.dec()
-            seconds_taken = self._service.clock() - call.started
-            answered = Answered("gRPC", path, status, seconds_taken, call.request_id, name, lambda: details)
-            self._count(answered, path, refusal=refusal)
+        status, name, code, client = CLIENT_DISCONNECTED, None, None, str(call.caller)
+        with nullcontext() if path in PROBES else metrics.inflight.track_inprogress():
+            try:
+                key = None if path in PROBES else self._guard.find(str(call.metadata.get("authorization", "")))
+                if key is not None:
+                    name = call.caller = key.name
+                with self._guard.request(key):
+                    answer = await METHODS[method](self._service, call)
+                context.set_trailing_metadata(trailers)
+                status = HTTPStatus.OK
+                return answer
+            except Exception as error:
+                problem = problem_of(error)
+                if problem.code == INTERNAL_ERROR:
+                    logger.exception("request %s failed", call.request_id)
+                metrics.rejected.labels(problem.code).inc()
+                status, code = problem.status, problem.code
+                seconds = problem.headers.get("Retry-After")
+                if seconds is not None:  # https://github.com/grpc/proposal/blob/master/A6-client-retries.md#pushback
+                    trailers.append(("grpc-retry-pushback-ms", f"{seconds}000"))
+                await context.abort(STATUS_CODES[HTTPStatus(status)], problem.detail, tuple(trailers))
+                raise AssertionError("a call that was ended goes on") from error
+            finally:
+                taken = self._service.clock() - call.started
+                answered = Answered("gRPC", path, status, taken, call.request_id, name, client, code=code)
+                self._count(answered, path)
 
 
 def _encode(document: Mapping[str, Any], message: Message) -> bytes:
@@ -230,21 +215,10 @@ async def _model_infer(service: Service, call: Call) -> bytes:
     """Classify the pictures of the tensor `image` or `pixels`."""
     sender = Sender(call.caller, call.started, call.receive)
     async with service.admit_from(sender, service.model()) as admitted:
-        body = await admitted.read(_whole)
-        if len(service.models.served) > 1:
-            name = await admitted.write(partial(model_named_in, body), size=len(body) // BYTES_A_VALUE)
-            admitted.choose(await service.loaded_model(name, call.started))
-
-        def check_model(name: str, version: str) -> None:
-            check_version(version)
-            service.models.find(name)
-
-        asked = await read(admitted, body, partial(decode_request, check_model=check_model))
-        return await infer(admitted, asked, encode_answer)
-
-
-async def _whole(receive: Receive) -> bytearray:
-    return bytearray((await receive())["body"])
+        body = await admitted.read_body()
+        named, request = await admitted.write(partial(decode_request, body), size=len(body) // BYTES_A_VALUE)
+        admitted.choose(await find_model(service, named.name or None, named.version, call.started))
+        return await infer(admitted, await read(admitted, body, lambda _: request), encode_answer)
 
 
 METHODS: Final[dict[str, Method]] = {
@@ -260,5 +234,43 @@ METHODS: Final[dict[str, Method]] = {
     "ModelInfer": _model_infer,
 }
 
-PUBLIC: Final = frozenset({"ServerLive", "ServerReady"})
-"""Methods that need no key."""
+
+def _options(settings: Settings) -> list[tuple[str, int]]:
+    """Return the library's options: https://grpc.github.io/grpc/core/group__grpc__arg__keys.html."""
+    # As many as over HTTP, or what is left of the open files that the system allows.
+    connections = max(1, connection_limit(2 * MAX_CONNECTIONS) - MAX_CONNECTIONS)
+    return [
+        ("grpc.max_receive_message_length", settings.max_request_bytes),
+        # None: what is compressed would be made large before anybody counts it.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
+        ("grpc.max_concurrent_streams", MAX_CONNECTIONS),
+        ("grpc.max_allowed_incoming_connections", connections),
+        ("grpc.server_handshake_timeout_ms", 5_000),
+        ("grpc.max_connection_idle_ms", 300_000),
+        # Callers whose machine is gone are noticed, and callers may send pings themselves.
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.so_reuseport", 1),  # workers share the port, which `service.cli.serve` keeps
+    ]
+
+
+@asynccontextmanager
+async def serving(service: Service, guard: KeyGuard, count: Count, port: int) -> AsyncIterator[None]:
+    """Serve on this port as long as the context lasts, and then until the accepted calls are answered.
+
+    Raises `RuntimeError` if the port is not available.
+    """
+    settings, calls = service.settings, Calls(service, guard, count)
+    # On the wire a single message is the same as a stream of messages with one element. grpcio reads a stream when the
+    # method does, so that a call is refused before its message arrives.
+    handlers = {name: grpc.stream_unary_rpc_method_handler(partial(calls.answer, name)) for name in METHODS}
+    server = grpc.aio.server(options=_options(settings), maximum_concurrent_rpcs=MAX_CONNECTIONS)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(GRPC_SERVICE, handlers),))
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    server.add_insecure_port(f"{host}:{port}")
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(settings.drain_timeout)

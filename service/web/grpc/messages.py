@@ -6,7 +6,7 @@ https://protobuf.dev/programming-guides/encoding/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from google.protobuf.message import DecodeError
@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from service.errors import MalformedRequest, UploadTooLarge
 from service.web.grpc.open_inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse, ModelRequest
 from service.web.inference_protocol import VERSION
-from service.web.inference_protocol.tensors import InferenceAnswer, InferenceRequest, InputTensor, RequestedOutput
+from service.web.inference_protocol.tensors import InferenceRequest, InputTensor, OutputTensor, RequestedOutput
 
 _Fields = Mapping[int, Any]
 
@@ -44,22 +44,14 @@ def parse(kind: type[M], data: bytes | bytearray) -> M:
     return message
 
 
-def model_named_in(data: bytearray) -> str:
-    """Return the name of the model in a message of a request, whose first fields are a `ModelRequest`'s; see below."""
-    check_cost(memoryview(data), _TENSORS)
-    return str(parse(ModelRequest, data).name)
+def decode_request(data: bytearray) -> tuple[ModelRequest, InferenceRequest]:
+    """Return the model that a message names, and the request in it; the message's bytes are dropped.
 
-
-def decode_request(data: bytearray, check_model: Callable[[str, str], object]) -> InferenceRequest:
-    """Return the request in a message, whose bytes are dropped.
-
-    `check_model` is called with the model's name and version; an empty version is any. Raises what it raises,
-    `MalformedRequest`, and `UploadTooLarge` if the message has very many fields or numbers.
+    Raises `MalformedRequest`, and `UploadTooLarge` if the message has very many fields or numbers.
     """
     check_cost(memoryview(data), _TENSORS)
     message = parse(ModelInferRequest, data)
     data.clear()
-    check_model(message.model_name, message.model_version)
     contents = list(message.raw_input_contents)
     if contents and len(contents) != len(message.inputs):
         raise MalformedRequest(f"{len(contents)} raw_input_contents, and {len(message.inputs)} inputs")
@@ -74,7 +66,8 @@ def decode_request(data: bytearray, check_model: Callable[[str, str], object]) -
         parameters = _parameters(tensor.parameters)
         inputs.append(InputTensor(tensor.name, tensor.datatype, list(tensor.shape), content, parameters))
     outputs = [RequestedOutput(output.name, _parameters(output.parameters)) for output in message.outputs]
-    return InferenceRequest(inputs, message.id or None, outputs, _parameters(message.parameters))
+    named = ModelRequest(name=message.model_name, version=message.model_version)
+    return named, InferenceRequest(inputs, message.id or None, outputs, _parameters(message.parameters))
 
 
 def _parameters(parameters: Mapping[str, InferParameter]) -> dict[str, Any]:
@@ -82,19 +75,19 @@ def _parameters(parameters: Mapping[str, InferParameter]) -> dict[str, Any]:
     return {name: getattr(value, kind) if kind else None for name, (value, kind) in chosen.items()}
 
 
-def encode_answer(answer: InferenceAnswer) -> bytes:
-    """Return the message that answers a request; its tensors are raw, as Triton's are."""
+def encode_answer(model: str, request_id: str | None, outputs: Sequence[OutputTensor]) -> bytes:
+    """Return the message of the answer of a model; its tensors are raw, as Triton's are."""
     response = ModelInferResponse(
-        model_name=answer.model,
+        model_name=model,
         model_version=VERSION,
-        id=answer.id or "",
+        id=request_id or "",
         outputs=[
             ModelInferResponse.InferOutputTensor(
                 name=output.name, datatype=output.datatype, shape=list(output.values.shape)
             )
-            for output in answer.outputs
+            for output in outputs
         ],
-        raw_output_contents=[output.raw() for output in answer.outputs],
+        raw_output_contents=[output.raw() for output in outputs],
     )
     return bytes(response.SerializeToString())
 

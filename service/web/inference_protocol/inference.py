@@ -26,7 +26,7 @@ from model.outputs import (
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, NotFound, TooManyImages, UploadTooLarge
 from service.web.inference_protocol import VERSION
-from service.web.inference_protocol.tensors import InferenceAnswer, InferenceRequest, OutputTensor, RequestedOutput
+from service.web.inference_protocol.tensors import InferenceRequest, OutputTensor, RequestedOutput
 from service.web.request import AdmittedRequest, Model, Service, of_each
 
 T = TypeVar("T")
@@ -278,7 +278,9 @@ async def read(
     return await admitted.write(work, size=len(body) // BYTES_A_VALUE)
 
 
-async def infer(admitted: AdmittedRequest, asked: Inference, encode: Callable[[InferenceAnswer], T]) -> T:
+async def infer(
+    admitted: AdmittedRequest, asked: Inference, encode: Callable[[str, str | None, Sequence[OutputTensor]], T]
+) -> T:
     """Compute the pictures of a request, which take their places first, and return its encoded answer.
 
     `encode` runs on a thread where there are many values.
@@ -294,7 +296,7 @@ async def infer(admitted: AdmittedRequest, asked: Inference, encode: Callable[[I
         admitted.service.metrics.count_image(info.name, result.outputs if info.config.num_classes else None)
 
     def answer() -> T:
-        return encode(InferenceAnswer(info.name, asked.id, make_outputs(results, asked, info.labels)))
+        return encode(info.name, asked.id, make_outputs(results, asked, info.labels))
 
     return await admitted.write(answer, size=asked.size(info))
 

@@ -6,7 +6,6 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 
 from __future__ import annotations
 
-import base64
 import math
 import struct
 from collections.abc import Sequence
@@ -20,9 +19,9 @@ from numpy.typing import NDArray
 
 from service.errors import InvalidParameter, MalformedRequest, UploadTooLarge
 from service.web.inference_protocol import VERSION
+from service.web.upload import from_base64
 
 _LENGTH: Final = struct.Struct("<I")
-_BASE64_PIECE: Final = 1 << 20
 _MAX_ELEMENTS: Final = 1 << 40
 _MAX_DIMENSIONS: Final = 8
 _UINT8: Final = list[Annotated[int, msgspec.Meta(ge=0, le=255)]]
@@ -62,7 +61,7 @@ class InputTensor(msgspec.Struct):
             for position, content in enumerate(self.data):
                 self.data[position] = None
                 try:
-                    files.append(_from_base64(content) if isinstance(content, str) else bytearray(memoryview(content)))
+                    files.append(from_base64(content) if isinstance(content, str) else bytearray(memoryview(content)))
                 except (TypeError, ValueError):
                     wrong = f"input {self.name!r}: element {position} is not a string in base64"
                     raise MalformedRequest(wrong) from None
@@ -94,19 +93,6 @@ class InputTensor(msgspec.Struct):
     def _check(self, found: int, expected: int) -> None:
         if found != expected:
             raise MalformedRequest(f"input {self.name!r}: {found} elements, and the shape is {self.shape}")
-
-
-def _from_base64(text: str) -> bytearray:
-    """Return the bytes of a text in base64; raises `ValueError`.
-
-    The decoder holds the interpreter until it is done, so it gets the text in pieces.
-    """
-    data = bytearray()
-    for start in range(0, len(text), _BASE64_PIECE):
-        if len(data) % 3:
-            raise ValueError("padding before the end")
-        data += base64.b64decode(text[start : start + _BASE64_PIECE], validate=True)
-    return data
 
 
 class RequestedOutput(msgspec.Struct, frozen=True):
@@ -145,10 +131,8 @@ def decode_request(body: bytearray, header_length: int | None) -> InferenceReque
         raise UploadTooLarge(f"the JSON holds more than {_MAX_JSON_VALUES} values: send tensors in binary")
     try:
         request = _decode(whole[:length])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedRequest(f"not the JSON of an inference request: {error}") from None
-    except RecursionError:
-        raise MalformedRequest("not the JSON of an inference request: it is nested too deeply") from None
     rest = whole[length:]
     for tensor in request.inputs:
         size = tensor.parameters.get("binary_data_size")
@@ -189,19 +173,10 @@ class OutputTensor:
         return [float(str(value)) for value in values] if self.datatype == "FP32" else values.tolist()
 
 
-@dataclass(frozen=True)
-class InferenceAnswer:
-    """The answer to a request for inference."""
-
-    model: str
-    id: str | None
-    outputs: Sequence[OutputTensor]
-
-
-def encode_answer(answer: InferenceAnswer) -> tuple[bytes, int | None]:
-    """Return the body of an answer, and the length of its JSON if bytes follow it."""
+def encode_answer(model: str, request_id: str | None, outputs: Sequence[OutputTensor]) -> tuple[bytes, int | None]:
+    """Return the body of the answer of a model, and the length of its JSON if bytes follow it."""
     documents, binary = [], []
-    for output in answer.outputs:
+    for output in outputs:
         document: dict[str, Any] = {"name": output.name, "datatype": output.datatype, "shape": output.values.shape}
         if output.binary:
             binary.append(output.raw())
@@ -210,7 +185,7 @@ def encode_answer(answer: InferenceAnswer) -> tuple[bytes, int | None]:
             document["data"] = output.values_in_json()
         # The encoder holds the interpreter until it is done, so it gets one output at a time.
         documents.append(msgspec.Raw(msgspec.json.encode(document)))
-    header = {"model_name": answer.model, "model_version": VERSION, "outputs": documents}
-    header |= {} if answer.id is None else {"id": answer.id}
+    header = {"model_name": model, "model_version": VERSION, "outputs": documents}
+    header |= {} if request_id is None else {"id": request_id}
     content = msgspec.json.encode(header)
     return content + b"".join(binary), len(content) if binary else None

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal
 import numpy as np
 from fastapi import APIRouter, Query
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field, TypeAdapter
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -31,7 +31,7 @@ from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, NotFound
 from service.web.request import AdmittedRequest, Model, all_of, model_of, service_of
 from service.web.routes.endpoint import BINARY, ONE_PICTURE, Absent, Endpoint, ModelName, npy_response, problems
-from vitserve.documents import AttentionDocument, RegionDocument, significant
+from vitserve.documents import MAPS, AttentionDocument, RegionDocument, significant
 
 router = APIRouter(tags=["attention"], route_class=Endpoint)
 
@@ -39,10 +39,6 @@ _LOOK: Final = {"overlay", "view", "alpha", "colormap", "size", "smooth", "color
 """Parameters of a drawing."""
 
 _HEAD = r"^(mean|max|[0-9]{1,4})$"
-
-_JSON: TypeAdapter[AttentionDocument | list[AttentionDocument]] = TypeAdapter(
-    AttentionDocument | list[AttentionDocument]
-)
 
 _ANSWERS: dict[int | str, dict[str, object]] = {
     200: {
@@ -150,7 +146,10 @@ async def attention(request: Request, query: Annotated[AttentionQuery, Query()])
         explained = await _explain(admitted, requests, picture)
         admitted.service.metrics.count_image(model.info.name, explained[0] if model.info.config.num_classes else None)
         image_id = await admitted.service.keep(picture, model)
-        photo = await _photo(admitted, query, picture.region, file)
+        view, photo = query.view or default_view(model.info.config.image_size), None
+        if query.format == "png" and view == "photo" and query.overlay is not False:
+            # Decoded a second time, so that no photo is in memory while its map is computed.
+            photo = await admitted.photo(file, picture.region, query.size)
         return await _answer(admitted, query, explained, picture, image_id, photo)
 
 
@@ -160,17 +159,6 @@ async def _explain(
     """Return the outputs for a picture that have its maps, in the order of the requests for them."""
     results = await all_of(admitted.infer(picture.pixels, requested) for requested in requests)
     return [result.outputs for result in results]
-
-
-async def _photo(
-    admitted: AdmittedRequest, query: AttentionQuery, region: Region, file: bytearray
-) -> ModelInput | None:
-    """Return the photo in a file if the maps are drawn over it, and None if over what the model saw."""
-    view = query.view or default_view(admitted.model.info.config.image_size)
-    if query.format != "png" or view != "photo" or query.overlay is False:
-        return None
-    # Decoded a second time, so that no photo is in memory while its map is computed.
-    return await admitted.photo(file, region, query.size)
 
 
 async def _answer(
@@ -191,7 +179,7 @@ async def _answer(
     if query.format == "json":
         region = region_document(picture.region)
         documents = [AttentionDocument(id=image_id, region=region, **map_fields(each, labels)) for each in maps]
-        content = _JSON.dump_json(documents[0] if len(maps) == 1 else documents, exclude_none=True, by_alias=True)
+        content = MAPS.dump_json(documents[0] if len(maps) == 1 else documents, exclude_none=True, by_alias=True)
         return Response(content, media_type="application/json", headers=headers)
     if query.format == "npy":
         values = np.stack([each.values for each in maps]).astype(np.float32)

@@ -15,9 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from model.heads import MAX_TEXTS, checked_texts, normalized
-from model.images.preprocess import ModelInput
 from model.outputs import Pooling, RequestedOutputs, parse_embedding
-from service.engine.messages import InferenceResult, ModelInfo
+from service.engine.messages import InferenceResult
 from service.errors import InvalidParameter
 from service.web.request import AdmittedRequest, Model, model_of, of_each, require_file, service_of
 from service.web.routes.classify import answer_each
@@ -61,8 +60,8 @@ class EmbedOneQuery(EmbedQuery, frozen=True):
 
 
 def _answers(model: Any) -> dict[int | str, dict[str, Any]]:
-    content = {"application/x-npy": {"schema": BINARY}}
-    return {200: {"model": model, "content": content, "description": "In the asked-for format"}}
+    npy = {"application/x-npy": {"schema": BINARY}}
+    return {200: {"model": model, "content": npy, "description": "In the asked-for format"}}
 
 
 @router.post(
@@ -76,11 +75,11 @@ async def embed(request: Request, query: Annotated[EmbedOneQuery, Query()]) -> R
     model = await model_of(request, query.model)
     if query.text:
         return await _embed_texts(request, query, model)
-    requested = _requested(query, model.info)
+    requested = RequestedOutputs(1, embedding=parse_embedding(model.info.config, query.pool, query.normalize))
     async with service_of(request).admit(request, model) as admitted:
         picture = await admitted.read_picture()
         if query.format == "npy":
-            return npy_response((await _embed(admitted, requested, picture))[1])
+            return npy_response((await embed_all(admitted, requested, [picture]))[0])
         return Response(await _answer(admitted, query, requested, picture), media_type="application/json")
 
 
@@ -96,25 +95,12 @@ async def embed_batch(request: Request, query: Annotated[EmbedQuery, Query()]) -
     Each gets its own answer or its own error; with `npy`, the first that fails is the error of the request.
     """
     model = await model_of(request, query.model)
-    requested = _requested(query, model.info)
+    requested = RequestedOutputs(1, embedding=parse_embedding(model.info.config, query.pool, query.normalize))
     async with service_of(request).admit(request, model) as admitted:
         pictures = await admitted.read_pictures(admitted.service.settings.max_images_per_request)
         if query.format == "npy":
             return npy_response(np.stack(await embed_all(admitted, requested, pictures)))
         return await answer_each(admitted, pictures, partial(_answer, admitted, query, requested))
-
-
-def _requested(query: EmbedQuery, info: ModelInfo) -> RequestedOutputs:
-    """Return what is asked of each picture; raises `InputError` if the model has no such pool."""
-    return RequestedOutputs(1, embedding=parse_embedding(info.config, query.pool, query.normalize))
-
-
-async def _embed(
-    admitted: AdmittedRequest, requested: RequestedOutputs, picture: bytearray
-) -> tuple[ModelInput, NDArray[np.float32]]:
-    """Return a picture as the model saw it, and its embedding, float32 [D]."""
-    decoded, result = await admitted.classify(picture, requested)
-    return decoded.picture, embedding_of(admitted, result)
 
 
 def embedding_of(admitted: AdmittedRequest, result: InferenceResult) -> NDArray[np.float32]:
@@ -130,7 +116,7 @@ async def embed_all(
     """Return the embedding of each picture, float32 [D]; the first error is raised, with its place among several."""
 
     async def row(picture: UploadedFile) -> NDArray[np.float32]:
-        return (await _embed(admitted, requested, require_file(picture)))[1]
+        return embedding_of(admitted, (await admitted.classify(require_file(picture), requested))[1])
 
     return await of_each(row, pictures)
 
@@ -139,9 +125,9 @@ async def _answer(
     admitted: AdmittedRequest, query: EmbedQuery, requested: RequestedOutputs, picture: bytearray
 ) -> bytes:
     """Return a picture's `Embedding` as JSON; the picture is put into the image store."""
-    seen, values = await _embed(admitted, requested, picture)
-    image_id = await admitted.service.keep(seen, admitted.model)
-    embedding = _written(values, query)
+    decoded, result = await admitted.classify(picture, requested)
+    embedding = _written(embedding_of(admitted, result), query)
+    image_id = await admitted.service.keep(decoded.picture, admitted.model)
     return to_json(Embedding(id=image_id, model=admitted.model.info.name, pool=query.pool, embedding=embedding))
 
 

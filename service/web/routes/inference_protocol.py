@@ -23,10 +23,10 @@ from service.web.inference_protocol.descriptions import (
     repository_entry,
     server_metadata,
 )
-from service.web.inference_protocol.inference import check_version, find_model, infer, read
+from service.web.inference_protocol.inference import check_version, infer, read
 from service.web.inference_protocol.tensors import decode_request, encode_answer
 from service.web.middleware import request_context
-from service.web.request import Model, service_of
+from service.web.request import model_of, service_of
 from service.web.routes.endpoint import Endpoint, json_response
 from service.web.routes.models import allowed, decoded, load, require_admin, small_body
 from vitserve import __version__
@@ -43,17 +43,16 @@ _MODEL: Final = "/models/{name:path}"
 _VERSIONED: Final = "/models/{name:path}/versions/{version}"
 
 
-async def _model(request: Request) -> Model:
-    """Return the model of the path's name, if it has any; raises as `find_model`."""
-    parameters, started = request.path_params, request_context(request.scope).started
-    return await find_model(service_of(request), parameters.get("name"), parameters.get("version", VERSION), started)
+def _name(request: Request) -> str | None:
+    """Return the name in the path, if it has any; raises `NotFound` if there is no such version."""
+    check_version(request.path_params.get("version", VERSION))
+    name: str | None = request.path_params.get("name")
+    return name
 
 
 async def _description(request: Request) -> ModelInfo:
     """Return the description of the model of the path's name; raises `NotFound`, and as `Service.description`."""
-    parameters, started = request.path_params, request_context(request.scope).started
-    check_version(parameters.get("version", VERSION))
-    return await service_of(request).description(parameters.get("name"), started)
+    return await service_of(request).description(_name(request), request_context(request.scope).started)
 
 
 @router.get("")
@@ -74,10 +73,8 @@ async def v2_live(request: Request) -> Response:
 @router.get(f"{_VERSIONED}/ready")
 async def v2_ready(request: Request) -> Response:
     """Answer 200 when the model is ready, else 503."""
-    service, parameters = service_of(request), request.path_params
-    service.check_ready()
-    check_version(parameters.get("version", VERSION))
-    service.model(parameters.get("name"))
+    service_of(request).check_ready()
+    service_of(request).model(_name(request))
     return Response()
 
 
@@ -100,7 +97,7 @@ async def v2_statistics(request: Request) -> Response:
 @router.post(f"{_VERSIONED}/infer")
 async def v2_infer(request: Request) -> Response:
     """Classify the pictures of the tensor `image` or `pixels`."""
-    async with service_of(request).admit(request, await _model(request)) as admitted:
+    async with service_of(request).admit(request, await model_of(request, _name(request))) as admitted:
         body, length = await admitted.read_body(), _header_length(request)
         asked = await read(admitted, body, partial(decode_request, header_length=length))
         content, header_length = await infer(admitted, asked, encode_answer)
@@ -111,11 +108,9 @@ async def v2_infer(request: Request) -> Response:
 
 def _header_length(request: Request) -> int | None:
     text = request.headers.get(_HEADER_LENGTH)
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
+    if text is not None and not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
         raise MalformedRequest("Inference-Header-Content-Length is not a number")
-    return int(text)
+    return None if text is None else int(text)
 
 
 @router.get(_MODEL)

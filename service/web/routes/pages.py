@@ -7,15 +7,12 @@ ask for a map, whose first computation after a start takes seconds: it is done m
 from __future__ import annotations
 
 import asyncio
-import gzip
 import hashlib
 import logging
-import re
-from collections.abc import Awaitable, Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from fastapi import APIRouter
@@ -46,8 +43,6 @@ _MEDIA_TYPES: Final = {
     ".jpg": "image/jpeg",
     ".svg": "image/svg+xml",
 }
-# A header `Accept-Encoding` that allows gzip.
-_GZIP: Final = re.compile(r"(?:^|,)\s*gzip\s*(?:$|,|;\s*q=(?!0(?:\.0*)?\s*(?:$|,)))", re.IGNORECASE)
 
 _PAGE: Final = Path(__file__).parents[1] / "page"
 _STATIC: Final = Path(__file__).parents[1] / "static"
@@ -66,8 +61,7 @@ _FILES: Final = {
 PUBLIC: Final = frozenset({"/openapi.json", *_FILES})
 """Paths that are open even when keys are set: the page asks for the key."""
 
-_prepared: WeakSet[Generation[Engine]] = WeakSet()
-_preparing: set[asyncio.Task[None]] = set()
+_prepared: WeakKeyDictionary[Generation[Engine], asyncio.Task[None] | None] = WeakKeyDictionary()
 
 router = APIRouter(include_in_schema=False, route_class=Endpoint)
 
@@ -78,30 +72,21 @@ async def openapi(request: Request) -> Response:
     return JSONResponse(request.app.openapi())
 
 
-def _endpoint(url: str, path: Path) -> Callable[[Request], Awaitable[Response]]:
-    """Return the endpoint of a file, which may be stored compressed."""
-    media_type = _MEDIA_TYPES.get(Path(url).suffix, "text/html")
-
-    async def file(request: Request) -> Response:
-        if url == "/":
-            _prepare_maps(service_of(request))
-        content, tag = _content(path)
-        headers = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
-        if media_type == "text/html":
-            headers |= {"Content-Security-Policy": _POLICY, "Referrer-Policy": "no-referrer"}
-        if path.suffix == ".gz":
-            headers["Vary"] = "Accept-Encoding"
-            if _GZIP.search(request.headers.get("accept-encoding", "")):
-                headers["Content-Encoding"] = "gzip"
-                tag = f"{tag}-gzip"
-            else:
-                content = gzip.decompress(content)
-        headers["ETag"] = f'"{tag}"'
-        if headers["ETag"] in request.headers.get("if-none-match", ""):
-            return Response(status_code=304, headers=headers)
-        return Response(content, headers=headers, media_type=media_type)
-
-    return file
+async def file(request: Request) -> Response:
+    """Return a file of the page or of the documentation, which may be stored compressed."""
+    path = _FILES[request.scope["path"]]
+    media_type = _MEDIA_TYPES[(path.with_suffix("") if path.suffix == ".gz" else path).suffix]
+    if request.scope["path"] == "/":
+        _prepare_maps(service_of(request))
+    content, tag = _content(path)
+    headers = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff", "ETag": tag}
+    if media_type == "text/html":
+        headers |= {"Content-Security-Policy": _POLICY, "Referrer-Policy": "no-referrer"}
+    if path.suffix == ".gz":  # every browser takes it
+        headers["Content-Encoding"] = "gzip"
+    if tag in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    return Response(content, headers=headers, media_type=media_type)
 
 
 def _prepare_maps(service: Service) -> None:
@@ -110,13 +95,11 @@ def _prepare_maps(service: Service) -> None:
     info = generation.engine.info
     if info is None or not generation.engine.ready or generation in _prepared:
         return
-    _prepared.add(generation)
+    _prepared[generation] = None
     if "relevance" in methods_of(info.config):
         requested = RequestedOutputs(1, MapRequest("relevance"))
         picture = InferenceRequest(np.zeros(info.input_shape, np.uint8), requested)
-        task = asyncio.create_task(_compute(generation, picture))
-        _preparing.add(task)
-        task.add_done_callback(_preparing.discard)
+        _prepared[generation] = asyncio.create_task(_compute(generation, picture))
 
 
 async def _compute(generation: Generation[Engine], picture: InferenceRequest) -> None:
@@ -130,10 +113,10 @@ async def _compute(generation: Generation[Engine], picture: InferenceRequest) ->
 
 @lru_cache
 def _content(path: Path) -> tuple[bytes, str]:
-    """Return a file's content and a hash of it."""
+    """Return a file's content and its tag, a quoted hash of it."""
     content = path.read_bytes()
-    return content, hashlib.sha256(content).hexdigest()[:16]
+    return content, f'"{hashlib.sha256(content).hexdigest()[:16]}"'
 
 
-for _url, _path in _FILES.items():
-    router.add_api_route(_url, _endpoint(_url, _path), methods=["GET", "HEAD"])
+for _url in _FILES:
+    router.add_api_route(_url, file, methods=["GET", "HEAD"])

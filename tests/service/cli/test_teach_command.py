@@ -40,7 +40,6 @@ def test_a_folder_becomes_the_file_of_a_head(
         (["a/b", "."], "'a/b': a model's name has 1 to 128"),
         (["pets", "nowhere"], "nowhere: no such folder"),
         (["pets", "."], ".: expected one folder of pictures for each label"),
-        (["pets", ".", "--url", "http://127.0.0.1:1", "-o", "x"], "--output: does not apply with --url"),
     ],
 )
 def test_what_cannot_be_taught_is_told_in_one_line(

@@ -13,7 +13,7 @@ from service.errors import SettingsError, Unauthorized
 from service.observe.logs import JsonFormatter
 from service.observe.metrics import Metrics
 from service.settings import ApiKey, load_settings, parse_keys
-from service.web.api_keys import KeyGuard, KeyLimiter, needs_admin_key
+from service.web.api_keys import KeyGuard, needs_admin_key
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import App, app, until
 
@@ -76,7 +76,7 @@ def test_every_key_is_compared_whatever_was_offered(monkeypatch: pytest.MonkeyPa
         return offered == secret
 
     monkeypatch.setattr("service.web.api_keys.hmac.compare_digest", compare)
-    guard = KeyGuard(parse_keys(["one", "two"]), KeyLimiter(2, 0), Metrics())
+    guard = KeyGuard(parse_keys(["one", "two"]), 0, Metrics())
     for offered in ("", "Bearer x", "Bearer one"):
         with nullcontext() if offered == "Bearer one" else pytest.raises(Unauthorized):
             guard.find(offered)

@@ -13,7 +13,7 @@ import pytest
 from service.observe.metrics import Metrics
 from service.settings import load_settings
 from service.web import app as app_module
-from service.web import middleware
+from service.web.admission import RefusalPace
 from service.web.problems import CODES
 from tests.service.fakes import SIZE, on_a_loop, png
 from tests.service.web.apps import Clock, app, form, kept, service_in, settle, until
@@ -40,26 +40,20 @@ async def test_while_draining_new_work_is_refused_and_every_answer_closes_its_co
 
 
 @on_a_loop
-@pytest.mark.parametrize("hold_seconds", [0.0, 3600.0])
-async def test_a_refusal_for_want_of_an_engine_is_held_back_but_probes_and_other_refusals_are_not(
-    hold_seconds: float, monkeypatch: pytest.MonkeyPatch
+async def test_without_an_engine_callers_who_come_back_at_once_wait_and_probes_do_not(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Callers that try again at once would take the processors from the engine that starts."""
-    monkeypatch.setattr(middleware, "HOLD_SECONDS", hold_seconds)
+    delays = iter([0.0, 3600.0])
+    monkeypatch.setattr(RefusalPace, "delay", lambda *_: next(delays))
     service = app()
-    assert (await service.classify(b"no picture")).status == 415
     service.engine.state, service.engine.reason = "loading", "the model is loading"
+    assert (await service.classify()).code == "engine_unavailable"
+    again = asyncio.create_task(service.classify())
     assert (await service.get("/readyz")).status == 503
     assert (await service.get("/healthz")).status == 200
-    refused = asyncio.create_task(service.classify())
-    if hold_seconds:
-        await settle()
-        assert not refused.done()
-        refused.cancel()
-    else:
-        assert (await refused).code == "engine_unavailable"
-    service.engine.state, service.lifecycle.draining = "ready", True
-    assert (await service.classify()).code == "draining"
+    await settle()
+    assert not again.done()
+    again.cancel()
 
 
 @pytest.mark.parametrize(("changes", "name"), [({"model_name": "cats"}, "cats"), ({}, load_settings().checkpoint)])

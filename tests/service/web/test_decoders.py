@@ -307,3 +307,14 @@ async def test_a_costly_picture_is_422_and_counted() -> None:
     query = "view=photo&size=300&caption=false"
     photo = await service.request("POST", "/attention", query=query, **form(webp.getvalue()))
     assert (photo.status, Image.open(io.BytesIO(photo.content)).size) == (200, (300, 225))
+
+
+@on_a_loop
+async def test_libraries_print_nothing_between_the_lines_of_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    encoded = io.BytesIO()
+    Image.effect_noise((64, 64), 50).save(encoded, "TIFF", compression="tiff_lzw")
+    damaged = encoded.getvalue()[:200] + b"\xff" * 200 + encoded.getvalue()[400:]
+    async with pool() as decoders:
+        with pytest.raises(InvalidImage):
+            await decoders.decode(damaged)
+    assert capfd.readouterr().err == ""

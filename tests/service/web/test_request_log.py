@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from service.web.request_log import LINES_A_SECOND
+from service.web.middleware import LINES_A_SECOND
 from tests.service.fakes import on_a_loop, png
 from tests.service.http.listening import GET, listening, post
 from tests.service.web.apps import service_in, until

@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 import numpy as np
 
+from service.cli.serve import grpc_port_kept
 from service.settings import load_settings
 from service.web.grpc.open_inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
-from service.web.grpc.port import grpc_port_kept
 from service.web.inference_protocol import GRPC_SERVICE
 from tests.service.web.apps import App
 

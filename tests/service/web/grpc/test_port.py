@@ -6,9 +6,8 @@ import socket
 
 import pytest
 
-from service.cli.serve import _check_address
+from service.cli.serve import _check_address, grpc_port_kept
 from service.settings import load_settings
-from service.web.grpc.port import grpc_port_kept
 
 
 def test_a_free_port_is_chosen_and_listeners_that_share_it_may_come() -> None:

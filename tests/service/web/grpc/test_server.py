@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from service.web.grpc import server
+from service.web.grpc import calls
 from tests.service.fakes import PATIENCE, on_a_loop
 from tests.service.web.grpc.caller import calling
 
@@ -34,7 +34,7 @@ async def test_pings_without_a_key_are_not_kept_in_memory() -> None:
 
 @on_a_loop
 async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(calls, "MAX_CONNECTIONS", 2)
     async with calling() as caller:
         opened = [socket.create_connection(("127.0.0.1", caller.port), timeout=PATIENCE) for _ in range(6)]
         received = [await asyncio.to_thread(greeting, each) for each in opened]

@@ -30,11 +30,9 @@ REQUESTS = st.builds(
 
 @given(st.one_of(st.binary(max_size=60), REQUESTS.map(lambda request: request.SerializeToString()[:-1])))
 def test_whatever_is_no_message_is_refused_as_such(data: bytes) -> None:
-    named: list[str] = []
     with suppress(MalformedRequest):
-        decode_request(bytearray(data), lambda name, _: named.append(name))
-    if named:  # what is read is what protobuf reads
-        assert ModelInferRequest.FromString(data).model_name == named[0]
+        named, _ = decode_request(bytearray(data))
+        assert ModelInferRequest.FromString(data).model_name == named.name  # what is read is what protobuf reads
 
 
 @pytest.mark.parametrize(
@@ -51,7 +49,7 @@ def test_whatever_is_no_message_is_refused_as_such(data: bytes) -> None:
 )
 def test_a_message_of_very_many_things_is_refused_before_it_is_parsed(message: bytes) -> None:
     with pytest.raises(UploadTooLarge):
-        decode_request(bytearray(message), lambda *_: None)
+        decode_request(bytearray(message))
 
 
 @pytest.mark.parametrize(

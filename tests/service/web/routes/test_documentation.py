@@ -164,31 +164,11 @@ async def test_the_page_and_its_files_come_from_here_and_are_open_and_fresh() ->
 
 @on_a_loop
 @pytest.mark.parametrize("path", ["/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css"])
-@pytest.mark.parametrize(
-    ("accepted", "compressed"),
-    [
-        ("gzip", True),
-        ("deflate, GZIP;q=0.5, br", True),
-        ("br, gzip ; q=1.0", True),
-        ("", False),
-        ("br, x-gzip", False),
-        ("gzip;q=0", False),
-        ("gzip; q=0.000, br", False),
-    ],
-)
-async def test_large_files_are_compressed_for_those_who_accept_it(path: str, accepted: str, compressed: bool) -> None:
+async def test_large_files_are_compressed(path: str) -> None:
     """Who reads slowly would be disconnected: an answer as large as the bundle counts against a limit."""
     service = app()
-    plain = await service.get(path)
-    file = await service.get(path, **{"accept-encoding": accepted})
-    assert (file.status, file.headers["content-type"]) == (200, plain.headers["content-type"])
-    assert file.headers["vary"] == plain.headers["vary"] == "Accept-Encoding"
-    assert (file.headers.get("content-encoding") == "gzip") is compressed
-    assert (file.headers["etag"] != plain.headers["etag"]) is compressed
-    if compressed:
-        assert len(file.content) < len(plain.content) / 3
-        assert gzip.decompress(file.content) == plain.content
-    else:
-        assert file.content == plain.content
-    again = await service.get(path, **{"accept-encoding": accepted, "if-none-match": file.headers["etag"]})
+    file = await service.get(path)
+    assert (file.status, file.headers["content-encoding"]) == (200, "gzip")
+    assert len(gzip.decompress(file.content)) > 3 * len(file.content)
+    again = await service.get(path, **{"if-none-match": file.headers["etag"]})
     assert (again.status, again.content, again.headers["etag"]) == (304, b"", file.headers["etag"])
