@@ -228,6 +228,7 @@ class Settings(ModelSettings, BaseSettings):
     teach: Name | None = Field(
         None, description="folder of taught heads, made if absent; without it nothing is taught. See docs/teach.md"
     )
+    strict: bool = Field(False, description="whether a broken entry of `models` ends the start, or is logged alone")
     model_name: str | None = Field(
         None,
         min_length=1,

@@ -331,7 +331,7 @@ class LocalModels(Models):
         """Return why the process cannot go on, or an empty text: what it serves at least failed, or what served."""
         models = list(self.served.values())
         failed = [model for model in models if model.state == "failed"]
-        fatal = [model for model in failed if model.broke or model.is_default]
+        fatal = [model for model in failed if model.broke or model.is_default or self._settings.strict]
         if len(failed) == len(models):
             fatal = failed
         return fatal[0].current.engine.status.reason if fatal else ""
@@ -639,6 +639,8 @@ def configured_models(
     for name, problem in problems.items():
         logger.log(log, "no model: %s", problem)
         entries |= {name: before[name]} if name in before else {}
+    if problems and settings.strict:
+        raise SettingsError(f"VIT_MODELS={settings.models!r}: {next(iter(problems.values()))}")
     if not entries:
         raise SettingsError(f"VIT_MODELS={settings.models!r}: there is no model in this folder")
     if settings.model_name not in (None, *entries):

@@ -184,3 +184,5 @@ def test_a_broken_entry_is_named_in_one_line_and_the_others_serve(
     }  # fmt: skip
     assert server.log.count("model empty: ") == server.log.count("model half: ") == 1
     server.classify(pictures.files[0], f"model={HEADS[1]}&top_k=1").raise_for_status()
+    strict = serve(checkpoint="", models=tmp_path, strict="true", wait=False)
+    assert strict.process.process.wait(100) == 1

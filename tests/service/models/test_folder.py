@@ -82,6 +82,8 @@ def test_a_broken_entry_is_named_in_one_line_and_the_others_are_read(
     settings = load_settings({"models": str(tmp_path)})
     assert list(configured_models(settings)) == ["good"]
     assert caplog.messages == [f"no model: {line}"]
+    with pytest.raises(SettingsError, match="VIT_MODELS"):
+        configured_models(load_settings({"models": str(tmp_path), "strict": "true"}))
 
 
 def test_the_default_is_the_first_by_name_or_the_one_that_is_named(tmp_path: Path) -> None:

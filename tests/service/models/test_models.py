@@ -134,6 +134,12 @@ async def test_a_broken_model_is_named_once_and_the_others_serve(
 
 
 @on_a_loop
+async def test_a_broken_model_ends_a_strict_start(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "!b", strict="true") as (models, _):
+        assert models.failure == "b: it cannot be read"
+
+
+@on_a_loop
 async def test_a_backbone_is_unloaded_for_another_least_recently_used_first_but_never_the_defaults(
     tmp_path: Path,
 ) -> None:
