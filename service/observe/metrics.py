@@ -41,6 +41,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 stage_recorder: ContextVar[Callable[[str, float, int | None], None] | None] = ContextVar("stage_recorder", default=None)
 """Adds a stage, its seconds and the size of its batch to the span of the current request; None without a span."""
 
+stage_seconds: ContextVar[dict[str, float] | None] = ContextVar("stage_seconds", default=None)
+"""Seconds of each stage of the current request, summed over its images, for its line in the log."""
+
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _SCORES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
@@ -147,8 +150,11 @@ class Metrics(Collector):
         )
 
     def observe_stage(self, stage: str, seconds: float, batch_size: int | None = None) -> None:
-        """Measure a stage of one image, or of one body, that has just ended, for the request's span, too."""
+        """Measure a stage of one image, or of one body, that has just ended, for the request's span and log, too."""
         self.stages[stage].observe(seconds)
+        times = stage_seconds.get()
+        if times is not None:
+            times[stage] = times.get(stage, 0.0) + seconds
         record = stage_recorder.get()
         if record is not None:
             record(stage, seconds, batch_size)

@@ -16,7 +16,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.errors import ClientDisconnected, EngineUnavailable, QueueFull, ServiceError, Unauthorized
 from service.http import Header, connection_of
 from service.lifecycle import Lifecycle
-from service.observe.metrics import Metrics
+from service.observe.metrics import Metrics, stage_seconds
 from service.web import problems
 from service.web.admission import RefusalPace
 
@@ -76,9 +76,10 @@ class RequestContext:
         key_name, key_owner: of the API key, None without a key.
         code: of the problem that answers it, None without a problem.
         model: name of the model that it is for, None until it is known.
+        stages: seconds of each, see `service.observe.metrics.stage_seconds`.
     """
 
-    def __init__(self, scope: Scope, send: Send, lifecycle: Lifecycle, started: float) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, lifecycle: Lifecycle, started: float) -> None:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         self.request_id = request_id_from(given.decode("latin-1"))
         self.started = started
@@ -88,9 +89,23 @@ class RequestContext:
         self.key_owner: str | None = None
         self.code: str | None = None
         self.model: str | None = None
+        self.stages: dict[str, float] = {}
         self.client: str | None = (scope.get("client") or (None,))[0]
+        self._received = self._sent = 0
+        self._receive = receive
         self._send = send
         self._lifecycle = lifecycle
+
+    def measured(self) -> dict[str, float]:
+        """Return the bytes and the times of stages that a log line in JSON has."""
+        times = {f"{stage}_ms": round(1000 * seconds, 1) for stage, seconds in self.stages.items()}
+        return {"bytes_in": self._received, "bytes_out": self._sent} | times
+
+    async def receive(self) -> Message:
+        """Return the next message of the request."""
+        message = await self._receive()
+        self._received += len(message.get("body", b""))
+        return message
 
     async def send(self, message: Message) -> None:
         """Send a message of the answer, with the headers that every answer has."""
@@ -100,6 +115,7 @@ class RequestContext:
             if self._lifecycle.is_ending:
                 headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}
+        self._sent += len(message.get("body", b""))
         await self._send(message)
 
 
@@ -107,7 +123,8 @@ class RequestContext:
 class Answered:
     """A request that was answered, over HTTP or gRPC, with its status of HTTP and the seconds from its head on.
 
-    The last three stand in JSON alone, as far as they are known: the caller's address, model, and problem code.
+    The last four stand in JSON alone, as far as they are known: the caller's address, model, problem code, and what
+    was measured.
     """
 
     method: str
@@ -119,6 +136,7 @@ class Answered:
     client: str | None = None
     model: str | None = None
     code: str | None = None
+    measured: Callable[[], Mapping[str, float]] = dict
 
 
 class RequestLog:
@@ -154,7 +172,9 @@ class RequestLog:
             # Paths come from outside: no line break may start a log line of their own.
             {**fields, "path": fields["path"].encode("unicode_escape").decode("ascii")},
             extra={
-                "fields": fields | {name: value for name, value in known.items() if value is not None},
+                "fields": fields
+                | {name: value for name, value in known.items() if value is not None}
+                | request.measured(),
                 "summary": "request",
             },
         )
@@ -213,12 +233,13 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        context = RequestContext(scope, send, self._lifecycle, self._clock())
+        context = RequestContext(scope, receive, send, self._lifecycle, self._clock())
         scope[_CONTEXT] = context
+        stage_seconds.set(context.stages)
         inflight = self._metrics.inflight
         with nullcontext() if scope["path"] in PROBES else inflight.track_inprogress():
             try:
-                await self._app(scope, receive, context.send)
+                await self._app(scope, context.receive, context.send)
             except Exception:  # `ProblemMiddleware` has answered it, unless the answer had begun before
                 logger.exception("request %s failed", context.request_id)
             finally:
@@ -226,7 +247,7 @@ class RequestContextMiddleware:
                 status = context.status or problems.CLIENT_DISCONNECTED
                 answered = Answered(
                     *(scope["method"], scope["path"], status, seconds, context.request_id, context.key_name),
-                    *(context.client, context.model, context.code),
+                    *(context.client, context.model, context.code, context.measured),
                 )
                 self.count(answered, context.endpoint)
 

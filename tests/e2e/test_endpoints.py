@@ -211,6 +211,9 @@ def test_keys_cors_json_logs_and_short_memories(serve: Serve, pictures: Pictures
     assert [line["status"] for line in requests] == [401, 401, 200]
     assert requests[-1]["request_id"] == answer.headers["x-request-id"]
     assert requests[-1] | {"message": "request", "client": "127.0.0.1", "model": CHECKPOINT_NAME} == requests[-1]
+    assert requests[-1]["bytes_in"] == len(pictures.files[0])
+    assert requests[-1]["bytes_out"] == len(answer.content)
+    assert {"read_ms", "decode_ms", "queue_ms", "inference_ms"} <= requests[-1].keys()
     assert requests[0]["code"] == "unauthorized"
     assert "alpha" not in server.log
     assert "beta" not in server.log

@@ -146,7 +146,10 @@ async def attention(request: Request, query: Annotated[AttentionQuery, Query()])
         explained = await _explain(admitted, requests, picture)
         admitted.service.metrics.count_image(model.info.name, explained[0] if model.info.config.num_classes else None)
         image_id = await admitted.service.keep(picture, model)
-        photo = await _photo(admitted, query, picture.region, file)
+        view, photo = query.view or default_view(model.info.config.image_size), None
+        if query.format == "png" and view == "photo" and query.overlay is not False:
+            # Decoded a second time, so that no photo is in memory while its map is computed.
+            photo = await admitted.photo(file, picture.region, query.size)
         return await _answer(admitted, query, explained, picture, image_id, photo)
 
 
@@ -156,17 +159,6 @@ async def _explain(
     """Return the outputs for a picture that have its maps, in the order of the requests for them."""
     results = await all_of(admitted.infer(picture.pixels, requested) for requested in requests)
     return [result.outputs for result in results]
-
-
-async def _photo(
-    admitted: AdmittedRequest, query: AttentionQuery, region: Region, file: bytearray
-) -> ModelInput | None:
-    """Return the photo in a file if the maps are drawn over it, and None if over what the model saw."""
-    view = query.view or default_view(admitted.model.info.config.image_size)
-    if query.format != "png" or view != "photo" or query.overlay is False:
-        return None
-    # Decoded a second time, so that no photo is in memory while its map is computed.
-    return await admitted.photo(file, region, query.size)
 
 
 async def _answer(
