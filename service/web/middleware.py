@@ -174,7 +174,7 @@ class RequestLog:
             extra={
                 "fields": fields
                 | {name: value for name, value in known.items() if value is not None}
-                | request.measured(),
+                | dict(request.measured()),
                 "summary": "request",
             },
         )
