@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from model.config import Size
 from model.data import cifar10
 from model.data.image_folder import find_pictures
 from model.data.pictures import PictureFiles
@@ -26,7 +25,6 @@ class Dataset:
         train, validation: no picture is in both; every class is in each.
         test: not for training, nor for any choice made while training; None where there is none.
         own_validation: whether the validation set was given, and not split off.
-        image_size: (rows, columns) of all pictures; None where they differ.
     """
 
     name: str
@@ -35,7 +33,6 @@ class Dataset:
     validation: PictureFiles
     test: PictureFiles | None
     own_validation: bool = False
-    image_size: Size | None = None
 
     def split(self) -> dict[str, list[str]]:
         """Return the names of the pictures of each set."""
@@ -58,7 +55,7 @@ def open_dataset(root: Path, validation: int | float, seed: int) -> Dataset:
         labels = cifar10.read_labels(root)
         test, train = (cifar10.read_files(root, names) for names in (cifar10.TEST_FILES, cifar10.TRAIN_FILES))
         parts = stratify(train, labels, validation, seed)
-        return Dataset("CIFAR-10", labels, *parts, test, image_size=cifar10.IMAGE_SIZE)
+        return Dataset("CIFAR-10", labels, *parts, test)
     folder, name = find_pictures(root), root.resolve().name
     if folder.validation is not None:
         return Dataset(name, folder.labels, folder.train, folder.validation, folder.test, own_validation=True)

@@ -131,15 +131,3 @@ def decode(files: PictureFiles, config: PreprocessConfig, folder: Path, *, leave
     logger.warning("left out: %s", message)
     good = [number for number, problem in enumerate(problems) if problem is None]
     return Images(pixels[good], files.labels[good])
-
-
-def channel_statistics(pixels: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of each channel of uint8 [N, C, H, W], scaled to 0...1, to four decimals."""
-    # From the histogram of the 256 values: exact, and without a float copy of every pixel.
-    counts = [sum(np.bincount(image[channel].ravel(), minlength=256) for image in pixels) for channel in range(3)]
-    values = np.arange(256) / 255
-    means = [float(np.average(values, weights=row)) for row in counts]
-    deviations = [
-        float(np.average((values - mean) ** 2, weights=row)) ** 0.5 for row, mean in zip(counts, means, strict=True)
-    ]
-    return tuple(round(mean, 4) for mean in means), tuple(round(deviation, 4) for deviation in deviations)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from model.config import ViTConfig
 from model.network.layers.attention import norm_or_none
 from model.network.layers.block import Block, Kept, Mlp, PreLogits
-from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed, drop_patches
+from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed
 from model.network.layers.position import sincos2d_position_embedding
 from model.outputs import Pooling, embedding_name
 
@@ -116,16 +116,11 @@ class VisionTransformer(nn.Module):
 
     Args:
         config: the architecture.
-
-    Attributes:
-        patch_dropout: share of the patches that training leaves out, drawn anew for each image and pass;
-            may be changed between passes.
     """
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.config = config
-        self.patch_dropout = 0.0
         width, eps = config.width, config.norm_eps
         embed = LinearPatchEmbed if config.patch_embedding == "linear" else PatchEmbed
         self.patch_embed = embed(config)
@@ -149,22 +144,6 @@ class VisionTransformer(nn.Module):
         self.pre_logits = nn.Identity() if config.head_width is None else PreLogits(config, pooled)
         self.head = nn.Linear(config.head_width or pooled, config.logits)
         self.head_dist = nn.Linear(width, config.logits) if config.distillation_head else None
-
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Initialise for training from scratch: truncated normal (std 0.02) as timm and the JAX code do."""
-        for name, parameter in self.named_parameters():
-            if name == "pos_embed" and self.config.position_embedding == "sincos2d":
-                with torch.no_grad():
-                    parameter.copy_(self.fixed_position_embedding())
-            elif name.endswith("gamma"):
-                nn.init.constant_(parameter, 1e-5)  # of a layer scale
-            elif parameter.ndim == 1:
-                # Norm weights start at one, every bias at zero.
-                nn.init.constant_(parameter, 1.0 if "norm" in name and name.endswith("weight") else 0.0)
-            elif name in ("head.weight", "head_dist.weight"):
-                nn.init.zeros_(parameter)
-            else:
-                nn.init.trunc_normal_(parameter, std=0.02, generator=generator)
 
     def fixed_position_embedding(self) -> Tensor:
         """Return the sincos2d embedding of this configuration: [1, position_tokens, D] float32 on the CPU."""
@@ -202,8 +181,6 @@ class VisionTransformer(nn.Module):
         """
         last, of_query = self.config.depth - 1, self.config.attention_source == "pool_query"
         x = self.embed(pixels)
-        if self.training and self.patch_dropout:
-            x = drop_patches(x, self.patch_dropout, self.config.prefix_tokens)
         rows: dict[int, Tensor] = {}
         kept: list[Kept] = []
         # The head reads the CLS token; a distilled model's second head reads the token beside it.

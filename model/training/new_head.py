@@ -23,7 +23,7 @@ from model.checkpoint import Checkpoint, native
 from model.config import LibraryConfig, NetworkConfig, ViTConfig
 from model.data.datasets import open_dataset
 from model.data.pictures import Images, decode
-from model.errors import CheckpointError, DatasetError, TrainingError
+from model.errors import CheckpointError, DatasetError
 from model.evaluation.evaluate import Evaluation, measure, predict_embeddings
 from model.heads import Head
 from model.network.library import library_config, linear_head
@@ -32,7 +32,7 @@ from model.runtime.device import choose_device
 from model.runtime.predictor import Predictor
 from model.training.recipe import Recipe
 from model.training.run_folder import describe_device, installed_versions, prepare_folder, write_confusion
-from model.training.train import STORED_DTYPE, read_start, rounded
+from model.training.train import STORED_DTYPE, read_start, relabelled, rounded
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +55,9 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
         TrainingError: `out` holds something already.
     """
     began = time.monotonic()
-    if recipe.checkpoint is None:
-        raise TrainingError("recipe: checkpoint: a probe needs one, for its features")
     dataset = open_dataset(data, recipe.validation, recipe.seed)
     prepare_folder(out, data, resume=False)
-    start = rounded(read_start(recipe, recipe.checkpoint))
+    start = rounded(read_start(recipe))
     heads = head_names(start.config)
     dtype, threads = recipe.precision, recipe.threads or None
     predictor = Predictor(start, device=device, dtype=dtype, compile_mode="off", threads=threads, streams=1)
@@ -133,16 +131,7 @@ def with_head(checkpoint: Checkpoint, names: Sequence[str], head: Head) -> Check
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("pre_logits.")}
     for name in names:
         tensors |= {f"{name}.{kind}": torch.from_numpy(getattr(head, kind)) for kind in ("weight", "bias")}
-    return replace(
-        checkpoint,
-        format=native.FORMAT,
-        config=config,
-        labels=labels,
-        tensors=tensors,
-        multi_label=False,
-        zero_shot=None,
-        embed_texts=None,
-    )
+    return relabelled(checkpoint, config, labels, tensors)
 
 
 def _require_linear(predictor: Predictor, tensors: Mapping[str, Tensor], name: str, images: Images) -> None:

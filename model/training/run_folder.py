@@ -45,12 +45,10 @@ _LEFT_BEFORE_FIRST_EPOCH: Final = frozenset({RECIPE_FILE, SPLIT_FILE})
 # A row of `metrics.csv`, by the names of its columns:
 #
 #   epoch: counted from 1.
-#   learning_rate: of AdamW (of the head, where it differs by layer), at the epoch's last step.
-#   train_loss, train_accuracy: means over the epoch's augmented images as they were seen; a mixed image counts as its
-#       own, unmixed label.
+#   train_loss, train_accuracy: means over the epoch's augmented images as they were seen.
 #   validation_loss, validation_accuracy: without augmentation or smoothing.
 #   images_per_second: of training alone.
-#   seconds: wall time since the run began, evaluation included, interruptions and the teacher not.
+#   seconds: wall time since the run began, evaluation included, interruptions not.
 EpochMetrics = dict[str, float]
 
 

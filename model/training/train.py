@@ -1,4 +1,4 @@
-"""Training from a folder of pictures and a recipe to a folder that the service loads.
+"""Fine-tuning of a checkpoint on a folder of pictures: from both to a folder that the service loads.
 
     data -> train -> half precision -> temperature -> test set, once -> config, weights, model card
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,20 +18,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.calibration import MIN_PICTURES, Fit, calibration_of, choose_fit, scores_and_energies
+from model.calibration import MIN_PICTURES, SOFTMAX, Fit, calibration_of, choose_fit, scores_and_energies
 from model.checkpoint import Checkpoint, load_checkpoint, native
-from model.config import PreprocessConfig, Size, ViTConfig
-from model.data.cifar10 import is_cifar10
+from model.config import NetworkConfig
 from model.data.datasets import Dataset, open_dataset
-from model.data.pictures import Images, channel_statistics, decode
+from model.data.pictures import Images, decode
 from model.errors import TrainingError
 from model.evaluation.evaluate import Evaluation, measure, predict_logits
-from model.network.vit import count_parameters
+from model.network.vit import HEADS, count_parameters
 from model.runtime.device import choose_device
 from model.runtime.predictor import Predictor
 from model.training import run_folder
 from model.training.loop import Trainer
-from model.training.recipe import RECIPES, Recipe
+from model.training.recipe import Recipe
 from model.training.training_data import MARGIN, TrainingData
 
 logger = logging.getLogger(__name__)
@@ -40,43 +39,13 @@ logger = logging.getLogger(__name__)
 STORED_DTYPE: Final = torch.float16
 
 
-@dataclass(frozen=True)
-class Start:
-    """The model that a run trains, before its first step.
-
-    Attributes:
-        config: the architecture, fitted to the data's classes.
-        preprocess: what the service will do; from scratch, mean and std are yet to be measured.
-        weights: float32 on the CPU by name; None from scratch.
-        name: name of the checkpoint that is fine-tuned; None from scratch.
-    """
-
-    config: ViTConfig
-    preprocess: PreprocessConfig
-    weights: Mapping[str, Tensor] | None = None
-    name: str | None = None
-
-
-def default_recipe(data: Path, checkpoint: str | None) -> Path:
-    """Return the bundled recipe for data of this kind: from scratch, or to fine-tune a checkpoint.
-
-    Raises:
-        TrainingError: a folder of pictures, and no checkpoint.
-    """
-    if checkpoint is not None:
-        return RECIPES / "finetune.toml"
-    if not is_cifar10(data):
-        raise TrainingError("--from CHECKPOINT: needed for a folder of pictures, unless a --recipe has an architecture")
-    return RECIPES / "cifar10.toml"
-
-
 def run(data: Path, out: Path, recipe: Recipe, *, resume: bool = False, device: str = "auto") -> dict[str, Any]:
     """Train by a recipe and leave a servable folder: weights, config, model card, metrics.
 
     Recipe, data, checkpoint and folder are checked before the first step.
 
     Args:
-        data: folder with the binary version of CIFAR-10, or with a folder of pictures for each class.
+        data: folder with a folder of pictures for each class, or with the binary version of CIFAR-10.
         out: folder for the results; made if absent.
         resume: continue the run that `out` holds; a complete run is only measured and written anew.
         device: see `model.runtime.device.choose_device`.
@@ -94,41 +63,32 @@ def run(data: Path, out: Path, recipe: Recipe, *, resume: bool = False, device: 
     training_device = choose_device(device)
     dataset = open_dataset(data, recipe.validation, recipe.seed)
     run_folder.prepare_folder(out, data, resume=resume)
-    start = start_from(recipe, len(dataset.labels), dataset.image_size)
+    start = start_from(recipe, dataset.labels)
     if (count := len(dataset.train)) < recipe.batch_size:
         raise TrainingError(f"recipe: batch_size {recipe.batch_size}: there are only {count} training images")
     sizes = (len(dataset.labels), len(dataset.train), len(dataset.validation))
     logger.info("%s: %d classes, %d images to train on, %d to validate on", data, *sizes)
     run_folder.record_start(out, recipe, dataset)
-    train = decode(dataset.train, _training_size(recipe, start, dataset), out)
-    validation = decode(dataset.validation, start.preprocess, out)
+    # Like the model's own picture a picture to train on is a centre crop, but of all that the crop leaves of the
+    # shorter side, and larger.
+    size = tuple(round(side * MARGIN) for side in start.preprocess.size)
+    larger = start.preprocess.model_copy(update={"size": size, "resize_size": size})
+    train, validation = decode(dataset.train, larger, out), decode(dataset.validation, start.preprocess, out)
     test = None if dataset.test is None else decode(dataset.test, start.preprocess, out)
-    if start.weights is None:
-        mean, std = channel_statistics(train.pixels)
-        start = replace(start, preprocess=start.preprocess.model_copy(update={"mean": mean, "std": std}))
     training = TrainingData(train, validation, start.preprocess.mean, start.preprocess.std)
-    trainer = Trainer(recipe, start.config, training, out, training_device, start.weights)
+    trainer = Trainer(recipe, start.vit, start.tensors, training, out, training_device)
     if resume and (out / run_folder.STATE_FILE).exists():
         trainer.load()
     best = trainer.run(_log_epoch)
-    checkpoint = rounded(
-        Checkpoint(
-            name=recipe.name,
-            source=str(out),
-            format=native.FORMAT,
-            architecture=native.describe_architecture(start.config),
-            config=start.config,
-            preprocess=start.preprocess,
-            labels=dataset.labels,
-            tensors=best.weights,
-        )
-    )
+    architecture = native.describe_architecture(start.config)
+    trained = replace(start, name=recipe.name, source=str(out), architecture=architecture, tensors=best.weights)
+    checkpoint = rounded(trained)
     # The very numbers that will be served, without a temperature.
     predictor = Predictor(checkpoint, device=device, compile_mode="off", dtype="float32")
     logits = predict_logits(predictor, validation.pixels)
     checkpoint = calibrated(checkpoint, logits, validation.labels)
     reported = measured = _measure(logits, validation, checkpoint)
-    record = _record(trainer, start, dataset, checkpoint) | {"validation": measured.record(), "test": None}
+    record = _record(trainer, start.name, dataset, checkpoint) | {"validation": measured.record(), "test": None}
     if test is not None:
         reported = _measure(predict_logits(predictor, test.pixels), test, checkpoint)
         record["test"] = reported.record()
@@ -143,50 +103,52 @@ def run(data: Path, out: Path, recipe: Recipe, *, resume: bool = False, device: 
     return record
 
 
-def start_from(recipe: Recipe, classes: int, image_size: Size | None) -> Start:
-    """Make a recipe's start for data of `classes` classes.
-
-    Args:
-        classes: number of classes of the new head.
-        image_size: (rows, columns) of the data's pictures, where all are of one size.
+def start_from(recipe: Recipe, labels: tuple[str, ...]) -> Checkpoint:
+    """Return the checkpoint that is fine-tuned, with a new head for these labels, which starts at zero.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or not be resized.
-        TrainingError: neither a checkpoint nor an architecture, or it does not fit the data.
+        TrainingError: it is of greyscale pictures.
     """
-    if recipe.checkpoint is not None:
-        return _from_checkpoint(recipe, recipe.checkpoint, classes)
-    if recipe.architecture is None:
-        raise TrainingError("recipe: neither an architecture to train from scratch nor a checkpoint to fine-tune")
-    size = recipe.image_size or image_size
-    if size is None:
-        raise TrainingError("recipe: image_size: needed to train from scratch on pictures of any size")
-    half = (0.5, 0.5, 0.5)
-    preprocess = PreprocessConfig(
-        size=size, resize="shortest_edge", resize_size=size, interpolation="bicubic", mean=half, std=half
-    )
-    return Start(recipe.architecture.config(size, classes), preprocess)
+    checkpoint = read_start(recipe)
+    if checkpoint.vit.in_channels != 3:
+        raise TrainingError(
+            f"{recipe.checkpoint}: takes greyscale pictures; only models of RGB pictures can be fine-tuned"
+        )
+    config = checkpoint.vit.model_copy(update={"num_classes": len(labels)})
+    weights = dict(checkpoint.build().state_dict())  # built, so that all of them are checked
+    for name in [name for name in weights if name.startswith(HEADS)]:
+        weights[name] = torch.zeros(len(labels), *weights[name].shape[1:])
+    return relabelled(checkpoint, config, labels, weights)
 
 
-def read_start(recipe: Recipe, source: str) -> Checkpoint:
+def read_start(recipe: Recipe) -> Checkpoint:
     """Read the checkpoint that a recipe starts from, whose head is to be replaced.
 
     Raises:
         CheckpointError: it cannot be read, or not be resized.
     """
     # The old head's labels go with it, and some formats have none.
-    return load_checkpoint(source, image_size=recipe.image_size, labels="numbers")
+    return load_checkpoint(recipe.checkpoint, image_size=recipe.image_size, labels="numbers")
 
 
-def _from_checkpoint(recipe: Recipe, source: str, classes: int) -> Start:
-    checkpoint = read_start(recipe, source)
-    if checkpoint.vit.in_channels != 3:
-        raise TrainingError(f"{source}: takes greyscale pictures; only models of RGB pictures can be fine-tuned")
-    config = checkpoint.vit.model_copy(update={"num_classes": classes})
-    weights = dict(checkpoint.build().state_dict())  # built, so that all of them are checked
-    for name in [name for name in weights if name.startswith(("head.", "head_dist."))]:
-        weights[name] = torch.zeros(classes, *weights[name].shape[1:])
-    return Start(config, checkpoint.preprocess, weights, checkpoint.name)
+def relabelled(
+    checkpoint: Checkpoint, config: NetworkConfig, labels: tuple[str, ...], tensors: Mapping[str, Tensor]
+) -> Checkpoint:
+    """Return a checkpoint with other classes, whose scores are a plain softmax, as it is written."""
+    return replace(
+        checkpoint,
+        format=native.FORMAT,
+        config=config,
+        labels=labels,
+        tensors=tensors,
+        temperature=1.0,
+        form=SOFTMAX,
+        multi_label=False,
+        zero_shot=None,
+        embed_texts=None,
+        calibration=None,
+    )
 
 
 def rounded(checkpoint: Checkpoint) -> Checkpoint:
@@ -209,37 +171,23 @@ def calibrated(checkpoint: Checkpoint, logits: NDArray[np.float32], truth: NDArr
     return replace(checkpoint, temperature=fit.temperature, form=fit.form, calibration=calibration)
 
 
-def _training_size(recipe: Recipe, start: Start, dataset: Dataset) -> PreprocessConfig:
-    """Return the size of stored training pictures: the model's input size, or larger where random parts are resized.
-
-    Like the model's own picture a larger picture is a centre crop, but of all that the crop leaves of the shorter side.
-    """
-    preprocess = start.preprocess
-    if not recipe.augmentation.resized_crop:
-        return preprocess
-    rows, columns = dataset.image_size or tuple(round(side * MARGIN) for side in preprocess.size)
-    return preprocess.model_copy(update={"size": (rows, columns), "resize_size": (rows, columns)})
-
-
 def _measure(logits: NDArray[np.float32], images: Images, checkpoint: Checkpoint) -> Evaluation:
     """Evaluate logits [N, K] by the checkpoint's scores."""
     scores, _ = scores_and_energies(logits, checkpoint.temperature, checkpoint.form)
     return measure(scores.astype(np.float32), images.labels, checkpoint.labels)
 
 
-def _record(trainer: Trainer, start: Start, dataset: Dataset, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what a run did and cost, teacher included, as JSON types."""
-    teacher = trainer.teacher
+def _record(trainer: Trainer, start: str, dataset: Dataset, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what a run did and cost, as JSON types."""
     assert trainer.best is not None
     return {
         "recipe": trainer.recipe.model_dump(mode="json"),
         "data": dataset.name,
-        "started_from": start.name,
+        "started_from": start,
         "kept_epoch": trainer.best.epoch,
         "images": len(dataset.train),
         "validation_images": len(dataset.validation),
-        "seconds": trainer.seconds + (0.0 if teacher is None else teacher["seconds"]),
-        "teacher": teacher,
+        "seconds": trainer.seconds,
         "device": run_folder.describe_device(trainer.device),
         "precision": str(trainer.arithmetic.dtype).removeprefix("torch."),
         "parameters": count_parameters(trainer.model),

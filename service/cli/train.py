@@ -1,4 +1,4 @@
-"""`vitserve train`: train or fine-tune on CIFAR-10 or any folder of pictures; the result is served at once."""
+"""`vitserve train`: fine-tune on any folder of pictures, or fit a head to it; the result is served at once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import TrainingError
+from model.training.recipe import Recipe
 from service.cli.setting_flags import serve_command
 from service.observe import logs
 from service.settings import ENV_PREFIX
@@ -22,7 +23,7 @@ def _size(text: str) -> tuple[int, int]:
 
 # Each flag (a field of the recipe, with dashes): the name of its value, and its help.
 OVERRIDES = {
-    "name": ("NAME", "what the service calls the model (default: the name of --out; of CIFAR-10, the recipe's)"),
+    "name": ("NAME", "what the service calls the model (default: the name of --out)"),
     "epochs": ("N", "times that every picture is seen"),
     "batch-size": ("N", "pictures a step"),
     "validation": ("N", "size of the validation set (100 or 0.1), where --data has none"),
@@ -31,13 +32,13 @@ OVERRIDES = {
     "threads": ("N", "threads of one operator on the CPU"),
 }
 
-_NOT_OF_PROBE = ("recipe", "resume", "set", "epochs", "batch-size", "validation")
+_NOT_OF_PROBE = ("resume", "set", "epochs", "batch-size", "validation")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `vitserve train`."""
     parser.description = (
-        "Train or fine-tune on CIFAR-10's binary files or on any folder of pictures (docs/training.md). "
+        "Fine-tune a checkpoint on any folder of pictures, or fit a new head to it (docs/training.md). "
         "The result is a folder that `vitserve serve --checkpoint` takes."
     )
     parser.add_argument(
@@ -52,14 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="checkpoint",
         metavar="CHECKPOINT",
-        help="fine-tune this one, with a new head: `bundled`, a folder, or a hub id",
+        help="what gets a new head: `bundled`, a folder, or a hub id; needed but with --resume",
     )
-    parser.add_argument(
-        "--recipe",
-        metavar="FILE",
-        help="TOML, or a bundled one's name (docs/training.md lists them); default: by --data and --from",
-    )
-    parser.add_argument("--probe", action="store_true", help="with --from: fit a new head alone, in seconds")
+    parser.add_argument("--probe", action="store_true", help="fit the new head alone, in seconds")
     parser.add_argument("--resume", action="store_true", help="go on from the last finished epoch in --out")
     parser.add_argument("--device", default=argparse.SUPPRESS, metavar="NAME", help="auto, cpu, cuda or cuda:N")
     recipe = parser.add_argument_group("instead of the recipe's")
@@ -73,22 +69,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FIELD=VALUE",
-        help="any field, as optimiser.learning_rate=1e-4 (repeatable)",
+        help="any field, as learning_rate=1e-4 (repeatable)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, or fit a head alone, measure, and write the folder."""
     given = [name for name in _NOT_OF_PROBE if getattr(arguments, name.replace("-", "_"))]
-    if arguments.probe and arguments.checkpoint is None:
-        raise TrainingError("--probe: needs --from CHECKPOINT, whose features it reads")
     if arguments.probe and given:
         raise TrainingError(f"--probe: --{given[0]} does not apply")
-    from model.training import new_head, train  # noqa: PLC0415  torch takes seconds to import
-    from model.training.recipe import read_recipe  # noqa: PLC0415
+    if arguments.checkpoint is None and not arguments.resume:
+        raise TrainingError("--from CHECKPOINT: needed, it is what gets a new head")
+    from model.training import new_head, run_folder, train  # noqa: PLC0415  torch takes seconds to import
 
     logs.configure("text", "info")
-    recipe = read_recipe(_recipe_path(arguments)).override(_overrides(arguments))
+    # Any other recipe than that of the run would be a guess.
+    recipe = Recipe.of(_overrides(arguments), arguments.out / run_folder.RECIPE_FILE if arguments.resume else None)
     device = getattr(arguments, "device", None) or os.environ.get(f"{ENV_PREFIX}DEVICE", "auto")
     if arguments.probe:
         new_head.run(arguments.data, arguments.out, recipe, device=device)
@@ -98,25 +94,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _recipe_path(arguments: argparse.Namespace) -> Path:
-    from model.training.recipe import RECIPES  # noqa: PLC0415  torch takes seconds to import
-    from model.training.run_folder import RECIPE_FILE  # noqa: PLC0415
-    from model.training.train import default_recipe  # noqa: PLC0415
-
-    if arguments.recipe is not None:
-        bundled = RECIPES / f"{arguments.recipe}.toml"
-        return bundled if bundled.parent == RECIPES and bundled.is_file() else Path(arguments.recipe)
-    if arguments.resume:  # any other recipe would be a guess
-        begun: Path = arguments.out / RECIPE_FILE
-        return begun
-    return default_recipe(arguments.data, arguments.checkpoint)
-
-
 def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     fields = ("checkpoint", "image_size", *(name.replace("-", "_") for name in OVERRIDES))
     given = {name: value for name in fields if (value := getattr(arguments, name)) is not None}
-    if "checkpoint" in given:
-        # The recipe's name, which is for any pictures, would name all results alike.
+    if not arguments.resume:
         given = {"name": arguments.out.resolve().name} | given
     for text in arguments.set:
         name, equals, value = text.partition("=")

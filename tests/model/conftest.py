@@ -1,4 +1,4 @@
-"""A CIFAR-10 folder and a recipe so small that a whole run takes a second."""
+"""A CIFAR-10 folder, a checkpoint and a recipe so small that a whole run takes a second."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from model.data.pictures import decode
 from model.training.recipe import Recipe
 from model.training.training_data import TrainingData
 from tests.model.data.configs import bicubic_config
-from tests.model.training.synthetic import write_cifar
+from tests.model.training.synthetic import write_cifar, write_start
 
 
 @pytest.fixture
@@ -40,21 +40,21 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def recipe() -> Recipe:
-    return tiny_recipe()
+def recipe(tmp_path: Path) -> Recipe:
+    return tiny_recipe(tmp_path / "start")
 
 
-def tiny_recipe() -> Recipe:
-    return Recipe.model_validate(
-        {
-            "name": "tiny",
-            "seed": 3,
-            "epochs": 4,
-            "batch_size": 40,
-            "validation": 80,
-            "label_smoothing": 0.0,
-            "precision": "float32",
-            "architecture": {"patch_size": 8, "width": 32, "depth": 2, "heads": 2, "mlp_width": 64},
-            "optimiser": {"learning_rate": 3e-3, "muon_learning_rate": 5e-3},
-        }
+def tiny_recipe(start: Path) -> Recipe:
+    return Recipe(
+        name="tiny",
+        checkpoint=str(write_start(start, image_size=(32, 32))),
+        seed=3,
+        epochs=4,
+        batch_size=40,
+        validation=80,
+        label_smoothing=0.0,
+        precision="float32",
+        learning_rate=3e-3,
+        layer_decay=1.0,
+        clip_norm=0.0,
     )

@@ -1,10 +1,9 @@
-"""Patch embeddings, which turn pixels into tokens, and PatchDropout, which trains on a random part of these."""
+"""Patch embeddings, which turn pixels into tokens."""
 
 from __future__ import annotations
 
 from typing import cast
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -100,25 +99,3 @@ def _flat_patches(pixels: Tensor, patch: int) -> Tensor:
     pixels = pixels[:, :, : rows * patch, : columns * patch]
     x = pixels.reshape(batch, channels, rows, patch, columns, patch).permute(0, 2, 4, 1, 3, 5)
     return x.reshape(batch, rows * columns, channels * patch * patch)
-
-
-def drop_patches(x: Tensor, rate: float, prefix_tokens: int) -> Tensor:
-    """Keep all prefix tokens and a random choice of the patches, drawn for each image, in their order.
-
-    Liu et al. 2022, https://arxiv.org/abs/2208.07220; timm's `timm/layers/patch_dropout.py`.
-
-    Args:
-        x: [B, prefix_tokens + P, D], positions already added.
-        rate: share of the patches to drop, 0 <= rate < 1; at least one is kept.
-
-    Returns:
-        [B, prefix_tokens + max(1, round(P (1 - rate))), D].
-    """
-    batch, tokens, width = x.shape
-    patches = tokens - prefix_tokens
-    keep = max(1, round(patches * (1 - rate)))
-    if keep == patches:
-        return x
-    chosen = torch.rand((batch, patches), device=x.device).argsort(dim=1)[:, :keep].sort(dim=1).values
-    kept = x[:, prefix_tokens:].gather(1, chosen[:, :, None].expand(-1, -1, width))
-    return torch.cat((x[:, :prefix_tokens], kept), dim=1)

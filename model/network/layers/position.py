@@ -9,16 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def sincos2d_position_embedding(
-    grid: tuple[int, int], width: int, *, prefix_tokens: int = 0, temperature: float = 10_000.0
-) -> Tensor:
+def sincos2d_position_embedding(grid: tuple[int, int], width: int, *, prefix_tokens: int = 0) -> Tensor:
     """Return fixed sine and cosine position embeddings, as big_vision's `posemb_sincos_2d` (Beyer et al. 2022).
 
     Args:
         grid: (rows, columns) of patches.
         width: D, a multiple of 4: sine and cosine of the column, then sine and cosine of the row.
         prefix_tokens: entries of zero before the grid's.
-        temperature: the longest wavelength over 2 pi.
 
     Returns:
         [1, prefix_tokens + rows*columns, D] float32 on the CPU.
@@ -29,7 +26,7 @@ def sincos2d_position_embedding(
         indexing="ij",
     )
     quarter = width // 4
-    omega = temperature ** -(torch.arange(quarter, dtype=torch.float64, device="cpu") / max(quarter - 1, 1))
+    omega = 10_000.0 ** -(torch.arange(quarter, dtype=torch.float64, device="cpu") / max(quarter - 1, 1))
     x, y = columns.reshape(-1, 1) * omega, rows.reshape(-1, 1) * omega
     embedding = torch.cat((x.sin(), x.cos(), y.sin(), y.cos()), dim=1).float()
     return torch.cat((torch.zeros(prefix_tokens, width, device="cpu"), embedding)).unsqueeze(0)

@@ -17,7 +17,7 @@ from model.checkpoint import load_checkpoint, native
 from model.checkpoint.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
-from model.network.vit import VisionTransformer
+from tests.model.blocks import drawn_model
 
 SIZE = 16
 PREPROCESS = PreprocessConfig(
@@ -32,9 +32,7 @@ CONFIG = ViTConfig(image_size=(SIZE, SIZE), patch_size=8, width=16, depth=2, hea
 
 
 def tiny(config: ViTConfig = CONFIG) -> dict[str, Tensor]:
-    model = VisionTransformer(config)
-    model.reset_parameters(torch.Generator().manual_seed(0))
-    return model.state_dict()
+    return drawn_model(config).state_dict()
 
 
 def native_folder(folder: Path, labels: tuple[str, ...] = ("a", "b", "c")) -> Path:

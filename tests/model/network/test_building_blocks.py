@@ -10,7 +10,7 @@ import torch
 
 from model.checkpoint import load_checkpoint, native
 from model.checkpoint.checkpoint import Checkpoint
-from model.config import SIZES, PreprocessConfig, ViTConfig
+from model.config import PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
 from model.insight.summary import summarise
 from model.network.layers.block import ACTIVATIONS
@@ -23,6 +23,7 @@ from model.network.layers.position import (
 )
 from model.network.library import meta_network
 from model.network.vit import VisionTransformer, count_parameters
+from tests.model.blocks import drawn_model
 from tests.model.checkpoint.parity import randomise
 
 SMALL = ViTConfig(image_size=(32, 48), patch_size=8, width=32, depth=2, heads=4, mlp_width=64, num_classes=5)
@@ -43,6 +44,16 @@ def checkpoint(config: ViTConfig) -> Checkpoint:
     labels = tuple(f"class {i}" for i in range(config.num_classes))
     tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     return Checkpoint("tiny", "here", "vitserve", "tiny", config, preprocess, labels, tensors)
+
+
+# The paper's variants (Dosovitskiy et al. 2020, table 1), and Tiny and Small (Touvron et al. 2020).
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"width": 192, "depth": 12, "heads": 3, "mlp_width": 768},
+    "small": {"width": 384, "depth": 12, "heads": 6, "mlp_width": 1536},
+    "base": {"width": 768, "depth": 12, "heads": 12, "mlp_width": 3072},
+    "large": {"width": 1024, "depth": 24, "heads": 16, "mlp_width": 4096},
+    "huge": {"width": 1280, "depth": 32, "heads": 16, "mlp_width": 5120},
+}
 
 
 @pytest.mark.parametrize(
@@ -82,8 +93,7 @@ def test_sine_cosine_positions_by_their_definition() -> None:
 
 def test_a_sine_cosine_model_is_recomputed_at_another_size() -> None:
     config = SMALL.model_copy(update={"position_embedding": "sincos2d"})
-    model = VisionTransformer(config)
-    model.reset_parameters()
+    model = drawn_model(config)
     assert model.pos_embed is not None
     assert not model.pos_embed.requires_grad
     small = replace(checkpoint(config), tensors=model.state_dict())

@@ -4,59 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from model.data.cifar10 import CLASSES, IMAGE_SIZE
 from model.training.loop import Trainer
 from model.training.recipe import Recipe
 from model.training.run_folder import EpochMetrics
+from model.training.train import start_from
 from model.training.training_data import TrainingData
+from tests.model.training.synthetic import LABELS
 
 CPU = torch.device("cpu")
-
-TAUGHT: Mapping[str, Any] = {
-    "architecture.conv_stem": {
-        "widths": (24, 24, 24, 16, 16),
-        "kernels": (3, 3, 3, 3, 3),
-        "strides": (1, 1, 1, 1, 1),
-        "pools": (1, 2, 1, 2, 1),
-        "activation": "gelu",
-    },
-    "teacher": {"epochs": 2, "batch_size": 80, "widths": (24, 16, 16), "resample": 0.2, "weight": 0.8},
-}
-"""A tiny teacher, and a stem that starts as its first layers."""
-
-EVERYTHING: Mapping[str, Any] = {
-    **TAUGHT,
-    "teacher.frozen_stem": 0.5,
-    "label_smoothing": 0.1,
-    "optimiser.layer_decay": 0.8,
-    "optimiser.clip_norm": 1.0,
-    "optimiser.restart": 0.5,
-    "augmentation.resample": 0.2,
-    "augmentation.trivial_augment": 0.5,
-    "mixing.mixup": 0.8,
-    "mixing.cutmix": 1.0,
-    "mixing.probability": 0.8,
-    "patch_dropout.rate": 0.25,
-    "patch_dropout.until": 0.7,
-}
-"""Every part of a recipe that draws random numbers or keeps state."""
 
 
 class Interrupted(Exception):
     """The end of a run that has epochs left."""
 
 
-def make_trainer(
-    recipe: Recipe, data: TrainingData, folder: Path, initial: Mapping[str, torch.Tensor] | None = None
-) -> Trainer:
-    assert recipe.architecture is not None
-    config = recipe.architecture.config(IMAGE_SIZE, CLASSES)
-    return Trainer(recipe, config, data, folder, CPU, initial)
+def changed(recipe: Recipe, **fields: object) -> Recipe:
+    """Return a recipe with other fields."""
+    return Recipe.of(recipe.model_dump() | fields)
+
+
+def make_trainer(recipe: Recipe, data: TrainingData, folder: Path) -> Trainer:
+    start = start_from(recipe, LABELS)
+    return Trainer(recipe, start.vit, start.tensors, data, folder, CPU)
 
 
 def trained(recipe: Recipe, data: TrainingData, folder: Path) -> Trainer:

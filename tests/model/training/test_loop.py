@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,31 +11,30 @@ import torch
 from model.data.cifar10 import CLASSES
 from model.data.pictures import Images
 from model.errors import TrainingError
-from model.training.loop import distillation_loss
 from model.training.recipe import Recipe
 from model.training.run_folder import METRICS_FILE, STATE_FILE, EpochMetrics
 from model.training.training_data import TrainingData
-from tests.model.training.runs import EVERYTHING, interrupted_after, make_trainer, same, same_tensors, trained
+from tests.model.training.runs import changed, interrupted_after, make_trainer, same, same_tensors, trained
 
 pytestmark = pytest.mark.timeout(120)  # models are trained
 
 
-@pytest.mark.parametrize(("optimiser", "precision"), [("adamw", "float32"), ("muon", "float32"), ("muon", "bfloat16")])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_loss_falls_and_unseen_images_are_told_apart(
-    recipe: Recipe, data: TrainingData, tmp_path: Path, optimiser: str, precision: str
+    recipe: Recipe, data: TrainingData, tmp_path: Path, precision: str
 ) -> None:
-    trainer = trained(recipe.override({"precision": precision, "optimiser.name": optimiser}), data, tmp_path)
+    trainer = trained(changed(recipe, precision=precision, epochs=6), data, tmp_path)
     first, last = trainer.history[0], trainer.history[-1]
     assert last["train_loss"] < 0.7 * first["train_loss"]
     assert last["validation_accuracy"] > 0.6
     assert all(tensor.dtype == torch.float32 for tensor in trainer.weights.values())
 
 
-@pytest.mark.parametrize(("changes", "precision"), [({}, "float32"), (EVERYTHING, "bfloat16")], ids=["plain", "all"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_resumed_run_ends_bit_for_bit_as_the_uninterrupted_one(
-    recipe: Recipe, data: TrainingData, tmp_path: Path, precision: str, changes: Mapping[str, Any]
+    recipe: Recipe, data: TrainingData, tmp_path: Path, precision: str
 ) -> None:
-    recipe = recipe.override({**changes, "precision": precision, "epochs": 2})
+    recipe = changed(recipe, precision=precision, epochs=2, label_smoothing=0.1, layer_decay=0.8, clip_norm=1.0)
     whole = trained(recipe, data, tmp_path / "whole")
     interrupted_after(recipe, data, tmp_path / "parts", 1)
     torch.manual_seed(999)  # the rest of the process may have drawn numbers in between
@@ -48,46 +46,27 @@ def test_a_resumed_run_ends_bit_for_bit_as_the_uninterrupted_one(
 
 
 def test_each_part_of_a_recipe_has_an_effect(recipe: Recipe, data: TrainingData, tmp_path: Path) -> None:
-    plain = recipe.override({"epochs": 1, "mixing.mixup": 1.0, "optimiser.weight_decay": 0.0})
+    plain = changed(recipe, epochs=1, weight_decay=0.0)
     changes: dict[str, Any] = {
         "seed": 4,
         "label_smoothing": 0.1,
-        "optimiser.layer_decay": 0.8,
-        "optimiser.clip_norm": 0.01,
-        "optimiser.restart": 0.5,
-        "optimiser.weight_decay": 0.1,
-        "augmentation.flip": False,
-        "augmentation.resized_crop": 0.5,
-        "augmentation.resample": 0.2,
-        "augmentation.trivial_augment": 0.5,
-        "mixing.cutmix": 1.0,
-        "mixing.probability": 0.3,
-        "mixing.until": 0.0,
-        "patch_dropout.rate": 0.25,
+        "learning_rate": 1e-3,
+        "layer_decay": 0.8,
+        "clip_norm": 0.01,
+        "weight_decay": 0.1,
+        "warmup": 0.3,
+        "flip": False,
+        "resized_crop": 0.9,
     }
     first = trained(plain, data, tmp_path / "plain")
     assert same(first, trained(plain, data, tmp_path / "again"))
     for name, value in changes.items():
-        assert not same(first, trained(plain.override({name: value}), data, tmp_path / name)), name
-
-
-def test_patches_are_dropped_until_the_told_share_and_rates_start_anew_after_a_restart(
-    recipe: Recipe, data: TrainingData, tmp_path: Path
-) -> None:
-    changes = {"epochs": 4, "optimiser.restart": 0.5, "optimiser.restart_rate": 0.25}
-    trainer = make_trainer(
-        recipe.override(changes | {"patch_dropout.rate": 0.5, "patch_dropout.until": 0.5}), data, tmp_path
-    )
-    dropped = []
-    trainer.run(lambda _: dropped.append(trainer.model.patch_dropout))
-    rates = [row["learning_rate"] for row in trainer.history]
-    assert [rates[2] / rates[0], rates[3] / rates[1]] == pytest.approx([0.25, 0.25])
-    assert dropped == [0.5, 0.0, 0.5, 0.0]  # of each epoch's last step
+        assert not same(first, trained(changed(plain, **{name: value}), data, tmp_path / name)), name
 
 
 def test_validation_images_are_never_trained_on(recipe: Recipe, data: TrainingData, tmp_path: Path) -> None:
-    changed = Images(255 - data.validation.pixels, (data.validation.labels + 1) % CLASSES)
-    poisoned = replace(data, validation=changed)
+    other_images = Images(255 - data.validation.pixels, (data.validation.labels + 1) % CLASSES)
+    poisoned = replace(data, validation=other_images)
     one, other = trained(recipe, data, tmp_path / "a"), trained(recipe, poisoned, tmp_path / "b")
     assert same_tensors(one.weights, other.weights)
 
@@ -96,7 +75,7 @@ def test_the_best_weights_are_those_of_the_best_validation_epoch(
     recipe: Recipe, data: TrainingData, tmp_path: Path
 ) -> None:
     kept: dict[int, dict[str, torch.Tensor]] = {}
-    trainer = make_trainer(recipe.override(epochs=6), data, tmp_path)
+    trainer = make_trainer(changed(recipe, epochs=6), data, tmp_path)
     trainer.run(lambda row: kept.update({int(row["epoch"]): {name: w.clone() for name, w in trainer.weights.items()}}))
     best = max(trainer.history, key=lambda row: (row["validation_accuracy"], -row["validation_loss"]))
     assert trainer.best is not None
@@ -116,7 +95,7 @@ class Payload:
 def test_a_state_that_is_not_of_this_run_is_refused(recipe: Recipe, data: TrainingData, tmp_path: Path) -> None:
     interrupted_after(recipe, data, tmp_path, 1)
     with pytest.raises(TrainingError, match="another recipe"):
-        make_trainer(recipe.override(epochs=9), data, tmp_path).load()
+        make_trainer(changed(recipe, epochs=9), data, tmp_path).load()
     for content in (b"", b"not a state"):
         (tmp_path / STATE_FILE).write_bytes(content)
         with pytest.raises(TrainingError, match=r"last\.pt: not a training state"):
@@ -139,12 +118,3 @@ def test_a_diverged_run_stops_and_keeps_its_last_good_state(recipe: Recipe, data
     kept.load()
     assert kept.epoch == 2
     assert all(tensor.isfinite().all() for tensor in kept.weights.values())
-
-
-def test_the_distillation_loss_is_the_divergence_from_the_teachers_scores() -> None:
-    generator = torch.Generator().manual_seed(1)
-    logits, answers = (3 * torch.randn(5, CLASSES, generator=generator) for _ in range(2))
-    scores, taught = (logits / 2).softmax(dim=1), (answers / 2).softmax(dim=1)
-    divergence = (taught * (taught / scores).log()).sum(dim=1).mean() * 4
-    torch.testing.assert_close(distillation_loss(logits, answers, 2.0), divergence)
-    assert distillation_loss(logits, logits, 2.0).item() == pytest.approx(0, abs=1e-6)

@@ -3,10 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from model.network.vit import VisionTransformer
-from model.training.optimisers import ModelOptimiser, Position, layer_of, position, rate_factor
+from model.training.loop import layer_of, optimiser_of, rate_factor
 from model.training.recipe import Recipe
-from tests.model.training.runs import TAUGHT
+from model.training.train import start_from
+from tests.model.training.runs import changed
+from tests.model.training.synthetic import LABELS
 
 
 @pytest.mark.parametrize(
@@ -27,44 +28,34 @@ def test_layers_are_numbered_as_in_beit(name: str, layer: int) -> None:
     assert layer_of(name, 12) == layer
 
 
-def stepped(recipe: Recipe, **settings: object) -> dict[str, torch.Tensor]:
+def stepped(recipe: Recipe, **fields: object) -> dict[str, torch.Tensor]:
     """Change of each weight in one update by the same gradients."""
-    recipe = recipe.override({**TAUGHT, **{f"optimiser.{name}": value for name, value in settings.items()}})
-    assert recipe.architecture is not None
-    model = VisionTransformer(recipe.architecture.config((32, 32), 10))
-    model.reset_parameters(torch.Generator().manual_seed(0))
+    recipe = changed(recipe, **fields)
+    model = start_from(recipe, LABELS).build().requires_grad_(True)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
-        parameter.grad = 5 + torch.randn(parameter.shape, generator=generator)  # one direction outweighs all
-    optimiser = ModelOptimiser(model, recipe.optimiser)
-    optimiser.set_rate(Position(recipe.optimiser.warmup, restarted=False))
+        parameter.grad = 5 + torch.randn(parameter.shape, generator=generator)
+    optimiser = optimiser_of(model, recipe)
+    for group in optimiser.param_groups:
+        group["lr"] = group["peak"]
     optimiser.step()
-    assert all(parameter.grad is None for parameter in model.parameters())
     return {name: weight - before[name] for name, weight in model.state_dict().items()}
 
 
 def test_steps_shrink_by_one_factor_a_layer_from_the_head_down(recipe: Recipe) -> None:
-    for name in ("adamw", "muon"):
-        plain = stepped(recipe, name=name, weight_decay=0.0)
-        decayed = stepped(recipe, name=name, weight_decay=0.0, layer_decay=0.5)
-        shares = {"head.weight": 1, "blocks.1.attn.qkv.bias": 2, "blocks.0.mlp.fc1.weight": 4, "pos_embed": 8}
-        for weight, divisor in shares.items():
-            torch.testing.assert_close(decayed[weight] * divisor, plain[weight], rtol=1e-3, atol=1e-5)
+    plain = stepped(recipe, weight_decay=0.0)
+    decayed = stepped(recipe, weight_decay=0.0, layer_decay=0.5)
+    shares = {"head.weight": 1, "blocks.1.attn.qkv.bias": 2, "blocks.0.mlp.fc1.weight": 4, "pos_embed": 8}
+    for weight, divisor in shares.items():
+        torch.testing.assert_close(decayed[weight] * divisor, plain[weight], rtol=1e-3, atol=1e-5)
 
 
-def test_weight_decay_spares_vectors_and_muon_turns_matrices_of_blocks_and_stem_alone(recipe: Recipe) -> None:
+def test_weight_decay_spares_vectors(recipe: Recipe) -> None:
     plain, decayed = (stepped(recipe, weight_decay=decay) for decay in (0.0, 0.1))
-    adamw = stepped(recipe, name="adamw", weight_decay=0.0)
     for name, step in plain.items():
-        is_matrix = step.ndim > 1
         if name != "head.weight":  # it starts at zero
-            assert torch.equal(step, decayed[name]) == (not is_matrix), name
-        by_muon = is_matrix and name.startswith(("blocks.", "patch_embed.backbone."))
-        assert torch.equal(step, adamw[name]) == (not by_muon), name
-    step = plain["patch_embed.backbone.1.weight"].flatten(1)  # of a stem: filters are the rows of a matrix
-    lengths = torch.linalg.svdvals(step)  # Muon's steps go equally far in all directions, AdamW's do not
-    assert lengths.min() > 0.4 * lengths.max()
+            assert torch.equal(step, decayed[name]) == (step.ndim < 2), name
 
 
 def test_the_rate_rises_then_falls_to_zero() -> None:
@@ -76,10 +67,3 @@ def test_the_rate_rises_then_falls_to_zero() -> None:
     assert factors[0] > 0
     assert factors[-1] == pytest.approx(0.0, abs=1e-9)
     assert rate_factor(0.0, 0.0) == pytest.approx(1.0)
-
-
-def test_a_second_cycle_is_a_schedule_of_what_is_left() -> None:
-    assert [position(step, 40, 0.7) for step in range(28)] == [position(step, 28, 0.0) for step in range(28)]
-    assert [position(step, 40, 0.7) for step in (28, 34)] == [(0.0, True), (0.5, True)]
-    assert position(9, 10, 0.99) == (0.0, True), "a step is left for it"
-    assert position(0, 1, 0.6) == (0.0, False), "one step is one cycle"

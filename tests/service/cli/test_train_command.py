@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from model.checkpoint import load_checkpoint
-from model.training.recipe import RECIPES, read_recipe
+from model.training.recipe import Recipe
 from service.cli.main import main
 from tests.e2e.serving import Served
 from tests.launcher import VitserveProcess, until
@@ -47,7 +47,7 @@ def start(tmp_path: Path) -> Path:
 
 def flags(data: Path, start: Path, out: Path, *more: str) -> list[str]:
     command = ["train", "--data", str(data), "--from", str(start), "--out", str(out), "--device", "cpu"]
-    return [*command, "--batch-size", "5", "--set", "optimiser.learning_rate=3e-3", *more]
+    return [*command, "--batch-size", "5", "--set", "learning_rate=3e-3", *more]
 
 
 def epochs_done(out: Path) -> list[dict[str, str]]:
@@ -90,36 +90,11 @@ def test_kill_9_loses_at_most_the_epoch_under_way(data: Path, start: Path, tmp_p
     assert load_checkpoint(str(out)).labels == tuple(COLOURS)
 
 
-def test_flags_override_the_recipe_and_the_record_holds_the_result(data: Path, start: Path, tmp_path: Path) -> None:
+def test_flags_set_the_fields_of_the_record(data: Path, start: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    recipe = tmp_path / "mine.toml"
-    recipe.write_text((RECIPES / "finetune.toml").read_text().replace("epochs = 20", "epochs = 7"))
-    more = ["--recipe", str(recipe), "--epochs", "1", "--seed", "5", "--set", "mixing.mixup=0.2"]
-    assert main(flags(data, start, out, *more)) == 0
-    record = read_recipe(out / "recipe.json")
-    assert record == read_recipe(recipe).override(
-        {
-            "epochs": 1,
-            "seed": 5,
-            "name": "out",
-            "batch_size": 5,
-            "checkpoint": str(start),
-            "mixing.mixup": 0.2,
-            "optimiser.learning_rate": 3e-3,
-        }
-    )
-
-
-def test_a_recipe_is_named_by_its_file_or_by_its_bundled_name(
-    data: Path, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    scratch = ["train", "--data", str(data), "--out", str(tmp_path / "out"), "--device", "cpu"]
-    assert main([*scratch, "--recipe", "nowhere"]) == 1
-    assert "vitserve: nowhere: cannot be read: No such file" in capsys.readouterr().err
-    assert main([*scratch, "--recipe", "cifar10"]) == 1
-    assert "cannot set 2500 of 24 pictures aside" in capsys.readouterr().err
-    assert main(scratch) == 1
-    assert "--from CHECKPOINT: needed for a folder of pictures" in capsys.readouterr().err
+    assert main(flags(data, start, out, "--epochs", "1", "--seed", "5", "--set", "flip=false")) == 0
+    expected = Recipe(name="out", checkpoint=str(start), epochs=1, seed=5, batch_size=5, flip=False, learning_rate=3e-3)
+    assert Recipe.of({}, out / "recipe.json") == expected
 
 
 @pytest.mark.parametrize(
@@ -127,7 +102,7 @@ def test_a_recipe_is_named_by_its_file_or_by_its_bundled_name(
     [
         (["--set", "epochs"], "--set epochs: expected FIELD=VALUE"),
         (["--set", "speed=1"], "recipe: speed: "),
-        (["--set", "optimiser.learning_rate=fast"], "recipe: optimiser.learning_rate: "),
+        (["--set", "learning_rate=fast"], "recipe: learning_rate: "),
         (["--epochs", "0"], "recipe: epochs: "),
         (["--image-size", "20"], "image size 20x20 is not a multiple of the patch size 8"),
         (["--validation", "24"], "cannot set 24 of 24 pictures aside for validation"),
@@ -150,7 +125,7 @@ def test_what_is_wrong_is_one_line_before_training(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ([], "vitserve: --probe: needs --from CHECKPOINT, whose features it reads"),
+        ([], "vitserve: --from CHECKPOINT: needed"),
         (
             ["--from", "bundled", "--epochs", "3"],
             "vitserve: --probe: --epochs does not apply",

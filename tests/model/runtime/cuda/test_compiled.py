@@ -14,13 +14,13 @@ from torch import Tensor
 
 from model.checkpoint import Checkpoint
 from model.errors import NewProcessNeeded
-from model.network.vit import VisionTransformer
 from model.outputs import MapRequest
 from model.runtime import torch_backend
 from model.runtime.backend import BatchOutputs, BatchRequest, CompilationState
 from model.runtime.cuda import backend as cuda
 from model.runtime.predictor import Predictor
 from model.runtime.torch_pass import Network, compiled_network
+from tests.model.blocks import drawn_model
 from tests.model.runtime.cuda.device_stand_in import StandInOps
 from tests.model.runtime.cuda.test_cuda import plain, same
 from tests.model.runtime.predictions import predict
@@ -106,9 +106,7 @@ def test_every_model_of_a_process_is_compiled(monkeypatch: pytest.MonkeyPatch) -
     for name, value in KINDS.items():
         before = traced()
         config = make_checkpoint().vit.model_copy(update={name: value})
-        model = VisionTransformer(config)
-        model.reset_parameters(torch.Generator().manual_seed(0))
-        tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        tensors = {name: tensor.detach() for name, tensor in drawn_model(config).state_dict().items()}
         predictor = warm(not_strict(), make_checkpoint(config=config, tensors=tensors))
         assert predictor.compiled == "compiled", name
         assert traced() - before >= 4, name

@@ -13,11 +13,11 @@ from model.checkpoint import Checkpoint
 from model.config import ViTConfig
 from model.errors import DeviceError, NewProcessNeeded
 from model.network.layers.patch_embed import PatchEmbed
-from model.network.vit import VisionTransformer
 from model.outputs import MapRequest
 from model.runtime.backend import CompileMode
 from model.runtime.cuda.batch_launcher import BatchLauncher
 from model.runtime.predictor import Predictor
+from tests.model.blocks import drawn_model
 from tests.model.runtime.cuda.device_stand_in import StandInOps
 from tests.model.runtime.predictions import Predictions, predict
 from tests.model.runtime.test_predictor import make_checkpoint, make_images
@@ -191,8 +191,7 @@ def of_real_size(**changes: object) -> Checkpoint:
     shape = {"image_size": (224, 224), "patch_size": 16, "width": 192, "depth": 3, "heads": 3, "mlp_width": 768}
     config = ViTConfig(**(shape | {"num_classes": 10} | changes))
     torch.manual_seed(0)
-    model = VisionTransformer(config)
-    model.reset_parameters()
+    model = drawn_model(config)
     torch.nn.init.normal_(model.head.weight, std=0.1)
     preprocess = make_checkpoint().preprocess.model_copy(update={"size": (224, 224), "resize_size": (224, 224)})
     tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
