@@ -68,7 +68,7 @@ def draw_maps(
             max_width=share,
             evidence=1.0 if each.evidence is None else each.evidence,
         )
-        if len(panels) > 1 and drawing.width > share:  # with its colour bar
+        if len(panels) > 1 and drawing.width > share:  # with its caption
             drawing = drawing.resize((share, max(1, round(drawing.height * share / drawing.width))))
         drawings.append(drawing)
     if len(drawings) == 1:
