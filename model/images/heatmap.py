@@ -59,7 +59,7 @@ class Look:
         smooth: run from patch to patch without steps; otherwise each patch is one square.
 
     Raises:
-        InputError: `colormap`, `alpha` or `size` is outside what is offered.
+        InputError: `colormap` is not one of `COLORMAPS`.
     """
 
     colormap: str = "turbo"
@@ -68,10 +68,6 @@ class Look:
     smooth: bool = True
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.alpha <= 1.0:  # also refuses NaN
-            raise InputError("alpha", f"alpha {self.alpha} is not between 0 and 1")
-        if self.size is not None and not 1 <= self.size <= MAX_SIZE:
-            raise InputError("size", f"size {self.size} is not between 1 and {MAX_SIZE}")
         colour_table(self.colormap)
 
 

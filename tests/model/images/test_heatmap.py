@@ -198,21 +198,9 @@ def test_size_is_the_longer_side_and_the_pictures_shape_stays(picture, size, sha
     assert pixels.shape[:2] == shape
 
 
-@pytest.mark.parametrize(
-    ("parameter", "value"),
-    [
-        ("colormap", "rainbows"),
-        ("colormap", ""),
-        ("alpha", -0.1),
-        ("alpha", 1.1),
-        ("alpha", float("nan")),
-        ("size", 0),
-        ("size", -5),
-        ("size", 2049),
-    ],
-)
-def test_a_parameter_outside_what_is_offered_names_itself(parameter, value):
-    with pytest.raises(InputError, match=parameter) as error:
-        Look(**{parameter: value})
+@pytest.mark.parametrize("name", ["rainbows", ""])
+def test_a_colormap_that_is_not_offered_names_its_parameter(name):
+    with pytest.raises(InputError, match="colormap") as error:
+        Look(colormap=name)
 
-    assert error.value.parameter == parameter
+    assert error.value.parameter == "colormap"
