@@ -97,7 +97,7 @@ def open_image(name: str, data: bytes | bytearray) -> tuple[ImageFile.ImageFile,
         The image, and its Exif orientation 1...8, or None where only the reader can tell.
 
     Raises:
-        UnsupportedImageFormat: a kind of JPEG that is not read.
+        UnsupportedImageFormat: a kind of AVIF or JPEG that is not read.
         InvalidImage: cut off before the first picture begins, or made of absurdly many parts.
         Exception: see `model.images.decode.DECODE_ERRORS`.
     """
@@ -107,7 +107,13 @@ def open_image(name: str, data: bytes | bytearray) -> tuple[ImageFile.ImageFile,
         data, orientation = (jpeg if name == "JPEG" else png).strip(data)
     reader = _READERS[name]
     assert reader is not None, "format_of refuses it"
-    image = reader(io.BytesIO(data))
+    try:
+        image = reader(io.BytesIO(data))
+    except SyntaxError as error:
+        # libavif says this of a file that is cut off, and of one that lacks a required property.
+        if "BMFF" in str(error) and _has_whole_boxes(data):
+            raise UnsupportedImageFormat("this AVIF picture is of a kind that libavif does not read") from error
+        raise
     image.decodermaxblock = _PIECE_BYTES
     return image, orientation
 
@@ -122,3 +128,14 @@ def _brand(data: bytes | bytearray) -> str:
     if brands & _HEIC_BRANDS:
         return "HEIF"
     raise UnsupportedImageFormat("an ISO media file that is neither AVIF nor HEIC")
+
+
+def _has_whole_boxes(data: bytes | bytearray) -> bool:
+    """Return whether the top boxes of an ISO media file fill it."""
+    position = 0
+    while 0 <= position < len(data):
+        size = int.from_bytes(data[position : position + 4], "big")
+        if size == 1:
+            size = int.from_bytes(data[position + 8 : position + 16], "big")
+        position = position + size if size >= 8 else len(data) if size == 0 else -1
+    return position == len(data)
