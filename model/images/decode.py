@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from model.errors import ImageTooCostly, ImageTooLarge, InvalidImage
-from model.images.formats import format_of, open_image
+from model.images.formats import format_of, gif_size, open_image
 from model.images.jpeg import UPRIGHT, read_orientation
 
 Converter = Callable[[Image.Image], Image.Image]
@@ -92,6 +92,8 @@ def decode(data: bytes | bytearray, *, max_pixels: int, min_size: MinSize | None
         InvalidImage: empty, truncated or corrupt.
     """
     name = format_of(data)
+    if name == "GIF":
+        _check_pixels(gif_size(data), max_pixels)
     try:
         image, orientation = open_image(name, data)
         size = image.size

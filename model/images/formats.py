@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import io
 import re
+import struct
 
 from PIL import ImageFile, features
 from PIL.AvifImagePlugin import AvifImageFile
@@ -128,6 +129,31 @@ def _brand(data: bytes | bytearray) -> str:
     if brands & _HEIC_BRANDS:
         return "HEIF"
     raise UnsupportedImageFormat("an ISO media file that is neither AVIF nor HEIC")
+
+
+def gif_size(data: bytes | bytearray) -> tuple[int, int]:
+    """Return the size of the canvas that all frames of a GIF need, which a player would allocate (GIF89a)."""
+    width = height = 0
+    try:
+        canvas_width, canvas_height, flags = struct.unpack_from("<HHB", data, 6)
+        position = 13 + _palette_bytes(flags)
+        while (kind := data[position]) in b"!,":
+            position += 2
+            if kind == ord(","):
+                left, top, columns, rows, flags = struct.unpack_from("<HHHHB", data, position - 1)
+                width = max(width, canvas_width, left + columns)
+                height = max(height, canvas_height, top + rows)
+                position += 9 + _palette_bytes(flags)
+            while block := data[position]:
+                position += 1 + block
+            position += 1
+    except (struct.error, IndexError):  # cut off, as the decoder will say if it is within the first frame
+        pass
+    return width, height
+
+
+def _palette_bytes(flags: int) -> int:
+    return 3 << (flags & 7) + 1 if flags & 0x80 else 0
 
 
 def _has_whole_boxes(data: bytes | bytearray) -> bool:
