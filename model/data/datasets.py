@@ -34,12 +34,6 @@ class Dataset:
     test: PictureFiles | None
     own_validation: bool = False
 
-    def split(self) -> dict[str, list[str]]:
-        """Return the names of the pictures of each set."""
-        sets = {"train": self.train, "validation": self.validation}
-        sets |= {} if self.test is None else {"test": self.test}
-        return {name: [files.name(number) for number in range(len(files))] for name, files in sets.items()}
-
 
 def open_dataset(root: Path, validation: int | float, seed: int) -> Dataset:
     """Recognise a folder's kind, and split its training pictures where it has no validation set of its own.

@@ -1,7 +1,6 @@
-"""The training loop: batches in, weights out, resumable at every epoch.
+"""The training loop: batches in, weights out.
 
-Each epoch draws all its random numbers from (seed, epoch), so that a resumed run gives the same bits as an
-uninterrupted run.
+Each epoch draws all its random numbers from (seed, epoch): the same recipe gives the same bits on the same device.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,8 +21,16 @@ from model.errors import TrainingError
 from model.network.layers.attention import Attention, plain_attention
 from model.network.vit import VisionTransformer
 from model.training.recipe import Recipe
-from model.training.run_folder import EpochMetrics, read_state, write_metrics, write_state
 from model.training.training_data import Arithmetic, TrainingData
+
+# What an epoch measured, by name:
+#
+#   epoch: counted from 1.
+#   train_loss, train_accuracy: means over the epoch's augmented images as they were seen.
+#   validation_loss, validation_accuracy: without augmentation or smoothing.
+#   images_per_second: of training alone.
+#   seconds: wall time since the run began, evaluation included.
+EpochMetrics = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -42,13 +48,9 @@ class Trainer:
         config: the architecture.
         initial: all weights by the model's parameter names.
         data: at least a batch of training images.
-        folder: where state and metrics go; made if absent.
 
     Attributes:
-        epoch: number of epochs done.
-        history: their metrics.
-        best: of the epoch with the best validation accuracy so far, and of equals the lowest loss; None before the
-            first.
+        history: the metrics of the epochs that are done.
     """
 
     def __init__(
@@ -57,15 +59,12 @@ class Trainer:
         config: ViTConfig,
         initial: Mapping[str, Tensor],
         data: TrainingData,
-        folder: Path,
         device: torch.device,
     ) -> None:
-        self.recipe, self.data, self.folder, self.device = recipe, data, folder, device
+        self.recipe, self.data, self.device = recipe, data, device
         if recipe.threads:
             torch.set_num_threads(recipe.threads)
-        self.epoch = 0
         self.history: list[EpochMetrics] = []
-        self.best: BestWeights | None = None
         self.arithmetic = Arithmetic(recipe.precision, device)
         self.model = VisionTransformer(config)
         self.model.load_state_dict(initial)
@@ -75,40 +74,33 @@ class Trainer:
                     module.attend = plain_attention
         self.model.to(device).train()
         self._optimiser = optimiser_of(self.model, recipe)
-        self.steps_per_epoch = len(data.train) // recipe.batch_size
+        self._steps = len(data.train) // recipe.batch_size  # of an epoch
 
     @property
     def weights(self) -> dict[str, Tensor]:
         """Return the float32 weights by name."""
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
-    @property
-    def seconds(self) -> float:
-        """Return the wall time of the epochs done, in seconds."""
-        return self.history[-1]["seconds"] if self.history else 0.0
-
     def run(self, on_epoch: Callable[[EpochMetrics], None] = lambda _: None) -> BestWeights:
-        """Train from `epoch` to the recipe's end; write state and metrics after each epoch.
+        """Train, and return the weights with the best validation accuracy, and of equals with the lowest loss.
 
         Raises:
             TrainingError: the loss is no longer finite.
         """
-        while self.epoch < self.recipe.epochs:
-            metrics = self._run_epoch()
+        began, best = time.monotonic(), BestWeights(0, {})
+        for epoch in range(self.recipe.epochs):
+            metrics = self._run_epoch(epoch, began)
             self.history.append(metrics)
-            self.epoch += 1
             # Of equals the first.
-            best = max(self.history, key=lambda row: (row["validation_accuracy"], -row["validation_loss"]))
-            if best["epoch"] == self.epoch:
+            first = max(self.history, key=lambda row: (row["validation_accuracy"], -row["validation_loss"]))
+            if first is metrics:
                 weights = {name: weight.to("cpu", copy=True) for name, weight in self.weights.items()}
-                self.best = BestWeights(self.epoch, weights)
-            self.save()
+                best = BestWeights(epoch + 1, weights)
             on_epoch(metrics)
-        assert self.best is not None  # a recipe has an epoch
-        return self.best
+        return best
 
     @torch.no_grad()
-    def validation_logits(self) -> Tensor:
+    def _validation_logits(self) -> Tensor:
         """Return float32 [M, num_classes] on the CPU, for the validation images."""
         self.model.eval()
         with self.arithmetic.autocast:
@@ -119,65 +111,34 @@ class Trainer:
         self.model.train()
         return torch.cat(logits)
 
-    def save(self) -> None:
-        """Write state and metrics; an interruption leaves files that can be resumed from."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        state = {
-            "epoch": self.epoch,
-            "history": self.history,
-            "best": None if self.best is None else vars(self.best),
-            "weights": self.weights,
-            "optimiser": self._optimiser.state_dict(),
-        }
-        write_state(self.folder, self.recipe, state)
-        write_metrics(self.folder, self.history)
-
-    def load(self) -> None:
-        """Continue where the folder's state stopped.
-
-        Raises:
-            TrainingError: no state there, unreadable, or of another recipe.
-        """
-        state = read_state(self.folder, self.recipe, self.device)
-        with torch.no_grad():
-            for name, weight in self.weights.items():
-                weight.copy_(state["weights"][name])
-        self._optimiser.load_state_dict(state["optimiser"])
-        self.epoch = state["epoch"]
-        self.history = state["history"]
-        self.best = None if state["best"] is None else BestWeights(**state["best"])
-
-    def _run_epoch(self) -> EpochMetrics:
-        began = time.monotonic()
-        loss_sum, correct = self._train()
-        trained, images = time.monotonic(), self.steps_per_epoch * self.recipe.batch_size
-        logits, labels = self.validation_logits(), torch.from_numpy(self.data.validation.labels)
+    def _run_epoch(self, epoch: int, began: float) -> EpochMetrics:
+        started = time.monotonic()
+        loss_sum, correct = self._train(epoch)
+        trained, images = time.monotonic(), self._steps * self.recipe.batch_size
+        logits, labels = self._validation_logits(), torch.from_numpy(self.data.validation.labels)
         metrics = EpochMetrics(
-            epoch=self.epoch + 1,
+            epoch=epoch + 1,
             train_loss=loss_sum / images,
             train_accuracy=correct / images,
             validation_loss=F.cross_entropy(logits, labels).item(),
             validation_accuracy=(logits.argmax(dim=1) == labels).sum().item() / len(labels),
-            images_per_second=images / (trained - began),
-            seconds=self.seconds + time.monotonic() - began,
+            images_per_second=images / (trained - started),
+            seconds=time.monotonic() - began,
         )
-        # The outcome of the last step is in no training loss yet, and must not be saved either.
+        # The outcome of the last step is in no training loss yet.
         if not (math.isfinite(metrics["train_loss"]) and math.isfinite(metrics["validation_loss"])):
-            raise TrainingError(f"epoch {self.epoch + 1}: the loss is not finite; lower the learning rate")
+            raise TrainingError(f"epoch {epoch + 1}: the loss is not finite; lower the learning rate")
         return metrics
 
-    def _train(self) -> tuple[float, float]:
+    def _train(self, epoch: int) -> tuple[float, float]:
         """Do the steps of an epoch; return summed losses and the number of right answers."""
         recipe, sums = self.recipe, torch.zeros(2, device=self.device)
-        batches = self.data.epoch(recipe, np.random.default_rng((recipe.seed, self.epoch)))
-        done, steps = self.epoch * self.steps_per_epoch, recipe.epochs * self.steps_per_epoch
-        bar = tqdm(total=self.steps_per_epoch, desc=f"epoch {self.epoch + 1}/{recipe.epochs}", disable=None)
-        with bar:
-            for step, (images, classes) in enumerate(batches):
-                for group in self._optimiser.param_groups:
-                    group["lr"] = group["peak"] * rate_factor((done + step) / steps, recipe.warmup)
-                sums += self._step(self.data.normalise(images.to(self.device)), classes.to(self.device))
-                bar.update()
+        batches = self.data.epoch(recipe, np.random.default_rng((recipe.seed, epoch)))
+        bar = tqdm(batches, total=self._steps, desc=f"epoch {epoch + 1}/{recipe.epochs}", disable=None)
+        for step, (images, classes) in enumerate(bar, start=epoch * self._steps):
+            for group in self._optimiser.param_groups:
+                group["lr"] = group["peak"] * rate_factor(step / (recipe.epochs * self._steps), recipe.warmup)
+            sums += self._step(self.data.normalise(images.to(self.device)), classes.to(self.device))
         loss_sum, correct = sums.tolist()
         return loss_sum, correct
 

@@ -56,7 +56,7 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
     """
     began = time.monotonic()
     dataset = open_dataset(data, recipe.validation, recipe.seed)
-    prepare_folder(out, data, resume=False)
+    prepare_folder(out, data)
     start = rounded(read_start(recipe))
     heads = head_names(start.config)
     dtype, threads = recipe.precision, recipe.threads or None

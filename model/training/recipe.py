@@ -1,10 +1,8 @@
-"""A training recipe: every choice that a run depends on, frozen, and recorded as JSON."""
+"""A training recipe: every choice that a run depends on, frozen."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError
@@ -66,16 +64,9 @@ class Recipe(Frozen):
     flip: bool = True
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], record: Path | None = None) -> Self:
-        """Return the recipe of these fields, beside those that a run's record holds.
-
-        Raises:
-            TrainingError: a field is missing or unknown, or its value is not allowed; or the record cannot be read.
-        """
+    def of(cls, fields: Mapping[str, Any]) -> Self:
+        """Return the recipe; raises TrainingError where a field is missing or unknown, or its value is not allowed."""
         try:
-            begun = {} if record is None else json.loads(record.read_bytes())
-            return cls.model_validate({**begun, **values})
-        except OSError as error:
-            raise TrainingError(f"{record}: cannot be read: {error.strerror}") from error
+            return cls.model_validate(fields)
         except ValidationError as error:
             raise TrainingError(f"recipe: {first_problem(error)}") from None

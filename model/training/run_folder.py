@@ -1,20 +1,13 @@
-"""The folder of a run: checks before the run, and the files that the run writes; its model card by a template.
-
-Each file is whole or absent, whenever the process ends. The state to resume from never holds code.
-"""
+"""The folder of a run: checks before the run, and what is written beside the model; its card by a template."""
 
 from __future__ import annotations
 
 import csv
 import html
-import json
-import pickle
 import platform
 import re
 import shlex
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -23,122 +16,28 @@ import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from model.checkpoint import Checkpoint
-from model.data.datasets import Dataset
 from model.errors import TrainingError
 from model.evaluation.evaluate import Evaluation
-from model.training.recipe import Recipe
 
-STATE_FILE: Final = "last.pt"
-METRICS_FILE: Final = "metrics.csv"
-RECIPE_FILE: Final = "recipe.json"
-SPLIT_FILE: Final = "split.json"
 CARD_FILE: Final = "MODEL_CARD.md"
 _MARKUP: Final = re.compile(r"[\\`*_\[\]|#!]")
 # Up to this many classes are named in the card's first sentence.
 _LISTED_CLASSES: Final = 20
 # Up to this many have a line each in its table; of more, the worst `_LISTED_CLASSES`.
 _TABLED_CLASSES: Final = 100
-# What a run that was ended before its first epoch may have left behind.
-_LEFT_BEFORE_FIRST_EPOCH: Final = frozenset({RECIPE_FILE, SPLIT_FILE})
 
 
-# A row of `metrics.csv`, by the names of its columns:
-#
-#   epoch: counted from 1.
-#   train_loss, train_accuracy: means over the epoch's augmented images as they were seen.
-#   validation_loss, validation_accuracy: without augmentation or smoothing.
-#   images_per_second: of training alone.
-#   seconds: wall time since the run began, evaluation included, interruptions not.
-EpochMetrics = dict[str, float]
-
-
-def prepare_folder(out: Path, data: Path, *, resume: bool) -> None:
-    """Make the folder of a run, and check that a run may begin or resume in it.
-
-    Raises:
-        TrainingError: it lies in the data, holds something already, or nothing that could be resumed.
-    """
+def prepare_folder(out: Path, data: Path) -> None:
+    """Make the folder of a run; raises TrainingError where it lies in the data, or holds something already."""
     if out.resolve().is_relative_to(data.resolve()):
         raise TrainingError(f"{out}: lies in the data, where it would be taken for a class; choose another folder")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        there = {path.name for path in out.iterdir()}
+        there = min((path.name for path in out.iterdir()), default=None)
     except OSError as error:
         raise TrainingError(f"{out}: cannot be made: {error.strerror}") from error
-    if resume and not there & {STATE_FILE, RECIPE_FILE}:
-        raise TrainingError(f"{out}: nothing to resume: no {STATE_FILE}")
-    if not resume and STATE_FILE in there:
-        raise TrainingError(f"{out}: holds a run already; resume it or choose another folder")
-    if not resume and (others := there - _LEFT_BEFORE_FIRST_EPOCH):
-        raise TrainingError(f"{out}: is not empty ({min(others)}); choose another folder")
-
-
-def record_start(out: Path, recipe: Recipe, dataset: Dataset) -> None:
-    """Write recipe and split down or, where a run is resumed, check that the split is still the same.
-
-    Raises:
-        TrainingError: the pictures or their split are not those that the run began with; or nothing can be written.
-    """
-    split, path = json.dumps(dataset.split(), indent=0, ensure_ascii=False), out / SPLIT_FILE
-    try:
-        if (out / STATE_FILE).exists() and path.exists() and path.read_text(encoding="utf-8") != split:
-            raise TrainingError(f"{path}: the data now hold other files, or split them otherwise; start afresh")
-        write_text(path, split)
-        write_text(out / RECIPE_FILE, recipe.model_dump_json(indent=2))
-    except OSError as error:
-        raise TrainingError(f"{out}: cannot be written to: {error.strerror}") from error
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write the whole text of a file."""
-    with _replaced(path) as part:
-        part.write_text(text, encoding="utf-8")
-
-
-def write_metrics(folder: Path, history: Sequence[EpochMetrics]) -> None:
-    """Write `metrics.csv`."""
-    with _replaced(folder / METRICS_FILE) as part, part.open("w", newline="") as file:
-        writer = csv.DictWriter(file, history[0] if history else ())
-        writer.writeheader()
-        writer.writerows(history)
-
-
-def write_state(folder: Path, recipe: Recipe, state: dict[str, Any]) -> None:
-    """Replace the state on disk."""
-    with _replaced(folder / STATE_FILE) as part:
-        torch.save({"recipe": recipe.model_dump_json(), **state}, part)
-
-
-def read_state(folder: Path, recipe: Recipe, device: torch.device) -> dict[str, Any]:
-    """Read the state that `write_state` wrote.
-
-    Args:
-        recipe: the run's recipe, which the state's must equal.
-        device: where the tensors go.
-
-    Raises:
-        TrainingError: no state there, unreadable, or of another recipe.
-    """
-    path = folder / STATE_FILE
-    try:
-        with warnings.catch_warnings(action="ignore"):  # torch's remarks on pickles that it refuses
-            state: object = torch.load(path, map_location=device, weights_only=True)
-    except OSError as error:
-        raise TrainingError(f"{path}: nothing to resume: {error.strerror}") from error
-    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        # Torch's own message advises to load it without the protection against code.
-        raise TrainingError(f"{path}: not a training state, or damaged; start afresh in another folder") from error
-    if not isinstance(state, dict) or state.get("recipe") != recipe.model_dump_json():
-        raise TrainingError(f"{path}: made with another recipe; resume with that recipe or start in another folder")
-    return state
-
-
-@contextmanager
-def _replaced(path: Path) -> Iterator[Path]:
-    """Yield where to write; what is written there then takes the place of the file at `path`, at once."""
-    part = path.with_name(f"{path.name}.part")
-    yield part
-    part.replace(path)
+    if there is not None:
+        raise TrainingError(f"{out}: is not empty ({there}); choose another folder")
 
 
 def model_card(run: dict[str, Any], checkpoint: Checkpoint) -> str:

@@ -29,7 +29,7 @@ from model.network.vit import HEADS, count_parameters
 from model.runtime.device import choose_device
 from model.runtime.predictor import Predictor
 from model.training import run_folder
-from model.training.loop import Trainer
+from model.training.loop import EpochMetrics, Trainer
 from model.training.recipe import Recipe
 from model.training.training_data import MARGIN, TrainingData
 
@@ -39,15 +39,14 @@ logger = logging.getLogger(__name__)
 STORED_DTYPE: Final = torch.float16
 
 
-def run(data: Path, out: Path, recipe: Recipe, *, resume: bool = False, device: str = "auto") -> dict[str, Any]:
-    """Train by a recipe and leave a servable folder: weights, config, model card, metrics.
+def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> dict[str, Any]:
+    """Train by a recipe and leave a servable folder: weights, config, model card, confusion matrix.
 
     Recipe, data, checkpoint and folder are checked before the first step.
 
     Args:
         data: folder with a folder of pictures for each class, or with the binary version of CIFAR-10.
         out: folder for the results; made if absent.
-        resume: continue the run that `out` holds; a complete run is only measured and written anew.
         device: see `model.runtime.device.choose_device`.
 
     Returns:
@@ -57,18 +56,16 @@ def run(data: Path, out: Path, recipe: Recipe, *, resume: bool = False, device: 
         DatasetError: the data cannot be read or trained on.
         CheckpointError: the checkpoint to start from cannot be read.
         DeviceError: the device is not available here.
-        TrainingError: `out` holds something already and `resume` is false, or nothing that this recipe could
-            continue; the recipe does not fit the data; or training diverged.
+        TrainingError: `out` holds something already; the recipe does not fit the data; or training diverged.
     """
     training_device = choose_device(device)
     dataset = open_dataset(data, recipe.validation, recipe.seed)
-    run_folder.prepare_folder(out, data, resume=resume)
+    run_folder.prepare_folder(out, data)
     start = start_from(recipe, dataset.labels)
     if (count := len(dataset.train)) < recipe.batch_size:
         raise TrainingError(f"recipe: batch_size {recipe.batch_size}: there are only {count} training images")
     sizes = (len(dataset.labels), len(dataset.train), len(dataset.validation))
     logger.info("%s: %d classes, %d images to train on, %d to validate on", data, *sizes)
-    run_folder.record_start(out, recipe, dataset)
     # Like the model's own picture a picture to train on is a centre crop, but of all that the crop leaves of the
     # shorter side, and larger.
     size = tuple(round(side * MARGIN) for side in start.preprocess.size)
@@ -76,9 +73,7 @@ def run(data: Path, out: Path, recipe: Recipe, *, resume: bool = False, device: 
     train, validation = decode(dataset.train, larger, out), decode(dataset.validation, start.preprocess, out)
     test = None if dataset.test is None else decode(dataset.test, start.preprocess, out)
     training = TrainingData(train, validation, start.preprocess.mean, start.preprocess.std)
-    trainer = Trainer(recipe, start.vit, start.tensors, training, out, training_device)
-    if resume and (out / run_folder.STATE_FILE).exists():
-        trainer.load()
+    trainer = Trainer(recipe, start.vit, start.tensors, training, training_device)
     best = trainer.run(_log_epoch)
     architecture = native.describe_architecture(start.config)
     trained = replace(start, name=recipe.name, source=str(out), architecture=architecture, tensors=best.weights)
@@ -88,13 +83,14 @@ def run(data: Path, out: Path, recipe: Recipe, *, resume: bool = False, device: 
     logits = predict_logits(predictor, validation.pixels)
     checkpoint = calibrated(checkpoint, logits, validation.labels)
     reported = measured = _measure(logits, validation, checkpoint)
-    record = _record(trainer, start.name, dataset, checkpoint) | {"validation": measured.record(), "test": None}
+    record = _record(trainer, best.epoch, start.name, dataset, checkpoint)
+    record |= {"validation": measured.record(), "test": None}
     if test is not None:
         reported = _measure(predict_logits(predictor, test.pixels), test, checkpoint)
         record["test"] = reported.record()
     # The folder is servable when all else is written, and not before.
     run_folder.write_confusion(out, reported, checkpoint.labels)
-    run_folder.write_text(out / run_folder.CARD_FILE, run_folder.model_card(record, checkpoint))
+    (out / run_folder.CARD_FILE).write_text(run_folder.model_card(record, checkpoint), encoding="utf-8")
     native.write(out, checkpoint, dtype=STORED_DTYPE, training=record)
     if checkpoint.calibration is not None:  # of the rounded weights, so it holds for them in any dtype
         native.write_calibration(out, checkpoint.calibration)
@@ -177,17 +173,17 @@ def _measure(logits: NDArray[np.float32], images: Images, checkpoint: Checkpoint
     return measure(scores.astype(np.float32), images.labels, checkpoint.labels)
 
 
-def _record(trainer: Trainer, start: str, dataset: Dataset, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what a run did and cost, as JSON types."""
-    assert trainer.best is not None
+def _record(trainer: Trainer, epoch: int, start: str, dataset: Dataset, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what a run did and cost, as JSON types; the weights are those after an epoch."""
     return {
         "recipe": trainer.recipe.model_dump(mode="json"),
         "data": dataset.name,
         "started_from": start,
-        "kept_epoch": trainer.best.epoch,
+        "kept_epoch": epoch,
+        "epochs": trainer.history,
         "images": len(dataset.train),
         "validation_images": len(dataset.validation),
-        "seconds": trainer.seconds,
+        "seconds": trainer.history[-1]["seconds"],
         "device": run_folder.describe_device(trainer.device),
         "precision": str(trainer.arithmetic.dtype).removeprefix("torch."),
         "parameters": count_parameters(trainer.model),
@@ -197,7 +193,7 @@ def _record(trainer: Trainer, start: str, dataset: Dataset, checkpoint: Checkpoi
     }
 
 
-def _log_epoch(metrics: run_folder.EpochMetrics) -> None:
+def _log_epoch(metrics: EpochMetrics) -> None:
     text = (
         "epoch {epoch}: loss {train_loss:.3f}, accuracy {train_accuracy:.2%}, validation accuracy "
         "{validation_accuracy:.2%}, {images_per_second:.0f} images/s, {seconds:.0f} s"

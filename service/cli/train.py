@@ -32,7 +32,7 @@ OVERRIDES = {
     "threads": ("N", "threads of one operator on the CPU"),
 }
 
-_NOT_OF_PROBE = ("resume", "set", "epochs", "batch-size", "validation")
+_NOT_OF_PROBE = ("set", "epochs", "batch-size", "validation")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,11 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from",
         dest="checkpoint",
+        required=True,
         metavar="CHECKPOINT",
-        help="what gets a new head: `bundled`, a folder, or a hub id; needed but with --resume",
+        help="what gets a new head: `bundled`, a folder, or a hub id",
     )
     parser.add_argument("--probe", action="store_true", help="fit the new head alone, in seconds")
-    parser.add_argument("--resume", action="store_true", help="go on from the last finished epoch in --out")
     parser.add_argument("--device", default=argparse.SUPPRESS, metavar="NAME", help="auto, cpu, cuda or cuda:N")
     recipe = parser.add_argument_group("instead of the recipe's")
     for name, (metavar, text) in OVERRIDES.items():
@@ -78,27 +78,24 @@ def run(arguments: argparse.Namespace) -> int:
     given = [name for name in _NOT_OF_PROBE if getattr(arguments, name.replace("-", "_"))]
     if arguments.probe and given:
         raise TrainingError(f"--probe: --{given[0]} does not apply")
-    if arguments.checkpoint is None and not arguments.resume:
-        raise TrainingError("--from CHECKPOINT: needed, it is what gets a new head")
-    from model.training import new_head, run_folder, train  # noqa: PLC0415  torch takes seconds to import
+    from model.training import new_head, train  # noqa: PLC0415  torch takes seconds to import
 
     logs.configure("text", "info")
-    # Any other recipe than that of the run would be a guess.
-    recipe = Recipe.of(_overrides(arguments), arguments.out / run_folder.RECIPE_FILE if arguments.resume else None)
+    recipe = Recipe.of(_fields(arguments))
     device = getattr(arguments, "device", None) or os.environ.get(f"{ENV_PREFIX}DEVICE", "auto")
     if arguments.probe:
         new_head.run(arguments.data, arguments.out, recipe, device=device)
     else:
-        train.run(arguments.data, arguments.out, recipe, resume=arguments.resume, device=device)
+        train.run(arguments.data, arguments.out, recipe, device=device)
     print(f"{arguments.out}: serve it with: {serve_command(arguments.out)}")  # noqa: T201
     return 0
 
 
-def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
+def _fields(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of a recipe that are given."""
     fields = ("checkpoint", "image_size", *(name.replace("-", "_") for name in OVERRIDES))
-    given = {name: value for name in fields if (value := getattr(arguments, name)) is not None}
-    if not arguments.resume:
-        given = {"name": arguments.out.resolve().name} | given
+    given = {"name": arguments.out.resolve().name}
+    given |= {name: value for name in fields if (value := getattr(arguments, name)) is not None}
     for text in arguments.set:
         name, equals, value = text.partition("=")
         if not equals:

@@ -31,15 +31,15 @@ def files_of(counts: list[int], seed: int) -> PictureFiles:
 def test_no_picture_is_lost_or_on_both_sides_and_every_class_is_on_either(
     counts: list[int], validation: float, seed: int
 ) -> None:
-    files, names = files_of(counts, seed), [str(index) for index in range(len(counts))]
-    kept, aside = stratify(files, names, validation, seed)
+    files, classes = files_of(counts, seed), [str(index) for index in range(len(counts))]
+    kept, aside = stratify(files, classes, validation, seed)
     numbers = [int(part.name(number)) for part in (kept, aside) for number in range(len(part))]
     assert sorted(numbers) == list(range(len(files)))
     assert files.labels[numbers].tolist() == [*kept.labels, *aside.labels]
     for index, count in enumerate(counts):
         expected = min(max(validation * count, 1), count - 1)
         assert (aside.labels == index).sum() == pytest.approx(expected, abs=0.5 + 1e-6)
-    again = stratify(files, names, min(max(round(validation * len(files)), 1), len(files) - 1), seed)
+    again = stratify(files, classes, min(max(round(validation * len(files)), 1), len(files) - 1), seed)
     assert len(again[0]) + len(again[1]) == len(files)
 
 
@@ -70,18 +70,24 @@ def test_cifar_pictures_stay_as_they_are_at_their_own_size_and_are_resized_as_an
     assert large.labels.tolist() == parts[0].labels.tolist()
 
 
-def test_a_folder_is_split_by_class_unless_it_has_a_split_and_the_split_is_told(tmp_path: Path) -> None:
+def names(files: PictureFiles | None) -> list[str]:
+    assert files is not None
+    return [files.name(number) for number in range(len(files))]
+
+
+def test_a_folder_is_split_by_class_unless_it_has_a_split(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "data", 10)
-    split = open_dataset(root, 0.2, 0).split()
-    assert {name: len(files) for name, files in split.items()} == {"train": 24, "validation": 6}
-    assert [Path(file).parent.name for file in split["validation"]] == ["blue"] * 2 + ["green"] * 2 + ["red"] * 2
-    assert len({*split["train"], *split["validation"]}) == 30
-    assert open_dataset(root, 0.2, 1).split() != split
+    dataset = open_dataset(root, 0.2, 0)
+    train, validation = names(dataset.train), names(dataset.validation)
+    assert (len(train), len(validation), dataset.test) == (24, 6, None)
+    assert [Path(file).parent.name for file in validation] == ["blue"] * 2 + ["green"] * 2 + ["red"] * 2
+    assert len({*train, *validation}) == 30
+    assert names(open_dataset(root, 0.2, 1).validation) != validation
     for seed, (name, count) in enumerate({"train": 5, "val": 3, "test": 2}.items()):
         write_folder(tmp_path / "given" / name, count, seed=seed)
     dataset = open_dataset(tmp_path / "given", 5000, 0)
     assert dataset.own_validation
-    assert [len(files) for files in dataset.split().values()] == [15, 9, 6]
+    assert [len(names(files)) for files in (dataset.train, dataset.validation, dataset.test)] == [15, 9, 6]
 
 
 @pytest.mark.parametrize("memory", [0, 1 << 30], ids=["from a file", "in memory"])

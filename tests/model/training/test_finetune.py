@@ -52,15 +52,6 @@ def test_a_folder_and_a_checkpoint_become_a_model_of_other_classes_at_another_si
         assert predictor.predict(pixels[np.newaxis], RequestedOutputs(1))[0].indices.tolist() == [index]
 
 
-def test_other_pictures_than_those_the_run_began_with_are_refused(tmp_path: Path, tuning: Recipe) -> None:
-    data = write_folder(tmp_path / "data", 6)
-    recipe = changed(tuning, epochs=1)
-    run(data, tmp_path / "out", recipe, device="cpu")
-    write_class(data / "red", "red", 7)
-    with pytest.raises(TrainingError, match=r"split\.json: the data now hold other files"):
-        run(data, tmp_path / "out", recipe, resume=True, device="cpu")
-
-
 VARIANTS: dict[str, dict[str, Any]] = {
     "distilled": {"distillation_token": True, "distillation_head": True},
     "attention pool": {"class_token": False, "pool": "attention"},

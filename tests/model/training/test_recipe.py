@@ -19,16 +19,6 @@ def test_a_recipe_is_read_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-def test_a_recipe_survives_its_record_and_fields_come_before_it(tmp_path: Path) -> None:
-    recipe = Recipe(name='a "strange" näme', checkpoint="bundled", image_size=(24, 32), validation=80)
-    record = tmp_path / "recipe.json"
-    record.write_text(recipe.model_dump_json(), encoding="utf-8")
-    assert Recipe.of({}, record) == recipe
-    assert Recipe.of({"epochs": 2}, record) == recipe.model_copy(update={"epochs": 2})
-    with pytest.raises(TrainingError, match=r"none\.json: cannot be read: No such file"):
-        Recipe.of({}, tmp_path / "none.json")
-
-
 @pytest.mark.parametrize(
     ("name", "value"), [("speed", 1), ("learning_rate", -1.0), ("learning_rate", float("inf")), ("name", "two\nlines")]
 )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import signal
+import json
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ from model.checkpoint import load_checkpoint
 from model.training.recipe import Recipe
 from service.cli.main import main
 from tests.e2e.serving import Served
-from tests.launcher import VitserveProcess, until
 from tests.service.cli.command_line import write_checkpoint
 
 pytestmark = pytest.mark.timeout(120)  # processes start, each of which imports torch
@@ -50,19 +48,14 @@ def flags(data: Path, start: Path, out: Path, *more: str) -> list[str]:
     return [*command, "--batch-size", "5", "--set", "learning_rate=3e-3", *more]
 
 
-def epochs_done(out: Path) -> list[dict[str, str]]:
-    path = out / "metrics.csv"
-    return list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
-
-
 def test_a_folder_of_pictures_becomes_a_served_model(
     data: Path, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "my model"
     assert main(flags(data, start, out, "--epochs", "6", "--image-size", "24x32", "--name", "colours")) == 0
     assert capsys.readouterr().out == f"{out}: serve it with: vitserve serve --checkpoint '{out}'\n"
-    names = {"MODEL_CARD.md", "config.json", "metrics.csv", "model.safetensors", "recipe.json"}
-    assert names <= {path.name for path in out.iterdir()}
+    names = {"MODEL_CARD.md", "config.json", "confusion_matrix.csv", "model.safetensors"}
+    assert {path.name for path in out.iterdir()} == names
     server = Served(tmp_path / "server.log", warm=True, checkpoint=out, device="cpu", dtype="float32", threads=1)
     try:
         assert server.get("/model").json()["name"] == "colours"
@@ -74,27 +67,12 @@ def test_a_folder_of_pictures_becomes_a_served_model(
         server.kill()
 
 
-def test_kill_9_loses_at_most_the_epoch_under_way(data: Path, start: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    arguments = flags(data, start, out, "--epochs", "12", "--threads", "1")
-    with VitserveProcess(tmp_path / "log", *arguments, warm=True) as training:
-        until(lambda: len(epochs_done(out)) >= 2 or training.process.poll() is not None)
-    assert training.process.returncode == -signal.SIGKILL
-    before = epochs_done(out)
-    assert 2 <= len(before) < 12
-    assert not (out / "config.json").exists()
-    assert main(["train", "--data", str(data), "--out", str(out), "--device", "cpu", "--resume"]) == 0
-    after = epochs_done(out)
-    assert after[: len(before)] == before
-    assert [int(row["epoch"]) for row in after] == list(range(1, 13))
-    assert load_checkpoint(str(out)).labels == tuple(COLOURS)
-
-
 def test_flags_set_the_fields_of_the_record(data: Path, start: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert main(flags(data, start, out, "--epochs", "1", "--seed", "5", "--set", "flip=false")) == 0
     expected = Recipe(name="out", checkpoint=str(start), epochs=1, seed=5, batch_size=5, flip=False, learning_rate=3e-3)
-    assert Recipe.of({}, out / "recipe.json") == expected
+    record = json.loads((out / "config.json").read_text())["training"]["recipe"]
+    assert Recipe.of(record) == expected
 
 
 @pytest.mark.parametrize(
@@ -108,7 +86,6 @@ def test_flags_set_the_fields_of_the_record(data: Path, start: Path, tmp_path: P
         (["--validation", "24"], "cannot set 24 of 24 pictures aside for validation"),
         (["--from", "./nowhere"], "./nowhere: no such folder"),
         (["--device", "cuda:99"], "device 'cuda:99'"),
-        (["--resume"], "out/recipe.json: cannot be read"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -119,21 +96,19 @@ def test_what_is_wrong_is_one_line_before_training(
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("vitserve: ")]
     assert len(lines) == 1
     assert message in lines[0]
-    assert not (tmp_path / "out" / "last.pt").exists()
+    assert not (tmp_path / "out" / "config.json").exists()
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ([], "vitserve: --from CHECKPOINT: needed"),
         (
             ["--from", "bundled", "--epochs", "3"],
             "vitserve: --probe: --epochs does not apply",
         ),
-        (["--from", "bundled", "--resume"], "vitserve: --probe: --resume does not apply"),
         (["--from", "bundled", "--set", "seed=1"], "vitserve: --probe: --set does not apply"),
     ],
-    ids=["nothing", "epochs", "resume", "set"],
+    ids=["epochs", "set"],
 )
 def test_flags_that_mean_nothing_to_a_probe_are_refused(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
