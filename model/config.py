@@ -144,11 +144,6 @@ class NetworkConfig(Frozen):
         return max(self.num_classes, 1)
 
     @property
-    def runtime(self) -> str:
-        """Return the package whose code the network is."""
-        return "vitserve"
-
-    @property
     def kind(self) -> str:
         """Return the name of a network of this configuration in messages."""
         return "a Vision Transformer"
@@ -160,6 +155,7 @@ class LibraryConfig(NetworkConfig):
     Only arguments that size a network are allowed: none that reads a file, imports code or changes what a pass returns.
     """
 
+    # The package whose code the network is.
     library: Literal["timm"]
     # Without a tag; no name that the library would look up on a disk or a hub.
     architecture: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_]{1,100}$")]
@@ -167,11 +163,6 @@ class LibraryConfig(NetworkConfig):
     arguments: dict[str, Any]
     # Whether the input size is an argument of the architecture.
     fixed_size: bool
-
-    @property
-    def runtime(self) -> str:
-        """Return the package whose code the network is."""
-        return self.library
 
     @property
     def kind(self) -> str:

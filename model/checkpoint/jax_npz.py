@@ -58,7 +58,6 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read one `.npz` file."""
     assert isinstance(files, SingleFile)
     where = files.place
-    options.refuse_architecture(where)
     stored = files.tensors()
     prefix = next((prefix for prefix in _PREFIXES if f"{prefix}embedding/kernel" in stored), "")
     arrays = {name.removeprefix(prefix): array for name, array in stored.items() if name.startswith(prefix)}

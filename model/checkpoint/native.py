@@ -65,7 +65,6 @@ def recognises(files: Files) -> bool:
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a native folder."""
     where = files.where(CONFIG_FILE)
-    options.refuse_architecture(where)
     with validating(where):
         native = NativeConfig.model_validate(files.config)
     if isinstance(native.architecture, LibraryConfig):

@@ -46,13 +46,6 @@ class CheckpointOptions:
     architecture: str | None = None
     keys: str | None = None
 
-    def refuse_architecture(self, where: str) -> None:
-        """Raise CheckpointError where an option for plain state dicts is set beside a file that says its own."""
-        given = {"VIT_ARCHITECTURE": self.architecture, "VIT_KEYS": self.keys}
-        for name, value in given.items():
-            if value is not None:
-                raise CheckpointError(f"{where}: says its own architecture and names; {name} is for plain state dicts")
-
     def preprocess_or(
         self,
         default: PreprocessConfig | None,

@@ -72,7 +72,6 @@ def recognises(files: Files) -> bool:
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a folder as timm's `save_for_hf` and `push_to_hf_hub` write it."""
     where, config = files.where(CONFIG_FILE), files.config
-    options.refuse_architecture(where)
     name = config["architecture"]
     stated = required(config, "pretrained_cfg", where)
     with validating(where, "pretrained_cfg."):

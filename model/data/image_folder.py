@@ -12,7 +12,6 @@ Classes are the sorted names of the folders. Pictures may lie deeper. Hidden fil
 
 from __future__ import annotations
 
-import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -49,8 +48,8 @@ def find_pictures(root: Path) -> ImageFolder:
     """List the pictures of a folder.
 
     Raises:
-        DatasetError: no such folder, nothing in it, one class, an empty class, classes that differ by case only,
-            or a split whose classes are not those of `train`.
+        DatasetError: no such folder, nothing in it, one class, an empty class, or a split whose classes are not those
+            of `train`.
     """
     folders = {folder.name: folder for folder in _folders(root)}
     if _TRAIN not in folders or not _folders(folders[_TRAIN]):
@@ -76,14 +75,10 @@ def _read_classes(root: Path) -> tuple[tuple[str, ...], PictureFiles]:
         raise DatasetError(f"{root}: no pictures: expected one folder of them for each class")
     if len(folders) == 1:
         raise DatasetError(f"{root}: one class ({folders[0].name!r}): two are needed to tell apart")
-    seen: dict[str, str] = {}
     paths: list[list[Path]] = []
     for folder in folders:
         if not folder.name.isprintable():  # it becomes a label, in answers, tables and pictures
             raise DatasetError(f"{root}: the name {folder.name!a} has characters that cannot be printed")
-        other = seen.setdefault(unicodedata.normalize("NFC", folder.name).casefold(), folder.name)
-        if other != folder.name:
-            raise DatasetError(f"{root}: the classes {other!r} and {folder.name!r} differ by case alone")
         paths.append(_files(folder))
         if not paths[-1]:
             raise DatasetError(f"{folder}: the class has no pictures")

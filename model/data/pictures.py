@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -22,9 +19,6 @@ from model.errors import DatasetError, ImageError
 from model.images.preprocess import preprocess
 
 logger = logging.getLogger(__name__)
-
-# Bytes up to which an array of decoded pictures is kept in memory.
-MEMORY: Final = 4 << 30
 
 # Number of bad files that a message names; the rest is counted.
 _LISTED_FILES: Final = 20
@@ -67,7 +61,7 @@ class PictureFiles:
 
 @dataclass(frozen=True)
 class Images:
-    """Labelled images: uint8 [N, C, H, W], RGB, perhaps mapped from a file; and labels, int64 [N]."""
+    """Labelled images: uint8 [N, C, H, W], RGB; and labels, int64 [N]."""
 
     pixels: NDArray[np.uint8]
     labels: NDArray[np.int64]
@@ -76,32 +70,16 @@ class Images:
         return len(self.labels)
 
 
-def allocate(shape: tuple[int, ...], folder: Path) -> NDArray[np.uint8]:
-    """Return an uninitialised array, above `MEMORY` in a file without a name in `folder`.
-
-    Raises:
-        DatasetError: no room on the disk.
-    """
-    size = math.prod(shape)
-    if size <= MEMORY:
-        return np.empty(shape, np.uint8)
-    if size > shutil.disk_usage(folder).free:
-        raise DatasetError(f"{folder}: no room for {size / 2**30:.1f} GiB of decoded pictures")
-    with tempfile.TemporaryFile(dir=folder) as file:
-        return np.memmap(file, np.uint8, "w+", shape=shape)
-
-
-def decode(files: PictureFiles, config: PreprocessConfig, folder: Path, *, leave_out: bool = False) -> Images:
+def decode(files: PictureFiles, config: PreprocessConfig, *, leave_out: bool = False) -> Images:
     """Decode pictures, on all cores, as a model with this preprocessing sees them.
 
     Args:
-        folder: where their pixels go if they take too much memory; see `allocate`.
         leave_out: warn of files that are no pictures, and leave them out.
 
     Raises:
-        DatasetError: files that are no pictures, the first of which it names with what is wrong; or no room.
+        DatasetError: files that are no pictures, the first of which it names with what is wrong.
     """
-    pixels = allocate((len(files), len(config.mean), *config.size), folder)
+    pixels = np.empty((len(files), len(config.mean), *config.size), np.uint8)
 
     def work(number: int) -> str | None:
         try:

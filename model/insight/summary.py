@@ -83,7 +83,7 @@ def _library(config: NetworkConfig) -> dict[str, str]:
     assert isinstance(config, LibraryConfig)
     arguments = ", ".join(f"{name}={json.dumps(value)}" for name, value in config.arguments.items())
     return {
-        "runtime": f"{config.runtime} {version(config.runtime)}" + (f", with {arguments}" if arguments else ""),
+        "runtime": f"{config.library} {version(config.library)}" + (f", with {arguments}" if arguments else ""),
         "head": f"reads {config.width} numbers",
         "attention maps": "none",
     }

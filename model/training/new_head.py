@@ -36,8 +36,8 @@ from model.training.train import STORED_DTYPE, read_start, relabelled, rounded
 
 logger = logging.getLogger(__name__)
 
+# How far logits may lie from those of the embedding, relative to their norm: in bfloat16 some percent.
 _ROUNDING: Final = 0.1
-"""How far logits may lie from those of the embedding, relative to their norm: in bfloat16 some percent."""
 
 
 def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evaluation:
@@ -61,7 +61,7 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
     heads = head_names(start.config)
     dtype, threads = recipe.precision, recipe.threads or None
     predictor = Predictor(start, device=device, dtype=dtype, compile_mode="off", threads=threads, streams=1)
-    parts = [decode(files, start.preprocess, out, leave_out=True) for files in (dataset.train, dataset.validation)]
+    parts = [decode(files, start.preprocess, leave_out=True) for files in (dataset.train, dataset.validation)]
     counts = np.bincount(np.concatenate([part.labels for part in parts]), minlength=len(dataset.labels))
     if counts.min() < 2:
         raise DatasetError(f"class {dataset.labels[counts.argmin()]!r}: less than two of its pictures can be read")
@@ -78,7 +78,7 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
     head = replace(fitted, weight=weight, bias=bias)
     split, logits, labels = "held-out", choice.logits, truth[choice.rows]
     if dataset.test is not None:
-        test = decode(dataset.test, start.preprocess, out, leave_out=True)
+        test = decode(dataset.test, start.preprocess, leave_out=True)
         scored = head.logits(predict_embeddings(predictor, test.pixels))
         split, logits, labels = "test", scored, test.labels
     fit, _ = choose_fit(choice.logits, truth[choice.rows], Fit(choice.temperature))

@@ -70,8 +70,8 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> dict[
     # shorter side, and larger.
     size = tuple(round(side * MARGIN) for side in start.preprocess.size)
     larger = start.preprocess.model_copy(update={"size": size, "resize_size": size})
-    train, validation = decode(dataset.train, larger, out), decode(dataset.validation, start.preprocess, out)
-    test = None if dataset.test is None else decode(dataset.test, start.preprocess, out)
+    train, validation = decode(dataset.train, larger), decode(dataset.validation, start.preprocess)
+    test = None if dataset.test is None else decode(dataset.test, start.preprocess)
     training = TrainingData(train, validation, start.preprocess.mean, start.preprocess.std)
     trainer = Trainer(recipe, start.vit, start.tensors, training, training_device)
     best = trainer.run(_log_epoch)

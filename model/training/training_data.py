@@ -43,7 +43,7 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Training and validation images, in memory or mapped from a file.
+    """Training and validation images.
 
     Attributes:
         train: of any size.

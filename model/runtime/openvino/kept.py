@@ -61,8 +61,8 @@ _GRAPH: Final = "graph.xml"
 _REFERENCE: Final = "reference.safetensors"
 _HEAD: Final = "head.safetensors"
 
+# Nanoseconds after a change from which on another one shows in the time of a file.
 _SETTLED: Final = 10_000_000_000
-"""Nanoseconds after a change from which on another one shows in the time of a file."""
 
 _VERSIONS: Final = ("vitserve", "openvino", "torch", "timm", "transformers", "numpy", "safetensors")
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from model.data import cifar10, pictures
+from model.data import cifar10
 from model.data.datasets import open_dataset, stratify
 from model.data.image_folder import find_pictures
 from model.data.pictures import PictureFiles, decode
@@ -53,18 +53,16 @@ def test_a_class_of_one_picture_and_a_share_of_all_or_none_are_refused() -> None
             stratify(files_of([4, 4], 0), ("a", "b"), count, 0)
 
 
-def test_cifar_pictures_stay_as_they_are_at_their_own_size_and_are_resized_as_an_upload_would_be(
-    cifar: Path, tmp_path: Path
-) -> None:
+def test_cifar_pictures_stay_as_they_are_at_their_own_size_and_are_resized_as_an_upload_would_be(cifar: Path) -> None:
     dataset = open_dataset(cifar, 80, 0)
     assert dataset.test is not None
     assert (len(dataset.train), len(dataset.validation), len(dataset.test)) == (320, 80, 100)
-    parts = [decode(files, bicubic_config(32, 32), tmp_path) for files in (dataset.train, dataset.validation)]
+    parts = [decode(files, bicubic_config(32, 32)) for files in (dataset.train, dataset.validation)]
     both = np.concatenate([part.pixels for part in parts]).reshape(400, -1)
     assert sorted(map(bytes, both)) == sorted(
         map(bytes, cifar10.read(cifar, cifar10.TRAIN_FILES).pixels.reshape(400, -1))
     )
-    large = decode(dataset.train, bicubic_config(48, 48), tmp_path)
+    large = decode(dataset.train, bicubic_config(48, 48))
     resized = Image.fromarray(parts[0].pixels[7].transpose(1, 2, 0)).resize((48, 48), Image.Resampling.BICUBIC)
     np.testing.assert_array_equal(large.pixels[7].transpose(1, 2, 0), np.asarray(resized))
     assert large.labels.tolist() == parts[0].labels.tolist()
@@ -90,11 +88,7 @@ def test_a_folder_is_split_by_class_unless_it_has_a_split(tmp_path: Path) -> Non
     assert [len(names(files)) for files in (dataset.train, dataset.validation, dataset.test)] == [15, 9, 6]
 
 
-@pytest.mark.parametrize("memory", [0, 1 << 30], ids=["from a file", "in memory"])
-def test_pictures_are_those_that_the_service_would_see(
-    tmp_path: Path, memory: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pictures, "MEMORY", memory)
+def test_pictures_are_those_that_the_service_would_see(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "data", 4)
     write_class(root / "red", "red", 2, seed=1, suffix=".jpg")
     Image.new("LA", (40, 30), (90, 10)).save(root / "blue" / "grey.png")
@@ -102,12 +96,10 @@ def test_pictures_are_those_that_the_service_would_see(
     turned[0x0112] = 6
     Image.effect_noise((50, 30), 60).convert("RGB").save(root / "blue" / "turned.jpg", exif=turned)
     files = find_pictures(root).train
-    images = decode(files, CONFIG, tmp_path)
+    images = decode(files, CONFIG)
     assert images.pixels.shape == (len(files), 3, 16, 24)
     for number, pixels in enumerate(images.pixels):
         np.testing.assert_array_equal(pixels.transpose(1, 2, 0), preprocess(files.read(number), CONFIG))
-    assert isinstance(images.pixels, np.memmap) == (memory == 0)
-    assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
 def test_all_bad_files_are_told_at_once_with_their_reasons_and_many_are_counted(tmp_path: Path) -> None:
@@ -120,7 +112,7 @@ def test_all_bad_files_are_told_at_once_with_their_reasons_and_many_are_counted(
     (root / "green" / "loop").symlink_to(root)
     os.mkfifo(root / "blue" / "pipe.png")  # neither read nor waited for
     with pytest.raises(DatasetError) as caught:
-        decode(find_pictures(root).train, CONFIG, tmp_path)
+        decode(find_pictures(root).train, CONFIG)
     first, *rest = str(caught.value).splitlines()
     assert first == "5 files in class folders cannot be read as pictures:"
     named = dict(line.strip().split(": ", 1) for line in rest)
@@ -131,4 +123,4 @@ def test_all_bad_files_are_told_at_once_with_their_reasons_and_many_are_counted(
     for number in range(30):
         (root / "red" / f"bad{number}.png").write_bytes(b"x")
     with pytest.raises(DatasetError, match=r"35 files(.*\n){21}  and 15 more$"):
-        decode(find_pictures(root).train, CONFIG, tmp_path)
+        decode(find_pictures(root).train, CONFIG)

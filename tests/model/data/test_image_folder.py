@@ -68,19 +68,14 @@ def _one_class(root: Path) -> None:
         (root / name).rmdir()
 
 
-def _same_but_for_case(root: Path) -> None:
-    write_class(root / "Red", "red", 1)
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda root: (root / "empty").mkdir(), "empty: the class has no pictures"),
         (lambda root: (root / "junk" / ".git").mkdir(parents=True), "junk: the class has no pictures"),
         (_one_class, "one class"),
-        (_same_but_for_case, "'Red' and 'red' differ by case alone"),
     ],
-    ids=["empty class", "class with hidden files", "one class", "case"],
+    ids=["empty class", "class with hidden files", "one class"],
 )
 def test_a_folder_that_cannot_be_trained_on_is_refused(
     root: Path, damage: Callable[[Path], object], message: str
