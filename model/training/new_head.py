@@ -28,10 +28,9 @@ from model.evaluation.evaluate import Evaluation, measure, predict_embeddings
 from model.heads import Head
 from model.network.library import library_config, linear_head
 from model.probe import fit_head, interval
-from model.runtime.device import choose_device
 from model.runtime.predictor import Predictor
 from model.training.recipe import Recipe
-from model.training.run_folder import describe_device, installed_versions, prepare_folder, write_confusion
+from model.training.run_folder import installed_versions, prepare_folder, write_confusion
 from model.training.train import STORED_DTYPE, read_start, relabelled, rounded
 
 logger = logging.getLogger(__name__)
@@ -97,7 +96,7 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
         "seed": recipe.seed,
         split: measured.record(),
         "seconds": time.monotonic() - began,
-        "device": describe_device(choose_device(device)),
+        "device": predictor.device,
         "versions": installed_versions(),
     }
     native.write(out, served, dtype=STORED_DTYPE, training=record)

@@ -1,6 +1,6 @@
 """Fine-tuning of a checkpoint on a folder of pictures: from both to a folder that the service loads.
 
-    data -> train -> half precision -> temperature -> test set, once -> config, weights, model card
+    data -> train -> half precision -> temperature -> test set, once -> config, weights
 
 The test set is measured after the last choice is made: weights, temperature and recipe are fixed by then.
 """
@@ -40,7 +40,7 @@ STORED_DTYPE: Final = torch.float16
 
 
 def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> dict[str, Any]:
-    """Train by a recipe and leave a servable folder: weights, config, model card, confusion matrix.
+    """Train by a recipe and leave a servable folder: weights, config, confusion matrix.
 
     Recipe, data, checkpoint and folder are checked before the first step.
 
@@ -90,7 +90,6 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> dict[
         record["test"] = reported.record()
     # The folder is servable when all else is written, and not before.
     run_folder.write_confusion(out, reported, checkpoint.labels)
-    (out / run_folder.CARD_FILE).write_text(run_folder.model_card(record, checkpoint), encoding="utf-8")
     native.write(out, checkpoint, dtype=STORED_DTYPE, training=record)
     if checkpoint.calibration is not None:  # of the rounded weights, so it holds for them in any dtype
         native.write_calibration(out, checkpoint.calibration)
@@ -184,7 +183,7 @@ def _record(trainer: Trainer, epoch: int, start: str, dataset: Dataset, checkpoi
         "images": len(dataset.train),
         "validation_images": len(dataset.validation),
         "seconds": trainer.history[-1]["seconds"],
-        "device": run_folder.describe_device(trainer.device),
+        "device": str(trainer.device),
         "precision": str(trainer.arithmetic.dtype).removeprefix("torch."),
         "parameters": count_parameters(trainer.model),
         "versions": run_folder.installed_versions(),

@@ -54,7 +54,7 @@ def test_a_folder_of_pictures_becomes_a_served_model(
     out = tmp_path / "my model"
     assert main(flags(data, start, out, "--epochs", "6", "--image-size", "24x32", "--name", "colours")) == 0
     assert capsys.readouterr().out == f"{out}: serve it with: vitserve serve --checkpoint '{out}'\n"
-    names = {"MODEL_CARD.md", "config.json", "confusion_matrix.csv", "model.safetensors"}
+    names = {"config.json", "confusion_matrix.csv", "model.safetensors"}
     assert {path.name for path in out.iterdir()} == names
     server = Served(tmp_path / "server.log", warm=True, checkpoint=out, device="cpu", dtype="float32", threads=1)
     try:
