@@ -11,7 +11,7 @@ import re
 from itertools import repeat
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, field_validator, model_validator
 
 # (rows, columns) in pixels or patches.
 Size = tuple[Annotated[int, Field(ge=1, le=16384)], Annotated[int, Field(ge=1, le=16384)]]
@@ -137,6 +137,14 @@ class NetworkConfig(Frozen):
     in_channels: Annotated[int, Field(ge=1, le=4)] = 3
     # Dimension of a Transformer's tokens, or of what another network's head reads.
     width: Annotated[int, Field(ge=1, le=16384)]
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _of_its_kind(cls, fields: Any, handler: ModelWrapValidatorHandler[Self]) -> NetworkConfig:
+        """Return what fields describe that may be of any network: only a library's say so."""
+        if cls is NetworkConfig and isinstance(fields, dict):
+            return (LibraryConfig if "library" in fields else ViTConfig).model_validate(fields)
+        return handler(fields)
 
     @property
     def logits(self) -> int:

@@ -111,7 +111,7 @@ def _openvino(run: TorchOptions, threads: ThreadPolicy, streams: int, parameters
 
     plain = network(run, relevance=False)
     made = OpenVino(
-        plain, run.head, threads, lambda: TorchCpu(replace(run, compile_mode="off"), threads), with_relevance
+        plain, run.checkpoint.head, threads, lambda: TorchCpu(replace(run, compile_mode="off"), threads), with_relevance
     )
     made.load_torch()
     return made

@@ -19,7 +19,6 @@ from model.config import NetworkConfig, ViTConfig
 from model.errors import DeviceError, first_line
 from model.explanation.folded_weights import fold
 from model.explanation.methods import explain
-from model.heads import Head, own_head
 from model.network.layers.attention import Attention, chunked_attention
 from model.network.layers.patch_embed import PatchEmbed
 from model.network.layers.rotary import Rotary
@@ -80,14 +79,6 @@ class TorchOptions:
     def dtype_name(self) -> str:
         """Return what the dtype is called in settings."""
         return str(self.dtype).removeprefix("torch.")
-
-    @property
-    def head(self) -> Head:
-        """Return the checkpoint's head."""
-        checkpoint = self.checkpoint
-        return own_head(
-            checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label, checkpoint.form
-        )
 
 
 def choose_kernels(model: Classifier, device: torch.device) -> None:
@@ -186,7 +177,7 @@ class TorchCpu(TorchBackend):
         keep_freed_memory()
         self.largest_tried = SIZES[-1]  # larger ones are cut
         self.threads = threads
-        self._head = options.head
+        self._head = options.checkpoint.head
         self._compiled: Network | None = None
 
     @torch.inference_mode()

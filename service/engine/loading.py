@@ -39,7 +39,8 @@ from service.settings import Settings, load_settings
 if TYPE_CHECKING:
     from model.calibration import LabelSets
     from model.checkpoint import Checkpoint
-    from model.runtime.openvino.kept import Entry, Keep, KeptCheckpoint
+    from model.description import Description
+    from model.runtime.openvino.kept import Entry, Keep
     from model.runtime.predictor import Predictor
 
 logger = logging.getLogger(__name__)
@@ -177,7 +178,7 @@ def _load_kept(
         return shared, _described(settings, manifest.checkpoint, shared, key, entry.head(manifest))
     from model.runtime.start import kept_predictor  # noqa: PLC0415
 
-    def on_read(checkpoint: KeptCheckpoint) -> None:
+    def on_read(checkpoint: Description) -> None:
         _label_sets(settings, checkpoint)  # a wrong coverage is refused before anything is compiled
         on_compile()
 
@@ -274,7 +275,7 @@ def _show_alone(device: str) -> None:
     os.environ[VISIBLE] = visible_devices(device)
 
 
-def _label_sets(settings: Settings, checkpoint: Checkpoint | KeptCheckpoint) -> LabelSets | None:
+def _label_sets(settings: Settings, checkpoint: Description) -> LabelSets | None:
     """Return what gives the sets of labels, None where none are asked; raises where it is not calibrated for them."""
     from model.calibration import label_sets_of  # noqa: PLC0415
 
@@ -284,7 +285,7 @@ def _label_sets(settings: Settings, checkpoint: Checkpoint | KeptCheckpoint) -> 
 
 def _described(
     settings: Settings,
-    checkpoint: Checkpoint | KeptCheckpoint,
+    checkpoint: Description,
     predictor: Predictor,
     key: str,
     head: Head | None = None,

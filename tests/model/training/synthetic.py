@@ -49,8 +49,8 @@ def write_start(folder: Path, **fields: Any) -> Path:
         mean=MEAN[: config.in_channels],
         std=STD[: config.in_channels],
     )
-    start = Checkpoint("start", "made", native.FORMAT, "vit", config, preprocess, tuple("abcdefg"), tensors, 3.0)
-    native.write(folder, replace(start, multi_label=True))
+    start = Checkpoint("start", "made", native.FORMAT, "vit", config, preprocess, tuple("abcdefg"), tensors)
+    native.write(folder, replace(start, temperature=3.0, multi_label=True))
     return folder
 
 
