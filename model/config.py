@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from itertools import repeat
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, field_validator, model_validator
@@ -90,22 +89,19 @@ class ConvolutionalStem(Frozen):
         return math.prod(self.strides) * math.prod(self.pools)
 
     def largest_layer(self, size: Size) -> int:
-        """Return the numbers of the largest feature map, before its maxima, for one image of a size."""
+        """Return the numbers of the largest feature map, before its maxima, for one image of a size.
+
+        Raises:
+            ValueError: there is not one width, kernel, stride and pool for each convolution.
+        """
         rows, columns = size
         largest = 0
-        for width, kernel, stride, pool in zip(
-            self.widths, self.kernels, self.strides, self.pools or repeat(1), strict=False
-        ):
+        pools = self.pools or (1,) * len(self.widths)
+        for width, kernel, stride, pool in zip(self.widths, self.kernels, self.strides, pools, strict=True):
             rows, columns = ((side + 2 * (kernel // 2) - kernel) // stride + 1 for side in (rows, columns))
             largest = max(largest, rows * columns * width)
             rows, columns = rows // pool, columns // pool
         return largest
-
-    @model_validator(mode="after")
-    def _lengths_agree(self) -> Self:
-        if not len(self.widths) == len(self.kernels) == len(self.strides) == len(self.pools or self.widths):
-            raise ValueError("widths, kernels, strides and pools need one number for each convolution")
-        return self
 
 
 class RotaryPositions(Frozen):

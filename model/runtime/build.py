@@ -86,7 +86,7 @@ def build(checkpoint: Checkpoint, options: PredictorOptions) -> Parts:
         backend, reason = Cuda(run, ops, streams=streams), "torch runs on GPUs"
     elif mode != "auto":
         backend, reason = TorchCpu(run, threads), "torch is chosen"
-    elif unsupported := unsupported_reason(str(device), run.dtype_name):
+    elif unsupported := unsupported_reason(run.dtype_name):
         backend, reason = TorchCpu(run, threads), f"OpenVINO is not possible: {unsupported}"
     else:
         try:

@@ -23,7 +23,7 @@ from model.network.layers.attention import Attention, chunked_attention
 from model.network.layers.patch_embed import PatchEmbed
 from model.network.layers.rotary import Rotary
 from model.network.library import Classifier
-from model.network.vit import VisionTransformer, count_parameters
+from model.network.vit import VisionTransformer
 from model.outputs import MapRequest
 from model.runtime.backend import (
     SIZES,
@@ -113,8 +113,7 @@ class TorchBackend(Backend):
             self._plain = options.model.to(device=options.device, dtype=options.dtype)
             self._folded = fold(self._plain) if isinstance(self._plain, VisionTransformer) else None
         except torch.OutOfMemoryError as error:
-            parameters = count_parameters(options.model)
-            raise DeviceError(f"{options.device}: not enough memory for {parameters:,} parameters") from error
+            raise DeviceError(f"{options.device}: not enough memory for the weights") from error
         for module in self._plain.modules():
             if isinstance(module, Attention):
                 module.fix_bias()

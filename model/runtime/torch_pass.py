@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -99,9 +98,6 @@ def plan_compilation(mode: CompileMode, device: torch.device) -> Compilation:
         return Compilation(CompilationState.OFF)
     if mode == "auto" and device.type == "cpu":
         return Compilation(CompilationState.SKIPPED, "off on the CPU unless asked for")
-    if shutil.which("g++") is None:
-        logger.warning("not compiled: no C++ compiler (g++) on this machine")
-        return Compilation(CompilationState.SKIPPED, "no C++ compiler (g++) on this machine")
     return Compilation(CompilationState.COMPILING)
 
 

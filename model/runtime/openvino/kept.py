@@ -280,8 +280,6 @@ class Keep:
 def _require_own(place: Path) -> None:
     """Raise where another user may have written what is to be run."""
     status = place.lstat()
-    if not stat.S_ISDIR(status.st_mode):
-        raise ValueError("it is no folder")
     if status.st_uid not in (os.geteuid(), 0) or status.st_mode & stat.S_IWOTH:
         raise ValueError(f"it belongs to uid {status.st_uid}, or anybody may write into it")
 
