@@ -9,24 +9,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from model.calibration import Fit, choose_fit, scores_and_energies
 from model.checkpoint import Checkpoint, native
-from model.config import LibraryConfig, NetworkConfig, ViTConfig
 from model.data.datasets import open_dataset
-from model.data.pictures import Images, decode
-from model.errors import CheckpointError, DatasetError
+from model.data.pictures import decode
+from model.errors import DatasetError
 from model.evaluation.evaluate import Evaluation, measure, predict_embeddings
 from model.heads import Head
-from model.network.library import library_config, linear_head
 from model.probe import fit_head, interval
 from model.runtime.predictor import Predictor
 from model.training.recipe import Recipe
@@ -34,9 +29,6 @@ from model.training.run_folder import installed_versions, prepare_folder, write_
 from model.training.train import STORED_DTYPE, read_start, relabelled, rounded
 
 logger = logging.getLogger(__name__)
-
-# How far logits may lie from those of the embedding, relative to their norm: in bfloat16 some percent.
-_ROUNDING: Final = 0.1
 
 
 def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evaluation:
@@ -49,7 +41,7 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
 
     Raises:
         DatasetError: the data cannot be read, or a class has less than two pictures that can; others are left out.
-        CheckpointError: the checkpoint cannot be read, or its head cannot be replaced.
+        CheckpointError: the checkpoint cannot be read, or is no Vision Transformer.
         DeviceError: the device is not available here.
         TrainingError: `out` holds something already.
     """
@@ -57,15 +49,12 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
     dataset = open_dataset(data, recipe.validation, recipe.seed)
     prepare_folder(out, data)
     start = rounded(read_start(recipe))
-    heads = head_names(start.config)
     dtype, threads = recipe.precision, recipe.threads or None
     predictor = Predictor(start, device=device, dtype=dtype, compile_mode="off", threads=threads, streams=1)
     parts = [decode(files, start.preprocess, leave_out=True) for files in (dataset.train, dataset.validation)]
     counts = np.bincount(np.concatenate([part.labels for part in parts]), minlength=len(dataset.labels))
     if counts.min() < 2:
         raise DatasetError(f"class {dataset.labels[counts.argmin()]!r}: less than two of its pictures can be read")
-    if isinstance(start.config, LibraryConfig):
-        _require_linear(predictor, start.tensors, heads[0], parts[0])
     features = np.concatenate([predict_embeddings(predictor, part.pixels) for part in parts])
     truth = np.concatenate([part.labels for part in parts])
     sizes = len(dataset.labels), len(truth), features.shape[1], start.name, time.monotonic() - began
@@ -84,7 +73,7 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
     measured = measure(scores_and_energies(logits, *fit)[0].astype(np.float32), labels, dataset.labels)
     logger.info("%s", _in_words(measured, split))
 
-    served = with_head(start, heads, head)
+    served = with_head(start, head)
     served = replace(served, name=recipe.name, source=str(out), temperature=fit.temperature, form=fit.form)
     served.network()  # names, shapes and values of the weights are checked here
     write_confusion(out, measured, dataset.labels)
@@ -104,43 +93,19 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
     return measured
 
 
-def head_names(config: NetworkConfig) -> tuple[str, ...]:
-    """Return the names of the layers that a head is written to; a distilled model's two get the same one.
+def with_head(checkpoint: Checkpoint, head: Head) -> Checkpoint:
+    """Return a Vision Transformer with another head; one of two layers, or of cosines, becomes a linear one.
 
-    The mean of their logits is then the head's logits of the mean of their tokens, which is the embedding.
-
-    Raises:
-        CheckpointError: a library's network does not end in one linear layer.
+    A distilled model's two heads get the same one: the mean of their logits is then the head's logits of the mean of
+    their tokens, which is the embedding.
     """
-    if isinstance(config, LibraryConfig):
-        return (linear_head(config),)
-    return ("head", "head_dist") if isinstance(config, ViTConfig) and config.distillation_head else ("head",)
-
-
-def with_head(checkpoint: Checkpoint, names: Sequence[str], head: Head) -> Checkpoint:
-    """Return a checkpoint with another head; one of two layers, or of cosines, becomes a linear one."""
-    old, labels = checkpoint.config, head.labels
-    tensors = dict(checkpoint.tensors)
-    config: NetworkConfig
-    if isinstance(old, LibraryConfig):
-        sizes = len(labels), old.in_channels, old.image_size
-        config = library_config(old.architecture, old.arguments, *sizes, fixed_size=old.fixed_size)
-    else:
-        config = old.model_copy(update={"num_classes": len(labels), "head_width": None, "normalized_head": False})
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("pre_logits.")}
-    for name in names:
+    config = checkpoint.vit.model_copy(
+        update={"num_classes": len(head.labels), "head_width": None, "normalized_head": False}
+    )
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if not name.startswith("pre_logits.")}
+    for name in ("head", "head_dist") if config.distillation_head else ("head",):
         tensors |= {f"{name}.{kind}": torch.from_numpy(getattr(head, kind)) for kind in ("weight", "bias")}
-    return relabelled(checkpoint, config, labels, tensors)
-
-
-def _require_linear(predictor: Predictor, tensors: Mapping[str, Tensor], name: str, images: Images) -> None:
-    """Raise CheckpointError unless this layer of a library's network maps the embedding to the logits."""
-    weight, bias = (tensors[f"{name}.{kind}"].numpy() for kind in ("weight", "bias"))
-    few = images.pixels[:2]
-    expected = predict_embeddings(predictor, few) @ weight.T + bias
-    logits = predictor.logits(np.ascontiguousarray(few.transpose(0, 2, 3, 1)))
-    if np.linalg.norm(logits - expected) > _ROUNDING * np.linalg.norm(expected):
-        raise CheckpointError(f"{predictor.checkpoint.source}: {predictor.config.kind} reads more than its embedding")
+    return relabelled(checkpoint, config, head.labels, tensors)
 
 
 def _in_words(measured: Evaluation, split: str) -> str:

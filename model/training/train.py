@@ -121,10 +121,11 @@ def read_start(recipe: Recipe) -> Checkpoint:
     """Read the checkpoint that a recipe starts from, whose head is to be replaced.
 
     Raises:
-        CheckpointError: it cannot be read, or not be resized.
+        CheckpointError: it cannot be read, or not be resized, or is no Vision Transformer.
     """
     # The old head's labels go with it, and some formats have none.
-    return load_checkpoint(recipe.checkpoint, image_size=recipe.image_size, labels="numbers")
+    checkpoint = load_checkpoint(recipe.checkpoint, image_size=recipe.image_size, labels="numbers")
+    return replace(checkpoint, config=checkpoint.vit)
 
 
 def relabelled(

@@ -11,21 +11,18 @@ import pytest
 import torch
 
 from model.checkpoint import Checkpoint, load_checkpoint
-from model.config import LibraryConfig
-from model.errors import CheckpointError, DatasetError
+from model.errors import DatasetError
 from model.evaluation.evaluate import predict_embeddings
 from model.heads import Head
 from model.images.preprocess import preprocess
-from model.network.library import LibraryNetwork, library_config, linear_head
 from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
-from model.training.new_head import head_names, run, with_head
+from model.training.new_head import run, with_head
 from model.training.recipe import Recipe
 from tests.model.checkpoint import whole_models
 from tests.model.data.picture_folders import COLOURS, write_class, write_folder
 from tests.model.evaluation.scores import predict_scores
 from tests.service.cli.command_line import write_checkpoint
-from tests.timm_reference import timm
 
 LABELS = tuple(COLOURS)
 
@@ -62,7 +59,7 @@ def test_a_head_reads_the_embedding_of_every_kind_of_model(tmp_path: Path, field
     pixels = np.random.default_rng(0).integers(0, 256, (3, start.config.in_channels, 16, 16), np.uint8)
     features = predict_embeddings(predictor_of(start), pixels)
     head = head_of(features.shape[1])
-    changed = with_head(start, head_names(start.config), head)
+    changed = with_head(start, head)
     assert (changed.labels, changed.config.num_classes) == (LABELS, 3)
     logits = predictor_of(changed).logits(np.ascontiguousarray(pixels.transpose(0, 2, 3, 1)))
     np.testing.assert_allclose(logits, head.logits(features), rtol=1e-4, atol=1e-4)
@@ -76,20 +73,9 @@ def test_of_clip_the_images_tower_is_read(tmp_path: Path) -> None:
     whole_models.clip(tmp_path)
     start = load_checkpoint(str(tmp_path), labels="numbers")
     assert start.config.num_classes == 0
-    changed = with_head(start, head_names(start.config), head_of(24))
+    changed = with_head(start, head_of(24))
     assert changed.zero_shot is None
     changed.build()
-
-
-def test_a_librarys_network_gets_a_head_if_it_ends_in_a_linear_layer() -> None:
-    timm()
-    config = library_config("test_resnet", {}, 5, 3, (64, 64))
-    assert linear_head(config) == "fc"
-    changed = library_config("test_resnet", {}, 3, 3, (64, 64))
-    module: Any = LibraryNetwork(changed).module
-    assert module.get_classifier().weight.shape == (3, config.width)
-    with pytest.raises(CheckpointError, match=r"^timm's levit_128s: does not end in one linear layer"):
-        linear_head(LibraryConfig.model_validate(config.model_dump() | {"architecture": "levit_128s", "width": 384}))
 
 
 def test_a_folder_becomes_a_model_that_answers_as_it_was_measured(
