@@ -395,8 +395,6 @@ class PreprocessConfig(Frozen):
 
     * `shortest_edge`: aspect kept, the picture just covers `resize_size` (torchvision `Resize(int)`).
     * `squash`: aspect given up, exactly `resize_size` (Hugging Face's ViT, timm's `crop_mode=squash`).
-    * `border`: aspect kept, the picture just fits into `resize_size`; what it leaves of `size` is
-      filled with the mean colour (timm's `crop_mode=border`).
 
     Raises:
         pydantic.ValidationError: a field is missing, unknown, or out of range; or fields disagree.
@@ -404,7 +402,7 @@ class PreprocessConfig(Frozen):
 
     # (rows, columns) of the model's input in pixels.
     size: Size
-    resize: Literal["shortest_edge", "squash", "border"]
+    resize: Literal["shortest_edge", "squash"]
     # (rows, columns) before the centre crop; each at least `size`.
     resize_size: Size
     interpolation: Interpolation

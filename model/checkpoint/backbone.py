@@ -8,7 +8,6 @@ from dataclasses import replace
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.tensors import digest_of
 from model.config import LibraryConfig, ViTConfig
-from model.errors import CheckpointError
 from model.heads import Head
 from model.network.library import linear_head
 
@@ -38,7 +37,4 @@ def _head_of(checkpoint: Checkpoint) -> str | None:
     if isinstance(config, ViTConfig):
         return None if config.distillation_head or config.head_width is not None else "head"
     assert isinstance(config, LibraryConfig)
-    try:
-        return linear_head(config)
-    except CheckpointError:
-        return None
+    return linear_head(config)

@@ -139,18 +139,12 @@ def _measured_layer(described: str) -> int:
     return max(largest)
 
 
-def linear_head(config: LibraryConfig) -> str:
-    """Return the name of the linear layer that a network ends in, with a bias.
-
-    Raises:
-        CheckpointError: it ends in something else, or a library does not make this network.
-    """
+def linear_head(config: LibraryConfig) -> str | None:
+    """Return the name of the linear layer that a network ends in, with a bias; None where it ends in something else."""
     module: Any = meta_network(config).module
     last = module.get_classifier()
     names: list[str] = [name for name, layer in module.named_modules() if layer is last and type(layer) is nn.Linear]
-    if not names or last.bias is None or last.in_features != config.width:
-        raise CheckpointError(f"{config.kind}: does not end in one linear layer, which another could take the place of")
-    return names[0]
+    return names[0] if names and last.bias is not None and last.in_features == config.width else None
 
 
 def meta_tensors(config: NetworkConfig) -> dict[str, Tensor]:
