@@ -49,10 +49,7 @@ def summarise(checkpoint: Checkpoint) -> dict[str, str]:
         "memory": f"{_mebibytes(4 * parameters)} in float32, {_mebibytes(2 * parameters)} in bfloat16 or float16",
     }
     if checkpoint.zero_shot is not None:
-        templates = checkpoint.zero_shot.templates
-        rows["text tower"] = f"labels stand in {json.dumps(templates[:2], ensure_ascii=False)[1:-1]}" + (
-            f" and {len(templates) - 2} more" if len(templates) > 2 else ""
-        )
+        rows["text tower"] = f"labels stand in {json.dumps(checkpoint.zero_shot.templates[0], ensure_ascii=False)}"
     if checkpoint.calibration is not None:
         rows["calibrated"] = f"on {len(checkpoint.calibration.scores):,} pictures of {checkpoint.calibration.data}"
     if checkpoint.assumed:

@@ -208,17 +208,6 @@ class _Read(NamedTuple):
 
 def _load(settings: Settings) -> tuple[Predictor, ModelInfo]:
     """Return what `load_predictor` does, made of the checkpoint with torch."""
-    if not any(each.device == "cpu" for each in _LIVE.values()):
-        return _join_or_build(settings)
-    from model.runtime.cpu import give_back_memory, returning_freed_memory  # noqa: PLC0415
-
-    with returning_freed_memory():
-        loaded = _join_or_build(settings)
-        give_back_memory()
-    return loaded
-
-
-def _join_or_build(settings: Settings) -> tuple[Predictor, ModelInfo]:
     read = _read(settings)
     if (shared := _LIVE.get(read.key)) is None:
         return _build(settings, read)

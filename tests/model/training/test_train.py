@@ -104,7 +104,7 @@ def test_a_folder_with_something_in_it_is_not_overwritten(
     finished: tuple[Path, dict[str, Any]], cifar: Path, recipe: Recipe
 ) -> None:
     out, _ = finished
-    with pytest.raises(TrainingError, match=r"run: is not empty \(config\.json\); choose another folder"):
+    with pytest.raises(TrainingError, match=r"run: is not empty \(calibration\.json\); choose another folder"):
         run(cifar, out, recipe, device="cpu")
     with pytest.raises(TrainingError, match="lies in the data"):
         run(cifar, cifar / "out", recipe, device="cpu")
