@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -92,12 +92,10 @@ def decode(files: PictureFiles, config: PreprocessConfig, *, leave_out: bool = F
 
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
-        futures = [pool.submit(work, number) for number in range(len(files))]
-        for _ in tqdm(as_completed(futures), total=len(files), desc="read", unit="img", disable=None):
-            pass
+        work_done = pool.map(work, range(len(files)))
+        problems = list(tqdm(work_done, total=len(files), desc="read", unit="img", disable=None))
     finally:
         pool.shutdown(cancel_futures=True)  # an interruption does not wait for a million files
-    problems = [future.result() for future in futures]
     bad = sorted(problem for problem in problems if problem is not None)
     if not bad:
         return Images(pixels, files.labels)

@@ -1,158 +1,94 @@
-"""The training loop: batches in, weights out.
+"""The training loop: pictures in, weights out. Each batch is of random parts of pictures, which Pillow makes.
 
 Each epoch draws all its random numbers from (seed, epoch): the same recipe gives the same bits on the same device.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from model.config import ViTConfig
+from model.checkpoint import Checkpoint
+from model.config import Size
+from model.data.pictures import Images
 from model.errors import TrainingError
 from model.network.layers.attention import Attention, plain_attention
 from model.network.vit import VisionTransformer
+from model.runtime.device import choose_dtype
+from model.runtime.torch_pass import Normalise
 from model.training.recipe import Recipe
-from model.training.training_data import Arithmetic, TrainingData
 
-# What an epoch measured, by name:
-#
-#   epoch: counted from 1.
-#   train_loss, train_accuracy: means over the epoch's augmented images as they were seen.
-#   validation_loss, validation_accuracy: without augmentation or smoothing.
-#   images_per_second: of training alone.
-#   seconds: wall time since the run began, evaluation included.
-EpochMetrics = dict[str, float]
+logger = logging.getLogger(__name__)
 
+# Pictures that random parts are resized from are kept larger than the model's input by this factor.
+MARGIN: Final = 256 / 224
 
-@dataclass(frozen=True)
-class BestWeights:
-    """The weights that did best on the validation images, float32 on the CPU, and their epoch, counted from 1."""
-
-    epoch: int
-    weights: dict[str, Tensor]
+# Least and largest width / height of a crop.
+_CROP_RATIO: Final = (3 / 4, 4 / 3)
+# How often a crop that does not fit is drawn again, as in torchvision and timm.
+_ATTEMPTS: Final = 10
 
 
-class Trainer:
-    """One run of a recipe.
+def fine_tune(
+    start: Checkpoint, recipe: Recipe, pictures: Images, device: torch.device
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Return trained weights, float32 on the CPU by name, and the mean loss of each epoch.
 
     Args:
-        config: the architecture.
-        initial: all weights by the model's parameter names.
-        data: at least a batch of training images.
+        start: what is trained.
+        pictures: at least a batch, of any size.
 
-    Attributes:
-        history: the metrics of the epochs that are done.
+    Raises:
+        TrainingError: the loss is no longer finite.
     """
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        config: ViTConfig,
-        initial: Mapping[str, Tensor],
-        data: TrainingData,
-        device: torch.device,
-    ) -> None:
-        self.recipe, self.data, self.device = recipe, data, device
-        if recipe.threads:
-            torch.set_num_threads(recipe.threads)
-        self.history: list[EpochMetrics] = []
-        self.arithmetic = Arithmetic(recipe.precision, device)
-        self.model = VisionTransformer(config)
-        self.model.load_state_dict(initial)
-        if device.type == "cpu" and self.arithmetic.dtype == torch.bfloat16:
-            for module in self.model.modules():
-                if isinstance(module, Attention):
-                    module.attend = plain_attention
-        self.model.to(device).train()
-        self._optimiser = optimiser_of(self.model, recipe)
-        self._steps = len(data.train) // recipe.batch_size  # of an epoch
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        """Return the float32 weights by name."""
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-
-    def run(self, on_epoch: Callable[[EpochMetrics], None] = lambda _: None) -> BestWeights:
-        """Train, and return the weights with the best validation accuracy, and of equals with the lowest loss.
-
-        Raises:
-            TrainingError: the loss is no longer finite.
-        """
-        began, best = time.monotonic(), BestWeights(0, {})
-        for epoch in range(self.recipe.epochs):
-            metrics = self._run_epoch(epoch, began)
-            self.history.append(metrics)
-            # Of equals the first.
-            first = max(self.history, key=lambda row: (row["validation_accuracy"], -row["validation_loss"]))
-            if first is metrics:
-                weights = {name: weight.to("cpu", copy=True) for name, weight in self.weights.items()}
-                best = BestWeights(epoch + 1, weights)
-            on_epoch(metrics)
-        return best
-
-    @torch.no_grad()
-    def _validation_logits(self) -> Tensor:
-        """Return float32 [M, num_classes] on the CPU, for the validation images."""
-        self.model.eval()
-        with self.arithmetic.autocast:
-            logits = [
-                self.model(self.data.normalise(pixels.to(self.device))).logits.float().cpu()
-                for pixels in self.data.validation_batches()
-            ]
-        self.model.train()
-        return torch.cat(logits)
-
-    def _run_epoch(self, epoch: int, began: float) -> EpochMetrics:
-        started = time.monotonic()
-        loss_sum, correct = self._train(epoch)
-        trained, images = time.monotonic(), self._steps * self.recipe.batch_size
-        logits, labels = self._validation_logits(), torch.from_numpy(self.data.validation.labels)
-        metrics = EpochMetrics(
-            epoch=epoch + 1,
-            train_loss=loss_sum / images,
-            train_accuracy=correct / images,
-            validation_loss=F.cross_entropy(logits, labels).item(),
-            validation_accuracy=(logits.argmax(dim=1) == labels).sum().item() / len(labels),
-            images_per_second=images / (trained - started),
-            seconds=time.monotonic() - began,
-        )
-        # The outcome of the last step is in no training loss yet.
-        if not (math.isfinite(metrics["train_loss"]) and math.isfinite(metrics["validation_loss"])):
+    if recipe.threads:
+        torch.set_num_threads(recipe.threads)
+    # float16 would need loss scaling; only devices older than 2020 have it alone.
+    in_bfloat16 = choose_dtype(recipe.precision, device) == torch.bfloat16
+    model = VisionTransformer(start.vit)
+    model.load_state_dict(start.tensors)
+    for module in model.modules() if in_bfloat16 and device.type == "cpu" else ():
+        if isinstance(module, Attention):
+            module.attend = plain_attention
+    model.to(device).train()
+    optimiser, normalise = optimiser_of(model, recipe), Normalise(start.preprocess).to(device)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=in_bfloat16)
+    losses: list[float] = []
+    steps, began = len(pictures) // recipe.batch_size, time.monotonic()
+    for epoch in range(recipe.epochs):
+        loss_sum = torch.zeros((), device=device)
+        drawn = batches(pictures, start.preprocess.size, recipe, np.random.default_rng((recipe.seed, epoch)))
+        bar = tqdm(drawn, total=steps, desc=f"epoch {epoch + 1}/{recipe.epochs}", disable=None)
+        for step, (images, labels) in enumerate(bar, start=epoch * steps):
+            for group in optimiser.param_groups:
+                group["lr"] = group["peak"] * rate_factor(step / (recipe.epochs * steps), recipe.warmup)
+            with autocast:
+                pixels = normalise(images.to(device)).contiguous(memory_format=torch.channels_last)
+                logits = model(pixels).logits.float()
+            loss = F.cross_entropy(logits, labels.to(device), label_smoothing=recipe.label_smoothing)
+            loss.backward()  # type: ignore[no-untyped-call]
+            if recipe.clip_norm:
+                nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
+            optimiser.step()
+            optimiser.zero_grad()
+            loss_sum += loss.detach()
+        losses.append(loss_sum.item() / steps)
+        if not math.isfinite(losses[-1]):
             raise TrainingError(f"epoch {epoch + 1}: the loss is not finite; lower the learning rate")
-        return metrics
-
-    def _train(self, epoch: int) -> tuple[float, float]:
-        """Do the steps of an epoch; return summed losses and the number of right answers."""
-        recipe, sums = self.recipe, torch.zeros(2, device=self.device)
-        batches = self.data.epoch(recipe, np.random.default_rng((recipe.seed, epoch)))
-        bar = tqdm(batches, total=self._steps, desc=f"epoch {epoch + 1}/{recipe.epochs}", disable=None)
-        for step, (images, classes) in enumerate(bar, start=epoch * self._steps):
-            for group in self._optimiser.param_groups:
-                group["lr"] = group["peak"] * rate_factor(step / (recipe.epochs * self._steps), recipe.warmup)
-            sums += self._step(self.data.normalise(images.to(self.device)), classes.to(self.device))
-        loss_sum, correct = sums.tolist()
-        return loss_sum, correct
-
-    def _step(self, pixels: Tensor, labels: Tensor) -> Tensor:
-        """Do one update; return the sum of the losses and the number of right answers, float32 [2] on the device."""
-        with self.arithmetic.autocast:
-            logits = self.model(pixels.contiguous(memory_format=torch.channels_last)).logits.float()
-        loss = F.cross_entropy(logits, labels, label_smoothing=self.recipe.label_smoothing)
-        loss.backward()  # type: ignore[no-untyped-call]
-        if self.recipe.clip_norm:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm)
-        self._optimiser.step()
-        self._optimiser.zero_grad()
-        return torch.stack((loss.detach() * len(labels), (logits.argmax(dim=1) == labels).sum()))
+        logger.info("epoch %d: loss %.3f, %.0f s", epoch + 1, losses[-1], time.monotonic() - began)
+    return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}, losses
 
 
 def optimiser_of(model: VisionTransformer, recipe: Recipe) -> torch.optim.AdamW:
@@ -189,3 +125,60 @@ def layer_of(name: str, depth: int) -> int:
         return int(rest.partition(".")[0]) + 1
     embeddings = ("patch_embed", "cls_token", "dist_token", "reg_token", "pos_embed", "norm_pre")
     return 0 if part in embeddings else depth + 1
+
+
+def batches(
+    pictures: Images, size: Size, recipe: Recipe, generator: np.random.Generator
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield an epoch's batches, each augmented while the one before it is used; a last, smaller one is left out.
+
+    Args:
+        size: (rows, columns) of the model's input.
+
+    Yields:
+        Pixels, uint8 [B, rows, columns, C]; their labels, int64 [B].
+    """
+    order = generator.permutation(len(pictures))
+    parts = order[: len(order) - len(order) % recipe.batch_size].reshape(-1, recipe.batch_size)
+
+    def augmented(image: Image.Image) -> NDArray[np.uint8]:
+        image = random_resized_crop(image, size, recipe.resized_crop, generator)
+        return np.asarray(ImageOps.mirror(image) if recipe.flip and generator.random() < 0.5 else image)
+
+    def read(indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        pixels = np.ascontiguousarray(pictures.pixels[indices].transpose(0, 2, 3, 1))
+        changed = np.stack([augmented(Image.fromarray(each)) for each in pixels])
+        return torch.from_numpy(changed), torch.from_numpy(pictures.labels[indices])
+
+    with ThreadPoolExecutor(1) as reader:
+        following = reader.submit(read, parts[0])
+        for each in parts[1:]:
+            present, following = following, reader.submit(read, each)
+            yield present.result()
+        yield following.result()
+
+
+def random_resized_crop(
+    image: Image.Image, size: Size, least_share: float, generator: np.random.Generator
+) -> Image.Image:
+    """Resize a random part of a picture to `size`.
+
+    Szegedy et al. 2014, https://arxiv.org/abs/1409.4842, section 6; torchvision's `RandomResizedCrop`. Where no part
+    of an allowed shape was drawn (very long pictures), it is the largest part of allowed shape in the middle.
+
+    Args:
+        least_share: of the picture's area that the part covers, above 0 and up to 1.
+    """
+    width = min(image.width, round(image.height * _CROP_RATIO[1]))
+    height = min(image.height, round(image.width / _CROP_RATIO[0]))
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    for _ in range(_ATTEMPTS):
+        area = generator.uniform(least_share, 1) * image.width * image.height
+        ratio = math.exp(generator.uniform(math.log(_CROP_RATIO[0]), math.log(_CROP_RATIO[1])))
+        wide, high = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < wide <= image.width and 0 < high <= image.height:
+            width, height = wide, high
+            left, top = (int(generator.integers(room + 1)) for room in (image.width - wide, image.height - high))
+            break
+    box = (left, top, left + width, top + height)
+    return image.resize((size[1], size[0]), Image.Resampling.BILINEAR, box=box)

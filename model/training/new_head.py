@@ -25,8 +25,15 @@ from model.heads import Head
 from model.probe import fit_head, interval
 from model.runtime.predictor import Predictor
 from model.training.recipe import Recipe
-from model.training.run_folder import installed_versions, prepare_folder, write_confusion
-from model.training.train import STORED_DTYPE, read_start, relabelled, rounded
+from model.training.train import (
+    STORED_DTYPE,
+    installed_versions,
+    prepare_folder,
+    read_start,
+    relabelled,
+    rounded,
+    write_confusion,
+)
 
 logger = logging.getLogger(__name__)
 

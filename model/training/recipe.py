@@ -26,7 +26,7 @@ class Recipe(Frozen):
         image_size: (rows, columns) of the model's input in pixels; absent: the checkpoint's.
         seed: decides the split and all random choices.
         validation: size of the validation set, as a number or as a share of the training images: no gradient sees it;
-            it is for choices and for the temperature. Not used where the data bring a validation split of their own.
+            it is for the temperature. Not used where the data bring a validation split of their own.
         precision: dtype of activations and gradients; weights and optimiser state are float32 whatever it is.
         threads: threads of one operator on the CPU; 0: torch's own choice.
         label_smoothing: share of each target that is spread evenly over all classes (Szegedy et al. 2015): it keeps

@@ -7,9 +7,13 @@ The test set is measured after the last choice is made: weights, temperature and
 
 from __future__ import annotations
 
+import csv
 import logging
-from collections.abc import Mapping
+import platform
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,17 +25,15 @@ from torch import Tensor
 from model.calibration import MIN_PICTURES, SOFTMAX, Fit, calibration_of, choose_fit, scores_and_energies
 from model.checkpoint import Checkpoint, load_checkpoint, native
 from model.config import NetworkConfig
-from model.data.datasets import Dataset, open_dataset
+from model.data.datasets import open_dataset
 from model.data.pictures import Images, decode
 from model.errors import TrainingError
 from model.evaluation.evaluate import Evaluation, measure, predict_logits
-from model.network.vit import HEADS, count_parameters
+from model.network.vit import HEADS
 from model.runtime.device import choose_device
 from model.runtime.predictor import Predictor
-from model.training import run_folder
-from model.training.loop import EpochMetrics, Trainer
+from model.training.loop import MARGIN, fine_tune
 from model.training.recipe import Recipe
-from model.training.training_data import MARGIN, TrainingData
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +62,7 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> dict[
     """
     training_device = choose_device(device)
     dataset = open_dataset(data, recipe.validation, recipe.seed)
-    run_folder.prepare_folder(out, data)
+    prepare_folder(out, data)
     start = start_from(recipe, dataset.labels)
     if (count := len(dataset.train)) < recipe.batch_size:
         raise TrainingError(f"recipe: batch_size {recipe.batch_size}: there are only {count} training images")
@@ -72,29 +74,39 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> dict[
     larger = start.preprocess.model_copy(update={"size": size, "resize_size": size})
     train, validation = decode(dataset.train, larger), decode(dataset.validation, start.preprocess)
     test = None if dataset.test is None else decode(dataset.test, start.preprocess)
-    training = TrainingData(train, validation, start.preprocess.mean, start.preprocess.std)
-    trainer = Trainer(recipe, start.vit, start.tensors, training, training_device)
-    best = trainer.run(_log_epoch)
-    architecture = native.describe_architecture(start.config)
-    trained = replace(start, name=recipe.name, source=str(out), architecture=architecture, tensors=best.weights)
-    checkpoint = rounded(trained)
+    began = time.monotonic()
+    weights, losses = fine_tune(start, recipe, train, training_device)
+    seconds, architecture = time.monotonic() - began, native.describe_architecture(start.config)
+    checkpoint = rounded(replace(start, name=recipe.name, source=str(out), architecture=architecture, tensors=weights))
     # The very numbers that will be served, without a temperature.
     predictor = Predictor(checkpoint, device=device, compile_mode="off", dtype="float32")
     logits = predict_logits(predictor, validation.pixels)
     checkpoint = calibrated(checkpoint, logits, validation.labels)
     reported = measured = _measure(logits, validation, checkpoint)
-    record = _record(trainer, best.epoch, start.name, dataset, checkpoint)
-    record |= {"validation": measured.record(), "test": None}
+    record: dict[str, Any] = {
+        "recipe": recipe.model_dump(mode="json"),
+        "data": dataset.name,
+        "started_from": start.name,
+        "losses": losses,
+        "images": len(train),
+        "validation_images": len(validation),
+        "seconds": seconds,
+        "versions": installed_versions(),
+        "temperature": checkpoint.temperature,
+        "form": checkpoint.form.model_dump(),
+        "validation": measured.record(),
+        "test": None,
+    }
     if test is not None:
         reported = _measure(predict_logits(predictor, test.pixels), test, checkpoint)
         record["test"] = reported.record()
     # The folder is servable when all else is written, and not before.
-    run_folder.write_confusion(out, reported, checkpoint.labels)
+    write_confusion(out, reported, checkpoint.labels)
     native.write(out, checkpoint, dtype=STORED_DTYPE, training=record)
     if checkpoint.calibration is not None:  # of the rounded weights, so it holds for them in any dtype
         native.write_calibration(out, checkpoint.calibration)
     text = "%s: accuracy %.2f%% of %d images that were not trained on, after %.0f s of training"
-    logger.info(text, data, 100 * reported.accuracy, reported.count, record["seconds"])
+    logger.info(text, data, 100 * reported.accuracy, reported.count, seconds)
     return record
 
 
@@ -173,29 +185,28 @@ def _measure(logits: NDArray[np.float32], images: Images, checkpoint: Checkpoint
     return measure(scores.astype(np.float32), images.labels, checkpoint.labels)
 
 
-def _record(trainer: Trainer, epoch: int, start: str, dataset: Dataset, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what a run did and cost, as JSON types; the weights are those after an epoch."""
-    return {
-        "recipe": trainer.recipe.model_dump(mode="json"),
-        "data": dataset.name,
-        "started_from": start,
-        "kept_epoch": epoch,
-        "epochs": trainer.history,
-        "images": len(dataset.train),
-        "validation_images": len(dataset.validation),
-        "seconds": trainer.history[-1]["seconds"],
-        "device": str(trainer.device),
-        "precision": str(trainer.arithmetic.dtype).removeprefix("torch."),
-        "parameters": count_parameters(trainer.model),
-        "versions": run_folder.installed_versions(),
-        "temperature": checkpoint.temperature,
-        "form": checkpoint.form.model_dump(),
-    }
+def prepare_folder(out: Path, data: Path) -> None:
+    """Make the folder of a run; raises TrainingError where it lies in the data, or holds something already."""
+    if out.resolve().is_relative_to(data.resolve()):
+        raise TrainingError(f"{out}: lies in the data, where it would be taken for a class; choose another folder")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        there = min((path.name for path in out.iterdir()), default=None)
+    except OSError as error:
+        raise TrainingError(f"{out}: cannot be made: {error.strerror}") from error
+    if there is not None:
+        raise TrainingError(f"{out}: is not empty ({there}); choose another folder")
 
 
-def _log_epoch(metrics: EpochMetrics) -> None:
-    text = (
-        "epoch {epoch}: loss {train_loss:.3f}, accuracy {train_accuracy:.2%}, validation accuracy "
-        "{validation_accuracy:.2%}, {images_per_second:.0f} images/s, {seconds:.0f} s"
-    )
-    logger.info("%s", text.format(**metrics))
+def write_confusion(out: Path, measured: Evaluation, labels: Sequence[str]) -> None:
+    """Write the confusion matrix as CSV: a row a class, a column an answer."""
+    with (out / "confusion_matrix.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["truth", *labels])
+        writer.writerows([label, *row] for label, row in zip(labels, measured.confusion, strict=True))
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide the numbers."""
+    packages = ("vitserve", "torch", "numpy", "safetensors")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}

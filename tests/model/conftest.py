@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from model.data.datasets import open_dataset
-from model.data.pictures import decode
+from model.data.pictures import Images, decode
 from model.training.recipe import Recipe
-from model.training.training_data import TrainingData
 from tests.model.data.configs import bicubic_config
 from tests.model.training.synthetic import write_cifar, write_start
 
@@ -23,11 +22,9 @@ def cifar(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def data(cifar: Path, recipe: Recipe) -> TrainingData:
+def pictures(cifar: Path, recipe: Recipe) -> Images:
     """The training pictures, split as the recipe says."""
-    dataset = open_dataset(cifar, recipe.validation, recipe.seed)
-    train, validation = (decode(part, bicubic_config(32, 32)) for part in (dataset.train, dataset.validation))
-    return TrainingData(train, validation, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
+    return decode(open_dataset(cifar, recipe.validation, recipe.seed).train, bicubic_config(32, 32))
 
 
 @pytest.fixture(autouse=True)

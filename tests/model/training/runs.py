@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
-from model.training.loop import BestWeights, Trainer
+from model.data.pictures import Images
+from model.training.loop import fine_tune
 from model.training.recipe import Recipe
 from model.training.train import start_from
-from model.training.training_data import TrainingData
 from tests.model.training.synthetic import LABELS
 
 
@@ -18,14 +18,8 @@ def changed(recipe: Recipe, **fields: object) -> Recipe:
     return Recipe.of(recipe.model_dump() | fields)
 
 
-def make_trainer(recipe: Recipe, data: TrainingData) -> Trainer:
-    start = start_from(recipe, LABELS)
-    return Trainer(recipe, start.vit, start.tensors, data, torch.device("cpu"))
-
-
-def trained(recipe: Recipe, data: TrainingData) -> tuple[Trainer, BestWeights]:
-    trainer = make_trainer(recipe, data)
-    return trainer, trainer.run()
+def trained(recipe: Recipe, pictures: Images) -> tuple[dict[str, torch.Tensor], list[float]]:
+    return fine_tune(start_from(recipe, LABELS), recipe, pictures, torch.device("cpu"))
 
 
 def same_tensors(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:

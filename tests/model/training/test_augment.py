@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image
 
-from model.training.training_data import random_resized_crop
+from model.training.loop import random_resized_crop
 
 
 def test_a_resized_crop_is_a_part_of_allowed_area_and_shape() -> None:

