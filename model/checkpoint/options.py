@@ -123,8 +123,7 @@ def read_labels(name: str, classes: int | None) -> tuple[str, ...]:
         if isinstance(value, dict):
             return indexed_labels(value, len(value) if classes is None else classes, str(path))
         if not isinstance(value, list) or not all(isinstance(label, str) for label in value):
-            number = "" if classes is None else f"{classes} "
-            raise CheckpointError(f"{path}: expected a list of {number}strings, or an object from index to label")
+            raise CheckpointError(f"{path}: expected a list of strings, or an object from index to label")
         labels = tuple(value)
     else:
         lines = read_text_file(path, str(path)).splitlines()

@@ -40,8 +40,9 @@ def read(folder: Path, names: tuple[str, ...]) -> Images:
         try:
             data = np.fromfile(path, dtype=np.uint8)
         except OSError as error:
-            expected = "expected the binary version of CIFAR-10"
-            raise DatasetError(f"{path}: cannot be read: {error.strerror} ({expected})") from error
+            raise DatasetError(
+                f"{path}: cannot be read: {error.strerror} (expected the binary version of CIFAR-10)"
+            ) from error
         if data.size == 0 or data.size % _RECORD_BYTES:
             raise DatasetError(f"{path}: {data.size} bytes are not a whole number of {_RECORD_BYTES}-byte records")
         parts.append(data.reshape(-1, _RECORD_BYTES))

@@ -54,22 +54,19 @@ def run_network(
     assert isinstance(model, VisionTransformer), "of others no map is asked for: see `parse_maps`"
     assert folded is not None
     output = model(pixels, request.layers, kept_blocks(model.config), request.all_tokens)
-    with one_thread(pixels.device):
+    with one_thread():
         relevance = token_relevance(model, output, folded)
     return BatchOutputs(output.logits, output.attention, relevance, **output.embeddings)
 
 
 @contextmanager
-def one_thread(device: torch.device) -> Iterator[None]:
-    """Let the calling thread compute by itself in this context, on a CPU.
+def one_thread() -> Iterator[None]:
+    """Let the calling thread compute by itself in this context, where it computes on a CPU.
 
     Threads wait for each other at the end of each operation: longer than a small one takes, and longest where another
     process has the core of one of them.
     """
     count = torch.get_num_threads()
-    if device.type != "cpu" or count == 1:
-        yield
-        return
     torch.set_num_threads(1)
     try:
         yield

@@ -79,8 +79,7 @@ def fine_tune(
                 logits = model(pixels).logits.float()
             loss = F.cross_entropy(logits, labels.to(device), label_smoothing=recipe.label_smoothing)
             loss.backward()  # type: ignore[no-untyped-call]
-            if recipe.clip_norm:
-                nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
+            nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
             optimiser.step()
             optimiser.zero_grad()
             loss_sum += loss.detach()

@@ -36,7 +36,7 @@ class Recipe(Frozen):
         warmup: share of all steps over which the rate rises linearly; then it falls to zero along a cosine.
         layer_decay: the rate is multiplied by this once for each layer between a parameter and the head (Clark et al.
             2020): the nearer a layer is to the pixels, the less it is changed.
-        clip_norm: gradients of all parameters together are scaled down to this 2-norm where they exceed it; 0: never.
+        clip_norm: gradients of all parameters together are scaled down to this 2-norm where they exceed it.
         resized_crop: a random part of an image is resized to the input: at least this share of its area, sides 3:4 to
             4:3 (Szegedy et al. 2014, torchvision's `RandomResizedCrop`).
         flip: half of the images are mirrored left to right.
@@ -59,7 +59,7 @@ class Recipe(Frozen):
     weight_decay: NotNegative = 0.05
     warmup: Share = 0.1
     layer_decay: Annotated[float, Field(gt=0, le=1)] = 0.75
-    clip_norm: NotNegative = 1.0
+    clip_norm: Positive = 1.0
     resized_crop: Annotated[float, Field(gt=0, le=1)] = 0.5
     flip: bool = True
 

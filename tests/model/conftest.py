@@ -53,5 +53,5 @@ def tiny_recipe(start: Path) -> Recipe:
         precision="float32",
         learning_rate=3e-3,
         layer_decay=1.0,
-        clip_norm=0.0,
+        clip_norm=100.0,
     )
