@@ -399,11 +399,9 @@ class Predictor:
         """
         if self.checkpoint.embed_texts is None:
             raise ValueError(f"{self.checkpoint.name} has no text tower")
-        import torch  # noqa: PLC0415  of which the tower is
+        from model.runtime.torch_pass import one_thread  # noqa: PLC0415  torch, of which the tower is
 
-        from model.runtime.torch_pass import one_thread  # noqa: PLC0415
-
-        with one_thread(torch.device("cpu")):
+        with one_thread():
             return self.checkpoint.embed_texts(texts)
 
     def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
