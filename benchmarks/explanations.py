@@ -33,7 +33,6 @@ from benchmarks.record import table
 from model.checkpoint import Checkpoint, load_checkpoint
 from model.explanation.maps import cls_map
 from model.explanation.methods import EXPLANATIONS, explain
-from model.heads import own_head
 from model.images.preprocess import preprocess
 from model.network.vit import VisionTransformer
 from model.outputs import MapRequest, Method
@@ -201,10 +200,7 @@ def measure(
 
 def score_of(model: VisionTransformer, checkpoint: Checkpoint) -> Score:
     """Return the function from normalised pixels to the scores that the service would answer."""
-    scores = own_head(
-        checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label, checkpoint.form
-    )
-    return lambda pixels: torch.from_numpy(scores.scores(model(pixels).logits.float().cpu().numpy()))
+    return lambda pixels: torch.from_numpy(checkpoint.head.scores(model(pixels).logits.float().cpu().numpy()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

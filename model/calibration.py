@@ -33,30 +33,30 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from model.errors import CheckpointError, DatasetError
 
+# Of a native folder.
 CALIBRATION_FILE: Final = "calibration.json"
-"""Of a native folder."""
 
+# Pictures whose numbers are kept: with so many, the coverage of a calibration is off by a third of a point or so.
 MAX_PICTURES: Final = 4096
-"""Pictures whose numbers are kept: with so many, the coverage of a calibration is off by a third of a point or so."""
 
+# The fewest pictures that a temperature is fitted to; from fewer it would be noise.
 MIN_PICTURES: Final = 30
-"""The fewest pictures that a temperature is fitted to; from fewer it would be noise."""
 
+# Range in which a temperature is sought; on pictures that are answered without an error the best would be 0.
 TEMPERATURE_RANGE: Final = (0.05, 20.0)
-"""Range in which a temperature is sought; on pictures that are answered without an error the best would be 0."""
 
+# Of the logarithms of temperature and power, and of the crowding.
 _RANGES: Final = np.log([TEMPERATURE_RANGE, (0.2, 5.0), (0.1, 10.0)]).T
-"""Of the logarithms of temperature and power, and of the crowding."""
 
+# Of the search in these ranges, first and last.
 _STEPS: Final = (0.5, 4e-3)
-"""Of the search in these ranges, first and last."""
 
 _FOLDS: Final = 5
+# That a form is fitted to: of very many classes, fewer pictures have them.
 _MOST_LOGITS: Final = 2_000_000
-"""That a form is fitted to: of very many classes, fewer pictures have them."""
 
+# Times that pictures are halved at random to measure sets of labels.
 _HALVINGS: Final = 20
-"""Times that pictures are halved at random to measure sets of labels."""
 
 
 class Form(BaseModel):
@@ -81,8 +81,8 @@ class Form(BaseModel):
 
 SOFTMAX: Final = Form()
 
+# What can be fitted: by one number, by two, and by three.
 FORMS: Final = ("a temperature", "a power", "a power that depends on how crowded the best classes are")
-"""What can be fitted: by one number, by two, and by three."""
 
 
 class Fit(NamedTuple):
@@ -241,8 +241,8 @@ class LabelSets:
 
 _Digits = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
+# A list of JSON is as good as a tuple.
 _Pictures: Final = Field(min_length=1, max_length=MAX_PICTURES, strict=False)
-"""A list of JSON is as good as a tuple."""
 
 
 class Calibration(BaseModel):

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from itertools import repeat
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, field_validator, model_validator
 
 # (rows, columns) in pixels or patches.
 Size = tuple[Annotated[int, Field(ge=1, le=16384)], Annotated[int, Field(ge=1, le=16384)]]
@@ -90,22 +89,19 @@ class ConvolutionalStem(Frozen):
         return math.prod(self.strides) * math.prod(self.pools)
 
     def largest_layer(self, size: Size) -> int:
-        """Return the numbers of the largest feature map, before its maxima, for one image of a size."""
+        """Return the numbers of the largest feature map, before its maxima, for one image of a size.
+
+        Raises:
+            ValueError: there is not one width, kernel, stride and pool for each convolution.
+        """
         rows, columns = size
         largest = 0
-        for width, kernel, stride, pool in zip(
-            self.widths, self.kernels, self.strides, self.pools or repeat(1), strict=False
-        ):
+        pools = self.pools or (1,) * len(self.widths)
+        for width, kernel, stride, pool in zip(self.widths, self.kernels, self.strides, pools, strict=True):
             rows, columns = ((side + 2 * (kernel // 2) - kernel) // stride + 1 for side in (rows, columns))
             largest = max(largest, rows * columns * width)
             rows, columns = rows // pool, columns // pool
         return largest
-
-    @model_validator(mode="after")
-    def _lengths_agree(self) -> Self:
-        if not len(self.widths) == len(self.kernels) == len(self.strides) == len(self.pools or self.widths):
-            raise ValueError("widths, kernels, strides and pools need one number for each convolution")
-        return self
 
 
 class RotaryPositions(Frozen):
@@ -138,15 +134,18 @@ class NetworkConfig(Frozen):
     # Dimension of a Transformer's tokens, or of what another network's head reads.
     width: Annotated[int, Field(ge=1, le=16384)]
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _of_its_kind(cls, fields: Any, handler: ModelWrapValidatorHandler[Self]) -> NetworkConfig:
+        """Return what fields describe that may be of any network: only a library's say so."""
+        if cls is NetworkConfig and isinstance(fields, dict):
+            return (LibraryConfig if "library" in fields else ViTConfig).model_validate(fields)
+        return handler(fields)
+
     @property
     def logits(self) -> int:
         """Return how many logits the network computes: one without a head, which no answer shows."""
         return max(self.num_classes, 1)
-
-    @property
-    def runtime(self) -> str:
-        """Return the package whose code the network is."""
-        return "vitserve"
 
     @property
     def kind(self) -> str:
@@ -160,6 +159,7 @@ class LibraryConfig(NetworkConfig):
     Only arguments that size a network are allowed: none that reads a file, imports code or changes what a pass returns.
     """
 
+    # The package whose code the network is.
     library: Literal["timm"]
     # Without a tag; no name that the library would look up on a disk or a hub.
     architecture: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_]{1,100}$")]
@@ -167,11 +167,6 @@ class LibraryConfig(NetworkConfig):
     arguments: dict[str, Any]
     # Whether the input size is an argument of the architecture.
     fixed_size: bool
-
-    @property
-    def runtime(self) -> str:
-        """Return the package whose code the network is."""
-        return self.library
 
     @property
     def kind(self) -> str:
@@ -400,8 +395,6 @@ class PreprocessConfig(Frozen):
 
     * `shortest_edge`: aspect kept, the picture just covers `resize_size` (torchvision `Resize(int)`).
     * `squash`: aspect given up, exactly `resize_size` (Hugging Face's ViT, timm's `crop_mode=squash`).
-    * `border`: aspect kept, the picture just fits into `resize_size`; what it leaves of `size` is
-      filled with the mean colour (timm's `crop_mode=border`).
 
     Raises:
         pydantic.ValidationError: a field is missing, unknown, or out of range; or fields disagree.
@@ -409,7 +402,7 @@ class PreprocessConfig(Frozen):
 
     # (rows, columns) of the model's input in pixels.
     size: Size
-    resize: Literal["shortest_edge", "squash", "border"]
+    resize: Literal["shortest_edge", "squash"]
     # (rows, columns) before the centre crop; each at least `size`.
     resize_size: Size
     interpolation: Interpolation

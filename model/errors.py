@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 _MAX_MESSAGE: Final = 1900
+# Characters of a message's end that stay: what to do often stands there.
 _MESSAGE_END: Final = 400
-"""Characters of a message's end that stay: what to do often stands there."""
 
 
 class VitError(Exception):

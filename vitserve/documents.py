@@ -58,7 +58,7 @@ def set_fields(labels: Sequence[str], indices: Sequence[int] | None) -> dict[str
 class RegionDocument(BaseModel):
     """The rectangle of the upright original that a map covers: what the model saw of it, in its pixels.
 
-    It lies within the photo, unless the model's preprocessing adds a border.
+    It lies within the photo.
     """
 
     x: Annotated[float, Field(description="left edge")]

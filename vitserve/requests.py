@@ -81,7 +81,6 @@ class DrawingOptions(MapOptions, total=False):
     colormap: str
     size: int
     smooth: bool
-    colorbar: bool
     caption: bool
 
 

@@ -82,6 +82,10 @@ def load_checkpoint(
     if reader is None:
         known = ", ".join(reader.FORMAT for reader in _READERS)
         raise CheckpointError(f"{files.where(CONFIG_FILE)}: not a format this version reads ({known})")
+    of_state_dicts = {"VIT_ARCHITECTURE": options.architecture, "VIT_KEYS": options.keys}
+    given = next((name for name, value in of_state_dicts.items() if value is not None), None)
+    if given is not None and reader is not state_dict:
+        raise CheckpointError(f"{files.place}: says its own architecture and names; {given} is for plain state dicts")
     checkpoint: Checkpoint = reader.read(files, options)
     notes = checkpoint.notes
     if files.overlay is not None:

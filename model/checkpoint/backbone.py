@@ -8,8 +8,7 @@ from dataclasses import replace
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.tensors import digest_of
 from model.config import LibraryConfig, ViTConfig
-from model.errors import CheckpointError
-from model.heads import Head, own_head
+from model.heads import Head
 from model.network.library import linear_head
 
 
@@ -21,11 +20,10 @@ def backbone_and_head(checkpoint: Checkpoint) -> tuple[str, Head | None]:
     a distilled model, is a part of its backbone; so is a text tower.
     """
     tensors, config, layer = dict(checkpoint.tensors), checkpoint.config, _head_of(checkpoint)
-    own = own_head(config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label, checkpoint.form)
     weight, head = tensors.pop(f"{layer}.weight", None), None
     if weight is not None:
         values = weight.float().numpy(), tensors.pop(f"{layer}.bias").float().numpy()
-        head = replace(own, weight=values[0].copy(), bias=values[1].copy())
+        head = replace(checkpoint.head, weight=values[0].copy(), bias=values[1].copy())
     if layer is not None:
         config = config.model_copy(update={"num_classes": 0})
     pixels, texts = (checkpoint.preprocess.mean, checkpoint.preprocess.std), checkpoint.zero_shot and checkpoint.content
@@ -39,7 +37,4 @@ def _head_of(checkpoint: Checkpoint) -> str | None:
     if isinstance(config, ViTConfig):
         return None if config.distillation_head or config.head_width is not None else "head"
     assert isinstance(config, LibraryConfig)
-    try:
-        return linear_head(config)
-    except CheckpointError:
-        return None
+    return linear_head(config)

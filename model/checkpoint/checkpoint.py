@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from model.calibration import SOFTMAX, Calibration, Form
 from model.checkpoint.refusals import validating
 from model.checkpoint.tensors import checked
 from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, Size, ViTConfig
+from model.description import Description
 from model.errors import CheckpointError
-from model.heads import ZeroShot
 from model.network.layers.position import resize_position_embedding, resize_relative_table
 from model.network.library import LibraryNetwork, library_config, meta_tensors
 from model.network.vit import VisionTransformer, meta_model, placeholder_heads
@@ -29,51 +26,18 @@ _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud80
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """A model's architecture, weights and everything else that serving it needs.
+class Checkpoint(Description):
+    """A model's description with its weights.
 
     Attributes:
-        name: what answers, metrics and /model call it.
-        source: where it was read from, as the operator wrote it.
-        format: the reader that read it, e.g. `timm`.
-        architecture: the format's own name for the architecture, e.g. `deit_tiny_patch16_224`.
-        config, preprocess: see `model.config`.
-        labels: a human description for each class, in index order; may repeat.
         tensors: float32 on the CPU, keyed as the network names its parameters; see `meta_tensors`.
             Here, and not in a file, the head's are told from the backbone's, by the network's names.
-        temperature: logits are divided by it before the softmax (Guo et al. 2017).
-        form: of what takes the place of the softmax.
-        multi_label: scores are independent sigmoids instead of one softmax.
-        revision: commit of a hub id; None for a local path.
-        assumed: what the files do not say and was chosen by a name, each with the setting that says it.
-        notes: what else was done with the files (tensors left aside, names inferred).
-        zero_shot: how labels of a request are compared, where the checkpoint has a text tower.
-        embed_texts: that tower: texts to features, float32 [N, D].
         antialias: whether position embeddings are low-passed before they shrink, as the source library does.
-        calibration: what the sets of labels are made by, where the checkpoint was calibrated.
-        content: 16 hexadecimal digits that stand for the tensors as stored, the architecture, the preprocessing, the
-            labels and the calibration; empty where it was not read from files.
     """
 
-    name: str
-    source: str
-    format: str
-    architecture: str
-    config: NetworkConfig
-    preprocess: PreprocessConfig
-    labels: tuple[str, ...]
     tensors: Mapping[str, Tensor]
-    temperature: float = 1.0
-    form: Form = SOFTMAX
-    multi_label: bool = False
-    revision: str | None = None
-    assumed: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    zero_shot: ZeroShot | None = None
-    embed_texts: Callable[[Sequence[str]], NDArray[np.float32]] | None = None
+    _: KW_ONLY
     antialias: bool = True
-    calibration: Calibration | None = None
-    content: str = ""
 
     def __post_init__(self) -> None:
         """Refuse parts that contradict each other.

@@ -23,7 +23,7 @@ _WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
 # From the names of a library's files, or of its memory, which adapters are saved under, to one of both.
 Renaming = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
-_LORA: Final = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.(weight|bias)")
+_LORA: Final = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 _WHOLE: Final = re.compile(r"\.(?:modules_to_save(?:\.default)?|base_layer)\.")
 # Fields that are read, that the tensors themselves answer, or that training alone reads.
 #
@@ -31,7 +31,7 @@ _WHOLE: Final = re.compile(r"\.(?:modules_to_save(?:\.default)?|base_layer)\.")
 _READ: Final = frozenset(
     {"lora_alpha", "r", "use_rslora", "alpha_pattern", "peft_type", "auto_mapping", "base_model_name_or_path"}
     | {"revision", "task_type", "inference_mode", "peft_version", "bias", "target_modules", "exclude_modules"}
-    | {"modules_to_save", "layers_to_transform", "layers_pattern", "lora_dropout", "rank_pattern", "lora_bias"}
+    | {"modules_to_save", "layers_to_transform", "layers_pattern", "lora_dropout", "rank_pattern"}
     | {"fan_in_fan_out", "megatron_core", "ensure_weight_tying", "loftq_config", "eva_config", "runtime_config"}
     | {"init_lora_weights", "qalora_group_size"}
 )
@@ -89,34 +89,28 @@ def _merged(
     for name, tensor in adapter.items():
         match = _LORA.fullmatch(name)
         if match is not None:
-            pairs.setdefault(match[1], {})[f"{match[2]}.{match[3]}"] = tensor
+            pairs.setdefault(match[1], {})[match[2]] = tensor
         elif "lora_" in name:
             raise CheckpointError(f"{where}: {name!r} is not of plain LoRA: {_MERGE}")
         else:  # saved whole, as `modules_to_save` and `bias` ask for
             base |= renaming({_WHOLE.sub(".", name): tensor})
-    if not pairs:
-        raise CheckpointError(f"{where}: the adapter has no tensors of LoRA")
     for module, parts in pairs.items():
-        scale = _scale(config, module, parts, where)
-        changes = {f"{module}.weight": _change(parts)}
-        if "B.bias" in parts:
-            changes[f"{module}.bias"] = parts["B.bias"].float()
-        for name, change in changes.items():
-            [target] = renaming({name: parts["B.weight"]})
-            if target not in base:
-                raise CheckpointError(f"{where}: the adapter changes {module!r}, which the base does not have")
-            if change is None or change.shape != base[target].shape:
-                shapes = ", ".join(str(list(part.shape)) for part in parts.values())
-                raise CheckpointError(
-                    f"{where}: the adapter of {module!r}, {shapes}, is not for {list(base[target].shape)}"
-                )
-            base[target] = base[target].float() + change * scale
+        scale, change = _scale(config, module, parts, where), _change(parts)
+        [target] = renaming({f"{module}.weight": parts["B"]})
+        if target not in base:
+            raise CheckpointError(f"{where}: the adapter changes {module!r}, which the base does not have")
+        if change is None or change.shape != base[target].shape:
+            shapes = ", ".join(str(list(part.shape)) for part in parts.values())
+            raise CheckpointError(
+                f"{where}: the adapter of {module!r}, {shapes}, is not for {list(base[target].shape)}"
+            )
+        base[target] = base[target].float() + change * scale
     return base
 
 
 def _change(parts: Mapping[str, Tensor]) -> Tensor | None:
     """Return B A, as a weight of a linear layer or of a convolution, or None where they do not fit together."""
-    down, up = parts["A.weight"].float(), parts["B.weight"].float()
+    down, up = parts["A"].float(), parts["B"].float()
     if up.ndim != down.ndim or up.ndim not in (2, 4) or up.shape[1] != down.shape[0]:
         return None
     if up.ndim == 4:
@@ -125,7 +119,7 @@ def _change(parts: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def _scale(config: Mapping[str, Any], module: str, parts: Mapping[str, Tensor], where: str) -> float:
-    if not {"A.weight", "B.weight"} <= parts.keys():
+    if not {"A", "B"} <= parts.keys():
         raise CheckpointError(f"{where}: the adapter changes {module!r} in part")
     patterns = config.get("alpha_pattern") or {}
     # PEFT's keys are regular expressions: few of them take exponential time, and those of models have `.*` at most.
@@ -134,7 +128,7 @@ def _scale(config: Mapping[str, Any], module: str, parts: Mapping[str, Tensor], 
         raise CheckpointError(f"{where}: alpha_pattern is not of names of modules: {_MERGE}")
     found = [value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)]
     alpha = found[0] if found else required(config, "lora_alpha", where)
-    rank = parts["A.weight"].shape[0] if parts["A.weight"].ndim else 0
+    rank = parts["A"].shape[0] if parts["A"].ndim else 0
     if not isinstance(alpha, int | float) or not rank:
         raise CheckpointError(f"{where}: lora_alpha {alpha!r:.100}: expected a number")
     return float(alpha / rank**0.5 if config.get("use_rslora") else alpha / rank)

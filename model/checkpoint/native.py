@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, SerializeAsAny
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -30,20 +30,13 @@ from model.errors import CheckpointError
 FORMAT = "vitserve"
 
 
-def _kind(architecture: Any) -> str:
-    fields = architecture if isinstance(architecture, dict) else getattr(architecture, "model_fields_set", ())
-    return "library" if "library" in fields else "own"
-
-
 class NativeConfig(Frozen):
     """`config.json` of a native folder. Nothing that changes an answer has a default."""
 
     format: Literal["vitserve"]
     version: Literal[1]
     name: Annotated[str, Field(min_length=1, max_length=200)]
-    architecture: Annotated[
-        Annotated[ViTConfig, Tag("own")] | Annotated[LibraryConfig, Tag("library")], Discriminator(_kind)
-    ]
+    architecture: SerializeAsAny[NetworkConfig]
     preprocess: PreprocessConfig
     labels: tuple[str, ...]
     # `vitserve train` fits 0.05 to 20; far below, scores overflow.
@@ -65,7 +58,6 @@ def recognises(files: Files) -> bool:
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a native folder."""
     where = files.where(CONFIG_FILE)
-    options.refuse_architecture(where)
     with validating(where):
         native = NativeConfig.model_validate(files.config)
     if isinstance(native.architecture, LibraryConfig):

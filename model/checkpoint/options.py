@@ -46,13 +46,6 @@ class CheckpointOptions:
     architecture: str | None = None
     keys: str | None = None
 
-    def refuse_architecture(self, where: str) -> None:
-        """Raise CheckpointError where an option for plain state dicts is set beside a file that says its own."""
-        given = {"VIT_ARCHITECTURE": self.architecture, "VIT_KEYS": self.keys}
-        for name, value in given.items():
-            if value is not None:
-                raise CheckpointError(f"{where}: says its own architecture and names; {name} is for plain state dicts")
-
     def preprocess_or(
         self,
         default: PreprocessConfig | None,
@@ -130,8 +123,7 @@ def read_labels(name: str, classes: int | None) -> tuple[str, ...]:
         if isinstance(value, dict):
             return indexed_labels(value, len(value) if classes is None else classes, str(path))
         if not isinstance(value, list) or not all(isinstance(label, str) for label in value):
-            number = "" if classes is None else f"{classes} "
-            raise CheckpointError(f"{path}: expected a list of {number}strings, or an object from index to label")
+            raise CheckpointError(f"{path}: expected a list of strings, or an object from index to label")
         labels = tuple(value)
     else:
         lines = read_text_file(path, str(path)).splitlines()

@@ -59,9 +59,3 @@ def required(mapping: Mapping[str, Any], key: str, where: str) -> Any:
     if mapping.get(key) is None:
         raise CheckpointError(f"{where}: {key} is missing")
     return mapping[key]
-
-
-def first_and_count(names: list[str]) -> str:
-    """Return the first of some sorted names, quoted, and how many more there are."""
-    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-    return f"{names[0]!r}{more}"

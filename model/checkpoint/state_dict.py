@@ -54,7 +54,6 @@ _USUAL: Final = {
     "global_pool": "token",
     "pos_embed": "none",
     "patch_order": "channels_last",
-    "head_act": "tanh",
     "num_classes": 0,
 }
 # Arguments that no tensor of any network tells, and the fields of `ViTConfig` that they become.
@@ -67,7 +66,7 @@ _PARTS: Final = {
     "proj_bias": ("blocks.0.attn.proj.bias",),
     "final_norm": ("norm.weight", "fc_norm.weight"),
 }
-_INFERRED: Final = frozenset({"img_size", "num_classes", "in_chans", "head_hidden"})
+_INFERRED: Final = frozenset({"img_size", "num_classes", "in_chans"})
 _SIZES: Final = frozenset({"embed_dim", "depth", "num_heads", "mlp_ratio", "final_norm"})
 _OF_LAYOUT: Final = frozenset({"qkv_order", "patch_order"})
 # How the rows of a fused projection are counted: 3 of queries, keys and values, h heads, d numbers of a head.
@@ -286,7 +285,6 @@ class _Network:
             **dict.fromkeys(("act_layer", "norm_eps", "global_pool"), own),
             **{part: own and name is None for part, name in parts.items()},
             "pos_embed": own and "pos_embed" not in tensors,
-            "head_act": own and "pre_logits.fc.weight" in tensors,
             "fc_norm": is_mean and "norm.weight" in tensors,
             "pool_include_prefix": is_mean and "cls_token" in tensors,
             "qkv_order": True,
@@ -342,9 +340,7 @@ class _Network:
         stem = [name for name in self.tensors if re.fullmatch(r"patch_embed\.backbone\.(stem\.)?conv\.weight", name)]
         shape = self._shape(stem[0] if stem else "patch_embed.proj.weight", 2, 4)
         channels = shape[1] if len(shape) == 4 else _flat_patch(shape[1], self.where)[0]
-        head: dict[str, Any] = {"num_classes": self.classes, "in_chans": channels}
-        if "pre_logits.fc.weight" in self.tensors:
-            head["head_hidden"] = self._shape("pre_logits.fc.weight", 2)[0]
+        head = {"num_classes": self.classes, "in_chans": channels}
         made = parse_arguments(own | stated | head | {"img_size": size})
         return made if size != (1, 1) else made.model_copy(update={"img_size": (made.patch_edge, made.patch_edge)})
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from model.checkpoint.refusals import first_and_count
 from model.errors import CheckpointError
 
 # Patterns of names and their replacements, applied in order; `model.network.vit` has the names that they lead to.
@@ -115,6 +114,7 @@ def checked(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
     """
     for kind, names in (("missing", shapes.keys() - tensors.keys()), ("unexpected", tensors.keys() - shapes.keys())):
         if names:
-            raise CheckpointError(f"{where}: {kind} key {first_and_count(sorted(names))}")
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise CheckpointError(f"{where}: {kind} key {min(names)!r}{more}")
     left = dict(tensors)
     return {name: taken(left, name, shape, where) for name, shape in shapes.items()}

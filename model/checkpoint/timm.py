@@ -23,7 +23,7 @@ from model.network import library
 
 FORMAT: Final = "timm"
 
-_RESIZE: Final = {"center": "shortest_edge", "squash": "squash", "border": "border"}
+_RESIZE: Final = {"center": "shortest_edge", "squash": "squash"}
 _WRAPPER: Final = "timm_wrapper"  # the `model_type` of transformers' wrapper around timm's models
 # Arguments that change training or checks, never an answer.
 _UNUSED_ARGS: Final = frozenset(
@@ -40,8 +40,7 @@ class Pretrained(BaseModel):
 
     input_size: tuple[Count, Count, Count]
     crop_pct: Annotated[float, Field(ge=0.01, le=1)]
-    crop_mode: Literal["center", "squash", "border"] | None = None
-    crop_border_pixels: Literal[0] | None = None
+    crop_mode: Literal["center", "squash"] | None = None
     interpolation: Interpolation
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -72,7 +71,6 @@ def recognises(files: Files) -> bool:
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a folder as timm's `save_for_hf` and `push_to_hf_hub` write it."""
     where, config = files.where(CONFIG_FILE), files.config
-    options.refuse_architecture(where)
     name = config["architecture"]
     stated = required(config, "pretrained_cfg", where)
     with validating(where, "pretrained_cfg."):

@@ -91,8 +91,7 @@ class TimmArguments(CommonArguments):
     Attributes:
         mlp_layer: not timm's own names: what its entry points pass as Python objects; `distilled`, `stem_layers` too.
         rel_pos: each block has relative position biases, from a table or an MLP, its own or one of all blocks.
-        norm_order: what networks of other code have; `patch_bias`, `patch_norms`, `attn_dim`, `head_hidden`, `head_act`
-            too.
+        norm_order: what networks of other code have; `patch_bias`, `patch_norms` and `attn_dim`, too.
     """
 
     qk_norm: bool = False
@@ -114,8 +113,6 @@ class TimmArguments(CommonArguments):
     patch_bias: bool | None = None
     patch_norms: bool = False
     attn_dim: Annotated[int, Field(ge=1, le=16384)] | None = None
-    head_hidden: Annotated[int, Field(ge=1, le=131072)] | None = None
-    head_act: Activation | None = None
     stem_layers: tuple[int, ...] | None = None
 
     @property
@@ -161,8 +158,6 @@ class TimmArguments(CommonArguments):
             pool_prefix=self.pool_include_prefix,
             final_norm=self.final_norm,
             norm_after_pool=self.final_norm and fc_norm,
-            head_width=self.head_hidden,
-            head_activation=self.head_act or "tanh",
             distillation_head=self.distilled,
         )
 

@@ -1,4 +1,4 @@
-"""What is written beside a heat map: its caption, and its colours in words or with a scale. PIL, never torch.
+"""What is written below a heat map: its caption, and its colours in words. PIL, never torch.
 
 The font is the one that comes with Pillow, which has the characters of ASCII and hardly any other.
 """
@@ -22,11 +22,6 @@ _MIN_CAPTIONED: Final = 160
 
 # Characters of a text that are looked at: none of these pictures has room for more.
 _MAX_TEXT: Final = 500
-
-# Pixels of a drawing with a colour bar: below it, the scale cannot be read.
-_MIN_BAR_HEIGHT: Final = 96
-
-_BAR_TITLE: Final = "times even share"
 
 # uint8 [256, 3], lowest value first.
 Colours = NDArray[np.uint8]
@@ -112,33 +107,3 @@ def with_caption(
         pen.text((left + bar, top), " more", "black", font)
     pen.text((margin + room, top), fit_text(says, font, room), "black", font, anchor="ra")
     return canvas
-
-
-def with_colorbar(drawing: Image.Image, colours: Colours, full_scale: float) -> Image.Image:
-    """Return a drawing with a colour bar and its scale on white at its right.
-
-    The scale is logarithmic: it begins at the even share, 1, and ends at `full_scale` times that.
-    """
-    height = max(drawing.height, _MIN_BAR_HEIGHT)
-    text = min(32, max(10, height // 28))
-    font, bar = ImageFont.load_default(text), round(1.5 * text)
-    width = 2 * text + round(max(font.getlength(_BAR_TITLE), bar + 4 * text))
-    canvas = Image.new("RGB", (drawing.width + width, height), "white")
-    canvas.paste(drawing, (0, 0))
-    left, top, length = drawing.width + text, 3 * text, height - 4 * text
-    canvas.paste(Image.fromarray(colours[::-1, np.newaxis]).resize((bar, length)), (left, top))
-    pen = ImageDraw.Draw(canvas)
-    pen.text((left, text), _BAR_TITLE, "black", font, anchor="lt")
-    for ratio in _ticks(full_scale, most=length // (2 * text)):
-        y = top + round((length - 1) * (1 - math.log(ratio) / math.log(full_scale)))
-        pen.line((left + bar, y, left + bar + text // 3, y), "black")
-        pen.text((left + bar + text // 2, y), f"{ratio:.3g}", "black", font, anchor="lm")
-    return canvas
-
-
-def _ticks(full_scale: float, most: int) -> list[float]:
-    """Return the ratios that the scale names: both ends and, if `most` is enough for them, powers of 2 between."""
-    # A power close to the end of the scale would overlap its label.
-    powers = [2.0**power for power in range(1, math.ceil(math.log2(full_scale / 1.4)))]
-    step = math.ceil(len(powers) / max(1, most - 2)) or 1
-    return [1.0, *(powers[step - 1 :: step] if most > 2 else ()), full_scale]

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from model.errors import InputError
-from model.images.caption import caption_height, with_caption, with_colorbar
+from model.images.caption import caption_height, with_caption
 from model.images.region import Region
 
 COLORMAPS = ("viridis", "plasma", "inferno", "magma", "cividis", "turbo", "jet", "hot", "bone", "gray")
@@ -57,23 +57,17 @@ class Look:
         size: longer side of the result in pixels, at most `MAX_SIZE`; None: that of the picture in it is the picture's
             own, or 384 if that is more.
         smooth: run from patch to patch without steps; otherwise each patch is one square.
-        colorbar: add a colour bar with its scale at the right, which makes the result wider than `size` says.
 
     Raises:
-        InputError: `colormap`, `alpha` or `size` is outside what is offered.
+        InputError: `colormap` is not one of `COLORMAPS`.
     """
 
     colormap: str = "turbo"
     alpha: float = 0.7
     size: int | None = None
     smooth: bool = True
-    colorbar: bool = False
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.alpha <= 1.0:  # also refuses NaN
-            raise InputError("alpha", f"alpha {self.alpha} is not between 0 and 1")
-        if self.size is not None and not 1 <= self.size <= MAX_SIZE:
-            raise InputError("size", f"size {self.size} is not between 1 and {MAX_SIZE}")
         colour_table(self.colormap)
 
 
@@ -110,7 +104,7 @@ def draw_heatmap(
         evidence: 0...1, see `AttentionMap`; without a picture below, colours fade to the first one.
 
     Returns:
-        An RGB image; without caption and colour bar, it has the picture's aspect ratio.
+        An RGB image; without a caption, it has the picture's aspect ratio.
     """
     rows, columns = values.shape if picture is None else picture.shape[:2]
     longer = look.size or min(max(rows, columns, _MIN_DEFAULT_SIZE), MAX_SIZE)
@@ -146,7 +140,7 @@ def draw_heatmap(
     if below:
         peak = float(ratios.max()) if opacity or picture is None else None
         drawing = with_caption(drawing, caption, colours, peak, longer=longer)
-    return with_colorbar(drawing, colours, scale) if look.colorbar else drawing
+    return drawing
 
 
 def full_scale(values: NDArray[np.float32]) -> float:

@@ -179,9 +179,6 @@ def resized_size(width: int, height: int, config: PreprocessConfig) -> tuple[int
     rows, columns = config.resize_size
     if config.resize == "squash":
         return columns, rows
-    if config.resize == "border":
-        ratio = max(height / rows, width / columns)
-        return max(1, round(width / ratio)), max(1, round(height / ratio))
     if rows == columns:
         if width <= height:
             return columns, int(rows * height / width)
@@ -191,28 +188,24 @@ def resized_size(width: int, height: int, config: PreprocessConfig) -> tuple[int
 
 
 def _first_pixel(resized: int, target: int, rounding: str) -> int:
-    """Return where along one axis of the resized picture the model's input begins; below zero, in a border.
+    """Return where along one axis of the resized picture the model's input begins.
 
     Args:
         resized: pixels of the resized picture.
         target: pixels of the model's input.
         rounding: `crop_rounding` of the preprocessing.
     """
-    if target > resized:  # an odd pixel of border goes after the picture
-        return -((target - resized) // 2)
     # A half goes to the even neighbour, as in torchvision's center_crop, or down, as in transformers'.
     return (resized - target) // 2 if rounding == "down" else round((resized - target) / 2.0)
 
 
 def _resize_and_crop(decoded: DecodedImage, config: PreprocessConfig) -> tuple[NDArray[np.uint8], Region]:
-    """Return the centre of the upright picture, resized, or all of it in a border; and the region that is."""
+    """Return the centre of the upright picture, resized; and the region that is."""
     swapped = decoded.orientation >= 5
     stored = (decoded.size[0] / decoded.scale, decoded.size[1] / decoded.scale)
     mirrored = decoded.orientation in _MIRRORED_COLUMNS, decoded.orientation in _MIRRORED_ROWS
     size, decoded_size = (each[::-1] if swapped else each for each in (decoded.size, decoded.image.size))
     resized = resized_size(*size, config)
-    # Less than the model's size only with a border, which is added last.
-    rows, columns = min(config.size[0], resized[1]), min(config.size[1], resized[0])
 
     def upright_axis(axis: int, count: int) -> Axis:
         place = 1 - axis if swapped else axis
@@ -220,7 +213,7 @@ def _resize_and_crop(decoded: DecodedImage, config: PreprocessConfig) -> tuple[N
         first = _first_pixel(resized[axis], count, config.crop_rounding)
         return Axis(low, low + stored[place], resized[axis], first, count, mirrored[place])
 
-    across, down = upright_axis(0, columns), upright_axis(1, rows)
+    across, down = upright_axis(0, config.size[1]), upright_axis(1, config.size[0])
     resample = Image.Resampling[config.interpolation.upper()]
     convert = converter(decoded.image, "RGB" if len(config.mean) == 3 else "L")
     # The order that the passes would have in a resize of the whole upright picture.
@@ -233,20 +226,14 @@ def _resize_and_crop(decoded: DecodedImage, config: PreprocessConfig) -> tuple[N
         small = small.transpose(1, 0, 2)
 
     region = Region(
-        _first_pixel(resized[0], config.size[1], config.crop_rounding) * size[0] / resized[0],
-        _first_pixel(resized[1], config.size[0], config.crop_rounding) * size[1] / resized[1],
-        config.size[1] * size[0] / resized[0],
-        config.size[0] * size[1] / resized[1],
+        across.first * size[0] / resized[0],
+        down.first * size[1] / resized[1],
+        across.length * size[0] / resized[0],
+        down.length * size[1] / resized[1],
     )
-    shape = (*config.size, len(config.mean))
-    if small.shape == shape:
-        return np.require(small, requirements=["C", "W"]), region
-    # A grey picture gets the model's channels, a small one a border of the mean colour; its odd pixel goes after it.
-    whole = np.empty(shape, np.uint8)
-    whole[:] = [round(255 * mean) for mean in config.mean]
-    top, left = (-_first_pixel(small.shape[axis], config.size[axis], config.crop_rounding) for axis in (0, 1))
-    whole[top : top + rows, left : left + columns] = small
-    return whole, region
+    # A grey picture gets the model's channels.
+    pixels = small if small.shape[2] == len(config.mean) else np.repeat(small, len(config.mean), axis=2)
+    return np.require(pixels, requirements=["C", "W"]), region
 
 
 def _resample_by_pillow(

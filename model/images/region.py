@@ -8,8 +8,7 @@ from typing import NamedTuple
 class Region(NamedTuple):
     """The rectangle of the upright original that the model's input, and so every map, covers.
 
-    In pixels of the original, with fractions; (`x`, `y`) is its upper left corner. It lies within the photo, except
-    where preprocessing adds a border (`resize` is `border`): there it reaches beyond the photo on both sides.
+    In pixels of the original, with fractions; (`x`, `y`) is its upper left corner. It lies within the photo.
     """
 
     x: float

@@ -51,8 +51,9 @@ def draw_maps(
     """
     chosen = Look(**look)
     scale = max(full_scale(each.values) for each in maps)
-    panels: list[tuple[AttentionMap, Look, Sequence[str], bool]]
-    panels = [(each, chosen, caption_of(each, labels) if labels else (), overlay) for each in maps]
+    panels: list[tuple[AttentionMap, Look, Sequence[str], bool]] = [
+        (each, chosen, caption_of(each, labels) if labels else (), overlay) for each in maps
+    ]
     if name is not None:
         panels.insert(0, (maps[0], Look(alpha=0.0, size=chosen.size), (name,) if labels else (), True))
     share = MAX_SIZE if max_width is None else (max_width - _ROW_GAP * (len(panels) - 1)) // len(panels)
@@ -68,7 +69,7 @@ def draw_maps(
             max_width=share,
             evidence=1.0 if each.evidence is None else each.evidence,
         )
-        if len(panels) > 1 and drawing.width > share:  # with its colour bar
+        if len(panels) > 1 and drawing.width > share:  # with its caption
             drawing = drawing.resize((share, max(1, round(drawing.height * share / drawing.width))))
         drawings.append(drawing)
     if len(drawings) == 1:

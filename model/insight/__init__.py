@@ -1,1 +1,1 @@
-"""What a network learned: its summary, and how far its attention reaches."""
+"""What is told of a checkpoint to people."""

@@ -49,10 +49,7 @@ def summarise(checkpoint: Checkpoint) -> dict[str, str]:
         "memory": f"{_mebibytes(4 * parameters)} in float32, {_mebibytes(2 * parameters)} in bfloat16 or float16",
     }
     if checkpoint.zero_shot is not None:
-        templates = checkpoint.zero_shot.templates
-        rows["text tower"] = f"labels stand in {json.dumps(templates[:2], ensure_ascii=False)[1:-1]}" + (
-            f" and {len(templates) - 2} more" if len(templates) > 2 else ""
-        )
+        rows["text tower"] = f"labels stand in {json.dumps(checkpoint.zero_shot.templates[0], ensure_ascii=False)}"
     if checkpoint.calibration is not None:
         rows["calibrated"] = f"on {len(checkpoint.calibration.scores):,} pictures of {checkpoint.calibration.data}"
     if checkpoint.assumed:
@@ -83,7 +80,7 @@ def _library(config: NetworkConfig) -> dict[str, str]:
     assert isinstance(config, LibraryConfig)
     arguments = ", ".join(f"{name}={json.dumps(value)}" for name, value in config.arguments.items())
     return {
-        "runtime": f"{config.runtime} {version(config.runtime)}" + (f", with {arguments}" if arguments else ""),
+        "runtime": f"{config.library} {version(config.library)}" + (f", with {arguments}" if arguments else ""),
         "head": f"reads {config.width} numbers",
         "attention maps": "none",
     }

@@ -15,15 +15,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from model.config import LARGEST_LAYER, LibraryConfig, NetworkConfig, Size, ViTConfig
+from model.config import LibraryConfig, NetworkConfig, Size, ViTConfig
 from model.errors import CheckpointError, first_line
 from model.network.vit import HEADS, VisionTransformer, ViTOutput, meta_model
 
 # What installs the library.
 INSTALL: Final = "pip install 'vitserve[timm]'"
-
-# Numbers in all buffers of a network, such as masks and tables of positions, which no file holds.
-_MAX_BUFFERS: Final = 1 << 28
 
 # What networks raise where an argument or a size does not fit.
 _ERRORS: Final = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -142,18 +139,12 @@ def _measured_layer(described: str) -> int:
     return max(largest)
 
 
-def linear_head(config: LibraryConfig) -> str:
-    """Return the name of the linear layer that a network ends in, with a bias.
-
-    Raises:
-        CheckpointError: it ends in something else, or a library does not make this network.
-    """
+def linear_head(config: LibraryConfig) -> str | None:
+    """Return the name of the linear layer that a network ends in, with a bias; None where it ends in something else."""
     module: Any = meta_network(config).module
     last = module.get_classifier()
     names: list[str] = [name for name, layer in module.named_modules() if layer is last and type(layer) is nn.Linear]
-    if not names or last.bias is None or last.in_features != config.width:
-        raise CheckpointError(f"{config.kind}: does not end in one linear layer, which another could take the place of")
-    return names[0]
+    return names[0] if names and last.bias is not None and last.in_features == config.width else None
 
 
 def meta_tensors(config: NetworkConfig) -> dict[str, Tensor]:
@@ -162,18 +153,12 @@ def meta_tensors(config: NetworkConfig) -> dict[str, Tensor]:
     Heads are among them where there are classes. Integers are not: a library's network makes its indices itself.
 
     Raises:
-        CheckpointError: a library does not make this network, or its buffers or layers are too large.
+        CheckpointError: a library does not make this network.
     """
     network = meta_network(config)
     if isinstance(network, VisionTransformer):
         tensors = network.state_dict()
         return {name: tensors[name] for name in tensors if config.num_classes or not name.startswith(HEADS)}
-    if sum(buffer.numel() for buffer in network.buffers()) > _MAX_BUFFERS:
-        raise CheckpointError(
-            f"{config.kind}: its buffers hold more than the {_MAX_BUFFERS:,} numbers that are allowed"
-        )
-    if (largest := largest_layer(config)) > LARGEST_LAYER:
-        raise CheckpointError(f"{config.kind}: {largest:,} numbers in a layer: at most {LARGEST_LAYER:,} are allowed")
     return _floats(network.module.state_dict())
 
 

@@ -86,7 +86,7 @@ def build(checkpoint: Checkpoint, options: PredictorOptions) -> Parts:
         backend, reason = Cuda(run, ops, streams=streams), "torch runs on GPUs"
     elif mode != "auto":
         backend, reason = TorchCpu(run, threads), "torch is chosen"
-    elif unsupported := unsupported_reason(str(device), run.dtype_name):
+    elif unsupported := unsupported_reason(run.dtype_name):
         backend, reason = TorchCpu(run, threads), f"OpenVINO is not possible: {unsupported}"
     else:
         try:
@@ -111,7 +111,7 @@ def _openvino(run: TorchOptions, threads: ThreadPolicy, streams: int, parameters
 
     plain = network(run, relevance=False)
     made = OpenVino(
-        plain, run.head, threads, lambda: TorchCpu(replace(run, compile_mode="off"), threads), with_relevance
+        plain, run.checkpoint.head, threads, lambda: TorchCpu(replace(run, compile_mode="off"), threads), with_relevance
     )
     made.load_torch()
     return made

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -22,9 +20,6 @@ _LARGEST_IN_HEAP: Final = 32 << 20
 
 # Bytes at the end of a heap that stay with the process; twice the largest block is glibc's own rule.
 _KEPT: Final = 2 * _LARGEST_IN_HEAP
-
-# Bytes of a block that is mapped by itself, and returned when it is freed, where freed memory is returned.
-_RETURNED: Final = 1 << 20
 
 _CPUINFO: Final = Path("/proc/cpuinfo")
 
@@ -63,22 +58,6 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and bool(mallopt(_MMAP_THRESHOLD, _LARGEST_IN_HEAP) and mallopt(_TRIM_THRESHOLD, _KEPT))
-
-
-@contextmanager
-def returning_freed_memory() -> Iterator[None]:
-    """Let every heap of a process that keeps what it freed return it while the context lasts.
-
-    What a thread reads and drops again would stay at the end of its own heap, where `malloc_trim` does not look.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None and keep_freed_memory():
-        mallopt(_MMAP_THRESHOLD, _RETURNED)
-        mallopt(_TRIM_THRESHOLD, 0)
-    try:
-        yield
-    finally:
-        keep_freed_memory()
 
 
 def give_back_memory() -> None:

@@ -6,8 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+# Of a parameter, by the dtype's name; else two.
 _ITEM_BYTES = {"float32": 4}
-"""Of a parameter, by the dtype's name; else two."""
 
 
 class Meter:

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from model.calibration import label_sets_of
 from model.config import ViTConfig
+from model.description import Description
 from model.errors import DeviceError, NotFinite, first_line
 from model.explanation.maps import attention_maps, sharpened_maps
-from model.heads import Floats, Head, of_image, own_head
+from model.heads import Floats, Head, of_image
 from model.outputs import (
     CLASS_SPECIFIC,
     AttentionMap,
@@ -35,9 +36,7 @@ from model.runtime.backend import BatchRequest, Compilation, Images, Parts, batc
 from model.runtime.memory import Meter
 
 if TYPE_CHECKING:
-    from model.checkpoint import Checkpoint
     from model.runtime.build import PredictorOptions
-    from model.runtime.openvino.kept import KeptCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ class Predictor:
         parts: what it is made of, instead of what the options say.
 
     Attributes:
-        checkpoint: what is served; without tensors where its graphs were kept: see `KeptCheckpoint`.
+        checkpoint: what is served; without tensors where its graphs were kept.
         device: name of the device: `cpu` or `cuda:N`.
         dtype: what it computes in.
         gpu_uuid: identifier of the GPU, whatever its number; None on the CPU.
@@ -81,12 +80,10 @@ class Predictor:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint | KeptCheckpoint, parts: Parts | None = None, **options: Unpack[PredictorOptions]
+        self, checkpoint: Description, parts: Parts | None = None, **options: Unpack[PredictorOptions]
     ) -> None:
         self.checkpoint, self.config = checkpoint, checkpoint.config
-        self.own = own_head(
-            checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label, checkpoint.form
-        )
+        self.own = checkpoint.head
         self.heads: dict[str, Head] = {}
         self.meter, self.size = Meter(), 0
         if parts is not None:
@@ -402,11 +399,9 @@ class Predictor:
         """
         if self.checkpoint.embed_texts is None:
             raise ValueError(f"{self.checkpoint.name} has no text tower")
-        import torch  # noqa: PLC0415  of which the tower is
+        from model.runtime.torch_pass import one_thread  # noqa: PLC0415  torch, of which the tower is
 
-        from model.runtime.torch_pass import one_thread  # noqa: PLC0415
-
-        with one_thread(torch.device("cpu")):
+        with one_thread():
             return self.checkpoint.embed_texts(texts)
 
     def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from model.calibration import CALIBRATION_FILE
 from model.cores import compute_threads
+from model.description import Description
 from model.errors import CheckpointChanged, DeviceError, VitError
-from model.heads import Floats, own_head
+from model.heads import Floats
 from model.runtime.backend import Parts, ThreadPolicy
 from model.runtime.cpu import default_batch, default_streams
 from model.runtime.memory import Meter
 from model.runtime.openvino.backend import REASON, OpenVino
-from model.runtime.openvino.kept import Entry, Keep, KeptCheckpoint, Manifest
+from model.runtime.openvino.kept import Entry, Keep, Manifest
 from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.predictor import Predictor
 
@@ -95,7 +96,7 @@ class _Torch:
 def kept_predictor(
     entry: Entry,
     read: Callable[[], Checkpoint],
-    on_read: Callable[[KeptCheckpoint], None] = lambda _: None,
+    on_read: Callable[[Description], None] = lambda _: None,
     *,
     manifest: Manifest | None = None,
     max_batch: int | None = None,
@@ -124,11 +125,8 @@ def kept_predictor(
         return None
     torch = _Torch(entry, manifest, read, policy, streams)
     if checkpoint.zero_shot is not None:
-        checkpoint = checkpoint.model_copy(update={"embed_texts": torch.embed_texts})
-    head = own_head(
-        checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label, checkpoint.form
-    )
-    backend = OpenVino(network, head, policy, torch.backend, torch.with_relevance)
+        checkpoint = replace(checkpoint, embed_texts=torch.embed_texts)
+    backend = OpenVino(network, checkpoint.head, policy, torch.backend, torch.with_relevance)
     largest = max_batch or default_batch(manifest.largest_layer)
     parts = Parts("cpu", manifest.dtype, None, manifest.parameters, largest, streams, backend, REASON)
     predictor = Predictor(checkpoint, parts)

@@ -19,12 +19,11 @@ from model.config import NetworkConfig, ViTConfig
 from model.errors import DeviceError, first_line
 from model.explanation.folded_weights import fold
 from model.explanation.methods import explain
-from model.heads import Head, own_head
 from model.network.layers.attention import Attention, chunked_attention
 from model.network.layers.patch_embed import PatchEmbed
 from model.network.layers.rotary import Rotary
 from model.network.library import Classifier
-from model.network.vit import VisionTransformer, count_parameters
+from model.network.vit import VisionTransformer
 from model.outputs import MapRequest
 from model.runtime.backend import (
     SIZES,
@@ -81,14 +80,6 @@ class TorchOptions:
         """Return what the dtype is called in settings."""
         return str(self.dtype).removeprefix("torch.")
 
-    @property
-    def head(self) -> Head:
-        """Return the checkpoint's head."""
-        checkpoint = self.checkpoint
-        return own_head(
-            checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label, checkpoint.form
-        )
-
 
 def choose_kernels(model: Classifier, device: torch.device) -> None:
     """Replace the kernels that are slow on the device by equivalent ones, for weights that change no more."""
@@ -122,8 +113,7 @@ class TorchBackend(Backend):
             self._plain = options.model.to(device=options.device, dtype=options.dtype)
             self._folded = fold(self._plain) if isinstance(self._plain, VisionTransformer) else None
         except torch.OutOfMemoryError as error:
-            parameters = count_parameters(options.model)
-            raise DeviceError(f"{options.device}: not enough memory for {parameters:,} parameters") from error
+            raise DeviceError(f"{options.device}: not enough memory for the weights") from error
         for module in self._plain.modules():
             if isinstance(module, Attention):
                 module.fix_bias()
@@ -186,7 +176,7 @@ class TorchCpu(TorchBackend):
         keep_freed_memory()
         self.largest_tried = SIZES[-1]  # larger ones are cut
         self.threads = threads
-        self._head = options.head
+        self._head = options.checkpoint.head
         self._compiled: Network | None = None
 
     @torch.inference_mode()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -55,22 +54,19 @@ def run_network(
     assert isinstance(model, VisionTransformer), "of others no map is asked for: see `parse_maps`"
     assert folded is not None
     output = model(pixels, request.layers, kept_blocks(model.config), request.all_tokens)
-    with one_thread(pixels.device):
+    with one_thread():
         relevance = token_relevance(model, output, folded)
     return BatchOutputs(output.logits, output.attention, relevance, **output.embeddings)
 
 
 @contextmanager
-def one_thread(device: torch.device) -> Iterator[None]:
-    """Let the calling thread compute by itself in this context, on a CPU.
+def one_thread() -> Iterator[None]:
+    """Let the calling thread compute by itself in this context, where it computes on a CPU.
 
     Threads wait for each other at the end of each operation: longer than a small one takes, and longest where another
     process has the core of one of them.
     """
     count = torch.get_num_threads()
-    if device.type != "cpu" or count == 1:
-        yield
-        return
     torch.set_num_threads(1)
     try:
         yield
@@ -99,9 +95,6 @@ def plan_compilation(mode: CompileMode, device: torch.device) -> Compilation:
         return Compilation(CompilationState.OFF)
     if mode == "auto" and device.type == "cpu":
         return Compilation(CompilationState.SKIPPED, "off on the CPU unless asked for")
-    if shutil.which("g++") is None:
-        logger.warning("not compiled: no C++ compiler (g++) on this machine")
-        return Compilation(CompilationState.SKIPPED, "no C++ compiler (g++) on this machine")
     return Compilation(CompilationState.COMPILING)
 
 

@@ -116,7 +116,10 @@ def head_names(config: NetworkConfig) -> tuple[str, ...]:
         CheckpointError: a library's network does not end in one linear layer.
     """
     if isinstance(config, LibraryConfig):
-        return (linear_head(config),)
+        head = linear_head(config)
+        if head is None:
+            raise CheckpointError(f"{config.kind}: does not end in one linear layer, which another could take")
+        return (head,)
     return ("head", "head_dist") if isinstance(config, ViTConfig) and config.distillation_head else ("head",)
 
 

@@ -33,7 +33,6 @@ from msgspec import Meta
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from model.config import LibraryConfig, NetworkConfig, ViTConfig
 from model.images.preprocess import ModelInput
 from model.outputs import RequestedOutputs
 from service import errors
@@ -254,8 +253,6 @@ def _to_plain(value: Any) -> Any:
 
 def _from_plain(kind: Any, value: Any) -> Any:
     """Return the pydantic model or the array, a read-only view of its bytes, that `_to_plain` was given."""
-    if kind is NetworkConfig:
-        kind = LibraryConfig if "library" in value else ViTConfig
     if isinstance(kind, type):
         return cast(type[BaseModel], kind).model_validate(value)
     shape, data = value

@@ -39,7 +39,8 @@ from service.settings import Settings, load_settings
 if TYPE_CHECKING:
     from model.calibration import LabelSets
     from model.checkpoint import Checkpoint
-    from model.runtime.openvino.kept import Entry, Keep, KeptCheckpoint
+    from model.description import Description
+    from model.runtime.openvino.kept import Entry, Keep
     from model.runtime.predictor import Predictor
 
 logger = logging.getLogger(__name__)
@@ -177,7 +178,7 @@ def _load_kept(
         return shared, _described(settings, manifest.checkpoint, shared, key, entry.head(manifest))
     from model.runtime.start import kept_predictor  # noqa: PLC0415
 
-    def on_read(checkpoint: KeptCheckpoint) -> None:
+    def on_read(checkpoint: Description) -> None:
         _label_sets(settings, checkpoint)  # a wrong coverage is refused before anything is compiled
         on_compile()
 
@@ -207,17 +208,6 @@ class _Read(NamedTuple):
 
 def _load(settings: Settings) -> tuple[Predictor, ModelInfo]:
     """Return what `load_predictor` does, made of the checkpoint with torch."""
-    if not any(each.device == "cpu" for each in _LIVE.values()):
-        return _join_or_build(settings)
-    from model.runtime.cpu import give_back_memory, returning_freed_memory  # noqa: PLC0415
-
-    with returning_freed_memory():
-        loaded = _join_or_build(settings)
-        give_back_memory()
-    return loaded
-
-
-def _join_or_build(settings: Settings) -> tuple[Predictor, ModelInfo]:
     read = _read(settings)
     if (shared := _LIVE.get(read.key)) is None:
         return _build(settings, read)
@@ -274,7 +264,7 @@ def _show_alone(device: str) -> None:
     os.environ[VISIBLE] = visible_devices(device)
 
 
-def _label_sets(settings: Settings, checkpoint: Checkpoint | KeptCheckpoint) -> LabelSets | None:
+def _label_sets(settings: Settings, checkpoint: Description) -> LabelSets | None:
     """Return what gives the sets of labels, None where none are asked; raises where it is not calibrated for them."""
     from model.calibration import label_sets_of  # noqa: PLC0415
 
@@ -284,7 +274,7 @@ def _label_sets(settings: Settings, checkpoint: Checkpoint | KeptCheckpoint) -> 
 
 def _described(
     settings: Settings,
-    checkpoint: Checkpoint | KeptCheckpoint,
+    checkpoint: Description,
     predictor: Predictor,
     key: str,
     head: Head | None = None,

@@ -245,10 +245,10 @@ def test_labels_are_sent_as_json_and_texts_one_by_one(call: Call) -> None:
 
 def test_every_option_of_a_map_is_passed_on(call: Call) -> None:
     server = Recorder(200, content=b"PNG")
-    options = {"method": "relevance", "view": "photo", "smooth": False, "colorbar": True, "alpha": 0.5}
+    options = {"method": "relevance", "view": "photo", "smooth": False, "caption": True, "alpha": 0.5}
     for class_, sent in (("tabby", "tabby"), (281, "281"), (["tabby", 282], "tabby,282")):
         call(server, "heat_map", b"pixels", class_=class_, **options)
-        expected = {"method": "relevance", "view": "photo", "smooth": "false", "colorbar": "true", "alpha": "0.5"}
+        expected = {"method": "relevance", "view": "photo", "smooth": "false", "caption": "true", "alpha": "0.5"}
         assert dict(server.request.url.params) == {"class": sent} | expected
 
 

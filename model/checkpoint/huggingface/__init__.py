@@ -41,7 +41,6 @@ def recognises(files: Files) -> bool:
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a folder as `save_pretrained` writes it."""
     where, config = files.where(CONFIG_FILE), files.config
-    options.refuse_architecture(where)
     family, is_backbone = _family(config, where)
     problem = config.get("problem_type")
     if problem not in (None, "single_label_classification", "multi_label_classification"):

@@ -89,8 +89,6 @@ def carried_preprocess(files: Files, family: Family) -> PreprocessConfig | None:
         nested = files.json(PROCESSOR_FILE).get("image_processor")
         if isinstance(nested, dict):
             return read_preprocessor(nested, family, files, f"{files.where(PROCESSOR_FILE)}: image_processor")
-        if nested is not None:
-            raise CheckpointError(f"{files.where(PROCESSOR_FILE)}: image_processor: expected an object")
     if files.path(PREPROCESSOR_FILE) is None:
         return None
     return read_preprocessor(files.json(PREPROCESSOR_FILE), family, files, files.where(PREPROCESSOR_FILE))

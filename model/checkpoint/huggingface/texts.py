@@ -233,8 +233,6 @@ def _tokenizer(files: Files, model_type: str) -> Any:
         )
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except ImportError:  # SiglipTokenizer runs sentencepiece
-            raise CheckpointError(f"{where}: its tokenizer needs another package: {_INSTALL}") from None
         # What the library raises on a broken file is of any type, plain exceptions of its Rust part among them.
         except Exception as error:  # noqa: BLE001
             raise CheckpointError(f"{where}: no tokenizer that transformers reads: {first_line(error)}") from None

@@ -39,10 +39,8 @@ logger = logging.getLogger(__name__)
 REASON: Final = "OpenVINO is installed, has the dtype and agrees with torch"
 
 
-def unsupported_reason(device: str, dtype: str) -> str | None:
-    """Return why OpenVINO cannot compute in the dtype of this name on this device, or None."""
-    if device != "cpu":
-        return f"it runs on the CPU here, not on {device}"
+def unsupported_reason(dtype: str) -> str | None:
+    """Return why OpenVINO cannot compute in the dtype of this name on the CPU, or None."""
     if importlib.util.find_spec("openvino") is None:
         return "the package is not installed: pip install 'vitserve[openvino]'"
     if dtype not in PRECISIONS:

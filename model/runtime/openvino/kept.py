@@ -28,20 +28,20 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 from safetensors.numpy import load_file, save_file
 
-from model.calibration import CALIBRATION_FILE, Calibration, Form
-from model.config import LibraryConfig, PreprocessConfig, ViTConfig
+from model.calibration import CALIBRATION_FILE
+from model.description import Description
 from model.errors import first_line
-from model.heads import Floats, Head, ZeroShot, own_head
+from model.heads import Head
 from model.runtime.backend import BatchOutputs, BatchRequest
 from model.runtime.openvino.network import NetworkGraph, core, openvino_package
 
@@ -61,34 +61,10 @@ _GRAPH: Final = "graph.xml"
 _REFERENCE: Final = "reference.safetensors"
 _HEAD: Final = "head.safetensors"
 
+# Nanoseconds after a change from which on another one shows in the time of a file.
 _SETTLED: Final = 10_000_000_000
-"""Nanoseconds after a change from which on another one shows in the time of a file."""
 
 _VERSIONS: Final = ("vitserve", "openvino", "torch", "timm", "transformers", "numpy", "safetensors")
-
-
-class KeptCheckpoint(BaseModel):
-    """All of a `Checkpoint` that serving its graph needs; its attributes are those of the same names there."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    name: str
-    source: str
-    format: str
-    architecture: str
-    config: ViTConfig | LibraryConfig
-    preprocess: PreprocessConfig
-    labels: tuple[str, ...]
-    temperature: float
-    form: Form
-    multi_label: bool
-    revision: str | None
-    assumed: tuple[str, ...]
-    notes: tuple[str, ...]
-    zero_shot: ZeroShot | None
-    calibration: Calibration | None
-    content: str
-    embed_texts: Callable[[Sequence[str]], Floats] | None = Field(None, exclude=True)
 
 
 class Manifest(BaseModel):
@@ -115,7 +91,7 @@ class Manifest(BaseModel):
     outputs: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()
     relevance: bool = False
-    checkpoint: KeptCheckpoint
+    checkpoint: Description
     parameters: int
     dtype: str
     largest_layer: int
@@ -193,12 +169,8 @@ class Entry:
         """Return the head that was kept; None where the model has none of its own. Raises OSError or RuntimeError."""
         if _HEAD not in manifest.graph:
             return None
-        checkpoint = manifest.checkpoint
-        own = own_head(
-            checkpoint.config, checkpoint.labels, checkpoint.temperature, checkpoint.multi_label, checkpoint.form
-        )
         arrays = load_file(self.place(relevance=False) / _HEAD)
-        return replace(own, weight=arrays["weight"], bias=arrays["bias"])
+        return replace(manifest.checkpoint.head, weight=arrays["weight"], bias=arrays["bias"])
 
     def put(self, graph: NetworkGraph | None, facts: Mapping[str, object], head: Head | None) -> NetworkGraph | None:
         """Write a graph, and its head, to their place, and return the graph as it is read from there.
@@ -295,9 +267,7 @@ class Keep:
             times, files = ({str(path): read(path) for path in self.files} for read in (_times, _digest))
             if changed := [path for path, before in self.files.items() if signature(path) != before]:
                 raise OSError(f"{changed[0]} changed since it was read")
-            fields = KeptCheckpoint.model_fields.keys() - {"embed_texts"}
-            kept = KeptCheckpoint.model_validate({name: getattr(checkpoint, name) for name in fields})
-            facts = {"files": files, "checkpoint": kept, "parameters": parameters, "dtype": dtype}
+            facts = {"files": files, "checkpoint": checkpoint, "parameters": parameters, "dtype": dtype}
             facts |= {"times": {path: each for path, each in times.items() if each is not None}}
             facts |= {"largest_layer": largest_layer(checkpoint.config), "backbone": self.backbone}
             return cast(T, self.entry.put(graph, facts, self.head))
@@ -310,8 +280,6 @@ class Keep:
 def _require_own(place: Path) -> None:
     """Raise where another user may have written what is to be run."""
     status = place.lstat()
-    if not stat.S_ISDIR(status.st_mode):
-        raise ValueError("it is no folder")
     if status.st_uid not in (os.geteuid(), 0) or status.st_mode & stat.S_IWOTH:
         raise ValueError(f"it belongs to uid {status.st_uid}, or anybody may write into it")
 

@@ -35,7 +35,7 @@ from vitserve.documents import MAPS, AttentionDocument, RegionDocument, signific
 
 router = APIRouter(tags=["attention"], route_class=Endpoint)
 
-_LOOK: Final = {"overlay", "view", "alpha", "colormap", "size", "smooth", "colorbar", "caption"}
+_LOOK: Final = {"overlay", "view", "alpha", "colormap", "size", "smooth", "caption"}
 """Parameters of a drawing."""
 
 _HEAD = r"^(mean|max|[0-9]{1,4})$"
@@ -98,7 +98,6 @@ class AttentionQuery(BaseModel, frozen=True):
         Annotated[int, Field(ge=1, le=MAX_SIZE)] | Absent, Field(description="PNG: longer side in pixels")
     ] = None
     smooth: Annotated[bool | Absent, Field(description="PNG: no steps between patches; default true")] = None
-    colorbar: Annotated[bool | Absent, Field(description="PNG: a colour bar at the right; default false")] = None
     caption: Annotated[
         bool | Absent, Field(description="PNG: class, score, method and colours in words below; default true")
     ] = None

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from model.config import ViTConfig
+from model.config import LibraryConfig, ViTConfig
 from model.outputs import methods_of
 from service.engine.messages import attributes
 from service.observe.metrics import CONTENT_TYPE
@@ -39,7 +39,7 @@ async def model(request: Request, query: Annotated[LooseModelQuery, Query()]) ->
         input_size=config.image_size,
         channels=config.in_channels,
         layers=config.depth if isinstance(config, ViTConfig) else None,
-        runtime_version=None if isinstance(config, ViTConfig) else version(config.runtime),
+        runtime_version=version(config.library) if isinstance(config, LibraryConfig) else None,
         classes=config.num_classes,
         preprocessing=info.preprocess.model_dump(mode="json"),
         attention_methods=list(methods_of(config)),

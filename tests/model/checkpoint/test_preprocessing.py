@@ -51,17 +51,9 @@ CROPS: dict[str, dict[str, Any]] = {
     "center-whole": {"crop_pct": 1.0, "crop_mode": "center", "interpolation": "bicubic"},
     "squash-bicubic": {"crop_pct": 1.0, "crop_mode": "squash", "interpolation": "bicubic"},
     "squash-bilinear": {"crop_pct": 0.95, "crop_mode": "squash", "interpolation": "bilinear"},
-    "border-bicubic": {"crop_pct": 1.0, "crop_mode": "border", "interpolation": "bicubic"},
-    "border-bilinear": {"crop_pct": 0.9, "crop_mode": "border", "interpolation": "bilinear"},
     "center-not-square": {
         "crop_pct": 0.9,
         "crop_mode": "center",
-        "interpolation": "bicubic",
-        "input_size": [3, 160, 256],
-    },
-    "border-not-square": {
-        "crop_pct": 0.9,
-        "crop_mode": "border",
         "interpolation": "bicubic",
         "input_size": [3, 160, 256],
     },

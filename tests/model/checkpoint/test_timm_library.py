@@ -101,7 +101,7 @@ def test_logits_and_embeddings_are_those_of_timm_in_a_folder_and_in_what_is_conv
     checkpoint = load_checkpoint(str(tmp_path))
     config = checkpoint.config
     assert isinstance(config, LibraryConfig)
-    assert (config.architecture, config.runtime, config.num_classes) == (FAMILIES[family][0], "timm", 5)
+    assert (config.architecture, config.library, config.num_classes) == (FAMILIES[family][0], "timm", 5)
     assert_same(checkpoint, model, family)
     native.write(tmp_path / "native", checkpoint, dtype=torch.float32)
     assert_same(load_checkpoint(str(tmp_path / "native")), model, f"{family}, converted")

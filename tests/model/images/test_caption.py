@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFont
 
-from model.images.caption import caption_height, caption_of, drawable, fit_text, with_colorbar
+from model.images.caption import caption_height, caption_of, drawable, fit_text
 from model.images.heatmap import MAX_SIZE, Look, draw_heatmap
 from model.images.sheet import draw_maps
 from model.outputs import AttentionMap, MapRequest
@@ -72,15 +72,13 @@ def test_a_long_label_is_cut_before_its_score() -> None:
     st.integers(1, 600),
     st.text(max_size=30),
     st.booleans(),
-    st.booleans(),
 )
 def test_a_drawing_with_its_caption_keeps_the_longer_side(
-    shape: tuple[int, int], size: int, label: str, colorbar: bool, overlay: bool
+    shape: tuple[int, int], size: int, label: str, overlay: bool
 ) -> None:
-    picture, look = np.zeros((*shape, 3), np.uint8), {"size": size, "colorbar": colorbar, "overlay": overlay}
+    picture, look = np.zeros((*shape, 3), np.uint8), {"size": size, "overlay": overlay}
     drawn = draw_maps([of_class()], [label], picture=picture, **look)  # type: ignore[arg-type]
-    if not colorbar:  # which makes it wider
-        assert max(drawn.size) == size
+    assert max(drawn.size) == size
     plain = draw_maps([of_class()], None, picture=picture, **look)  # type: ignore[arg-type]
     assert (drawn.size == plain.size) == (size < 160) or shape[1] > shape[0]
 
@@ -128,24 +126,3 @@ def test_a_map_fades_with_its_evidence_once_beside_others_and_alone() -> None:
         assert brightest([of_class(evidence)]) == pytest.approx([255 * evidence], abs=1)
         del look["overlay"]
     assert brightest([of_class(0.0)]) == [0]
-
-
-@pytest.mark.parametrize("full_scale", [1.5, 4.0, 150.0, 1e9])
-@pytest.mark.parametrize("height", [96, 384, 1000])
-def test_a_tick_of_the_colour_bar_stands_beside_the_colour_of_its_ratio(height: int, full_scale: float) -> None:
-    levels = np.full((256, 3), (7, 0, 200), np.uint8)
-    levels[:, 1] = np.arange(256)  # a colour tells its level, and is told from the greys of writing
-    added = np.asarray(with_colorbar(Image.new("RGB", (50, height), "red"), levels, full_scale))[:, 50:]
-    rows, columns = np.nonzero((added[:, :, [0, 2]] == (7, 200)).all(axis=2))
-    assert len(rows) == (np.ptp(rows) + 1) * (np.ptp(columns) + 1), "nothing lies over the bar"
-    bar = added[rows.min() : rows.max() + 1]
-    level = bar[:, columns.min(), 1].astype(int)
-    ticks = np.nonzero((bar[:, columns.max() + 1 : columns.max() + 3] == 0).all(axis=(1, 2)))[0]
-    assert level[0] >= 250
-    assert level[-1] <= 5
-    assert (np.diff(level) <= 0).all()
-    assert (ticks[0], ticks[-1]) == (0, len(level) - 1)
-    octave = np.log(2) / np.log(full_scale)
-    for tick in ticks[1:-1]:
-        octaves = level[tick] / 255 / octave
-        assert abs(octaves - round(octaves)) * octave < 1 / len(level) + 2 / 255

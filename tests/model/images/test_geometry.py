@@ -12,10 +12,6 @@ from tests.model.images.pictures import config
     ("how", "resize_size", "source", "expected"),
     [
         ("squash", (20, 30), (77, 55), (30, 20)),
-        ("border", (20, 30), (60, 60), (20, 20)),
-        ("border", (20, 30), (90, 30), (30, 10)),
-        ("border", (20, 30), (1000, 1), (30, 1)),
-        ("border", (20, 30), (1, 1000), (1, 20)),
         ("shortest_edge", (32, 32), (64, 48), (42, 32)),
         ("shortest_edge", (32, 32), (48, 64), (32, 42)),
         ("shortest_edge", (32, 32), (50, 50), (32, 32)),

@@ -163,29 +163,6 @@ def test_pixels_equal_the_vit_processor_of_transformers(width, height):
     assert difference(preprocess(encode(image, "PNG"), wanted), expected) <= 1
 
 
-@pytest.mark.parametrize(("mean", "fill"), [((0.2, 0.6, 1.0), (51, 153, 255)), ((0.0, 0.485, 0.25), (0, 124, 64))])
-@pytest.mark.parametrize(
-    ("size", "left", "top", "width", "height"),
-    [((42, 18), 0, 6, 21, 9), ((18, 42), 6, 0, 9, 21), ((63, 30), 0, 5, 21, 10), ((30, 63), 5, 0, 10, 21)],
-)
-def test_a_border_has_the_mean_colour_and_its_odd_pixel_behind(size, left, top, width, height, mean, fill):
-    colour = (200, 100, 5)
-    expected = np.full((21, 21, 3), fill, np.uint8)
-    expected[top : top + height, left : left + width] = colour
-
-    pixels = preprocess(encode(Image.new("RGB", size, colour), "PNG"), config((21, 21), resize="border", mean=mean))
-
-    assert np.array_equal(pixels, expected)
-
-
-def test_the_border_of_a_grey_model_is_one_level():
-    wanted = config((4, 4), resize="border", channels=1, mean=(1.0,))
-
-    pixels = preprocess(encode(Image.new("L", (20, 10), 9), "PNG"), wanted)
-
-    assert pixels[:, 0, 0].tolist() == [255, 9, 9, 255]
-
-
 @pytest.mark.shared
 @pytest.mark.parametrize("folder", ["imagenet-samples", "photos"])
 def test_real_photos_equal_the_straightforward_way_when_fully_decoded(shared, folder):

@@ -25,13 +25,6 @@ from tests.model.images.pictures import config, difference, encode, scene
         # squash: all of it, whatever its shape; with a crop, 32 of 40 of either side
         ((100, 50), config((32, 32), resize="squash"), (0, 0, 100, 50)),
         ((100, 50), config((32, 32), (40, 40), resize="squash"), (10, 5, 80, 40)),
-        # border: 40 x 20 becomes 32 x 16, with 8 rows of border above and below, 10 in pixels of the photo
-        ((40, 20), config((32, 32), resize="border"), (0, -10, 40, 40)),
-        ((20, 40), config((32, 32), resize="border"), (-10, 0, 40, 40)),
-        # 40 x 20 fits into 64 x 64 as 64 x 32, and its middle 48 x 32 stand in 48 x 48: 8 columns cut, 8 rows of border
-        ((40, 20), config((48, 48), (64, 64), resize="border"), (5, -5, 30, 30)),
-        # an odd pixel of border goes after the picture: 31 x 20 in 32 x 32 has 6 rows above
-        ((32, 19), config((32, 32), resize="border"), (0, -6, 32, 32)),
     ],
 )
 def test_the_region_is_what_is_left_after_resize_and_crop(size, wanted, region):

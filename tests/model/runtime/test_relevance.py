@@ -30,7 +30,7 @@ from tests.model.runtime.predictions import MODES, Predictions, predict
 RELEVANCE = MapRequest("relevance")
 MIXED = [RELEVANCE, None, MapRequest.row(0, 1), RELEVANCE, MapRequest.row(3, "max")]
 CPU = torch.device("cpu")
-needs_openvino = pytest.mark.skipif(unsupported_reason("cpu", "float32") is not None, reason="no OpenVINO here")
+needs_openvino = pytest.mark.skipif(unsupported_reason("float32") is not None, reason="no OpenVINO here")
 SIZES: dict[str, Any] = {"image_size": (48, 56), "depth": 4}
 
 

@@ -20,9 +20,9 @@ import pytest
 from model.calibration import Calibration, Fit
 from model.checkpoint import native
 from model.checkpoint.files import Files
+from model.description import Description
 from model.errors import CheckpointError, DeviceError
 from model.outputs import MapRequest, RequestedOutputs
-from model.runtime.openvino.kept import KeptCheckpoint
 from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.predictor import Predictor
 from service.engine import loading
@@ -154,7 +154,7 @@ def test_a_folder_that_is_served_is_calibrated_for_the_next_start(
     first = start()[0]
     keep_graph(first)
     served = start()[0]
-    assert isinstance(served.checkpoint, KeptCheckpoint)
+    assert type(served.checkpoint) is Description
     [before] = first.predict(images, request)
     calibration = Calibration.of("made", 39, Fit(2.5), np.full(39, 0.1), np.full(39, -99.0))
     native.write_calibration(folder, calibration)
@@ -169,7 +169,7 @@ def test_a_folder_that_is_served_is_calibrated_for_the_next_start(
         settings = load_settings(given | {"coverage": 0.9})
         predictor, info = load_predictor(settings)
         keep_graph(predictor)
-        assert isinstance(predictor.checkpoint, KeptCheckpoint) == kept
+        assert (type(predictor.checkpoint) is Description) == kept
         assert (info.coverage, info.calibrated_on, info.temperature) == (0.9, 39, 2.5)
         [answer] = predictor.predict(images, RequestedOutputs(1, label_set=True))
         assert answer.label_set is not None
@@ -194,7 +194,7 @@ def test_a_kept_graph_is_made_again_for_settings_that_change_it_and_run_as_the_o
     run = {"max_batch": 5, "device": "cpu"}
     for changes in (run, {"model_name": "other", "port": 1}):
         kept, info = load_predictor(load_settings(given | changes))
-        assert isinstance(kept.checkpoint, KeptCheckpoint)
+        assert type(kept.checkpoint) is Description
         assert info.max_batch == kept.max_batch == changes.get("max_batch", 32)
     for name, value in (("dtype", "bfloat16"), ("image_size", (24, 24)), ("checkpoint_folder", str(tmp_path))):
         assert load_predictor(load_settings(given | {name: value})) is None, name
@@ -218,7 +218,7 @@ def test_kept_graphs_are_compiled_beside_the_caller_once(tmp_path: Path, monkeyp
     assert not compiled
     released.set()
     predictor, info = load(settings)
-    assert isinstance(predictor.checkpoint, KeptCheckpoint)
+    assert type(predictor.checkpoint) is Description
     assert info.labels == ("cat", "dog")
     assert compiled != [threading.current_thread()]
     assert len(compiled) == 1

@@ -15,9 +15,10 @@ import pytest
 
 from model.checkpoint import Checkpoint, load_checkpoint, native
 from model.checkpoint.local_files import recording
+from model.description import Description
 from model.errors import CheckpointChanged
 from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
-from model.runtime.openvino.kept import Entry, Keep, KeptCheckpoint
+from model.runtime.openvino.kept import Entry, Keep
 from model.runtime.openvino.network import CompiledGraph
 from model.runtime.predictor import Predictor
 from model.runtime.start import kept_predictor
@@ -77,7 +78,7 @@ def test_a_later_start_answers_the_same_and_describes_itself_so(checkpoint: Path
     later.warm_up()
     for name in ("device", "dtype", "backend", "backend_reason", "parameters", "max_batch", "streams", "compiled"):
         assert getattr(later, name) == getattr(first, name), name
-    for name in KeptCheckpoint.model_fields:
+    for name in Description.__dataclass_fields__:
         assert getattr(later.checkpoint, name) == getattr(first.checkpoint, name), name
     answers = (predictor.predict(make_images(3), REQUESTS) for predictor in (later, first))
     for ours, theirs in zip(*answers, strict=True):

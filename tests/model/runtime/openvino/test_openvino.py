@@ -172,9 +172,7 @@ def test_other_kinds_of_models_are_torchs_too(kind: dict[str, Any], images: np.n
 
 
 @pytest.mark.usefixtures("one_graph")
-@pytest.mark.skipif(
-    unsupported_reason("cpu", "bfloat16") is not None, reason="this CPU has no bfloat16 that OpenVINO uses"
-)
+@pytest.mark.skipif(unsupported_reason("bfloat16") is not None, reason="this CPU has no bfloat16 that OpenVINO uses")
 def test_bfloat16_is_float32s_but_for_its_rounding(both: tuple[Predictor, Predictor], images: np.ndarray) -> None:
     made = Predictor(load_checkpoint("bundled"), device="cpu", dtype="bfloat16")
     expected = both[0].logits(images)
@@ -185,7 +183,7 @@ def test_bfloat16_is_float32s_but_for_its_rounding(both: tuple[Predictor, Predic
 def test_nothing_is_reported_to_its_maker(tmp_path: Path) -> None:
     code = (
         "import sys; from model.runtime.openvino.backend import unsupported_reason;"
-        "unsupported_reason('cpu', 'float32');"
+        "unsupported_reason('float32');"
         "print([name for name, module in sys.modules.items() if name.startswith('openvino_telemetry') and module])"
     )
     done = subprocess.run(

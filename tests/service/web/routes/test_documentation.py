@@ -49,7 +49,7 @@ async def test_pages_and_documentation_are_there() -> None:
 @on_a_loop
 async def test_attention_is_documented_with_all_its_parameters() -> None:
     paths = (await app().get("/openapi.json")).json["paths"]["/attention"]
-    drawing = {"overlay", "view", "alpha", "colormap", "size", "smooth", "colorbar", "caption"}
+    drawing = {"overlay", "view", "alpha", "colormap", "size", "smooth", "caption"}
     names = {"model", "method", "class", "layer", "labels", "head", "format"} | drawing
     assert {parameter["name"] for parameter in paths["post"]["parameters"]} == names
     assert {parameter["name"] for parameter in paths["get"]["parameters"]} == names | {"id"}
