@@ -91,7 +91,7 @@ def test_a_librarys_network_gets_a_head_if_it_ends_in_a_linear_layer() -> None:
     module: Any = LibraryNetwork(changed).module
     assert module.get_classifier().weight.shape == (3, config.width)
     with pytest.raises(CheckpointError, match=r"^timm's levit_128s: does not end in one linear layer"):
-        linear_head(LibraryConfig.model_validate(config.model_dump() | {"architecture": "levit_128s", "width": 384}))
+        head_names(LibraryConfig.model_validate(config.model_dump() | {"architecture": "levit_128s", "width": 384}))
 
 
 def test_a_folder_becomes_a_model_that_answers_as_it_was_measured(
