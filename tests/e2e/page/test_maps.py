@@ -22,19 +22,6 @@ from tests.launcher import PATIENCE
 pytestmark = pytest.mark.timeout(180)  # a server and a browser start
 
 
-def test_a_heic_picture_is_shown_as_the_model_saw_it(open_page: Open) -> None:
-    pillow_heif = pytest.importorskip("pillow_heif")
-    buffer = io.BytesIO()
-    with Image.open(DOG) as picture:
-        pillow_heif.from_pillow(picture.resize((240, 320))).save(buffer, quality=70)
-    with open_page() as found:
-        choose(found.page, {"name": "IMG_2.HEIC", "mimeType": "image/heic", "buffer": buffer.getvalue()})
-        assert answers(found.page)[0] == "dog"
-        expect(found.page.locator("#photo-caption")).to_contain_text("as the model saw it")
-        map_shown(found.page)
-        assert pixels(found.page, ".map .base")[..., :3].std() > 20
-
-
 def test_a_large_picture_is_sent_smaller_if_it_may_and_its_map_lies_where_it_belongs(
     open_page: Open, server: Served, tmp_path: Path
 ) -> None:

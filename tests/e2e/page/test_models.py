@@ -40,7 +40,7 @@ def models_server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) ->
         "checkpoint_folder": BUNDLED.parent,
         "request_timeout": 60,
     }
-    served = Served(folder / "server.log", device="cpu", compile="off", max_batch=4, **settings)
+    served = Served(folder / "server.log", warm=True, device="cpu", compile="off", max_batch=4, **settings)
     until(lambda: all(each["state"] == "ready" for each in served.get("/models").json()))
     yield served
     served.kill()
@@ -155,6 +155,7 @@ def test_a_heic_picture_is_shown_as_each_of_two_models_saw_it(open_models: Open)
         page = found.page
         page.get_by_label("Beside it").select_option("large")
         choose(page, {"name": "IMG_2.HEIC", "mimeType": "image/heic", "buffer": buffer.getvalue()})
+        expect(page.locator("#photo-caption")).to_contain_text("as the model saw it")
         for index, name in enumerate(("english", "large")):
             map_shown(page, index)
             assert pixels(page, f"figure[aria-label='Map of {name}'] .base")[..., :3].std() > 20

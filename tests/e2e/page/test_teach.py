@@ -40,7 +40,7 @@ def keyed(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     folder = tmp_path_factory.mktemp("keyed")
     options: dict[str, Any] = {"checkpoint": "bundled", "device": "cpu", "compile": "off", "request_timeout": 60}
     options |= {"api_keys": "own", "admin_key": "admin", "metrics_public": True}
-    served = Served(folder / "server.log", teach=folder / "taught", **options)
+    served = Served(folder / "server.log", warm=True, teach=folder / "taught", **options)
     until(lambda: served.get("/readyz").status_code == 200)
     yield served
     served.kill()
@@ -107,23 +107,6 @@ def test_labels_get_pictures_and_the_head_answers(open_teaching: Open, options: 
         expect(page.locator("#teach")).to_be_hidden()
 
 
-def test_a_wrong_label_is_shown_and_moved(open_teaching: Open) -> None:
-    with open_teaching() as found:
-        page = found.page
-        begin(page, "mended")
-        [wrong, *others] = parts(DOG, 9, seed=1)
-        give(page, "dog", others)
-        give(page, "cat", [*parts(CAT, 8, seed=1), wrong | {"name": "wrong.jpg"}])
-        learned(page, 17)
-        suspect = page.locator("#suspects li").first
-        expect(suspect).to_contain_text("wrong.jpg: cat, or rather dog?")
-        suspect.get_by_role("button", name="It is dog").click()
-        learned(page, 17)
-        expect(page.locator("#suspects li", has_text="wrong.jpg")).to_have_count(0)
-        expect(page.locator("#labels-list li").first).to_contain_text("9 pictures")
-        expect(page.locator("#labels-list li").last).to_contain_text("8 pictures")
-
-
 def test_a_key_that_may_not_delete_moves_a_wrong_label_and_is_told_why_it_removes_none(
     browser: Browser, keyed: Served
 ) -> None:
@@ -186,7 +169,7 @@ def test_a_new_head_is_of_the_model_that_is_chosen(browser: Browser, tmp_path: P
     for name, setting in (("english", ""), ("large", "image_size = 48")):
         (models / f"{name}.toml").write_text(f'checkpoint = "{BUNDLED}"\n{setting}\n')
     options: dict[str, Any] = {"models": models, "device": "cpu", "compile": "off", "request_timeout": 60}
-    server = Served(tmp_path / "server.log", teach=tmp_path / "taught", **options)
+    server = Served(tmp_path / "server.log", warm=True, teach=tmp_path / "taught", **options)
     try:
         until(lambda: all(each["state"] == "ready" for each in server.get("/models").json()))
         with tab(browser, f"{server.url}/") as found:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from model.calibration import calibration_error
 from model.checkpoint import Checkpoint
@@ -102,22 +101,6 @@ def test_a_model_of_other_classes_is_refused(cifar: Path) -> None:
         evaluate_cifar10(FirstPixelPredictor(checkpoint), cifar)
 
 
-def test_a_model_of_another_input_size_sees_the_pictures_through_its_preprocessing(cifar: Path) -> None:
-    class Size(FirstPixelPredictor):
-        def predict(self, images: Images, requests: RequestedOutputs | Sequence[RequestedOutputs]) -> list[Outputs]:
-            assert isinstance(images, np.ndarray)
-            assert images.shape[1:] == (64, 64, 3)
-            return super().predict(images[:, :32, :32], requests)
-
-    said = [n % 10 for n in range(16)]  # flat pictures stay what they are when they are enlarged
-    records = np.zeros((16, 3, 1024), dtype=np.uint8)
-    records[:, 0], records[:, 1] = np.array(said)[:, None], 80
-    np.concatenate([np.array(said, np.uint8)[:, None], records.reshape(16, -1)], axis=1).tofile(
-        cifar / "test_batch.bin"
-    )
-    assert evaluate_cifar10(Size(make_checkpoint(size=64)), cifar).accuracy == 1
-
-
 def test_an_underflowed_score_of_the_right_class_costs_a_finite_loss() -> None:
     scores = np.array([[1.0, 0.0]], dtype=np.float32)
     found = measure(scores, np.array([1]), ("a", "b"))
@@ -128,15 +111,6 @@ def test_an_underflowed_score_of_the_right_class_costs_a_finite_loss() -> None:
 def test_measuring_nothing_is_refused() -> None:
     with pytest.raises(DatasetError, match="no images"):
         measure(np.empty((0, 2), dtype=np.float32), np.empty(0, dtype=np.int64), ("a", "b"))
-
-
-def test_measuring_agrees_with_torch() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(50, 4, generator=generator)
-    labels = torch.randint(0, 4, (50,), generator=generator)
-    found = measure(logits.softmax(dim=1).numpy(), labels.numpy(), ("a", "b", "c", "d"))
-    assert found.loss == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-5)
-    assert found.accuracy == pytest.approx((logits.argmax(dim=1) == labels).float().mean().item())
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -16,7 +14,6 @@ from PIL import Image, ImageOps
 from model.config import PreprocessConfig
 from model.images.preprocess import preprocess, resized_size
 from tests.model.images.pictures import FORMATS, as_is, config, difference, encode, noise, scene
-from tests.timm_reference import timm
 
 FILTERS = {
     "nearest": Image.Resampling.NEAREST,
@@ -127,42 +124,6 @@ def test_a_picture_converted_in_many_strips_equals_one_converted_whole(mode, ori
     assert difference(preprocess(data, wanted), straightforward(encode(rgb, "PNG", orientation), wanted)) <= 1
 
 
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "lanczos"])
-@pytest.mark.parametrize("crop_mode", ["center", "squash"])
-@pytest.mark.parametrize(("size", "crop_pct"), [((3, 32, 32), 1.0), ((3, 224, 224), 0.9), ((3, 48, 64), 0.875)])
-def test_pixels_equal_timms_transform(size, crop_pct, crop_mode, interpolation):
-    transform = timm().data.create_transform(
-        input_size=size, crop_pct=crop_pct, crop_mode=crop_mode, interpolation=interpolation, normalize=False
-    )
-    rows, columns = size[1:]
-    wanted = config(
-        (rows, columns),
-        (int(rows / crop_pct), int(columns / crop_pct)),
-        resize="squash" if crop_mode == "squash" else "shortest_edge",
-        interpolation=interpolation,
-    )
-    for width, height in [(500, 375), (333, 500), (64, 64), (97, 31), (20, 300)]:
-        image = noise(width, height)
-
-        expected = transform(image).permute(1, 2, 0).numpy()
-
-        assert difference(preprocess(encode(image, "PNG"), wanted), expected) <= 1
-
-
-@pytest.mark.parametrize(("width", "height"), [(500, 375), (333, 500), (64, 64), (20, 300)])
-def test_pixels_equal_the_vit_processor_of_transformers(width, height):
-    module = pytest.importorskip(
-        "transformers.models.vit.image_processing_pil_vit", reason="no transformers with PIL image processors"
-    )
-    processor = module.ViTImageProcessorPil(do_rescale=False, do_normalize=False)
-    image = noise(width, height)
-
-    expected = np.asarray(processor(image)["pixel_values"][0]).transpose(1, 2, 0)
-
-    wanted = config((224, 224), resize="squash", interpolation="bilinear")
-    assert difference(preprocess(encode(image, "PNG"), wanted), expected) <= 1
-
-
 @pytest.mark.parametrize(("mean", "fill"), [((0.2, 0.6, 1.0), (51, 153, 255)), ((0.0, 0.485, 0.25), (0, 124, 64))])
 @pytest.mark.parametrize(
     ("size", "left", "top", "width", "height"),
@@ -184,19 +145,6 @@ def test_the_border_of_a_grey_model_is_one_level():
     pixels = preprocess(encode(Image.new("L", (20, 10), 9), "PNG"), wanted)
 
     assert pixels[:, 0, 0].tolist() == [255, 9, 9, 255]
-
-
-@pytest.mark.shared
-@pytest.mark.parametrize("folder", ["imagenet-samples", "photos"])
-def test_real_photos_equal_the_straightforward_way_when_fully_decoded(shared, folder):
-    wanted = config((224, 224), (248, 248))
-    files = sorted(path for path in (shared / "data" / folder).iterdir() if path.suffix.lower() in (".jpg", ".jpeg"))
-    for file in sorted(files, key=lambda path: path.stat().st_size)[:10:4]:
-        data = file.read_bytes()
-
-        pixels = preprocess(data, wanted, scaled_decode=False)
-
-        assert difference(pixels, straightforward(data, wanted)) <= 1, file.name
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -243,12 +191,6 @@ def test_threads_do_not_disturb_one_another():
         together = list(pool.map(lambda data: preprocess(data, wanted), files * 5))
 
     assert all(np.array_equal(pixels, alone[n % 20]) for n, pixels in enumerate(together))
-
-
-def test_preprocessing_and_heat_maps_load_no_torch():
-    code = "import sys, model.images.preprocess, model.images.heatmap; sys.exit('torch' in sys.modules)"
-
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,11 +12,10 @@ import torch
 
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig
-from model.errors import DeviceError
 from model.explanation.methods import explain
 from model.outputs import AttentionMap, MapRequest
 from model.runtime.backend import HostOutputs
-from model.runtime.openvino import network, tracing
+from model.runtime.openvino import network
 from model.runtime.openvino.backend import OpenVino, unsupported_reason
 from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.predictor import Predictor
@@ -117,11 +115,6 @@ def test_a_captured_graph_gives_it() -> None:
     assert ops.replays == replays + 3, "images with nothing, with the last row and with relevance; another row has none"
 
 
-def test_of_a_named_class_it_is_an_explanation() -> None:
-    assert MapRequest("relevance", 0).needs_pass
-    assert not RELEVANCE.needs_pass
-
-
 @needs_openvino
 @pytest.mark.timeout(120)  # graphs are compiled
 class TestOpenVino:
@@ -143,27 +136,6 @@ class TestOpenVino:
         found = predict(predictor, images, top_k=1, maps=maps)
         require_explanation(predictor, images, 0, found)
 
-    def test_torch_computes_it_until_the_graph_is_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(network, "_FIXED_BYTES", 1)
-        predictor = made("plain", "openvino")
-        go, calls = threading.Event(), []
-
-        def slow() -> OpenVinoNetwork:
-            calls.append(1)
-            go.wait(30)
-            raise DeviceError("it cannot be made")
-
-        monkeypatch.setattr(predictor._backend, "_with_relevance", slow)
-        images = images_for(predictor, 2)
-        for _ in range(2):
-            require_explanation(predictor, images, 0, predict(predictor, images, top_k=1, maps=[RELEVANCE, None]))
-        go.set()
-        for thread in threading.enumerate():
-            if thread.name == "openvino-prepare":
-                thread.join()
-        require_explanation(predictor, images, 1, predict(predictor, images, top_k=1, maps=[None, RELEVANCE]))
-        assert len(calls) == 1, "it is made once"
-
     def test_a_graph_that_gives_another_relevance_is_not_used(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -182,21 +154,3 @@ class TestOpenVino:
         assert "torch computes relevance: OpenVINO's relevance of an image are" in caplog.text
         images = images_for(predictor, 2)
         require_explanation(predictor, images, 1, predict(predictor, images, top_k=1, maps=[None, RELEVANCE]))
-
-    def test_its_graphs_share_the_checkpoints_weights(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(network, "_FIXED_BYTES", 1)
-        predictor = made("plain", "openvino")
-        traced: list[torch.nn.Parameter] = []
-
-        def spy(module: torch.nn.Module, example: torch.Tensor) -> None:
-            traced.extend(module.get_submodule("model").parameters())
-            raise RuntimeError("seen")
-
-        monkeypatch.setattr(tracing, "convert", spy)
-        backend = predictor._backend
-        assert isinstance(backend, OpenVino)
-        backend.prepare()
-        assert isinstance(predictor.checkpoint, Checkpoint)
-        shared = {tensor.data_ptr() for tensor in predictor.checkpoint.tensors.values()}
-        assert {parameter.data_ptr() for parameter in traced} <= shared
-        assert len(traced) > 10

@@ -313,6 +313,7 @@ async def test_who_is_being_answered_makes_no_room_and_one_more_is_503() -> None
         async with server.connect() as refused:
             answer = await refused.answer()
             assert (answer.code, answer.headers["retry-after"]) == ("receiving_full", "1")
+            assert server.app.metric("vit_rejected_total", reason="receiving_full") == 1
             assert await refused.is_closed()
         server.app.engine.gate.set()
         assert (await busy.answer()).status == 200

@@ -76,12 +76,17 @@ def app(clock: Callable[[], float] = time.monotonic, **settings: Any) -> App:
     return App(load_settings({**settings}), clock=clock)
 
 
-def service_in(running: App) -> Service:
-    """The shared objects inside, to fill its places; found below the middleware."""
+def inside(running: App) -> Any:
+    """What is below the middleware."""
     layer: Any = running.asgi
     while not hasattr(layer, "state"):
         layer = getattr(layer, "app", None) or layer._app
-    service: Service = layer.state.service
+    return layer
+
+
+def service_in(running: App) -> Service:
+    """The shared objects inside, to fill its places."""
+    service: Service = inside(running).state.service
     return service
 
 

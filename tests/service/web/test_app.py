@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import MutableMapping
-from typing import Any
 
 import pytest
 
@@ -94,17 +91,6 @@ async def test_a_request_takes_as_long_in_its_answer_its_log_line_and_the_metric
 
 
 @on_a_loop
-async def test_what_was_accepted_before_draining_is_answered() -> None:
-    service = app()
-    service.engine.gate.clear()
-    running = asyncio.create_task(service.classify())
-    await until(lambda: service.engine.waiting == 1)
-    service.lifecycle.draining = True
-    service.engine.gate.set()
-    assert (await running).status == 200
-
-
-@on_a_loop
 async def test_requests_are_counted_by_endpoint_and_status() -> None:
     service = app()
     assert all(service.metric("vit_rejected_total", reason=code) == 0 for code in CODES)  # before the first refusal
@@ -140,39 +126,3 @@ async def test_a_defect_of_ours_is_a_problem_document_that_says_nothing(caplog: 
     assert response.headers["x-request-id"] in caplog.text
     assert service.metric("vit_requests_total", endpoint="/classify", code="500") == 1
     assert service_in(service).limiter.in_use == 0
-
-
-@on_a_loop
-async def test_the_engine_is_started_and_closed_with_the_application() -> None:
-    service = app()
-    started, stop = asyncio.Event(), asyncio.Event()
-
-    async def receive() -> dict[str, Any]:
-        if not started.is_set():
-            return {"type": "lifespan.startup"}
-        await stop.wait()
-        return {"type": "lifespan.shutdown"}
-
-    async def send(message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "lifespan.startup.complete":
-            started.set()
-
-    scope = {"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}
-    task = asyncio.ensure_future(service.asgi(scope, receive, send))
-    await started.wait()
-    assert (
-        service.metric(
-            "vit_model_info",
-            model="fake",
-            architecture="fake_vit",
-            device="cpu",
-            dtype="float32",
-            checkpoint="nowhere",
-            content="0123456789abcdef",
-            version=json.loads((await service.get("/openapi.json")).content)["info"]["version"],
-        )
-        == 1
-    )
-    stop.set()
-    await task
-    assert service.engine.state == "closed"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-from typing import Any
 
 import pytest
 
-from service.observe.logs import JsonFormatter
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import app
 
@@ -147,18 +144,3 @@ async def test_a_path_cannot_start_a_log_line_of_its_own(caplog: pytest.LogCaptu
     [line] = lines(caplog)
     assert "\n" not in line.getMessage()
     assert "\r" not in line.getMessage()
-
-
-@on_a_loop
-async def test_json_logs_are_one_object_a_line_with_the_request_id(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    response = await app().get("/nope\nü")
-    [record] = lines(caplog)
-    line = JsonFormatter().format(record)
-    assert "\n" not in line
-    document: dict[str, Any] = json.loads(line)
-    assert document["request_id"] == response.headers["x-request-id"]
-    assert (document["method"], document["path"], document["status"]) == ("GET", "/nope\nü", 404)
-    assert (document["level"], document["logger"]) == ("info", "service.web.middleware")
-    assert isinstance(document["duration_ms"], float)
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", document["time"])

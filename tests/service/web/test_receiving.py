@@ -141,20 +141,6 @@ async def test_more_bytes_than_all_bodies_may_have_are_503_with_a_time_to_try_ag
     assert budget_of(service).in_use == 0
 
 
-def test_those_who_began_a_moment_ago_are_expected_soon() -> None:
-    bodies = Bodies()
-    assert bodies.receiving.newcomers(9) == 0
-    bodies.arrive("early")
-    bodies.clock.now += 0.05
-    for name in "abc":
-        bodies.arrive(name)
-    assert [bodies.receiving.newcomers(most) for most in (0, 2, 4, 9)] == [0, 2, 4, 4]
-    bodies.clock.now += 0.06
-    assert bodies.receiving.newcomers(9) == 3
-    bodies.stack.close()
-    assert bodies.receiving.newcomers(9) == 0
-
-
 @on_a_loop
 async def test_bodies_that_have_begun_keep_places_for_a_moment_but_never_all() -> None:
     clock = Clock()

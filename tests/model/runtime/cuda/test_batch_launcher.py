@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from model.runtime.backend import BatchRequest
-from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed
+from model.runtime.cuda.batch_launcher import BatchLauncher
 from tests.model.runtime.cuda.device_stand_in import StandInOps
 
 SHAPE = (2, 3, 1)
@@ -19,10 +19,7 @@ FAULTY = 255
 
 
 class Sums:
-    """Answers each image with the sum of its bytes, plus 1000 for each layer asked for; fails on `FAULTY`.
-
-    Its logits are half of that, and the number of images.
-    """
+    """Answers each image with the sum of its bytes; fails on `FAULTY`."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -37,16 +34,9 @@ class Sums:
             if (pixels == FAULTY).any():
                 raise RuntimeError("a fault of the device")
             self.sizes.append(len(pixels))
-            sums = pixels.flatten(1).int().sum(dim=1, keepdim=True, dtype=torch.int32)
-            scores = (sums + 1000 * len(request.layers)).expand(-1, request.top_k).contiguous()
-            logits = torch.cat((scores[:, :1] / 2, torch.full((len(pixels), 1), len(pixels))), dim=1)
-            return {"scores": scores, "logits": logits}
+            return {"scores": pixels.flatten(1).int().sum(dim=1, keepdim=True, dtype=torch.int32)}
         finally:
             self._inside.release()
-
-
-def computed(scores: Tensor) -> dict[str, Tensor]:
-    return {"scores": scores, "logits": scores.float()}
 
 
 def images(*values: int) -> np.ndarray:
@@ -78,35 +68,6 @@ def test_the_computation_waits_for_its_upload_and_the_caller_for_the_computation
     assert ops.log == [("record", 1), ("wait for 1", 0), ("record", 0), ("synchronize", 0)]
 
 
-def test_a_captured_size_and_request_is_replayed() -> None:
-    ops, compute = watchless(), Sums()
-    subject = launcher(ops, compute)
-    subject.capture(compute, (1, 2, 4), (BatchRequest(3), BatchRequest(3, layers=(7,))))
-    assert compute.sizes[0] == 4, "the largest is captured first"
-    before = ops.replays
-    plain = subject.run(images(1, 2), BatchRequest(3, logits=True), size=2)
-    mapped = subject.run(images(3), BatchRequest(3, layers=(7,)), size=4)
-    assert ops.replays == before + 2
-    assert (plain["scores"][:, 0].tolist(), plain["scores"].shape) == ([6, 12], (2, 3))
-    assert mapped["scores"][:, 0].tolist() == [1018]
-    assert (plain["logits"].tolist(), set(mapped)) == ([[3, 2], [6, 2]], {"scores"})
-
-
-def test_what_was_not_captured_is_computed_all_the_same() -> None:
-    ops = watchless()
-    compute = Sums()
-    subject = launcher(ops, compute)
-    subject.capture(compute, (4,), (BatchRequest(3),))
-    before = ops.replays
-    assert subject.run(images(1), BatchRequest(3), size=2)["scores"][:, 0].tolist() == [6]  # another size
-    assert subject.run(images(1), BatchRequest(3, layers=(0, 7)), size=4)["scores"][:, 0].tolist() == [
-        2006
-    ]  # other layers
-    wide = subject.run(images(1), BatchRequest(4, logits=True), size=4)  # more classes
-    assert (wide["scores"].shape, wide["logits"].tolist()) == ((1, 4), [[3, 4]])
-    assert ops.replays == before
-
-
 def test_after_a_fault_the_device_is_waited_for_and_the_slot_is_used_again() -> None:
     ops = watchless()
     subject = launcher(ops, Sums(), slots=1)
@@ -136,66 +97,3 @@ def test_more_callers_than_slots_get_their_own_answers_one_computation_at_a_time
 
     assert answers == [[6 * (value % 7 + row) for row in range(1 + value % 4)] for value in range(200)]
     assert compute.at_once == 0
-
-
-def test_a_graph_never_holds_a_workspace_from_before_its_capture() -> None:
-    """Those of cuBLAS are freed by others, and the graph would write to memory of somebody else."""
-    ops = StandInOps()
-    weight = torch.ones(6, 3)
-
-    def compute(pixels: Tensor, request: BatchRequest) -> dict[str, Tensor]:
-        return computed(pixels.flatten(1).float() @ weight)
-
-    subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
-    subject.capture(compute, (1, 2), (BatchRequest(),))
-    assert ops.captures == 2
-
-
-def test_what_waits_for_the_device_cannot_be_captured_and_is_named() -> None:
-    ops = StandInOps()
-
-    def compute(pixels: Tensor, request: BatchRequest) -> dict[str, Tensor]:
-        return computed(torch.full((len(pixels), 3), int(pixels.sum().item()), dtype=torch.int32))
-
-    subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
-    with pytest.raises(CaptureFailed, match=r"the capture of 2 images failed: .*aten.item"):
-        subject.capture(compute, (1, 2), (BatchRequest(),))
-
-
-def test_a_device_that_died_fails_every_batch_that_follows() -> None:
-    ops = watchless()
-    subject = launcher(ops, Sums(), slots=1)
-    ops.dead = "an illegal memory access was encountered"
-    for _ in range(3):
-        with pytest.raises(RuntimeError, match="illegal memory access"):
-            subject.run(images(1), BatchRequest(), size=1)
-
-
-def test_graphs_are_captured_on_a_stream_of_their_own_once_the_batch_before_is_done() -> None:
-    ops = StandInOps()
-
-    def compute(pixels: Tensor, request: BatchRequest) -> dict[str, Tensor]:
-        return computed(torch.zeros(len(pixels), 2 * request.top_k + 1, dtype=torch.int32))
-
-    subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
-    subject.run(images(1), BatchRequest(), size=1)  # the stand-in refuses to capture where this was downloaded
-    settled = ops.settled
-    subject.capture(compute, (1, 2), (BatchRequest(),))
-    assert ops.settled == settled + 5, "before and after each capture, and before the next batch"
-
-
-def test_a_batch_may_be_computed_beside_its_graph() -> None:
-    ops, compute = watchless(), Sums()
-    subject = launcher(ops, compute)
-    subject.capture(compute, (1, 2, 4), (BatchRequest(3),))
-    before = ops.replays
-
-    def doubled(pixels: Tensor, request: BatchRequest) -> dict[str, Tensor]:
-        outputs = compute(pixels, request)
-        return outputs | {"scores": 2 * outputs["scores"]}
-
-    assert subject.run(images(1), BatchRequest(3), size=2, compute=doubled)["scores"][:, 0].tolist() == [12]
-    assert ops.replays == before
-    subject.forget_graphs()
-    assert subject.run(images(1), BatchRequest(3), size=2)["scores"][:, 0].tolist() == [6]
-    assert ops.replays == before

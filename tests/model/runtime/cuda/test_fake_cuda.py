@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import get_args
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from model.checkpoint.huggingface import FAMILIES
 from model.config import Activation, Pool, ViTConfig
-from model.heads import Head
 from model.network.layers.patch_embed import PatchEmbed
-from model.runtime.backend import BatchOutputs, BatchRequest
-from model.runtime.cuda import backend as cuda_backend
-from model.runtime.cuda.backend import Cuda, with_best
+from model.runtime.backend import BatchRequest
+from model.runtime.cuda.backend import Cuda
 from model.runtime.torch_backend import TorchOptions
 from model.runtime.torch_pass import compiled_network
 from tests.model.families import HUGGING_FACE, NATIVE, families
 from tests.model.network.test_building_blocks import checkpoint
-from tests.model.runtime.cuda.fake_cuda import META, MetaOps, NotCapturable, captured
+from tests.model.runtime.cuda.fake_cuda import META, MetaOps, captured
 
 KINDS = families()
-
-
-BEIT = "BeitForImageClassification 0"
 
 
 @pytest.fixture(autouse=True)
@@ -40,10 +34,10 @@ def _nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cuda, "_take_compiled", compiled)
 
 
-def started(kind: str, dtype: torch.dtype) -> Cuda:
+def started(kind: str) -> Cuda:
     """Return a backend as after a start: the weights on the device, the twin in the model's place."""
     source = checkpoint(KINDS[kind])
-    backend = Cuda(TorchOptions(source.build(), source, META, dtype, "on", (2,)), MetaOps(), streams=1)
+    backend = Cuda(TorchOptions(source.build(), source, META, torch.bfloat16, "on", (2,)), MetaOps(), streams=1)
     for module in backend._plain.modules():
         if isinstance(module, PatchEmbed):
             module.as_product = True  # as on CUDA
@@ -58,64 +52,25 @@ def rows(*layers: int) -> BatchRequest:
     return BatchRequest(3, layers=layers)
 
 
-def launch(backend: Cuda, *requests: BatchRequest) -> list[str]:
-    """Compute, as a graph would capture it, a batch for each request.
-
-    Gives the names of the kernels that ran for the last one.
-    """
+def launch(backend: Cuda, *requests: BatchRequest) -> None:
+    """Compute, as a graph would capture it, a batch for each request."""
     config, to_capture = backend.config, backend._scored
     assert isinstance(config, ViTConfig)
     pixels = torch.zeros(2, *config.image_size, config.in_channels, dtype=torch.uint8, device=META)
     for request in requests:
         relevance = request.relevance
-        with captured(backend._options.dtype, float_products=relevance or config.normalized_head) as kernels:
+        with captured(torch.bfloat16, float_products=relevance or config.normalized_head) as kernels:
             outputs = (to_capture if request.of_network in backend.usual else backend._compute)(pixels, request)
         assert outputs["scores"].shape == (2, 3)
         assert ("attention" in outputs, "relevance" in outputs) == (bool(request.layers), relevance)
         assert kernels.count("topk") == 1 + 2 * relevance  # the rivals of the best class, and the strongest tokens
-    return kernels
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_graph_of_every_kind_stays_on_the_device_and_never_waits(kind: str) -> None:
     last, every = rows(KINDS[kind].depth - 1), rows(*range(KINDS[kind].depth))
     # The twin computes all but the last, the plain model what has rows of every layer.
-    launch(started(kind, torch.bfloat16), PLAIN, last, RELEVANCE, every)
-
-
-FAULTS: dict[str, tuple[Callable[[Tensor], object], str]] = {
-    "item": (lambda x: x.sum().item(), "the host waits"),
-    "a decision": (lambda x: 1 if x.any() else 2, "the host waits"),
-    "nonzero": (lambda x: x.nonzero(), "the host waits"),
-    "a mask": (lambda x: x[x > 0], "the host waits"),
-    "unique": (lambda x: x.unique(), "the host waits"),
-    "equal": (lambda x: torch.equal(x, x), "the host waits"),
-    "download": (lambda x: x.cpu(), "a tensor on cpu"),
-    "upload": (lambda x: torch.tensor([0.5], device=x.device), "a tensor on cpu"),
-    "made on the host": (lambda x: torch.arange(5), "a tensor on cpu"),
-    "scalar of the host": (lambda x: x * torch.tensor(0.5), "a tensor on cpu"),
-    "float64": (lambda x: x.double(), "float64"),
-    "made in float64": (lambda x: torch.ones(5, dtype=torch.float64, device=x.device), "float64"),
-    "float32 product": (lambda x: x.float() @ x.float().T, "a product of torch.float32"),
-    "a product of two dtypes": (lambda x: torch.ops.aten.mm(x, x.float().T), "a product of torch"),
-}
-
-
-@pytest.mark.parametrize(("fault", "words"), FAULTS.values(), ids=FAULTS)
-def test_a_planted_fault_is_found(
-    fault: Callable[[Tensor], object], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = with_best
-
-    def faulty(outputs: BatchOutputs[Tensor], head: Head, top_k: int) -> BatchOutputs[Tensor]:
-        fault(outputs.tensors()["logits"])
-        return whole(outputs, head, top_k)
-
-    backend = started(BEIT, torch.float16)
-    launch(backend, PLAIN)
-    monkeypatch.setattr(cuda_backend, "with_best", faulty)
-    with pytest.raises(NotCapturable, match=words):
-        launch(backend, PLAIN)
+    launch(started(kind), PLAIN, last, RELEVANCE, every)
 
 
 def test_no_family_and_no_switch_is_left_out() -> None:

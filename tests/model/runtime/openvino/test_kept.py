@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -104,35 +102,6 @@ def test_a_later_start_is_warm_when_its_text_tower_is_loaded(tmp_path: Path, fol
     assert len(reads) == 1
     np.testing.assert_array_equal(later.embed_texts(["a red car"]), first.embed_texts(["a red car"]))
     assert len(reads) == 1
-
-
-@pytest.mark.timeout(120)
-def test_a_later_start_holds_no_torch_until_something_needs_it(checkpoint: Path, folder: Path) -> None:
-    first_start(checkpoint, folder)
-    code = f"""
-import sys
-from pathlib import Path
-import numpy as np
-from model.outputs import MapRequest, RequestedOutputs
-from model.runtime.openvino.kept import Entry
-from model.runtime.start import kept_predictor
-
-def read():
-    from model.checkpoint import load_checkpoint
-    return load_checkpoint({str(checkpoint)!r})
-
-predictor = kept_predictor(Entry(Path({str(folder)!r}), {{}}), read, max_batch=4)
-predictor.warm_up()
-images = np.zeros((3, 16, 24, 3), np.uint8)
-predictor.predict(images, RequestedOutputs(2, MapRequest.row(1)))
-gae = RequestedOutputs(1, MapRequest("gae"))
-print("torch" in sys.modules, predictor.defers(RequestedOutputs(1)))
-predictor.predict(images, gae)
-print("torch" in sys.modules, sys.stdout.flush())
-import os; os._exit(0)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.split("\n")[:2] == ["False False", "True None"], done.stderr
 
 
 def damage(place: Path) -> None:

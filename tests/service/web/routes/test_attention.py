@@ -26,6 +26,8 @@ async def test_a_kept_picture_gets_its_map_in_every_format() -> None:
     picture = Image.open(io.BytesIO(drawn.content))
     assert (picture.format, picture.mode, picture.width) == ("PNG", "RGB", 384)
     assert 384 < picture.height < 450, "a caption stands below"
+    plain = await service.get("/attention", f"id={image_id}&size=64&caption=false")
+    assert Image.open(io.BytesIO(plain.content)).size == (64, 64)
 
     document = (await service.get("/attention", f"id={image_id}&format=json")).json
     assert set(document) == {"id", "method", "class", "label", "grid", "values", "kept_mass", "region"} | {

@@ -48,16 +48,6 @@ async def test_top_k_is_by_default_the_smaller_of_five_and_the_classes() -> None
 
 
 @on_a_loop
-@pytest.mark.parametrize(
-    "query", ["top_k=0", "top_k=-1", "top_k=11", "top_k=", "top_k=two", "top_k=1.5", "attention=x", "embedding=2"]
-)
-async def test_a_bad_query_names_its_parameter(query: str) -> None:
-    response = await app().classify(query=query)
-    assert (response.status, response.code) == (422, "invalid_parameter")
-    assert response.json["detail"].startswith(query.partition("=")[0])
-
-
-@on_a_loop
 async def test_attention_comes_with_the_answer_when_asked() -> None:
     service = app()
     attention = (await service.classify(png(1), query="attention=true")).json["attention"]
@@ -125,28 +115,6 @@ async def test_the_engines_errors_are_answered_as_the_table_says(error: Exceptio
     assert service.metric("vit_rejected_total", reason=code) == 1
     assert service.metric("vit_requests_total", endpoint="/classify", code=str(status)) == 1
     assert service_in(service).limiter.in_use == 0
-
-
-@on_a_loop
-@pytest.mark.parametrize(
-    ("body", "status", "code"),
-    [
-        (b"", 422, "invalid_image"),
-        (b"no picture", 415, "unsupported_media_type"),
-        (b"%PDF-1.7 and so on", 415, "unsupported_media_type"),
-        (png(1)[:50], 422, "invalid_image"),
-        (png(1, (101, 100)), 413, "image_too_large"),
-        (png(1) + bytes(20_000), 413, "upload_too_large"),
-    ],
-    ids=["empty", "text", "pdf", "truncated", "too many pixels", "too many bytes"],
-)
-async def test_a_bad_picture_is_answered_by_its_fault_and_never_reaches_the_engine(
-    body: bytes, status: int, code: str
-) -> None:
-    service = app(max_image_pixels=10_000, max_upload_bytes=20_000)
-    for response in (await service.classify(body), await service.request("POST", "/classify", **form(body))):
-        assert (response.status, response.code) == (status, code)
-    assert service.engine.timeouts == []
 
 
 @on_a_loop

@@ -119,27 +119,6 @@ async def test_the_operations_that_take_a_key_are_documented(
 
 
 @on_a_loop
-async def test_every_schema_has_one_place_and_no_form_that_generators_do_not_know() -> None:
-    document = (await app().get("/openapi.json")).json
-    schemas = document["components"]["schemas"]
-    for operation in operations(document).values():
-        for status, answer in operation["responses"].items():
-            if status >= "400":
-                reference = {"$ref": "#/components/schemas/ProblemDocument"}
-                assert answer["content"] == {"application/problem+json": {"schema": reference}}
-                assert answer["description"] == "Problem details (RFC 9457)"
-        for parameter in operation.get("parameters", ()):
-            assert isinstance(parameter["schema"]["type"], str)
-        for kind in operation.get("requestBody", {"content": {}})["content"]:
-            assert "*" not in kind
-    assert schemas["ModelDescription"]["properties"]["input_size"]["items"] == {"type": "integer"}
-    answers = operations(document)["attention"]["responses"]["200"]["content"]
-    one = {"$ref": "#/components/schemas/AttentionDocument"}
-    assert answers["application/json"]["schema"]["anyOf"] == [one, {"type": "array", "items": one}]
-    assert set(operations(document)["metrics"]["responses"]["200"]["content"]) == {"text/plain"}
-
-
-@on_a_loop
 async def test_the_page_and_its_files_come_from_here_and_are_open_and_fresh() -> None:
     service = app(api_keys="one")
     page = await service.get("/docs")
