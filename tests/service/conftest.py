@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 
 from service.web import middleware
+from tests.service.web.apps import App, app
 
 settings.register_profile("service", deadline=None)
 settings.load_profile("service")
@@ -15,3 +16,9 @@ settings.load_profile("service")
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refuse at once where there is no engine."""
     monkeypatch.setattr(middleware, "HOLD_SECONDS", 0.0)
+
+
+@pytest.fixture
+def service() -> App:
+    """The application as it is without settings."""
+    return app()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.page.browser import Browser, chromium, tab
+from tests.e2e.page.browser import Browser, Page, Tab, chromium, tab
 from tests.e2e.page.steps import Open
 from tests.e2e.serving import Served
 
@@ -39,6 +39,17 @@ def locked_server(browser: Browser, tmp_path_factory: pytest.TempPathFactory, sh
 @pytest.fixture(scope="package")
 def open_page(browser: Browser, server: Served) -> Open:
     return partial(tab, browser, f"{server.url}/")
+
+
+@pytest.fixture
+def found(open_page: Open) -> Iterator[Tab]:
+    with open_page() as found:
+        yield found
+
+
+@pytest.fixture
+def page(found: Tab) -> Page:
+    return found.page
 
 
 def _serving(folders: pytest.TempPathFactory, **settings: Any) -> Iterator[Served]:

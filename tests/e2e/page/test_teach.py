@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from model.checkpoint import BUNDLED
-from tests.e2e.page.browser import Browser, Page, expect, tab
+from tests.e2e.page.browser import Browser, Page, Tab, expect, tab
 from tests.e2e.page.steps import CAT, DOG, PHONE, Open, answers, choose, send_event
 from tests.e2e.serving import Served
 from tests.launcher import until
@@ -49,6 +49,12 @@ def keyed(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture
 def open_teaching(browser: Browser, teaching: Served) -> Open:
     return partial(tab, browser, f"{teaching.url}/")
+
+
+@pytest.fixture
+def found(open_teaching: Open) -> Iterator[Tab]:
+    with open_teaching() as found:
+        yield found
 
 
 def parts(source: Path, count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -134,33 +140,29 @@ def test_a_key_that_may_not_delete_moves_a_wrong_label_and_is_told_why_it_remove
         assert sorted(each["label"] for each in listed) == ["cat"] * 8 + ["dog"] * 10
 
 
-def test_what_is_no_picture_stays_listed_with_why(open_teaching: Open) -> None:
-    with open_teaching() as found:
-        found.refusals_expected = True
-        page = found.page
-        begin(page, "broken")
-        note: dict[str, Any] = {"name": "notes.txt", "mimeType": "", "buffer": b"no picture"}
-        give(page, "dog", [*parts(DOG, 2), note])
-        expect(page.locator("#labels-list .failed li")).to_have_text(
-            re.compile("^notes.txt: This file is not a picture of an allowed format")
-        )
-        expect(page.locator("#labels-list li").first).to_contain_text("2 pictures")
-        expect(page.locator("#known")).to_have_text(re.compile("^Not yet: two labels with two pictures each"))
-        page.reload()
-        begin(page, "broken")
-        expect(page.locator("#labels-list li").first).to_contain_text("2 pictures")
+def test_what_is_no_picture_stays_listed_with_why(page: Page, found: Tab) -> None:
+    found.refusals_expected = True
+    begin(page, "broken")
+    note: dict[str, Any] = {"name": "notes.txt", "mimeType": "", "buffer": b"no picture"}
+    give(page, "dog", [*parts(DOG, 2), note])
+    expect(page.locator("#labels-list .failed li")).to_have_text(
+        re.compile("^notes.txt: This file is not a picture of an allowed format")
+    )
+    expect(page.locator("#labels-list li").first).to_contain_text("2 pictures")
+    expect(page.locator("#known")).to_have_text(re.compile("^Not yet: two labels with two pictures each"))
+    page.reload()
+    begin(page, "broken")
+    expect(page.locator("#labels-list li").first).to_contain_text("2 pictures")
 
 
-def test_an_answer_that_is_not_right_becomes_an_example(open_teaching: Open, teaching: Served) -> None:
-    with open_teaching() as found:
-        page = found.page
-        choose(page, DOG)
-        assert answers(page)
-        page.get_by_text("Not right?").click()
-        page.get_by_label("What is it?").fill("terrier")
-        page.keyboard.press("Enter")
-        expect(page.locator("#corrected")).to_have_text("mine has 1 picture of terrier now.")
-        assert teaching.get("/heads/mine/examples").json()["examples"][0]["label"] == "terrier"
+def test_an_answer_that_is_not_right_becomes_an_example(page: Page, teaching: Served) -> None:
+    choose(page, DOG)
+    assert answers(page)
+    page.get_by_text("Not right?").click()
+    page.get_by_label("What is it?").fill("terrier")
+    page.keyboard.press("Enter")
+    expect(page.locator("#corrected")).to_have_text("mine has 1 picture of terrier now.")
+    assert teaching.get("/heads/mine/examples").json()["examples"][0]["label"] == "terrier"
 
 
 def test_a_new_head_is_of_the_model_that_is_chosen(browser: Browser, tmp_path: Path) -> None:
@@ -192,56 +194,51 @@ def test_a_new_head_is_of_the_model_that_is_chosen(browser: Browser, tmp_path: P
         server.kill()
 
 
-def test_a_name_that_no_head_can_have_is_told_when_it_is_typed(open_teaching: Open) -> None:
-    with open_teaching() as found:
-        page, form = found.page, found.page.locator("#label-form")
-        for name, told in (
-            ("my pets", "1 to 128 of the characters"),
-            ("", "1 to 128"),
-            (MODEL, f"{MODEL} is the name of"),
-        ):
-            begin(page, name)
-            expect(page.locator("#known")).to_contain_text(told)
-            expect(form).to_be_hidden()
-        page.get_by_role("button", name="Try", exact=True).click()
-        choose(page, DOG)
-        assert answers(page)
-        page.get_by_text("Not right?").click()
-        page.get_by_label("What is it?").fill("terrier")
-        page.keyboard.press("Enter")
-        expect(page.locator("#corrected")).to_contain_text(f"{MODEL} is the name of a model")
-        begin(page, "good")
-        expect(form).to_be_visible()
-        expect(page.locator("#known")).to_contain_text("Give each of two labels two pictures")
+def test_a_name_that_no_head_can_have_is_told_when_it_is_typed(page: Page) -> None:
+    form = page.locator("#label-form")
+    for name, told in (
+        ("my pets", "1 to 128 of the characters"),
+        ("", "1 to 128"),
+        (MODEL, f"{MODEL} is the name of"),
+    ):
+        begin(page, name)
+        expect(page.locator("#known")).to_contain_text(told)
+        expect(form).to_be_hidden()
+    page.get_by_role("button", name="Try", exact=True).click()
+    choose(page, DOG)
+    assert answers(page)
+    page.get_by_text("Not right?").click()
+    page.get_by_label("What is it?").fill("terrier")
+    page.keyboard.press("Enter")
+    expect(page.locator("#corrected")).to_contain_text(f"{MODEL} is the name of a model")
+    begin(page, "good")
+    expect(form).to_be_visible()
+    expect(page.locator("#known")).to_contain_text("Give each of two labels two pictures")
 
 
-def test_a_head_that_is_gone_is_not_called_a_picture(open_teaching: Open, teaching: Served) -> None:
-    with open_teaching() as found:
-        found.refusals_expected = True
-        page = found.page
-        begin(page, "short-lived")
-        give(page, "dog", parts(DOG, 3))
-        expect(page.locator("#labels-list li")).to_contain_text("3 pictures")
-        assert teaching.client.delete("/heads/short-lived").status_code == 204
-        page.locator("#head-name").dispatch_event("change")
-        expect(page.locator("#known")).to_have_text("The service does not have this.")
+def test_a_head_that_is_gone_is_not_called_a_picture(page: Page, found: Tab, teaching: Served) -> None:
+    found.refusals_expected = True
+    begin(page, "short-lived")
+    give(page, "dog", parts(DOG, 3))
+    expect(page.locator("#labels-list li")).to_contain_text("3 pictures")
+    assert teaching.client.delete("/heads/short-lived").status_code == 204
+    page.locator("#head-name").dispatch_event("change")
+    expect(page.locator("#known")).to_have_text("The service does not have this.")
 
 
-def test_pictures_are_dropped_on_a_label_with_the_keyboards_help(open_teaching: Open) -> None:
-    with open_teaching() as found:
-        page = found.page
-        expect(page.locator("#tab-teach")).to_be_visible()
-        page.locator("#tab-teach").focus()
-        page.keyboard.press("Enter")
-        page.keyboard.press("Tab")
-        page.locator("#head-name").fill("by-keyboard")
-        page.keyboard.press("Enter")
-        page.get_by_label("New label").focus()
-        page.keyboard.type("dropped")
-        page.keyboard.press("Enter")
-        expect(page.get_by_role("button", name="Add pictures of dropped")).to_be_focused()
-        send_event(page, "drop", [DOG, CAT], "#labels-list li")
-        expect(page.locator("#labels-list li").first).to_contain_text("2 pictures")
+def test_pictures_are_dropped_on_a_label_with_the_keyboards_help(page: Page) -> None:
+    expect(page.locator("#tab-teach")).to_be_visible()
+    page.locator("#tab-teach").focus()
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    page.locator("#head-name").fill("by-keyboard")
+    page.keyboard.press("Enter")
+    page.get_by_label("New label").focus()
+    page.keyboard.type("dropped")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Add pictures of dropped")).to_be_focused()
+    send_event(page, "drop", [DOG, CAT], "#labels-list li")
+    expect(page.locator("#labels-list li").first).to_contain_text("2 pictures")
 
 
 def test_without_a_folder_there_is_no_tab(open_page: Open) -> None:

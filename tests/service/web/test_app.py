@@ -13,12 +13,11 @@ from service.web import app as app_module
 from service.web import middleware
 from service.web.problems import CODES
 from tests.service.fakes import SIZE, on_a_loop, png
-from tests.service.web.apps import Clock, app, form, kept, service_in, settle, until
+from tests.service.web.apps import App, Clock, app, form, kept, service_in, settle, until
 
 
 @on_a_loop
-async def test_while_draining_new_work_is_refused_and_every_answer_closes_its_connection() -> None:
-    service = app()
+async def test_while_draining_new_work_is_refused_and_every_answer_closes_its_connection(service: App) -> None:
     image_id = await kept(service)
     assert (await service.get("/readyz")).status == 200
     service.lifecycle.draining = True
@@ -39,11 +38,10 @@ async def test_while_draining_new_work_is_refused_and_every_answer_closes_its_co
 @on_a_loop
 @pytest.mark.parametrize("hold_seconds", [0.0, 3600.0])
 async def test_a_refusal_for_want_of_an_engine_is_held_back_but_probes_and_other_refusals_are_not(
-    hold_seconds: float, monkeypatch: pytest.MonkeyPatch
+    hold_seconds: float, monkeypatch: pytest.MonkeyPatch, service: App
 ) -> None:
     """Callers that try again at once would take the processors from the engine that starts."""
     monkeypatch.setattr(middleware, "HOLD_SECONDS", hold_seconds)
-    service = app()
     assert (await service.classify(b"no picture")).status == 415
     service.engine.state, service.engine.reason = "loading", "the model is loading"
     assert (await service.get("/readyz")).status == 503
@@ -91,8 +89,7 @@ async def test_a_request_takes_as_long_in_its_answer_its_log_line_and_the_metric
 
 
 @on_a_loop
-async def test_requests_are_counted_by_endpoint_and_status() -> None:
-    service = app()
+async def test_requests_are_counted_by_endpoint_and_status(service: App) -> None:
     assert all(service.metric("vit_rejected_total", reason=code) == 0 for code in CODES)  # before the first refusal
     await service.classify()
     await service.classify(b"text")
@@ -116,8 +113,9 @@ async def test_requests_are_counted_by_endpoint_and_status() -> None:
 
 
 @on_a_loop
-async def test_a_defect_of_ours_is_a_problem_document_that_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    service = app()
+async def test_a_defect_of_ours_is_a_problem_document_that_says_nothing(
+    service: App, caplog: pytest.LogCaptureFixture
+) -> None:
     service.engine.error = KeyError("secret")
     response = await service.classify()
     assert (response.status, response.code) == (500, "internal_error")

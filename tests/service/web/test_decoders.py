@@ -33,7 +33,7 @@ from service.web.decoders import Decoders
 from service.web.lanes import Deadline
 from tests.model.images.pictures import FORMATS, black_png, config, encode, noise, scene
 from tests.service.fakes import on_a_loop
-from tests.service.web.apps import app, form, until
+from tests.service.web.apps import App, form, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -292,8 +292,7 @@ def test_only_what_its_header_bounds_is_decoded_in_the_service() -> None:
 
 
 @on_a_loop
-async def test_a_costly_picture_is_422_and_counted() -> None:
-    service = app()
+async def test_a_costly_picture_is_422_and_counted(service: App) -> None:
     answer = await service.classify(COSTLY)
     assert (answer.status, answer.code) == (422, "image_too_costly")
     assert "more than 2 s" in answer.json["detail"]

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.service.fakes import on_a_loop, png
-from tests.service.web.apps import app
+from tests.service.web.apps import App, app
 
 OURS = re.compile(r"[0-9a-f]{32}")
 PRIVATE = ["/model", "/labels", "/classify", "/attention", "/nope", "/docs/oauth2-redirect"]
@@ -20,8 +20,7 @@ PUBLIC = ["/", "/docs", "/openapi.json", "/healthz", "/readyz"]
 
 @on_a_loop
 @pytest.mark.parametrize("given", ["a", "A.b_c-9", "x" * 128])
-async def test_the_callers_request_id_comes_back(given: str) -> None:
-    service = app()
+async def test_the_callers_request_id_comes_back(service: App, given: str) -> None:
     for path in ("/healthz", "/nope"):
         assert (await service.get(path, **{"x-request-id": given})).headers["x-request-id"] == given
 
@@ -126,9 +125,8 @@ async def test_a_request_is_one_line_with_its_id(caplog: pytest.LogCaptureFixtur
 
 
 @on_a_loop
-async def test_probes_are_logged_for_debugging_only(caplog: pytest.LogCaptureFixture) -> None:
+async def test_probes_are_logged_for_debugging_only(service: App, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    service = app()
     for path in ("/healthz", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready"):
         await service.get(path)
     assert lines(caplog) == []

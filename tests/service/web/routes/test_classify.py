@@ -9,13 +9,12 @@ import pytest
 from model.errors import InputError
 from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
 from tests.service.fakes import CLASSES, SIZE, expected_indices, model_info, on_a_loop, png
-from tests.service.web.apps import app, form, service_in
+from tests.service.web.apps import App, app, form, service_in
 from vitserve.documents import Classification
 
 
 @on_a_loop
-async def test_a_picture_gets_its_labels_in_both_forms() -> None:
-    service = app()
+async def test_a_picture_gets_its_labels_in_both_forms(service: App) -> None:
     raw = await service.classify(png(7))
     multipart = await service.request("POST", "/classify", **form(png(7)))
     for response in (raw, multipart):
@@ -39,8 +38,7 @@ async def test_an_answer_is_what_its_documentation_says_and_nothing_beside(query
 
 
 @on_a_loop
-async def test_top_k_is_by_default_the_smaller_of_five_and_the_classes() -> None:
-    service = app()
+async def test_top_k_is_by_default_the_smaller_of_five_and_the_classes(service: App) -> None:
     config = model_info().config.model_copy(update={"num_classes": 3})
     service.engine.info = model_info(config=config)
     assert len((await service.classify()).json["predictions"]) == 3
@@ -48,8 +46,7 @@ async def test_top_k_is_by_default_the_smaller_of_five_and_the_classes() -> None
 
 
 @on_a_loop
-async def test_attention_comes_with_the_answer_when_asked() -> None:
-    service = app()
+async def test_attention_comes_with_the_answer_when_asked(service: App) -> None:
     attention = (await service.classify(png(1), query="attention=true")).json["attention"]
     assert set(attention) == {"url", "grid", "method", "layer", "head", "values", "kept_mass", "region"}
     assert (attention["grid"], attention["layer"], attention["head"]) == ([2, 2], 2, "mean")
@@ -62,8 +59,7 @@ async def test_attention_comes_with_the_answer_when_asked() -> None:
 
 
 @on_a_loop
-async def test_relevance_of_the_best_class_comes_with_the_answer_when_asked() -> None:
-    service = app()
+async def test_relevance_of_the_best_class_comes_with_the_answer_when_asked(service: App) -> None:
     document = (await service.classify(png(1), query="attention=relevance")).json
     attention, best = document["attention"], document["predictions"][0]
     facts = {"score", "evidence"}
@@ -76,8 +72,7 @@ async def test_relevance_of_the_best_class_comes_with_the_answer_when_asked() ->
 
 
 @on_a_loop
-async def test_a_model_without_relevance_says_which_maps_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    service = app()
+async def test_a_model_without_relevance_says_which_maps_it_has(service: App, monkeypatch: pytest.MonkeyPatch) -> None:
     config = model_info().config.model_copy(update={"norm_order": "post"})
     monkeypatch.setattr(service.engine, "info", replace(model_info(), config=config))
     refused = await service.classify(png(1), query="attention=relevance")
@@ -106,8 +101,9 @@ async def test_an_embedding_comes_with_the_answer_when_asked() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_the_engines_errors_are_answered_as_the_table_says(error: Exception, status: int, code: str) -> None:
-    service = app()
+async def test_the_engines_errors_are_answered_as_the_table_says(
+    service: App, error: Exception, status: int, code: str
+) -> None:
     service.engine.error = error
     response = await service.classify()
     assert (response.status, response.code) == (status, code)

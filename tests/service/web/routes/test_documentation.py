@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from tests.service.fakes import on_a_loop
-from tests.service.web.apps import app
+from tests.service.web.apps import App, app
 
 
 @on_a_loop
-async def test_pages_and_documentation_are_there() -> None:
-    service = app()
+async def test_pages_and_documentation_are_there(service: App) -> None:
     for path in ("/", "/docs"):
         response = await service.get(path)
         assert (response.status, response.headers["content-type"]) == (200, "text/html; charset=utf-8")
@@ -155,9 +154,10 @@ async def test_the_page_and_its_files_come_from_here_and_are_open_and_fresh() ->
         ("gzip; q=0.000, br", False),
     ],
 )
-async def test_large_files_are_compressed_for_those_who_accept_it(path: str, accepted: str, compressed: bool) -> None:
+async def test_large_files_are_compressed_for_those_who_accept_it(
+    service: App, path: str, accepted: str, compressed: bool
+) -> None:
     """Who reads slowly would be disconnected: an answer as large as the bundle counts against a limit."""
-    service = app()
     plain = await service.get(path)
     file = await service.get(path, **{"accept-encoding": accepted})
     assert (file.status, file.headers["content-type"]) == (200, plain.headers["content-type"])

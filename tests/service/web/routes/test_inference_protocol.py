@@ -128,8 +128,7 @@ async def test_a_bad_embedding_names_its_parameter(parameters: dict[str, Any]) -
 
 
 @on_a_loop
-async def test_metadata_configuration_and_statistics_describe_the_model() -> None:
-    service = app()
+async def test_metadata_configuration_and_statistics_describe_the_model(service: App) -> None:
     server = (await service.get("/v2")).json
     assert server["name"] == "vitserve"
     assert "binary_tensor_data" in server["extensions"]
@@ -153,8 +152,7 @@ async def test_metadata_configuration_and_statistics_describe_the_model() -> Non
 
 
 @on_a_loop
-async def test_health_follows_the_engine_and_the_drain() -> None:
-    service = app()
+async def test_health_follows_the_engine_and_the_drain(service: App) -> None:
     paths = ("/v2/health/ready", "/v2/models/fake/ready")
     assert [(await service.get(path)).status for path in paths] == [200, 200]
     service.engine.state = "failed"
@@ -205,9 +203,8 @@ PIXELS = {"name": "pixels", "datatype": "UINT8", "shape": [1, SIZE, SIZE, 3]}
     ],
 )
 async def test_what_the_protocol_or_the_model_has_not_is_refused_in_its_own_form(
-    request_: dict[str, Any], status: int, words: str
+    request_: dict[str, Any], status: int, words: str, service: App
 ) -> None:
-    service = app()
     response = await post(service, json.dumps(request_).encode())
     assert response.headers["content-type"] == "application/json"
     assert list(response.json) == ["error"]
