@@ -17,6 +17,7 @@ from model.data.datasets import open_evaluation_set
 from model.data.pictures import PictureFiles
 from model.runtime.predictor import Predictor
 from tests.model.evaluation.scores import predict_scores
+from tests.model.images.pictures import encode
 
 pytestmark = pytest.mark.timeout(400)  # fifteen hundred pictures are made and answered before the first test
 
@@ -40,12 +41,9 @@ def as_sent(files: PictureFiles, *, turned: bool) -> PictureFiles:
     def read(number: int) -> bytes:
         picture = Image.open(io.BytesIO(files.read(number))).convert("RGB")
         picture = picture.resize((SIDE, SIDE), Image.Resampling.BICUBIC)
-        exif, buffer = Image.Exif(), io.BytesIO()
-        if turned:
-            exif[274] = tuple(STORED_AS)[number % len(STORED_AS)]
-            picture = picture.transpose(STORED_AS[exif[274]])
-        picture.save(buffer, "JPEG", quality=85, exif=exif)
-        return buffer.getvalue()
+        orientation = tuple(STORED_AS)[number % len(STORED_AS)] if turned else None
+        stored = picture.transpose(STORED_AS[orientation]) if orientation else picture
+        return encode(stored, "JPEG", orientation, quality=85)
 
     return replace(files, read=read)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from pathlib import Path
 
 import pytest
@@ -48,16 +47,6 @@ def test_the_generator_counts_answers_refusals_and_closed_connections(tmp_path):
     assert len(seen) >= opened.rate * 0.3 + opened.refused + opened.broken > 3
     assert all(load.p50 <= load.p99 <= load.max and load.refused and load.broken for load in (opened, closed))
     assert all(head.startswith(b"POST /classify HTTP/1.1\r\n") for head in seen)
-
-
-def test_without_a_server_every_request_is_broken(tmp_path):
-    picture = tmp_path / "a.jpg"
-    picture.write_bytes(b"picture")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        found = Loader([picture], OURS).open(f"http://127.0.0.1:{probe.getsockname()[1]}", rate=50, seconds=0.2)
-    assert found.rate == 0
-    assert found.broken >= 1
 
 
 def test_a_record_says_where_on_what_and_how_and_is_continued(tmp_path):
@@ -108,16 +97,3 @@ def test_the_gpus_script_runs_in_tiny_form_on_a_cpu(tmp_path: Path, monkeypatch:
     assert set(found["sweep"]["ours"]) == {"2", "4"}
     assert found["engine"]["with relevance / ours"] > 0
     assert found["engine"]["engine process / ours resident"] > 0
-
-
-def test_the_kits_resize_goes_beside_the_code_that_lacks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kit, images = tmp_path / "kit", tmp_path / "model" / "images"
-    kit.mkdir()
-    images.mkdir(parents=True)
-    (kit / "_resample.abi3.so").write_text("of the kit")
-    monkeypatch.setattr(gpu, "REPOSITORY", tmp_path)
-    gpu.environment_of_steps(kit, tmp_path)
-    assert (images / "_resample.abi3.so").read_text() == "of the kit"
-    (images / "_resample.abi3.so").write_text("its own")
-    gpu.environment_of_steps(kit, tmp_path)
-    assert (images / "_resample.abi3.so").read_text() == "its own"

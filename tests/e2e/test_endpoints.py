@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from typing import Any
@@ -12,6 +11,7 @@ from PIL import Image
 
 from tests.e2e.serving import CHECKPOINT_NAME, LABELS, LOG_LINE, Pictures, Serve, Served, problem
 from tests.launcher import until
+from tests.model.images.pictures import encode
 
 pytestmark = pytest.mark.timeout(180)  # servers start and end
 
@@ -28,9 +28,7 @@ def files(*pictures: bytes) -> Files:
 
 
 def png(width: int, height: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("L", (width, height)).save(buffer, "PNG")
-    return buffer.getvalue()
+    return encode(Image.new("L", (width, height)), "PNG")
 
 
 def test_a_picture_is_classified_in_every_form_of_body(server: Served, pictures: Pictures) -> None:

@@ -14,7 +14,6 @@ import pytest
 
 from tests.e2e.serving import Pictures, Raw, Serve, Served, client, problem, together
 from tests.launcher import until
-from vitserve.client import Client
 
 pytestmark = pytest.mark.timeout(180)  # servers start and end
 
@@ -84,24 +83,6 @@ def test_who_has_a_place_is_answered_while_others_are_refused(holding: Served, p
             pictures.check(0, document)
             assert document["batch_size"] == MAX_BATCH
     assert holding.metric("vit_rejected_total", reason="queue_full") == refused + 1
-
-
-def test_the_client_comes_back_after_a_refusal_and_is_answered(holding: Served, pictures: Pictures) -> None:
-    pauses: list[float] = []
-    with waiting(holding, pictures.files[0], MAX_BATCH - 1) as callers:
-
-        def pause(seconds: float) -> None:
-            pauses.append(seconds)
-            for caller in callers:
-                caller.socket.close()
-            until(holding.idle)
-
-        with Client(holding.url, sleep=pause) as asking:
-            results = asking.classify_batch(pictures.files[:MAX_BATCH]).results
-    assert len(pauses) == 1
-    assert pauses[0] >= 1, "Retry-After"
-    for index, result in enumerate(results):
-        pictures.check(index, result.model_dump())
 
 
 def test_an_image_whose_time_is_up_is_504_and_a_body_that_never_comes_408(holding: Served, pictures: Pictures) -> None:

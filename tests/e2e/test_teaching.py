@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from service.cli.main import main
 from tests.e2e.checkpoints import write_checkpoint
 from tests.e2e.serving import CHECKPOINT_NAME, LABELS, SIZE, Pictures, Serve, Served, client
 from tests.launcher import until
+from tests.model.images.pictures import encode
 
 pytestmark = pytest.mark.timeout(120)  # several servers start
 
@@ -29,9 +29,7 @@ ADMIN = {"Authorization": "Bearer admin-key"}
 def picture(colour: tuple[int, int, int], seed: int) -> bytes:
     """A picture of about one colour."""
     noise = np.random.default_rng(seed).normal(scale=12, size=(SIZE, SIZE, 3))
-    file = io.BytesIO()
-    Image.fromarray((np.array(colour) + noise).clip(0, 255).astype(np.uint8)).save(file, "PNG")
-    return file.getvalue()
+    return encode(Image.fromarray((np.array(colour) + noise).clip(0, 255).astype(np.uint8)), "PNG")
 
 
 def teach(

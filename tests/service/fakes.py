@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import math
 import threading
 import time
@@ -33,6 +32,7 @@ from service.models.model import LocalModel
 from service.models.models import LocalModels, Models, Version
 from service.settings import load_settings
 from service.web.image_stores import MemoryImageStore
+from tests.model.images.pictures import encode
 
 PATIENCE = 30.0
 """Seconds after which a test gives up; nothing ever waits this long when the code is right."""
@@ -149,9 +149,7 @@ def pixels(red: int) -> NDArray[np.uint8]:
 
 def png(red: int, size: tuple[int, int] = (SIZE, SIZE)) -> bytes:
     """The same as a file."""
-    buffer = io.BytesIO()
-    Image.new("RGB", size, (red, 0, 0)).save(buffer, "PNG")
-    return buffer.getvalue()
+    return encode(Image.new("RGB", size, (red, 0, 0)), "PNG")
 
 
 def expected_indices(red: int, top_k: int) -> list[int]:

@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from model.images.decode import decode
+from tests.model.images.pictures import encode
 from vitserve.client import (
     AsyncClient,
     Client,
@@ -133,12 +134,10 @@ def test_a_pil_image_is_sent_as_png(call: Call, mode: str) -> None:
 
 
 def test_a_pil_image_lies_as_its_file_does(call: Call) -> None:
-    exif, file = Image.Exif(), io.BytesIO()
-    exif[0x0112] = 6  # a quarter turn
-    Image.fromarray(RGB).save(file, "PNG", exif=exif)
+    file = encode(Image.fromarray(RGB), "PNG", 6)  # a quarter turn
     server = Recorder(200, json=CAT)
-    call(server, "classify", Image.open(file))
-    expected, sent = (decode(data, max_pixels=1000) for data in (file.getvalue(), server.request.content))
+    call(server, "classify", Image.open(io.BytesIO(file)))
+    expected, sent = (decode(data, max_pixels=1000) for data in (file, server.request.content))
     assert expected.orientation == sent.orientation == 6
     np.testing.assert_array_equal(np.asarray(expected.image), np.asarray(sent.image))
 

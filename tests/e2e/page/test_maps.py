@@ -18,6 +18,7 @@ from tests.e2e.page.browser import Page, Tab, expect
 from tests.e2e.page.steps import DOG, answers, choose, map_shown, open_choices, pixels
 from tests.e2e.serving import Served
 from tests.launcher import PATIENCE
+from tests.model.images.pictures import encode
 
 pytestmark = pytest.mark.timeout(180)  # a server and a browser start
 
@@ -25,13 +26,12 @@ pytestmark = pytest.mark.timeout(180)  # a server and a browser start
 def test_a_large_picture_is_sent_smaller_if_it_may_and_its_map_lies_where_it_belongs(
     page: Page, found: Tab, server: Served, tmp_path: Path
 ) -> None:
-    exif, buffer, photo = Image.Exif(), io.BytesIO(), tmp_path / "photo.jpg"
-    exif[0x0112] = 6  # a quarter turn
+    photo, quarter_turn = tmp_path / "photo.jpg", 6
     with Image.open(DOG) as picture:
         lying = picture.resize((900, 1200)).transpose(Image.Transpose.ROTATE_90)
-    lying.save(photo, quality=100, exif=exif)
-    lying.save(buffer, "JPEG", quality=50, exif=exif)
-    assert photo.stat().st_size > 200_000 > len(buffer.getvalue())  # what the server takes
+    photo.write_bytes(encode(lying, "JPEG", quarter_turn, quality=100))
+    smaller = encode(lying, "JPEG", quarter_turn, quality=50)
+    assert photo.stat().st_size > 200_000 > len(smaller)  # what the server takes
     found.refusals_expected = True
     choose(page, photo)
     expect(page.get_by_role("alert")).to_contain_text("larger than the service accepts")
@@ -44,7 +44,7 @@ def test_a_large_picture_is_sent_smaller_if_it_may_and_its_map_lies_where_it_bel
     with page.expect_download() as saved:
         page.get_by_role("button", name="Download JSON").click()
     document = json.loads(Path(saved.value.path()).read_text())
-    expected = server.classify(buffer.getvalue(), "attention=true").json()["attention"]["region"]
+    expected = server.classify(smaller, "attention=true").json()["attention"]["region"]
     for map_ in (document["classification"]["attention"], *document["maps"]):
         assert map_["region"] == {name: pytest.approx(value, abs=8) for name, value in expected.items()}
 
@@ -204,11 +204,10 @@ def test_a_label_is_clicked_and_its_map_is_drawn_beside_that_of_another(page: Pa
 
 
 def test_the_map_lies_where_the_model_looked_on_the_original(page: Page, server: Served) -> None:
-    wide = io.BytesIO()
     with Image.open(DOG) as picture:
-        picture.resize((600, 100)).save(wide, "JPEG")
-    region = server.client.post("/attention?format=json", content=wide.getvalue()).json()["region"]
-    choose(page, {"name": "wide.jpg", "mimeType": "image/jpeg", "buffer": wide.getvalue()})
+        wide = encode(picture.resize((600, 100)), "JPEG")
+    region = server.client.post("/attention?format=json", content=wide).json()["region"]
+    choose(page, {"name": "wide.jpg", "mimeType": "image/jpeg", "buffer": wide})
     map_shown(page)
     heat = pixels(page, ".heat")
     rows, across = heat.shape[:2]

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
@@ -17,6 +16,7 @@ from PIL import Image
 
 from model.checkpoint import BUNDLED
 from tests.e2e.page.browser import Browser, Page, Route, Tab, expect, tab
+from tests.e2e.page.conftest import serving
 from tests.e2e.page.steps import CAT, DOG, PHONE, Open, answers, choose, map_shown, open_choices, pixels, send_event
 from tests.e2e.serving import Served
 from tests.launcher import until
@@ -34,16 +34,9 @@ def models_server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) ->
     (folder / "german.txt").write_text("\n".join(GERMAN))
     for name, setting in (("english", ""), ("german", 'labels = "german.txt"'), ("large", "image_size = 48")):
         (folder / f"{name}.toml").write_text(f'checkpoint = "{BUNDLED}"\n{setting}\n')
-    settings: dict[str, Any] = {
-        "models": folder,
-        "admin_key": "admin",
-        "checkpoint_folder": BUNDLED.parent,
-        "request_timeout": 60,
-    }
-    served = Served(folder / "server.log", warm=True, device="cpu", compile="off", max_batch=4, **settings)
-    until(lambda: all(each["state"] == "ready" for each in served.get("/models").json()))
-    yield served
-    served.kill()
+    with serving(folder, models=folder, admin_key="admin", checkpoint_folder=BUNDLED.parent) as served:
+        until(lambda: all(each["state"] == "ready" for each in served.get("/models").json()))
+        yield served
 
 
 @pytest.fixture

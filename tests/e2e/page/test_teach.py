@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -15,9 +14,11 @@ from PIL import Image
 
 from model.checkpoint import BUNDLED
 from tests.e2e.page.browser import Browser, Page, Tab, expect, tab
+from tests.e2e.page.conftest import serving
 from tests.e2e.page.steps import CAT, DOG, PHONE, Open, answers, choose, send_event
 from tests.e2e.serving import Served
 from tests.launcher import until
+from tests.model.images.pictures import encode
 
 MODEL = "vit-cifar10"
 
@@ -28,22 +29,18 @@ pytestmark = pytest.mark.timeout(180)  # a server and a browser start
 def teaching(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Serves the bundled model, and learns."""
     folder = tmp_path_factory.mktemp("teaching")
-    options: dict[str, Any] = {"checkpoint": "bundled", "device": "cpu", "compile": "off", "request_timeout": 60}
-    served = Served(folder / "server.log", warm=True, teach=folder / "taught", **options)
-    yield served
-    served.kill()
+    with serving(folder, checkpoint="bundled", teach=folder / "taught") as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
 def keyed(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Serves the bundled model behind a key, and learns."""
     folder = tmp_path_factory.mktemp("keyed")
-    options: dict[str, Any] = {"checkpoint": "bundled", "device": "cpu", "compile": "off", "request_timeout": 60}
-    options |= {"api_keys": "own", "admin_key": "admin", "metrics_public": True}
-    served = Served(folder / "server.log", warm=True, teach=folder / "taught", **options)
-    until(lambda: served.get("/readyz").status_code == 200)
-    yield served
-    served.kill()
+    options: dict[str, Any] = {"api_keys": "own", "admin_key": "admin", "metrics_public": True}
+    with serving(folder, checkpoint="bundled", teach=folder / "taught", **options) as served:
+        until(lambda: served.get("/readyz").status_code == 200)
+        yield served
 
 
 @pytest.fixture
@@ -64,10 +61,8 @@ def parts(source: Path, count: int, seed: int = 0) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         for number in range(count):
             left, top = (int(random.integers(0, length - side + 1)) for length in photo.size)
-            file = io.BytesIO()
-            photo.crop((left, top, left + side, top + side)).save(file, "JPEG")
-            name = f"{source.stem}-{number}.jpg"
-            found.append({"name": name, "mimeType": "image/jpeg", "buffer": file.getvalue()})
+            file = encode(photo.crop((left, top, left + side, top + side)), "JPEG")
+            found.append({"name": f"{source.stem}-{number}.jpg", "mimeType": "image/jpeg", "buffer": file})
         return found
 
 
@@ -170,9 +165,7 @@ def test_a_new_head_is_of_the_model_that_is_chosen(browser: Browser, tmp_path: P
     models.mkdir()
     for name, setting in (("english", ""), ("large", "image_size = 48")):
         (models / f"{name}.toml").write_text(f'checkpoint = "{BUNDLED}"\n{setting}\n')
-    options: dict[str, Any] = {"models": models, "device": "cpu", "compile": "off", "request_timeout": 60}
-    server = Served(tmp_path / "server.log", warm=True, teach=tmp_path / "taught", **options)
-    try:
+    with serving(tmp_path, models=models, teach=tmp_path / "taught") as server:
         until(lambda: all(each["state"] == "ready" for each in server.get("/models").json()))
         with tab(browser, f"{server.url}/") as found:
             page = found.page
@@ -190,8 +183,6 @@ def test_a_new_head_is_of_the_model_that_is_chosen(browser: Browser, tmp_path: P
             give(page, "cat", parts(CAT, 2))
             expect(page.locator("#labels-list li")).to_contain_text("2 pictures")
         assert [server.get(f"/heads/{head}").json()["model"] for head in ("mine", "by-pictures")] == ["large", "large"]
-    finally:
-        server.kill()
 
 
 def test_a_name_that_no_head_can_have_is_told_when_it_is_typed(page: Page) -> None:

@@ -172,16 +172,6 @@ def test_a_model_of_two_channels_is_refused():
         preprocess(encode(scene(), "PNG"), config(channels=2))
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_bytes_bytearray_and_memoryview_are_alike(name):
-    data, wanted = encode(scene(), name), config()
-
-    pixels = preprocess(data, wanted)
-
-    assert np.array_equal(pixels, preprocess(bytearray(data), wanted))
-    assert np.array_equal(pixels, preprocess(memoryview(data), wanted))
-
-
 def test_threads_do_not_disturb_one_another():
     wanted = config((48, 48), (56, 56))
     files = [encode(noise(90 + n, 70, seed=n), ("PNG", "JPEG", "WEBP", "TIFF", "GIF")[n % 5]) for n in range(20)]

@@ -6,13 +6,13 @@ import functools
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from model.errors import ImageError
 from model.images.decode import decode
-from model.images.preprocess import min_decoded_size, preprocess, resized_size
+from model.images.preprocess import preprocess
 from tests.model.images.pictures import config, difference, encode, noise, scene
 
 
@@ -67,27 +67,6 @@ class TestScaledDecode:
         scaled, full = preprocess(data, wanted), preprocess(data, wanted, scaled_decode=False)
 
         assert difference(scaled, full) <= 6
-
-    @settings(max_examples=150, deadline=None)
-    @given(st.integers(1, 900), st.integers(1, 900), st.integers(1, 40), st.integers(1, 40), st.integers(0, 8),
-           st.sampled_from(("squash", "shortest_edge", "border")), st.sampled_from((1, 6)), st.booleans())  # fmt: skip
-    @example(512, 512, 32, 32, 0, "squash", 1, False)
-    @example(511, 512, 32, 32, 0, "squash", 1, False)
-    @example(1, 900, 1, 1, 0, "shortest_edge", 6, True)
-    def test_twice_the_target_is_left_and_the_next_scale_would_leave_less(
-        self, width, height, rows, columns, more, resize, orientation, progressive
-    ):
-        wanted = config((rows, columns), (rows + more, columns + more), resize=resize)
-        data = encode(Image.new("L", (width, height), 99), "JPEG", orientation, progressive=progressive)
-        picture = decode(data, max_pixels=10**6, min_size=min_decoded_size(wanted))
-
-        upright = (height, width) if orientation == 6 else (width, height)
-        enough = [2 * side for side in resized_size(*upright, wanted)][:: -1 if orientation == 6 else 1]
-        assert picture.image.size == (-(-width // picture.scale), -(-height // picture.scale))
-        if picture.scale > 1:
-            assert picture.image.width >= enough[0] and picture.image.height >= enough[1]
-        if picture.scale < 8:
-            assert width < 2 * picture.scale * enough[0] or height < 2 * picture.scale * enough[1]
 
     @settings(max_examples=150, deadline=None)
     @given(st.data(), st.sampled_from(("baseline", "progressive", "grey", "cmyk", "restarts", "progressive restarts")))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 import weakref
 from typing import Any, cast
 
@@ -100,36 +99,6 @@ async def test_a_failed_load_names_the_device_where_there_may_be_several(
     await failed.wait()
     await model.close()
     assert [record.message for record in caplog.records] == [line]
-
-
-@on_a_loop
-async def test_a_failed_warm_up_is_a_failed_load(running: Running) -> None:
-    class Cold(FakePredictor):
-        def warm_up(self) -> None:
-            raise DeviceError("cpu: the model does not run")
-
-    async with running(Cold(), ready=False) as rig:
-        await rig.until_state("failed")
-        assert rig.engine.status.reason == "cpu: the model does not run"
-
-
-@on_a_loop
-async def test_nothing_is_accepted_before_load_and_warm_up_are_done(running: Running) -> None:
-    loading = threading.Event()
-    predictor = FakePredictor()
-
-    def load() -> tuple[FakePredictor, ModelInfo]:
-        assert loading.wait(PATIENCE)
-        return predictor, model_info()
-
-    async with running(predictor, load=load, ready=False) as rig:
-        assert rig.engine.status.state == "loading"
-        with pytest.raises(EngineUnavailable, match="loading"):
-            await rig.ask(1)
-        loading.set()
-        await rig.until_state("ready")
-        assert predictor.warm_ups == 1
-        await rig.ask(1)
 
 
 @on_a_loop

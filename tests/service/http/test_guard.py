@@ -71,15 +71,6 @@ async def test_a_small_answer_is_one_packet() -> None:
 
 
 @on_a_loop
-async def test_a_picture_sent_byte_by_byte_is_answered() -> None:
-    async with listening() as server, server.connect() as connection:
-        for byte in post(png(7)):
-            await connection.send(bytes([byte]))
-        answer = await connection.answer()
-    assert json.loads(answer.body)["predictions"][0]["index"] == 7
-
-
-@on_a_loop
 async def test_pipelined_requests_are_answered_in_their_order_and_few_are_parsed_ahead() -> None:
     async with listening() as server, server.connect() as connection:
         server.app.engine.gate.clear()
