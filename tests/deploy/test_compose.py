@@ -13,20 +13,14 @@ from typing import Any
 import pytest
 
 from service.settings import ENV_PREFIX, Settings
-from tests.strict_yaml import load_documents
+from tests.strict_yaml import load_document, load_documents
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def load(name: str) -> dict[str, Any]:
-    document: dict[str, Any]
-    (document,) = load_documents(REPOSITORY / name)
-    return document
-
-
-BASE = load("docker-compose.yml")
-GPU = load("docker-compose.override.yml")
-CPU = load("docker-compose.cpu.yml")
+BASE = load_document(REPOSITORY / "docker-compose.yml")
+GPU = load_document(REPOSITORY / "docker-compose.override.yml")
+CPU = load_document(REPOSITORY / "docker-compose.cpu.yml")
 
 
 def default(value: str) -> str:
@@ -132,7 +126,7 @@ def test_caches_are_in_the_volume():
 
 
 def test_prometheus_scrapes_the_service_where_it_listens():
-    config = load("deploy/prometheus/prometheus.yml")
+    config = load_document(REPOSITORY / "deploy/prometheus/prometheus.yml")
     (job,) = config["scrape_configs"]
     (static,) = job["static_configs"]
     host, port = static["targets"][0].split(":")

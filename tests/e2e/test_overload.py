@@ -47,18 +47,6 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @contextmanager
-def unfinished(server: Served, picture: bytes, count: int) -> Iterator[list[Raw]]:
-    """`count` callers whose bodies are not complete."""
-    until(server.idle)
-    with ExitStack() as stack:
-        callers = [stack.enter_context(server.raw()) for _ in range(count)]
-        for caller in callers:
-            caller.post(picture, sent=20)
-        until(lambda: server.metric("vit_inflight_requests") == count)
-        yield callers
-
-
-@contextmanager
 def waiting(server: Served, picture: bytes, count: int) -> Iterator[list[Raw]]:
     """`count` callers whose images wait for others in their batch: each holds a place."""
     until(server.idle)
@@ -87,7 +75,10 @@ def test_who_has_a_place_is_answered_while_others_are_refused(holding: Served, p
 
 def test_an_image_whose_time_is_up_is_504_and_a_body_that_never_comes_408(holding: Served, pictures: Pictures) -> None:
     launched = holding.metric("vit_batch_size_sum")
-    with unfinished(holding, pictures.files[0], 1) as [caller]:
+    until(holding.idle)
+    with holding.raw() as caller:
+        caller.post(pictures.files[0], sent=20)
+        until(lambda: holding.metric("vit_inflight_requests") == 1)
         assert problem(holding.classify(pictures.files[1])) == (504, "deadline_exceeded")
         assert caller.problem() == (408, "request_timeout")
     assert holding.metric("vit_batch_size_sum") == launched

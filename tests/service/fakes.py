@@ -60,6 +60,12 @@ def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
     return run
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
 def start(model: LocalModel, on_change: Callable[[], None]) -> None:
     """Begin to load a model on its own."""
     model.on_change = on_change
@@ -276,20 +282,14 @@ class Rig:
         return task
 
     async def until_queued(self, count: int) -> None:
-        async with asyncio.timeout(PATIENCE):
-            while self.engine.status.queue_depth != count:
-                await asyncio.sleep(0.001)
+        await until(lambda: self.engine.status.queue_depth == count)
 
     async def until_ready(self) -> None:
-        async with asyncio.timeout(PATIENCE):
-            while not self.engine.ready:
-                assert self.engine.status.state != "failed", self.engine.status.reason
-                await asyncio.sleep(0.001)
+        await until(lambda: self.engine.ready or self.engine.status.state == "failed")
+        assert self.engine.ready, self.engine.status.reason
 
     async def until_state(self, state: str) -> None:
-        async with asyncio.timeout(PATIENCE):
-            while self.engine.status.state != state:
-                await asyncio.sleep(0.001)
+        await until(lambda: self.engine.status.state == state)
 
 
 def local_models(make: Callable[[Any], Any], **versions: Version) -> LocalModels:

@@ -34,8 +34,3 @@ def test_each_image_keeps_its_own_choice_and_no_patch_is_preferred() -> None:
     counts = kept.flatten().bincount(minlength=16)
     assert counts.min() > 1850
     assert counts.max() < 2150
-
-
-def test_dropping_nothing_returns_the_input() -> None:
-    x = numbered(2, 1, 16)
-    assert drop_patches(x, 0.0, 1) is x

@@ -15,7 +15,7 @@ from service.engine.messages import ModelInfo
 from service.errors import EngineUnavailable
 from service.models.model import LocalModel
 from tests.service.engine.conftest import Running
-from tests.service.fakes import PATIENCE, FakePredictor, expected_indices, model_info, on_a_loop, start
+from tests.service.fakes import PATIENCE, FakePredictor, expected_indices, model_info, on_a_loop, start, until
 
 
 @on_a_loop
@@ -111,9 +111,8 @@ async def test_an_engine_that_compiles_says_what_readiness_waits_for(running: Ru
 
     predictor = Compiling()
     predictor.gate.clear()
-    async with running(predictor, ready=False) as rig, asyncio.timeout(PATIENCE):
-        while "the model is compiled, which takes minutes" not in rig.engine.status.reason:
-            await asyncio.sleep(0.01)
+    async with running(predictor, ready=False) as rig:
+        await until(lambda: "the model is compiled, which takes minutes" in rig.engine.status.reason)
         assert rig.engine.status.state == "loading"
         predictor.gate.set()
         await rig.until_state("ready")

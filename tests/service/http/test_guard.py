@@ -14,11 +14,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from service.http import DISCARDED_BYTES, HEAD_SECONDS, STALL_SECONDS
-from tests.service.fakes import on_a_loop, png
+from tests.service.fakes import on_a_loop, png, until
 from tests.service.http.listening import GET, Connection, Listening, listening, post
 from tests.service.http.raw_forms import FORMS
 from tests.service.http.wire import Wire
-from tests.service.web.apps import service_in, until
+from tests.service.web.apps import service_in
 
 HALF_A_HEAD = b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: "
 OFFER = FORMS["an offer of h2c with a body"].sent

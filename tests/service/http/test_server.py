@@ -16,9 +16,9 @@ import pytest
 from service import http
 from service.http import Server, connection_limit
 from service.lifecycle import Terminal, stop_signals
-from tests.service.fakes import on_a_loop, png
+from tests.service.fakes import on_a_loop, png, until
 from tests.service.http.listening import Connection, post
-from tests.service.web.apps import App, app, until
+from tests.service.web.apps import App, app
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 

@@ -12,8 +12,8 @@ from service.settings import load_settings
 from service.web import app as app_module
 from service.web import middleware
 from service.web.problems import CODES
-from tests.service.fakes import SIZE, on_a_loop, png
-from tests.service.web.apps import App, Clock, app, form, kept, service_in, settle, until
+from tests.service.fakes import SIZE, on_a_loop, png, until
+from tests.service.web.apps import App, Clock, app, form, kept, service_in, settle
 
 
 @on_a_loop
@@ -80,10 +80,11 @@ async def test_a_request_takes_as_long_in_its_answer_its_log_line_and_the_metric
         await until(lambda: service.engine.waiting == 1)
         clock.now += 1.234567
         service.engine.gate.set()
-        timings = (await running).json["timings_ms"]
+        answer = await running
+    timings = answer.json["timings_ms"]
     assert (timings["queue"], timings["inference"], timings["total"]) == (1, 2, 1234.57)
     [line] = [record.getMessage() for record in caplog.records if record.name == "service.web.middleware"]
-    assert line.startswith("POST /classify 200 1234.6 ms ")
+    assert line == f"POST /classify 200 1234.6 ms {answer.headers['x-request-id']}"
     taken = service.metric("vit_request_duration_seconds_sum", endpoint="/classify")
     assert taken == pytest.approx(1.234567)
 

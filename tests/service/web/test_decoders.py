@@ -32,8 +32,8 @@ from service.web import decoders as module
 from service.web.decoders import Decoders
 from service.web.lanes import Deadline
 from tests.model.images.pictures import FORMATS, black_png, config, encode, noise, scene
-from tests.service.fakes import on_a_loop
-from tests.service.web.apps import App, form, until
+from tests.service.fakes import on_a_loop, until
+from tests.service.web.apps import App, form
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -117,14 +117,6 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 
 
 @on_a_loop
-async def test_a_request_is_one_line_with_its_id(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    response = await app().classify()
-    [line] = lines(caplog)
-    assert re.fullmatch(rf"POST /classify 200 [\d.]+ ms {response.headers['x-request-id']}", line.getMessage())
-
-
-@on_a_loop
 async def test_probes_are_logged_for_debugging_only(service: App, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     for path in ("/healthz", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready"):

@@ -10,8 +10,8 @@ import pytest
 from service.errors import QueueFull, ReceivingFull
 from service.web.admission import MIN_BODY_RATE as RATE
 from service.web.admission import Body, Receiving
-from tests.service.fakes import on_a_loop, png
-from tests.service.web.apps import Clock, app, budget_of, form, service_in, until
+from tests.service.fakes import on_a_loop, png, until
+from tests.service.web.apps import Clock, app, budget_of, form, service_in
 
 
 class Bodies:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests.model.images.pictures import encode, noise
-from tests.service.fakes import on_a_loop
-from tests.service.web.apps import App, app, budget_of, form, until
+from tests.service.fakes import on_a_loop, until
+from tests.service.web.apps import App, app, budget_of, form
 from tests.service.web.grpc.caller import calling, raw
 
 NO_PICTURE = bytes(5 << 20)

@@ -19,8 +19,8 @@ from service.web.grpc import calls
 from service.web.grpc import open_inference_pb2 as messages
 from service.web.grpc.calls import STATUS_CODES
 from service.web.problems import TABLE
-from tests.service.fakes import CLASSES, PATIENCE, SIZE, expected_indices, on_a_loop, pixels, png
-from tests.service.web.apps import service_in, settle, until
+from tests.service.fakes import CLASSES, PATIENCE, SIZE, expected_indices, on_a_loop, pixels, png, until
+from tests.service.web.apps import service_in, settle
 from tests.service.web.grpc.caller import arrays, calling, image, number, raw
 
 Code = grpc.StatusCode

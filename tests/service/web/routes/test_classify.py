@@ -14,22 +14,6 @@ from vitserve.documents import Classification
 
 
 @on_a_loop
-async def test_a_picture_gets_its_labels_in_both_forms(service: App) -> None:
-    raw = await service.classify(png(7))
-    multipart = await service.request("POST", "/classify", **form(png(7)))
-    for response in (raw, multipart):
-        assert response.status == 200
-        assert response.headers["content-type"] == "application/json"
-        document = response.json
-        assert set(document) == {"id", "model", "predictions", "timings_ms", "batch_size"}
-        assert document["model"] == "fake"
-        assert [p["index"] for p in document["predictions"]] == expected_indices(7, 5)
-        assert document["predictions"][0] == {"label": "label 7", "index": 7, "score": 0.5}
-        assert set(document["timings_ms"]) == {"decode", "queue", "inference", "total"}
-        assert document["batch_size"] == 1
-
-
-@on_a_loop
 @pytest.mark.parametrize("query", ["", "top_k=3&embedding=true", "attention=true", "attention=relevance"])
 async def test_an_answer_is_what_its_documentation_says_and_nothing_beside(query: str) -> None:
     document = (await app().classify(query=query)).json
@@ -157,11 +141,3 @@ async def test_a_batch_takes_its_places_for_all_or_none() -> None:
     assert (response.status, response.code) == (503, "queue_full")
     assert service_in(service).limiter.in_use == 0
     assert len(service.engine.timeouts) == 3
-
-
-@on_a_loop
-async def test_a_batch_of_more_files_than_allowed_is_refused_as_a_whole() -> None:
-    service = app(max_images_per_request=2)
-    response = await service.request("POST", "/classify/batch", **form(*[png(1)] * 3))
-    assert (response.status, response.code) == (413, "too_many_images")
-    assert service.engine.timeouts == []

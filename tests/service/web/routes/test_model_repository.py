@@ -142,10 +142,3 @@ async def test_a_service_that_stops_loads_nothing() -> None:
     service, loaded = swapping()
     service.lifecycle.draining = True
     assert ((await post(service)).status, loaded) == (503, [])
-
-
-@on_a_loop
-@pytest.mark.parametrize("body", [None, {"ready": True}])
-async def test_the_index_lists_the_one_model(body: Any) -> None:
-    answer = await post(app(), "/v2/repository/index", body=body)
-    assert answer.json == [{"name": "fake", "version": "1", "state": "READY", "reason": ""}]

@@ -14,8 +14,8 @@ from service.errors import EngineUnavailable, ModelsFull
 from service.models.model import LocalModel
 from service.models.models import AddedHead
 from service.settings import load_settings
-from tests.service.fakes import FixedModels, model_info, on_a_loop, png
-from tests.service.web.apps import App, form, service_in, until
+from tests.service.fakes import FixedModels, model_info, on_a_loop, png, until
+from tests.service.web.apps import App, form, service_in
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
 
@@ -289,12 +289,6 @@ async def test_with_api_keys_the_admin_key_alone_changes_models(method: str, key
     answer = await service.request(method, "/models/few", headers=headers, body=b'{"checkpoint": "x"}')
     assert answer.status == status or (status is None and answer.status in (200, 204))
     assert len(models.changes) == (status is None)
-
-
-@on_a_loop
-async def test_without_a_key_nobody_changes_models(service: App) -> None:
-    for method in ("PUT", "DELETE"):
-        assert (await service.request(method, "/models/fake", body=b"{}")).code == "forbidden"
 
 
 @on_a_loop
