@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 import tomllib
-from pathlib import Path
 
+from tests.conftest import REPOSITORY
 from tests.strict_yaml import load_document
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def test_the_workflow_runs_ci_with_the_cpu_build_on_the_oldest_python():

@@ -8,15 +8,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from tests.conftest import REPOSITORY
 from tests.stub_server import answering
 
 pytestmark = pytest.mark.timeout(60)  # processes start
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @contextlib.contextmanager
