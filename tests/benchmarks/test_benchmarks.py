@@ -10,14 +10,9 @@ import pytest
 
 from benchmarks import checkpoints, gpu
 from benchmarks.load import Load, Loader
-from benchmarks.peers.__main__ import report
 from benchmarks.record import Record, medians, table
 from benchmarks.reliability import Honest, told_apart
 from benchmarks.servers import OURS
-
-
-def _load(rate: float) -> dict[str, float]:
-    return {"rate": rate, "p50": 5.0, "p99": 10.0, "refused": 0, "broken": 0}
 
 
 def test_the_generator_counts_answers_refusals_and_closed_connections(tmp_path):
@@ -59,14 +54,6 @@ def test_a_record_says_where_on_what_and_how_and_is_continued(tmp_path):
     assert Record(path, dtype="bfloat16", about={}).section("models", "vit32")["rounds"] == [1]
     assert medians([{"rate": 1, "p99": 9}, {"rate": 3, "p99": 7}, {"rate": 2, "p99": 8}]) == {"rate": 2, "p99": 8}
     assert table(("", "a"), [("x", 123.4), ("y", None)]) == "|  | a |\n| --- | ---: |\n| x | 123 |\n| y |  |"
-
-
-def test_peers_are_compared_with_ours_of_the_same_round_and_the_fastest_is_first():
-    rounds = {"mosec, torch": [_load(50), _load(90)], "vitserve, openvino": [_load(100), _load(300)]}
-    text = report({"models": {"vit32": {"rounds": rounds, "top1": {"mosec, torch": "14 of 14 the same"}}}})
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    assert [(row[0], row[2]) for row in rows[2:]] == [("| vitserve, openvino", "1.00"), ("| mosec, torch", "0.40")]
-    assert rows[3][-1] == "14 of 14 the same |"
 
 
 def test_an_answer_that_is_another_pictures_or_of_two_models_is_mixed_up():

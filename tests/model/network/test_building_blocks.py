@@ -12,7 +12,6 @@ from model.checkpoint import load_checkpoint, native
 from model.checkpoint.checkpoint import Checkpoint
 from model.config import SIZES, PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
-from model.insight.summary import summarise
 from model.network.layers.position import (
     sincos2d_position_embedding,
 )
@@ -99,19 +98,6 @@ def test_a_native_folder_gives_back_what_was_written(variant: str, tmp_path: Pat
     torch.testing.assert_close(got.logits, expected.logits, atol=1e-5, rtol=1e-5)
     assert got.attention is not None
     torch.testing.assert_close(got.attention.sum(-1), torch.ones(2, 2, 4), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_summary_says_every_part(variant: str) -> None:
-    config = ViTConfig.model_validate(SMALL.model_dump() | VARIANTS[variant])
-    made = replace(checkpoint(config), notes=("labels: preset imagenet-1k",))
-    rows = summarise(made)
-    wanted = {"family", "input", "tokens", "pooling", "preprocessing", "labels", "parameters", "memory"}
-    assert wanted <= rows.keys()
-    assert rows["parameters"] == f"{count_parameters(made.build()):,}"
-    assert rows["tokens"].startswith(f"{config.tokens}:")
-    assert "imagenet-1k" in rows["notes"]
-    assert all("\n" not in value for value in rows.values())
 
 
 def test_relative_positions_refuse_another_size() -> None:

@@ -258,7 +258,7 @@ async def test_leaving_cancels_the_request_that_is_being_answered() -> None:
 async def test_a_large_body_is_read_whole_however_slowly_the_application_takes_it(framing: str) -> None:
     body = bytes(20_000_000)
     sent = body if "Length" in framing else b"".join(b"4e20\r\n" + bytes(20_000) + b"\r\n" for _ in range(1000))
-    async with listening(max_upload_bytes=30_000_000) as server, server.connect() as connection:
+    async with listening(max_upload_bytes=30_000_000, request_timeout=60) as server, server.connect() as connection:
         sending = asyncio.create_task(
             connection.send(post(sent + b"0\r\n\r\n" * (sent != body), framing, length=False))
         )
