@@ -212,7 +212,7 @@ class Models:
         for folder in folders:
             predictor = predictor_of(folder)
             scores = np.stack([scores_alone(predictor, file) for file in files])
-            self._known[folder.name] = Pictures(files, scores), predictor.checkpoint
+            self._known[folder.name] = Pictures(files, scores), load_checkpoint(str(folder))
 
     def check(self, index: int, document: dict[str, Any]) -> str:
         """The name of the model that an answer is wholly of."""
