@@ -13,6 +13,7 @@ import subprocess
 import sys
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from unittest.mock import patch
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -31,7 +32,8 @@ class ForkedProcess(ForkServerProcess):
     def __init__(self, arguments: tuple[str, ...], environment: dict[str, str], log: Path) -> None:
         super().__init__(daemon=True)
         self._arguments, self._environment, self._log = arguments, environment, log
-        self.start()
+        with patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):  # which torch reads where it is imported
+            self.start()
 
     def run(self) -> None:
         """Be the service."""
