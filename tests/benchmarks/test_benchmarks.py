@@ -1,4 +1,4 @@
-"""The benchmarks measure what they say: the load generator, the comparison of answers, the GPU's script."""
+"""The benchmarks measure what they say: the load generator, records, the comparison of answers, the GPU's script."""
 
 from __future__ import annotations
 
