@@ -17,7 +17,7 @@ from typing import Self
 
 import httpx
 
-from tests.template import ForkedProcess, Template
+from tests.template import ForkedProcess
 
 PATIENCE = 100.0
 """Seconds after which a test gives up, on however busy a machine."""
@@ -27,8 +27,6 @@ _SHOWN = 10_000
 
 _started: list[VitserveProcess] = []
 _reserved: list[socket.socket] = []
-_templates: list[Template] = []
-"""One at most, made at the first start that is warm."""
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -84,10 +82,9 @@ class VitserveProcess:
         self.command = " ".join(("vitserve", *arguments))
         self._log = log
         environment = _environment(settings)
-        template = _template() if warm else None
         with log.open("wb") as out:
-            if template is not None:
-                self.process = template.start(arguments, environment, out)
+            if warm and _read_by_imports() == _READ_BY_IMPORTS:
+                self.process = ForkedProcess(arguments, environment, log)
             else:
                 self.process = subprocess.Popen(
                     _command(arguments), cwd=_REPOSITORY, env=environment, stdout=out, stderr=subprocess.STDOUT
@@ -187,16 +184,8 @@ def _command(arguments: tuple[str, ...]) -> list[str]:
     return [sys.executable, "-m", "service", *arguments]
 
 
-def _template() -> Template | None:
-    """Return what is forked; None where a test has changed what Python or an import reads."""
-    if _read_by_imports() != _READ_BY_IMPORTS:
-        return None
-    if not _templates:
-        _templates.append(Template(_environment({})))
-    return _templates[0]
-
-
 def _read_by_imports() -> dict[str, str]:
+    """Return what of the environment Python and imports read, which a test may have changed."""
     return {name: value for name, value in os.environ.items() if name.startswith(("PYTHON", "TMP"))}
 
 

@@ -30,3 +30,10 @@ def load_documents(path: Path) -> list[Any]:
     """Return the documents of the file `path`; raise `yaml.YAMLError`, which names the line, if one is not valid."""
     with path.open(encoding="utf-8") as file:
         return list(yaml.load_all(file, Loader=UniqueKeyLoader))
+
+
+def load_document(path: Path) -> dict[str, Any]:
+    """Return the only document of a file, a mapping."""
+    document: dict[str, Any]
+    (document,) = load_documents(path)
+    return document

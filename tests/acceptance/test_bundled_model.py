@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +19,7 @@ from model.evaluation.evaluate import measure
 from model.runtime.predictor import Predictor
 from tests.launcher import ServerProcess
 from tests.model.evaluation.scores import predict_scores
+from tests.model.images.pictures import encode
 from vitserve.documents import Classification
 
 pytestmark = pytest.mark.timeout(240)  # servers, checkpoints and many pictures
@@ -53,7 +53,7 @@ def served_scores(server: ServerProcess, images: Images) -> NDArray[np.float32]:
         return client.post("/classify", params={"top_k": cifar10.CLASSES}, content=content, headers=headers).content
 
     # Encoded before and parsed after, so that the clients keep the server busy.
-    uploads = [png(pixels) for pixels in images.pixels[:SERVED]]
+    uploads = [encode(Image.fromarray(each), "PNG") for each in images.pixels[:SERVED].transpose(0, 2, 3, 1)]
     with httpx.Client(base_url=server.url, timeout=60) as client, ThreadPoolExecutor(CONCURRENCY) as pool:
         answers = list(pool.map(ask, uploads))
     scores = np.zeros((len(answers), cifar10.CLASSES), np.float32)
@@ -61,12 +61,6 @@ def served_scores(server: ServerProcess, images: Images) -> NDArray[np.float32]:
         for found in Classification.model_validate_json(answer).predictions:
             scores[row, found.index] = found.score
     return scores
-
-
-def png(pixels: NDArray[np.uint8]) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0))).save(buffer, "png")
-    return buffer.getvalue()
 
 
 @pytest.mark.slow
@@ -98,22 +92,3 @@ def test_the_model_card_tells_the_accuracy(images: Images, offline: NDArray[np.f
     # The first thousand images stand for all ten thousand: three standard errors of a share.
     assert measured == pytest.approx(told, abs=3 * (told * (1 - told) / COUNT) ** 0.5)
     assert told >= 0.65
-
-
-def test_the_bundled_checkpoint_is_small_and_in_half_precision() -> None:
-    checkpoint = load_checkpoint("bundled")
-    parameters = sum(tensor.numel() for tensor in checkpoint.tensors.values())
-    assert parameters <= 6_000_000
-    assert checkpoint.labels == (
-        "airplane",
-        "automobile",
-        "bird",
-        "cat",
-        "deer",
-        "dog",
-        "frog",
-        "horse",
-        "ship",
-        "truck",
-    )
-    assert (BUNDLED / "model.safetensors").stat().st_size < 2.1 * parameters

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 from model.checkpoint import load_checkpoint
 from model.images.preprocess import preprocess
-from model.runtime.predictor import Predictor
 from tests.launcher import ServerProcess
 from tests.timm_reference import timm
 from vitserve.client import Client
@@ -93,14 +92,6 @@ def test_real_photographs_get_their_labels_over_http(served: NDArray[np.float32]
     right = [scores.argmax() == sample.class_index for scores, sample in zip(served, samples, strict=True)]
     assert len(right) == 50
     assert sum(right) >= 39
-
-
-@pytest.mark.slow
-def test_logits_are_timms(folder: Path, pixels: NDArray[np.uint8], timm_logits: NDArray[np.float32]) -> None:
-    predictor = Predictor(
-        load_checkpoint(str(folder)), device="cpu", compile_mode="off", dtype="float32", max_batch=len(pixels)
-    )
-    np.testing.assert_allclose(predictor.logits(pixels), timm_logits, rtol=0, atol=1e-3)
 
 
 @pytest.mark.slow

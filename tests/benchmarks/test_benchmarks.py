@@ -1,24 +1,18 @@
-"""The benchmarks measure what they say: load generators, records, the comparison of answers, the GPU's script."""
+"""The benchmarks measure what they say: the load generator, records, the comparison of answers, the GPU's script."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from pathlib import Path
 
 import pytest
 
 from benchmarks import checkpoints, gpu
 from benchmarks.load import Load, Loader
-from benchmarks.peers.__main__ import report
 from benchmarks.record import Record, medians, table
 from benchmarks.reliability import Honest, told_apart
 from benchmarks.servers import OURS
-
-
-def _load(rate: float) -> dict[str, float]:
-    return {"rate": rate, "p50": 5.0, "p99": 10.0, "refused": 0, "broken": 0}
 
 
 def test_the_generator_counts_answers_refusals_and_closed_connections(tmp_path):
@@ -50,16 +44,6 @@ def test_the_generator_counts_answers_refusals_and_closed_connections(tmp_path):
     assert all(head.startswith(b"POST /classify HTTP/1.1\r\n") for head in seen)
 
 
-def test_without_a_server_every_request_is_broken(tmp_path):
-    picture = tmp_path / "a.jpg"
-    picture.write_bytes(b"picture")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        found = Loader([picture], OURS).open(f"http://127.0.0.1:{probe.getsockname()[1]}", rate=50, seconds=0.2)
-    assert found.rate == 0
-    assert found.broken >= 1
-
-
 def test_a_record_says_where_on_what_and_how_and_is_continued(tmp_path):
     path = tmp_path / "record.json"
     first = Record(path, dtype="bfloat16", about={"pictures": "none"})
@@ -70,14 +54,6 @@ def test_a_record_says_where_on_what_and_how_and_is_continued(tmp_path):
     assert Record(path, dtype="bfloat16", about={}).section("models", "vit32")["rounds"] == [1]
     assert medians([{"rate": 1, "p99": 9}, {"rate": 3, "p99": 7}, {"rate": 2, "p99": 8}]) == {"rate": 2, "p99": 8}
     assert table(("", "a"), [("x", 123.4), ("y", None)]) == "|  | a |\n| --- | ---: |\n| x | 123 |\n| y |  |"
-
-
-def test_peers_are_compared_with_ours_of_the_same_round_and_the_fastest_is_first():
-    rounds = {"mosec, torch": [_load(50), _load(90)], "vitserve, openvino": [_load(100), _load(300)]}
-    text = report({"models": {"vit32": {"rounds": rounds, "top1": {"mosec, torch": "14 of 14 the same"}}}})
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    assert [(row[0], row[2]) for row in rows[2:]] == [("| vitserve, openvino", "1.00"), ("| mosec, torch", "0.40")]
-    assert rows[3][-1] == "14 of 14 the same |"
 
 
 def test_an_answer_that_is_another_pictures_or_of_two_models_is_mixed_up():
@@ -108,16 +84,3 @@ def test_the_gpus_script_runs_in_tiny_form_on_a_cpu(tmp_path: Path, monkeypatch:
     assert set(found["sweep"]["ours"]) == {"2", "4"}
     assert found["engine"]["with relevance / ours"] > 0
     assert found["engine"]["engine process / ours resident"] > 0
-
-
-def test_the_kits_resize_goes_beside_the_code_that_lacks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kit, images = tmp_path / "kit", tmp_path / "model" / "images"
-    kit.mkdir()
-    images.mkdir(parents=True)
-    (kit / "_resample.abi3.so").write_text("of the kit")
-    monkeypatch.setattr(gpu, "REPOSITORY", tmp_path)
-    gpu.environment_of_steps(kit, tmp_path)
-    assert (images / "_resample.abi3.so").read_text() == "of the kit"
-    (images / "_resample.abi3.so").write_text("its own")
-    gpu.environment_of_steps(kit, tmp_path)
-    assert (images / "_resample.abi3.so").read_text() == "its own"

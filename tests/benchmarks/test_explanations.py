@@ -13,14 +13,11 @@ from torch import Tensor
 from benchmarks.explanations import (
     RANDOM,
     Maps,
-    area_under_score,
-    blur,
     counted_quarters,
     main,
     measure,
     mosaic,
     quarter_share,
-    replace_patches,
 )
 
 PLACES = torch.tensor([0, 5, 9, 14])
@@ -58,27 +55,6 @@ def test_a_right_map_does_better_than_noise_in_deletion_and_insertion() -> None:
     assert inserted_by_chance is not None
     assert inserted > inserted_by_chance
     assert len(found["right"].deletion) == 8
-
-
-def test_the_area_is_that_of_trapezoids_over_the_share_of_patches() -> None:
-    relevance = torch.arange(16.0).reshape(4, 4)
-    taken = replace_patches(torch.zeros(1, 8, 8), torch.ones(()), relevance, torch.tensor([0, 1, 16]))
-    assert taken.mean(dim=(1, 2, 3)).tolist() == [0, 1 / 16, 1]
-    assert taken[1, 0, 6:, 6:].all()
-
-    def share(pixels: Tensor) -> Tensor:
-        return pixels.mean(dim=(1, 2, 3)).unsqueeze(1)
-
-    area = area_under_score(share, torch.zeros(1, 8, 8), torch.ones(()), relevance, 0, 5)
-    assert area == pytest.approx(0.5)
-
-
-def test_blurring_keeps_the_mean_of_an_even_picture_and_spreads_a_spot() -> None:
-    torch.testing.assert_close(blur(torch.full((3, 9, 12), 0.7)), torch.full((3, 9, 12), 0.7))
-    spot = torch.zeros(1, 32, 32)
-    spot[0, 16, 16] = 1
-    assert blur(spot).sum() == pytest.approx(1, abs=1e-4)
-    assert 0 < float(blur(spot)[0, 16, 18]) < float(blur(spot)[0, 16, 17]) < 0.1
 
 
 def test_a_mosaic_has_four_pictures_in_reading_order_and_counts_single_classes() -> None:

@@ -7,26 +7,18 @@ import os
 import re
 import shutil
 import subprocess
-from pathlib import Path
+from functools import lru_cache
 from typing import Any
 
 import pytest
 
 from service.settings import ENV_PREFIX, Settings
-from tests.strict_yaml import load_documents
+from tests.conftest import REPOSITORY
+from tests.strict_yaml import load_document, load_documents
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def load(name: str) -> dict[str, Any]:
-    document: dict[str, Any]
-    (document,) = load_documents(REPOSITORY / name)
-    return document
-
-
-BASE = load("docker-compose.yml")
-GPU = load("docker-compose.override.yml")
-CPU = load("docker-compose.cpu.yml")
+BASE = load_document(REPOSITORY / "docker-compose.yml")
+GPU = load_document(REPOSITORY / "docker-compose.override.yml")
+CPU = load_document(REPOSITORY / "docker-compose.cpu.yml")
 
 
 def default(value: str) -> str:
@@ -132,7 +124,7 @@ def test_caches_are_in_the_volume():
 
 
 def test_prometheus_scrapes_the_service_where_it_listens():
-    config = load("deploy/prometheus/prometheus.yml")
+    config = load_document(REPOSITORY / "deploy/prometheus/prometheus.yml")
     (job,) = config["scrape_configs"]
     (static,) = job["static_configs"]
     host, port = static["targets"][0].split(":")
@@ -157,8 +149,16 @@ def test_prometheus_accepts_its_configuration():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@lru_cache
+def has_compose() -> bool:
+    docker = shutil.which("docker") or "false"
+    return subprocess.run([docker, "compose", "version"], capture_output=True, check=False).returncode == 0
+
+
 def docker_compose(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
     """Run `docker compose` in the repository, without the caller's settings, .env file and other compose files."""
+    if not has_compose():
+        pytest.skip("docker compose is not installed")
     environment = {name: value for name, value in os.environ.items() if name in {"PATH", "HOME", "DOCKER_CONFIG"}}
     return subprocess.run(
         ["docker", "compose", "--env-file", os.devnull, *arguments],
@@ -170,16 +170,6 @@ def docker_compose(*arguments: str, **settings: str) -> subprocess.CompletedProc
     )
 
 
-@pytest.fixture(scope="module")
-def compose_v2():
-    if shutil.which("docker") is None:
-        pytest.skip("docker is not installed")
-    version = docker_compose("version")
-    if version.returncode != 0:
-        pytest.skip(f"`docker compose version` does not work: {version.stderr.strip()}")
-
-
-@pytest.mark.usefixtures("compose_v2")
 @pytest.mark.parametrize(
     ("files", "reserved", "device"),
     [
@@ -202,7 +192,6 @@ def test_compose_accepts_its_files_without_a_warning_and_reserves_every_gpu_on_a
     assert config["services"]["vitserve"]["environment"]["VIT_DEVICE"] == device
 
 
-@pytest.mark.usefixtures("compose_v2")
 def test_compose_takes_an_image_by_default_and_builds_the_named_variant_by_an_override():
     taken = json.loads(docker_compose("config", "--format", "json", VITSERVE_IMAGE="registry.example.org/v").stdout)
     files = ["-f", "docker-compose.yml", "-f", "docker-compose.build.yml"]

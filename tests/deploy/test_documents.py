@@ -13,8 +13,8 @@ from service.observe.gpus import GAUGES
 from service.observe.metrics import Metrics, Sources
 from service.settings import ENV_PREFIX, Settings
 from service.web.app import _PUBLIC
+from tests.conftest import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 # CHANGELOG.md names what was there before.
 DOCUMENTS = sorted(
     path

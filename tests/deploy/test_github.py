@@ -5,22 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 import tomllib
-from pathlib import Path
-from typing import Any
 
-from tests.strict_yaml import load_documents
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def load(name: str) -> dict[str, Any]:
-    document: dict[str, Any]
-    (document,) = load_documents(REPOSITORY / name)
-    return document
+from tests.conftest import REPOSITORY
+from tests.strict_yaml import load_document
 
 
 def test_the_workflow_runs_ci_with_the_cpu_build_on_the_oldest_python():
-    job = load(".github/workflows/ci.yml")["jobs"]["checks"]
+    job = load_document(REPOSITORY / ".github/workflows/ci.yml")["jobs"]["checks"]
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 
     assert ".ci/run" in [step.get("run") for step in job["steps"]]
@@ -29,7 +20,7 @@ def test_the_workflow_runs_ci_with_the_cpu_build_on_the_oldest_python():
 
 
 def test_pre_commit_runs_the_tools_of_make_check():
-    (repository,) = load(".pre-commit-config.yaml")["repos"]
+    (repository,) = load_document(REPOSITORY / ".pre-commit-config.yaml")["repos"]
     recipe = (REPOSITORY / "Makefile").read_text().split("\ncheck: ")[1].split("\n\n")[0].splitlines()[1:]
 
     hooks = [shlex.split(hook["entry"]) for hook in repository["hooks"]]
@@ -39,7 +30,7 @@ def test_pre_commit_runs_the_tools_of_make_check():
 
 
 def test_a_release_is_of_the_version_that_its_tag_names_and_every_action_is_pinned():
-    workflow = load(".github/workflows/release.yml")
+    workflow = load_document(REPOSITORY / ".github/workflows/release.yml")
     uses = re.findall(
         r"uses: (\S+)", "".join(path.read_text() for path in (REPOSITORY / ".github/workflows").glob("*.yml"))
     )

@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from service.settings import Settings
-from tests.conftest import REPOSITORY
+from tests.deploy.test_compose import docker_compose
 from tests.deploy.test_kubernetes import OVERLAYS, built_with, container, one, settings_of
-
-
-def composed(**variables: str) -> dict[str, Any]:
-    """The service that compose would run with these variables."""
-    docker = shutil.which("docker")
-    if docker is None or subprocess.run([docker, "compose", "version"], capture_output=True, check=False).returncode:
-        pytest.skip("docker compose is not installed")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("VIT_")}
-    command = [docker, "compose", "--env-file", os.devnull, "-f", "docker-compose.yml", "config", "--format=json"]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=kept | variables, capture_output=True, text=True, check=True, timeout=60
-    )
-    found: dict[str, Any] = json.loads(done.stdout)["services"]["vitserve"]
-    return found
 
 
 @pytest.mark.parametrize(
@@ -45,7 +27,8 @@ def composed(**variables: str) -> dict[str, Any]:
 def test_compose_publishes_the_port_that_the_service_listens_on(
     variables: dict[str, str], ports: list[tuple[str, str, int]]
 ) -> None:
-    service = composed(**variables)
+    done = docker_compose("-f", "docker-compose.yml", "config", "--format=json", **variables)
+    service = json.loads(done.stdout)["services"]["vitserve"]
     assert [(port["host_ip"], port["published"], port["target"]) for port in service["ports"]] == ports
     assert service["environment"].get("VIT_GRPC_PORT") == variables.get("VIT_GRPC_PORT")
 

@@ -7,37 +7,20 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(60)  # processes start
+from tests.conftest import REPOSITORY
+from tests.stub_server import answering
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.timeout(60)  # processes start
 
 
 @contextlib.contextmanager
 def service(status: int, body: bytes) -> Iterator[int]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status if self.path == "/readyz" else 404)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield server.server_port
-        finally:
-            server.shutdown()
-            thread.join()
+    with answering(lambda asked: (status if asked.path == "/readyz" else 404, {}, body)) as url:
+        yield int(url.rpartition(":")[2])
 
 
 def check(port: int, **environment: str) -> subprocess.CompletedProcess[str]:

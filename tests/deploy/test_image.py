@@ -17,24 +17,6 @@ from tests.conftest import REPOSITORY
 DOCKERFILE = (REPOSITORY / "Dockerfile").read_text()
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 STAGES = re.findall(r"^FROM (\S+)(?: AS ([\w-]+))?$", DOCKERFILE, re.M)
-LAST_STAGE = DOCKERFILE.rsplit("\nFROM ", 1)[1]
-
-
-def test_the_labels_are_those_of_the_open_container_initiative() -> None:
-    labels = dict(re.findall(r'org\.opencontainers\.image\.([\w.]+)="([^"]*)"', LAST_STAGE))
-    assert labels == {
-        "title": PROJECT["name"],
-        "description": PROJECT["description"],
-        "licenses": PROJECT["license"],
-        "version": "${VERSION}",
-        "revision": "${REVISION}",
-        "created": "${CREATED}",
-        "source": "${SOURCE}",
-        "base.name": "${PYTHON_IMAGE}",
-    }
-    arguments = dict(re.findall(r"^ARG (\w+)=?(.*)$", LAST_STAGE, re.M))
-    assert {value[2:-1] for value in labels.values() if value.startswith("$")} == arguments.keys()
-    assert not any(arguments[name] for name in ("VERSION", "REVISION", "CREATED", "SOURCE"))
 
 
 def test_no_image_that_is_named_is_whatever_is_latest() -> None:

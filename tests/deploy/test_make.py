@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.conftest import REPOSITORY
+
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PIP = """#!/bin/sh
 echo "$@" >>"$(dirname "$0")/calls"

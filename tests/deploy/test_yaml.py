@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.conftest import REPOSITORY
 from tests.strict_yaml import load_documents
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def test_no_file_has_a_duplicate_key():

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import gzip
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
+
+from tests.stub_server import Asked, answering
 
 
 @dataclass(frozen=True)
@@ -69,20 +69,11 @@ def collecting() -> Iterator[Collector]:
     """A collector that listens."""
     collector = Collector()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            assert self.headers["Content-Type"] == "application/x-protobuf"
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            collector.receive(self.path, gzip.decompress(body) if self.headers["Content-Encoding"] else body)
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+    def answer(asked: Asked) -> tuple[int, dict[str, str], bytes]:
+        assert asked.headers["content-type"] == "application/x-protobuf"
+        body = gzip.decompress(asked.body) if asked.headers.get("content-encoding") else asked.body
+        collector.receive(asked.path, body)
+        return 200, {}, b""
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        collector.url = f"http://127.0.0.1:{server.server_port}"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with answering(answer) as collector.url:
         yield collector
-        server.shutdown()

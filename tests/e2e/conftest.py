@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from model.checkpoint import load_checkpoint
-from model.runtime.predictor import Predictor
 from tests.e2e.checkpoints import write_checkpoint
-from tests.e2e.serving import CHECKPOINT_NAME, LABELS, SIZE, Pictures, Serve, Served
+from tests.e2e.serving import CHECKPOINT_NAME, LABELS, SIZE, Pictures, Serve, Served, predictor_of
 
 
 @pytest.fixture(scope="session")
@@ -23,10 +21,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def pictures(checkpoint: Path) -> Pictures:
     """Noise of many sizes, each picture with the scores that the model gives it alone."""
-    predictor = Predictor(
-        load_checkpoint(str(checkpoint)), device="cpu", compile_mode="off", dtype="float32", threads=1
-    )
-    return Pictures.make(predictor, count=64)
+    return Pictures.make(predictor_of(checkpoint), count=64)
 
 
 def _serve(folder: Path, checkpoint: Path) -> Iterator[Serve]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
-import json
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,10 +17,13 @@ from numpy.typing import NDArray
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
+from model.checkpoint import Checkpoint, load_checkpoint
 from model.images.preprocess import preprocess
 from model.outputs import RequestedOutputs
 from model.runtime.predictor import Predictor
 from tests.launcher import PATIENCE, ServerProcess
+from tests.model.images.pictures import encode
+from tests.problems import code_of
 
 SIZE = 16
 CHECKPOINT_NAME = "tiny"
@@ -140,20 +141,23 @@ class Raw:
         self.buffer += data
 
 
-def code_of(status: int, headers: Mapping[str, str], body: bytes) -> str:
-    """The problem code; the answer must be a whole problem document."""
-    assert headers["content-type"] == "application/problem+json"
-    document = json.loads(body)
-    assert set(document) == {"type", "title", "status", "detail", "code", "request_id"}
-    assert document["status"] == status
-    assert document["request_id"] == headers["x-request-id"]
-    code: str = document["code"]
-    return code
-
-
 def problem(response: httpx.Response) -> tuple[int, str]:
     """(status, code) of a response."""
     return response.status_code, code_of(response.status_code, response.headers, response.content)
+
+
+def predictor_of(folder: Path) -> Predictor:
+    """The model in a folder, without a service."""
+    return Predictor(load_checkpoint(str(folder)), device="cpu", compile_mode="off", dtype="float32", threads=1)
+
+
+def scores_alone(predictor: Predictor, file: bytes) -> NDArray[np.float32]:
+    """float32 [classes] in index order, of a picture that is alone in its batch."""
+    pixels = preprocess(file, predictor.checkpoint.preprocess)
+    [outputs] = predictor.predict(pixels[np.newaxis], RequestedOutputs(predictor.config.num_classes))
+    vector = np.zeros(predictor.config.num_classes, np.float32)
+    vector[outputs.indices] = outputs.scores
+    return vector
 
 
 @dataclass(frozen=True)
@@ -172,20 +176,16 @@ class Pictures:
     def make(cls, predictor: Predictor, *, count: int, side: int = SIZE) -> Pictures:
         """`count` pictures of many sizes, whose scores and best classes cannot be taken for one another."""
         generator = np.random.default_rng(1)
-        classes = predictor.config.num_classes
         files: list[bytes] = []
         vectors: list[NDArray[np.float32]] = []
         for attempt in range(4 * count):
             patches = Image.fromarray(generator.integers(0, 256, (4, 4, 3), dtype=np.uint8))
-            buffer = io.BytesIO()
-            patches.resize((side + attempt % 7, side + attempt % 5), Image.Resampling.BILINEAR).save(buffer, "PNG")
-            pixels = preprocess(buffer.getvalue(), predictor.checkpoint.preprocess)
-            [outputs] = predictor.predict(pixels[np.newaxis], RequestedOutputs(classes))
-            vector = np.zeros(classes, np.float32)
-            vector[outputs.indices] = outputs.scores
+            size = side + attempt % 7, side + attempt % 5
+            file = encode(patches.resize(size, Image.Resampling.BILINEAR), "PNG")
+            vector = scores_alone(predictor, file)
             second, best = np.sort(vector)[-2:]
             if best - second > 2e-3 and all(np.abs(vector - other).max() > 0.01 for other in vectors):
-                files.append(buffer.getvalue())
+                files.append(file)
                 vectors.append(vector)
             if len(files) == count:
                 return cls(files, np.stack(vectors))
@@ -194,13 +194,34 @@ class Pictures:
     def __len__(self) -> int:
         return len(self.files)
 
-    def check(self, index: int, document: dict[str, Any]) -> None:
+    def check(self, index: int, document: dict[str, Any], tolerance: float = 1e-3) -> None:
         """The answer is this picture's own: every class that it names has its score."""
         found = {p["index"]: p["score"] for p in document["predictions"]}
         for class_index, score in found.items():
-            assert abs(score - self.scores[index, class_index]) < 1e-3, f"picture {index} got another's answer"
+            assert abs(score - self.scores[index, class_index]) < tolerance, f"picture {index} got another's answer"
         best = int(self.scores[index].argmax())
         assert document["predictions"][0]["index"] == best
+
+
+class Models:
+    """What each of several models says of each picture when it is alone."""
+
+    def __init__(self, files: list[bytes], folders: Iterable[Path]) -> None:
+        self.files = files
+        self._known: dict[str, tuple[Pictures, Checkpoint]] = {}
+        for folder in folders:
+            predictor = predictor_of(folder)
+            scores = np.stack([scores_alone(predictor, file) for file in files])
+            self._known[folder.name] = Pictures(files, scores), load_checkpoint(str(folder))
+
+    def check(self, index: int, document: dict[str, Any]) -> str:
+        """The name of the model that an answer is wholly of."""
+        name: str = document["model"]
+        pictures, checkpoint = self._known[name]
+        pictures.check(index, document, 1e-4)
+        assert all(found["label"] == checkpoint.labels[found["index"]] for found in document["predictions"])
+        assert "attention" not in document or document["attention"]["grid"] == list(checkpoint.vit.grid)
+        return name
 
 
 INFERRED = ("score", "index", "label", "logits", "attention")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import csv
 import io
 import json
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
-from PIL import Image
 
 from service.cli.main import main
 from tests.e2e.serving import CHECKPOINT_NAME, LABELS, Pictures, Serve, Served
-from vitserve.client import AsyncClient, Classification, Client, FailedItem, ImageRefused, ProblemError, Unauthorized
+from vitserve.client import Classification, Client, FailedItem, ProblemError, Unauthorized
 
 pytestmark = pytest.mark.timeout(180)  # servers start and end
 
@@ -58,60 +55,14 @@ def test_the_client_speaks_the_language_of_the_service(server: Served, pictures:
         client.labels()
 
 
-def test_regions_of_pictures_that_were_shrunk_are_those_of_the_originals(server: Served) -> None:
-    exif, file = Image.Exif(), io.BytesIO()
-    exif[0x0112] = 6  # a quarter turn
-    noise = np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8)
-    Image.fromarray(noise).resize((1500, 1000)).save(file, "JPEG", exif=exif)
-    sizes: list[int] = []
-
-    class Counting(httpx.HTTPTransport):
-        def handle_request(self, request: httpx.Request) -> httpx.Response:
-            sizes.append(int(request.headers.get("Content-Length", 0)))
-            return super().handle_request(request)
-
-    def regions(client: Client) -> list[dict[str, float]]:
-        photo = file.getvalue()
-        classified = client.classify(photo, attention=True)
-        [result] = client.classify_batch([photo], attention=True).results
-        assert isinstance(result, Classification) and result.attention and classified.attention
-        maps = [
-            classified.attention,
-            result.attention,
-            *client.attention(classified),
-            *client.attention(file.getvalue()),
-        ]
-        return [each.region.model_dump() for each in maps]
-
-    with Client(server.url, api_key="right", transport=Counting()) as client:
-        expected = regions(client)
-    as_sent, sizes = sizes, []
-    with Client(server.url, api_key="right", shrink=True, transport=Counting()) as client:
-        found = regions(client)
-    assert sum(sizes) < sum(as_sent) / 3
-    assert expected == [{"x": 0, "y": 250, "width": 1000, "height": 1000}] * 4
-    assert found == [{name: pytest.approx(value, abs=8) for name, value in expected[0].items()}] * 4
-
-
-def test_the_client_streams_files_in_order(server: Served, pictures: Pictures, tmp_path: Path) -> None:
-    files = [tmp_path / f"{index}.png" for index in range(4)]
-    for file, data in zip(files, [*pictures.files[:3], b"no picture"], strict=True):
-        file.write_bytes(data)
-
-    def check(found: list[tuple[Path, Classification | Exception]]) -> None:
-        assert [file for file, _ in found] == files
-        for index, (_, answer) in enumerate(found[:3]):
-            assert isinstance(answer, Classification)
-            pictures.check(index, answer.model_dump())
-        assert isinstance(found[3][1], ImageRefused)
-
-    async def asynchronously() -> list[tuple[Path, Classification | Exception]]:
-        async with AsyncClient(server.url, api_key="right") as client:
-            return [item async for item in client.stream(files, client.classify, concurrency=3)]
-
+def test_embed_asks_a_server(server: Served, pictures: Pictures, tmp_path: Path) -> None:
+    for index in range(2):
+        (tmp_path / f"{index}.png").write_bytes(pictures.files[index])
+    asked = ["embed", str(tmp_path), "-o", str(tmp_path / "features.npy"), "--url", server.url, "--api-key", "right"]
+    assert main([*asked, "--pool", "mean", "--normalize"]) == 0
     with Client(server.url, api_key="right") as client:
-        check(list(client.stream(files, client.classify, concurrency=3)))
-    check(asyncio.run(asynchronously()))
+        expected = client.embed_batch(pictures.files[:2], pool="mean", normalize=True)
+    np.testing.assert_allclose(np.load(tmp_path / "features.npy"), expected, atol=1e-5)
 
 
 def test_classify_asks_a_server(

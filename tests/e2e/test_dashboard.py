@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from tests.conftest import REPOSITORY
 from tests.e2e.serving import SIZE, Serve, Served
 from tests.launcher import free_port, until
 from tests.service.fakes import png
+from tests.stub_server import answering
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed"),
@@ -81,19 +80,8 @@ def gpu_exporter() -> Iterator[str]:
     for name, text in GAUGES.items():
         Gauge(name, text, ["gpu"], registry=registry).labels("0").set(0.5)
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(generate_latest(registry))
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with answering(lambda _: (200, {}, generate_latest(registry))) as url:
+        yield url.removeprefix("http://")
 
 
 def panels() -> dict[str, list[str]]:

@@ -7,18 +7,16 @@ import re
 import shutil
 import signal
 import socket
-import threading
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
 
+from tests.e2e.load import Load
+from tests.e2e.processes import Processes, is_gone, maps
 from tests.e2e.serving import LOG_LINE, Pictures, Raw, Serve, Served, problem
 from tests.launcher import PATIENCE, free_port, run_vitserve, until
 
-KIND = {"Content-Type": "image/png"}
 pytestmark = pytest.mark.timeout(180)  # servers start and end
 
 
@@ -123,91 +121,43 @@ def test_open_to_all_it_warns_once_and_ends_with_zero_when_nobody_asks_anything(
     assert "container" not in server.log
 
 
-class UntilNobodyListens(threading.Thread):
-    """Asks until nobody listens: a balancer that looks at /readyz is gone by then.
-
-    Attributes:
-        stopping: set once the service drains.
-        refused: set once nobody can connect any more.
-    """
-
-    stopping, refused = threading.Event(), threading.Event()
-
-    def __init__(self, url: str, pictures: Pictures, number: int) -> None:
-        super().__init__(daemon=True)
-        self.url, self.pictures, self.number = url, pictures, number
-        self.outcomes: Counter[str] = Counter()
-        self.late = 0  # answers to requests that began while the service drained
-        self.wrong: object = None
-
-    def run(self) -> None:
-        try:
-            while self.ask():
-                pass
-        except (AssertionError, httpx.HTTPError, ValueError) as error:
-            self.wrong = error
-
-    def ask(self) -> bool:
-        index = (self.number + 16 * self.outcomes.total()) % len(self.pictures)
-        late = self.stopping.is_set()
-        try:
-            response = httpx.post(f"{self.url}/classify?top_k=10", content=self.pictures.files[index], headers=KIND)
-        except httpx.TransportError:
-            assert self.refused.wait(PATIENCE)
-            return False
-        self.outcomes[f"{response.status_code} {'draining' if self.stopping.is_set() else 'before'}"] += 1
-        self.late += late
-        self.pictures.check(index, response.json())
-        return True
-
-
-def test_it_serves_through_the_delay_and_then_answers_whoever_was_accepted(serve: Serve, pictures: Pictures) -> None:
-    """Then nobody can connect, and it finishes what it has, a body that is half here included."""
-    server = serve(drain_delay=2, request_timeout=30)
-    slow, idle = Raw(server.host, server.port), Raw(server.host, server.port)
-    slow.post(pictures.files[1], sent=20)
-    idle.send(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert idle.answer()[0] == 200
-    until(lambda: server.metric("vit_inflight_requests") == 1)
-
-    callers = [UntilNobodyListens(server.url, pictures, number) for number in range(16)]
-    for caller in callers:
-        caller.start()
-    until(lambda: sum(caller.outcomes["200 before"] for caller in callers) > 50)
-
-    end(server)
-    until(lambda: is_draining(server))
-    UntilNobodyListens.stopping.set()
-    assert server.classify(pictures.files[0]).headers["connection"] == "close"
-    until(lambda: refuses_connections(server))
-    UntilNobodyListens.refused.set()
-    for caller in callers:
-        caller.join(PATIENCE)
-    assert [caller.wrong for caller in callers if caller.wrong] == []
-    outcomes = sum((caller.outcomes for caller in callers), Counter())
-    assert outcomes.keys() == {"200 before", "200 draining"}
-
-    assert idle.is_closed()
-    assert server.process.process.poll() is None
-    slow.send(pictures.files[1][20:])
-    status, headers, body = slow.answer()
-    assert (status, headers["connection"]) == (200, "close")
-    pictures.check(1, json.loads(body))
-    assert exit_code(server) == 0
-    assert "Traceback" not in server.log
-    told = re.search(r"stopped: .* (\d+) requests were answered and 0 refused$", server.log.strip())
-    assert told is not None
-    assert int(told[1]) > sum(caller.late for caller in callers)
-
-
-def test_a_second_signal_ends_it_at_once(serve: Serve, pictures: Pictures) -> None:
-    server = serve(drain_delay=600, drain_timeout=600)
-    with server.raw() as caller:
-        caller.post(pictures.files[0], sent=20)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_it_serves_through_the_delay_and_then_answers_whoever_was_accepted(
+    workers: int, serve: Serve, pictures: Pictures
+) -> None:
+    """Then nobody can connect, and it finishes what it has, a body that is half here included, and leaves nothing."""
+    server = serve(workers=workers, drain_delay=2, request_timeout=30)
+    pids = Processes(server).all
+    folders = {Path(found) for pid in pids for found in re.findall(r"(/\S+/vitserve-\w+)/", maps(pid))}
+    assert len(folders) == (workers > 1)
+    with server.raw() as slow, server.raw() as idle, Load(server, pictures) as running:
+        slow.post(pictures.files[1], sent=20)
+        idle.send(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert idle.answer()[0] == 200
+        running.more()
         end(server)
         until(lambda: is_draining(server))
-        end(server)
-        assert exit_code(server) == 128 + signal.SIGTERM
+        running.more(count=10)
+        assert set(running.outcomes) == {"answered"}
+        assert server.classify(pictures.files[0]).headers["connection"] == "close"
+        until(lambda: refuses_connections(server))
+        assert idle.is_closed()
+        assert server.process.process.poll() is None
+
+        slow.send(pictures.files[1][20:])
+        status, headers, body = slow.answer()
+        assert (status, headers["connection"]) == (200, "close")
+        pictures.check(1, json.loads(body))
+        outcomes = running.stop()
+    assert set(outcomes) <= {"answered", "lost"}
+    assert exit_code(server) == 0
+    assert "Traceback" not in server.log
+    assert "CRITICAL" not in server.log
+    told = re.search(r"stopped: .* (\d+) requests were answered and 0 refused$", server.log.strip())
+    assert told is not None
+    assert 0 < int(told[1]) < outcomes["answered"]
+    assert all(is_gone(pid) for pid in pids)
+    assert not any(folder.exists() for folder in folders)
 
 
 def test_it_can_be_stopped_while_it_loads(serve: Serve) -> None:

@@ -11,16 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from model.checkpoint import load_checkpoint, native
-from model.images.preprocess import preprocess
-from model.outputs import RequestedOutputs
-from model.runtime.predictor import Predictor
 from tests.e2e.checkpoints import write_checkpoint
-from tests.e2e.serving import LABELS, SIZE, Pictures, Serve, Served
+from tests.e2e.serving import LABELS, SIZE, Models, Pictures, Serve, Served
 from tests.launcher import until
 
 pytestmark = pytest.mark.timeout(300)
@@ -28,7 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 HEADS = tuple(f"head{index:02}" for index in range(12))
 OTHER = "other"
 ADMIN = {"Authorization": "Bearer admin"}
-REQUESTS = int(os.environ.get("VIT_TEST_REQUESTS", "600"))
+REQUESTS = int(os.environ.get("VIT_TEST_REQUESTS", "300"))
 """Of the test under loads and unloads; 20,000 are measured with a release."""
 
 
@@ -54,35 +50,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models
 
 
-class Expected:
-    """What each model says of each picture when it is alone."""
-
-    def __init__(self, folder: Path, pictures: Pictures, count: int = 6) -> None:
-        self.files = pictures.files[:count]
-        self.scores: dict[str, np.ndarray] = {}
-        self.labels: dict[str, tuple[str, ...]] = {}
-        for name in (*HEADS, OTHER):
-            checkpoint = load_checkpoint(str(folder / name))
-            predictor = Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32", threads=1)
-            pixels = np.stack([preprocess(file, checkpoint.preprocess) for file in self.files])
-            classes = checkpoint.config.num_classes
-            rows = np.zeros((len(self.files), classes), np.float32)
-            for row, outputs in zip(rows, predictor.predict(pixels, RequestedOutputs(classes)), strict=True):
-                row[outputs.indices] = outputs.scores
-            self.scores[name], self.labels[name] = rows, checkpoint.labels
-
-    def check(self, name: str, picture: int, document: dict[str, object]) -> None:
-        predictions = document["predictions"]
-        assert isinstance(predictions, list)
-        assert document["model"] == name
-        for each in predictions:
-            assert each["label"] == self.labels[name][each["index"]]
-            assert abs(each["score"] - self.scores[name][picture, each["index"]]) < 1e-5, (name, picture)
-
-
 @pytest.fixture(scope="module")
-def expected(folder: Path, pictures: Pictures) -> Expected:
-    return Expected(folder, pictures)
+def expected(folder: Path, pictures: Pictures) -> Models:
+    return Models(pictures.files[:6], [folder / name for name in (*HEADS, OTHER)])
 
 
 def ready(server: Served) -> bool:
@@ -97,7 +67,7 @@ def serve_all(serve: Serve, folder: Path, **settings: object) -> Served:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_each_model_answers_as_it_does_alone_and_one_request_asks_all(
-    workers: int, serve: Serve, folder: Path, expected: Expected
+    workers: int, serve: Serve, folder: Path, expected: Models
 ) -> None:
     server = serve_all(serve, folder, workers=workers)
     listed = {each["name"]: each for each in server.get("/models").json()}
@@ -105,12 +75,12 @@ def test_each_model_answers_as_it_does_alone_and_one_request_asks_all(
     assert listed[OTHER]["backbone"] != listed[HEADS[0]]["backbone"]
     for picture, name in itertools.product(range(3), (*HEADS, OTHER)):
         answer = server.classify(expected.files[picture], f"model={name}&top_k=2").raise_for_status().json()
-        expected.check(name, picture, answer)
+        assert expected.check(picture, answer) == name
     before = server.metric("vit_batches_total")
     answer = server.classify(expected.files[0], "model=*").raise_for_status().json()
     assert list(answer["models"]) == [*HEADS, OTHER]
     for name, document in answer["models"].items():
-        expected.check(name, 0, document)
+        assert expected.check(0, document) == name
     assert server.metric("vit_batches_total") == before + 2, "one pass a backbone"
     assert server.metric("vit_images_total", model=HEADS[3]) == 4
     drawn = server.client.get(f"/attention?id={answer['id']}&model={HEADS[5]}&format=json&class=1").raise_for_status()
@@ -121,7 +91,7 @@ def test_each_model_answers_as_it_does_alone_and_one_request_asks_all(
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_none_is_lost_and_none_is_of_another_model_while_models_come_and_go(
-    workers: int, serve: Serve, folder: Path, expected: Expected
+    workers: int, serve: Serve, folder: Path, expected: Models
 ) -> None:
     server = serve_all(serve, folder, workers=workers)
     names, over, outcomes = [*HEADS, OTHER, "guest"], threading.Event(), Counter[str]()
@@ -139,8 +109,8 @@ def test_none_is_lost_and_none_is_of_another_model_while_models_come_and_go(
             document = answer.json()
             # A guest is one of two, whoever is swapped in.
             label = document["predictions"][0]["label"].rpartition(" ")[0]
-            own = document | {"model": label} if name == "guest" else document
-            expected.check(label if name == "guest" else name, picture, own)
+            assert document["model"] == name
+            expected.check(picture, document | {"model": label if name == "guest" else name})
             outcomes[name] += 1
 
     def change() -> None:

@@ -11,17 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
-from model.checkpoint import load_checkpoint
-from model.images.preprocess import preprocess
-from model.outputs import RequestedOutputs
-from model.runtime.predictor import Predictor
 from tests.e2e.checkpoints import write_checkpoint
 from tests.e2e.load import Load
 from tests.e2e.processes import Processes
-from tests.e2e.serving import CHECKPOINT_NAME, LABELS, SIZE, Pictures, Serve, Served
+from tests.e2e.serving import CHECKPOINT_NAME, LABELS, SIZE, Models, Pictures, Serve, Served
 from tests.launcher import until
 
 pytestmark = pytest.mark.timeout(300)  # engines start many times
@@ -42,32 +37,6 @@ def folder(tmp_path: Path, checkpoint: Path) -> Path:
     return folder
 
 
-class Models:
-    """What each of the two models says of each picture."""
-
-    def __init__(self, pictures: Pictures, folder: Path) -> None:
-        predictor = Predictor(
-            load_checkpoint(str(folder / OTHER_NAME)), device="cpu", compile_mode="off", dtype="float32"
-        )
-        scores = np.zeros((len(pictures), len(OTHER_LABELS)), np.float32)
-        for index, file in enumerate(pictures.files):
-            pixels = preprocess(file, predictor.checkpoint.preprocess)
-            [outputs] = predictor.predict(pixels[np.newaxis], RequestedOutputs(len(OTHER_LABELS)))
-            scores[index, outputs.indices] = outputs.scores
-        self._pictures = {CHECKPOINT_NAME: pictures, OTHER_NAME: Pictures(pictures.files, scores)}
-        self._labels = {CHECKPOINT_NAME: LABELS, OTHER_NAME: OTHER_LABELS}
-        self._grids = {CHECKPOINT_NAME: [4, 4], OTHER_NAME: [6, 4]}
-
-    def check(self, index: int, document: dict[str, Any]) -> str:
-        """The name of the model that an answer is wholly of."""
-        name: str = document["model"]
-        self._pictures[name].check(index, document)
-        labels = self._labels[name]
-        assert all(found["label"] == labels[found["index"]] for found in document["predictions"])
-        assert "attention" not in document or document["attention"]["grid"] == self._grids[name]
-        return name
-
-
 def load(server: Served, served: str, checkpoint: str) -> httpx.Response:
     path, body = f"/v2/repository/models/{served}/load", {"parameters": {"checkpoint": checkpoint}}
     return server.client.post(path, json=body, headers=ADMIN)
@@ -76,7 +45,9 @@ def load(server: Served, served: str, checkpoint: str) -> httpx.Response:
 def in_turns(server: Served, pictures: Pictures, folder: Path, swaps: int) -> Counter[str]:
     """Swap under load, the last time for a checkpoint that is refused; which model answered how often."""
     names = [CHECKPOINT_NAME, OTHER_NAME]
-    with Load(server, pictures, Models(pictures, folder).check, callers=4, pause=0.02) as running:
+    with Load(
+        server, pictures, Models(pictures.files, [folder / name for name in names]).check, callers=4, pause=0.02
+    ) as running:
         running.more(CHECKPOINT_NAME)
         for swap in range(swaps):
             served, following = names[swap % 2], names[(swap + 1) % 2]

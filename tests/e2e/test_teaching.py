@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from service.cli.main import main
 from tests.e2e.checkpoints import write_checkpoint
 from tests.e2e.serving import CHECKPOINT_NAME, LABELS, SIZE, Pictures, Serve, Served, client
 from tests.launcher import until
+from tests.model.images.pictures import encode
 
 pytestmark = pytest.mark.timeout(120)  # several servers start
 
@@ -29,9 +29,7 @@ ADMIN = {"Authorization": "Bearer admin-key"}
 def picture(colour: tuple[int, int, int], seed: int) -> bytes:
     """A picture of about one colour."""
     noise = np.random.default_rng(seed).normal(scale=12, size=(SIZE, SIZE, 3))
-    file = io.BytesIO()
-    Image.fromarray((np.array(colour) + noise).clip(0, 255).astype(np.uint8)).save(file, "PNG")
-    return file.getvalue()
+    return encode(Image.fromarray((np.array(colour) + noise).clip(0, 255).astype(np.uint8)), "PNG")
 
 
 def teach(
@@ -245,17 +243,6 @@ def test_vitserve_teach_fails_where_no_head_comes_of_it(
     assert "409 name_taken" in line
 
 
-def test_a_deleted_head_is_unknown(serve: Serve, tmp_path: Path) -> None:
-    server = serve(teach=tmp_path / "taught")
-    teach_colours(server)
-    fitted(server, 12)
-    assert server.client.delete("/heads/colours").status_code == 204
-    until(lambda: server.classify(picture(RED, 80), "model=colours").status_code == 404)
-    assert server.classify(picture(RED, 80), "model=colours").json()["code"] == "unknown_model"
-    teach_colours(server, count=3)
-    assert fitted(server, 6)["examples"] == {"red": 3, "blue": 3}
-
-
 def test_every_worker_has_a_head_soon(serve: Serve, tmp_path: Path) -> None:
     server = serve(teach=tmp_path / "taught", workers=2)
     teach_colours(server)
@@ -264,6 +251,8 @@ def test_every_worker_has_a_head_soon(serve: Serve, tmp_path: Path) -> None:
     until(lambda: all(ask(server) == "red" for _ in range(20)))
     assert server.client.delete("/heads/colours").status_code == 204
     until(lambda: all(ask(server) is None for _ in range(20)))
+    teach_colours(server, count=3)
+    assert fitted(server, 6)["examples"] == {"red": 3, "blue": 3}, "nothing is left of the one that was deleted"
 
 
 def ask(server: Served) -> str | None:
@@ -310,11 +299,11 @@ def test_without_a_folder_nothing_is_taught(serve: Serve) -> None:
 
 def test_a_key_without_a_name_owns_its_heads_at_any_place(serve: Serve, tmp_path: Path) -> None:
     first, second = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
-    server = serve(teach=tmp_path / "taught", api_keys="one,two", warm=False)
+    server = serve(teach=tmp_path / "taught", api_keys="one,two")
     until(lambda: server.get("/readyz").status_code == 200)
     teach_colours(server, headers=second)
     server.process.terminate()
-    again = serve(teach=tmp_path / "taught", api_keys="two,one", warm=False)
+    again = serve(teach=tmp_path / "taught", api_keys="two,one")
     until(lambda: again.get("/readyz").status_code == 200)
     assert teach(again, "red", [picture(RED, 7)], headers=first).status_code == 403
     assert teach(again, "red", [picture(RED, 7)], headers=second).status_code == 201
@@ -323,7 +312,7 @@ def test_a_key_without_a_name_owns_its_heads_at_any_place(serve: Serve, tmp_path
 
 
 def test_keys_teach_their_own_heads_and_the_admin_key_all(serve: Serve, tmp_path: Path) -> None:
-    server = serve(teach=tmp_path / "taught", api_keys="alice:one,bob:two", admin_key="admin-key", warm=False)
+    server = serve(teach=tmp_path / "taught", api_keys="alice:one,bob:two", admin_key="admin-key")
     alice, bob = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
     until(lambda: server.get("/readyz").status_code == 200)
     assert teach(server, "red", [picture(RED, 1)]).status_code == 401

@@ -49,6 +49,8 @@ def test_a_request_is_followed_from_its_caller_through_a_worker(
         assert request.attributes["http.response.status_code"] == 200
         stages = [span for span in collector.spans if span.parent == request.id[1]]
         assert sorted(span.name for span in stages) == sorted(STAGES)
+        [inference] = [span for span in stages if span.name == "inference"]
+        assert inference.attributes["vitserve.batch.size"] >= 1
         for span in stages:
             assert span.id[0] == request.id[0]
             assert span.process == request.process

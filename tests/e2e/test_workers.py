@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,7 +16,7 @@ import pytest
 from tests.e2e.load import Load, connection
 from tests.e2e.processes import Processes, is_gone, maps
 from tests.e2e.serving import Pictures, Serve, Served, problem, together
-from tests.launcher import PATIENCE, until
+from tests.launcher import until
 
 pytestmark = pytest.mark.timeout(180)  # servers start and end
 
@@ -189,42 +187,6 @@ def test_a_frozen_engine_and_a_frozen_worker_are_replaced(service: Served, pictu
 
 
 # Ended
-
-
-@pytest.fixture
-def temporary() -> Iterator[Path]:
-    """A folder of one service alone, whose path is short enough for sockets in it."""
-    with tempfile.TemporaryDirectory(prefix="vit-", dir="/tmp") as name:
-        yield Path(name)
-
-
-def test_draining_answers_whoever_was_accepted_and_leaves_nothing_behind(
-    serve: Serve, pictures: Pictures, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    server = serve(workers=WORKERS, drain_delay=1)
-    pids = Processes(server).all
-    assert list(temporary.glob("vitserve-*"))
-    with server.raw() as slow, Load(server, pictures) as running:
-        running.more()
-        slow.post(pictures.files[1], sent=20)
-        until(lambda: server.metric("vit_inflight_requests") > 0)
-        server.process.process.send_signal(signal.SIGTERM)
-        running.until(lambda outcomes: outcomes["lost"] >= 8)  # nobody listens any more
-        slow.send(pictures.files[1][20:])
-        status, _, body = slow.answer()
-        assert status == 200
-        pictures.check(1, json.loads(body))
-        outcomes = running.stop()
-    assert set(outcomes) == {"answered", "lost"}
-    assert server.process.process.wait(PATIENCE) == 0
-    assert all(is_gone(pid) for pid in pids)
-    assert "Traceback" not in server.log
-    assert "CRITICAL" not in server.log
-    told = re.search(r"stopped: .* (\d+) requests were answered and 0 refused$", server.log.strip())
-    assert told is not None
-    assert 0 < int(told[1]) < outcomes["answered"]
-    assert not list(temporary.glob("vitserve-*"))
 
 
 def test_no_process_outlives_a_supervisor_that_is_killed(service: Served) -> None:

@@ -12,7 +12,7 @@ from model.data.datasets import open_dataset
 from model.data.pictures import decode
 from model.training.recipe import Recipe
 from model.training.training_data import TrainingData
-from tests.model.data.configs import bicubic_config
+from tests.model.images.pictures import config
 from tests.model.training.synthetic import write_cifar
 
 
@@ -26,7 +26,7 @@ def cifar(tmp_path: Path) -> Path:
 def data(cifar: Path, recipe: Recipe) -> TrainingData:
     """The training pictures, split as the recipe says."""
     dataset = open_dataset(cifar, recipe.validation, recipe.seed)
-    train, validation = (decode(part, bicubic_config(32, 32), cifar) for part in (dataset.train, dataset.validation))
+    train, validation = (decode(part, config((32, 32)), cifar) for part in (dataset.train, dataset.validation))
     return TrainingData(train, validation, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
 
 

@@ -47,19 +47,6 @@ def test_each_head_is_the_minimum_of_its_loss(width: int) -> None:
     assert norms == sorted(norms)
 
 
-def test_features_without_variance_change_nothing() -> None:
-    features, truth = noise(60), np.arange(60) % 3
-    features[:, 0] += 5.0 * truth
-    few, _ = fit_head(features, truth, "abc")
-    more, _ = fit_head(np.column_stack([features, np.full((60, 3), 7.0)]), truth, "abc")
-    assert few.weight is not None
-    assert more.weight is not None
-    scale = np.sqrt(12 / 15)  # of the mean variance: the penalty is another
-    np.testing.assert_allclose(more.weight[:, 12:], 0, atol=1e-6)
-    assert few.weight.shape == (3, 12)
-    assert np.corrcoef(few.weight.ravel(), more.weight[:, :12].ravel())[0, 1] > scale
-
-
 def test_held_out_pictures_are_not_fitted_to() -> None:
     """Thirty features tell forty pictures of noise apart, if they are seen."""
     features, truth, folds = noise(40, 30), np.arange(40) % 2, np.arange(40) // 2 % 5

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
+
+from tests.service.web.apps import App, app
 
 settings.register_profile("service", deadline=None)
 settings.load_profile("service")
+
+
+@pytest.fixture
+def service() -> App:
+    """The application as it is without settings."""
+    return app()

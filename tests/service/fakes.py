@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import math
 import threading
 import time
@@ -33,6 +32,7 @@ from service.models.model import LocalModel
 from service.models.models import LocalModels, Models, Version
 from service.settings import load_settings
 from service.web.image_stores import MemoryImageStore
+from tests.model.images.pictures import encode
 
 PATIENCE = 30.0
 """Seconds after which a test gives up; nothing ever waits this long when the code is right."""
@@ -58,6 +58,12 @@ def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
         asyncio.run(bounded())
 
     return run
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 def start(model: LocalModel, on_change: Callable[[], None]) -> None:
@@ -149,9 +155,7 @@ def pixels(red: int) -> NDArray[np.uint8]:
 
 def png(red: int, size: tuple[int, int] = (SIZE, SIZE)) -> bytes:
     """The same as a file."""
-    buffer = io.BytesIO()
-    Image.new("RGB", size, (red, 0, 0)).save(buffer, "PNG")
-    return buffer.getvalue()
+    return encode(Image.new("RGB", size, (red, 0, 0)), "PNG")
 
 
 def expected_indices(red: int, top_k: int) -> list[int]:
@@ -278,20 +282,14 @@ class Rig:
         return task
 
     async def until_queued(self, count: int) -> None:
-        async with asyncio.timeout(PATIENCE):
-            while self.engine.status.queue_depth != count:
-                await asyncio.sleep(0.001)
+        await until(lambda: self.engine.status.queue_depth == count)
 
     async def until_ready(self) -> None:
-        async with asyncio.timeout(PATIENCE):
-            while not self.engine.ready:
-                assert self.engine.status.state != "failed", self.engine.status.reason
-                await asyncio.sleep(0.001)
+        await until(lambda: self.engine.ready or self.engine.status.state == "failed")
+        assert self.engine.ready, self.engine.status.reason
 
     async def until_state(self, state: str) -> None:
-        async with asyncio.timeout(PATIENCE):
-            while self.engine.status.state != state:
-                await asyncio.sleep(0.001)
+        await until(lambda: self.engine.status.state == state)
 
 
 def local_models(make: Callable[[Any], Any], **versions: Version) -> LocalModels:

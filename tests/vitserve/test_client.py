@@ -15,12 +15,12 @@ import pytest
 from PIL import Image
 
 from model.images.decode import decode
+from tests.model.images.pictures import encode
 from vitserve.client import (
     AsyncClient,
     Client,
     ClientError,
     DeadlineExceeded,
-    ForeignAnswer,
     ImageRefused,
     InferenceFailed,
     InvalidParameter,
@@ -31,7 +31,7 @@ from vitserve.client import (
     Unavailable,
     Unreachable,
 )
-from vitserve.documents import AttentionDocument, BatchClassification, Classification
+from vitserve.documents import Classification
 
 URL = "http://service"
 CAT = {
@@ -134,12 +134,10 @@ def test_a_pil_image_is_sent_as_png(call: Call, mode: str) -> None:
 
 
 def test_a_pil_image_lies_as_its_file_does(call: Call) -> None:
-    exif, file = Image.Exif(), io.BytesIO()
-    exif[0x0112] = 6  # a quarter turn
-    Image.fromarray(RGB).save(file, "PNG", exif=exif)
+    file = encode(Image.fromarray(RGB), "PNG", 6)  # a quarter turn
     server = Recorder(200, json=CAT)
-    call(server, "classify", Image.open(file))
-    expected, sent = (decode(data, max_pixels=1000) for data in (file.getvalue(), server.request.content))
+    call(server, "classify", Image.open(io.BytesIO(file)))
+    expected, sent = (decode(data, max_pixels=1000) for data in (file, server.request.content))
     assert expected.orientation == sent.orientation == 6
     np.testing.assert_array_equal(np.asarray(expected.image), np.asarray(sent.image))
 
@@ -176,48 +174,10 @@ def test_what_is_no_picture_is_an_error_that_says_what_is(call: Call, source: An
         call(Recorder(200, json=CAT), "classify", source)
 
 
-def test_a_batch_is_a_form_in_the_given_order(call: Call) -> None:
-    server = Recorder(200, json={"results": [CAT, {"error": FULL}]})
-    found = call(server, "classify_batch", [b"first", b"second"], top_k=1)
-    assert found == BatchClassification.model_validate({"results": [CAT, {"error": FULL}]})
-    assert str(server.request.url) == f"{URL}/classify/batch?top_k=1&attention=false"
-    body = server.request.content
-    assert body.count(b'name="file"') == 2
-    assert 0 < body.index(b"first") < body.index(b"second")
-
-
 MAP = {
     **{"method": "cls", "layer": 2, "head": "max", "grid": [1, 2], "values": [[0.25, 0.75]], "kept_mass": 0.5},
     "region": {"x": 0, "y": 0, "width": 2, "height": 1},
 }
-
-
-def test_a_map_is_a_document(call: Call) -> None:
-    server = Recorder(200, json=MAP)
-    assert call(server, "attention", b"pixels", layer=-1, head="max") == [AttentionDocument.model_validate(MAP)]
-    assert (server.request.method, server.request.content) == ("POST", b"pixels")
-    assert str(server.request.url) == f"{URL}/attention?layer=-1&head=max&format=json"
-    call(server, "attention", b"pixels", method="rollout")
-    assert str(server.request.url) == f"{URL}/attention?method=rollout&format=json"
-
-
-def test_maps_of_several_classes_are_several_documents(call: Call) -> None:
-    maps = [MAP | {"method": "gae", "class": 3}, MAP | {"method": "gae", "class": 5}]
-    server = Recorder(200, json=maps)
-    found = call(server, "attention", b"pixels", class_=[3, "tiger"])
-    assert found == [AttentionDocument.model_validate(document) for document in maps]
-    assert server.request.url.params["class"] == "3,tiger"
-    with pytest.raises(ForeignAnswer):
-        call(Recorder(200, json=CAT), "attention", b"pixels")
-
-
-@pytest.mark.parametrize("values", [[[0.25, 0.75]], [[[0.25, 0.75]], [[1.0, 0.0]]]], ids=["one map", "two maps"])
-def test_a_map_is_an_array(call: Call, values: list[Any]) -> None:
-    expected, file = np.array(values, np.float32), io.BytesIO()
-    np.save(file, expected)
-    server = Recorder(200, content=file.getvalue())
-    np.testing.assert_array_equal(call(server, "attention_array", b"pixels", method="gae"), expected)
-    assert str(server.request.url) == f"{URL}/attention?method=gae&format=npy"
 
 
 @pytest.mark.parametrize(("method", "image", "shape"), [("embed", b"p", (4,)), ("embed_batch", [b"p", b"q"], (2, 4))])

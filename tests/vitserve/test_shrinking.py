@@ -15,6 +15,7 @@ from PIL import Image, ImageFilter
 
 from model.config import PreprocessConfig
 from model.images.preprocess import model_input
+from tests.model.images.pictures import encode
 from tests.vitserve.test_client import CAT, MAP, URL
 from vitserve.client import AsyncClient, Client, Retries
 from vitserve.shrinking import shrink
@@ -43,9 +44,7 @@ def photo(width: int, height: int, mode: str = "RGB") -> Image.Image:
 
 
 def encoded(image: Image.Image, form: str = "JPEG", **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, form, **({"quality": 95} | options))
-    return buffer.getvalue()
+    return encode(image, form, **({"quality": 95} | options))
 
 
 def opened(data: bytes) -> Image.Image:

@@ -14,235 +14,206 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.e2e.page.browser import expect
-from tests.e2e.page.steps import DOG, Open, answers, choose, map_shown, open_choices, pixels
+from tests.e2e.page.browser import Page, Tab, expect
+from tests.e2e.page.steps import DOG, answers, choose, map_shown, open_choices, pixels
 from tests.e2e.serving import Served
 from tests.launcher import PATIENCE
+from tests.model.images.pictures import encode
 
 pytestmark = pytest.mark.timeout(180)  # a server and a browser start
 
 
-def test_a_heic_picture_is_shown_as_the_model_saw_it(open_page: Open) -> None:
-    pillow_heif = pytest.importorskip("pillow_heif")
-    buffer = io.BytesIO()
-    with Image.open(DOG) as picture:
-        pillow_heif.from_pillow(picture.resize((240, 320))).save(buffer, quality=70)
-    with open_page() as found:
-        choose(found.page, {"name": "IMG_2.HEIC", "mimeType": "image/heic", "buffer": buffer.getvalue()})
-        assert answers(found.page)[0] == "dog"
-        expect(found.page.locator("#photo-caption")).to_contain_text("as the model saw it")
-        map_shown(found.page)
-        assert pixels(found.page, ".map .base")[..., :3].std() > 20
-
-
 def test_a_large_picture_is_sent_smaller_if_it_may_and_its_map_lies_where_it_belongs(
-    open_page: Open, server: Served, tmp_path: Path
+    page: Page, found: Tab, server: Served, tmp_path: Path
 ) -> None:
-    exif, buffer, photo = Image.Exif(), io.BytesIO(), tmp_path / "photo.jpg"
-    exif[0x0112] = 6  # a quarter turn
+    photo, quarter_turn = tmp_path / "photo.jpg", 6
     with Image.open(DOG) as picture:
         lying = picture.resize((900, 1200)).transpose(Image.Transpose.ROTATE_90)
-    lying.save(photo, quality=100, exif=exif)
-    lying.save(buffer, "JPEG", quality=50, exif=exif)
-    assert photo.stat().st_size > 200_000 > len(buffer.getvalue())  # what the server takes
-    with open_page() as found:
-        found.refusals_expected = True
-        page = found.page
-        choose(page, photo)
-        expect(page.get_by_role("alert")).to_contain_text("larger than the service accepts")
-        page.get_by_label("Send large pictures smaller").check()
-        choose(page, photo)
-        assert answers(page)[0] == "dog"
-        map_shown(page)
-        page.locator(".answer").nth(1).click()
-        map_shown(page)
-        with page.expect_download() as saved:
-            page.get_by_role("button", name="Download JSON").click()
-        document = json.loads(Path(saved.value.path()).read_text())
-    expected = server.classify(buffer.getvalue(), "attention=true").json()["attention"]["region"]
+    photo.write_bytes(encode(lying, "JPEG", quarter_turn, quality=100))
+    smaller = encode(lying, "JPEG", quarter_turn, quality=50)
+    assert photo.stat().st_size > 200_000 > len(smaller)  # what the server takes
+    found.refusals_expected = True
+    choose(page, photo)
+    expect(page.get_by_role("alert")).to_contain_text("larger than the service accepts")
+    page.get_by_label("Send large pictures smaller").check()
+    choose(page, photo)
+    assert answers(page)[0] == "dog"
+    map_shown(page)
+    page.locator(".answer").nth(1).click()
+    map_shown(page)
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Download JSON").click()
+    document = json.loads(Path(saved.value.path()).read_text())
+    expected = server.classify(smaller, "attention=true").json()["attention"]["region"]
     for map_ in (document["classification"]["attention"], *document["maps"]):
         assert map_["region"] == {name: pytest.approx(value, abs=8) for name, value in expected.items()}
 
 
-def test_layer_and_head_are_switched_and_two_maps_stand_side_by_side(open_page: Open, server: Served) -> None:
-    with open_page() as found:
-        page = found.page
-        choose(page, DOG)
-        map_shown(page)
-        open_choices(page)
-        page.locator(".method").select_option("cls")
-        before = pixels(page, ".heat")
-        page.locator(".layer").select_option("1")
-        page.locator(".head").select_option("2")
-        expect(page.locator("#curl-text")).to_contain_text("layer=1&head=2")
-        map_shown(page)
-        assert (pixels(page, ".heat") != before).any()
-        page.get_by_label("Compare two maps").check()
-        expect(page.locator("figure.map")).to_have_count(2)
-        map_shown(page, 1)
-        open_choices(page, 1)
-        page.locator("figure.map").nth(1).locator(".head").select_option("max")
-        with page.expect_download() as saved:
-            page.get_by_role("button", name="Download JSON").click()
-        document = json.loads(Path(saved.value.path()).read_text())
-        assert document["classification"]["predictions"][0]["label"] == "dog"
-        [first, second] = document["maps"]
-        assert [(found["layer"], found["head"]) for found in (first, second)] == [(1, 2), (1, "max")]
-        query = f"/attention?id={first['id']}&method=cls&layer=1&head=2&format=json"
-        np.testing.assert_allclose(first["values"], server.get(query).json()["values"], atol=1e-6)
-        with page.expect_download() as saved:
-            page.get_by_role("button", name="Download PNG").click()
-        assert saved.value.suggested_filename == "dog-map.png"
-        with Image.open(saved.value.path()) as picture:
-            assert picture.width > picture.height
-        page.get_by_label("Compare two maps").uncheck()
-        expect(page.locator("figure.map")).to_have_count(1)
+def test_layer_and_head_are_switched_and_two_maps_stand_side_by_side(page: Page, server: Served) -> None:
+    choose(page, DOG)
+    map_shown(page)
+    open_choices(page)
+    page.locator(".method").select_option("cls")
+    before = pixels(page, ".heat")
+    page.locator(".layer").select_option("1")
+    page.locator(".head").select_option("2")
+    expect(page.locator("#curl-text")).to_contain_text("layer=1&head=2")
+    map_shown(page)
+    assert (pixels(page, ".heat") != before).any()
+    page.get_by_label("Compare two maps").check()
+    expect(page.locator("figure.map")).to_have_count(2)
+    map_shown(page, 1)
+    open_choices(page, 1)
+    page.locator("figure.map").nth(1).locator(".head").select_option("max")
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Download JSON").click()
+    document = json.loads(Path(saved.value.path()).read_text())
+    assert document["classification"]["predictions"][0]["label"] == "dog"
+    [first, second] = document["maps"]
+    assert [(found["layer"], found["head"]) for found in (first, second)] == [(1, 2), (1, "max")]
+    query = f"/attention?id={first['id']}&method=cls&layer=1&head=2&format=json"
+    np.testing.assert_allclose(first["values"], server.get(query).json()["values"], atol=1e-6)
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Download PNG").click()
+    assert saved.value.suggested_filename == "dog-map.png"
+    with Image.open(saved.value.path()) as picture:
+        assert picture.width > picture.height
+    page.get_by_label("Compare two maps").uncheck()
+    expect(page.locator("figure.map")).to_have_count(1)
 
 
-def test_a_map_is_drawn_as_the_service_draws_it(open_page: Open, server: Served) -> None:
+def test_a_map_is_drawn_as_the_service_draws_it(page: Page, server: Served) -> None:
     look = "overlay=false&caption=false&size=256"
     png = server.client.post(f"/attention?{look}", content=DOG.read_bytes()).content
     region = server.client.post("/attention?format=json", content=DOG.read_bytes()).json()["region"]
     with Image.open(io.BytesIO(png)) as drawn, Image.open(DOG) as photo:
         expected, width = np.asarray(drawn.convert("RGB")).astype(int), photo.width
-    with open_page() as found:
-        page = found.page
-        choose(page, DOG)
-        map_shown(page)
-        smooth = pixels(page, ".heat")
-        scale = smooth.shape[1] / width
-        left, top, across, down = (round(scale * region[name]) for name in ("x", "y", "width", "height"))
-        seen = Image.fromarray(smooth[top : top + down, left : left + across]).resize((256, 256))
-        actual = np.asarray(seen).astype(int)
-        strong = actual[..., 3] > 128
-        assert strong.any()
-        assert np.abs(actual[..., :3] - expected)[strong].mean() < 8
-        page.get_by_label("Smooth").uncheck()
-        squares = pixels(page, ".heat")
-        assert len(np.unique(squares[..., 3])) <= 64 < len(np.unique(smooth[..., 3]))
-        page.get_by_label("Opacity of the map").fill("25")
-        expect(page.locator(".heat")).to_have_css("opacity", "0.25")
-        # The photo alone, while the button is held.
-        page.get_by_role("button", name="Hold to see the photo").hover()
-        page.mouse.down()
-        assert not pixels(page, ".heat").any()
-        page.mouse.up()
-        assert pixels(page, ".heat").any()
+    choose(page, DOG)
+    map_shown(page)
+    smooth = pixels(page, ".heat")
+    scale = smooth.shape[1] / width
+    left, top, across, down = (round(scale * region[name]) for name in ("x", "y", "width", "height"))
+    seen = Image.fromarray(smooth[top : top + down, left : left + across]).resize((256, 256))
+    actual = np.asarray(seen).astype(int)
+    strong = actual[..., 3] > 128
+    assert strong.any()
+    assert np.abs(actual[..., :3] - expected)[strong].mean() < 8
+    page.get_by_label("Smooth").uncheck()
+    squares = pixels(page, ".heat")
+    assert len(np.unique(squares[..., 3])) <= 64 < len(np.unique(smooth[..., 3]))
+    page.get_by_label("Opacity of the map").fill("25")
+    expect(page.locator(".heat")).to_have_css("opacity", "0.25")
+    # The photo alone, while the button is held.
+    page.get_by_role("button", name="Hold to see the photo").hover()
+    page.mouse.down()
+    assert not pixels(page, ".heat").any()
+    page.mouse.up()
+    assert pixels(page, ".heat").any()
 
 
-def test_a_patch_tells_its_share_to_pointer_and_keyboard(open_page: Open, server: Served) -> None:
-    with open_page() as found:
-        page = found.page
-        choose(page, DOG)
-        map_shown(page)
-        with page.expect_download() as saved:
-            page.get_by_role("button", name="Download JSON").click()
-        [shown] = json.loads(Path(saved.value.path()).read_text())["maps"]
-        values = np.array(shown["values"])
-        region = shown.get("region")
-        with Image.open(DOG) as picture:
-            width, height = picture.size
-        left, top, across, down = (
-            (region["x"] / width, region["y"] / height, region["width"] / width, region["height"] / height)
-            if region
-            else (0, 0, 1, 1)
-        )
-
-        def told(row: int, column: int) -> re.Pattern[str]:
-            share = 100 * values[row, column] / values.sum()
-            return re.compile(rf"Row {row + 1}, column {column + 1}: {re.escape(f'{share:.3g}')}\d* %")
-
-        box = page.locator(".map .stack").bounding_box()
-        assert box is not None
-        x = box["x"] + box["width"] * (left + across * 2.5 / 8)
-        page.mouse.move(x, box["y"] + box["height"] * (top + down * 3.5 / 8))
-        readout = page.locator(".readout")
-        expect(readout).to_have_text(told(3, 2))
-        expect(page.locator(".patch")).to_be_visible()
-        page.mouse.move(1, 1)
-        expect(page.locator(".patch")).to_be_hidden()
-        page.locator("#pictures button").focus()
-        page.keyboard.press("Tab")
-        row, column = divmod(int(values.argmax()), 8)
-        expect(readout).to_have_text(told(row, column))
-        page.keyboard.press("ArrowDown")
-        page.keyboard.press("ArrowLeft")
-        expect(readout).to_have_text(told(min(7, row + 1), max(0, column - 1)))
-
-
-def test_the_curl_calls_give_what_is_on_screen(open_page: Open, tmp_path: Path) -> None:
-    (tmp_path / "a dog, 'small'.jpg").write_bytes(DOG.read_bytes())
-    with open_page() as found:
-        page = found.page
-        with page.expect_request("**/classify?*") as sent:
-            choose(page, tmp_path / "a dog, 'small'.jpg")
-        labels = answers(page)
-        map_shown(page)
-        page.get_by_text("The same with curl").click()
-        classify, attention = page.locator("#curl-text").inner_text().splitlines()
-        assert shlex.split(classify)[-1] == sent.value.url  # another request may have other scores
-        run = partial(subprocess.run, cwd=tmp_path, capture_output=True, check=True, timeout=PATIENCE)
-        answer = json.loads(run([*shlex.split(classify), "--silent", "--noproxy", "*"]).stdout)
-        assert [found["label"] for found in answer["predictions"]] == labels
-        run([*shlex.split(attention), "--silent", "--fail", "--noproxy", "*"])
-        with Image.open(tmp_path / "map.png") as drawn:
-            assert drawn.format == "PNG"
-
-
-def test_a_label_is_clicked_and_its_map_is_drawn_beside_that_of_another(open_page: Open, server: Served) -> None:
-    with open_page() as found:
-        page = found.page
-        choose(page, DOG)
-        labels = answers(page)
-        map_shown(page)
-        expect(page.locator(".method")).to_have_value("relevance")
-        expect(page.locator(".answer[aria-pressed=true] .label")).to_have_text(labels[0])
-        of_first = pixels(page, ".heat")
-        page.locator(".answer").nth(2).click()
-        expect(page.locator(".answer[aria-pressed=true] .label")).to_have_text(labels[2])
-        map_shown(page)
-        assert (pixels(page, ".heat") != of_first).any()
-        page.get_by_label("Compare two maps").check()
-        map_shown(page, 1)
-        index = server.get("/labels").json()["labels"].index(labels[1])
-        expect(page.locator(".class").nth(1)).to_have_value(f"{labels[1]} ({index})")
-        with page.expect_download() as saved:
-            page.get_by_role("button", name="Download JSON").click()
-        document = json.loads(Path(saved.value.path()).read_text())
-        chosen = document["classification"]["predictions"][2]["index"]
-        shown = document["maps"][0]
-        query = f"/attention?id={shown['id']}&method=relevance&class={chosen}&format=json"
-        np.testing.assert_allclose(shown["values"], server.get(query).json()["values"], atol=1e-6)
-        # Two maps share a scale, and a class is searched by its name.
-        [high, other] = page.locator(".high").all_inner_texts()
-        assert high == other
-        open_choices(page, 1)
-        page.locator(".class").nth(1).fill("fro")
-        expect(page.locator(".choices datalist").nth(1).locator("option")).to_have_attribute(
-            "value", re.compile(r"^frog \(6\)$")
-        )
-        page.keyboard.press("Enter")
-        expect(page.locator(".class").nth(1)).to_have_value("frog (6)")
-        expect(page.locator(".readout").nth(1)).to_have_text(
-            re.compile("^(Coloured: what spoke|Little speaks) for frog")
-        )
-        # What has no layer offers none.
-        expect(page.locator(".layer").first).to_be_hidden()
-
-
-def test_the_map_lies_where_the_model_looked_on_the_original(open_page: Open, server: Served) -> None:
-    wide = io.BytesIO()
+def test_a_patch_tells_its_share_to_pointer_and_keyboard(page: Page, server: Served) -> None:
+    choose(page, DOG)
+    map_shown(page)
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Download JSON").click()
+    [shown] = json.loads(Path(saved.value.path()).read_text())["maps"]
+    values = np.array(shown["values"])
+    region = shown.get("region")
     with Image.open(DOG) as picture:
-        picture.resize((600, 100)).save(wide, "JPEG")
-    region = server.client.post("/attention?format=json", content=wide.getvalue()).json()["region"]
-    with open_page() as found:
-        choose(found.page, {"name": "wide.jpg", "mimeType": "image/jpeg", "buffer": wide.getvalue()})
-        map_shown(found.page)
-        heat = pixels(found.page, ".heat")
-        rows, across = heat.shape[:2]
-        assert rows * 6 == pytest.approx(across, abs=6)
-        left, right = region["x"], region["x"] + region["width"]
-        columns = np.flatnonzero(heat[..., 3].any(axis=0)) * 600 / across
-        box = found.page.locator(".map .stack").bounding_box()
-        assert box is not None and box["height"] > 200  # not a strip of a few pixels
-        assert left - 2 <= columns.min() <= columns.max() <= right + 2
+        width, height = picture.size
+    left, top, across, down = (
+        (region["x"] / width, region["y"] / height, region["width"] / width, region["height"] / height)
+        if region
+        else (0, 0, 1, 1)
+    )
+
+    def told(row: int, column: int) -> re.Pattern[str]:
+        share = 100 * values[row, column] / values.sum()
+        return re.compile(rf"Row {row + 1}, column {column + 1}: {re.escape(f'{share:.3g}')}\d* %")
+
+    box = page.locator(".map .stack").bounding_box()
+    assert box is not None
+    x = box["x"] + box["width"] * (left + across * 2.5 / 8)
+    page.mouse.move(x, box["y"] + box["height"] * (top + down * 3.5 / 8))
+    readout = page.locator(".readout")
+    expect(readout).to_have_text(told(3, 2))
+    expect(page.locator(".patch")).to_be_visible()
+    page.mouse.move(1, 1)
+    expect(page.locator(".patch")).to_be_hidden()
+    page.locator("#pictures button").focus()
+    page.keyboard.press("Tab")
+    row, column = divmod(int(values.argmax()), 8)
+    expect(readout).to_have_text(told(row, column))
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowLeft")
+    expect(readout).to_have_text(told(min(7, row + 1), max(0, column - 1)))
+
+
+def test_the_curl_calls_give_what_is_on_screen(page: Page, tmp_path: Path) -> None:
+    (tmp_path / "a dog, 'small'.jpg").write_bytes(DOG.read_bytes())
+    with page.expect_request("**/classify?*") as sent:
+        choose(page, tmp_path / "a dog, 'small'.jpg")
+    labels = answers(page)
+    map_shown(page)
+    page.get_by_text("The same with curl").click()
+    classify, attention = page.locator("#curl-text").inner_text().splitlines()
+    assert shlex.split(classify)[-1] == sent.value.url  # another request may have other scores
+    run = partial(subprocess.run, cwd=tmp_path, capture_output=True, check=True, timeout=PATIENCE)
+    answer = json.loads(run([*shlex.split(classify), "--silent", "--noproxy", "*"]).stdout)
+    assert [found["label"] for found in answer["predictions"]] == labels
+    run([*shlex.split(attention), "--silent", "--fail", "--noproxy", "*"])
+    with Image.open(tmp_path / "map.png") as drawn:
+        assert drawn.format == "PNG"
+
+
+def test_a_label_is_clicked_and_its_map_is_drawn_beside_that_of_another(page: Page, server: Served) -> None:
+    choose(page, DOG)
+    labels = answers(page)
+    map_shown(page)
+    expect(page.locator(".method")).to_have_value("relevance")
+    expect(page.locator(".answer[aria-pressed=true] .label")).to_have_text(labels[0])
+    of_first = pixels(page, ".heat")
+    page.locator(".answer").nth(2).click()
+    expect(page.locator(".answer[aria-pressed=true] .label")).to_have_text(labels[2])
+    map_shown(page)
+    assert (pixels(page, ".heat") != of_first).any()
+    page.get_by_label("Compare two maps").check()
+    map_shown(page, 1)
+    index = server.get("/labels").json()["labels"].index(labels[1])
+    expect(page.locator(".class").nth(1)).to_have_value(f"{labels[1]} ({index})")
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Download JSON").click()
+    document = json.loads(Path(saved.value.path()).read_text())
+    chosen = document["classification"]["predictions"][2]["index"]
+    shown = document["maps"][0]
+    query = f"/attention?id={shown['id']}&method=relevance&class={chosen}&format=json"
+    np.testing.assert_allclose(shown["values"], server.get(query).json()["values"], atol=1e-6)
+    # Two maps share a scale, and a class is searched by its name.
+    [high, other] = page.locator(".high").all_inner_texts()
+    assert high == other
+    open_choices(page, 1)
+    page.locator(".class").nth(1).fill("fro")
+    expect(page.locator(".choices datalist").nth(1).locator("option")).to_have_attribute(
+        "value", re.compile(r"^frog \(6\)$")
+    )
+    page.keyboard.press("Enter")
+    expect(page.locator(".class").nth(1)).to_have_value("frog (6)")
+    expect(page.locator(".readout").nth(1)).to_have_text(re.compile("^(Coloured: what spoke|Little speaks) for frog"))
+    # What has no layer offers none.
+    expect(page.locator(".layer").first).to_be_hidden()
+
+
+def test_the_map_lies_where_the_model_looked_on_the_original(page: Page, server: Served) -> None:
+    with Image.open(DOG) as picture:
+        wide = encode(picture.resize((600, 100)), "JPEG")
+    region = server.client.post("/attention?format=json", content=wide).json()["region"]
+    choose(page, {"name": "wide.jpg", "mimeType": "image/jpeg", "buffer": wide})
+    map_shown(page)
+    heat = pixels(page, ".heat")
+    rows, across = heat.shape[:2]
+    assert rows * 6 == pytest.approx(across, abs=6)
+    left, right = region["x"], region["x"] + region["width"]
+    columns = np.flatnonzero(heat[..., 3].any(axis=0)) * 600 / across
+    box = page.locator(".map .stack").bounding_box()
+    assert box is not None and box["height"] > 200  # not a strip of a few pixels
+    assert left - 2 <= columns.min() <= columns.max() <= right + 2

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
@@ -16,7 +15,8 @@ import pytest
 from PIL import Image
 
 from model.checkpoint import BUNDLED
-from tests.e2e.page.browser import Browser, Page, Route, expect, tab
+from tests.e2e.page.browser import Browser, Page, Route, Tab, expect, tab
+from tests.e2e.page.conftest import serving
 from tests.e2e.page.steps import CAT, DOG, PHONE, Open, answers, choose, map_shown, open_choices, pixels, send_event
 from tests.e2e.serving import Served
 from tests.launcher import until
@@ -34,21 +34,20 @@ def models_server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) ->
     (folder / "german.txt").write_text("\n".join(GERMAN))
     for name, setting in (("english", ""), ("german", 'labels = "german.txt"'), ("large", "image_size = 48")):
         (folder / f"{name}.toml").write_text(f'checkpoint = "{BUNDLED}"\n{setting}\n')
-    settings: dict[str, Any] = {
-        "models": folder,
-        "admin_key": "admin",
-        "checkpoint_folder": BUNDLED.parent,
-        "request_timeout": 60,
-    }
-    served = Served(folder / "server.log", device="cpu", compile="off", max_batch=4, **settings)
-    until(lambda: all(each["state"] == "ready" for each in served.get("/models").json()))
-    yield served
-    served.kill()
+    with serving(folder, models=folder, admin_key="admin", checkpoint_folder=BUNDLED.parent) as served:
+        until(lambda: all(each["state"] == "ready" for each in served.get("/models").json()))
+        yield served
 
 
 @pytest.fixture
 def open_models(browser: Browser, models_server: Served) -> Open:
     return partial(tab, browser, f"{models_server.url}/")
+
+
+@pytest.fixture
+def found(open_models: Open) -> Iterator[Tab]:
+    with open_models() as found:
+        yield found
 
 
 def queries(page: Page) -> list[dict[str, str]]:
@@ -81,86 +80,79 @@ def test_one_model_leaves_no_choice_and_is_not_named(open_page: Open) -> None:
         assert sent and not any("model" in query for query in sent)
 
 
-def test_a_model_is_chosen_with_the_keyboard_and_answers_with_its_maps(open_models: Open) -> None:
-    with open_models() as found:
-        page = found.page
-        sent = queries(page)
-        choose(page, DOG)
-        assert answers(page)[0] == "dog"
-        which = page.get_by_role("combobox", name="Model", exact=True)
-        expect(which).to_have_value("english")  # the default
-        which.focus()
-        page.keyboard.press("ArrowDown")
-        expect(page.locator(".answer .label").first).to_have_text("Hund")
-        expect(which).to_be_focused()
-        expect(page.locator("#model")).to_contain_text("german on cpu")
-        map_shown(page)
-        page.locator(".answer").nth(1).click()
-        expect(page.locator(".readout")).to_contain_text(answers(page)[1])
-        map_shown(page)
-        assert [query["model"] for query in sent] == ["english", "german", "german"]
-        page.get_by_text("The same with curl").click()
-        for line in page.locator("#curl-text").inner_text().splitlines():
-            assert "model=german" in line
+def test_a_model_is_chosen_with_the_keyboard_and_answers_with_its_maps(page: Page) -> None:
+    sent = queries(page)
+    choose(page, DOG)
+    assert answers(page)[0] == "dog"
+    which = page.get_by_role("combobox", name="Model", exact=True)
+    expect(which).to_have_value("english")  # the default
+    which.focus()
+    page.keyboard.press("ArrowDown")
+    expect(page.locator(".answer .label").first).to_have_text("Hund")
+    expect(which).to_be_focused()
+    expect(page.locator("#model")).to_contain_text("german on cpu")
+    map_shown(page)
+    page.locator(".answer").nth(1).click()
+    expect(page.locator(".readout")).to_contain_text(answers(page)[1])
+    map_shown(page)
+    assert [query["model"] for query in sent] == ["english", "german", "german"]
+    page.get_by_text("The same with curl").click()
+    for line in page.locator("#curl-text").inner_text().splitlines():
+        assert "model=german" in line
 
 
-def test_two_models_stand_side_by_side_on_one_picture(open_models: Open, models_server: Served) -> None:
-    with open_models() as found:
-        page = found.page
-        choose(page, DOG)
-        map_shown(page)
-        sent = queries(page)
-        side_by_side(page, "large")
-        assert [(query["path"], query["model"]) for query in sent] == [("/classify", "english,large")]
-        lists = page.get_by_role("list", name="Classes by score, ")
-        expect(lists).to_have_count(2)
-        figures = page.locator("figure.map")
-        expect(figures.nth(0)).to_have_attribute("aria-label", "Map of english")
-        expect(figures.nth(1)).to_have_attribute("aria-label", "Map of large")
-        one, other = (figures.nth(index).bounding_box() for index in (0, 1))
-        assert one is not None and other is not None
-        assert one["y"] == other["y"] and one["x"] + one["width"] <= other["x"]
-        expect(page.locator("#said[role=status]")).to_have_text(
-            re.compile(r"^dog\.jpg: english: dog, 9.*; large: \w+, ")
-        )
-        expect(page.get_by_label("Compare two maps")).to_be_hidden()
-        # An answer of the second one has its map drawn there, and nowhere else.
-        chosen = lists.nth(1).locator(".answer").nth(2)
-        chosen.click()
-        expect(page.locator(".readout").nth(1)).to_contain_text(chosen.locator(".label").inner_text())
-        map_shown(page, 1)
-        expect(chosen).to_have_attribute("aria-pressed", "true")
-        expect(lists.nth(0).locator(".answer[aria-pressed=true] .label")).to_have_text("dog")
-        expect(page.locator(".readout").nth(0)).to_have_text("Coloured: what spoke for dog")
-        with page.expect_download() as saved:
-            page.get_by_role("button", name="Download JSON").click()
-        document = json.loads(Path(saved.value.path()).read_text())
-        assert (document["classification"]["model"], document["beside"]["model"]) == ("english", "large")
-        small, large = document["maps"]
-        assert (small["grid"], large["grid"]) == ([8, 8], [12, 12])
-        query = f"/attention?id={large['id']}&model=large&method=relevance&class={large['class']}&format=json"
-        np.testing.assert_allclose(large["values"], models_server.get(query).json()["values"], atol=1e-6)
-        page.get_by_label("Beside it").select_option("")
-        expect(figures).to_have_count(1)
-        map_shown(page)
-        assert len(answers(page)) == 5
+def test_two_models_stand_side_by_side_on_one_picture(page: Page, models_server: Served) -> None:
+    choose(page, DOG)
+    map_shown(page)
+    sent = queries(page)
+    side_by_side(page, "large")
+    assert [(query["path"], query["model"]) for query in sent] == [("/classify", "english,large")]
+    lists = page.get_by_role("list", name="Classes by score, ")
+    expect(lists).to_have_count(2)
+    figures = page.locator("figure.map")
+    expect(figures.nth(0)).to_have_attribute("aria-label", "Map of english")
+    expect(figures.nth(1)).to_have_attribute("aria-label", "Map of large")
+    one, other = (figures.nth(index).bounding_box() for index in (0, 1))
+    assert one is not None and other is not None
+    assert one["y"] == other["y"] and one["x"] + one["width"] <= other["x"]
+    expect(page.locator("#said[role=status]")).to_have_text(re.compile(r"^dog\.jpg: english: dog, 9.*; large: \w+, "))
+    expect(page.get_by_label("Compare two maps")).to_be_hidden()
+    # An answer of the second one has its map drawn there, and nowhere else.
+    chosen = lists.nth(1).locator(".answer").nth(2)
+    chosen.click()
+    expect(page.locator(".readout").nth(1)).to_contain_text(chosen.locator(".label").inner_text())
+    map_shown(page, 1)
+    expect(chosen).to_have_attribute("aria-pressed", "true")
+    expect(lists.nth(0).locator(".answer[aria-pressed=true] .label")).to_have_text("dog")
+    expect(page.locator(".readout").nth(0)).to_have_text("Coloured: what spoke for dog")
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Download JSON").click()
+    document = json.loads(Path(saved.value.path()).read_text())
+    assert (document["classification"]["model"], document["beside"]["model"]) == ("english", "large")
+    small, large = document["maps"]
+    assert (small["grid"], large["grid"]) == ([8, 8], [12, 12])
+    query = f"/attention?id={large['id']}&model=large&method=relevance&class={large['class']}&format=json"
+    np.testing.assert_allclose(large["values"], models_server.get(query).json()["values"], atol=1e-6)
+    page.get_by_label("Beside it").select_option("")
+    expect(figures).to_have_count(1)
+    map_shown(page)
+    assert len(answers(page)) == 5
 
 
-def test_a_heic_picture_is_shown_as_each_of_two_models_saw_it(open_models: Open) -> None:
+def test_a_heic_picture_is_shown_as_each_of_two_models_saw_it(page: Page) -> None:
     pillow_heif = pytest.importorskip("pillow_heif")
     buffer = io.BytesIO()
     with Image.open(DOG) as picture:
         pillow_heif.from_pillow(picture.resize((240, 320))).save(buffer, quality=70)
-    with open_models() as found:
-        page = found.page
-        page.get_by_label("Beside it").select_option("large")
-        choose(page, {"name": "IMG_2.HEIC", "mimeType": "image/heic", "buffer": buffer.getvalue()})
-        for index, name in enumerate(("english", "large")):
-            map_shown(page, index)
-            assert pixels(page, f"figure[aria-label='Map of {name}'] .base")[..., :3].std() > 20
+    page.get_by_label("Beside it").select_option("large")
+    choose(page, {"name": "IMG_2.HEIC", "mimeType": "image/heic", "buffer": buffer.getvalue()})
+    expect(page.locator("#photo-caption")).to_contain_text("as the model saw it")
+    for index, name in enumerate(("english", "large")):
+        map_shown(page, index)
+        assert pixels(page, f"figure[aria-label='Map of {name}'] .base")[..., :3].std() > 20
 
 
-def test_what_one_of_two_refuses_is_told_at_its_place(open_models: Open, models_server: Served) -> None:
+def test_what_one_of_two_refuses_is_told_at_its_place(page: Page, models_server: Served) -> None:
     problem = {"type": "about:blank", "title": "Loading", "status": 503, "code": "model_loading", "detail": "so it is"}
 
     def refuse(name: str, route: Route) -> None:
@@ -168,66 +160,62 @@ def test_what_one_of_two_refuses_is_told_at_its_place(open_models: Open, models_
         document["models"][name] = {"error": problem | {"request_id": "r"}}
         route.fulfill(json=document)
 
-    with open_models() as found:
-        page = found.page
-        page.get_by_label("Beside it").select_option("german")
-        for refused, answered, alert in (("german", "dog", ".refusal:visible"), ("english", "Hund", "#error")):
-            page.route("**/classify?*", partial(refuse, refused), times=1)
-            choose(page, DOG)
-            expect(page.locator(alert)).to_contain_text("The model is being loaded")
-            assert answers(page)[0] == answered
-            expect(page.locator(".side:visible .answer")).to_have_count(5)
-            page.get_by_role("button", name="Try again").click()
-            expect(page.locator(".side:visible .answer")).to_have_count(10)
-            expect(page.locator("#error:visible, .refusal:visible")).to_have_count(0)
+    page.get_by_label("Beside it").select_option("german")
+    for refused, answered, alert in (("german", "dog", ".refusal:visible"), ("english", "Hund", "#error")):
+        page.route("**/classify?*", partial(refuse, refused), times=1)
+        choose(page, DOG)
+        expect(page.locator(alert)).to_contain_text("The model is being loaded")
+        assert answers(page)[0] == answered
+        expect(page.locator(".side:visible .answer")).to_have_count(5)
+        page.get_by_role("button", name="Try again").click()
+        expect(page.locator(".side:visible .answer")).to_have_count(10)
+        expect(page.locator("#error:visible, .refusal:visible")).to_have_count(0)
 
 
-def test_one_of_two_compares_words_and_is_asked_by_itself(open_models: Open, models_server: Served) -> None:
+def test_one_of_two_compares_words_and_is_asked_by_itself(page: Page, models_server: Served) -> None:
     described = models_server.get("/model?model=german").json() | {"classes": 0, "templates": ["a photo of {}."]}
     own = models_server.classify(DOG.read_bytes(), "model=german&top_k=2").json()
-    with open_models() as found:
-        page = found.page
-        sent = queries(page)
-        page.route("**/model?model=german", lambda route: route.fulfill(json=described))
-        page.route("**/classify?*model=german*", lambda route: route.fulfill(json=own))
-        page.get_by_label("Beside it").select_option("german")
-        page.get_by_label("What may it be?").fill("Hund, Katze")
-        page.get_by_role("button", name="Use these").click()
-        choose(page, DOG)
-        expect(page.locator(".answer")).to_have_count(7)
-        asked = sorted((query["model"], query["top_k"], query.get("labels")) for query in sent)
-        assert asked[:2] == [("english", "5", None), ("german", "2", '["Hund","Katze"]')]
+    sent = queries(page)
+    page.route("**/model?model=german", lambda route: route.fulfill(json=described))
+    page.route("**/classify?*model=german*", lambda route: route.fulfill(json=own))
+    page.get_by_label("Beside it").select_option("german")
+    page.get_by_label("What may it be?").fill("Hund, Katze")
+    page.get_by_role("button", name="Use these").click()
+    choose(page, DOG)
+    expect(page.locator(".answer")).to_have_count(7)
+    asked = sorted((query["model"], query["top_k"], query.get("labels")) for query in sent)
+    assert asked[:2] == [("english", "5", None), ("german", "2", '["Hund","Katze"]')]
 
 
-def test_a_model_that_is_replaced_or_removed_under_way_begins_anew(open_models: Open, models_server: Served) -> None:
+def test_a_model_that_is_replaced_or_removed_under_way_begins_anew(
+    page: Page, found: Tab, models_server: Served
+) -> None:
     def put(**settings: object) -> None:
         body = {"checkpoint": BUNDLED.name} | settings
         assert models_server.client.put("/models/passing", json=body, headers=ADMIN).status_code in {200, 201}
 
     put()
-    with open_models() as found:
-        found.refusals_expected = True
-        page = found.page
-        which, notice = page.get_by_role("combobox", name="Model", exact=True), page.locator("#notice[role=status]")
-        which.select_option("passing")
-        choose(page, DOG)
-        map_shown(page)
-        expect(notice).to_be_empty()
-        put(image_size=48)  # the page hears of it by /metrics
-        expect(notice).to_have_text("The model changed: the pictures are classified anew.")
-        expect(page.locator("#model")).to_contain_text("input 48\u00d748")
-        map_shown(page)
-        side_by_side(page, "german")
-        page.route("**/metrics", lambda route: route.abort())  # so that a picture is the first to hear of it
-        assert models_server.client.delete("/models/passing", headers=ADMIN).status_code == 204
-        choose(page, CAT)
-        expect(notice).to_have_text("passing does not answer any more: the pictures are classified anew.")
-        expect(which).to_have_value("english")
-        expect(page.get_by_label("Beside it")).to_have_value("german")
-        expect(page.locator("option", has_text="passing")).to_have_count(0)
-        expect(page.locator("#pictures button[aria-label='dog.jpg: dog']")).to_have_count(1)
-        for index in (0, 1):
-            map_shown(page, index)
+    found.refusals_expected = True
+    which, notice = page.get_by_role("combobox", name="Model", exact=True), page.locator("#notice[role=status]")
+    which.select_option("passing")
+    choose(page, DOG)
+    map_shown(page)
+    expect(notice).to_be_empty()
+    put(image_size=48)  # the page hears of it by /metrics
+    expect(notice).to_have_text("The model changed: the pictures are classified anew.")
+    expect(page.locator("#model")).to_contain_text("input 48\u00d748")
+    map_shown(page)
+    side_by_side(page, "german")
+    page.route("**/metrics", lambda route: route.abort())  # so that a picture is the first to hear of it
+    assert models_server.client.delete("/models/passing", headers=ADMIN).status_code == 204
+    choose(page, CAT)
+    expect(notice).to_have_text("passing does not answer any more: the pictures are classified anew.")
+    expect(which).to_have_value("english")
+    expect(page.get_by_label("Beside it")).to_have_value("german")
+    expect(page.locator("option", has_text="passing")).to_have_count(0)
+    expect(page.locator("#pictures button[aria-label='dog.jpg: dog']")).to_have_count(1)
+    for index in (0, 1):
+        map_shown(page, index)
 
 
 @pytest.mark.parametrize("options", [{}, PHONE, {"color_scheme": "dark"}], ids=["desktop", "phone", "dark"])

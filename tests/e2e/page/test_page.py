@@ -9,43 +9,41 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from tests.e2e.page.browser import Browser, Route, expect, tab
+from tests.e2e.page.browser import Browser, Page, Route, Tab, expect, tab
 from tests.e2e.page.steps import CAT, DOG, PHONE, Open, answers, choose, map_shown, open_choices, pixels, send_event
 from tests.e2e.serving import Served
 
 pytestmark = pytest.mark.timeout(180)  # a server and a browser start
 
 
-def test_an_example_is_answered_with_bars_and_a_map_and_nothing_moves(open_page: Open, server: Served) -> None:
+def test_an_example_is_answered_with_bars_and_a_map_and_nothing_moves(page: Page, server: Served) -> None:
     model = server.get("/model").json()
-    with open_page() as found:
-        page = found.page
-        expect(page.locator("#model")).to_have_text(
-            f"{model['name']} on {model['device']}, {model['dtype']}, input 32\u00d732, 10 classes"
-        )
-        assert page.evaluate("shifts.flat()") == []
-        held: list[Route] = []
+    expect(page.locator("#model")).to_have_text(
+        f"{model['name']} on {model['device']}, {model['dtype']}, input 32\u00d732, 10 classes"
+    )
+    assert page.evaluate("shifts.flat()") == []
+    held: list[Route] = []
 
-        def hold(route: Route) -> None:
-            held.append(route)
+    def hold(route: Route) -> None:
+        held.append(route)
 
-        page.route("**/classify?*", hold)
-        page.get_by_role("button", name="Example: a dog with a party hat").click()
-        expect(page.locator("#progress-text")).to_have_text("0 of 1 answered")
-        expect(page.locator("#photo-caption")).to_have_text("dog.jpg")
-        # What has a place on the page has it now, so the answer moves nothing.
-        page.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 100)))")
-        page.evaluate("shifts.length = 0")
-        held[0].continue_()
-        assert answers(page)[0] == "dog"
-        assert len(answers(page)) == 5
-        expect(page.locator(".answer .score").first).to_have_text(re.compile(r"^9\d(\.\d)? %$"))
-        map_shown(page)
-        heat = pixels(page, ".heat")
-        assert heat[..., 3].max() > 200  # the strongest patch
-        assert (heat[..., 3] == 0).mean() > 0.2  # the photo stays clear where there is less than the even share
-        expect(page.locator("#progress-text")).to_have_text("1 of 1 answered")
-        assert page.evaluate("shifts.flat()") == []
+    page.route("**/classify?*", hold)
+    page.get_by_role("button", name="Example: a dog with a party hat").click()
+    expect(page.locator("#progress-text")).to_have_text("0 of 1 answered")
+    expect(page.locator("#photo-caption")).to_have_text("dog.jpg")
+    # What has a place on the page has it now, so the answer moves nothing.
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 100)))")
+    page.evaluate("shifts.length = 0")
+    held[0].continue_()
+    assert answers(page)[0] == "dog"
+    assert len(answers(page)) == 5
+    expect(page.locator(".answer .score").first).to_have_text(re.compile(r"^9\d(\.\d)? %$"))
+    map_shown(page)
+    heat = pixels(page, ".heat")
+    assert heat[..., 3].max() > 200  # the strongest patch
+    assert (heat[..., 3] == 0).mean() > 0.2  # the photo stays clear where there is less than the even share
+    expect(page.locator("#progress-text")).to_have_text("1 of 1 answered")
+    assert page.evaluate("shifts.flat()") == []
 
 
 @pytest.mark.parametrize("options", [{}, PHONE], ids=["desktop", "phone"])
@@ -94,110 +92,100 @@ def test_pictures_come_in_every_way(open_page: Open) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
-def test_many_pictures_are_a_table(open_page: Open) -> None:
-    with open_page() as found:
-        found.refusals_expected = True
-        page = found.page
-        send_event(page, "drop", [CAT, DOG] * 5)
-        late: dict[str, object] = {"name": "late.jpg", "mimeType": "", "buffer": DOG.read_bytes()}
-        choose(page, {"name": "notes, old.txt", "mimeType": "", "buffer": b"no picture"}, late)
-        expect(page.locator("tr.failed")).to_have_count(1)
-        rows = page.locator("tbody tr")
-        expect(rows.nth(9)).to_contain_text("dog.jpgdog9")
-        expect(page.locator("#photo-caption")).to_have_text("late.jpg")  # the first of them that was answered
-        page.locator("th button[data-by=score]").click()
-        expect(page.locator("th[aria-sort=descending]")).to_have_text("Score")
-        page.locator("th button[data-by=label]").focus()
-        for _ in range(3):
-            page.keyboard.press("Tab")
-        expect(page.locator("tr:focus")).to_have_attribute("aria-selected", "true")  # one stop for all rows
-        page.keyboard.press("End")
-        expect(rows.last).to_be_focused()
-        page.keyboard.press("ArrowUp")
-        expect(rows.nth(10)).to_have_attribute("aria-selected", "true")
-        expect(rows.nth(10)).to_be_in_viewport(ratio=1)
-        page.get_by_label("Filter").fill("dog")
-        expect(rows).to_have_count(6)
-        page.get_by_label("Filter").fill("")
-        with page.expect_download() as saved:
-            page.get_by_role("button", name="Download CSV").click()
-        lines = Path(saved.value.path()).read_text().splitlines()
-        assert lines[0] == "file,label,score,abstained,error"
-        assert re.match(r"cat\.jpg,cat,0\.99", lines[1])
-        assert lines[-1].startswith('"notes, old.txt",,,,')
-        rows.nth(9).focus()
-        page.keyboard.press("Delete")
-        expect(rows).to_have_count(11)
-        page.get_by_role("button", name="Clear").click()
-        expect(page.locator("tbody tr, #where:visible, #answer:visible")).to_have_count(0)
+def test_many_pictures_are_a_table(page: Page, found: Tab) -> None:
+    found.refusals_expected = True
+    send_event(page, "drop", [CAT, DOG] * 5)
+    late: dict[str, object] = {"name": "late.jpg", "mimeType": "", "buffer": DOG.read_bytes()}
+    choose(page, {"name": "notes, old.txt", "mimeType": "", "buffer": b"no picture"}, late)
+    expect(page.locator("tr.failed")).to_have_count(1)
+    rows = page.locator("tbody tr")
+    expect(rows.nth(9)).to_contain_text("dog.jpgdog9")
+    expect(page.locator("#photo-caption")).to_have_text("late.jpg")  # the first of them that was answered
+    page.locator("th button[data-by=score]").click()
+    expect(page.locator("th[aria-sort=descending]")).to_have_text("Score")
+    page.locator("th button[data-by=label]").focus()
+    for _ in range(3):
+        page.keyboard.press("Tab")
+    expect(page.locator("tr:focus")).to_have_attribute("aria-selected", "true")  # one stop for all rows
+    page.keyboard.press("End")
+    expect(rows.last).to_be_focused()
+    page.keyboard.press("ArrowUp")
+    expect(rows.nth(10)).to_have_attribute("aria-selected", "true")
+    expect(rows.nth(10)).to_be_in_viewport(ratio=1)
+    page.get_by_label("Filter").fill("dog")
+    expect(rows).to_have_count(6)
+    page.get_by_label("Filter").fill("")
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Download CSV").click()
+    lines = Path(saved.value.path()).read_text().splitlines()
+    assert lines[0] == "file,label,score,abstained,error"
+    assert re.match(r"cat\.jpg,cat,0\.99", lines[1])
+    assert lines[-1].startswith('"notes, old.txt",,,,')
+    rows.nth(9).focus()
+    page.keyboard.press("Delete")
+    expect(rows).to_have_count(11)
+    page.get_by_role("button", name="Clear").click()
+    expect(page.locator("tbody tr, #where:visible, #answer:visible")).to_have_count(0)
 
 
-def test_another_model_behind_the_page_begins_anew(open_page: Open, server: Served) -> None:
+def test_another_model_behind_the_page_begins_anew(page: Page, server: Served) -> None:
     model, answer = server.get("/model").json(), server.classify(DOG.read_bytes(), "attention=relevance").json()
-    with open_page() as found:
-        page = found.page
-        choose(page, DOG)
-        map_shown(page)
-        page.route("**/model", lambda route: route.fulfill(json=model | {"name": "other"}))
-        answer |= {"model": "other", "predictions": [{"label": "loaf", "index": 7, "score": 0.9}]}
-        answer["attention"] |= {"label": "loaf", "class": 7}
-        page.route("**/classify?*", lambda route: route.fulfill(json=answer))
-        page.route("**/labels", lambda route: route.fulfill(json={"model": "other", "labels": ["loaf"] * 10}))
-        choose(page, CAT)
-        expect(page.locator("#notice")).to_contain_text("The model changed")
-        expect(page.locator("#model")).to_contain_text("other on")
-        expect(page.locator("#pictures button[aria-label$=': loaf']")).to_have_count(2)
-        map_shown(page)
-        # A map of another model, whose answer the page has not heard of.
-        page.unroute("**/model")
-        page.unroute("**/classify?*")
-        page.evaluate("document.querySelector('#notice').textContent = ''")
-        map_of_other = answer["attention"] | {"label": "pie", "class": 3}
-        page.route("**/attention?*", lambda route: route.fulfill(json=map_of_other))
-        open_choices(page)
-        page.locator(".class").fill("loaf (3)")
-        expect(page.locator("#notice")).to_contain_text("The model changed")
-        expect(page.locator("#pictures button[aria-label='dog.jpg: dog']")).to_have_count(1)
+    choose(page, DOG)
+    map_shown(page)
+    page.route("**/model", lambda route: route.fulfill(json=model | {"name": "other"}))
+    answer |= {"model": "other", "predictions": [{"label": "loaf", "index": 7, "score": 0.9}]}
+    answer["attention"] |= {"label": "loaf", "class": 7}
+    page.route("**/classify?*", lambda route: route.fulfill(json=answer))
+    page.route("**/labels", lambda route: route.fulfill(json={"model": "other", "labels": ["loaf"] * 10}))
+    choose(page, CAT)
+    expect(page.locator("#notice")).to_contain_text("The model changed")
+    expect(page.locator("#model")).to_contain_text("other on")
+    expect(page.locator("#pictures button[aria-label$=': loaf']")).to_have_count(2)
+    map_shown(page)
+    # A map of another model, whose answer the page has not heard of.
+    page.unroute("**/model")
+    page.unroute("**/classify?*")
+    page.evaluate("document.querySelector('#notice').textContent = ''")
+    map_of_other = answer["attention"] | {"label": "pie", "class": 3}
+    page.route("**/attention?*", lambda route: route.fulfill(json=map_of_other))
+    open_choices(page)
+    page.locator(".class").fill("loaf (3)")
+    expect(page.locator("#notice")).to_contain_text("The model changed")
+    expect(page.locator("#pictures button[aria-label='dog.jpg: dog']")).to_have_count(1)
 
 
-def test_a_model_of_words_has_a_box_for_them_and_one_without_maps_shows_the_picture(
-    open_page: Open, server: Served
-) -> None:
+def test_a_model_of_words_has_a_box_for_them_and_one_without_maps_shows_the_picture(page: Page, server: Served) -> None:
     model, answer = server.get("/model").json(), server.classify(DOG.read_bytes()).json()
     described = model | {"classes": 0, "templates": ["a photo of {}."], "attention_methods": []}
-    with open_page() as found:
-        page = found.page
-        page.route("**/model", lambda route: route.fulfill(json=described))
-        page.route("**/classify?*", lambda route: route.fulfill(json=answer))
-        page.reload()
-        expect(page.locator("#knows")).to_contain_text("words of your own")
-        page.get_by_label("What may it be?").fill("a party hat, dog,")
-        with page.expect_request("**/classify?*") as sent:
-            page.get_by_role("button", name="Use these").click()
-            choose(page, DOG)
-        assert parse_qs(urlsplit(sent.value.url).query)["labels"] == ['["a party hat","dog"]']
-        assert answers(page)[0] == "dog"
-        assert pixels(page, ".map .base")[..., :3].std() > 20
-        expect(page.locator(".hold:visible, .choices:visible, #more:visible")).to_have_count(0)
-
-
-def test_an_address_is_no_picture_and_answers_are_told_aloud(open_page: Open) -> None:
-    with open_page() as found:
-        page = found.page
-        page.evaluate(
-            """() => {
-              const data = new DataTransfer();
-              data.setData("text/plain", "https://example.org/cat.jpg");
-              document.body.dispatchEvent(new ClipboardEvent("paste", { clipboardData: data, bubbles: true }));
-            }"""
-        )
-        expect(page.get_by_role("status").filter(has_text="This is an address")).to_be_visible()
-        expect(page.locator("#knows")).to_have_text(re.compile("^This one knows: airplane, automobile, "))
+    page.route("**/model", lambda route: route.fulfill(json=described))
+    page.route("**/classify?*", lambda route: route.fulfill(json=answer))
+    page.reload()
+    expect(page.locator("#knows")).to_contain_text("words of your own")
+    page.get_by_label("What may it be?").fill("a party hat, dog,")
+    with page.expect_request("**/classify?*") as sent:
+        page.get_by_role("button", name="Use these").click()
         choose(page, DOG)
-        expect(page.locator("#said[role=status]")).to_have_text(re.compile(r"^dog\.jpg: dog, 9\d"))
+    assert parse_qs(urlsplit(sent.value.url).query)["labels"] == ['["a party hat","dog"]']
+    assert answers(page)[0] == "dog"
+    assert pixels(page, ".map .base")[..., :3].std() > 20
+    expect(page.locator(".hold:visible, .choices:visible, #more:visible")).to_have_count(0)
 
 
-def test_what_a_proxy_says_is_told_in_plain_words(open_page: Open) -> None:
+def test_an_address_is_no_picture_and_answers_are_told_aloud(page: Page) -> None:
+    page.evaluate(
+        """() => {
+          const data = new DataTransfer();
+          data.setData("text/plain", "https://example.org/cat.jpg");
+          document.body.dispatchEvent(new ClipboardEvent("paste", { clipboardData: data, bubbles: true }));
+        }"""
+    )
+    expect(page.get_by_role("status").filter(has_text="This is an address")).to_be_visible()
+    expect(page.locator("#knows")).to_have_text(re.compile("^This one knows: airplane, automobile, "))
+    choose(page, DOG)
+    expect(page.locator("#said[role=status]")).to_have_text(re.compile(r"^dog\.jpg: dog, 9\d"))
+
+
+def test_what_a_proxy_says_is_told_in_plain_words(page: Page, found: Tab) -> None:
     told = {
         413: "larger than the service accepts",
         429: "more work than it can take",
@@ -211,102 +199,95 @@ def test_what_a_proxy_says_is_told_in_plain_words(open_page: Open) -> None:
         [status] = map(int, re.findall(rb'filename="(\d+)', route.request.post_data_buffer))
         route.fulfill(status=status, body="<html>nginx", content_type="text/html", headers={"Retry-After": "0.01"})
 
-    with open_page() as found:
-        found.refusals_expected = True
-        page = found.page
-        page.route("**/classify?*", answer)
-        for status, words in told.items():
-            choose(page, {"name": f"{status}.jpg", "mimeType": "", "buffer": DOG.read_bytes()})
-            expect(page.locator("#photo-caption")).to_have_text(f"{status}.jpg")
-            expect(page.get_by_role("alert")).to_contain_text(words)
-            expect(page.get_by_role("alert")).not_to_contain_text("nginx")
+    found.refusals_expected = True
+    page.route("**/classify?*", answer)
+    for status, words in told.items():
+        choose(page, {"name": f"{status}.jpg", "mimeType": "", "buffer": DOG.read_bytes()})
+        expect(page.locator("#photo-caption")).to_have_text(f"{status}.jpg")
+        expect(page.get_by_role("alert")).to_contain_text(words)
+        expect(page.get_by_role("alert")).not_to_contain_text("nginx")
 
 
-def test_a_service_that_stops_and_a_file_that_changed_are_told_and_tried_again(open_page: Open, tmp_path: Path) -> None:
-    with open_page() as found:
-        found.refusals_expected = True
-        page = found.page
-        page.route("**/classify?*", lambda route: route.abort())
-        page.route("**/metrics", lambda route: route.abort())
-        choose(page, DOG)
-        expect(page.get_by_role("alert")).to_contain_text("The service does not answer")
-        expect(page.locator("#live-note")).to_have_text("the service does not answer")
-        page.unroute("**/classify?*")
-        page.get_by_role("button", name="Try again").click()
-        assert answers(page)[0] == "dog"
-        expect(page.get_by_role("button", name="Try again")).to_be_hidden()
-        (tmp_path / "gone.jpg").write_bytes(DOG.read_bytes())
+def test_a_service_that_stops_and_a_file_that_changed_are_told_and_tried_again(
+    page: Page, found: Tab, tmp_path: Path
+) -> None:
+    found.refusals_expected = True
+    page.route("**/classify?*", lambda route: route.abort())
+    page.route("**/metrics", lambda route: route.abort())
+    choose(page, DOG)
+    expect(page.get_by_role("alert")).to_contain_text("The service does not answer")
+    expect(page.locator("#live-note")).to_have_text("the service does not answer")
+    page.unroute("**/classify?*")
+    page.get_by_role("button", name="Try again").click()
+    assert answers(page)[0] == "dog"
+    expect(page.get_by_role("button", name="Try again")).to_be_hidden()
+    (tmp_path / "gone.jpg").write_bytes(DOG.read_bytes())
 
-        def change_file_and_send(route):
-            (tmp_path / "gone.jpg").unlink()
-            route.abort()
+    def change_file_and_send(route):
+        (tmp_path / "gone.jpg").unlink()
+        route.abort()
 
-        page.route("**/classify?*", change_file_and_send)
-        choose(page, tmp_path / "gone.jpg")
-        expect(page.locator("#photo-caption")).to_have_text("gone.jpg")
-        expect(page.get_by_role("alert")).to_contain_text("cannot be read")
-        # Nothing is left of the picture before it.
-        expect(page.locator("#save-png")).to_be_disabled()
-        expect(page.locator(".class")).to_have_value("")
-
-
-def test_the_maps_under_way_are_cancelled(open_page: Open) -> None:
-    with open_page() as found:
-        found.refusals_expected = True
-        page = found.page
-        choose(page, DOG)
-        map_shown(page)
-        expect(page.locator("#cancel")).to_be_disabled()
-        page.route("**/attention?*", lambda route: None)  # never answered
-        with page.expect_request("**/attention?*") as asked:
-            open_choices(page)
-            page.locator(".method").select_option("gae")
-        # The browser tells of a request's end in its own time, so it is waited for.
-        with page.expect_event("requestfailed", lambda request: request == asked.value) as ended:
-            page.locator("#cancel").click()
-        assert ended.value.failure == "net::ERR_ABORTED"
-        expect(page.locator(".map-note")).to_have_text("Cancelled.")
-        expect(page.locator("#cancel")).to_be_disabled()
-        page.unroute("**/attention?*")
-        page.get_by_role("button", name="Try again").click()
-        map_shown(page)
-        expect(page.locator("#curl-text")).to_contain_text("gae")
+    page.route("**/classify?*", change_file_and_send)
+    choose(page, tmp_path / "gone.jpg")
+    expect(page.locator("#photo-caption")).to_have_text("gone.jpg")
+    expect(page.get_by_role("alert")).to_contain_text("cannot be read")
+    # Nothing is left of the picture before it.
+    expect(page.locator("#save-png")).to_be_disabled()
+    expect(page.locator(".class")).to_have_value("")
 
 
-def test_what_was_not_sent_yet_can_be_cancelled(open_page: Open) -> None:
-    with open_page() as found:
-        page = found.page
-        page.route("**/classify?*", lambda route: None)  # never answered
-        send_event(page, "drop", [DOG] * 6)
-        expect(page.locator("#progress-text")).to_have_text("0 of 6 answered")
-        cancel = page.locator("#cancel").bounding_box()
-        assert cancel is not None and cancel["height"] < 45  # its word on one line
+def test_the_maps_under_way_are_cancelled(page: Page, found: Tab) -> None:
+    found.refusals_expected = True
+    choose(page, DOG)
+    map_shown(page)
+    expect(page.locator("#cancel")).to_be_disabled()
+    page.route("**/attention?*", lambda route: None)  # never answered
+    with page.expect_request("**/attention?*") as asked:
+        open_choices(page)
+        page.locator(".method").select_option("gae")
+    # The browser tells of a request's end in its own time, so it is waited for.
+    with page.expect_event("requestfailed", lambda request: request == asked.value) as ended:
         page.locator("#cancel").click()
-        expect(page.locator("#progress-text")).to_have_text("0 of 6 answered, 6 cancelled")
-        expect(page.locator("#cancel")).to_be_disabled()
-        page.unroute("**/classify?*")
-        choose(page, DOG)
-        assert answers(page)[0] == "dog"
+    assert ended.value.failure == "net::ERR_ABORTED"
+    expect(page.locator(".map-note")).to_have_text("Cancelled.")
+    expect(page.locator("#cancel")).to_be_disabled()
+    page.unroute("**/attention?*")
+    page.get_by_role("button", name="Try again").click()
+    map_shown(page)
+    expect(page.locator("#curl-text")).to_contain_text("gae")
 
 
-def test_a_refusal_is_told_in_plain_words(open_page: Open) -> None:
+def test_what_was_not_sent_yet_can_be_cancelled(page: Page) -> None:
+    page.route("**/classify?*", lambda route: None)  # never answered
+    send_event(page, "drop", [DOG] * 6)
+    expect(page.locator("#progress-text")).to_have_text("0 of 6 answered")
+    cancel = page.locator("#cancel").bounding_box()
+    assert cancel is not None and cancel["height"] < 45  # its word on one line
+    page.locator("#cancel").click()
+    expect(page.locator("#progress-text")).to_have_text("0 of 6 answered, 6 cancelled")
+    expect(page.locator("#cancel")).to_be_disabled()
+    page.unroute("**/classify?*")
+    choose(page, DOG)
+    assert answers(page)[0] == "dog"
+
+
+def test_a_refusal_is_told_in_plain_words(page: Page, found: Tab) -> None:
     refused = [
         ("notes.txt", b"no picture", "not a picture of an allowed format"),
         ("IMG_1.HEIC", b"no picture", "Most Compatible"),
         ("cut.jpg", DOG.read_bytes()[:20_000], "damaged or incomplete"),
         ("big.jpg", bytes(300_000), "larger than the service accepts"),
     ]
-    with open_page() as found:
-        found.refusals_expected = True
-        for name, content, words in refused:
-            choose(found.page, {"name": name, "mimeType": "", "buffer": content})
-            expect(found.page.get_by_role("alert")).to_contain_text(words)
-            expect(found.page.get_by_role("alert")).to_contain_text("request ")  # to find it in the logs
-            expect(found.page.locator("#progress-text")).to_have_text("0 of 1 answered, 1 cannot be read")
-            expect(found.page.locator("button:visible", has_text="Try again")).to_have_count(0)
+    found.refusals_expected = True
+    for name, content, words in refused:
+        choose(page, {"name": name, "mimeType": "", "buffer": content})
+        expect(page.get_by_role("alert")).to_contain_text(words)
+        expect(page.get_by_role("alert")).to_contain_text("request ")  # to find it in the logs
+        expect(page.locator("#progress-text")).to_have_text("0 of 1 answered, 1 cannot be read")
+        expect(page.locator("button:visible", has_text="Try again")).to_have_count(0)
 
 
-def test_a_service_that_starts_or_is_busy_is_asked_again(open_page: Open) -> None:
+def test_a_service_that_starts_or_is_busy_is_asked_again(page: Page, found: Tab) -> None:
     busy = {"/model": "engine_unavailable", "/classify": "queue_full", "/attention": "queue_full"}
 
     def refuse(route):
@@ -321,54 +302,50 @@ def test_a_service_that_starts_or_is_busy_is_asked_again(open_page: Open) -> Non
         refuse(route)
         busy.pop(urlsplit(route.request.url).path)
 
-    with open_page() as found:
-        found.refusals_expected = True
-        page = found.page
-        page.route("**/model", refuse)
+    found.refusals_expected = True
+    page.route("**/model", refuse)
+    page.reload()
+    choose(page, CAT)
+    expect(page.get_by_role("alert")).to_contain_text("The model is not ready yet")
+    expect(page.locator("#progress-text")).to_have_text("Waiting for the service")
+    expect(page.locator("select:visible")).to_have_count(0)
+    busy.pop("/model")
+    assert answers(page)  # of the picture that waited
+    expect(page.get_by_role("alert")).to_be_hidden()
+    page.route("**/classify?*", refuse_once, times=1)
+    page.route("**/attention?*", refuse_once, times=1)
+    choose(page, DOG)
+    assert answers(page)[0] == "dog"
+    map_shown(page)
+    open_choices(page)
+    page.locator(".method").select_option("rollout")
+    map_shown(page)
+    expect(page.locator("#curl-text")).to_contain_text("rollout")
+    assert busy == {}
+
+
+def test_the_load_is_shown(page: Page) -> None:
+    # A service that was started again counts from zero.
+    page.route("**/metrics", lambda route: route.fulfill(body="vit_images_total 100000\n"))
+    page.clock.install()
+    with page.expect_response("**/metrics"):
         page.reload()
-        choose(page, CAT)
-        expect(page.get_by_role("alert")).to_contain_text("The model is not ready yet")
-        expect(page.locator("#progress-text")).to_have_text("Waiting for the service")
-        expect(page.locator("select:visible")).to_have_count(0)
-        busy.pop("/model")
-        assert answers(page)  # of the picture that waited
-        expect(page.get_by_role("alert")).to_be_hidden()
-        page.route("**/classify?*", refuse_once, times=1)
-        page.route("**/attention?*", refuse_once, times=1)
-        choose(page, DOG)
-        assert answers(page)[0] == "dog"
-        map_shown(page)
-        open_choices(page)
-        page.locator(".method").select_option("rollout")
-        map_shown(page)
-        expect(page.locator("#curl-text")).to_contain_text("rollout")
-        assert busy == {}
-
-
-def test_the_load_is_shown(open_page: Open) -> None:
-    with open_page() as found:
-        page = found.page
-        # A service that was started again counts from zero.
-        page.route("**/metrics", lambda route: route.fulfill(body="vit_images_total 100000\n"))
-        page.clock.install()
+    expect(page.locator("#live-queue")).to_have_text("\u2013")
+    page.unroute("**/metrics")
+    choose(page, DOG)
+    assert answers(page)
+    for _ in range(2):
         with page.expect_response("**/metrics"):
-            page.reload()
-        expect(page.locator("#live-queue")).to_have_text("\u2013")
-        page.unroute("**/metrics")
-        choose(page, DOG)
-        assert answers(page)
-        for _ in range(2):
-            with page.expect_response("**/metrics"):
-                page.clock.run_for(2000)
-        expect(page.locator("#live-rate")).to_have_text("0.0")
-        choose(page, DOG)
-        expect(page.locator("#progress-text")).to_have_text("1 of 1 answered")
-        expect(page.locator("#pictures .mark").last).to_be_empty()
-        page.clock.run_for(2000)
-        expect(page.locator("#live-rate")).to_have_text(re.compile(r"^0\.[1-9]|^[1-9]"))
-        expect(page.locator("#live-batch")).to_have_text(re.compile(r"^\d+\.\d$"))
-        expect(page.locator("#live-p50")).to_have_text(re.compile(r"^\d+(\.\d+)? ms$"))
-        expect(page.locator("#live-queue")).to_have_text("0")
+            page.clock.run_for(2000)
+    expect(page.locator("#live-rate")).to_have_text("0.0")
+    choose(page, DOG)
+    expect(page.locator("#progress-text")).to_have_text("1 of 1 answered")
+    expect(page.locator("#pictures .mark").last).to_be_empty()
+    page.clock.run_for(2000)
+    expect(page.locator("#live-rate")).to_have_text(re.compile(r"^0\.[1-9]|^[1-9]"))
+    expect(page.locator("#live-batch")).to_have_text(re.compile(r"^\d+\.\d$"))
+    expect(page.locator("#live-p50")).to_have_text(re.compile(r"^\d+(\.\d+)? ms$"))
+    expect(page.locator("#live-queue")).to_have_text("0")
 
 
 @pytest.mark.parametrize("options", [{}, PHONE, {"color_scheme": "dark"}], ids=["desktop", "phone", "dark"])
@@ -391,19 +368,17 @@ def test_axe_finds_nothing(open_page: Open, options: dict[str, object]) -> None:
         assert after.violations_count == 0, after.generate_report()
 
 
-def test_everything_is_reached_with_the_keyboard(open_page: Open) -> None:
-    with open_page() as found:
-        page = found.page
-        page.get_by_role("button", name="Choose pictures").focus()
+def test_everything_is_reached_with_the_keyboard(page: Page) -> None:
+    page.get_by_role("button", name="Choose pictures").focus()
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")  # the first example
+    assert answers(page)[0] == "dog"
+    map_shown(page)
+    reached = set()
+    for _ in range(28):
         page.keyboard.press("Tab")
-        page.keyboard.press("Enter")  # the first example
-        assert answers(page)[0] == "dog"
-        map_shown(page)
-        reached = set()
-        for _ in range(28):
-            page.keyboard.press("Tab")
-            reached.add(page.evaluate("document.activeElement.id || document.activeElement.className"))
-        assert {"stack", "hold", "answer", "top-k", "opacity", "smooth", "compare", "save-png", "save-json"} <= reached
+        reached.add(page.evaluate("document.activeElement.id || document.activeElement.className"))
+    assert {"stack", "hold", "answer", "top-k", "opacity", "smooth", "compare", "save-png", "save-json"} <= reached
 
 
 def test_long_labels_stay_inside_and_the_set_is_told_in_plain_words(open_page: Open, server: Served) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -14,10 +13,12 @@ import pytest
 from PIL import Image
 
 from model.checkpoint import BUNDLED
-from tests.e2e.page.browser import Browser, Page, expect, tab
+from tests.e2e.page.browser import Browser, Page, Tab, expect, tab
+from tests.e2e.page.conftest import serving
 from tests.e2e.page.steps import CAT, DOG, PHONE, Open, answers, choose, send_event
 from tests.e2e.serving import Served
 from tests.launcher import until
+from tests.model.images.pictures import encode
 
 MODEL = "vit-cifar10"
 
@@ -28,27 +29,29 @@ pytestmark = pytest.mark.timeout(180)  # a server and a browser start
 def teaching(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Serves the bundled model, and learns."""
     folder = tmp_path_factory.mktemp("teaching")
-    options: dict[str, Any] = {"checkpoint": "bundled", "device": "cpu", "compile": "off", "request_timeout": 60}
-    served = Served(folder / "server.log", warm=True, teach=folder / "taught", **options)
-    yield served
-    served.kill()
+    with serving(folder, checkpoint="bundled", teach=folder / "taught") as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
 def keyed(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Serves the bundled model behind a key, and learns."""
     folder = tmp_path_factory.mktemp("keyed")
-    options: dict[str, Any] = {"checkpoint": "bundled", "device": "cpu", "compile": "off", "request_timeout": 60}
-    options |= {"api_keys": "own", "admin_key": "admin", "metrics_public": True}
-    served = Served(folder / "server.log", teach=folder / "taught", **options)
-    until(lambda: served.get("/readyz").status_code == 200)
-    yield served
-    served.kill()
+    options: dict[str, Any] = {"api_keys": "own", "admin_key": "admin", "metrics_public": True}
+    with serving(folder, checkpoint="bundled", teach=folder / "taught", **options) as served:
+        until(lambda: served.get("/readyz").status_code == 200)
+        yield served
 
 
 @pytest.fixture
 def open_teaching(browser: Browser, teaching: Served) -> Open:
     return partial(tab, browser, f"{teaching.url}/")
+
+
+@pytest.fixture
+def found(open_teaching: Open) -> Iterator[Tab]:
+    with open_teaching() as found:
+        yield found
 
 
 def parts(source: Path, count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -58,10 +61,8 @@ def parts(source: Path, count: int, seed: int = 0) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         for number in range(count):
             left, top = (int(random.integers(0, length - side + 1)) for length in photo.size)
-            file = io.BytesIO()
-            photo.crop((left, top, left + side, top + side)).save(file, "JPEG")
-            name = f"{source.stem}-{number}.jpg"
-            found.append({"name": name, "mimeType": "image/jpeg", "buffer": file.getvalue()})
+            file = encode(photo.crop((left, top, left + side, top + side)), "JPEG")
+            found.append({"name": f"{source.stem}-{number}.jpg", "mimeType": "image/jpeg", "buffer": file})
         return found
 
 
@@ -107,23 +108,6 @@ def test_labels_get_pictures_and_the_head_answers(open_teaching: Open, options: 
         expect(page.locator("#teach")).to_be_hidden()
 
 
-def test_a_wrong_label_is_shown_and_moved(open_teaching: Open) -> None:
-    with open_teaching() as found:
-        page = found.page
-        begin(page, "mended")
-        [wrong, *others] = parts(DOG, 9, seed=1)
-        give(page, "dog", others)
-        give(page, "cat", [*parts(CAT, 8, seed=1), wrong | {"name": "wrong.jpg"}])
-        learned(page, 17)
-        suspect = page.locator("#suspects li").first
-        expect(suspect).to_contain_text("wrong.jpg: cat, or rather dog?")
-        suspect.get_by_role("button", name="It is dog").click()
-        learned(page, 17)
-        expect(page.locator("#suspects li", has_text="wrong.jpg")).to_have_count(0)
-        expect(page.locator("#labels-list li").first).to_contain_text("9 pictures")
-        expect(page.locator("#labels-list li").last).to_contain_text("8 pictures")
-
-
 def test_a_key_that_may_not_delete_moves_a_wrong_label_and_is_told_why_it_removes_none(
     browser: Browser, keyed: Served
 ) -> None:
@@ -151,33 +135,29 @@ def test_a_key_that_may_not_delete_moves_a_wrong_label_and_is_told_why_it_remove
         assert sorted(each["label"] for each in listed) == ["cat"] * 8 + ["dog"] * 10
 
 
-def test_what_is_no_picture_stays_listed_with_why(open_teaching: Open) -> None:
-    with open_teaching() as found:
-        found.refusals_expected = True
-        page = found.page
-        begin(page, "broken")
-        note: dict[str, Any] = {"name": "notes.txt", "mimeType": "", "buffer": b"no picture"}
-        give(page, "dog", [*parts(DOG, 2), note])
-        expect(page.locator("#labels-list .failed li")).to_have_text(
-            re.compile("^notes.txt: This file is not a picture of an allowed format")
-        )
-        expect(page.locator("#labels-list li").first).to_contain_text("2 pictures")
-        expect(page.locator("#known")).to_have_text(re.compile("^Not yet: two labels with two pictures each"))
-        page.reload()
-        begin(page, "broken")
-        expect(page.locator("#labels-list li").first).to_contain_text("2 pictures")
+def test_what_is_no_picture_stays_listed_with_why(page: Page, found: Tab) -> None:
+    found.refusals_expected = True
+    begin(page, "broken")
+    note: dict[str, Any] = {"name": "notes.txt", "mimeType": "", "buffer": b"no picture"}
+    give(page, "dog", [*parts(DOG, 2), note])
+    expect(page.locator("#labels-list .failed li")).to_have_text(
+        re.compile("^notes.txt: This file is not a picture of an allowed format")
+    )
+    expect(page.locator("#labels-list li").first).to_contain_text("2 pictures")
+    expect(page.locator("#known")).to_have_text(re.compile("^Not yet: two labels with two pictures each"))
+    page.reload()
+    begin(page, "broken")
+    expect(page.locator("#labels-list li").first).to_contain_text("2 pictures")
 
 
-def test_an_answer_that_is_not_right_becomes_an_example(open_teaching: Open, teaching: Served) -> None:
-    with open_teaching() as found:
-        page = found.page
-        choose(page, DOG)
-        assert answers(page)
-        page.get_by_text("Not right?").click()
-        page.get_by_label("What is it?").fill("terrier")
-        page.keyboard.press("Enter")
-        expect(page.locator("#corrected")).to_have_text("mine has 1 picture of terrier now.")
-        assert teaching.get("/heads/mine/examples").json()["examples"][0]["label"] == "terrier"
+def test_an_answer_that_is_not_right_becomes_an_example(page: Page, teaching: Served) -> None:
+    choose(page, DOG)
+    assert answers(page)
+    page.get_by_text("Not right?").click()
+    page.get_by_label("What is it?").fill("terrier")
+    page.keyboard.press("Enter")
+    expect(page.locator("#corrected")).to_have_text("mine has 1 picture of terrier now.")
+    assert teaching.get("/heads/mine/examples").json()["examples"][0]["label"] == "terrier"
 
 
 def test_a_new_head_is_of_the_model_that_is_chosen(browser: Browser, tmp_path: Path) -> None:
@@ -185,9 +165,7 @@ def test_a_new_head_is_of_the_model_that_is_chosen(browser: Browser, tmp_path: P
     models.mkdir()
     for name, setting in (("english", ""), ("large", "image_size = 48")):
         (models / f"{name}.toml").write_text(f'checkpoint = "{BUNDLED}"\n{setting}\n')
-    options: dict[str, Any] = {"models": models, "device": "cpu", "compile": "off", "request_timeout": 60}
-    server = Served(tmp_path / "server.log", teach=tmp_path / "taught", **options)
-    try:
+    with serving(tmp_path, models=models, teach=tmp_path / "taught") as server:
         until(lambda: all(each["state"] == "ready" for each in server.get("/models").json()))
         with tab(browser, f"{server.url}/") as found:
             page = found.page
@@ -205,60 +183,53 @@ def test_a_new_head_is_of_the_model_that_is_chosen(browser: Browser, tmp_path: P
             give(page, "cat", parts(CAT, 2))
             expect(page.locator("#labels-list li")).to_contain_text("2 pictures")
         assert [server.get(f"/heads/{head}").json()["model"] for head in ("mine", "by-pictures")] == ["large", "large"]
-    finally:
-        server.kill()
 
 
-def test_a_name_that_no_head_can_have_is_told_when_it_is_typed(open_teaching: Open) -> None:
-    with open_teaching() as found:
-        page, form = found.page, found.page.locator("#label-form")
-        for name, told in (
-            ("my pets", "1 to 128 of the characters"),
-            ("", "1 to 128"),
-            (MODEL, f"{MODEL} is the name of"),
-        ):
-            begin(page, name)
-            expect(page.locator("#known")).to_contain_text(told)
-            expect(form).to_be_hidden()
-        page.get_by_role("button", name="Try", exact=True).click()
-        choose(page, DOG)
-        assert answers(page)
-        page.get_by_text("Not right?").click()
-        page.get_by_label("What is it?").fill("terrier")
-        page.keyboard.press("Enter")
-        expect(page.locator("#corrected")).to_contain_text(f"{MODEL} is the name of a model")
-        begin(page, "good")
-        expect(form).to_be_visible()
-        expect(page.locator("#known")).to_contain_text("Give each of two labels two pictures")
+def test_a_name_that_no_head_can_have_is_told_when_it_is_typed(page: Page) -> None:
+    form = page.locator("#label-form")
+    for name, told in (
+        ("my pets", "1 to 128 of the characters"),
+        ("", "1 to 128"),
+        (MODEL, f"{MODEL} is the name of"),
+    ):
+        begin(page, name)
+        expect(page.locator("#known")).to_contain_text(told)
+        expect(form).to_be_hidden()
+    page.get_by_role("button", name="Try", exact=True).click()
+    choose(page, DOG)
+    assert answers(page)
+    page.get_by_text("Not right?").click()
+    page.get_by_label("What is it?").fill("terrier")
+    page.keyboard.press("Enter")
+    expect(page.locator("#corrected")).to_contain_text(f"{MODEL} is the name of a model")
+    begin(page, "good")
+    expect(form).to_be_visible()
+    expect(page.locator("#known")).to_contain_text("Give each of two labels two pictures")
 
 
-def test_a_head_that_is_gone_is_not_called_a_picture(open_teaching: Open, teaching: Served) -> None:
-    with open_teaching() as found:
-        found.refusals_expected = True
-        page = found.page
-        begin(page, "short-lived")
-        give(page, "dog", parts(DOG, 3))
-        expect(page.locator("#labels-list li")).to_contain_text("3 pictures")
-        assert teaching.client.delete("/heads/short-lived").status_code == 204
-        page.locator("#head-name").dispatch_event("change")
-        expect(page.locator("#known")).to_have_text("The service does not have this.")
+def test_a_head_that_is_gone_is_not_called_a_picture(page: Page, found: Tab, teaching: Served) -> None:
+    found.refusals_expected = True
+    begin(page, "short-lived")
+    give(page, "dog", parts(DOG, 3))
+    expect(page.locator("#labels-list li")).to_contain_text("3 pictures")
+    assert teaching.client.delete("/heads/short-lived").status_code == 204
+    page.locator("#head-name").dispatch_event("change")
+    expect(page.locator("#known")).to_have_text("The service does not have this.")
 
 
-def test_pictures_are_dropped_on_a_label_with_the_keyboards_help(open_teaching: Open) -> None:
-    with open_teaching() as found:
-        page = found.page
-        expect(page.locator("#tab-teach")).to_be_visible()
-        page.locator("#tab-teach").focus()
-        page.keyboard.press("Enter")
-        page.keyboard.press("Tab")
-        page.locator("#head-name").fill("by-keyboard")
-        page.keyboard.press("Enter")
-        page.get_by_label("New label").focus()
-        page.keyboard.type("dropped")
-        page.keyboard.press("Enter")
-        expect(page.get_by_role("button", name="Add pictures of dropped")).to_be_focused()
-        send_event(page, "drop", [DOG, CAT], "#labels-list li")
-        expect(page.locator("#labels-list li").first).to_contain_text("2 pictures")
+def test_pictures_are_dropped_on_a_label_with_the_keyboards_help(page: Page) -> None:
+    expect(page.locator("#tab-teach")).to_be_visible()
+    page.locator("#tab-teach").focus()
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    page.locator("#head-name").fill("by-keyboard")
+    page.keyboard.press("Enter")
+    page.get_by_label("New label").focus()
+    page.keyboard.type("dropped")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Add pictures of dropped")).to_be_focused()
+    send_event(page, "drop", [DOG, CAT], "#labels-list li")
+    expect(page.locator("#labels-list li").first).to_contain_text("2 pictures")
 
 
 def test_without_a_folder_there_is_no_tab(open_page: Open) -> None:

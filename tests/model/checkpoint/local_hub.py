@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+
+from tests.stub_server import Asked, answering
 
 MAIN = "a" * 40
 OLD = "b" * 40
@@ -50,30 +49,10 @@ class Hub:
 def running(hub: Hub) -> Iterator[Hub]:
     """Serve a hub, which then knows its endpoint."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def answer(asked: Asked) -> tuple[int, dict[str, str], bytes]:
+        authorization = asked.headers.get("authorization")
+        hub.requests.append((asked.method, asked.path, authorization))
+        return hub.answer(asked.path, authorization)
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-        def do_GET(self) -> None:
-            authorization = self.headers.get("Authorization")
-            hub.requests.append((self.command, self.path, authorization))
-            status, headers, body = hub.answer(self.path, authorization)
-            self.send_response(status)
-            for name, value in (headers | {"Content-Length": str(len(body))}).items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
-
-        do_HEAD = do_GET  # noqa: N815 - the library's name
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-    yield hub
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with answering(answer) as hub.endpoint:
+        yield hub

@@ -121,22 +121,6 @@ def test_what_a_name_says_and_no_file_is_listed_with_the_option_that_says_it(tmp
     )
 
 
-GREY = {"size": 28, "patch": 4, "channels": 1, "hidden": 64, "activation": "relu", "eps": 1e-5, "final_norm": False}
-
-
-def test_a_grey_model_without_a_last_norm_and_with_the_mean_of_patches(tmp_path: Path) -> None:
-    model = made(**GREY, pool="avg")
-    preprocess = preprocess_file(tmp_path, 28, 28, channels=1)
-    given = "vit,num_heads=3,norm_order=pre,act_layer=relu,norm_eps=1e-5,global_pool=avg,pool_include_prefix=false"
-    with pytest.raises(
-        CheckpointError, match=r"its final_norm, preprocessing, labels: .*,final_norm=false --preprocess"
-    ):
-        load(model.state_dict(), tmp_path, given, preprocess=None, labels=None)
-    checkpoint = load(model.state_dict(), tmp_path, f"{given},final_norm=false", preprocess=preprocess)
-    assert_same_logits(checkpoint, model, "grey 28 px in patches of 4")
-    assert checkpoint.assumed == ()
-
-
 @pytest.mark.parametrize(
     "given", [PLAIN, "vit_tiny_patch16_224,embed_dim=48,depth=2,patch_size=4,num_heads=3,norm_order=pre"]
 )

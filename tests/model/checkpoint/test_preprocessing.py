@@ -22,6 +22,7 @@ from model.checkpoint.timm import Pretrained
 from model.config import PreprocessConfig
 from model.errors import CheckpointError
 from model.images.preprocess import preprocess
+from tests.model.images.pictures import encode
 from tests.timm_reference import timm, transformers
 
 BY_CLASS = {family.class_name: family for family in FAMILIES}
@@ -78,10 +79,7 @@ def generated() -> list[bytes]:
     found = []
     for width, height in ((301, 200), (200, 301), (97, 640), (255, 257), (64, 64), (500, 333)):
         low = numbers.integers(0, 256, (height // 4 + 1, width // 4 + 1, 3), dtype=np.uint8)
-        image = Image.fromarray(low).resize((width, height), Image.Resampling.BICUBIC)
-        buffer = io.BytesIO()
-        image.save(buffer, "PNG")
-        found.append(buffer.getvalue())
+        found.append(encode(Image.fromarray(low).resize((width, height), Image.Resampling.BICUBIC), "PNG"))
     return found
 
 

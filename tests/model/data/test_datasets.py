@@ -15,10 +15,10 @@ from model.data.image_folder import find_pictures
 from model.data.pictures import PictureFiles, decode
 from model.errors import DatasetError
 from model.images.preprocess import preprocess
-from tests.model.data.configs import bicubic_config
 from tests.model.data.picture_folders import write_class, write_folder
+from tests.model.images.pictures import config
 
-CONFIG = bicubic_config(16, 24, resize_size=(18, 27))
+CONFIG = config((16, 24), (18, 27))
 
 
 def files_of(counts: list[int], seed: int) -> PictureFiles:
@@ -59,12 +59,12 @@ def test_cifar_pictures_stay_as_they_are_at_their_own_size_and_are_resized_as_an
     dataset = open_dataset(cifar, 80, 0)
     assert dataset.test is not None
     assert (len(dataset.train), len(dataset.validation), len(dataset.test)) == (320, 80, 100)
-    parts = [decode(files, bicubic_config(32, 32), tmp_path) for files in (dataset.train, dataset.validation)]
+    parts = [decode(files, config((32, 32)), tmp_path) for files in (dataset.train, dataset.validation)]
     both = np.concatenate([part.pixels for part in parts]).reshape(400, -1)
     assert sorted(map(bytes, both)) == sorted(
         map(bytes, cifar10.read(cifar, cifar10.TRAIN_FILES).pixels.reshape(400, -1))
     )
-    large = decode(dataset.train, bicubic_config(48, 48), tmp_path)
+    large = decode(dataset.train, config((48, 48)), tmp_path)
     resized = Image.fromarray(parts[0].pixels[7].transpose(1, 2, 0)).resize((48, 48), Image.Resampling.BICUBIC)
     np.testing.assert_array_equal(large.pixels[7].transpose(1, 2, 0), np.asarray(resized))
     assert large.labels.tolist() == parts[0].labels.tolist()

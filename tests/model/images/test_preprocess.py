@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -201,16 +199,6 @@ def test_a_model_of_two_channels_is_refused():
         preprocess(encode(scene(), "PNG"), config(channels=2))
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_bytes_bytearray_and_memoryview_are_alike(name):
-    data, wanted = encode(scene(), name), config()
-
-    pixels = preprocess(data, wanted)
-
-    assert np.array_equal(pixels, preprocess(bytearray(data), wanted))
-    assert np.array_equal(pixels, preprocess(memoryview(data), wanted))
-
-
 def test_threads_do_not_disturb_one_another():
     wanted = config((48, 48), (56, 56))
     files = [encode(noise(90 + n, 70, seed=n), ("PNG", "JPEG", "WEBP", "TIFF", "GIF")[n % 5]) for n in range(20)]
@@ -220,12 +208,6 @@ def test_threads_do_not_disturb_one_another():
         together = list(pool.map(lambda data: preprocess(data, wanted), files * 5))
 
     assert all(np.array_equal(pixels, alone[n % 20]) for n, pixels in enumerate(together))
-
-
-def test_preprocessing_and_heat_maps_load_no_torch():
-    code = "import sys, model.images.preprocess, model.images.heatmap; sys.exit('torch' in sys.modules)"
-
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from model.images.sheet import ContactSheet, draw_maps
-from model.outputs import AttentionMap, MapRequest
+from model.images.sheet import ContactSheet
 
 COLOURS = ["red", "lime", "blue", "yellow", "cyan"]
 
@@ -19,17 +18,6 @@ def picture(colour: str, size: tuple[int, int] = (60, 40)) -> Image.Image:
 def places(image: Image.Image, colour: str) -> tuple[np.ndarray, np.ndarray]:
     rows, columns = np.nonzero((np.asarray(image) == np.asarray(picture(colour, (1, 1)))).all(axis=-1))
     return rows, columns
-
-
-@pytest.mark.parametrize("number", [1, 2, 8])
-def test_maps_stand_side_by_side_with_white_between_and_no_wider_than_they_may_be(number: int) -> None:
-    values = np.full((2, 2), 0.25, np.float32)
-    maps = [AttentionMap(MapRequest.row(0, "mean"), values, 1.0)] * number
-    shown = np.zeros((100, 200, 3), np.uint8)
-    row = draw_maps(maps, None, picture=shown, name="photo.jpg", max_width=2000)
-    assert row.width <= 2000
-    below = np.asarray(row)[1]
-    assert (np.diff((below == 255).all(axis=1).astype(int)) == 1).sum() >= number
 
 
 def test_a_sheet_shows_every_picture_in_reading_order_with_its_caption() -> None:

@@ -12,13 +12,7 @@ from model.checkpoint import load_checkpoint, native
 from model.checkpoint.checkpoint import Checkpoint
 from model.config import SIZES, PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
-from model.insight.summary import summarise
-from model.network.layers.block import ACTIVATIONS
-from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed
 from model.network.layers.position import (
-    relative_position_index,
-    relative_table_size,
-    resize_relative_table,
     sincos2d_position_embedding,
 )
 from model.network.library import meta_network
@@ -54,32 +48,6 @@ def test_parameter_counts_are_the_published_ones(size: str, patch: int, publishe
     assert round(count_parameters(meta_network(config)) / 1e6, 1) == published
 
 
-@pytest.mark.parametrize("remainder", [0, 3])
-def test_patches_by_convolution_and_by_a_linear_layer_are_the_same(remainder: int) -> None:
-    size = (32 + remainder, 48 + remainder)
-    config = SMALL.model_copy(update={"image_size": size, "drop_remainder": bool(remainder)})
-    convolution, linear = PatchEmbed(config), LinearPatchEmbed(config)
-    randomise(convolution)
-    assert convolution.proj.bias is not None
-    with torch.no_grad():
-        linear.proj.weight.copy_(convolution.proj.weight.flatten(1))
-        linear.proj.bias.copy_(convolution.proj.bias)
-        pixels = torch.randn(2, 3, *size)
-        torch.testing.assert_close(linear(pixels), convolution(pixels), atol=1e-5, rtol=1e-5)
-
-
-def test_sine_cosine_positions_by_their_definition() -> None:
-    rows, columns, width = 3, 5, 16
-    table = sincos2d_position_embedding((rows, columns), width, prefix_tokens=2)
-    assert table.shape == (1, 2 + 15, width)
-    assert (table[0, :2] == 0).all()
-    y, x = 2, 3
-    omega = [10_000 ** -(i / 3) for i in range(4)]
-    expected = torch.tensor([x * w for w in omega]), torch.tensor([y * w for w in omega])
-    row = torch.cat((expected[0].sin(), expected[0].cos(), expected[1].sin(), expected[1].cos()))
-    torch.testing.assert_close(table[0, 2 + y * columns + x], row)
-
-
 def test_a_sine_cosine_model_is_recomputed_at_another_size() -> None:
     config = SMALL.model_copy(update={"position_embedding": "sincos2d"})
     model = VisionTransformer(config)
@@ -92,25 +60,6 @@ def test_a_sine_cosine_model_is_recomputed_at_another_size() -> None:
     expected = sincos2d_position_embedding((8, 8), 32, prefix_tokens=1)
     torch.testing.assert_close(resized.tensors["pos_embed"], expected)
     assert resized.build()(torch.zeros(1, 3, 64, 64)).logits.shape == (1, 5)
-
-
-def test_relative_positions_depend_on_the_offset_alone() -> None:
-    index = relative_position_index((3, 4))
-    assert index.shape == (13, 13)
-    assert index.max() == relative_table_size((3, 4)) - 1
-    patch = index[1:, 1:].reshape(3, 4, 3, 4)
-    assert patch[0, 0, 1, 2] == patch[1, 1, 2, 3]
-    assert patch[0, 0, 1, 2] != patch[1, 2, 0, 0]
-    assert len(index[1:, 1:].unique()) == 5 * 7
-    assert len({int(index[0, 0]), int(index[0, 5]), int(index[5, 0])}) == 3
-    table = torch.randn(relative_table_size((3, 3)), 2)
-    assert torch.equal(resize_relative_table(table, (3, 3), (3, 3)), table)
-    assert resize_relative_table(table, (3, 3), (5, 4)).shape == (relative_table_size((5, 4)), 2)
-
-
-def test_quick_gelu_by_its_definition() -> None:
-    x = torch.linspace(-4, 4, 9)
-    torch.testing.assert_close(ACTIVATIONS["quick_gelu"](x), x / (1 + torch.exp(-1.702 * x)))
 
 
 VARIANTS: dict[str, dict[str, object]] = {
@@ -149,30 +98,6 @@ def test_a_native_folder_gives_back_what_was_written(variant: str, tmp_path: Pat
     torch.testing.assert_close(got.logits, expected.logits, atol=1e-5, rtol=1e-5)
     assert got.attention is not None
     torch.testing.assert_close(got.attention.sum(-1), torch.ones(2, 2, 4), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_batch_is_its_images_one_by_one(variant: str) -> None:
-    config = ViTConfig.model_validate(SMALL.model_dump() | VARIANTS[variant])
-    model = checkpoint(config).build()
-    pixels = torch.randn(3, config.in_channels, *config.image_size)
-    with torch.inference_mode():
-        together = model(pixels).logits
-        alone = torch.cat([model(pixels[i : i + 1]).logits for i in range(3)])
-    torch.testing.assert_close(together, alone, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_summary_says_every_part(variant: str) -> None:
-    config = ViTConfig.model_validate(SMALL.model_dump() | VARIANTS[variant])
-    made = replace(checkpoint(config), notes=("labels: preset imagenet-1k",))
-    rows = summarise(made)
-    wanted = {"family", "input", "tokens", "pooling", "preprocessing", "labels", "parameters", "memory"}
-    assert wanted <= rows.keys()
-    assert rows["parameters"] == f"{count_parameters(made.build()):,}"
-    assert rows["tokens"].startswith(f"{config.tokens}:")
-    assert "imagenet-1k" in rows["notes"]
-    assert all("\n" not in value for value in rows.values())
 
 
 def test_relative_positions_refuse_another_size() -> None:

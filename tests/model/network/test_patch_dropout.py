@@ -34,17 +34,3 @@ def test_each_image_keeps_its_own_choice_and_no_patch_is_preferred() -> None:
     counts = kept.flatten().bincount(minlength=16)
     assert counts.min() > 1850
     assert counts.max() < 2150
-
-
-def test_dropping_nothing_returns_the_input() -> None:
-    x = numbered(2, 1, 16)
-    assert drop_patches(x, 0.0, 1) is x
-
-
-def test_gradients_reach_the_kept_patches_alone() -> None:
-    x = numbered(1, 1, 16).requires_grad_()
-    kept = drop_patches(x, 0.5, 1)
-    kept.sum().backward()
-    assert x.grad is not None
-    reached = x.grad[0, :, 0].nonzero().squeeze(1)
-    assert torch.equal(reached.float(), kept[0, :, 0].detach())

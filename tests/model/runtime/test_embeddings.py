@@ -10,7 +10,7 @@ import torch
 
 from model.checkpoint import Checkpoint
 from model.config import ViTConfig
-from model.errors import CheckpointError, InputError
+from model.errors import CheckpointError
 from model.network.vit import VisionTransformer
 from model.outputs import (
     POOLINGS,
@@ -19,7 +19,6 @@ from model.outputs import (
     Pooling,
     RequestedOutputs,
     embedding_name,
-    parse_embedding,
 )
 from model.runtime.openvino.backend import unsupported_reason
 from model.runtime.predictor import Predictor
@@ -149,15 +148,3 @@ def test_an_embedding_keeps_nothing_of_its_batch() -> None:
     predictor = Predictor(make_checkpoint(), device="cpu", dtype="float32", compile_mode="off")
     outputs = predictor.predict(make_images(3), RequestedOutputs(1, embedding=EmbeddingRequest("mean")))
     assert all(each.embedding is not None and each.embedding.base is None for each in outputs)
-
-
-def test_a_pool_that_the_model_has_not_is_refused() -> None:
-    config = checkpoint_of("mean").config
-    assert parse_embedding(config) == EmbeddingRequest("head", False)
-    assert parse_embedding(config, "mean", True) == EmbeddingRequest("mean", True)
-    with pytest.raises(InputError, match="the model has no CLS token; expected head or mean"):
-        parse_embedding(config, "cls")
-    with pytest.raises(InputError, match="pool 'max': expected one of head, cls, mean"):
-        parse_embedding(config, "max")
-    with pytest.raises(InputError, match="normalize 'yes': expected true or false"):
-        parse_embedding(config, "head", "yes")

@@ -13,7 +13,6 @@ import torch
 from model.checkpoint import Checkpoint
 from model.checkpoint.backbone import backbone_and_head
 from model.outputs import EmbeddingRequest, MapRequest, Outputs, RequestedOutputs
-from model.runtime.backend import BatchRequest, HostOutputs
 from model.runtime.predictor import Predictor
 from tests.model.runtime.predictions import MODES
 from tests.model.runtime.test_relevance import checkpoint_of, images_for
@@ -110,26 +109,6 @@ def test_maps_of_any_head_are_those_of_its_model_alone(family: str, wanted: MapR
     found = predictor.predict(images, requests)
     for place, checkpoint in enumerate(models.values()):
         require_same(found[place], asked_alone(checkpoint, images[place : place + 1], requests[place]))
-
-
-def test_one_picture_is_asked_of_several_heads_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    models = models_on(checkpoint_of("plain"))
-    predictor = sharing(models)
-    images = images_for(predictor, 2)
-    first, *others = (bounded(replace(ASKED, head=name), checkpoint) for name, checkpoint in models.items())
-    passes: list[int] = []
-    predict = predictor._backend.predict
-
-    def counted(images: np.ndarray, request: BatchRequest) -> HostOutputs:
-        passes.append(len(images))
-        return predict(images, request)
-
-    monkeypatch.setattr(predictor._backend, "predict", counted)
-    both, single = predictor.predict(images, [replace(first, more=tuple(others)), others[1]])
-    assert passes == [2]
-    assert (len(both.more), single.more) == (3, ())
-    for outputs, checkpoint in zip((both, *both.more), models.values(), strict=True):
-        require_same(outputs, asked_alone(checkpoint, images[:1], bounded(ASKED, checkpoint)))
 
 
 def test_no_other_head_answers_for_one_that_is_gone() -> None:

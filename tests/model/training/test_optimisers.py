@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from model.network.vit import VisionTransformer
-from model.training.optimisers import ModelOptimiser, Position, layer_of, position, rate_factor
+from model.training.optimisers import ModelOptimiser, Position, layer_of, position
 from model.training.recipe import Recipe
 from tests.model.training.runs import TAUGHT
 
@@ -65,17 +65,6 @@ def test_weight_decay_spares_vectors_and_muon_turns_matrices_of_blocks_and_stem_
     step = plain["patch_embed.backbone.1.weight"].flatten(1)  # of a stem: filters are the rows of a matrix
     lengths = torch.linalg.svdvals(step)  # Muon's steps go equally far in all directions, AdamW's do not
     assert lengths.min() > 0.4 * lengths.max()
-
-
-def test_the_rate_rises_then_falls_to_zero() -> None:
-    factors = [rate_factor(step / 1000, 0.1) for step in range(1001)]
-    assert factors.index(max(factors)) == 100
-    assert max(factors) == pytest.approx(1.0)
-    assert factors[:101] == sorted(factors[:101])
-    assert factors[100:] == sorted(factors[100:], reverse=True)
-    assert factors[0] > 0
-    assert factors[-1] == pytest.approx(0.0, abs=1e-9)
-    assert rate_factor(0.0, 0.0) == pytest.approx(1.0)
 
 
 def test_a_second_cycle_is_a_schedule_of_what_is_left() -> None:

@@ -20,7 +20,6 @@ from model.training.teacher import (
     answers,
     stem_weights,
     train_teacher,
-    whitening_filters,
 )
 from model.training.train import run
 from model.training.training_data import Arithmetic, TrainingData
@@ -96,17 +95,6 @@ def test_what_a_teacher_cannot_learn_from_is_refused(taught: Recipe, data: Train
         teacher_of(taught, TrainingData(small, small, data.mean, data.std))
     with pytest.raises(TrainingError, match=r"a teacher needs an architecture\.conv_stem"):
         taught.override({"architecture.conv_stem": None})
-
-
-def test_whitening_filters_give_uncorrelated_outputs_of_equal_variance() -> None:
-    noise = torch.randn(500, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    images = F.avg_pool2d(noise, 3, stride=1, padding=1) * 3  # neighbours now agree
-    found = F.conv2d(images, whitening_filters(images, 4), stride=4).transpose(0, 1).flatten(1)
-    covariance = found @ found.T / found.shape[1]
-    strong = covariance.diagonal() > 0.9  # directions with hardly any content are damped on purpose
-    assert strong.sum() > 20
-    rest = covariance[strong][:, strong] - torch.eye(int(strong.sum()))
-    assert rest.abs().max() < 0.12
 
 
 def test_the_recipe_of_the_bundled_model_runs_in_small_and_tells_of_its_teacher(cifar: Path, tmp_path: Path) -> None:

@@ -19,11 +19,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), LABELS)
 
 
-@pytest.fixture(autouse=True)
-def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VIT_COMPILE", "off")
-
-
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
     return write_pictures(tmp_path / "pictures", "b.png", "a.jpg", "deep/a.webp")

@@ -20,12 +20,6 @@ pytestmark = pytest.mark.timeout(90)  # checkpoints are loaded, and answer
 HERE = ("--device", "cpu", "--dtype", "float32")
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no start compile graphs."""
-    monkeypatch.setenv("VIT_COMPILE", "off")
-
-
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "m", ("cat", "dog", "fox"))

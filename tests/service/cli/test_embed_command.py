@@ -5,18 +5,15 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 
 from model.checkpoint import load_checkpoint
 from model.outputs import EmbeddingRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
-from service.cli import answers
 from service.cli.image_files import read_input
 from service.settings import load_settings
 from tests.service.cli.command_line import run, write_checkpoint, write_pictures
-from vitserve.client import Client
 
 pytestmark = pytest.mark.timeout(90)  # checkpoints are loaded, and answer
 
@@ -24,11 +21,6 @@ pytestmark = pytest.mark.timeout(90)  # checkpoints are loaded, and answer
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), ("cat", "dog"))
-
-
-@pytest.fixture(autouse=True)
-def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VIT_COMPILE", "off")
 
 
 @pytest.fixture
@@ -84,27 +76,3 @@ def test_each_row_is_the_embedding_of_the_file_that_the_table_names(
         [expected] = predictor.predict(seen.pixels[np.newaxis], asked)
         assert expected.embedding is not None
         np.testing.assert_allclose(row, expected.embedding, atol=1e-4)
-
-
-def test_a_server_is_asked_for_the_same(
-    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    class Answering(Client):
-        def model(self, name: str | None) -> None:  # type: ignore[override]
-            """There is one."""
-
-        def embed(self, image: object, **options: object) -> np.ndarray:
-            asked.append(f"{Path(str(image)).name} {options['pool']} {options['normalize']}")
-            return np.full(2, len(asked), np.float32)
-
-    def connect(url: str, **options: object) -> Answering:
-        return Answering(url, transport=httpx.MockTransport(lambda _: httpx.Response(500)))
-
-    monkeypatch.setattr(answers, "Client", connect)
-    output = tmp_path / "features.npy"
-    code, *_ = run(capsys, "embed", pictures, "-o", output, "--url", "http://127.0.0.1:1", "--pool", "cls")
-    assert code == 0
-    assert sorted(asked) == ["a.jpg cls False", "aa.png cls False", "b.png cls False", "c.webp cls False"]
-    assert np.load(output).shape == (4, 2)

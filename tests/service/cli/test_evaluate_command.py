@@ -48,11 +48,3 @@ def test_a_folder_of_pictures_is_measured_as_the_service_would_see_them(
     _, by_array, _ = run(capsys, "evaluate", "--data", cifar, *flags)
     assert by_file == by_array
     assert "of 60 test images right" in by_file
-
-
-def test_data_that_are_not_there_are_told_where_to_get(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, error = run(capsys, "evaluate", "--data", tmp_path / "nothing")
-    assert code == 1
-    assert error.startswith(f"vitserve: {tmp_path / 'nothing'}: no such folder")
-    assert "the binary version at https://www.cs.toronto.edu/~kriz/cifar.html" in error
-    assert error.count("\n") == 1

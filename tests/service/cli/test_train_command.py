@@ -6,37 +6,27 @@ import csv
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from model.checkpoint import load_checkpoint
 from model.training.recipe import RECIPES, read_recipe
 from service.cli.main import main
 from tests.e2e.serving import Served
 from tests.launcher import VitserveProcess, until
+from tests.model.data.picture_folders import write_class
 from tests.service.cli.command_line import write_checkpoint
 
 pytestmark = pytest.mark.timeout(120)  # processes start, each of which imports torch
 
-COLOURS = {"blue": (40, 60, 200), "red": (210, 50, 40)}
-
-
-def picture(colour: str, seed: int) -> Image.Image:
-    rng = np.random.default_rng([seed, *colour.encode()])
-    pixels = np.array(COLOURS[colour]) + rng.normal(0, 30, (30, 40, 3))
-    return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
+COLOURS = ("blue", "red")
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """Twelve pictures of each of two classes."""
-    root = tmp_path / "colours"
     for colour in COLOURS:
-        (root / colour).mkdir(parents=True)
-        for number in range(12):
-            picture(colour, number).save(root / colour / f"{number}.jpg")
-    return root
+        write_class(tmp_path / "colours" / colour, colour, 12)
+    return tmp_path / "colours"
 
 
 @pytest.fixture
@@ -67,8 +57,8 @@ def test_a_folder_of_pictures_becomes_a_served_model(
     try:
         assert server.get("/model").json()["name"] == "colours"
         for colour in COLOURS:
-            picture(colour, 99).save(tmp_path / "new.png")
-            found = server.classify((tmp_path / "new.png").read_bytes()).json()
+            [new] = write_class(tmp_path / "new", colour, 1, seed=99)
+            found = server.classify(new.read_bytes()).json()
             assert found["predictions"][0]["label"] == colour
     finally:
         server.kill()
@@ -87,7 +77,7 @@ def test_kill_9_loses_at_most_the_epoch_under_way(data: Path, start: Path, tmp_p
     after = epochs_done(out)
     assert after[: len(before)] == before
     assert [int(row["epoch"]) for row in after] == list(range(1, 13))
-    assert load_checkpoint(str(out)).labels == tuple(COLOURS)
+    assert load_checkpoint(str(out)).labels == COLOURS
 
 
 def test_flags_override_the_recipe_and_the_record_holds_the_result(data: Path, start: Path, tmp_path: Path) -> None:
@@ -176,5 +166,5 @@ def test_a_probe_is_written_and_says_how_it_is_served(
     )
     assert capsys.readouterr().out == f"{out}: serve it with: vitserve serve --checkpoint {out}\n"
     checkpoint = load_checkpoint(str(out))
-    assert (checkpoint.name, checkpoint.labels) == ("mine", tuple(COLOURS))
+    assert (checkpoint.name, checkpoint.labels) == ("mine", COLOURS)
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors", "confusion_matrix.csv"}

@@ -11,17 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from service.engine.batching import BatchQueue, Entry, State
 from service.errors import EngineUnavailable, QueueFull
+from tests.service.web.apps import Clock
 
 # Eighths of a second are exact in floating point.
 TICKS = st.integers(0, 80).map(lambda n: n / 8)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def queue(*, capacity: int = 100, max_delay: float = 0.0) -> tuple[BatchQueue[str], Clock]:

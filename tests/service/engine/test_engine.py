@@ -10,7 +10,6 @@ from model.outputs import MapRequest
 from service.errors import DeadlineExceeded, InferenceFailed
 from tests.service.engine.conftest import Running
 from tests.service.fakes import BAD, NAN, FakePredictor, expected_indices, on_a_loop
-from tests.service.fakes import running as running_engine
 
 
 @on_a_loop
@@ -28,21 +27,6 @@ async def test_images_of_one_batch_keep_their_own_top_k_and_map(running: Running
     assert b.outputs.indices.tolist() == expected_indices(2, 7)
     assert b.outputs.map is not None
     assert (b.outputs.map.request, b.outputs.map.kept_mass) == (MapRequest.row(2, "max"), 2 / 256)
-
-
-@on_a_loop
-async def test_reports_tell_size_padding_and_why_a_batch_was_released(running: Running) -> None:
-    async with running(FakePredictor(max_batch=4, batch_sizes=(1, 2, 4))) as rig:
-        tasks = [await rig.keep_busy(0), *(rig.ask_soon(red) for red in range(1, 8))]
-        await rig.until_queued(7)
-        rig.predictor.gate.set()
-        await asyncio.gather(*tasks)
-    assert [(r.device, r.size, r.padding, r.release) for r in rig.reports] == [
-        ("cpu", 1, 0, "idle"),
-        ("cpu", 4, 0, "full"),
-        ("cpu", 3, 1, "idle"),
-    ]
-    assert all(report.inference_seconds >= 0 for report in rig.reports)
 
 
 @on_a_loop
@@ -71,14 +55,6 @@ async def test_a_deadline_that_passes_while_the_device_is_busy_is_answered_at_on
         await first
         await rig.ask(2)
     assert rig.predictor.launched == [[0], [2]]
-
-
-@on_a_loop
-async def test_an_image_without_any_time_left_is_not_launched(running: Running) -> None:
-    async with running() as rig:
-        with pytest.raises(DeadlineExceeded):
-            await rig.ask(1, timeout=0)
-    assert rig.predictor.launched == []
 
 
 @on_a_loop
@@ -122,27 +98,3 @@ async def test_scores_that_are_no_numbers_fail_their_own_image_only(running: Run
     assert isinstance(bad, InferenceFailed)
     assert not isinstance(good, BaseException)
     assert good.outputs.indices.tolist() == expected_indices(2, 3)
-
-
-class Clock:
-    """The clock that a local engine reads; the event loop's timers go by real time."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@on_a_loop
-async def test_times_are_of_the_image_itself() -> None:
-    clock = Clock()
-    async with running_engine(clock=clock) as rig:
-        first = await rig.keep_busy(1)
-        second = rig.ask_soon(2)
-        await rig.until_queued(1)
-        clock.now += 2.5
-        rig.predictor.gate.set()
-        a, b = await first, await second
-    assert (a.queue_seconds, a.inference_seconds) == (0.0, 2.5)
-    assert (b.queue_seconds, b.inference_seconds) == (2.5, 0.0)

@@ -15,7 +15,6 @@ from service.engine.streams import launch
 from service.errors import EngineUnavailable, InferenceFailed
 from tests.service.fakes import (
     BAD,
-    NAN,
     FakePredictor,
     expected_indices,
     request_for,
@@ -51,19 +50,6 @@ def test_files_that_changed_under_the_service_are_told_to_who_needs_them() -> No
     assert [str(outcome) for outcome in outcomes[1:]] == [
         "this output needs the checkpoint's files, which changed since they were loaded"
     ]
-
-
-def test_a_device_is_checked_only_when_no_image_went_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    predictor = FakePredictor()
-    checks: list[bool] = []
-    monkeypatch.setattr(predictor, "check", lambda: checks.append(True))
-    launch(predictor, entries(1, NAN), "idle", ticking())
-    assert checks == []
-    outcomes, _ = launch(predictor, entries(NAN, NAN), "idle", ticking())
-    assert checks == [True]
-    assert [str(outcome) for outcome in outcomes] == ["the model gave no finite score for this image"] * 2
-    launch(predictor, entries(BAD), "idle", ticking())
-    assert checks == [True, True]
 
 
 def test_a_dead_device_is_named() -> None:

@@ -23,7 +23,6 @@ from model.checkpoint.files import Files
 from model.description import Description
 from model.errors import CheckpointError, DeviceError
 from model.outputs import MapRequest, RequestedOutputs
-from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.predictor import Predictor
 from service.engine import loading
 from service.engine.loading import FirstLoad, load_predictor
@@ -198,32 +197,6 @@ def test_a_kept_graph_is_made_again_for_settings_that_change_it_and_run_as_the_o
         assert info.max_batch == kept.max_batch == changes.get("max_batch", 32)
     for name, value in (("dtype", "bfloat16"), ("image_size", (24, 24)), ("checkpoint_folder", str(tmp_path))):
         assert load_predictor(load_settings(given | {name: value})) is None, name
-
-
-def test_kept_graphs_are_compiled_beside_the_caller_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("openvino")
-    folder = write_checkpoint(tmp_path / "m", ("cat", "dog"))
-    settings = load_settings({"checkpoint": str(folder), "device": "cpu", "cache_dir": str(tmp_path / "cache")})
-    load = FirstLoad(settings)  # which finds none
-    keep_graph(load(settings)[0])
-    released, compiled = threading.Event(), []
-
-    def compile_slowly(*given: Any, **options: Any) -> OpenVinoNetwork:
-        assert released.wait(PATIENCE)
-        compiled.append(threading.current_thread())
-        return OpenVinoNetwork(*given, **options)
-
-    monkeypatch.setattr("model.runtime.start.OpenVinoNetwork", compile_slowly)
-    load = FirstLoad(settings)
-    assert not compiled
-    released.set()
-    predictor, info = load(settings)
-    assert type(predictor.checkpoint) is Description
-    assert info.labels == ("cat", "dog")
-    assert compiled != [threading.current_thread()]
-    assert len(compiled) == 1
-    load(settings)  # for a swap: loads again
-    assert compiled[1:] == [threading.current_thread()]
 
 
 def test_what_fails_while_graphs_are_read_early_is_raised_by_who_loads(tmp_path: Path) -> None:

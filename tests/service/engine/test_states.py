@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 import weakref
 from typing import Any, cast
 
@@ -16,7 +15,7 @@ from service.engine.messages import ModelInfo
 from service.errors import EngineUnavailable
 from service.models.model import LocalModel
 from tests.service.engine.conftest import Running
-from tests.service.fakes import PATIENCE, FakePredictor, expected_indices, model_info, on_a_loop, start
+from tests.service.fakes import PATIENCE, FakePredictor, expected_indices, model_info, on_a_loop, start, until
 
 
 @on_a_loop
@@ -103,36 +102,6 @@ async def test_a_failed_load_names_the_device_where_there_may_be_several(
 
 
 @on_a_loop
-async def test_a_failed_warm_up_is_a_failed_load(running: Running) -> None:
-    class Cold(FakePredictor):
-        def warm_up(self) -> None:
-            raise DeviceError("cpu: the model does not run")
-
-    async with running(Cold(), ready=False) as rig:
-        await rig.until_state("failed")
-        assert rig.engine.status.reason == "cpu: the model does not run"
-
-
-@on_a_loop
-async def test_nothing_is_accepted_before_load_and_warm_up_are_done(running: Running) -> None:
-    loading = threading.Event()
-    predictor = FakePredictor()
-
-    def load() -> tuple[FakePredictor, ModelInfo]:
-        assert loading.wait(PATIENCE)
-        return predictor, model_info()
-
-    async with running(predictor, load=load, ready=False) as rig:
-        assert rig.engine.status.state == "loading"
-        with pytest.raises(EngineUnavailable, match="loading"):
-            await rig.ask(1)
-        loading.set()
-        await rig.until_state("ready")
-        assert predictor.warm_ups == 1
-        await rig.ask(1)
-
-
-@on_a_loop
 async def test_an_engine_that_compiles_says_what_readiness_waits_for(running: Running) -> None:
     class Compiling(FakePredictor):
         def warm_up(self) -> None:
@@ -142,9 +111,8 @@ async def test_an_engine_that_compiles_says_what_readiness_waits_for(running: Ru
 
     predictor = Compiling()
     predictor.gate.clear()
-    async with running(predictor, ready=False) as rig, asyncio.timeout(PATIENCE):
-        while "the model is compiled, which takes minutes" not in rig.engine.status.reason:
-            await asyncio.sleep(0.01)
+    async with running(predictor, ready=False) as rig:
+        await until(lambda: "the model is compiled, which takes minutes" in rig.engine.status.reason)
         assert rig.engine.status.state == "loading"
         predictor.gate.set()
         await rig.until_state("ready")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from service.http import MAX_CONNECTIONS, Connections, Guard
+from tests.problems import code_of
 from tests.service.fakes import PATIENCE
 from tests.service.web.apps import App, app
 
@@ -25,12 +25,7 @@ class Answer:
 
     @property
     def code(self) -> str:
-        assert self.headers["content-type"] == "application/problem+json"
-        document = json.loads(self.body)
-        assert document["status"] == self.status
-        assert document["request_id"] == self.headers["x-request-id"]
-        code: str = document["code"]
-        return code
+        return code_of(self.status, self.headers, self.body)
 
 
 class Connection:

@@ -16,9 +16,9 @@ import pytest
 from service import http
 from service.http import Server, connection_limit
 from service.lifecycle import Terminal, stop_signals
-from tests.service.fakes import on_a_loop, png
+from tests.service.fakes import on_a_loop, png, until
 from tests.service.http.listening import Connection, post
-from tests.service.web.apps import App, app, until
+from tests.service.web.apps import App, app
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
@@ -40,24 +40,6 @@ async def started(service: App, **options: Any) -> AsyncIterator[Server]:
     yield server
     server.stop(service.lifecycle.exit_code)
     await running
-
-
-@on_a_loop
-async def test_a_request_that_was_accepted_is_answered_when_the_server_drains() -> None:
-    service = app(port=0, drain_delay=0)
-    service.engine.gate.clear()
-    async with started(service) as server:
-        caller = Connection(*await asyncio.open_connection("127.0.0.1", server.port))
-        await caller.send(post(png(1)))
-        await until(lambda: service.engine.waiting == 1)
-        port = server.port
-        server.drain()
-        await asyncio.sleep(0.2)
-        with pytest.raises(ConnectionRefusedError):
-            await asyncio.open_connection("127.0.0.1", port)
-        service.engine.gate.set()
-        answer = await caller.answer()
-        assert (answer.status, answer.headers["connection"]) == (200, "close")
 
 
 @on_a_loop

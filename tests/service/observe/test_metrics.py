@@ -54,24 +54,19 @@ def status(state: str = "ready", device: str = "cpu", depth: int = 0) -> EngineS
     return EngineStatus(device, state, "", "off", None, depth)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def metrics() -> Metrics:
-    """Return metrics with every series touched once."""
-    metrics = Metrics()
-    metrics.watch(
-        Sources(
-            lambda: [status()], lambda: (1, 2, 3), lambda: (4, 5), lambda: (2, 1, False), backbones=lambda: {"b": 9}
-        )
-    )
-    metrics.set_models([model_info()], "1.2.3")
-    metrics.count_image("cats")
-    metrics.requests.labels("/classify", "200").inc()
-    metrics.request_duration.labels("/classify").observe(0.1)
-    metrics.stage_duration.labels("decode").observe(0.1)
-    metrics.rejected.labels("queue_full").inc()
-    metrics.key_requests.labels("key1", "200").inc()
-    metrics.key_inflight.labels("key1").inc()
-    metrics.observe_batch(BatchReport("cpu", 3, 1, "idle", 0.01))
+def touched(*devices: str, folder: Path | None = None) -> Metrics:
+    """Return metrics that have each series, of engines of which each has a longer queue than the one before."""
+    metrics = Metrics(folder)
+    engines = [status(device=device, depth=2 * place) for place, device in enumerate(devices)]
+    metrics.watch(Sources(lambda: engines, lambda: (1, 2, 3), lambda: (4, 5), backbones=lambda: {"b": 9}))
+    metrics.set_models([model_info(device=device) for device in devices], "1.2.3")
+    metrics.requests.labels("/classify", "200")
+    metrics.request_duration.labels("/classify")
+    metrics.stage_duration.labels("decode")
+    metrics.rejected.labels("queue_full")
+    metrics.key_requests.labels("key1", "200")
+    metrics.key_inflight.labels("key1")
+    metrics.observe_batch(BatchReport(devices[0], 0, 0, "idle", 0.01))
     return metrics
 
 
@@ -85,21 +80,6 @@ def families(metrics: Metrics) -> dict[str, tuple[str, dict[str, set[str]]]]:
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(name, labels)
-
-
-def test_names_types_and_labels_are_those_that_dashboards_rely_on(metrics: Metrics) -> None:
-    found = families(metrics)
-    for name, labels in COUNTERS.items():
-        kind, samples = found.pop(name.removesuffix("_total"))
-        assert (kind, samples) == ("counter", {name: labels})
-    for name, labels in GAUGES.items():
-        kind, samples = found.pop(name)
-        assert (kind, samples) == ("gauge", {name: labels})
-    for name, labels in HISTOGRAMS.items():
-        kind, samples = found.pop(name)
-        assert kind == "histogram"
-        assert samples == {f"{name}_bucket": {*labels, "le"}, f"{name}_sum": labels, f"{name}_count": labels}
-    assert not [name for name in found if name.startswith("vit_")]
 
 
 def test_the_engines_gauges_are_read_at_the_scrape_and_name_its_device_once_it_is_known() -> None:
@@ -124,18 +104,7 @@ def count_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     def start(name: str) -> Metrics:
         monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
         monkeypatch.setattr(values, "ValueClass", values.MultiProcessValue(lambda: name))
-        metrics = Metrics(tmp_path)
-        engines = [status(device="cuda:0"), status(device="cuda:1", depth=2)]
-        metrics.watch(Sources(lambda: engines, lambda: (1, 2, 3), lambda: (4, 5), backbones=lambda: {"b": 9}))
-        metrics.set_models([model_info(device="cuda:0"), model_info(device="cuda:1")], "1.2.3")
-        metrics.requests.labels("/classify", "200").inc(0)
-        metrics.request_duration.labels("/classify")
-        metrics.stage_duration.labels("decode")
-        metrics.rejected.labels("queue_full").inc(0)
-        metrics.key_requests.labels("key1", "200").inc(0)
-        metrics.key_inflight.labels("key1").inc(0)
-        metrics.observe_batch(BatchReport("cuda:0", 0, 0, "idle", 0.01))
-        return metrics
+        return touched("cuda:0", "cuda:1", folder=tmp_path)
 
     return start
 
@@ -159,27 +128,38 @@ def test_a_scrape_of_any_process_shows_the_sum_over_all(count_as: Callable[[str]
         metrics.requests.labels("/classify", "200").inc(number)
         metrics.request_duration.labels("/classify").observe(0.1 * number)
         metrics.publish()
+    sums: dict[str, tuple[float, dict[str, str]]] = {
+        "vit_images_total": (3, {"model": "cats"}),
+        "vit_inflight_requests": (3, {}),
+        "vit_requests_total": (3, {"endpoint": "/classify", "code": "200"}),
+        "vit_request_duration_seconds_count": (2, {"endpoint": "/classify"}),
+        "vit_request_duration_seconds_bucket": (1, {"endpoint": "/classify", "le": "0.1"}),
+        "vit_engine_up": (1, {"device": "cuda:1"}),
+        "vit_queue_depth": (2, {"device": "cuda:1"}),
+        "vit_recent_bytes": (2, {}),
+        "vit_recent_evicted_total": (3, {}),
+        "vit_admitted_images": (8, {}),
+        "vit_admitted_images_limit": (10, {}),
+    }
     for metrics in (one, two):
-        assert scraped(metrics, "vit_images_total", model="cats") == 3
-        assert scraped(metrics, "vit_inflight_requests") == 3
-        assert scraped(metrics, "vit_requests_total", endpoint="/classify", code="200") == 3
-        assert scraped(metrics, "vit_request_duration_seconds_count", endpoint="/classify") == 2
-        assert scraped(metrics, "vit_request_duration_seconds_bucket", endpoint="/classify", le="0.1") == 1
-        assert scraped(metrics, "vit_engine_up", device="cuda:1") == 1
-        assert scraped(metrics, "vit_queue_depth", device="cuda:1") == 2
-        assert scraped(metrics, "vit_recent_bytes") == 2
-        assert scraped(metrics, "vit_recent_evicted_total") == 3
-        assert scraped(metrics, "vit_admitted_images") == 8
-        assert scraped(metrics, "vit_admitted_images_limit") == 10
+        assert {name: (scraped(metrics, name, **labels), labels) for name, (_, labels) in sums.items()} == sums
 
 
-def test_several_processes_have_the_names_and_labels_of_one(count_as: Callable[[str], Metrics]) -> None:
-    count_as("engine-0").count_image("cats")
-    found = families(count_as("worker-0"))
-    for name, labels in {**COUNTERS, **GAUGES}.items():
-        _, samples = found.pop(name.removesuffix("_total"))
-        assert samples == {name: labels}
+@pytest.mark.parametrize("several", [False, True], ids=["one process", "several"])
+def test_names_types_and_labels_are_those_that_dashboards_rely_on(
+    several: bool, count_as: Callable[[str], Metrics]
+) -> None:
+    counting = count_as("engine-0") if several else touched("cpu")
+    counting.count_image("cats")
+    found = families(count_as("worker-0") if several else counting)
+    for name, labels in COUNTERS.items():
+        kind, samples = found.pop(name.removesuffix("_total"))
+        assert (kind, samples) == ("counter", {name: labels})
+    for name, labels in GAUGES.items():
+        kind, samples = found.pop(name)
+        assert (kind, samples) == ("gauge", {name: labels})
     for name, labels in HISTOGRAMS.items():
-        _, samples = found.pop(name)
+        kind, samples = found.pop(name)
+        assert kind == "histogram"
         assert samples == {f"{name}_bucket": {*labels, "le"}, f"{name}_sum": labels, f"{name}_count": labels}
-    assert found == {}
+    assert not [name for name in found if several or name.startswith("vit_")]

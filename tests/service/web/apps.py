@@ -16,7 +16,8 @@ from service.settings import Settings, load_settings
 from service.web.admission import Receiving
 from service.web.app import create_app
 from service.web.request import Service
-from tests.service.fakes import PATIENCE, FixedModels, png
+from tests.service.fakes import FixedModels, png
+from tests.service.fakes import until as until  # noqa: PLC0414 - for those who import it from here
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
 
@@ -76,12 +77,17 @@ def app(clock: Callable[[], float] = time.monotonic, **settings: Any) -> App:
     return App(load_settings({**settings}), clock=clock)
 
 
-def service_in(running: App) -> Service:
-    """The shared objects inside, to fill its places; found below the middleware."""
+def inside(running: App) -> Any:
+    """What is below the middleware."""
     layer: Any = running.asgi
     while not hasattr(layer, "state"):
         layer = getattr(layer, "app", None) or layer._app
-    service: Service = layer.state.service
+    return layer
+
+
+def service_in(running: App) -> Service:
+    """The shared objects inside, to fill its places."""
+    service: Service = inside(running).state.service
     return service
 
 
@@ -101,12 +107,6 @@ async def kept(service: App, red: int = 100) -> str:
     """Classify a picture; its id."""
     image_id: str = (await service.classify(png(red))).json["id"]
     return image_id
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def settle() -> None:

@@ -2,28 +2,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from service.errors import QueueFull
-from service.web.admission import Limiter, RefusalPace
+from service.web.admission import RefusalPace
 from tests.service.web.apps import Clock
-
-
-def test_a_place_beyond_the_capacity_is_refused_and_takes_nothing() -> None:
-    limiter = Limiter(1)
-    with limiter.permit():
-        with pytest.raises(QueueFull, match="all 1 places"):
-            limiter.permit()
-        assert limiter.in_use == 1
-
-
-def test_a_request_that_gets_too_few_places_gives_all_of_them_back() -> None:
-    limiter = Limiter(3)
-    with limiter.permit():
-        with pytest.raises(QueueFull), limiter.permit() as permit:
-            permit.extend()
-            permit.extend()
-        assert limiter.in_use == 1
 
 
 class Connection:

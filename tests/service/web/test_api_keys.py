@@ -14,8 +14,8 @@ from service.observe.logs import JsonFormatter
 from service.observe.metrics import Metrics
 from service.settings import ApiKey, load_settings, parse_keys
 from service.web.api_keys import KeyGuard, needs_admin_key
-from tests.service.fakes import on_a_loop, png
-from tests.service.web.apps import App, app, until
+from tests.service.fakes import on_a_loop, png, until
+from tests.service.web.apps import App, app
 
 
 def classify_as(service: App, key: str) -> asyncio.Task[object]:

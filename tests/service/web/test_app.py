@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import MutableMapping
-from typing import Any
 
 import pytest
 
@@ -15,13 +12,12 @@ from service.settings import load_settings
 from service.web import app as app_module
 from service.web.admission import RefusalPace
 from service.web.problems import CODES
-from tests.service.fakes import SIZE, on_a_loop, png
-from tests.service.web.apps import Clock, app, form, kept, service_in, settle, until
+from tests.service.fakes import SIZE, on_a_loop, png, until
+from tests.service.web.apps import App, Clock, app, form, kept, service_in, settle
 
 
 @on_a_loop
-async def test_while_draining_new_work_is_refused_and_every_answer_closes_its_connection() -> None:
-    service = app()
+async def test_while_draining_new_work_is_refused_and_every_answer_closes_its_connection(service: App) -> None:
     image_id = await kept(service)
     assert (await service.get("/readyz")).status == 200
     service.lifecycle.draining = True
@@ -79,28 +75,17 @@ async def test_a_request_takes_as_long_in_its_answer_its_log_line_and_the_metric
         await until(lambda: service.engine.waiting == 1)
         clock.now += 1.234567
         service.engine.gate.set()
-        timings = (await running).json["timings_ms"]
+        answer = await running
+    timings = answer.json["timings_ms"]
     assert (timings["queue"], timings["inference"], timings["total"]) == (1, 2, 1234.57)
     [line] = [record.getMessage() for record in caplog.records if record.name == "service.web.middleware"]
-    assert line.startswith("POST /classify 200 1234.6 ms ")
+    assert line == f"POST /classify 200 1234.6 ms {answer.headers['x-request-id']}"
     taken = service.metric("vit_request_duration_seconds_sum", endpoint="/classify")
     assert taken == pytest.approx(1.234567)
 
 
 @on_a_loop
-async def test_what_was_accepted_before_draining_is_answered() -> None:
-    service = app()
-    service.engine.gate.clear()
-    running = asyncio.create_task(service.classify())
-    await until(lambda: service.engine.waiting == 1)
-    service.lifecycle.draining = True
-    service.engine.gate.set()
-    assert (await running).status == 200
-
-
-@on_a_loop
-async def test_requests_are_counted_by_endpoint_and_status() -> None:
-    service = app()
+async def test_requests_are_counted_by_endpoint_and_status(service: App) -> None:
     assert all(service.metric("vit_rejected_total", reason=code) == 0 for code in CODES)  # before the first refusal
     await service.classify()
     await service.classify(b"text")
@@ -124,8 +109,9 @@ async def test_requests_are_counted_by_endpoint_and_status() -> None:
 
 
 @on_a_loop
-async def test_a_defect_of_ours_is_a_problem_document_that_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    service = app()
+async def test_a_defect_of_ours_is_a_problem_document_that_says_nothing(
+    service: App, caplog: pytest.LogCaptureFixture
+) -> None:
     service.engine.error = KeyError("secret")
     response = await service.classify()
     assert (response.status, response.code) == (500, "internal_error")
@@ -134,39 +120,3 @@ async def test_a_defect_of_ours_is_a_problem_document_that_says_nothing(caplog: 
     assert response.headers["x-request-id"] in caplog.text
     assert service.metric("vit_requests_total", endpoint="/classify", code="500") == 1
     assert service_in(service).limiter.in_use == 0
-
-
-@on_a_loop
-async def test_the_engine_is_started_and_closed_with_the_application() -> None:
-    service = app()
-    started, stop = asyncio.Event(), asyncio.Event()
-
-    async def receive() -> dict[str, Any]:
-        if not started.is_set():
-            return {"type": "lifespan.startup"}
-        await stop.wait()
-        return {"type": "lifespan.shutdown"}
-
-    async def send(message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "lifespan.startup.complete":
-            started.set()
-
-    scope = {"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}
-    task = asyncio.ensure_future(service.asgi(scope, receive, send))
-    await started.wait()
-    assert (
-        service.metric(
-            "vit_model_info",
-            model="fake",
-            architecture="fake_vit",
-            device="cpu",
-            dtype="float32",
-            checkpoint="nowhere",
-            content="0123456789abcdef",
-            version=json.loads((await service.get("/openapi.json")).content)["info"]["version"],
-        )
-        == 1
-    )
-    stop.set()
-    await task
-    assert service.engine.state == "closed"

@@ -32,8 +32,8 @@ from service.web import decoders as module
 from service.web.decoders import Decoders
 from service.web.lanes import Deadline
 from tests.model.images.pictures import FORMATS, black_png, config, encode, noise, scene
-from tests.service.fakes import on_a_loop
-from tests.service.web.apps import app, form, until
+from tests.service.fakes import on_a_loop, until
+from tests.service.web.apps import App, form
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -292,20 +292,18 @@ def test_only_what_its_header_bounds_is_decoded_in_the_service() -> None:
 
 
 @on_a_loop
-async def test_a_costly_picture_is_422_and_counted() -> None:
-    service = app()
+async def test_a_costly_picture_is_422_and_counted(service: App) -> None:
     answer = await service.classify(COSTLY)
     assert (answer.status, answer.code) == (422, "image_too_costly")
     assert "more than 2 s" in answer.json["detail"]
     assert service.metric("vit_decoder_restarts_total") == 1
     assert service.metric("vit_rejected_total", reason="image_too_costly") == 1
-    webp = io.BytesIO()
-    noise(64, 48).save(webp, "WEBP")
-    answer = await service.classify(webp.getvalue())
+    webp = encode(noise(64, 48), "WEBP")
+    answer = await service.classify(webp)
     assert answer.status == 200
     assert answer.json["timings_ms"]["decode"] > 0
     query = "view=photo&size=300&caption=false"
-    photo = await service.request("POST", "/attention", query=query, **form(webp.getvalue()))
+    photo = await service.request("POST", "/attention", query=query, **form(webp))
     assert (photo.status, Image.open(io.BytesIO(photo.content)).size) == (200, (300, 225))
 
 

@@ -14,7 +14,7 @@ from service.web import request as request_module
 from service.web.inference_protocol import inference
 from service.web.routes import classify, inference_protocol
 from tests.service.fakes import CLASSES, on_a_loop, png
-from tests.service.web.apps import app, form
+from tests.service.web.apps import App, form
 
 BIG = "documents_0"
 LOOP = threading.main_thread().name
@@ -44,11 +44,10 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 @on_a_loop
 @pytest.mark.parametrize(("large", "thread"), [(1, BIG), (10_000, LOOP)])
 async def test_json_of_many_values_does_not_hold_the_event_loop(
-    large: int, thread: str, threads: set[str], monkeypatch: pytest.MonkeyPatch
+    large: int, thread: str, threads: set[str], monkeypatch: pytest.MonkeyPatch, service: App
 ) -> None:
     monkeypatch.setattr(request_module, "LARGE", large)
     monkeypatch.setattr(inference, "BYTES_A_VALUE", 100)
-    service = app()
     single = await service.classify(png(7), query=f"top_k={CLASSES}")
     assert [one["index"] for one in single.json["predictions"]][:1] == [7]
     batch = await service.request("POST", "/classify/batch", **form(png(1), b"text", png(2)))

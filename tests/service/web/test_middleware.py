@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-from typing import Any
 
 import pytest
 
-from service.observe.logs import JsonFormatter
 from tests.service.fakes import on_a_loop, png
-from tests.service.web.apps import app
+from tests.service.web.apps import App, app
 
 OURS = re.compile(r"[0-9a-f]{32}")
 PRIVATE = ["/model", "/labels", "/classify", "/attention", "/nope", "/docs/oauth2-redirect"]
@@ -23,8 +20,7 @@ PUBLIC = ["/", "/docs", "/openapi.json", "/healthz", "/readyz"]
 
 @on_a_loop
 @pytest.mark.parametrize("given", ["a", "A.b_c-9", "x" * 128])
-async def test_the_callers_request_id_comes_back(given: str) -> None:
-    service = app()
+async def test_the_callers_request_id_comes_back(service: App, given: str) -> None:
     for path in ("/healthz", "/nope"):
         assert (await service.get(path, **{"x-request-id": given})).headers["x-request-id"] == given
 
@@ -121,17 +117,8 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 
 
 @on_a_loop
-async def test_a_request_is_one_line_with_its_id(caplog: pytest.LogCaptureFixture) -> None:
+async def test_probes_are_logged_for_debugging_only(service: App, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    response = await app().classify()
-    [line] = lines(caplog)
-    assert re.fullmatch(rf"POST /classify 200 [\d.]+ ms {response.headers['x-request-id']}", line.getMessage())
-
-
-@on_a_loop
-async def test_probes_are_logged_for_debugging_only(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    service = app()
     for path in ("/healthz", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready"):
         await service.get(path)
     assert lines(caplog) == []
@@ -147,18 +134,3 @@ async def test_a_path_cannot_start_a_log_line_of_its_own(caplog: pytest.LogCaptu
     [line] = lines(caplog)
     assert "\n" not in line.getMessage()
     assert "\r" not in line.getMessage()
-
-
-@on_a_loop
-async def test_json_logs_are_one_object_a_line_with_the_request_id(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    response = await app().get("/nope\nü")
-    [record] = lines(caplog)
-    line = JsonFormatter().format(record)
-    assert "\n" not in line
-    document: dict[str, Any] = json.loads(line)
-    assert document["request_id"] == response.headers["x-request-id"]
-    assert (document["method"], document["path"], document["status"]) == ("GET", "/nope\nü", 404)
-    assert (document["level"], document["logger"]) == ("info", "service.web.middleware")
-    assert isinstance(document["duration_ms"], float)
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", document["time"])

@@ -64,13 +64,6 @@ def test_every_error_that_a_request_can_meet_has_its_row() -> None:
     assert reachable == set(TABLE)
 
 
-@pytest.mark.parametrize("kind", [k for k in TABLE if k is not model_errors.InputError], ids=lambda k: k.__name__)
-def test_an_error_becomes_its_row_with_its_message(kind: type[Exception]) -> None:
-    problem = problem_of(kind("what happened"))
-    assert (problem.status, problem.code) == TABLE[kind]
-    assert problem.detail == "what happened"
-
-
 def test_what_is_not_in_the_table_says_nothing_of_itself() -> None:
     problem = problem_of(KeyError("secret"))
     assert problem.status == 500

@@ -10,8 +10,8 @@ import pytest
 from service.errors import QueueFull, ReceivingFull
 from service.web.admission import MIN_BODY_RATE as RATE
 from service.web.admission import Body, Receiving
-from tests.service.fakes import on_a_loop, png
-from tests.service.web.apps import Clock, app, budget_of, form, service_in, until
+from tests.service.fakes import on_a_loop, png, until
+from tests.service.web.apps import Clock, app, budget_of, form, service_in
 
 
 class Bodies:
@@ -139,20 +139,6 @@ async def test_more_bytes_than_all_bodies_may_have_are_503_with_a_time_to_try_ag
     await running
     assert (await service.classify(png(7))).status == 200
     assert budget_of(service).in_use == 0
-
-
-def test_those_who_began_a_moment_ago_are_expected_soon() -> None:
-    bodies = Bodies()
-    assert bodies.receiving.newcomers(9) == 0
-    bodies.arrive("early")
-    bodies.clock.now += 0.05
-    for name in "abc":
-        bodies.arrive(name)
-    assert [bodies.receiving.newcomers(most) for most in (0, 2, 4, 9)] == [0, 2, 4, 4]
-    bodies.clock.now += 0.06
-    assert bodies.receiving.newcomers(9) == 3
-    bodies.stack.close()
-    assert bodies.receiving.newcomers(9) == 0
 
 
 @on_a_loop

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import gc
-import io
 import json
 import struct
 import tracemalloc
@@ -13,12 +12,11 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
-from tests.service.fakes import on_a_loop
-from tests.service.web.apps import App, app, budget_of, form, until
+from tests.model.images.pictures import encode, noise
+from tests.service.fakes import on_a_loop, until
+from tests.service.web.apps import App, app, budget_of, form
 from tests.service.web.grpc.caller import calling, raw
 
 NO_PICTURE = bytes(5 << 20)
@@ -80,9 +78,7 @@ async def test_over_grpc() -> None:
 
 def picture() -> bytes:
     """A file of 3 MB."""
-    buffer = io.BytesIO()
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (1000, 1000, 3), np.uint8)).save(buffer, "PNG")
-    return buffer.getvalue()
+    return encode(noise(1000, 1000), "PNG")
 
 
 def infer_json(file: bytes) -> dict[str, Any]:

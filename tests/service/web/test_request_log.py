@@ -8,23 +8,28 @@ import pytest
 
 from service.web.middleware import LINES_A_SECOND
 from tests.service.fakes import on_a_loop, png
-from tests.service.http.listening import GET, listening, post
-from tests.service.web.apps import service_in, until
+from tests.service.http.listening import listening, post
+from tests.service.web.apps import service_in
 
 
 @on_a_loop
-async def test_refusals_of_a_flood_are_all_counted_and_few_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("sent", "line", "code"),
+    [(post(png(1)), " 503 ", "queue_full"), (b"hello\r\n\r\n", "no request: ", "malformed_request")],
+)
+async def test_refusals_of_a_flood_are_all_counted_and_few_are_logged(
+    sent: bytes, line: str, code: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     refused = LINES_A_SECOND + 5
     async with listening(queue_size=1) as server:
         with service_in(server.app).limiter.permit():
             for _ in range(refused):
-                assert (await server.ask(post(png(1)))).status == 503
-        assert server.app.metric("vit_requests_total", endpoint="/classify", code="503") == refused
-        assert server.app.metric("vit_rejected_total", reason="queue_full") == refused
-        assert len([line for line in caplog.messages if " 503 " in line]) <= LINES_A_SECOND
+                assert (await server.ask(sent)).code == code
+        assert server.app.metric("vit_rejected_total", reason=code) == refused
+        assert len([message for message in caplog.messages if line in message]) <= LINES_A_SECOND
         server.app.asgi.log.end_second()
-    assert caplog.messages[-1] == "refused 5 more: 5 queue_full"
+    assert caplog.messages[-1] == f"refused 5 more: 5 {code}"
 
 
 @on_a_loop
@@ -59,30 +64,3 @@ async def test_what_never_becomes_a_request_is_counted_and_logged(
         assert server.app.metric("vit_rejected_total", reason=code) == 1
     [line] = [line for line in caplog.messages if line.startswith(f"no request: {status} ")]
     assert line.endswith(answer.headers["x-request-id"])
-
-
-@on_a_loop
-async def test_of_many_that_never_become_requests_all_are_counted_and_few_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO)
-    count = LINES_A_SECOND + 5
-    async with listening() as server:
-        for _ in range(count):
-            assert (await server.ask(b"hello\r\n\r\n")).status == 400
-        assert server.app.metric("vit_requests_total", endpoint="unparsed", code="400") == count
-        assert len([line for line in caplog.messages if line.startswith("no request: ")]) <= LINES_A_SECOND
-        server.app.asgi.log.end_second()
-    assert caplog.messages[-1] == "refused 5 more: 5 malformed_request"
-
-
-@on_a_loop
-async def test_a_connection_too_many_is_counted() -> None:
-    async with listening(max_connections=1) as server, server.connect() as busy:
-        server.app.engine.gate.clear()
-        await busy.send(post(png(1)))
-        await until(lambda: server.app.engine.waiting == 1)
-        assert (await server.ask(GET)).code == "receiving_full"
-        assert server.app.metric("vit_rejected_total", reason="receiving_full") == 1
-        server.app.engine.gate.set()
-        assert (await busy.answer()).status == 200

@@ -12,8 +12,8 @@ import pytest
 from service.engine.backbones import What
 from service.models.model import Generation, ServedModel
 from service.settings import load_settings
-from tests.service.fakes import SIZE, FixedModels, model_info, on_a_loop, png
-from tests.service.web.apps import App, kept, until
+from tests.service.fakes import SIZE, FixedModels, model_info, on_a_loop, png, until
+from tests.service.web.apps import App, kept
 from tests.service.web.fake_engine import FakeEngine
 
 LABELS = tuple(f"other {index}" for index in range(10))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import re
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from service.errors import (
     UnsupportedMediaType,
 )
 from service.web.upload import UploadLimits
+from tests.model.images.pictures import encode
 from tests.service.web.uploads import BOUNDARY, MULTIPART, cut, form, part, read
 
 # Contents made of what is likely to be taken for a boundary.
@@ -170,12 +170,8 @@ def test_junk_in_json_has_the_same_outcome_however_it_is_cut(junk: bytes, cuts: 
 
 
 def _pictures() -> list[bytes]:
-    found = []
-    for form_, size in (("PNG", 1), ("JPEG", 1), ("JPEG", 300)):
-        buffer = io.BytesIO()
-        Image.effect_noise((size, size), 20).save(buffer, form_, quality=10)
-        found.append(buffer.getvalue())
-    return found
+    sizes = (("PNG", 1), ("JPEG", 1), ("JPEG", 300))
+    return [encode(Image.effect_noise((size, size), 20), name, quality=10) for name, size in sizes]
 
 
 @pytest.mark.parametrize("picture", _pictures(), ids=["PNG", "tiny JPEG", "JPEG"])

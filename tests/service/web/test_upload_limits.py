@@ -11,7 +11,6 @@ from starlette.datastructures import Headers
 from service.errors import (
     ClientDisconnected,
     MalformedRequest,
-    QueueFull,
     TooManyImages,
     UnsupportedMediaType,
     UploadTooLarge,
@@ -88,15 +87,6 @@ def test_one_file_too_many_is_refused_while_it_arrives() -> None:
     with pytest.raises(TooManyImages, match="2 file"):
         read(channel, limits=limits)
     assert channel.received == 1
-
-
-def test_a_further_picture_may_be_refused_for_want_of_room() -> None:
-    def full() -> None:
-        raise QueueFull("all places are taken")
-
-    assert read(form(part(b"x")), on_further=full) == [b"x"]
-    with pytest.raises(QueueFull):
-        read(form(part(b"x"), part(b"y")), on_further=full)
 
 
 def read_all(chunks: list[bytes], limit: int, **headers: str) -> bytearray:

@@ -174,21 +174,3 @@ def test_a_compiler_that_loses_the_device_asks_for_a_new_process_without_it(monk
     with pytest.raises(NewProcessNeeded, match="an illegal memory access") as raised:
         warm(ops)
     assert (raised.value.option, raised.value.value) == ("compile", "off")
-
-
-def test_a_single_image_is_computed_twice_by_code_for_two_and_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: list[int] = []
-
-    def watched(*arguments: Any, **options: Any) -> Network:
-        network = compiled_network(*arguments, **options)
-
-        def run(pixels: Tensor, request: BatchRequest) -> BatchOutputs[Tensor]:
-            rows.append(len(pixels))
-            return network(pixels, request)
-
-        return run
-
-    monkeypatch.setattr(cuda, "compiled_network", watched)
-    predictor = warm(not_strict())
-    assert set(rows) == {4, 2}
-    same(predict(predictor, make_images(1), top_k=5), predict(plain(), make_images(1), top_k=5))

@@ -75,6 +75,7 @@ def test_logits_are_those_of_the_batch_with_and_without_a_graph(compile_mode: Co
         np.testing.assert_allclose(found, expected[:count], atol=1e-5)
     assert predict(predictor, make_images(4), top_k=2).logits is None
     assert ops.replays == replays + (4 if compile_mode == "auto" else 0)
+    assert (predictor.compiled == "off") == (compile_mode == "off")
 
 
 def test_a_batch_with_maps_of_other_layers_leaves_the_graphs_for_these_alone() -> None:
@@ -151,13 +152,6 @@ def test_a_largest_batch_that_does_not_fit_asks_for_half_of_it(rows: int, messag
         predictor.warm_up()
     assert getattr(found.value, "value", None) == largest
     assert getattr(found.value, "option", "max_batch") == "max_batch"
-
-
-def test_off_means_no_graphs_either() -> None:
-    ops = StandInOps()
-    predictor = plain(compile_mode="off", max_batch=2, ops=ops)
-    predictor.warm_up()
-    assert (predictor.compiled, predictor.batch_sizes, ops.replays) == ("off", None, 0)
 
 
 def test_launch_sizes_may_be_chosen() -> None:

@@ -13,7 +13,7 @@ from service.cli.serve import grpc_port_kept
 from service.settings import load_settings
 from service.web.grpc.open_inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
 from service.web.inference_protocol import GRPC_SERVICE
-from tests.service.web.apps import App
+from tests.service.web.apps import App, inside
 
 Input = ModelInferRequest.InferInputTensor
 Output = ModelInferRequest.InferRequestedOutputTensor
@@ -57,12 +57,10 @@ async def calling(engine: Any = None, **settings: Any) -> AsyncIterator[Caller]:
     """The application, running, and a caller; at the end, or with `stop`, it stops as when its process ends."""
     with grpc_port_kept(load_settings({"grpc_port": 0, **settings})) as kept:
         service = App(kept) if engine is None else App(kept, engine=engine)
-        layer: Any = service.asgi
-        while not hasattr(layer, "state"):
-            layer = getattr(layer, "app", None) or layer._app
         assert kept.grpc_port is not None
         address = f"127.0.0.1:{kept.grpc_port}"
         async with AsyncExitStack() as lifespan, grpc.aio.insecure_channel(address) as channel:
+            layer = inside(service)
             await lifespan.enter_async_context(layer.router.lifespan_context(layer))
             yield Caller(service, kept.grpc_port, channel, lifespan.aclose)
 

@@ -18,8 +18,8 @@ from service.web.grpc import calls
 from service.web.grpc import open_inference_pb2 as messages
 from service.web.grpc.calls import STATUS_CODES
 from service.web.problems import TABLE
-from tests.service.fakes import CLASSES, PATIENCE, SIZE, answer, expected_indices, on_a_loop, pixels, png
-from tests.service.web.apps import service_in, settle, until
+from tests.service.fakes import CLASSES, PATIENCE, SIZE, expected_indices, on_a_loop, pixels, png, until
+from tests.service.web.apps import service_in, settle
 from tests.service.web.grpc.caller import arrays, calling, image, number, raw
 
 Code = grpc.StatusCode
@@ -29,21 +29,6 @@ ENDPOINT = "/inference.GRPCInferenceService/ModelInfer"
 def elements(*files: bytes) -> bytes:
     """A BYTES tensor as raw bytes."""
     return b"".join(struct.pack("<I", len(file)) + file for file in files)
-
-
-@on_a_loop
-async def test_pictures_get_their_own_rows_in_order() -> None:
-    async with calling() as caller:
-        for request in (image(png(3), png(250)), raw("image", "BYTES", [2], elements(png(3), png(250)))):
-            request.id = "mine"
-            request.parameters["top_k"].CopyFrom(number(2))
-            response = await caller.infer(request)
-            assert (response.model_name, response.model_version, response.id) == ("fake", "1", "mine")
-            found = arrays(response)
-            assert list(found) == ["label", "index", "score"]
-            assert found["index"].tolist() == [expected_indices(red, 2) for red in (3, 250)]
-            assert found["label"].tolist() == [[f"label {i}" for i in row] for row in found["index"].tolist()]
-            np.testing.assert_array_equal(found["score"], [answer(3, 2)[0]] * 2)
 
 
 @on_a_loop

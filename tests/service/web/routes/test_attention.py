@@ -18,14 +18,15 @@ from tests.service.web.apps import App, app, form, kept, service_in
 
 
 @on_a_loop
-async def test_a_kept_picture_gets_its_map_in_every_format() -> None:
-    service = app()
+async def test_a_kept_picture_gets_its_map_in_every_format(service: App) -> None:
     image_id = await kept(service)
     drawn = await service.get("/attention", f"id={image_id}")
     assert drawn.headers["content-type"] == "image/png"
     picture = Image.open(io.BytesIO(drawn.content))
     assert (picture.format, picture.mode, picture.width) == ("PNG", "RGB", 384)
     assert 384 < picture.height < 450, "a caption stands below"
+    plain = await service.get("/attention", f"id={image_id}&size=64&caption=false")
+    assert Image.open(io.BytesIO(plain.content)).size == (64, 64)
 
     document = (await service.get("/attention", f"id={image_id}&format=json")).json
     assert set(document) == {"id", "method", "class", "label", "grid", "values", "kept_mass", "region"} | {
@@ -49,8 +50,7 @@ async def test_a_kept_picture_gets_its_map_in_every_format() -> None:
 
 @on_a_loop
 @pytest.mark.parametrize("format_", ["png", "json", "npy"])
-async def test_a_map_is_private_and_is_what_it_says_it_is(format_: str) -> None:
-    service = app()
+async def test_a_map_is_private_and_is_what_it_says_it_is(service: App, format_: str) -> None:
     image_id = await kept(service)
     for response in (
         await service.get("/attention", f"id={image_id}&format={format_}"),
@@ -61,8 +61,7 @@ async def test_a_map_is_private_and_is_what_it_says_it_is(format_: str) -> None:
 
 
 @on_a_loop
-async def test_a_posted_picture_gets_its_map_and_is_kept() -> None:
-    service = app()
+async def test_a_posted_picture_gets_its_map_and_is_kept(service: App) -> None:
     response = await service.request("POST", "/attention", query="format=json", **form(png(9)))
     assert response.status == 200
     image_id = response.json["id"]
@@ -118,8 +117,7 @@ async def test_a_posted_picture_gets_its_map_and_is_kept() -> None:
         ("overlay=perhaps", "overlay"),
     ],
 )
-async def test_a_parameter_that_is_wrong_or_does_not_apply_is_named(query: str, says: str) -> None:
-    service = app()
+async def test_a_parameter_that_is_wrong_or_does_not_apply_is_named(service: App, query: str, says: str) -> None:
     by_id = await service.get("/attention", f"id={await kept(service)}&{query}")
     posted = await service.request("POST", "/attention", query=query, **form(png(1)))
     for response in (by_id, posted):
@@ -140,16 +138,16 @@ async def test_a_parameter_that_is_wrong_or_does_not_apply_is_named(query: str, 
         ("head=max", {"method": "cls", "layer": 2, "head": "max"}),
     ],
 )
-async def test_a_map_is_of_the_method_and_class_that_are_asked_for(query: str, answered: dict[str, Any]) -> None:
-    service = app()
+async def test_a_map_is_of_the_method_and_class_that_are_asked_for(
+    service: App, query: str, answered: dict[str, Any]
+) -> None:
     document = (await service.get("/attention", f"id={await kept(service, 7)}&format=json&{query}")).json
     names = ("method", "class", "label", "layer", "head")
     assert {name: document[name] for name in names if name in document} == answered
 
 
 @on_a_loop
-async def test_several_classes_have_a_map_each() -> None:
-    service = app()
+async def test_several_classes_have_a_map_each(service: App) -> None:
     query = f"id={await kept(service)}&class=label%204,2,label%201&"
     documents = (await service.get("/attention", f"{query}format=json")).json
     assert [document["class"] for document in documents] == [4, 2, 1]
@@ -163,8 +161,7 @@ async def test_several_classes_have_a_map_each() -> None:
 
 
 @on_a_loop
-async def test_when_the_caller_leaves_the_maps_of_all_classes_are_given_up() -> None:
-    service = app()
+async def test_when_the_caller_leaves_the_maps_of_all_classes_are_given_up(service: App) -> None:
     image_id = await kept(service)
     service.engine.gate.clear()
     asking = asyncio.create_task(service.get("/attention", f"id={image_id}&class=1,2,3"))
@@ -192,8 +189,9 @@ def two_halves(orientation: int) -> bytes:
 
 
 @on_a_loop
-async def test_the_region_of_a_turned_photo_is_the_same_in_every_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    service = app()
+async def test_the_region_of_a_turned_photo_is_the_same_in_every_document(
+    service: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
     crops(monkeypatch, service)
     posted = (await service.request("POST", "/attention", query="format=json", **form(two_halves(6)))).json
     assert posted["region"] == {"x": 0, "y": 10, "width": 20, "height": 20}  # upright it is 20 x 40
@@ -205,9 +203,8 @@ async def test_the_region_of_a_turned_photo_is_the_same_in_every_document(monkey
 
 @on_a_loop
 async def test_a_small_model_has_its_map_over_the_photo_which_dims_what_it_did_not_see(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, service: App
 ) -> None:
-    service = app()
     crops(monkeypatch, service)
     response = await service.request("POST", "/attention", query="alpha=0&size=80", **form(two_halves(1)))
     pixels = np.asarray(Image.open(io.BytesIO(response.content)))
@@ -221,8 +218,7 @@ async def test_a_small_model_has_its_map_over_the_photo_which_dims_what_it_did_n
 
 
 @on_a_loop
-async def test_an_unknown_id_is_404_and_a_missing_one_422() -> None:
-    service = app()
+async def test_an_unknown_id_is_404_and_a_missing_one_422(service: App) -> None:
     unknown = await service.get("/attention", "id=nobody")
     assert (unknown.status, unknown.code) == (404, "not_found")
     missing = await service.get("/attention")

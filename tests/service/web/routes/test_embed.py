@@ -34,8 +34,7 @@ def array(response: HttpCommunicator) -> np.ndarray:
 
 
 @on_a_loop
-async def test_a_picture_gets_its_embedding_in_both_forms() -> None:
-    service = app()
+async def test_a_picture_gets_its_embedding_in_both_forms(service: App) -> None:
     for response in (await embed(service), await service.request("POST", "/embed", **form(png(9)))):
         assert response.headers["content-type"] == "application/json"
         document = response.json
@@ -65,8 +64,7 @@ async def test_every_format_has_what_was_asked_for(query: str, requested: Embedd
 
 
 @on_a_loop
-async def test_a_batch_has_an_answer_or_an_error_for_each_picture() -> None:
-    service = app()
+async def test_a_batch_has_an_answer_or_an_error_for_each_picture(service: App) -> None:
     results = (await embed_batch(service, png(1), b"no picture", png(3))).json["results"]
     assert results[1]["error"]["code"] == "unsupported_media_type"
     for place, red in ((0, 1), (2, 3)):
@@ -76,8 +74,7 @@ async def test_a_batch_has_an_answer_or_an_error_for_each_picture() -> None:
 
 
 @on_a_loop
-async def test_a_batch_as_an_array_has_a_row_for_each_picture_or_none_at_all() -> None:
-    service = app()
+async def test_a_batch_as_an_array_has_a_row_for_each_picture_or_none_at_all(service: App) -> None:
     expected = np.stack([expected_embedding(red, HEAD) for red in (1, 2, 3)])
     np.testing.assert_array_equal(
         array(await embed_batch(service, png(1), png(2), png(3), query="format=npy")), expected
@@ -99,8 +96,7 @@ async def test_a_bad_query_names_its_parameter(path: str, query: str) -> None:
 
 
 @on_a_loop
-async def test_a_model_without_a_cls_token_has_no_embedding_of_it() -> None:
-    service = app()
+async def test_a_model_without_a_cls_token_has_no_embedding_of_it(service: App) -> None:
     changes: dict[str, Any] = {"class_token": False, "pool": "mean"}
     service.engine.info = model_info(config=model_info().config.model_copy(update=changes))
     response = await embed(service, "pool=cls")
@@ -110,8 +106,7 @@ async def test_a_model_without_a_cls_token_has_no_embedding_of_it() -> None:
 
 
 @on_a_loop
-async def test_an_embedding_alone_is_no_classification() -> None:
-    service = app()
+async def test_an_embedding_alone_is_no_classification(service: App) -> None:
     await embed(service)
     assert service.metric("vit_images_total") == 1
     assert service.metric("vit_top1_score_count") == 0

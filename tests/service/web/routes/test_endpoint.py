@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.service.fakes import on_a_loop, png
-from tests.service.web.apps import app
+from tests.service.web.apps import App, app
 
 
 @on_a_loop
@@ -102,8 +102,7 @@ async def test_paths_without_parameters_take_any_as_probes_and_browsers_add_some
 
 
 @on_a_loop
-async def test_a_query_of_bytes_that_are_no_text_is_refused_like_any_other() -> None:
-    service = app()
+async def test_a_query_of_bytes_that_are_no_text_is_refused_like_any_other(service: App) -> None:
     communicator = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=png(7))
     communicator.scope["query_string"] = b"top_k=\xff"
     await communicator.run()
@@ -111,8 +110,7 @@ async def test_a_query_of_bytes_that_are_no_text_is_refused_like_any_other() -> 
 
 
 @on_a_loop
-async def test_an_answer_is_not_remembered_for_a_query_that_was_refused() -> None:
-    service = app()
+async def test_an_answer_is_not_remembered_for_a_query_that_was_refused(service: App) -> None:
     for _ in range(2):
         assert (await service.classify(query="top_k=0")).status == 422
         assert (await service.classify(query="top_k=2")).status == 200

@@ -17,7 +17,6 @@ from tests.service.fakes import (
     answer,
     expected_embedding,
     expected_indices,
-    expected_logits,
     on_a_loop,
     pixels,
     png,
@@ -82,30 +81,6 @@ async def test_each_picture_may_have_as_many_bytes_as_an_upload(bytes_allowed: i
 
 
 @on_a_loop
-async def test_binary_tensors_go_both_ways() -> None:
-    pictures = [png(1), png(2)]
-    data = b"".join(struct.pack("<I", len(picture)) + picture for picture in pictures)
-    tensor = {"name": "image", "datatype": "BYTES", "shape": [2], "parameters": {"binary_data_size": len(data)}}
-    wanted = [
-        {"name": "label", "parameters": {"binary_data": True}},
-        {"name": "score"},
-        {"name": "index", "parameters": {"binary_data": True}},
-    ]
-    header = json.dumps({"inputs": [tensor], "outputs": wanted, "parameters": {"top_k": 1}}).encode()
-    response = await post(app(), header + data, **{"inference-header-content-length": str(len(header))})
-    assert response.status == 200
-    assert response.headers["content-type"] == "application/octet-stream"
-    length = int(response.headers["inference-header-content-length"])
-    document, binary = json.loads(response.content[:length]), response.content[length:]
-    sizes = [each.get("parameters", {}).get("binary_data_size", 0) for each in document["outputs"]]
-    assert sum(sizes) == len(binary)
-    label, index = binary[: sizes[0]], binary[sizes[0] :]
-    assert label == struct.pack("<I", 7) + b"label 1" + struct.pack("<I", 7) + b"label 2"
-    assert np.frombuffer(index, "<i8").tolist() == [1, 2]
-    assert document["outputs"][1]["data"] == [0.5, 0.5]
-
-
-@on_a_loop
 async def test_a_header_of_no_bytes_means_that_the_body_is_one_picture() -> None:
     response = await post(app(), png(4), **{"inference-header-content-length": "0"})
     length = int(response.headers["inference-header-content-length"])
@@ -132,17 +107,6 @@ async def test_attention_is_one_map_a_picture(method: str | None) -> None:
 
 
 @on_a_loop
-async def test_logits_are_those_of_all_classes_and_only_asked_for_when_wanted() -> None:
-    service = app()
-    response = await infer(service, encoded(1, 2), outputs=[{"name": "logits"}, {"name": "index"}])
-    found = outputs(response.json)
-    np.testing.assert_array_equal(found["logits"], np.stack([expected_logits(1), expected_logits(2)]))
-    assert found["index"].tolist() == [expected_indices(red, 5) for red in (1, 2)]
-    described = {each["name"]: each for each in (await service.get("/v2/models/fake")).json["outputs"]}
-    assert described["logits"] == {"name": "logits", "datatype": "FP32", "shape": [-1, CLASSES]}
-
-
-@on_a_loop
 @pytest.mark.parametrize(
     ("parameters", "embedding"),
     [({}, EmbeddingRequest()), ({"pool": "cls", "normalize": True}, EmbeddingRequest("cls", True))],
@@ -164,8 +128,7 @@ async def test_a_bad_embedding_names_its_parameter(parameters: dict[str, Any]) -
 
 
 @on_a_loop
-async def test_metadata_configuration_and_statistics_describe_the_model() -> None:
-    service = app()
+async def test_metadata_configuration_and_statistics_describe_the_model(service: App) -> None:
     server = (await service.get("/v2")).json
     assert server["name"] == "vitserve"
     assert "binary_tensor_data" in server["extensions"]
@@ -189,8 +152,7 @@ async def test_metadata_configuration_and_statistics_describe_the_model() -> Non
 
 
 @on_a_loop
-async def test_health_follows_the_engine_and_the_drain() -> None:
-    service = app()
+async def test_health_follows_the_engine_and_the_drain(service: App) -> None:
     paths = ("/v2/health/ready", "/v2/models/fake/ready")
     assert [(await service.get(path)).status for path in paths] == [200, 200]
     service.engine.state = "failed"
@@ -241,9 +203,8 @@ PIXELS = {"name": "pixels", "datatype": "UINT8", "shape": [1, SIZE, SIZE, 3]}
     ],
 )
 async def test_what_the_protocol_or_the_model_has_not_is_refused_in_its_own_form(
-    request_: dict[str, Any], status: int, words: str
+    request_: dict[str, Any], status: int, words: str, service: App
 ) -> None:
-    service = app()
     response = await post(service, json.dumps(request_).encode())
     assert response.headers["content-type"] == "application/json"
     assert list(response.json) == ["error"]

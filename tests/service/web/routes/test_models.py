@@ -14,8 +14,8 @@ from service.errors import EngineUnavailable, ModelsFull
 from service.models.model import LocalModel
 from service.models.models import AddedHead
 from service.settings import load_settings
-from tests.service.fakes import FixedModels, model_info, on_a_loop, png
-from tests.service.web.apps import App, app, form, service_in, until
+from tests.service.fakes import FixedModels, model_info, on_a_loop, png, until
+from tests.service.web.apps import App, form, service_in
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
 
@@ -292,13 +292,6 @@ async def test_with_api_keys_the_admin_key_alone_changes_models(method: str, key
 
 
 @on_a_loop
-async def test_without_a_key_nobody_changes_models() -> None:
-    service = app()
-    for method in ("PUT", "DELETE"):
-        assert (await service.request(method, "/models/fake", body=b"{}")).code == "forbidden"
-
-
-@on_a_loop
 async def test_low_scores_are_left_out_and_the_answer_says_when_none_is_left() -> None:
     service, _ = several()
     scores = [each["score"] for each in (await classify(service, "top_k=4")).json["predictions"]]
@@ -313,8 +306,7 @@ async def test_low_scores_are_left_out_and_the_answer_says_when_none_is_left() -
 
 
 @on_a_loop
-async def test_a_service_with_a_coverage_says_that_it_abstained_by_it() -> None:
-    service = app()
+async def test_a_service_with_a_coverage_says_that_it_abstained_by_it(service: App) -> None:
     service.engine.info = model_info(coverage=0.9)
     answer = (await service.classify(png(10))).json
     assert (answer["abstained"], answer["abstained_by"]) == (True, "coverage")

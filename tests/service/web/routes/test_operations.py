@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.service.fakes import CLASSES, on_a_loop
-from tests.service.web.apps import app
+from tests.service.web.apps import App, app
 
 
 @on_a_loop
-async def test_the_model_is_described_by_exactly_these_names_and_values() -> None:
-    service = app()
+async def test_the_model_is_described_by_exactly_these_names_and_values(service: App) -> None:
     assert (await service.get("/model")).json == {
         "name": "fake",
         "source": "nowhere",
@@ -65,8 +64,7 @@ async def test_labels_are_told_in_index_order() -> None:
 
 @on_a_loop
 @pytest.mark.parametrize(("state", "reason"), [("loading", "the model is loading"), ("failed", "the device failed")])
-async def test_without_an_engine_only_readiness_suffers_and_work_is_503(state: str, reason: str) -> None:
-    service = app()
+async def test_without_an_engine_only_readiness_suffers_and_work_is_503(service: App, state: str, reason: str) -> None:
     service.engine.state, service.engine.reason = state, reason
     assert (await service.get("/healthz")).status == 200
     assert (await service.get("/metrics")).status == 200
@@ -79,8 +77,7 @@ async def test_without_an_engine_only_readiness_suffers_and_work_is_503(state: s
 
 
 @on_a_loop
-async def test_who_is_about_to_stop_is_alive_and_not_ready() -> None:
-    service = app()
+async def test_who_is_about_to_stop_is_alive_and_not_ready(service: App) -> None:
     assert (await service.get("/readyz")).json == {"status": "ready"}
     service.lifecycle.stopping = True
     assert (await service.get("/healthz")).json == {"status": "ok"}

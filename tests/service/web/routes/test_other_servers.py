@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 
 from tests.service.fakes import on_a_loop, png
-from tests.service.web.apps import app
+from tests.service.web.apps import App, app
 from tests.service.web.uploads import MULTIPART, form, part
 
 
 @on_a_loop
-async def test_ping_says_whether_the_model_is_ready() -> None:
-    service = app()
+async def test_ping_says_whether_the_model_is_ready(service: App) -> None:
     answer = await service.get("/ping")
     assert (answer.status, answer.json) == (200, {"status": "Healthy"})
     service.engine.state = "loading"
@@ -30,8 +29,7 @@ async def test_ping_asks_for_no_key_and_the_others_do() -> None:
 
 @on_a_loop
 @pytest.mark.parametrize("query", ["", "top_k=2", "attention=true"])
-async def test_invocations_answer_as_classify(query: str) -> None:
-    service = app()
+async def test_invocations_answer_as_classify(service: App, query: str) -> None:
     answers = [(await service.classify(png(3), query, path)).json for path in ("/classify", "/invocations")]
     for answer in answers:
         for own in ("id", "timings_ms"):
@@ -42,8 +40,7 @@ async def test_invocations_answer_as_classify(query: str) -> None:
 
 @on_a_loop
 @pytest.mark.parametrize(("method", "version"), [("POST", ""), ("PUT", ""), ("POST", "/1"), ("PUT", "/1.0")])
-async def test_predictions_are_labels_with_their_scores_the_best_first(method: str, version: str) -> None:
-    service = app()
+async def test_predictions_are_labels_with_their_scores_the_best_first(service: App, method: str, version: str) -> None:
     expected = (await service.classify(png(3))).json["predictions"]
     answer = await service.request(method, f"/predictions/fake{version}", body=png(3))
     assert list(answer.json.items()) == [(best["label"], pytest.approx(best["score"])) for best in expected]
@@ -61,15 +58,13 @@ async def test_predictions_take_the_fields_of_torchserve(field: str) -> None:
 
 
 @on_a_loop
-async def test_another_model_or_version_is_not_found() -> None:
-    service = app()
+async def test_another_model_or_version_is_not_found(service: App) -> None:
     for path, code in (("/predictions/resnet", "unknown_model"), ("/predictions/fake/2", "not_found")):
         assert (await service.classify(path=path)).json["code"] == code
 
 
 @on_a_loop
-async def test_of_labels_that_repeat_the_best_score_stays() -> None:
-    service = app()
+async def test_of_labels_that_repeat_the_best_score_stays(service: App) -> None:
     assert service.engine.info is not None
     service.engine.info = replace(service.engine.info, labels=("crane",) * 10)
     best = (await service.classify(png(3))).json["predictions"][0]
@@ -78,8 +73,7 @@ async def test_of_labels_that_repeat_the_best_score_stays() -> None:
 
 @on_a_loop
 @pytest.mark.parametrize("path", ["google/vit", "google/vit/1", "google/vit/1.0"])
-async def test_a_models_name_may_have_slashes(path: str) -> None:
-    service = app()
+async def test_a_models_name_may_have_slashes(service: App, path: str) -> None:
     assert service.engine.info is not None
     service.engine.info = replace(service.engine.info, name="google/vit")
     assert (await service.classify(png(3), path=f"/predictions/{path}")).status == 200

@@ -8,7 +8,7 @@ from pathlib import Path
 import service.web
 from service.web.routes import pages
 from tests.service.fakes import on_a_loop
-from tests.service.web.apps import app, settle
+from tests.service.web.apps import App, app, settle
 
 FOLDER = Path(service.web.__file__).parent / "page"
 FILES = [path for path in FOLDER.rglob("*") if path.is_file()]
@@ -45,8 +45,7 @@ def test_every_module_that_is_imported_is_served() -> None:
 
 
 @on_a_loop
-async def test_the_page_has_a_strict_policy() -> None:
-    service = app()
+async def test_the_page_has_a_strict_policy(service: App) -> None:
     answer = await service.get("/")
     assert (answer.status, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
     policy = answer.headers["content-security-policy"]
@@ -61,8 +60,7 @@ async def test_the_page_has_a_strict_policy() -> None:
 
 
 @on_a_loop
-async def test_the_first_page_of_a_model_prepares_its_maps_once() -> None:
-    service = app()
+async def test_the_first_page_of_a_model_prepares_its_maps_once(service: App) -> None:
     await service.get("/page/page.css")
     assert service.engine.timeouts == []
     for _ in range(2):
@@ -72,8 +70,7 @@ async def test_the_first_page_of_a_model_prepares_its_maps_once() -> None:
 
 
 @on_a_loop
-async def test_a_module_is_asked_for_again_and_answered_with_304() -> None:
-    service = app()
+async def test_a_module_is_asked_for_again_and_answered_with_304(service: App) -> None:
     first = await service.get("/page/api.js")
     assert (first.headers["content-type"], first.headers["cache-control"]) == (
         "text/javascript; charset=utf-8",

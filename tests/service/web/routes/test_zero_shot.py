@@ -11,7 +11,6 @@ from urllib.parse import urlencode
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from PIL import Image
 
 from model.checkpoint import load_checkpoint
@@ -19,9 +18,9 @@ from model.heads import ZeroShot
 from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
 from service.engine.loading import load_predictor
-from service.errors import DeadlineExceeded, QueueFull
 from service.settings import load_settings
 from tests.model.checkpoint import whole_models
+from tests.model.images.pictures import encode
 from tests.service.fakes import expected_embedding, model_info, on_a_loop, png, running, text_feature
 from tests.service.web.apps import App, app, form
 from tests.service.web.fake_engine import FakeEngine
@@ -47,12 +46,6 @@ NOUNS = (
     "a",
     "!?",
 )
-
-
-def png_of(picture: NDArray[np.uint8]) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(picture).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def service(**changes: Any) -> App:
@@ -122,7 +115,10 @@ def test_the_map_of_a_label_is_that_of_a_model_with_these_labels_from_the_start(
     @on_a_loop
     async def compare() -> None:
         async with running(load=lambda: cast(Any, load_predictor(settings)), remote=remote) as rig:
-            served, files = App(settings, cast(Any, rig.engine)), [png_of(picture) for picture in pictures]
+            served, files = (
+                App(settings, cast(Any, rig.engine)),
+                [encode(Image.fromarray(picture), "PNG") for picture in pictures],
+            )
             query = urlencode({"labels": labels, "attention": "relevance", "top_k": 1})
             answer = await served.request("POST", "/classify/batch", query=query, **form(*files))
             for outputs, found in zip(expected, answer.json["results"], strict=True):
@@ -151,17 +147,6 @@ def test_the_map_of_a_label_is_that_of_a_model_with_these_labels_from_the_start(
 
 
 @on_a_loop
-async def test_a_batch_is_compared_with_the_same_labels() -> None:
-    served = service()
-    query = urlencode({"labels": CSV})
-    response = await served.request("POST", "/classify/batch", query=query, **form(png(9), b"no picture", png(60)))
-    first, failed, last = response.json["results"]
-    require_scores(first["predictions"], 9)
-    require_scores(last["predictions"], 60)
-    assert failed["error"]["status"] == 415
-
-
-@on_a_loop
 @pytest.mark.parametrize(
     ("query", "detail"),
     [
@@ -184,25 +169,6 @@ async def test_a_plain_classifier_has_no_labels_of_a_request_and_no_texts() -> N
         response = await app().request("POST", path, query=query, body=png(1))
         assert (response.status, response.json["code"]) == (422, "invalid_parameter")
         assert "no text tower" in response.json["detail"]
-
-
-@on_a_loop
-@pytest.mark.parametrize(
-    ("error", "status", "code"),
-    [(DeadlineExceeded("late"), 504, "deadline_exceeded"), (QueueFull("full"), 503, "queue_full")],
-)
-async def test_a_text_tower_that_is_late_or_full_is_said_and_pictures_alone_are_answered(
-    error: Exception, status: int, code: str
-) -> None:
-    served = service()
-
-    async def fail(*_: object, **__: object) -> None:
-        raise error
-
-    served.engine.embed_texts = fail  # type: ignore[method-assign, assignment]
-    response = await classify(served, labels=CSV)
-    assert (response.status, response.json["code"]) == (status, code)
-    assert (await classify(served)).status == 200
 
 
 @on_a_loop

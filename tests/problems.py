@@ -1,0 +1,18 @@
+"""Problem documents, which every refusal is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+
+def code_of(status: int, headers: Mapping[str, str], body: bytes) -> str:
+    """The problem code; the answer must be a whole problem document."""
+    assert headers["content-type"] == "application/problem+json"
+    document = json.loads(body)
+    assert set(document) == {"type", "title", "status", "detail", "code", "request_id"}
+    assert document["status"] == status
+    assert "\n" not in document["detail"]
+    assert document["request_id"] == headers["x-request-id"]
+    code: str = document["code"]
+    return code
