@@ -47,6 +47,15 @@ POOLINGS: Final[tuple[Pooling, ...]] = get_args(Pooling)
 """All of them, the default first."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Linear:
+    """What scores labels that are none of the model's: see `model.heads.Head`, whose weight, bias and norm it has."""
+
+    weight: NDArray[np.float32]
+    bias: NDArray[np.float32]
+    normalized: bool
+
+
 @dataclass(frozen=True, slots=True)
 class MapRequest:
     """A request for one map.
@@ -55,15 +64,14 @@ class MapRequest:
         class_index: the class whose map it is, with a class-specific method; None is the best class.
         layer: 0 ... depth-1 with `cls`, None with every other method; see `row`.
         head: 0 ... heads-1, or how all heads are combined, with `cls`.
-        direction: with `relevance`, in place of a class: what the margin of a label that is none of the model's rises
-            with, float32 [D] as the embedding of the head; see `model.heads.Head.direction`.
+        by: with a class-specific method, what scores the classes in place of the model's head, by its embedding.
     """
 
     method: Method
     class_index: int | None = None
     layer: int | None = None
     head: Head | None = None
-    direction: NDArray[np.float32] | None = None
+    by: Linear | None = None
 
     @classmethod
     def row(cls, layer: int, head: Head = "mean") -> MapRequest:
@@ -78,7 +86,7 @@ class MapRequest:
     @property
     def of_best_class(self) -> bool:
         """Return whether it is the relevance of the best class, which the classification's pass can give."""
-        return self.method == "relevance" and self.class_index is None and self.direction is None
+        return self.method == "relevance" and self.class_index is None and self.by is None
 
 
 def parse_maps(

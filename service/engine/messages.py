@@ -7,7 +7,7 @@ share a clock.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -53,12 +53,6 @@ class InferenceResult:
     batch_size: int
     queue_seconds: float
     inference_seconds: float
-
-    def after(self, other: InferenceResult, **outputs: Any) -> InferenceResult:
-        """Return this result with the seconds of another pass for the same image, with some outputs replaced."""
-        queue, inference = self.queue_seconds + other.queue_seconds, self.inference_seconds + other.inference_seconds
-        own = replace(self.outputs, **outputs)
-        return replace(self, outputs=own, queue_seconds=queue, inference_seconds=inference)
 
 
 @dataclass(frozen=True, slots=True)

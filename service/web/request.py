@@ -30,11 +30,11 @@ from starlette.types import Message, Receive
 from model.config import PreprocessConfig
 from model.cores import usable_cores
 from model.errors import ImageError
-from model.heads import Head, compared, of_image, with_map
+from model.heads import Head, compared, of_image
 from model.images.formats import is_bounded
 from model.images.preprocess import ModelInput, model_input
 from model.images.region import Region
-from model.outputs import CLASS_SPECIFIC, EmbeddingRequest, MapRequest, RequestedOutputs
+from model.outputs import RequestedOutputs
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from service.engine.streams import MAX_EXPLANATION_BATCH
@@ -459,11 +459,11 @@ class AdmittedRequest:
         is asked, or texts have to be computed, it gives the turn back first: that may take long. Its place is free as
         soon as it is answered or refused, though others of its batch are not.
         """
-        asked = of_image(requested) if requested.labels or self.model.taught else requested
+        asked = of_image(requested, None) if requested.labels or self.model.taught else requested
         with self._permit.used():
             async with self.decoded(data) as decoded:
                 pixels = decoded.picture.pixels
-                first = None if asked.map is not None else await self._batched(pixels, asked)
+                first = None if requested.map is not None else await self._batched(pixels, asked)
             return decoded, await self.infer(pixels, requested, first)
 
     async def infer(
@@ -474,36 +474,16 @@ class AdmittedRequest:
         A taught head scores the picture's embedding here, and so do labels of the request, whose texts are none of the
         batch's. `first` is the batch's answer, if there is one already.
         """
-        taught, embedding = self.model.taught, requested.embedding
-        if taught is None and not requested.labels:
-            return first or await self._infer(pixels, requested)
-        result = first or await self._infer(pixels, of_image(requested))
-        if taught is None:
+        head = self.model.taught
+        if head is None and requested.labels:
             zero_shot = self.model.info.zero_shot
             assert zero_shot is not None, "routes refuse labels for other models"
             texts = await self.embed_texts(zero_shot.prompts(requested.labels))
-            return await self.scored(pixels, result, zero_shot.head(requested.labels, texts), requested)
-        if embedding in (None, EmbeddingRequest()):
-            return await self.scored(pixels, result, taught, requested)
-        scored = await self.infer(pixels, replace(requested, embedding=None))  # the head reads another embedding
-        return scored.after(result, embedding=result.outputs.embedding)
-
-    async def scored(
-        self, pixels: NDArray[np.uint8], result: InferenceResult, head: Head, requested: RequestedOutputs
-    ) -> InferenceResult:
-        """Return the answer of a head to one picture, from the result of what `model.heads.of_image` returns.
-
-        The map of a class is asked for on its own.
-        """
-        (outputs, logits), asked = compared(result.outputs, head, requested), requested.map
-        if asked is None or asked.method not in CLASS_SPECIFIC:
-            return replace(result, outputs=outputs)
-        label = int(outputs.indices[0]) if asked.class_index is None else asked.class_index
-        of_label = MapRequest(asked.method, direction=head.target(asked.method, logits, label))
-        explained = await self._infer(pixels, RequestedOutputs(1, of_label))
-        assert explained.outputs.map is not None, "the engine answers each request for a map"
-        outputs = with_map(outputs, head, logits, asked, explained.outputs.map)
-        return replace(result.after(explained), outputs=outputs)
+            head = zero_shot.head(requested.labels, texts)
+        if head is None:
+            return first or await self._infer(pixels, requested)
+        result = first or await self._infer(pixels, of_image(requested, head))
+        return replace(result, outputs=compared(result.outputs, head, requested))
 
     async def _infer(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
         """Infer in a turn beside other maps with a pass of their own, or beside other pictures."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -93,7 +92,7 @@ def test_scores_are_those_of_torch(independent: bool, count: int) -> None:
     zero_shot = ZeroShot(10.0, -2.0, independent, ("{}",))
     outputs = Outputs(np.ones(1, np.float32), np.zeros(1, np.int64), embedding=embedding)
     requested = RequestedOutputs(min(3, count), logits=True, labels=("x",) * count)
-    found, _ = compared(outputs, zero_shot.head(requested.labels, texts), requested)
+    found = compared(outputs, zero_shot.head(requested.labels, texts), requested)
     logits = 10 * torch.nn.functional.cosine_similarity(torch.from_numpy(texts), torch.from_numpy(embedding)) - 2
     scores = logits.sigmoid() if independent else logits.softmax(dim=0)
     best = scores.topk(min(3, count))
@@ -111,16 +110,15 @@ def test_scores_stay_finite_where_exponentials_do_not() -> None:
     embedding = np.array([1, 0], np.float32)
     outputs = Outputs(np.ones(1, np.float32), np.zeros(1, np.int64), embedding=embedding)
     head = zero_shot.head(("a", "b"), np.array([[1, 0], [-1, 0]], np.float32))
-    found, _ = compared(outputs, head, RequestedOutputs(2, labels=("a", "b")))
+    found = compared(outputs, head, RequestedOutputs(2, labels=("a", "b")))
     assert found.scores.tolist() == [1, 0]
 
 
 def test_the_engine_computes_an_embedding_and_no_labels() -> None:
     requested = RequestedOutputs(5, MapRequest.row(1), True, None, ("a", "b"))
-    assert of_image(requested) == RequestedOutputs(1, MapRequest.row(1), False, EmbeddingRequest(), ())
-    assert json.dumps(of_image(requested).labels) == "[]"
-    # What the best label's map goes back from is known only when the labels are compared.
-    assert of_image(replace(requested, map=MapRequest("relevance"))).map is None
+    assert of_image(requested, None) == RequestedOutputs(1, MapRequest.row(1), False, EmbeddingRequest(), ())
+    # What the best label's map goes back from is known only with the features of the labels.
+    assert of_image(replace(requested, map=MapRequest("relevance")), None).map is None
 
 
 SATURATED = [18.0, 25.0, 3.0, 19.0, 1.0]

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from model.errors import ImageError, InputError
-from model.heads import labels_of_request, of_image, with_labels
+from model.heads import compared, labels_of_request, of_image, with_labels
 from model.outputs import DEFAULT_TOP_K, EmbeddingRequest, RequestedOutputs, parse_maps
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, MissingImage, ServiceError, UnknownModel
@@ -285,7 +285,7 @@ async def _pass(
 ) -> _Pass:
     """Ask the models of one backbone and preprocessing; raises an error of the picture itself."""
     first = replace(members[0][0], taught=None)
-    asked, *others = [wanted if model.taught is None else of_image(wanted) for model, wanted in members]
+    asked, *others = [wanted if model.taught is None else of_image(wanted, model.taught) for model, wanted in members]
     try:
         by_first = admitted.by(first)
         decoded, result = await by_first.classify(picture, replace(asked, more=tuple(others)))
@@ -297,13 +297,7 @@ async def _pass(
     kept = await admitted.service.keep(decoded.picture, first, image_id)
     answers: dict[str, dict[str, Any]] = {}
     for (model, wanted), outputs in zip(members, (result.outputs, *result.outputs.more), strict=True):
-        own = replace(result, outputs=outputs)
-        try:
-            if model.taught is not None:
-                own = await by_first.scored(decoded.picture.pixels, own, model.taught, wanted)
-        except ServiceError as error:
-            answers[model.info.name] = _item(admitted, error)
-            continue
+        own = replace(result, outputs=compared(outputs, model.taught, wanted) if model.taught else outputs)
         admitted.service.metrics.count_image(model.info.name, own.outputs)
         answers[model.info.name] = _fields(admitted, model, wanted, decoded, own, kept, query.min_score)
     return _Pass(answers, (decoded, result), kept is not None)

@@ -19,7 +19,7 @@ from torch import Tensor
 from model.checkpoint import Checkpoint, load_checkpoint
 from model.errors import CheckpointError
 from model.explanation.methods import explain
-from model.heads import compared
+from model.heads import compared, of_image
 from model.insight.summary import summarise
 from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
@@ -103,17 +103,15 @@ def test_labels_of_a_request_have_the_scores_and_maps_of_labels_of_the_start(
     assert zero_shot is not None
     images = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), np.uint8)
     head = zero_shot.head(LABELS, bare.embed_texts(zero_shot.prompts(LABELS)))
-    embedded = bare.predict(images, RequestedOutputs(1, MapRequest("relevance"), embedding=EmbeddingRequest()))
+    embedded = bare.predict(images, RequestedOutputs(1, embedding=EmbeddingRequest()))
     for image, outputs, expected in zip(images, embedded, full.predict(images, RequestedOutputs(4)), strict=True):
-        found, logits = compared(outputs, head, RequestedOutputs(4, MapRequest("relevance"), labels=LABELS))
+        found = compared(outputs, head, RequestedOutputs(4, labels=LABELS))
         np.testing.assert_allclose(found.scores, expected.scores, atol=1e-5)
         assert found.indices.tolist() == expected.indices.tolist()
         pixels = Normalise(checkpoint.preprocess)(torch.from_numpy(image[None]))
         np.testing.assert_allclose(expected.scores, own_scores(checkpoint, pixels).numpy()[expected.indices], atol=1e-5)
-        [of_label] = full.predict(
-            image[None],
-            RequestedOutputs(1, MapRequest("relevance", direction=head.direction(logits, int(expected.indices[0])))),
-        )
+        wanted = of_image(RequestedOutputs(1, MapRequest("relevance"), labels=LABELS), head)
+        [of_label] = bare.predict(image[None], wanted)
         with torch.no_grad():
             classes = torch.tensor([int(expected.indices[0])])
             maps, _ = explain(checkpoint.build(), pixels, classes, MapRequest("relevance"))
