@@ -18,11 +18,11 @@ from model.config import NetworkConfig, PreprocessConfig
 from model.heads import ZeroShot
 from model.outputs import Outputs, RequestedOutputs
 
+# Why a batch was launched: it was full, the device was idle, or its oldest image had waited long enough.
 Release = Literal["full", "idle", "delay"]
-"""Why a batch was launched: it was full, the device was idle, or its oldest image had waited long enough."""
 
+# The state of an engine; it takes images only when it is ready.
 EngineState = Literal["loading", "ready", "failed", "closed"]
-"""The state of an engine; it takes images only when it is ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,7 @@ class ModelInfo:
         loaded_at: date of the load, in seconds since 1970.
         backbone: the same for models that share one.
         head: its name among the heads of the backbone; see `RequestedOutputs.head`.
+        taught: whether it is a taught head, which abstains from pictures far from its examples.
     """
 
     name: str
@@ -107,6 +108,7 @@ class ModelInfo:
     calibrated_on: int | None = None
     backbone: str = ""
     head: str = ""
+    taught: bool = False
 
     @property
     def input_shape(self) -> tuple[int, int, int]:

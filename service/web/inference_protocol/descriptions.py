@@ -13,7 +13,7 @@ from service.web.inference_protocol.inference import inputs_of, outputs_of
 
 _PLATFORM: Final = "vitserve"
 _NANOSECONDS: Final = 1_000_000_000
-_CONFIGURED: Final = {"BYTES": "TYPE_STRING", "UINT8": "TYPE_UINT8", "INT64": "TYPE_INT64", "FP32": "TYPE_FP32"}
+_CONFIGURED: Final = {"BYTES": "TYPE_STRING"} | {name: f"TYPE_{name}" for name in ("BOOL", "UINT8", "INT64", "FP32")}
 _REQUESTS: Final = (
     "/v2/models/{name}/infer",
     "/v2/models/{name}/versions/{version}/infer",
