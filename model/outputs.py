@@ -13,38 +13,37 @@ from numpy.typing import NDArray
 from model.config import NetworkConfig, ViTConfig
 from model.errors import InputError
 
+# One attention head by number, or all of them combined.
 Head = int | Literal["mean", "max"]
-"""One attention head by number, or all of them combined."""
 
+# A way to make a map: `cls` is the attention row itself, `model.explanation.methods` has the others.
 Method = Literal["relevance", "cls", "rollout", "gae"]
-"""A way to make a map: `cls` is the attention row itself, `model.explanation.methods` has the others."""
 
+# All of them, the default first.
 METHODS: Final[tuple[Method, ...]] = get_args(Method)
-"""All of them, the default first."""
 
+# Methods whose map is of a class.
 CLASS_SPECIFIC: Final[frozenset[Method]] = frozenset({"relevance", "gae"})
-"""Methods whose map is of a class."""
 
+# Evidence below which a drawing says in words that little speaks for its class.
 LITTLE: Final = 0.2
-"""Evidence below which a drawing says in words that little speaks for its class."""
 
+# How many other classes relevance compares a class with; a model of fewer classes has fewer.
 RIVALS: Final = 10
-"""How many other classes relevance compares a class with; a model of fewer classes has fewer."""
 
+# Classes to answer with where the caller does not say how many.
 DEFAULT_TOP_K: Final = 5
-"""Classes to answer with where the caller does not say how many."""
 
+# Most classes of which one request may have maps.
 MAX_CLASSES: Final = 8
-"""Most classes of which one request may have maps."""
 
+# How an image's tokens become its embedding.
+#
+# What the head reads, the CLS token, or the mean of the patch tokens; all after the final norm.
 Pooling = Literal["head", "cls", "mean"]
-"""How an image's tokens become its embedding.
 
-What the head reads, the CLS token, or the mean of the patch tokens; all after the final norm.
-"""
-
+# All of them, the default first.
 POOLINGS: Final[tuple[Pooling, ...]] = get_args(Pooling)
-"""All of them, the default first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

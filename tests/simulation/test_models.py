@@ -33,8 +33,10 @@ from service.errors import (
     InferenceFailed,
     QueueFull,
 )
-from service.models.model import Generation, LocalModel
-from tests.service.fakes import PATIENCE, model_info, start
+from service.models.model import Generation
+from service.models.models import LocalModels
+from service.settings import load_settings
+from tests.service.fakes import PATIENCE, model_info
 
 CAPACITY = 6
 MAX_BATCH = 3
@@ -152,8 +154,9 @@ class ModelMachine(RuleBasedStateMachine):
         self.load_gate.set()
 
         async def begin() -> None:
-            self.model = LocalModel(self.make)
-            start(self.model, lambda: None)
+            self.models = LocalModels(load_settings(), lambda own: self.make(None))
+            self.model = self.models.served[""]
+            self.models.start(lambda: None)
             while not self.model.current.engine.ready:
                 await asyncio.sleep(0)
 
@@ -260,8 +263,7 @@ class ModelMachine(RuleBasedStateMachine):
         self.wait(self.settle())
 
     async def replace(self) -> None:
-        await self.model.prepare(None)
-        self.model.take_over()
+        await self.models.put("", None)
 
     @rule()
     def loaded(self) -> None:
@@ -321,7 +323,7 @@ class ModelMachine(RuleBasedStateMachine):
         self.every_answer_is_the_images_own_and_of_its_model()
         for runner in self.runners.values():
             runner.turns.release(100)
-        self.wait(self.model.close())
+        self.wait(self.models.close())
         self.loop.close()
 
 

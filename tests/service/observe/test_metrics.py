@@ -60,7 +60,11 @@ def metrics() -> Metrics:
     metrics = Metrics()
     metrics.watch(
         Sources(
-            lambda: [status()], lambda: (1, 2, 3), lambda: (4, 5), lambda: (2, 1, False), backbones=lambda: {"b": 9}
+            lambda: [status()],
+            lambda: (1, 2, 3),
+            lambda: (4, 5),
+            results=lambda: {"served": 2, "refused": 1, "last_refused": 1},
+            backbones=lambda: {"b": 9},
         )
     )
     metrics.set_models([model_info()], "1.2.3")
