@@ -44,8 +44,6 @@ MAX_CHARACTERS: Final = 256
 # Texts of one request: labels times templates.
 MAX_TEXTS: Final = 1000
 
-MAX_TEMPLATES: Final = 200
-
 # Characters that JSON takes at most for one of a label.
 _WRITTEN: Final = 12
 

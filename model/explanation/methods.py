@@ -118,8 +118,8 @@ def explain(
 
     Args:
         pixels: [B, C, H, W], normalised, in the model's dtype.
-        targets: the classes, int64 [B], or directions, float32 [B, D], of another head than the model's: for
-            `relevance` see `token_relevance`, for `gae` its row of the class. They count, and not the request's.
+        targets: the classes, int64 [B], or by `gae` another head's rows of them, float32 [B, D]. They count, and not
+            the request's.
         request: of a method in `EXPLANATIONS`.
         folded: `fold` of the model; None folds the weights for this call.
 

@@ -262,7 +262,7 @@ class Predictor:
         self, images: Images, request: BatchRequest, aims: Mapping[int, tuple[int, _Target]]
     ) -> tuple[dict[str, NDArray[Any]], dict[int, AttentionMap]]:
         """Return what a pass gives of a batch, and the maps of aims by their numbers, without score and evidence."""
-        if not aims:
+        if not aims or not isinstance(self.config, ViTConfig):
             return self._backend.predict(images, request).tensors(), {}
         directed = [(place, lambda features, target=target: target(features)[1]) for place, target in aims.values()]
         arrays = self._backend.aim(images, request, directed).tensors()
@@ -328,7 +328,7 @@ class Predictor:
         sets: dict[int, NDArray[np.int64]] = {}
         if head.label_sets is not None and logits is not None and with_set:
             sets = dict(zip(with_set, head.label_sets(logits[with_set]), strict=True))
-        maps = self._maps_of_pass(arrays, request, requests, head) | aimed
+        maps = {**self._maps_of_pass(arrays, request, requests, head), **aimed}
         maps |= self._maps_of_own_pass(images, requests, arrays)
         maps |= _with_evidence(maps, requests, logits, head)
         return [

@@ -201,9 +201,9 @@ class TorchCpu(TorchBackend):
             return with_best(outputs, self._head, request.top_k)
 
     def aim(self, images: Images, request: BatchRequest, aims: Sequence[Aim]) -> HostOutputs:
-        """See `Backend.aim`."""
-        with self.threads as alone:
-            torch.set_num_threads(self.threads.count if alone else 1)  # of the calling thread
+        """See `Backend.aim`; it takes one thread, as `explain`."""
+        with self.threads:
+            torch.set_num_threads(1)  # of the calling thread
             return super().aim(images, request, aims)
 
     def explain(

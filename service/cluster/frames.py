@@ -36,8 +36,8 @@ from model.images.preprocess import ModelInput
 from model.outputs import RequestedOutputs
 from service import errors
 from service.engine.messages import EngineStatus, InferenceResult, ModelInfo
-from service.models.models import ModelStatus
 from service.web.image_stores import StoreUsage
+from vitserve.documents import ListedModel
 
 _LENGTH_BYTES: Final = 4
 
@@ -173,7 +173,7 @@ class StatusChanged(_Frame, frozen=True, tag=11):
 
     status: EngineStatus
     kept: StoreUsage
-    models: dict[str, ModelStatus]
+    models: dict[str, ListedModel]
     tally: dict[str, int]
 
 

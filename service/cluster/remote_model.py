@@ -25,8 +25,9 @@ from service.engine.backbones import What
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import EngineUnavailable, ServiceError, SwapUnderWay
 from service.models.model import Generation, ModelState, ServedModel
-from service.models.models import UNDER_WAY, Models, ModelStatus
+from service.models.models import UNDER_WAY, Models
 from service.web.image_stores import StoreUsage
+from vitserve.documents import ListedModel
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class EngineClient:
     def __init__(self, path: Path, device: str) -> None:
         self.models: dict[str, dict[int, ModelInfo]] = {}
         self.withdrawn: set[tuple[str, int]] = set()
-        self.listed: dict[str, ModelStatus] = {}
+        self.listed: dict[str, ListedModel] = {}
         self.tally: dict[str, int] = {}
         self.status = EngineStatus(device, "loading", "the model is loading", "", None, 0)
         self.kept = StoreUsage()
@@ -320,10 +321,9 @@ class RemoteModels(Models):
     def __init__(self, engines: Sequence[EngineClient]) -> None:
         self.engines = tuple(engines)
         super().__init__({"": RemoteModel(engines)})
-        self._gone: set[RemoteModel] = set()
         self._leads = False
 
-    def status_of(self, key: str) -> ModelStatus:
+    def status_of(self, key: str) -> ListedModel:
         """Return the status of the model that stands there in `served`, as the first engine that knows it has it."""
         listed = next((engine.listed[key] for engine in self.engines if key in engine.listed), None)
         return listed or super().status_of(key)

@@ -115,11 +115,6 @@ class LocalEngine:
         """Return whether the engine takes images."""
         return self._state == "ready"
 
-    @property
-    def busy(self) -> bool:
-        """Return whether somebody waits for an image."""
-        return bool(self._callers)
-
     def start(self, on_change: Callable[[], None]) -> None:
         """Begin loading on the engine's thread; `on_change` is called on the running event loop."""
         self._loop = asyncio.get_running_loop()

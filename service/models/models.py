@@ -38,9 +38,10 @@ from service.errors import (
     UnknownModel,
 )
 from service.models.folder import Entry, read_folder
-from service.models.model import Generation, LocalModel, ModelState, ServedModel
+from service.models.model import Generation, LocalModel, ServedModel
 from service.models.tasks import Tasks
 from service.settings import Settings
+from vitserve.documents import ListedModel
 
 logger = logging.getLogger("vitserve")
 
@@ -51,29 +52,6 @@ LOAD_SECONDS: Final = 600.0
 
 # Seconds in which a load waits for the last requests of what was unloaded for it; then there is no memory for it.
 _LEAVE_SECONDS: Final = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class ModelStatus:
-    """What is said of a model in a list of all.
-
-    Attributes:
-        reason: why it is not ready; empty when it is.
-        backbone: the same for models that share one; empty before it is known.
-        classes: how many it has; None before that is known.
-        bytes: measured, of its backbone; 0 while that is not loaded.
-        last_used: seconds since its last picture; None before the first.
-    """
-
-    name: str
-    state: ModelState
-    reason: str
-    backbone: str
-    classes: int | None
-    bytes: int
-    last_used: float | None
-    default: bool
-    taught: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +158,7 @@ class Models(ABC):
         """Return the model of a name, None for the default; raises `UnknownModel`."""
         return self.served[self.key(name)]
 
-    def describe(self) -> list[ModelStatus]:
+    def describe(self) -> list[ListedModel]:
         """Return the status of each model and head, in the order of names."""
         every = *map(self.status_of, self.served), *map(self._status_of_head, self.added.values())
         return sorted(every, key=lambda status: status.name)
@@ -259,27 +237,35 @@ class Models(ABC):
         is_loading = any(model.state == "loading" for model in self.served.values())
         return is_loading if added.key is None else not added.reason
 
-    def _status_of_head(self, added: AddedHead) -> ModelStatus:
+    def _status_of_head(self, added: AddedHead) -> ListedModel:
         if added.key is not None and added.head is not None:
-            base, classes = self.status_of(added.key), len(added.head.labels)
-            return replace(base, name=added.name, classes=classes, bytes=0, default=False, taught=True)
-        state: ModelState = "loading" if self._waits(added) else "failed"
-        return ModelStatus(added.name, state, added.reason or _FITTED, "", None, 0, None, default=False, taught=True)
+            own = {"name": added.name, "classes": len(added.head.labels), "bytes": 0, "default": False, "taught": True}
+            return self.status_of(added.key).model_copy(update=own)
+        return ListedModel(
+            name=added.name,
+            state="loading" if self._waits(added) else "failed",
+            reason=added.reason or _FITTED,
+            backbone="",
+            bytes=0,
+            default=False,
+            taught=True,
+        )
 
-    def status_of(self, key: str) -> ModelStatus:
+    def status_of(self, key: str) -> ListedModel:
         """Return the status of the model that stands there in `served`."""
         model, engine = self.served[key], self.served[key].current.engine
         info, now, is_ready = model.info, time.monotonic(), model.state == "ready"
         last_used: float | None = getattr(model, "last_used", None)
-        return ModelStatus(
+        return ListedModel(
             name=self.name_of(key),
             state=model.state,
             reason="" if is_ready else "its memory was given back" if model.unloaded else engine.status.reason,
             backbone="" if info is None else info.backbone,
             classes=None if info is None else info.config.num_classes,
             bytes=getattr(engine, "size", 0) if is_ready else 0,
-            last_used=None if last_used is None else now - last_used,
+            last_used_seconds=None if last_used is None else round(now - last_used, 3),
             default=key == self.default_name,
+            taught=False,
         )
 
 
@@ -624,7 +610,6 @@ class LocalModels(Models):
             (max(max(model.last_used or 0.0, model.loaded) for model in models), backbone)
             for backbone, models in users.items()
             if not any(model.current.requests > model.current.held for model in models)
-            and not any(model.current.engine.backbone.engine.busy for model in models)
             and backbone not in {info.backbone for info in kept if info is not None}
         ]
         loaded = self.backbones()

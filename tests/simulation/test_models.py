@@ -175,7 +175,11 @@ class ModelMachine(RuleBasedStateMachine):
             engines = [(len(runner.launched), runner.waiting) for runner in self.runners.values()]
             waiting = [generation.engine.status for generation in self.model._open]
             now = engines, waiting, [each.answer.done() for each in self.requests if each.answer is not None]
-            quiet, before = (quiet + 1 if now == before else 0), now
+            # A thread that has taken a batch may not be in the model yet.
+            engines_open: list[Any] = [generation.engine for generation in self.model._open]
+            taken = sum(len(engine._streams._under_way) for engine in engines_open)
+            is_quiet = now == before and taken == sum(runner.waiting for runner in self.runners.values())
+            quiet, before = (quiet + 1 if is_quiet else 0), now
 
     # What callers do
 

@@ -29,9 +29,9 @@ from model.outputs import (
 from service.cluster import frames
 from service.engine.messages import EngineStatus, InferenceResult
 from service.errors import CheckpointRefused, QueueFull
-from service.models.models import ModelStatus
 from service.web.image_stores import StoreUsage
 from tests.service.fakes import LIBRARY, model_info, on_a_loop
+from vitserve.documents import ListedModel
 
 IDS = st.integers(0, 2**64 - 1)
 SMALL = st.integers(0, 2**31 - 1)
@@ -74,15 +74,16 @@ PICTURES = st.builds(ModelInput, PIXELS, st.builds(Region, *[st.floats(0, 100)] 
 ONE = st.builds(RequestedOutputs, SMALL, st.none() | MAPS, st.booleans(), st.none() | EMBEDDINGS, head=st.text())
 REQUESTED = st.builds(dataclasses.replace, ONE, more=st.lists(ONE, max_size=2).map(tuple))
 LISTED = st.builds(
-    ModelStatus,
-    st.text(),
-    st.sampled_from(["ready", "loading", "unloaded", "failed"]),
-    st.text(),
-    st.text(),
-    st.none() | SMALL,
-    SMALL,
-    st.none() | SECONDS,
-    st.booleans(),
+    ListedModel,
+    name=st.text(),
+    state=st.sampled_from(["ready", "loading", "unloaded", "failed"]),
+    reason=st.text(),
+    backbone=st.text(),
+    classes=st.none() | SMALL,
+    bytes=SMALL,
+    last_used_seconds=st.none() | SECONDS,
+    default=st.booleans(),
+    taught=st.booleans(),
 )
 STATUSES = st.builds(
     EngineStatus,
