@@ -67,8 +67,8 @@ def bound_heaps() -> None:
     """Let glibc, if it is that, make as many heaps as there are cores, where it makes eight times as many.
 
     Threads come and go with models, and allocate in one heap or another. What little a process keeps of an unloaded
-    model lies scattered over all of them, a page each: after three models of 45 MiB had come and gone thrice, a process
-    of 327 MiB had 385, and with two heaps one of 312 has 338. Call it before there are threads.
+    model lies scattered over all of them, a page each. After three models of 170 MiB had come and gone three times, a
+    process of 327 MiB had 385, and with two heaps one of 312 has 338. Call it before there are threads.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not {"MALLOC_ARENA_MAX", "GLIBC_TUNABLES"}.intersection(os.environ):
