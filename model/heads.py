@@ -25,9 +25,8 @@ from model.errors import InputError
 from model.outputs import (
     CLASS_SPECIFIC,
     RIVALS,
-    AttentionMap,
     EmbeddingRequest,
-    MapRequest,
+    Linear,
     Method,
     Outputs,
     RequestedOutputs,
@@ -36,50 +35,48 @@ from model.outputs import (
 
 Floats = NDArray[np.float32]
 
+# That of transformers' pipeline `zero-shot-image-classification`.
 DEFAULT_TEMPLATE: Final = "This is a photo of {}."
-"""That of transformers' pipeline `zero-shot-image-classification`."""
 
+# Of a label, a text or a template.
 MAX_CHARACTERS: Final = 256
-"""Of a label, a text or a template."""
 
+# Texts of one request: labels times templates.
 MAX_TEXTS: Final = 1000
-"""Texts of one request: labels times templates."""
 
-MAX_TEMPLATES: Final = 200
-
+# Characters that JSON takes at most for one of a label.
 _WRITTEN: Final = 12
-"""Characters that JSON takes at most for one of a label."""
 
+# Commas that a quoted name has at most, on average.
 _COMMAS: Final = 32
-"""Commas that a quoted name has at most, on average."""
 
+# Characters that no text holds: controls, also of direction, halves of a surrogate pair, and what was not UTF-8.
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffd]")
-"""Characters that no text holds: controls, also of direction, halves of a surrogate pair, and what was not UTF-8."""
 
+# Categories of characters that are not seen alone.
 _UNSEEN: Final = {"Cf", "Mn", "Zs"}
-"""Categories of characters that are not seen alone."""
 
+# Share of the pictures like its examples that a taught head does not call far from them.
 LEVEL: Final = 0.95
-"""Share of the pictures like its examples that a taught head does not call far from them."""
 
+# Examples whose mean distance counts; on CIFAR-10's classes three did as well as five, and better than one.
 _NEAREST: Final = 3
-"""Examples whose mean distance counts; on CIFAR-10's classes three did as well as five, and better than one."""
 
+# Examples that a head keeps: to compare a picture with them takes less than a millisecond.
 _MOST_KNOWN: Final = 2000
-"""Examples that a head keeps: to compare a picture with them takes less than a millisecond."""
 
+# Cosine from which on features of equal length are of one picture: batches of other sizes round them differently.
 _EQUAL: Final = 1 - 1e-6
-"""Cosine from which on features of equal length are of one picture: batches of other sizes round them differently."""
 
+# What is divided by at least: all logits, or all scores, may be equal.
 _TINY: Final = 1e-30
-"""What is divided by at least: all logits, or all scores, may be equal."""
 
+# Classes from which on the spread of a picture's logits tells how much speaks for one of them.
 _MANY: Final = 50
-"""Classes from which on the spread of a picture's logits tells how much speaks for one of them."""
 
+# Standard deviations above the mean logit at which nothing, and all, speaks for a class.
 _ABSENT: Final = 1.5
 _PRESENT: Final = 4.0
-"""Standard deviations above the mean logit at which nothing, and all, speaks for a class."""
 
 
 class Best(NamedTuple):
@@ -172,6 +169,12 @@ class Head:
         logits: Floats = (normalized(features) if self.normalized else features) @ self.weight.T + np.float32(self.bias)
         return logits
 
+    @property
+    def linear(self) -> Linear:
+        """Return what gives the logits of features."""
+        assert self.weight is not None, "the backbone's pass gives them"
+        return Linear(self.weight, np.asarray(self.bias, np.float32), self.normalized)
+
     def scores(self, logits: Floats) -> Floats:
         """Return the score of each class, float32 [B, C], 0...1, from logits [B, C]; not finite where these are not."""
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -225,21 +228,22 @@ class Head:
         relative = score / np.maximum(scores.max(axis=1), np.float32(_TINY))
         return score, np.clip(np.maximum(np.square(above).astype(np.float32), relative), 0, 1)
 
-    def target(self, method: Method, logits: Floats, label: int) -> Floats:
-        """Return what a map of a class begins with, float32 [D], by a class-specific method; logits [C] rank rivals."""
-        assert self.weight is not None, "the backbone's pass begins with its own"
-        return self.direction(logits, label) if method == "relevance" else self.weight[label]
+    def target(self, features: Floats, method: Method, label: int | None) -> tuple[int, Floats]:
+        """Return a class, None being the best one of features [D], and what its map begins with, float32 [D].
 
-    def direction(self, logits: Floats, label: int) -> Floats:
-        """Return what the margin of a class of logits [C] rises with, float32 [D]: relevance begins with it.
-
-        It is the class's weight less the mean of its rivals'; relevance knows no scale.
+        By `gae` that is the class's weight; by `relevance` what its margin rises with: its weight less the mean of its
+        rivals'. Relevance knows no scale.
         """
         assert self.weight is not None, "the backbone's pass begins with its own"
+        [logits] = self.logits(features[np.newaxis])
+        if label is None:
+            label = int(self.best(logits[np.newaxis], 1).indices[0, 0])
+        if method == "gae":
+            return label, self.weight[label]
         ranked = np.argsort(-logits, kind="stable")
         rivals = self.weight[ranked[ranked != label][:RIVALS]]
         margin: Floats = self.weight[label] - rivals.mean(axis=0) if len(rivals) else self.weight[label]
-        return margin / max(float(abs(self.weight).max()), 1e-12)
+        return label, margin / max(float(abs(self.weight).max()), 1e-12)
 
 
 def own_head(config: NetworkConfig, labels: tuple[str, ...], temperature: float, multi_label: bool, form: Form) -> Head:
@@ -296,41 +300,38 @@ def first_equal(features: Floats, since: int = 0) -> NDArray[np.int64]:
     return found
 
 
-def of_image(requested: RequestedOutputs) -> RequestedOutputs:
-    """Return what the engine computes of an image that another head than the model's own scores."""
-    embedding = requested.embedding or EmbeddingRequest()
-    own_map = None if requested.map is not None and requested.map.method in CLASS_SPECIFIC else requested.map
-    return replace(requested, top_k=1, map=own_map, logits=False, embedding=embedding, labels=())
+def of_image(requested: RequestedOutputs, head: Head | None) -> RequestedOutputs:
+    """Return what the engine computes of an image that a head of the caller's scores; None is one without maps."""
+    asked, more = requested.map, tuple[RequestedOutputs, ...]()
+    if asked is not None and asked.method in CLASS_SPECIFIC:
+        asked = None if head is None else replace(asked, by=head.linear)
+    if requested.embedding not in (None, EmbeddingRequest()):  # the head reads another one
+        more = (RequestedOutputs(1, embedding=requested.embedding),)
+    return RequestedOutputs(1, asked, embedding=EmbeddingRequest(), head=requested.head, more=more)
 
 
-def compared(outputs: Outputs, head: Head, requested: RequestedOutputs) -> tuple[Outputs, Floats]:
-    """Return what is requested of an image by a head of labels, and the logits of all of them, [C].
+def compared(outputs: Outputs, head: Head, requested: RequestedOutputs) -> Outputs:
+    """Return what is requested of an image by a head of labels.
 
     Args:
         outputs: of what `of_image` returns.
     """
     assert outputs.embedding is not None
-    logits = head.logits(outputs.embedding[np.newaxis])
-    best = head.best(logits, requested.top_k)
-    kept = outputs.embedding if requested.embedding else None
-    given = logits[0] if requested.logits else None
-    far = head.known is not None and bool(head.known.far(outputs.embedding[np.newaxis])[0])
-    answer = replace(outputs, scores=best.scores[0], indices=best.indices[0], logits=given, embedding=kept, far=far)
-    return answer, logits[0]
-
-
-def with_map(outputs: Outputs, head: Head, logits: Floats, asked: MapRequest, found: AttentionMap) -> Outputs:
-    """Return what `compared` gave with the map of a class, by default the best one.
-
-    Args:
-        logits: of all labels, [C].
-        asked: the request for the map, by a class-specific method.
-        found: the map of the class's `Head.target`.
-    """
-    label = outputs.indices[0] if asked.class_index is None else asked.class_index
-    [score], [evidence] = (each.tolist() for each in head.evidence(logits[np.newaxis], np.array([label])))
-    request = MapRequest(asked.method, int(label))
-    return replace(outputs, map=replace(found, request=request, score=score, evidence=evidence))
+    features = outputs.embedding[np.newaxis]
+    logits = head.logits(features)
+    best, found = head.best(logits, requested.top_k), outputs.map
+    if found is not None and found.request.class_index is not None:
+        [score], [evidence] = (each.tolist() for each in head.evidence(logits, np.array([found.request.class_index])))
+        found = replace(found, score=score, evidence=evidence)
+    return Outputs(
+        best.scores[0],
+        best.indices[0],
+        found,
+        logits[0] if requested.logits else None,
+        (outputs.more or (outputs,))[0].embedding if requested.embedding else None,
+        outputs.finite,
+        far=head.known is not None and bool(head.known.far(features)[0]),
+    )
 
 
 def labels_of_request(text: object, zero_shot: ZeroShot | None, config: NetworkConfig) -> tuple[str, ...]:

@@ -13,38 +13,46 @@ from numpy.typing import NDArray
 from model.config import NetworkConfig, ViTConfig
 from model.errors import InputError
 
+# One attention head by number, or all of them combined.
 Head = int | Literal["mean", "max"]
-"""One attention head by number, or all of them combined."""
 
+# A way to make a map: `cls` is the attention row itself, `model.explanation.methods` has the others.
 Method = Literal["relevance", "cls", "rollout", "gae"]
-"""A way to make a map: `cls` is the attention row itself, `model.explanation.methods` has the others."""
 
+# All of them, the default first.
 METHODS: Final[tuple[Method, ...]] = get_args(Method)
-"""All of them, the default first."""
 
+# Methods whose map is of a class.
 CLASS_SPECIFIC: Final[frozenset[Method]] = frozenset({"relevance", "gae"})
-"""Methods whose map is of a class."""
 
+# Evidence below which a drawing says in words that little speaks for its class.
 LITTLE: Final = 0.2
-"""Evidence below which a drawing says in words that little speaks for its class."""
 
+# How many other classes relevance compares a class with; a model of fewer classes has fewer.
 RIVALS: Final = 10
-"""How many other classes relevance compares a class with; a model of fewer classes has fewer."""
 
+# Classes to answer with where the caller does not say how many.
 DEFAULT_TOP_K: Final = 5
-"""Classes to answer with where the caller does not say how many."""
 
+# Most classes of which one request may have maps.
 MAX_CLASSES: Final = 8
-"""Most classes of which one request may have maps."""
 
+# How an image's tokens become its embedding.
+#
+# What the head reads, the CLS token, or the mean of the patch tokens; all after the final norm.
 Pooling = Literal["head", "cls", "mean"]
-"""How an image's tokens become its embedding.
 
-What the head reads, the CLS token, or the mean of the patch tokens; all after the final norm.
-"""
-
+# All of them, the default first.
 POOLINGS: Final[tuple[Pooling, ...]] = get_args(Pooling)
-"""All of them, the default first."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Linear:
+    """What scores labels that are none of the model's: see `model.heads.Head`, whose weight, bias and norm it has."""
+
+    weight: NDArray[np.float32]
+    bias: NDArray[np.float32]
+    normalized: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +63,14 @@ class MapRequest:
         class_index: the class whose map it is, with a class-specific method; None is the best class.
         layer: 0 ... depth-1 with `cls`, None with every other method; see `row`.
         head: 0 ... heads-1, or how all heads are combined, with `cls`.
-        direction: with `relevance`, in place of a class: what the margin of a label that is none of the model's rises
-            with, float32 [D] as the embedding of the head; see `model.heads.Head.direction`.
+        by: with a class-specific method, what scores the classes in place of the model's head, by its embedding.
     """
 
     method: Method
     class_index: int | None = None
     layer: int | None = None
     head: Head | None = None
-    direction: NDArray[np.float32] | None = None
+    by: Linear | None = None
 
     @classmethod
     def row(cls, layer: int, head: Head = "mean") -> MapRequest:
@@ -78,7 +85,7 @@ class MapRequest:
     @property
     def of_best_class(self) -> bool:
         """Return whether it is the relevance of the best class, which the classification's pass can give."""
-        return self.method == "relevance" and self.class_index is None and self.direction is None
+        return self.method == "relevance" and self.class_index is None and self.by is None
 
 
 def parse_maps(

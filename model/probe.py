@@ -19,19 +19,19 @@ from model.heads import Head
 
 Floats = NDArray[np.floating]
 
+# What half the squared weights are multiplied by, for features of unit variance; the strongest first.
 PENALTIES: Final = tuple(10 ** (0.5 - number / 2) for number in range(11))
-"""What half the squared weights are multiplied by, for features of unit variance; the strongest first."""
+# Penalties that are tried after the best one.
 FOLDS: Final = 5
 _PATIENCE: Final = 2
-"""Penalties that are tried after the best one."""
+# Norms of the scaled gradient where a fit ends: half its square is about what the loss lies above its minimum.
 _EXACT: Final = 1e-6
 _NEAR: Final = 1e-3
-"""Norms of the scaled gradient where a fit ends: half its square is about what the loss lies above its minimum."""
+# Steps that L-BFGS remembers.
 _STEPS: Final = 1000
 _MEMORY: Final = 10
-"""Steps that L-BFGS remembers."""
+# Logits of all features from which on a single fold is held out.
 _MANY: Final = 20_000_000
-"""Logits of all features from which on a single fold is held out."""
 
 
 class Choice(NamedTuple):

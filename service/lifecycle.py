@@ -13,10 +13,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
 
+from model.cores import usable_cores
+
 logger = logging.getLogger("vitserve")
 
 _TRIM_SECONDS: Final = 30.0
 """Seconds between two moments at which a process returns freed memory."""
+
+# A parameter of `mallopt`: see mallopt(3).
+_ARENA_MAX: Final = -8
 
 NEW_OBJECTS: Final = 50_000
 """New objects after which the garbage collector looks at them; a request in the service has about a hundred.
@@ -56,6 +61,18 @@ def freeze_objects() -> None:
     gc.unfreeze()  # objects that were exempt may be no longer in use
     gc.collect()
     gc.freeze()
+
+
+def bound_heaps() -> None:
+    """Let glibc, if it is that, make as many heaps as there are cores, where it makes eight times as many.
+
+    Threads come and go with models, and allocate in one heap or another. What little a process keeps of an unloaded
+    model lies scattered over all of them, a page each. After three models of 170 MiB had come and gone three times, a
+    process of 327 MiB had 385, and with two heaps one of 312 has 338. Call it before there are threads.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and not {"MALLOC_ARENA_MAX", "GLIBC_TUNABLES"}.intersection(os.environ):
+        mallopt(_ARENA_MAX, max(2, usable_cores()))
 
 
 def release_memory() -> None:

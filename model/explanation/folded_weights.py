@@ -19,8 +19,8 @@ from model.network.layers.block import Block, LayerScale
 from model.network.vit import VisionTransformer
 from model.outputs import RIVALS
 
+# Of the smoothing on a coarse grid, in patches.
 _SIGMA: Final = 0.64
-"""Of the smoothing on a coarse grid, in patches."""
 
 
 class FoldedWeights(NamedTuple):

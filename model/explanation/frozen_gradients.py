@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from model.config import ViTConfig
 from model.network.layers.block import LayerScale, Mlp, PreLogits, SwiGLU
 
+# Added to hidden values against a division by zero: less than they are rounded to.
 _NOT_ZERO: Final = 1e-30
-"""Added to hidden values against a division by zero: less than they are rounded to."""
 
 
 def is_traced() -> bool:

@@ -16,8 +16,8 @@ Floats = NDArray[np.float32]
 
 _TINY: Final = float(np.finfo(np.float64).tiny)
 
+# Patches along a grid's shorter side, at most, where a token has seen much more than its patch.
 _COARSE: Final = 8
-"""Patches along a grid's shorter side, at most, where a token has seen much more than its patch."""
 
 
 def is_coarse(config: ViTConfig) -> bool:

@@ -29,11 +29,11 @@ from model.explanation.relevance import kept_blocks, token_relevance
 from model.network.vit import VisionTransformer
 from model.outputs import METHODS, MapRequest, Method
 
+# Bound on the bytes of one block's attention weights that are alive at once; a pass has a few tensors of that size.
 _WEIGHTS_BYTES: Final = 64 << 20
-"""Bound on the bytes of one block's attention weights that are alive at once; a pass has a few tensors of that size."""
 
+# The methods that have, or can have, a pass of their own: all but `cls`.
 EXPLANATIONS: Final[tuple[Method, ...]] = tuple(method for method in METHODS if method != "cls")
-"""The methods that have, or can have, a pass of their own: all but `cls`."""
 
 
 @torch.no_grad()
@@ -118,8 +118,8 @@ def explain(
 
     Args:
         pixels: [B, C, H, W], normalised, in the model's dtype.
-        targets: the classes, int64 [B], or directions, float32 [B, D], of another head than the model's: for
-            `relevance` see `token_relevance`, for `gae` its row of the class. They count, and not the request's.
+        targets: the classes, int64 [B], or by `gae` another head's rows of them, float32 [B, D]. They count, and not
+            the request's.
         request: of a method in `EXPLANATIONS`.
         folded: `fold` of the model; None folds the weights for this call.
 

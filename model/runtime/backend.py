@@ -18,6 +18,10 @@ from model.outputs import CLASS_SPECIFIC, RIVALS, MapRequest, Pooling, Requested
 
 T = TypeVar("T")
 
+# Relevance of another head's class, by an image's place in its batch, and what makes of the image's features, [D],
+# the direction that the relevance begins with, float32 [D]; see `Head.target`.
+Aim = tuple[int, Callable[[NDArray[np.float32]], NDArray[np.float32]]]
+
 # A batch: uint8 [B, H, W, C], or B of uint8 [H, W, C] that lie anywhere.
 Images = NDArray[np.uint8] | Sequence[NDArray[np.uint8]]
 
@@ -55,7 +59,7 @@ class BatchRequest:
             top_k=max(request.top_k for request in requests),
             # The evidence of a class is made of all logits, and so is a set of labels.
             logits=any(request.logits or request.label_set for request in requests)
-            or any(each.method in CLASS_SPECIFIC and each.direction is None for each in maps),
+            or any(each.method in CLASS_SPECIFIC and each.by is None for each in maps),
             layers=tuple(sorted({each.layer for each in maps if each.layer is not None})),
             relevance=any(each.of_best_class for each in maps),
             embeddings=embeddings,
@@ -92,6 +96,7 @@ class BatchOutputs(NamedTuple, Generic[T]):
         relevance: `token_relevance` of the best class, float32 [B, N].
         head, cls, mean: embeddings of these names, [B, `embedding_width`]; see `ViTOutput.embeddings`.
         scores, indices, finite: see `model.heads.Best`.
+        aimed: `token_relevance` of each aim, float32 [aims, N].
     """
 
     logits: T | None = None
@@ -103,6 +108,7 @@ class BatchOutputs(NamedTuple, Generic[T]):
     scores: T | None = None
     indices: T | None = None
     finite: T | None = None
+    aimed: T | None = None
 
     @classmethod
     def of(cls, tensors: Mapping[str, T]) -> BatchOutputs[T]:
@@ -260,6 +266,9 @@ class Backend(Protocol):
         Raises:
             RuntimeError: as the library raises it (out of memory, a device fault).
         """
+
+    def aim(self, images: Images, request: BatchRequest, aims: Sequence[Aim]) -> HostOutputs:
+        """Return what `predict` does, and from the same pass the relevance of aims; always torch's, as `explain`."""
 
     def explain(
         self, images: NDArray[np.uint8], targets: NDArray[np.int64] | NDArray[np.float32], request: MapRequest

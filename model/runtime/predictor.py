@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice, repeat
+from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
@@ -22,7 +23,7 @@ from model.config import ViTConfig
 from model.description import Description
 from model.errors import DeviceError, NotFinite, first_line
 from model.explanation.maps import attention_maps, sharpened_maps
-from model.heads import Floats, Head, of_image
+from model.heads import Floats, Head
 from model.outputs import (
     CLASS_SPECIFIC,
     AttentionMap,
@@ -32,13 +33,25 @@ from model.outputs import (
     RequestedOutputs,
     embedding_name,
 )
-from model.runtime.backend import BatchRequest, Compilation, Images, Parts, batch_too_large, launch_size, trial_images
+from model.runtime.backend import (
+    SIZES,
+    BatchRequest,
+    Compilation,
+    Images,
+    Parts,
+    batch_too_large,
+    launch_size,
+    trial_images,
+)
 from model.runtime.memory import Meter
 
 if TYPE_CHECKING:
     from model.runtime.build import PredictorOptions
 
 logger = logging.getLogger(__name__)
+
+# Gives the class of a map, and what it begins with, by an image's features, [D]: `Head.target`.
+_Target = Callable[[Floats], tuple[int, Floats]]
 
 
 class Predictor:
@@ -138,11 +151,8 @@ class Predictor:
         return self._backend.batch_sizes
 
     def defers(self, requested: RequestedOutputs) -> bool:
-        """Return whether an image's outputs take a second pass, or what is loaded only then, for a second or two."""
-        if any(
-            each.map is not None and each.map.of_best_class and self._head(each.head) is not self.own
-            for each in requested.each
-        ):
+        """Return whether an image's outputs take torch's own pass, or what is loaded only then, for a second or two."""
+        if any(each.map is not None and self._aim(each) is not None for each in requested.each):
             return True
         if all(each.map is None and each.embedding is None for each in requested.each):
             return False
@@ -225,10 +235,11 @@ class Predictor:
                 of_kind = self.predict([images[place] for place in places], [requests[place] for place in places])
                 found.update(zip(places, of_kind, strict=True))
             return [found[place] for place in range(len(images))]
-        arrays = self._backend.predict(images, request).tensors()
-        if not self._has_others(requests):
-            return self._outputs(images, request, requests, arrays, self.own)
         flat = [(place, each) for place, asked in enumerate(requests) for each in asked.each]
+        aims = {number: (place, aim) for number, (place, each) in enumerate(flat) if (aim := self._aim(each))}
+        arrays, aimed = self._compute(images, request, aims)
+        if not self._has_others(requests):
+            return self._outputs(images, request, requests, arrays, self.own, aimed)
         by_head: dict[str, list[int]] = {}
         for number, (_, each) in enumerate(flat):
             by_head.setdefault(each.head, []).append(number)
@@ -242,9 +253,39 @@ class Predictor:
                 best = head.best(logits, max(each.top_k for each in asked))
                 of_head |= {"logits": logits, **best._asdict()}
             of_head_images = [images[place] for place in places]
-            outputs |= zip(numbers, self._outputs(of_head_images, request, asked, of_head, head), strict=True)
+            maps = {at: aimed[number] for at, number in enumerate(numbers) if number in aimed}
+            outputs |= zip(numbers, self._outputs(of_head_images, request, asked, of_head, head, maps), strict=True)
         ordered = iter(outputs[number] for number in range(len(flat)))
         return [replace(next(ordered), more=tuple(islice(ordered, len(each.more)))) for each in requests]
+
+    def _compute(
+        self, images: Images, request: BatchRequest, aims: Mapping[int, tuple[int, _Target]]
+    ) -> tuple[dict[str, NDArray[Any]], dict[int, AttentionMap]]:
+        """Return what a pass gives of a batch, and the maps of aims by their numbers, without score and evidence."""
+        if not aims or not isinstance(self.config, ViTConfig):
+            return self._backend.predict(images, request).tensors(), {}
+        directed = [(place, lambda features, target=target: target(features)[1]) for place, target in aims.values()]
+        arrays = self._backend.aim(images, request, directed).tensors()
+        values, kept_mass = sharpened_maps(arrays.pop("aimed"), self.config)
+        labels = (target(arrays["head"][place])[0] for place, target in aims.values())
+        requests = (MapRequest("relevance", label) for label in labels)
+        return arrays, dict(zip(aims, map(AttentionMap, requests, values, kept_mass.tolist()), strict=True))
+
+    def _scorer(self, asked: RequestedOutputs) -> Head:
+        """Return the head of a request's map, which a caller may have brought; raises as `_head`."""
+        by = None if asked.map is None else asked.map.by
+        if by is None:
+            return self._head(asked.head)
+        return Head((), independent=False, weight=by.weight, bias=by.bias, normalized=by.normalized)
+
+    def _aim(self, asked: RequestedOutputs) -> _Target | None:
+        """Return what gives the class of a map of relevance, and its direction, by the own features of an image, [D].
+
+        None where no such map is asked for, or the own head's.
+        """
+        if asked.map is None or asked.map.method != "relevance" or (head := self._scorer(asked)) is self.own:
+            return None
+        return partial(head.target, method="relevance", label=asked.map.class_index)
 
     def _head(self, name: str) -> Head:
         """Return the head of a name; ValueError where there is none: no other one answers in its place."""
@@ -262,10 +303,7 @@ class Predictor:
         if self._has_others(requests):
             flat = [each for asked in requests for each in asked.each]
             requests = [RequestedOutputs(1, embedding=EmbeddingRequest())]
-            requests += [
-                replace(of_image(each), embedding=each.embedding) if self._head(each.head) is not self.own else each
-                for each in flat
-            ]
+            requests += [each if self._head(each.head) is self.own else _of_backbone(each) for each in flat]
         return BatchRequest.of(requests, self.config)
 
     def _outputs(
@@ -275,12 +313,14 @@ class Predictor:
         requests: Sequence[RequestedOutputs],
         arrays: Mapping[str, NDArray[Any]],
         head: Head,
+        aimed: Mapping[int, AttentionMap],
     ) -> list[Outputs]:
         """Return what one head is asked for of each image, from what its batch gave.
 
         Args:
             request: of the whole batch.
             arrays: of these images.
+            aimed: what `_compute` gives, by the places of these images.
         """
         scores, indices, finite = (arrays[name] for name in ("scores", "indices", "finite"))
         logits = arrays.get("logits")
@@ -288,8 +328,9 @@ class Predictor:
         sets: dict[int, NDArray[np.int64]] = {}
         if head.label_sets is not None and logits is not None and with_set:
             sets = dict(zip(with_set, head.label_sets(logits[with_set]), strict=True))
-        maps = self._maps_of_pass(arrays, request, requests, head)
-        maps |= self._maps_of_own_pass(images, requests, arrays, head)
+        maps = {**self._maps_of_pass(arrays, request, requests, head), **aimed}
+        maps |= self._maps_of_own_pass(images, requests, arrays)
+        maps |= _with_evidence(maps, requests, logits, head)
         return [
             Outputs(
                 scores=scores[place, : each.top_k],
@@ -304,15 +345,19 @@ class Predictor:
         ]
 
     def _kinds(self, request: BatchRequest, requests: Sequence[RequestedOutputs]) -> list[list[int]]:
-        """Return the places of the images of each kind, where no graph computes all that a batch asks for; else none.
+        """Return the places of the images of each kind, which is launched by itself.
 
-        Each kind is then launched by itself, with its graph where it has one.
+        Those with aims are torch's, a few at a time; where no graph computes all that a batch asks for, others are
+        launched with a graph where they have one.
         """
-        if self._backend.covers(request):
-            return []
-        kinds: dict[BatchRequest, list[int]] = {}
+        has_graph = self._backend.covers(request)
+        kinds: dict[object, list[int]] = {}
+        aimed = 0
         for place, each in enumerate(requests):
-            kinds.setdefault(self._batch_request([each]).of_network, []).append(place)
+            is_aimed = any(self._aim(one) for one in each.each)
+            aimed += is_aimed
+            of_network = None if has_graph else self._batch_request([each]).of_network
+            kinds.setdefault(-(-aimed // SIZES[-1]) if is_aimed else (of_network,), []).append(place)
         return list(kinds.values())
 
     def _check_batch(self, images: Images, requests: int) -> None:
@@ -350,8 +395,8 @@ class Predictor:
         places = [place for place, each in enumerate(requests) if each.map is not None and each.map.of_best_class]
         if places and head is self.own:
             values, kept_mass = sharpened_maps(arrays["relevance"][places], self.config)
-            classes = arrays["indices"][places, 0]
-            maps |= _of_classes(places, MapRequest("relevance"), classes, values, kept_mass, arrays["logits"], head)
+            of_classes = (MapRequest("relevance", label) for label in arrays["indices"][places, 0].tolist())
+            maps |= zip(places, map(AttentionMap, of_classes, values, kept_mass.tolist()), strict=True)
         return maps
 
     def _maps_of_own_pass(
@@ -359,36 +404,28 @@ class Predictor:
         images: Images,
         requests: Sequence[RequestedOutputs],
         arrays: Mapping[str, NDArray[Any]],
-        head: Head,
     ) -> dict[int, AttentionMap]:
-        """Return the maps that need passes of their own, each of its request's class or of the best one.
-
-        A map of a direction is of no class of the model: who asked for it knows the score, the evidence and the label.
-        A class of another head than the own one is a direction, too.
-        """
+        """Return the maps that need passes of their own, each of its request's class or of the best one."""
         passes: dict[tuple[MapRequest, bool], list[int]] = {}
-        directions: dict[int, Floats] = {}
+        targets: dict[int, Floats] = {}
         classes = arrays["indices"][:, 0].copy()
         for place, each in enumerate(requests):
-            if each.map is not None and (each.map.needs_pass or (each.map.of_best_class and head is not self.own)):
-                if each.map.class_index is not None:
-                    classes[place] = each.map.class_index
-                if each.map.direction is not None:
-                    directions[place] = each.map.direction
-                request = replace(each.map, class_index=None, direction=None)
-                passes.setdefault((request, place in directions), []).append(place)
+            if each.map is None or not each.map.needs_pass or self._aim(each) is not None:
+                continue
+            if each.map.class_index is not None:
+                classes[place] = each.map.class_index
+            if each.map.method in CLASS_SPECIFIC and (scorer := self._scorer(each)) is not self.own:
+                features, label = arrays["head"][place], each.map.class_index
+                classes[place], targets[place] = scorer.target(features, each.map.method, label)
+            passes.setdefault((replace(each.map, class_index=None, by=None), place in targets), []).append(place)
         maps: dict[int, AttentionMap] = {}
         for (request, is_directed), places in passes.items():
             pixels, labels = np.stack([images[place] for place in places]), classes[places]
-            targets: NDArray[Any] = np.stack([directions[place] for place in places]) if is_directed else labels
-            if head is not self.own and not is_directed and request.method in CLASS_SPECIFIC:
-                rows = zip(arrays["logits"][places], labels.tolist(), strict=True)
-                targets = np.stack([head.target(request.method, logits, label) for logits, label in rows])
-            values, kept_mass = self._backend.explain(pixels, targets, request)
-            if request.method in CLASS_SPECIFIC and not is_directed:
-                maps |= _of_classes(places, request, labels, values, kept_mass, arrays["logits"], head)
-            else:
-                maps |= dict(zip(places, map(AttentionMap, repeat(request), values, kept_mass.tolist()), strict=True))
+            of_places: NDArray[Any] = np.stack([targets[place] for place in places]) if is_directed else labels
+            values, kept_mass = self._backend.explain(pixels, of_places, request)
+            is_of_class = request.method in CLASS_SPECIFIC
+            made = (replace(request, class_index=label if is_of_class else None) for label in labels.tolist())
+            maps |= zip(places, map(AttentionMap, made, values, kept_mass.tolist()), strict=True)
         return maps
 
     def embed_texts(self, texts: Sequence[str]) -> Floats:
@@ -410,17 +447,26 @@ class Predictor:
         return logits
 
 
-def _of_classes(
-    places: Sequence[int],
-    request: MapRequest,
-    classes: NDArray[np.int64],
-    values: Floats,
-    kept_mass: Floats,
-    logits: Floats,
-    head: Head,
+def _of_backbone(asked: RequestedOutputs) -> RequestedOutputs:
+    """Return what a pass gives of a request to another head than the own one."""
+    own_map = None if asked.map is not None and asked.map.method in CLASS_SPECIFIC else asked.map
+    return RequestedOutputs(1, own_map, embedding=asked.embedding)
+
+
+def _with_evidence(
+    maps: Mapping[int, AttentionMap], requests: Sequence[RequestedOutputs], logits: Floats | None, head: Head
 ) -> dict[int, AttentionMap]:
-    """Return maps [B, rows, columns] of these classes, int64 [B], with their evidence, by the images' places."""
-    score, evidence = head.evidence(logits[places], classes)
-    requests = (replace(request, class_index=label) for label in classes.tolist())
-    facts = kept_mass.tolist(), score.tolist(), evidence.tolist()
-    return dict(zip(places, map(AttentionMap, requests, values, *facts), strict=True))
+    """Return the maps of a head's classes with their evidence; of a class of the caller's own the caller knows it."""
+    classes: dict[int, int] = {}
+    for place, found in maps.items():
+        asked = requests[place].map
+        if found.request.class_index is not None and asked is not None and asked.by is None:
+            classes[place] = found.request.class_index
+    if not classes:
+        return {}
+    assert logits is not None
+    both = zip(*head.evidence(logits[[*classes]], np.array([*classes.values()])), strict=True)
+    return {
+        place: replace(maps[place], score=float(score), evidence=float(evidence))
+        for place, (score, evidence) in zip(classes, both, strict=True)
+    }

@@ -27,6 +27,7 @@ from model.network.vit import VisionTransformer
 from model.outputs import MapRequest
 from model.runtime.backend import (
     SIZES,
+    Aim,
     Backend,
     BatchOutputs,
     BatchRequest,
@@ -107,7 +108,7 @@ class TorchBackend(Backend):
             self.usual += BatchRequest(layers=(self.config.depth - 1,)), BatchRequest(relevance=True)
         self.compilation = plan_compilation(options.compile_mode, options.device)
         self._options = options
-        self._device = options.device
+        self._device, self._head = options.device, options.checkpoint.head
         choose_kernels(options.model, options.device)
         try:
             self._plain = options.model.to(device=options.device, dtype=options.dtype)
@@ -126,6 +127,13 @@ class TorchBackend(Backend):
     def upload(self, values: NDArray[Any]) -> Tensor:
         """Return images, or other values, on the device."""
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+
+    @torch.inference_mode()
+    def aim(self, images: Images, request: BatchRequest, aims: Sequence[Aim]) -> HostOutputs:
+        """See `Backend.aim`."""
+        pixels = self._normalise(self.upload(stacked(images)))
+        outputs = on_host(run_network(self._plain, pixels, request, self._folded, aims))
+        return with_best(outputs, self._head, request.top_k)
 
     def explain(
         self, images: NDArray[np.uint8], targets: NDArray[np.int64] | NDArray[np.float32], request: MapRequest
@@ -176,7 +184,6 @@ class TorchCpu(TorchBackend):
         keep_freed_memory()
         self.largest_tried = SIZES[-1]  # larger ones are cut
         self.threads = threads
-        self._head = options.checkpoint.head
         self._compiled: Network | None = None
 
     @torch.inference_mode()
@@ -192,6 +199,12 @@ class TorchCpu(TorchBackend):
                 stacked(images), lambda piece: on_host(network(self.upload(piece), request)), sizes
             )
             return with_best(outputs, self._head, request.top_k)
+
+    def aim(self, images: Images, request: BatchRequest, aims: Sequence[Aim]) -> HostOutputs:
+        """See `Backend.aim`; it takes one thread, as `explain`."""
+        with self.threads:
+            torch.set_num_threads(1)  # of the calling thread
+            return super().aim(images, request, aims)
 
     def explain(
         self, images: NDArray[np.uint8], targets: NDArray[np.int64] | NDArray[np.float32], request: MapRequest

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from model.config import PreprocessConfig
 from model.explanation.folded_weights import FoldedWeights
 from model.explanation.relevance import kept_blocks, token_relevance
+from model.network.layers.block import Kept
 from model.network.library import Classifier
-from model.network.vit import VisionTransformer
-from model.runtime.backend import BatchOutputs, BatchRequest, Compilation, CompilationState, CompileMode, HostOutputs
+from model.network.vit import KeptPass, VisionTransformer, ViTOutput
+from model.runtime.backend import (
+    Aim,
+    BatchOutputs,
+    BatchRequest,
+    Compilation,
+    CompilationState,
+    CompileMode,
+    HostOutputs,
+)
 
 
 class Normalise(nn.Module):
@@ -41,22 +51,39 @@ class Normalise(nn.Module):
 
 
 def run_network(
-    model: Classifier, pixels: Tensor, request: BatchRequest, folded: FoldedWeights | None = None
+    model: Classifier,
+    pixels: Tensor,
+    request: BatchRequest,
+    folded: FoldedWeights | None = None,
+    aims: Sequence[Aim] = (),
 ) -> BatchOutputs[Tensor]:
     """Return the output of a model for normalised pixels [B, C, H, W], without scores.
 
     Args:
         folded: see `token_relevance`.
     """
-    if not request.relevance:
+    if not (request.relevance or aims):
         output = model(pixels, request.layers, 0, request.all_tokens)
         return BatchOutputs(output.logits, output.attention, **output.embeddings)
     assert isinstance(model, VisionTransformer), "of others no map is asked for: see `parse_maps`"
     assert folded is not None
     output = model(pixels, request.layers, kept_blocks(model.config), request.all_tokens)
     with one_thread():
-        relevance = token_relevance(model, output, folded)
-    return BatchOutputs(output.logits, output.attention, relevance, **output.embeddings)
+        relevance = token_relevance(model, output, folded) if request.relevance else None
+        aimed = _aimed(model, output, folded, aims) if aims else None
+    return BatchOutputs(output.logits, output.attention, relevance, aimed=aimed, **output.embeddings)
+
+
+def _aimed(model: VisionTransformer, output: ViTOutput, folded: FoldedWeights, aims: Sequence[Aim]) -> Tensor:
+    """Return the relevance of aims at the images of a pass, [aims, N]."""
+    assert output.kept is not None
+    features, (kept, tokens) = output.embeddings["head"], output.kept
+    on_host = features.float().cpu().numpy()
+    directions = torch.from_numpy(np.stack([aim(on_host[place]) for place, aim in aims])).to(features.device)
+    places = torch.tensor([place for place, _ in aims], device=features.device)
+    chosen = [Kept._make(None if each is None else each[places] for each in of_block) for of_block in kept]
+    output = output._replace(kept=KeptPass(chosen, tokens[places]), embeddings={"head": features[places]})
+    return token_relevance(model, output, folded, directions)
 
 
 @contextmanager

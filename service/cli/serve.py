@@ -16,7 +16,7 @@ from service.cli.setting_flags import add_setting_flags, settings_from
 from service.engine.devices import fit_to_machine, uses_gpu
 from service.engine.loading import FirstLoad, load_lean
 from service.errors import SettingsError
-from service.lifecycle import NEW_OBJECTS, exit_now
+from service.lifecycle import NEW_OBJECTS, bound_heaps, exit_now
 from service.observe import logs
 from service.settings import Settings, exports_spans, unknown_variables
 
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> NoReturn:
     """Serve until a signal, then end the process: with 0 after an orderly stop, 1 after a failure."""
     gc.set_threshold(NEW_OBJECTS)  # what is imported stays
+    bound_heaps()
     settings = fit_to_machine(settings_from(arguments))
     logs.configure(settings.log_format, settings.log_level)
     for line in unknown_variables():

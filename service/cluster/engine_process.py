@@ -46,14 +46,14 @@ from service.web.image_stores import MemoryImageStore
 
 logger = logging.getLogger("vitserve")
 
+# Ends an engine process in order. An engine outlives its workers, and SIGTERM, SIGINT and SIGHUP may go to all at
+# once.
 STOP: Final = signal.SIGUSR1
-"""Ends an engine process in order. An engine outlives its workers, and SIGTERM, SIGINT and SIGHUP may go to all at
-once."""
 
 _FINISH_SECONDS: Final = 1.0
 
+# Seconds between two looks whether all workers have adopted what has taken over.
 _LOOK_SECONDS: Final = 0.01
-"""Seconds between two looks whether all workers have adopted what has taken over."""
 
 
 class EngineServer:
@@ -109,7 +109,7 @@ class EngineServer:
         depth = sum(status.queue_depth for status in models.statuses())
         status = replace(models.default.current.engine.status, restarts=self._restarts, queue_depth=depth)
         listed = {key: models.status_of(key) for key in models.served}
-        return frames.StatusChanged(status, models.loads, self.images.usage(), listed, dict(models.tally()))
+        return frames.StatusChanged(status, self.images.usage(), listed, dict(models.results))
 
     async def adopted(self, name: str) -> None:
         """Return when all workers give new requests to the current generation of a model, or it is deleted."""
@@ -174,7 +174,7 @@ class _Worker:
             held, _ = self._generations.get(key, (None, None))
             info = generation.engine.info
             if info is not None and generation.engine.ready and held is not generation:
-                self._hold(key, generation)
+                self._hold(key, generation, busy=False)
                 self.send(frames.Serving(*key, info))
         for key, (generation, _) in self._generations.items():
             # Of one that another generation follows the worker learns by that.
@@ -183,11 +183,11 @@ class _Worker:
                 self._withdrawn.add(key)
                 self.send(frames.Withdrawn(*key))
 
-    def _hold(self, key: tuple[str, int], generation: Generation[ModelEngine]) -> None:
-        """Keep a generation for the worker, in place of an unloaded one of the same version."""
-        self._release([key] if key in self._generations else [])
+    def _hold(self, key: tuple[str, int], generation: Generation[ModelEngine], *, busy: bool) -> None:
+        """Keep a generation for the worker, perhaps for its requests, in place of an unloaded one of its version."""
         held = ExitStack()
-        held.enter_context(generation.request(held=True))
+        held.enter_context(generation.request(held=not busy))
+        self._release([key] if key in self._generations else [])
         self._generations[key] = generation, held
 
     def _release(self, keys: Iterable[tuple[str, int]]) -> None:
@@ -198,8 +198,10 @@ class _Worker:
     def handle(self, frame: frames.Frame) -> None:
         """Handle a request."""
         match frame:
-            case frames.Uses(model, newest, oldest):
+            case frames.Uses(model, newest, oldest, busy):
                 self.adopted[model] = newest
+                if (model, newest) in self._generations:
+                    self._hold((model, newest), self._generations[model, newest][0], busy=busy)
                 served = self._server.models.served.get(model)
                 current = served and served.current  # the worker is just told of it, where it was loaded again
                 old = [key for key, (held, _) in self._generations.items() if held is not current and key[1] < oldest]
@@ -263,28 +265,28 @@ class _Worker:
                 result = await self._server.images.put(picture, image_id)
             case frames.Get(image_id):
                 result = await self._server.images.get(image_id)
-            case _:
+            case frames.Change():
                 await self._change(request)
         return result
 
-    async def _change(self, request: frames.Request) -> None:
+    async def _change(self, change: frames.Change) -> None:
         """Do what a worker asks of the models."""
-        models = self._server.models
-        match request:
-            case frames.Load(model, what):
-                await models.prepare(model, what)
+        models, model = self._server.models, change.model
+        match change.act:
+            case "load":
+                await models.prepare(model, change.what)
                 self._server.loader = self
-            case frames.TakeOver(model):
+            case "take_over":
                 await self._take_over(model)
-            case frames.Discard(reason):
-                await self._discard(reason)
-            case frames.Wake(model):
+            case "discard":
+                await self._discard(str(change.what))
+            case "wake":
                 await models.available(model or None)
-            case frames.Unload(model):
+            case "unload":
                 await models.unload(model)
-            case frames.Delete(model):
+            case "delete":
                 await models.delete(model)
-            case frames.Reload():
+            case "reload":
                 models.reload()
 
     # The next version of a model, on behalf of the worker that asked for it.
@@ -343,7 +345,7 @@ async def _run(
     beating = asyncio.create_task(child.link.beat())
     await server.start(path)
     await over.wait()
-    failed, failure = bool(models.failure), models.served[models.default_name].current.engine.failure
+    failed, failure = bool(models.failure), models.served[models.default_name].current.engine.backbone.engine.failure
     await server.close()
     beating.cancel()
     if isinstance(failure, NewProcessNeeded) and child.options.get(failure.option) != failure.value:

@@ -5,14 +5,13 @@
                                           <--   StatusChanged(status)        at once, and on each change
                                           <--   Serving(model, generation)   once it answers requests
                                           <--   Withdrawn(model, generation) when it is to answer no new ones
-    Uses(model, newest, oldest)           -->                                new requests belong to the newest one
+    Uses(model, newest, oldest, busy)     -->                                new requests belong to the newest one
     Call(id, request)                     -->
     Cancel(id)                            -->
                                           <--   Answer(id) or Failed(id)     those of a batch together
 
     Submit, EmbedTexts                          an image, or texts, by a generation of a model
-    Load, then TakeOver or Discard              another version beside the one that serves
-    Wake, Unload, Delete, Reload                models by name; see `service.models.models`
+    Change                                      of the models; see `service.models.models`
     Put, Get                                    a picture that is kept
 
 A frame is a length (uint32, little-endian, of what follows) and a struct as a MessagePack array, its tag first.
@@ -25,7 +24,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Annotated, Any, Final, Self, cast
+from typing import Annotated, Any, Final, Literal, Self, cast
 
 import msgspec
 import numpy as np
@@ -37,23 +36,23 @@ from model.images.preprocess import ModelInput
 from model.outputs import RequestedOutputs
 from service import errors
 from service.engine.messages import EngineStatus, InferenceResult, ModelInfo
-from service.models.model import Loads
-from service.models.models import ModelStatus
 from service.web.image_stores import StoreUsage
+from vitserve.documents import ListedModel
 
 _LENGTH_BYTES: Final = 4
 
+# Bytes of the longest frame: a model may have a million labels.
 MAX_BYTES: Final = 256 << 20
-"""Bytes of the longest frame: a model may have a million labels."""
 
+# Bytes that are read ahead from a connection: the answers of a batch arrive together.
 AHEAD_BYTES: Final = 32 << 10
-"""Bytes that are read ahead from a connection: the answers of a batch arrive together."""
 
 
 class FrameError(Exception):
     """The peer sent bytes that are no frame, or a frame out of order."""
 
 
+# The errors that an engine answers with; a frame carries an error's index.
 ERRORS: tuple[type[errors.ServiceError], ...] = (
     errors.InferenceFailed,
     errors.EngineUnavailable,
@@ -66,7 +65,6 @@ ERRORS: tuple[type[errors.ServiceError], ...] = (
     errors.NameTaken,
     errors.DefaultModel,
 )
-"""The errors that an engine answers with; a frame carries an error's index."""
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
@@ -113,23 +111,19 @@ class EmbedTexts(_Frame, frozen=True, tag=2):
     timeout: float
 
 
-class Load(_Frame, frozen=True, tag=3):
-    """Asks for a model, or another version of one, to be loaded beside what serves; see `Models.put`."""
+class Change(_Frame, frozen=True, tag=3):
+    """Asks for a change of the models, which `engine_process` makes.
 
-    model: str
-    what: str | dict[str, Any] | None
+    `load` has a model, or another version of one, loaded beside what serves. Then `take_over` lets that answer new
+    requests, and is answered when all workers use it; or `discard` closes it. `wake` loads a model that is unloaded.
 
+    Attributes:
+        what: of `load`, as `Models.put` has it; the reason of `discard`.
+    """
 
-class TakeOver(_Frame, frozen=True, tag=4):
-    """Lets what was loaded answer new requests; answered when all workers use it."""
-
-    model: str
-
-
-class Discard(_Frame, frozen=True, tag=5):
-    """Closes what was loaded, for a reason."""
-
-    reason: str
+    act: Literal["load", "take_over", "discard", "wake", "unload", "delete", "reload"]
+    model: str = ""
+    what: str | dict[str, Any] | None = None
 
 
 class Put(_Frame, frozen=True, tag=6):
@@ -145,29 +139,7 @@ class Get(_Frame, frozen=True, tag=7):
     image_id: str
 
 
-class Wake(_Frame, frozen=True, tag=15):
-    """Asks for a model that is not loaded."""
-
-    model: str
-
-
-class Unload(_Frame, frozen=True, tag=16):
-    """Asks for a model's memory to be given back."""
-
-    model: str
-
-
-class Delete(_Frame, frozen=True, tag=17):
-    """Asks for a model to be removed."""
-
-    model: str
-
-
-class Reload(_Frame, frozen=True, tag=18):
-    """Asks for the folder of models to be read again; it is answered at once."""
-
-
-Request = Submit | EmbedTexts | Load | TakeOver | Discard | Put | Get | Wake | Unload | Delete | Reload
+Request = Submit | EmbedTexts | Change | Put | Get
 
 
 class Call(_Frame, frozen=True, tag=8):
@@ -184,20 +156,24 @@ class Cancel(_Frame, frozen=True, tag=9):
 
 
 class Uses(_Frame, frozen=True, tag=10):
-    """Says which generation the worker's new requests belong to, and the oldest of which it has a request left."""
+    """Says which generation the worker's new requests belong to, and the oldest of which it has a request left.
+
+    Attributes:
+        busy: whether it has requests of the newest one, some of which may only arrive.
+    """
 
     model: str
     newest: int
     oldest: int
+    busy: bool
 
 
 class StatusChanged(_Frame, frozen=True, tag=11):
-    """Publishes the engine's status, the counts of loads, the pictures that are kept, and the models by their keys."""
+    """Publishes the engine's status, the pictures that are kept, the models by their keys, and `Models.tally`."""
 
     status: EngineStatus
-    loads: Loads
     kept: StoreUsage
-    models: dict[str, ModelStatus]
+    models: dict[str, ListedModel]
     tally: dict[str, int]
 
 

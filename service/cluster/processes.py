@@ -21,18 +21,18 @@ from service.models.models import Version
 
 logger = logging.getLogger("vitserve")
 
+# Seconds between two signs of life of a process.
 BEAT_SECONDS: Final = 0.5
-"""Seconds between two signs of life of a process."""
 
+# State of a process that does its work: a worker listens, an engine is warm.
 RUNNING: Final = 1
-"""State of a process that does its work: a worker listens, an engine is warm."""
 
+# State of a worker that knows of a model as well, and of an engine.
 SERVING: Final = 2
-"""State of a worker that knows of a model as well, and of an engine."""
 
+# Where the arguments of a process begin and end in its memory, of the fields of /proc/PID/stat after its name.
 _PR_SET_PDEATHSIG: Final = 1
 _ARGUMENTS: Final = slice(45, 47)
-"""Where the arguments of a process begin and end in its memory, of the fields of /proc/PID/stat after its name."""
 
 
 class Report(msgspec.Struct, omit_defaults=True):

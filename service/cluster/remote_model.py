@@ -24,9 +24,10 @@ from service.cluster import frames
 from service.engine.backbones import What
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import EngineUnavailable, ServiceError, SwapUnderWay
-from service.models.model import UNDER_WAY, Generation, Loads, ModelState, ServedModel
-from service.models.models import Models, ModelStatus
+from service.models.model import Generation, ModelState, ServedModel
+from service.models.models import UNDER_WAY, Models
 from service.web.image_stores import StoreUsage
+from vitserve.documents import ListedModel
 
 logger = logging.getLogger(__name__)
 
@@ -45,22 +46,22 @@ class EngineClient:
     Attributes:
         models: the model of each generation that the engine has, by its name and number.
         withdrawn: those of them that are to get no new requests.
-        listed, loads, tally, kept: as the engine published them last.
+        pending: this worker's requests that have no outcome yet.
+        listed, tally, kept: as the engine published them last.
     """
 
     def __init__(self, path: Path, device: str) -> None:
         self.models: dict[str, dict[int, ModelInfo]] = {}
         self.withdrawn: set[tuple[str, int]] = set()
-        self.listed: dict[str, ModelStatus] = {}
+        self.listed: dict[str, ListedModel] = {}
         self.tally: dict[str, int] = {}
         self.status = EngineStatus(device, "loading", "the model is loading", "", None, 0)
-        self.loads = Loads()
         self.kept = StoreUsage()
         self._path = path
         self._on_change: Callable[[], None] = lambda: None
         self._connection: frames.Connection | None = None
-        self._uses: dict[str, tuple[int, int]] = {}
-        self._pending: dict[int, tuple[frames.Request, asyncio.Future[Any]]] = {}
+        self._uses: dict[str, tuple[int, int, bool]] = {}
+        self.pending: dict[int, tuple[frames.Request, asyncio.Future[Any]]] = {}
         self._ids = itertools.count(1)
         self._task: asyncio.Task[None] | None = None
 
@@ -69,11 +70,6 @@ class EngineClient:
         """Return the description of the newest version of the default model; None before it is loaded."""
         default = self.models.get(next((name for name, status in self.listed.items() if status.default), ""), {})
         return default[max(default)] if default else None
-
-    @property
-    def outstanding(self) -> int:
-        """Return the number of this worker's requests that have no outcome yet."""
-        return len(self._pending)
 
     def start(self, on_change: Callable[[], None]) -> None:
         """Connect, and connect again whenever the connection ends; `on_change` is called when the status changes."""
@@ -95,7 +91,7 @@ class EngineClient:
         id_ = next(self._ids)
         self.send(frames.Call(id_, request))
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._pending[id_] = request, future
+        self.pending[id_] = request, future
         try:
             return await future
         except asyncio.CancelledError:
@@ -103,18 +99,18 @@ class EngineClient:
                 self.send(frames.Cancel(id_))
             raise
         finally:
-            self._pending.pop(id_, None)
+            self.pending.pop(id_, None)
 
-    def use(self, name: str, newest: int, oldest: int) -> None:
+    def use(self, name: str, newest: int, oldest: int, *, busy: bool) -> None:
         """Tell the engine once which generations of a model this worker uses, if it has any, and forget older ones."""
-        of_model = self.models.get(name, {})
+        of_model, busy = self.models.get(name, {}), busy and len(self.models) > 1  # one alone is not unloaded
         is_known = newest in of_model or any((name, number) in self.withdrawn for number in of_model)
-        if is_known and self._uses.get(name) != (newest, oldest):
-            self._uses[name] = newest, oldest
+        if is_known and self._uses.get(name) != (newest, oldest, busy):
+            self._uses[name] = newest, oldest, busy
             for number in [number for number in of_model if number < oldest]:
                 del of_model[number]
                 self.withdrawn.discard((name, number))
-            self.send(frames.Uses(name, newest, oldest))
+            self.send(frames.Uses(name, newest, oldest, busy))
 
     async def close(self) -> None:
         """Disconnect; requests without an outcome are answered `EngineUnavailable`."""
@@ -147,7 +143,7 @@ class EngineClient:
         self.models.clear()
         self.withdrawn.clear()
         self._uses.clear()
-        for _, future in self._pending.values():
+        for _, future in self.pending.values():
             if not future.done():
                 future.set_exception(EngineUnavailable(CONNECTION_LOST))
         if self.status.state != "closed":  # else it has said so
@@ -156,10 +152,12 @@ class EngineClient:
 
     def _receive(self, frame: frames.Frame) -> None:
         match frame:
-            case frames.StatusChanged(status, loads, kept, listed, tally):
+            case frames.StatusChanged(status, kept, listed, tally):
                 states = {name: each.state for name, each in listed.items()}
-                changed = status.state != self.status.state or states.keys() != self.listed.keys()
-                self.status, self.loads, self.kept, self.listed, self.tally = status, loads, kept, listed, tally
+                changed = (
+                    status.state != self.status.state or states.keys() != self.listed.keys() or tally != self.tally
+                )
+                self.status, self.kept, self.listed, self.tally = status, kept, listed, tally
                 if changed:
                     self._on_change()
             case frames.Serving(model, generation, info):
@@ -172,7 +170,7 @@ class EngineClient:
                 self.withdrawn.add((model, generation))
                 self._on_change()
             case frames.Answer() | frames.Failed():
-                request, future = self._pending.get(frame.id, (None, None))
+                request, future = self.pending.get(frame.id, (None, None))
                 if request is None or future is None or future.done():
                     return  # its caller went away
                 if isinstance(frame, frames.Failed):
@@ -236,7 +234,7 @@ class RemoteEngine:
             raise EngineUnavailable(self.status.reason or "no engine has this model any more")
         first = next(self._turns) % len(self._serving)
         in_turn = self._serving[first:] + self._serving[:first]
-        return min(in_turn, key=lambda engine: engine.outstanding)
+        return min(in_turn, key=lambda engine: len(engine.pending))
 
 
 class RemoteModel(ServedModel):
@@ -247,7 +245,7 @@ class RemoteModel(ServedModel):
     def __init__(self, engines: Sequence[EngineClient], name: str = "") -> None:
         super().__init__()
         self.engines, self.name = tuple(engines), name
-        self.current = Generation(RemoteEngine(self.engines, name, 0), 0)
+        self.current = self._generation(0)
         self._open = [self.current]
 
     @property
@@ -260,12 +258,12 @@ class RemoteModel(ServedModel):
         """Let all engines load a checkpoint, and then take over; who is cancelled ends it, and it raises as a load."""
         what = dict(checkpoint) if isinstance(checkpoint, Mapping) else checkpoint
         try:
-            await ask_all(self.engines, frames.Load(self.name, what))
+            await ask_all(self.engines, frames.Change("load", self.name, what))
         except ServiceError as error:
-            discard = frames.Discard(str(error))
+            discard = frames.Change("discard", what=str(error))
             await asyncio.gather(*(engine.ask(discard) for engine in self.engines), return_exceptions=True)
             raise
-        await ask_all(self.engines, frames.TakeOver(self.name))
+        await ask_all(self.engines, frames.Change("take_over", self.name))
 
     def refresh(self) -> None:
         """Adopt the newest generation that an engine serves, or none where it was withdrawn."""
@@ -285,13 +283,19 @@ class RemoteModel(ServedModel):
 
     def _turn_to(self, number: int) -> None:
         self._info = self.info
-        previous, self.current = self.current, Generation(RemoteEngine(self.engines, self.name, number), number)
+        previous, self.current = self.current, self._generation(number)
         self._open.append(self.current)
         self._tasks.begin(self._release(previous))
 
+    def _generation(self, number: int) -> Generation[RemoteEngine]:
+        generation = Generation(RemoteEngine(self.engines, self.name, number), number)
+        generation.on_work = self._use
+        return generation
+
     def _use(self) -> None:
+        oldest, busy = min(generation.number for generation in self._open), self.current.requests > 0
         for engine in self.engines:
-            engine.use(self.name, self.current.number, min(generation.number for generation in self._open))
+            engine.use(self.name, self.current.number, oldest, busy=busy)
 
     async def _release(self, previous: Generation[RemoteEngine]) -> None:
         await previous.idle()
@@ -317,15 +321,9 @@ class RemoteModels(Models):
     def __init__(self, engines: Sequence[EngineClient]) -> None:
         self.engines = tuple(engines)
         super().__init__({"": RemoteModel(engines)})
-        self._gone: set[RemoteModel] = set()
         self._leads = False
 
-    @property
-    def loads(self) -> Loads:
-        """Return the counts of loads; every engine has the same."""
-        return self.engines[0].loads
-
-    def status_of(self, key: str) -> ModelStatus:
+    def status_of(self, key: str) -> ListedModel:
         """Return the status of the model that stands there in `served`, as the first engine that knows it has it."""
         listed = next((engine.listed[key] for engine in self.engines if key in engine.listed), None)
         return listed or super().status_of(key)
@@ -333,10 +331,6 @@ class RemoteModels(Models):
     def statuses(self) -> list[EngineStatus]:
         """Return those of all engines."""
         return [engine.status for engine in self.engines]
-
-    def tally(self) -> Mapping[str, int]:
-        """Return how many loads ended how; every engine has the same."""
-        return self.engines[0].tally
 
     def start(self, on_change: Callable[[], None]) -> None:
         """Connect to the engines; see `Models.start`."""
@@ -351,7 +345,7 @@ class RemoteModels(Models):
     async def available(self, name: str | None) -> None:
         """Return when an engine has the model; see `Models.available`; raises `UnknownModel` once it is deleted."""
         while True:
-            wake = (engine.ask(frames.Wake(self.key(name))) for engine in self.engines)
+            wake = (engine.ask(frames.Change("wake", self.key(name))) for engine in self.engines)
             errors = [each for each in await asyncio.gather(*wake, return_exceptions=True) if each is not None]
             if self.find(name).current.engine.ready:  # it may have been deleted meanwhile
                 return
@@ -371,17 +365,17 @@ class RemoteModels(Models):
     async def unload(self, name: str) -> None:
         """Let all engines give a model's memory back; see `Models.unload`."""
         self._require_changeable(name)
-        await ask_all(self.engines, frames.Unload(name))
+        await ask_all(self.engines, frames.Change("unload", name))
 
     async def delete(self, name: str) -> None:
         """Let all engines remove a model; see `Models.delete`."""
         self._require_changeable(name)
-        await ask_all(self.engines, frames.Delete(name))
+        await ask_all(self.engines, frames.Change("delete", name))
 
     async def _read_again(self) -> None:
         try:
             if self.default_name:
-                await ask_all(self.engines, frames.Reload())
+                await ask_all(self.engines, frames.Change("reload"))
             else:
                 await self._lead(self.served[""], None)
         except SwapUnderWay:
@@ -401,6 +395,7 @@ class RemoteModels(Models):
         """Look at the engines, one of which has other models, or another status."""
         listed = {name: status for engine in self.engines for name, status in engine.listed.items()}
         names = {name for engine in self.engines for name in engine.models} | listed.keys() or {""}
+        self.results = self.engines[0].tally  # every engine has the same
         self.default_name = next((name for name, status in listed.items() if status.default), self.default_name)
         for name in names - self.served.keys():
             self.served[name] = RemoteModel(self.engines, name)

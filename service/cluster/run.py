@@ -31,8 +31,8 @@ from service.web.single_process import log_address
 
 logger = logging.getLogger("vitserve")
 
+# Bytes of the folder's path: the path of a socket in it has at most 107.
 _LONGEST_PATH: Final = 90
-"""Bytes of the folder's path: the path of a socket in it has at most 107."""
 
 
 def run_cluster(settings: Settings, load: Loader) -> int:

@@ -32,8 +32,8 @@ from service.lifecycle import log_end
 
 logger = logging.getLogger("vitserve")
 
+# Exit code of a child whose successor starts with another option (EX_TEMPFAIL of sysexits.h).
 TRY_AGAIN: Final = 75
-"""Exit code of a child whose successor starts with another option (EX_TEMPFAIL of sysexits.h)."""
 
 _MAX_DELAY: Final = 30.0
 _MOST_RESTARTS: Final = 5
@@ -41,11 +41,11 @@ _LONG_LIFE: Final = 60.0
 _GRACE: Final = 5.0
 _LONGEST_WAIT: Final = 1.0
 
+# Looks, a second or more apart, between which a process gave no sign. A busy machine delays a healthy event loop by
+# seconds; a process that maps a gigabyte of libraries may wait for the disk while it holds the interpreter's lock. Time
+# for which the supervisor stood still too, perhaps with the whole machine, has no looks.
 _MOST_SILENT_LOOKS: Final = 10
 _MOST_SILENT_LOOKS_AT_START: Final = 60
-"""Looks, a second or more apart, between which a process gave no sign. A busy machine delays a healthy event loop by
-seconds; a process that maps a gigabyte of libraries may wait for the disk while it holds the interpreter's lock. Time
-for which the supervisor stood still too, perhaps with the whole machine, has no looks."""
 
 
 @dataclass(eq=False)

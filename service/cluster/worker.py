@@ -21,8 +21,8 @@ from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.web.app import create_app, log_model
 
+# Lets a worker load the configured checkpoint again.
 RELOAD: Final = signal.SIGUSR1
-"""Lets a worker load the configured checkpoint again."""
 
 
 def share(total: int, index: int, settings: Settings, *, least: int = 1) -> int:

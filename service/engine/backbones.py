@@ -16,16 +16,14 @@ import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Self
 
-from model.errors import VitError
 from service.engine.base import ModelRunner
 from service.engine.local import HandedOver, Loader, LocalEngine
 from service.engine.messages import BatchReport, EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 from service.engine.texts import Floats
-from service.errors import EngineUnavailable
 from service.settings import Settings
 
+# What is loaded: None for what is configured, a checkpoint in its place, or all settings of one model.
 What = str | Mapping[str, Any] | None
-"""What is loaded: None for what is configured, a checkpoint in its place, or all settings of one model."""
 
 
 class Backbone:
@@ -107,11 +105,6 @@ class ModelEngine:
     def ready(self) -> bool:
         """Return whether the model takes images."""
         return self.info is not None and self.backbone.engine.ready
-
-    @property
-    def failure(self) -> VitError | EngineUnavailable | None:
-        """Return the error that ended the engine, where it is an error of ours."""
-        return self.backbone.engine.failure
 
     @property
     def size(self) -> int:

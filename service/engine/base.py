@@ -13,14 +13,17 @@ from service.engine.messages import EngineStatus, InferenceRequest, InferenceRes
 
 
 class ModelRunner(Protocol):
-    """The part of `model.runtime.predictor.Predictor` that an engine needs; an engine itself imports no torch."""
+    """The part of `model.runtime.predictor.Predictor` that an engine needs; an engine itself imports no torch.
+
+    Attributes:
+        max_batch: images in one batch at most.
+        streams: threads that may be inside `predict` at the same time, beside the thread of maps.
+        size: bytes that it takes, once it is warm.
+    """
 
     max_batch: int
-    """Images in one batch at most."""
     streams: int
-    """Threads that may be inside `predict` at the same time, beside the thread of maps that need their own pass."""
     size: int
-    """Bytes that it takes, once it is warm."""
 
     @property
     def heads(self) -> MutableMapping[str, Any]:

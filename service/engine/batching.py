@@ -6,7 +6,7 @@ It knows no thread, no event loop and no model. Its owner, an engine, brings the
     cancel(entry)                 web side: its caller went away, or its time is up
     poll(max_batch)  ->  Poll     engine side, whenever the device is free: a batch to launch now,
                                   or how long to wait
-    close()                       no more entries; what waits is handed back
+    close()                       no more entries; what waits is forgotten
 
 A batch is formed at `poll`, never earlier: an image that is cancelled or expires up to that moment is
 not launched. With no delay set, whatever waits is launched (`idle`). With a delay, an incomplete batch
@@ -20,7 +20,6 @@ one behind them, so its work grows with the batch and not with the queue.
 
 from __future__ import annotations
 
-import enum
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,24 +31,19 @@ from service.errors import EngineUnavailable, QueueFull
 T = TypeVar("T")
 
 
-class State(enum.Enum):
-    """The state of an entry. Every entry leaves `WAITING` exactly once."""
-
-    WAITING = "waiting"
-    LAUNCHED = "launched"
-    CANCELLED = "cancelled"
-    EXPIRED = "expired"
-    RETURNED = "returned"
-
-
 @dataclass(slots=True, eq=False)
 class Entry(Generic[T]):
-    """One item's stay in the queue, with the clock's readings at `put` and from which it is never launched."""
+    """One item's stay in the queue.
+
+    Attributes:
+        arrived, deadline: the clock's readings at `put`, and from which it is never launched.
+        launched: whether a poll gave it.
+    """
 
     item: T
     arrived: float
     deadline: float
-    state: State = State.WAITING
+    launched: bool = False
 
 
 @dataclass(slots=True)
@@ -105,12 +99,9 @@ class BatchQueue(Generic[T]):
         self._entries[entry] = None
         return entry
 
-    def cancel(self, entry: Entry[T]) -> bool:
-        """Take an entry out. Return False if it is not here: it left already, or waits in another queue."""
-        if entry not in self._entries:
-            return False
-        self._leave(entry, State.CANCELLED)
-        return True
+    def cancel(self, entry: Entry[T]) -> None:
+        """Take an entry out if it is here: it may have left already, or wait in another queue."""
+        self._entries.pop(entry, None)
 
     def poll(self, max_batch: int) -> Poll[T]:
         """Form the batch of at most `max_batch` entries that should be launched now, if any."""
@@ -124,18 +115,16 @@ class BatchQueue(Generic[T]):
             return Poll(wait=release_at - now)
         poll: Poll[T] = Poll(release="full" if full else "delay" if self._max_delay > 0 else "idle")
         while oldest is not None and len(poll.batch) < max_batch:
-            self._leave(oldest, State.LAUNCHED)
+            del self._entries[oldest]
+            oldest.launched = True
             poll.batch.append(oldest)
             oldest = self._oldest_in_time(now)
         return poll
 
-    def close(self) -> list[Entry[T]]:
-        """Refuse further entries and hand back those that wait, oldest first."""
+    def close(self) -> None:
+        """Refuse further entries, and forget those that wait."""
         self._closed = True
-        returned = list(self._entries)
-        for entry in returned:
-            self._leave(entry, State.RETURNED)
-        return returned
+        self._entries.clear()
 
     def _oldest_in_time(self, now: float) -> Entry[T] | None:
         """Return the oldest entry whose deadline is to come, and take out the expired ones before it."""
@@ -143,9 +132,5 @@ class BatchQueue(Generic[T]):
             oldest = next(iter(self._entries))
             if oldest.deadline > now:
                 return oldest
-            self._leave(oldest, State.EXPIRED)
+            del self._entries[oldest]
         return None
-
-    def _leave(self, entry: Entry[T], state: State) -> None:
-        entry.state = state
-        del self._entries[entry]

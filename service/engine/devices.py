@@ -18,12 +18,12 @@ from service.settings import Settings
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
+# Web processes that are started by themselves at most: beyond, a GPU is fed, or something else is the limit.
 _MOST_WORKERS: Final = 8
-"""Web processes that are started by themselves at most: beyond, a GPU is fed, or something else is the limit."""
 
+# What an engine takes on CUDA where the settings say nothing.
 _STREAMS: Final = 2
 _MAX_BATCH: Final = 64
-"""What an engine takes on CUDA where the settings say nothing."""
 
 
 def fit_to_machine(settings: Settings) -> Settings:

@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# The settings that change a graph, or what it is compared with, or whether the checkpoint is read at all.
 _MATTER: Final = (
     *("checkpoint", "image_size", "preprocess", "labels", "architecture", "keys", "base"),
     *("checkpoint_folder", "dtype"),
 )
-"""The settings that change a graph, or what it is compared with, or whether the checkpoint is read at all."""
 
+# The predictors of this process, by the keys of their backbones.
 _LIVE: Final[WeakValueDictionary[str, Predictor]] = WeakValueDictionary()
-"""The predictors of this process, by the keys of their backbones."""
 
 
 def checkpoint_from(settings: Settings) -> Checkpoint:

@@ -20,11 +20,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final, Self
 
 from model.errors import VitError
 from service.engine.base import ModelRunner
-from service.engine.batching import State
 from service.engine.messages import BatchReport, EngineState, EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 from service.engine.streams import Outcome, Streams, Waiting, reason_of
 from service.engine.texts import Floats, TextFeatures
@@ -33,12 +33,12 @@ from service.settings import Settings
 
 logger = logging.getLogger(__name__)
 
+# Seconds that one batch may compute; after them the device is taken for hung.
 BATCH_SECONDS: Final = 30.0
-"""Seconds that one batch may compute; after them the device is taken for hung."""
 
 
+# Loads the model that the settings name onto their device.
 Loader = Callable[[Settings], tuple[ModelRunner, ModelInfo]]
-"""Loads the model that the settings name onto their device."""
 
 
 class HandedOver(Exception):
@@ -84,7 +84,8 @@ class LocalEngine:
         self._reason = "the model is loading"
         self._runner: ModelRunner | None = None
         self._callers: dict[Waiting, asyncio.Future[InferenceResult]] = {}
-        self._streams = Streams(queue_size=queue_size, max_delay=max_delay, deliver=self._on_launched, clock=clock)
+        deliver = partial(self._call_loop, self._deliver)
+        self._streams = Streams(queue_size=queue_size, max_delay=max_delay, deliver=deliver, clock=clock)
         self._texts = TextFeatures()
         self._on_change: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -113,11 +114,6 @@ class LocalEngine:
     def ready(self) -> bool:
         """Return whether the engine takes images."""
         return self._state == "ready"
-
-    @property
-    def busy(self) -> bool:
-        """Return whether somebody waits for an image."""
-        return bool(self._callers)
 
     def start(self, on_change: Callable[[], None]) -> None:
         """Begin loading on the engine's thread; `on_change` is called on the running event loop."""
@@ -165,7 +161,7 @@ class LocalEngine:
     def _expire(self, entry: Waiting) -> None:
         """Answer a caller whose time is up, unless the image was launched; from now on it never will be."""
         self._streams.cancel(entry)
-        if entry.state is not State.LAUNCHED:
+        if not entry.launched:
             self._deliver([(entry, DeadlineExceeded("the image was not launched in time"))])
 
     def _deliver(self, outcomes: Iterable[tuple[Waiting, Outcome]], report: BatchReport | None = None) -> None:
@@ -206,9 +202,6 @@ class LocalEngine:
         self._on_change()
 
     # The engine thread's side.
-
-    def _on_launched(self, outcomes: Iterable[tuple[Waiting, Outcome]], report: BatchReport | None) -> None:
-        self._call_loop(self._deliver, outcomes, report)
 
     def _run(self) -> None:
         state: EngineState = "failed"

@@ -7,7 +7,7 @@ share a clock.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -18,11 +18,11 @@ from model.config import NetworkConfig, PreprocessConfig
 from model.heads import ZeroShot
 from model.outputs import Outputs, RequestedOutputs
 
+# Why a batch was launched: it was full, the device was idle, or its oldest image had waited long enough.
 Release = Literal["full", "idle", "delay"]
-"""Why a batch was launched: it was full, the device was idle, or its oldest image had waited long enough."""
 
+# The state of an engine; it takes images only when it is ready.
 EngineState = Literal["loading", "ready", "failed", "closed"]
-"""The state of an engine; it takes images only when it is ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,6 @@ class InferenceResult:
     queue_seconds: float
     inference_seconds: float
 
-    def after(self, other: InferenceResult, **outputs: Any) -> InferenceResult:
-        """Return this result with the seconds of another pass for the same image, with some outputs replaced."""
-        queue, inference = self.queue_seconds + other.queue_seconds, self.inference_seconds + other.inference_seconds
-        own = replace(self.outputs, **outputs)
-        return replace(self, outputs=own, queue_seconds=queue, inference_seconds=inference)
-
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
@@ -86,6 +80,7 @@ class ModelInfo:
         loaded_at: date of the load, in seconds since 1970.
         backbone: the same for models that share one.
         head: its name among the heads of the backbone; see `RequestedOutputs.head`.
+        taught: whether it is a taught head, which abstains from pictures far from its examples.
     """
 
     name: str
@@ -113,6 +108,7 @@ class ModelInfo:
     calibrated_on: int | None = None
     backbone: str = ""
     head: str = ""
+    taught: bool = False
 
     @property
     def input_shape(self) -> tuple[int, int, int]:

@@ -23,15 +23,15 @@ from service.errors import EngineUnavailable, InferenceFailed, ServiceError
 
 logger = logging.getLogger(__name__)
 
+# Images in a batch of explanations at most, so that it does not hold the device for long.
 MAX_EXPLANATION_BATCH: Final = 8
-"""Images in a batch of explanations at most, so that it does not hold the device for long."""
 
+# Seconds that a batch of maps waits for classification at most, which under constant load never pauses.
 MAX_EXPLANATION_WAIT: Final = 1.0
-"""Seconds that a batch of maps waits for classification at most, which under constant load never pauses."""
 
+# An image in the queue, or taken out of it.
 Outcome = InferenceResult | ServiceError
 Waiting = Entry[InferenceRequest]
-"""An image in the queue, or taken out of it."""
 
 Deliver = Callable[[Iterable[tuple[Waiting, Outcome]], BatchReport | None], None]
 

@@ -19,16 +19,16 @@ from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed
 
 logger = logging.getLogger(__name__)
 
+# Texts to features, float32 [N, D]; called on a thread.
 Floats = NDArray[np.float32]
 Tower = Callable[[Sequence[str]], Floats]
-"""Texts to features, float32 [N, D]; called on a thread."""
 
+# Texts that the tower computes at once.
 _CHUNK: Final = 16
-"""Texts that the tower computes at once."""
 
+# What a text and its place take at most, beside its feature.
 _CACHE_BYTES: Final = 32 << 20
 _TEXT_BYTES: Final = 1500
-"""What a text and its place take at most, beside its feature."""
 
 
 class TextFeatures:

@@ -22,12 +22,12 @@ from model.taught_heads import is_taught_head
 from service.errors import InvalidParameter
 from service.settings import ModelSettings
 
+# Suffixes of files of weights.
 WEIGHTS: Final = frozenset({".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl", ".npz"})
-"""Suffixes of files of weights."""
 
+# Settings that may name a file.
 _TOML: Final = ".toml"
 PATHS: Final = ("checkpoint", "preprocess", "labels", "keys", "base")
-"""Settings that may name a file."""
 
 _NAME: Final = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}")
 

@@ -15,23 +15,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Final, Generic, Literal, NamedTuple, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from service.engine.backbones import ModelEngine, What
 from service.engine.base import Engine
 from service.engine.messages import ModelInfo
-from service.errors import CheckpointRefused, EngineUnavailable, SwapUnderWay
 from service.models.tasks import Tasks
 
 logger = logging.getLogger("vitserve")
-
-LOAD_SECONDS: Final = 600.0
-"""Seconds in which the next checkpoint must be loaded and warm, or it is refused. The first may take any time."""
-
-UNDER_WAY: Final = "another checkpoint is being loaded: try again when that is done"
 
 ModelState = Literal["ready", "loading", "unloaded", "failed"]
 
@@ -45,6 +39,7 @@ class Generation(Generic[E_co]):
         number: counts up with each version that is loaded.
         checkpoint: what was loaded; None: the configured checkpoint.
         requests: those that have not ended.
+        on_work: called when the first of them begins, and when the last one has ended.
         held: how many of them only keep it for another process, which may have no work for it.
     """
 
@@ -53,6 +48,7 @@ class Generation(Generic[E_co]):
         self.number = number
         self.checkpoint = checkpoint
         self.requests = self.held = 0
+        self.on_work: Callable[[], None] = lambda: None
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -66,7 +62,9 @@ class Generation(Generic[E_co]):
         """Keep the generation until the context ends, whatever takes over meanwhile."""
         self.requests += 1
         self.held += held
-        self._idle.clear()
+        if self.requests == 1:
+            self._idle.clear()
+            self.on_work()
         try:
             yield
         finally:
@@ -74,6 +72,7 @@ class Generation(Generic[E_co]):
             self.held -= held
             if not self.requests:
                 self._idle.set()
+                self.on_work()
 
     async def idle(self) -> None:
         """Return when no request is left."""
@@ -81,29 +80,15 @@ class Generation(Generic[E_co]):
             await self._idle.wait()
 
 
-class Loads(NamedTuple):
-    """Counts of the checkpoints that took over and that were refused since the start; whether the last one serves."""
-
-    served: int = 0
-    refused: int = 0
-    last_successful: bool = True
-
-    def counted(self, *, served: bool) -> Loads:
-        """Return the counts with one load more."""
-        return Loads(self.served + served, self.refused + (not served), served)
-
-
 class ServedModel:
     """A name that is served.
 
     Attributes:
         current: the generation that requests belong to which begin now.
-        loads: how many checkpoints took over since, or were refused.
         unloaded: whether its memory was given back until somebody asks for it.
     """
 
     current: Generation[Engine]
-    loads = Loads()
     unloaded = False
     _info: ModelInfo | None = None
 
@@ -132,7 +117,6 @@ class LocalModel(ServedModel):
         make: returns an engine, not started yet, for a checkpoint (None: the configured checkpoint).
         checkpoint, number: of the first generation.
         on_retired: called when an old generation is closed and forgotten.
-        load_seconds: see `LOAD_SECONDS`.
 
     Attributes:
         is_default: whether the process serves nothing where it cannot be loaded.
@@ -150,33 +134,46 @@ class LocalModel(ServedModel):
         number: int = 1,
         *,
         on_retired: Callable[[], None] = lambda: None,
-        load_seconds: float = LOAD_SECONDS,
     ) -> None:
         super().__init__()
-        self.current = Generation(make(checkpoint), number, checkpoint)
-        self.next: Generation[ModelEngine] | None = None
+        self._make, self._on_retired = make, on_retired
+        self._open: set[Generation[ModelEngine]] = set()
+        self.current = self.generation(checkpoint, number)
         self.is_default, self.broke = True, False
         self.loaded = 0.0
         self._last_used: float | None = None
-        self._make = make
-        self._on_retired = on_retired
-        self._load_seconds = load_seconds
         self.on_change: Callable[[], None] = lambda: None
         self._retiring: asyncio.Task[None] | None = None
-        self._open = {self.current}
 
     @property
     def last_used(self) -> float | None:
         """Return monotonic seconds of its last image, None before the first."""
         return self.current.engine.last_used or self._last_used
 
+    def generation(self, checkpoint: What, number: int) -> Generation[ModelEngine]:
+        """Return a version that is not loaded."""
+        made = Generation(self._make(checkpoint), number, checkpoint)
+        self._open.add(made)
+        return made
+
+    async def load(self, generation: Generation[ModelEngine]) -> str:
+        """Load a version, and return why it does not serve, or an empty text."""
+        ended = asyncio.Event()
+        generation.engine.start(partial(self._changed, generation, ended))
+        await ended.wait()
+        return generation.engine.status.reason
+
     async def bring(self) -> str:
-        """Load it, as it is not loaded, and return why it does not serve, or an empty text."""
+        """Load the current version, as it is not loaded; see `load`."""
         self.unloaded = False
         if self.current.engine.status.state == "failed":
-            await self._forget(self._renew())
-        await self._start(self.current).wait()
-        return self.current.engine.status.reason
+            await self.forget(self._renew())
+        return await self.load(self.current)
+
+    def take_over(self, following: Generation[ModelEngine]) -> None:
+        """Let a version that is loaded answer new requests; the one before is closed when its last request ended."""
+        previous, self.current, self.unloaded = self.current, following, False
+        self._retiring = self._tasks.begin(self._retire(previous))
 
     async def unload(self) -> None:
         """Give its memory back, and return when its last request has ended; `bring` loads it again."""
@@ -185,6 +182,11 @@ class LocalModel(ServedModel):
         self.on_change()
         self._retiring = self._tasks.begin(self._retire(previous))
         await self.retired()
+
+    @property
+    def is_retiring(self) -> bool:
+        """Return whether an old generation has requests left."""
+        return self._retiring is not None and not self._retiring.done()
 
     async def retired(self) -> None:
         """Return when the last requests of the old generation have ended, and it is closed."""
@@ -196,70 +198,22 @@ class LocalModel(ServedModel):
         await self._retire(self.current)
         await self.close()
 
-    def _renew(self) -> Generation[ModelEngine]:
-        """Let a generation that is not loaded take the place of the current one, which is returned."""
-        previous, self._last_used = self.current, self.last_used
-        self._info = self.info
-        self.current = Generation(self._make(previous.checkpoint), previous.number, previous.checkpoint)
-        self._open.add(self.current)
-        return previous
-
-    async def prepare(self, checkpoint: What) -> None:
-        """Load a checkpoint beside the one that serves; it is `next`, and takes over or is discarded.
-
-        Whoever cancels this call discards it, too.
-
-        Raises:
-            CheckpointRefused: it cannot be served; the old one goes on.
-            SwapUnderWay: another checkpoint is being loaded.
-            EngineUnavailable: no model is ready yet.
-        """
-        if self.next is not None:
-            raise SwapUnderWay(UNDER_WAY)
-        if not self.current.engine.ready:
-            raise EngineUnavailable(self.current.engine.status.reason)
-        named = checkpoint.get("checkpoint") if isinstance(checkpoint, Mapping) else checkpoint
-        logger.info("loading %s beside the model that is served", named or "the configured checkpoint")
-        self.next = following = Generation(self._make(checkpoint), self.current.number + 1, checkpoint)
-        self._open.add(following)
-        try:
-            await self.retired()  # there are never three models in memory
-            ended = self._start(following)
-            async with asyncio.timeout(self._load_seconds):
-                await ended.wait()
-            reason = following.engine.status.reason
-        except TimeoutError:
-            reason = f"it was not loaded and warm within {self._load_seconds:g} s"
-        if reason:
-            await self.discard(reason)
-            raise CheckpointRefused(reason)
-
-    def take_over(self) -> None:
-        """Let `next` answer new requests; the old generation is closed when its last request ended."""
-        assert self.next is not None, "it was prepared"
-        previous, self.current, self.next = self.current, self.next, None
-        self.loads = self.loads.counted(served=True)
-        self.on_change()
-        self._retiring = self._tasks.begin(self._retire(previous))
-
-    async def discard(self, reason: str) -> None:
-        """Close `next`, which is not to take over."""
-        assert self.next is not None, "it is being prepared, or is"
-        logger.error("the next checkpoint is refused, and the old one goes on: %s", reason)
-        self.loads = self.loads.counted(served=False)
-        discarded, self.next = self.next, None
-        await self._forget(discarded)
-
     async def close(self) -> None:
         """Close all generations."""
         self._tasks.cancel()
         await asyncio.gather(*(generation.engine.close() for generation in self._open))
 
-    def _start(self, generation: Generation[ModelEngine]) -> asyncio.Event:
-        """Start a generation's engine; return the event that it is loaded, or has failed."""
-        ended = asyncio.Event()
-        generation.engine.start(partial(self._changed, generation, ended))
-        return ended
+    async def forget(self, generation: Generation[ModelEngine]) -> None:
+        """Close a version that is not to answer any more."""
+        await generation.engine.close()
+        self._open.discard(generation)
+
+    def _renew(self) -> Generation[ModelEngine]:
+        """Let a generation that is not loaded take the place of the current one, which is returned."""
+        previous, self._last_used = self.current, self.last_used
+        self._info = self.info
+        self.current = self.generation(previous.checkpoint, previous.number)
+        return previous
 
     def _changed(self, generation: Generation[ModelEngine], ended: asyncio.Event) -> None:
         status, self.loaded = generation.engine.status, time.monotonic()
@@ -274,10 +228,6 @@ class LocalModel(ServedModel):
 
     async def _retire(self, generation: Generation[ModelEngine]) -> None:
         await generation.idle()
-        await self._forget(generation)
+        await self.forget(generation)
         self._on_retired()
         logger.info("the old model is closed")
-
-    async def _forget(self, generation: Generation[ModelEngine]) -> None:
-        await generation.engine.close()
-        self._open.discard(generation)

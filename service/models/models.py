@@ -38,38 +38,20 @@ from service.errors import (
     UnknownModel,
 )
 from service.models.folder import Entry, read_folder
-from service.models.model import UNDER_WAY, Generation, Loads, LocalModel, ModelState, ServedModel
+from service.models.model import Generation, LocalModel, ServedModel
 from service.models.tasks import Tasks
 from service.settings import Settings
+from vitserve.documents import ListedModel
 
 logger = logging.getLogger("vitserve")
 
+# Seconds in which the next checkpoint must be loaded and warm, or it is refused. The first may take any time.
 _FITTED: Final = "it is being fitted"
+UNDER_WAY: Final = "another checkpoint is being loaded: try again when that is done"
+LOAD_SECONDS: Final = 600.0
+
+# Seconds in which a load waits for the last requests of what was unloaded for it; then there is no memory for it.
 _LEAVE_SECONDS: Final = 1.0
-"""Seconds in which a load waits for the last requests of what was unloaded for it; then there is no memory for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelStatus:
-    """What is said of a model in a list of all.
-
-    Attributes:
-        reason: why it is not ready; empty when it is.
-        backbone: the same for models that share one; empty before it is known.
-        classes: how many it has; None before that is known.
-        bytes: measured, of its backbone; 0 while that is not loaded.
-        last_used: seconds since its last picture; None before the first.
-    """
-
-    name: str
-    state: ModelState
-    reason: str
-    backbone: str
-    classes: int | None
-    bytes: int
-    last_used: float | None
-    default: bool
-    taught: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +73,9 @@ class AddedHead:
         """Return the description of the head as a model, by that of the model whose features it scores."""
         assert self.head is not None, "a head that answers is there"
         head, config = self.head, with_labels(info.config, self.head.labels)
-        own = replace(info, name=self.name, labels=head.labels, config=config, temperature=head.temperature)
+        own = replace(
+            info, name=self.name, labels=head.labels, config=config, temperature=head.temperature, taught=True
+        )
         return replace(own, form=head.form, multi_label=False, zero_shot=None, coverage=None, calibrated_on=None)
 
 
@@ -116,7 +100,8 @@ class Models(ABC):
         default: the key in `served` of the model that is asked where no name is given.
 
     Attributes:
-        results: how many loads ended how, and how many backbones were unloaded for others.
+        results: how many loads ended how, and how many backbones were unloaded for others; how many of the loads were
+            swaps that were `served` or `refused`, and whether the last one was, `last_refused`.
         added: heads that are answered beside the models, by names that no model has.
     """
 
@@ -125,7 +110,7 @@ class Models(ABC):
     def __init__(self, served: Mapping[str, ServedModel], default: str = "") -> None:
         self.served = dict(served)
         self.default_name = default
-        self.results: Counter[str] = Counter()
+        self.results: Mapping[str, int] = {}
         self.on_change: Callable[[], None] = lambda: None
         self._tasks = Tasks()
         self._reload_again = False
@@ -135,13 +120,6 @@ class Models(ABC):
     def default(self) -> ServedModel:
         """Return the default model."""
         return self.served[self.default_name]
-
-    @property
-    def loads(self) -> Loads:
-        """Return the counts of swaps of all models, and whether the default's last one serves."""
-        every = [model.loads for model in self.served.values()]
-        sums = sum(each.served for each in every), sum(each.refused for each in every)
-        return Loads(*sums, all(each.last_successful for each in every))
 
     def name_of(self, key: str) -> str:
         """Return the name of a model as answers have it."""
@@ -180,7 +158,7 @@ class Models(ABC):
         """Return the model of a name, None for the default; raises `UnknownModel`."""
         return self.served[self.key(name)]
 
-    def describe(self) -> list[ModelStatus]:
+    def describe(self) -> list[ListedModel]:
         """Return the status of each model and head, in the order of names."""
         every = *map(self.status_of, self.served), *map(self._status_of_head, self.added.values())
         return sorted(every, key=lambda status: status.name)
@@ -196,10 +174,6 @@ class Models(ABC):
         every = (each for model in (self.default, *others) for each in model.current.engine.engines)
         found = {id(getattr(each, "backbone", each)): each.status for each in every}
         return list(found.values())
-
-    def tally(self) -> Mapping[str, int]:
-        """Return how many loads ended how, and how many backbones were unloaded for others."""
-        return self.results
 
     @abstractmethod
     def start(self, on_change: Callable[[], None]) -> None:
@@ -263,27 +237,35 @@ class Models(ABC):
         is_loading = any(model.state == "loading" for model in self.served.values())
         return is_loading if added.key is None else not added.reason
 
-    def _status_of_head(self, added: AddedHead) -> ModelStatus:
+    def _status_of_head(self, added: AddedHead) -> ListedModel:
         if added.key is not None and added.head is not None:
-            base, classes = self.status_of(added.key), len(added.head.labels)
-            return replace(base, name=added.name, classes=classes, bytes=0, default=False, taught=True)
-        state: ModelState = "loading" if self._waits(added) else "failed"
-        return ModelStatus(added.name, state, added.reason or _FITTED, "", None, 0, None, default=False, taught=True)
+            own = {"name": added.name, "classes": len(added.head.labels), "bytes": 0, "default": False, "taught": True}
+            return self.status_of(added.key).model_copy(update=own)
+        return ListedModel(
+            name=added.name,
+            state="loading" if self._waits(added) else "failed",
+            reason=added.reason or _FITTED,
+            backbone="",
+            bytes=0,
+            default=False,
+            taught=True,
+        )
 
-    def status_of(self, key: str) -> ModelStatus:
+    def status_of(self, key: str) -> ListedModel:
         """Return the status of the model that stands there in `served`."""
         model, engine = self.served[key], self.served[key].current.engine
         info, now, is_ready = model.info, time.monotonic(), model.state == "ready"
         last_used: float | None = getattr(model, "last_used", None)
-        return ModelStatus(
+        return ListedModel(
             name=self.name_of(key),
             state=model.state,
             reason="" if is_ready else "its memory was given back" if model.unloaded else engine.status.reason,
             backbone="" if info is None else info.backbone,
             classes=None if info is None else info.config.num_classes,
             bytes=getattr(engine, "size", 0) if is_ready else 0,
-            last_used=None if last_used is None else now - last_used,
+            last_used_seconds=None if last_used is None else round(now - last_used, 3),
             default=key == self.default_name,
+            taught=False,
         )
 
 
@@ -318,7 +300,8 @@ class LocalModels(Models):
         self.versions = dict(versions or {})
         names = sorted({*self._configured, *self.versions}, key=lambda name: (name != default, name))
         super().__init__({name: self._model(name) for name in names if not self._version(name).gone}, default)
-        self._prepared: tuple[str, LocalModel] | None = None
+        self.results: Counter[str] = Counter()
+        self._prepared: tuple[str, LocalModel, Generation[ModelEngine]] | None = None
         self._turn = asyncio.Lock()
         self._under_way: dict[str, asyncio.Task[None]] = {}
         self._sizes: dict[str, int] = {}
@@ -372,10 +355,8 @@ class LocalModels(Models):
         Whoever cancels this call discards it. Raises as `put`; with `in_turn` what is being loaded is waited for,
         and None is what is configured. Else it is that for the default model alone, and for another what it serves.
         """
-        if self._turn.locked() and not in_turn:
-            raise SwapUnderWay(UNDER_WAY)
-        await self._turn.acquire()
         key = self.place(name)
+        await self._take_turn(key, waits=in_turn)
         existing = self.served.get(key)
         if (
             what is None
@@ -384,33 +365,61 @@ class LocalModels(Models):
         ):
             what = existing.current.checkpoint
         try:
+            if existing is self.default and not existing.current.engine.ready:
+                raise EngineUnavailable(existing.current.engine.status.reason)
             await self._make_room(key)
-            if existing is not None and (existing.state == "ready" or existing is self.default):
-                self._prepared = key, existing
-                await existing.prepare(what)
-                info = None if existing.next is None else existing.next.engine.info
-                if info is not None and not key and (info.name in self.served or info.name in self.added):
-                    raise NameTaken(f"{info.name}: another model has the name of this checkpoint")
-            else:
-                self._prepared = key, self._model(key, Version(self._version(key).number + 1, what))
-                if reason := await self._prepared[1].bring():
-                    raise CheckpointRefused(reason)
+            await self._prepare(key, what)
         except BaseException as error:
-            await self.discard("another engine did not load it, or who asked for it is gone", error)
+            await self.discard(str(error), error)
             raise
         return existing is None
+
+    async def _prepare(self, key: str, what: What) -> None:
+        """Load a version of a model beside what serves; raises as `put`."""
+        if key in self.served:
+            model = self.served[key]
+            following = model.generation(what, model.current.number + 1)
+            named = what.get("checkpoint") if isinstance(what, Mapping) else what
+            logger.info("loading %s beside the model that is served", named or "the configured checkpoint")
+        else:
+            model = self._model(key, Version(self._version(key).number + 1, what))
+            following = model.current
+        self._prepared = key, model, following
+        try:
+            async with asyncio.timeout(LOAD_SECONDS):
+                reason = await model.load(following)
+        except TimeoutError:
+            reason = f"it was not loaded and warm within {LOAD_SECONDS:g} s"
+        if reason:
+            raise CheckpointRefused(reason)
+        info = following.engine.info
+        if info is not None and not key and (info.name in self.served or info.name in self.added):
+            raise NameTaken(f"{info.name}: another model has the name of this checkpoint")
+
+    async def _take_turn(self, key: str, *, waits: bool) -> None:
+        """Begin a turn once the version before a model's current one is closed: there are never three in memory.
+
+        Its last requests may take long, while others load; raises `SwapUnderWay` where they do and it is not to wait.
+        """
+        while waits or not self._turn.locked():
+            await self._turn.acquire()
+            model = self.served.get(key)
+            if model is None or not model.is_retiring:
+                return
+            self._turn.release()
+            await model.retired()
+        raise SwapUnderWay(UNDER_WAY)
 
     def take_over(self) -> str:
         """Let what was prepared answer new requests, and return where it stands in `served`."""
         assert self._prepared is not None, "it was prepared"
-        (key, model), self._prepared = self._prepared, None
-        if model.next is not None:
-            model.take_over()
+        (key, model, following), self._prepared = self._prepared, None
+        if following is model.current:  # of a new name
+            self.served[key], model.on_change = model, self.on_change
         else:
-            before, self.served[key] = self.served.get(key), model
-            model.on_change = self.on_change
-            if before is not None:
-                self._tasks.begin(before.close())
+            model.take_over(following)
+            self.results["served"] += 1
+            self.results["last_refused"] = 0
         if key in self.served:  # else it was deleted meanwhile
             self.versions[key] = Version(model.current.number, model.current.checkpoint)
         self.results["loaded"] += 1
@@ -421,11 +430,15 @@ class LocalModels(Models):
     async def discard(self, reason: str, error: BaseException | None = None) -> None:
         """Give up what was prepared, or failed to be, for a reason."""
         if self._prepared is not None:
-            (key, model), self._prepared = self._prepared, None
-            if model.next is not None:
-                await model.discard(reason)
-            elif self.served.get(key) is not model:
+            (_, model, following), self._prepared = self._prepared, None
+            if following is model.current:
                 await model.close()
+            else:
+                if not isinstance(error, asyncio.CancelledError):
+                    logger.error("the next checkpoint is refused, and the old one goes on: %s", reason)
+                self.results["refused"] += 1
+                self.results["last_refused"] = 1
+                await model.forget(following)
         self.results["failed"] += error is None or isinstance(error, (CheckpointRefused, ModelsFull))
         self._turn.release()
 
@@ -597,7 +610,6 @@ class LocalModels(Models):
             (max(max(model.last_used or 0.0, model.loaded) for model in models), backbone)
             for backbone, models in users.items()
             if not any(model.current.requests > model.current.held for model in models)
-            and not any(model.current.engine.backbone.engine.busy for model in models)
             and backbone not in {info.backbone for info in kept if info is not None}
         ]
         loaded = self.backbones()

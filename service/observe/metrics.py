@@ -66,16 +66,14 @@ class Sources:
         statuses: returns those of the engines.
         recent: returns how many pictures and bytes are kept, and how many pictures were pushed out.
         places: returns how many places for images are taken, and how many there are.
-        reloads: returns how many checkpoints took over and were refused, and whether the last one serves.
         names: returns those of all models, None if it does not matter; series of other ones have ended.
-        results: returns how many loads of models ended how, and how many backbones were unloaded for others.
+        results: see `service.models.models.Models`.
         backbones: returns the bytes of each that is loaded.
     """
 
     statuses: Callable[[], Sequence[EngineStatus]] = tuple
     recent: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
     places: Callable[[], tuple[int, int]] = lambda: (0, 0)
-    reloads: Callable[[], tuple[int, int, bool]] = lambda: (0, 0, True)
     names: Callable[[], Container[str] | None] = lambda: None
     results: Callable[[], Mapping[str, int]] = dict
     backbones: Callable[[], Mapping[str, int]] = dict
@@ -231,7 +229,6 @@ class _StateCollector(Collector):
         statuses = self.sources.statuses()
         engines: dict[tuple[str, ...], EngineStatus] = {(status.device,): status for status in reversed(statuses)}
         pictures, size, evicted = self.sources.recent()
-        served, refused, successful = self.sources.reloads()
         results = self.sources.results()
         gauges: list[_Row] = [
             ("vit_model_info", "Always 1; the labels tell what is served", _MODEL, dict.fromkeys(self.models, 1.0)),
@@ -259,7 +256,7 @@ class _StateCollector(Collector):
                 "vit_last_reload_successful",
                 "0 when the last checkpoint that was to take over was refused, else 1",
                 [],
-                {(): float(successful)},
+                {(): float(not results.get("last_refused"))},
             ),
             (
                 "vit_backbone_bytes",
@@ -281,7 +278,7 @@ class _StateCollector(Collector):
                 "vit_reloads_total",
                 "Checkpoints that were to be swapped",
                 ["outcome"],
-                {("served",): served, ("refused",): refused},
+                {(name,): results.get(name, 0) for name in ("served", "refused")},
             ),
             (
                 "vit_model_loads_total",

@@ -108,9 +108,8 @@ def create_app(
             statuses=models.statuses,
             recent=images.usage,
             places=lambda: (service.limiter.in_use, service.limiter.capacity),
-            reloads=lambda: models.loads,
             names=lambda: {each.name for each in models.describe()},
-            results=models.tally,
+            results=lambda: models.results,
             backbones=models.backbones,
         )
     )

@@ -30,11 +30,11 @@ from starlette.types import Message, Receive
 from model.config import PreprocessConfig
 from model.cores import usable_cores
 from model.errors import ImageError
-from model.heads import Head, compared, of_image, with_map
+from model.heads import Head, compared, of_image
 from model.images.formats import is_bounded
 from model.images.preprocess import ModelInput, model_input
 from model.images.region import Region
-from model.outputs import CLASS_SPECIFIC, EmbeddingRequest, MapRequest, RequestedOutputs
+from model.outputs import RequestedOutputs
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from service.engine.streams import MAX_EXPLANATION_BATCH
@@ -111,11 +111,15 @@ class Model:
     """The model of a request: the generation that it belongs to, its description, and its head if that is a taught one.
 
     Such a head scores the features that the generation gives.
+
+    Attributes:
+        unloaded: whether it is loaded only when the request's picture is decoded: what is refused wakes nobody.
     """
 
     generation: Generation[Engine]
     info: ModelInfo
     taught: Head | None = None
+    unloaded: bool = False
 
 
 class Sender(NamedTuple):
@@ -167,8 +171,22 @@ class Service:
         if info is None or not generation.engine.ready:
             reason = self.models.status_of(self.models.key(name)).reason
             raise EngineUnavailable(reason or generation.engine.status.reason)
+        return self._described(name, generation, info)
+
+    def _described(
+        self, name: str | None, generation: Generation[Engine], info: ModelInfo, *, unloaded: bool = False
+    ) -> Model:
         added = self.models.added.get(name or "")
-        return Model(generation, info) if added is None else Model(generation, added.info(info), added.head)
+        if added is None:
+            return Model(generation, info, unloaded=unloaded)
+        return Model(generation, added.info(info), added.head, unloaded)
+
+    async def find(self, name: str | None, started: float, *, share: float = 1.0) -> Model:
+        """Return the model of a name, of an unloaded one its description: see `Model`; raises as `loaded_model`."""
+        model = self.models.find(name)
+        if model.state == "unloaded" and model.info is not None:
+            return self._described(name, model.current, model.info, unloaded=True)
+        return await self.loaded_model(name, started, share=share)
 
     async def loaded_model(self, name: str | None, started: float, *, share: float = 1.0) -> Model:
         """Return the model of a name for a request whose head came at a reading of the clock; see `model`.
@@ -191,13 +209,6 @@ class Service:
                 except TimeoutError:
                     raise ModelLoading(f"{name!r:.200} was not loaded in the request's time") from None
         return self.model(name)
-
-    async def description(self, name: str | None, started: float) -> ModelInfo:
-        """Return the description of a model, of an unloaded one without loading it; raises as `loaded_model`."""
-        model, added = self.models.find(name), self.models.added.get(name or "")
-        if model.state == "unloaded" and model.info is not None:
-            return model.info if added is None else added.info(model.info)
-        return (await self.loaded_model(name, started)).info
 
     async def keep(self, picture: ModelInput, model: Model, image_id: str | None = None) -> str | None:
         """Store a picture as a model sees it, and return its id, or None; an id may have one of each preprocessing."""
@@ -288,8 +299,8 @@ def service_of(request: Request) -> Service:
 
 
 async def model_of(request: Request, name: str | None = None) -> Model:
-    """Return the model of a request, by default the default one; raises as `Service.loaded_model`."""
-    return await service_of(request).loaded_model(name, request_context(request.scope).started)
+    """Return the model of a request, by default the default one; raises as `Service.find`."""
+    return await service_of(request).find(name, request_context(request.scope).started)
 
 
 class AdmittedRequest:
@@ -327,6 +338,7 @@ class AdmittedRequest:
         self._body = body
         self._permit = permit
         self._reading = False
+        self._load = asyncio.Lock()
         self._watcher: asyncio.Future[None] | None = None
 
     def choose(self, model: Model) -> None:
@@ -339,6 +351,24 @@ class AdmittedRequest:
         other = copy.copy(self)
         other.choose(model)
         return other
+
+    async def load(self, *, share: float = 1.0) -> None:
+        """Have the request's model loaded if it is unloaded; pictures of a batch wait as one.
+
+        Raises:
+            EngineUnavailable: it was replaced meanwhile.
+            What `Service.loaded_model` raises, for the same `share`.
+        """
+        async with self._load:
+            if not self.model.unloaded:
+                return
+            before = self.model
+            with self._permit.lent():
+                name, started = before.info.name, self.sender.started
+                found = await self.service.loaded_model(name, started, share=share)
+            if (found.info.content, found.info.head) != (before.info.content, before.info.head):
+                raise EngineUnavailable(f"{before.info.name}: it was replaced while it was unloaded: try again")
+            self.choose(replace(before, generation=found.generation, unloaded=False))
 
     # The body is read
 
@@ -456,54 +486,36 @@ class AdmittedRequest:
         """Return the picture in a file as the model saw it, and the answer; raises as `decoded` and `infer`.
 
         A picture keeps its turn until it is answered, so that decoding does not run far ahead of the model. Where a map
-        is asked, or texts have to be computed, it gives the turn back first: that may take long. Its place is free as
-        soon as it is answered or refused, though others of its batch are not.
+        is asked, texts have to be computed, or the model is to be loaded, it gives the turn back first: that may take
+        long. Its place is free as soon as it is answered or refused, though others of its batch are not.
         """
-        asked = of_image(requested) if requested.labels or self.model.taught else requested
+        asked = of_image(requested, None) if requested.labels or self.model.taught else requested
         with self._permit.used():
             async with self.decoded(data) as decoded:
                 pixels = decoded.picture.pixels
-                first = None if asked.map is not None else await self._batched(pixels, asked)
+                is_slow = requested.map is not None or self.model.unloaded
+                first = None if is_slow else await self._batched(pixels, asked)
             return decoded, await self.infer(pixels, requested, first)
 
     async def infer(
         self, pixels: NDArray[np.uint8], requested: RequestedOutputs, first: InferenceResult | None = None
     ) -> InferenceResult:
-        """Return the model's answer to one picture, uint8 [H, W, C]; raises as `Engine.infer`.
+        """Return the model's answer to one picture, uint8 [H, W, C]; raises as `load` and `Engine.infer`.
 
         A taught head scores the picture's embedding here, and so do labels of the request, whose texts are none of the
         batch's. `first` is the batch's answer, if there is one already.
         """
-        taught, embedding = self.model.taught, requested.embedding
-        if taught is None and not requested.labels:
-            return first or await self._infer(pixels, requested)
-        result = first or await self._infer(pixels, of_image(requested))
-        if taught is None:
+        await self.load()
+        head = self.model.taught
+        if head is None and requested.labels:
             zero_shot = self.model.info.zero_shot
             assert zero_shot is not None, "routes refuse labels for other models"
             texts = await self.embed_texts(zero_shot.prompts(requested.labels))
-            return await self.scored(pixels, result, zero_shot.head(requested.labels, texts), requested)
-        if embedding in (None, EmbeddingRequest()):
-            return await self.scored(pixels, result, taught, requested)
-        scored = await self.infer(pixels, replace(requested, embedding=None))  # the head reads another embedding
-        return scored.after(result, embedding=result.outputs.embedding)
-
-    async def scored(
-        self, pixels: NDArray[np.uint8], result: InferenceResult, head: Head, requested: RequestedOutputs
-    ) -> InferenceResult:
-        """Return the answer of a head to one picture, from the result of what `model.heads.of_image` returns.
-
-        The map of a class is asked for on its own.
-        """
-        (outputs, logits), asked = compared(result.outputs, head, requested), requested.map
-        if asked is None or asked.method not in CLASS_SPECIFIC:
-            return replace(result, outputs=outputs)
-        label = int(outputs.indices[0]) if asked.class_index is None else asked.class_index
-        of_label = MapRequest(asked.method, direction=head.target(asked.method, logits, label))
-        explained = await self._infer(pixels, RequestedOutputs(1, of_label))
-        assert explained.outputs.map is not None, "the engine answers each request for a map"
-        outputs = with_map(outputs, head, logits, asked, explained.outputs.map)
-        return replace(result.after(explained), outputs=outputs)
+            head = zero_shot.head(requested.labels, texts)
+        if head is None:
+            return first or await self._infer(pixels, requested)
+        result = first or await self._infer(pixels, of_image(requested, head))
+        return replace(result, outputs=compared(result.outputs, head, requested))
 
     async def _infer(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
         """Infer in a turn beside other maps with a pass of their own, or beside other pictures."""
@@ -524,7 +536,8 @@ class AdmittedRequest:
         return result
 
     async def embed_texts(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return the features of texts, [N, D]; raises as `Engine.embed_texts`."""
+        """Return the features of texts, [N, D]; raises as `load` and `Engine.embed_texts`."""
+        await self.load()
         async with self._beside(self.service.lanes.texts, len(texts)):
             return await self.model.generation.engine.embed_texts(texts, timeout=self.deadline.remaining())
 

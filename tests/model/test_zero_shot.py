@@ -82,12 +82,33 @@ def test_a_label_stands_in_each_template_and_braces_of_a_label_mean_nothing() ->
     assert two.prompts(["{}", "x"]) == ["a {}", "{} b", "a x", "x b"]
 
 
+@pytest.mark.parametrize("independent", [False, True])
+@pytest.mark.parametrize("count", [1, 7])
+def test_scores_are_those_of_torch(independent: bool, count: int) -> None:
+    rng = np.random.default_rng(0)
+    texts, embedding = rng.normal(size=(count, 12)).astype("f4"), rng.normal(size=12).astype("f4")
+    zero_shot = ZeroShot(10.0, -2.0, independent, ("{}",))
+    outputs = Outputs(np.ones(1, np.float32), np.zeros(1, np.int64), embedding=embedding)
+    requested = RequestedOutputs(min(3, count), logits=True, labels=("x",) * count)
+    found = compared(outputs, zero_shot.head(requested.labels, texts), requested)
+    logits = 10 * torch.nn.functional.cosine_similarity(torch.from_numpy(texts), torch.from_numpy(embedding)) - 2
+    scores = logits.sigmoid() if independent else logits.softmax(dim=0)
+    best = scores.topk(min(3, count))
+    assert found.logits is not None
+    np.testing.assert_allclose(found.logits, logits, atol=1e-5)
+    np.testing.assert_allclose(found.scores, best.values, atol=1e-6)
+    assert found.indices.tolist() == best.indices.tolist()
+    assert str(found.scores.dtype) == "float32"
+    assert str(found.indices.dtype) == "int64"
+    assert found.embedding is None
+
+
 def test_scores_stay_finite_where_exponentials_do_not() -> None:
     zero_shot = ZeroShot(1e4, 0.0, True, ("{}",))
     embedding = np.array([1, 0], np.float32)
     outputs = Outputs(np.ones(1, np.float32), np.zeros(1, np.int64), embedding=embedding)
     head = zero_shot.head(("a", "b"), np.array([[1, 0], [-1, 0]], np.float32))
-    found, _ = compared(outputs, head, RequestedOutputs(2, labels=("a", "b")))
+    found = compared(outputs, head, RequestedOutputs(2, labels=("a", "b")))
     assert found.scores.tolist() == [1, 0]
 
 

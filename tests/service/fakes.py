@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -69,7 +69,7 @@ async def until(condition: Callable[[], bool]) -> None:
 def start(model: LocalModel, on_change: Callable[[], None]) -> None:
     """Begin to load a model on its own."""
     model.on_change = on_change
-    model._start(model.current)
+    model.current.engine.start(partial(model._changed, model.current, asyncio.Event()))
 
 
 class FixedModels(Models):

@@ -33,8 +33,10 @@ from service.errors import (
     InferenceFailed,
     QueueFull,
 )
-from service.models.model import Generation, LocalModel
-from tests.service.fakes import PATIENCE, model_info, start
+from service.models.model import Generation
+from service.models.models import LocalModels
+from service.settings import load_settings
+from tests.service.fakes import PATIENCE, model_info
 
 CAPACITY = 6
 MAX_BATCH = 3
@@ -152,8 +154,9 @@ class ModelMachine(RuleBasedStateMachine):
         self.load_gate.set()
 
         async def begin() -> None:
-            self.model = LocalModel(self.make)
-            start(self.model, lambda: None)
+            self.models = LocalModels(load_settings(), lambda own: self.make(None))
+            self.model = self.models.served[""]
+            self.models.start(lambda: None)
             while not self.model.current.engine.ready:
                 await asyncio.sleep(0)
 
@@ -172,7 +175,11 @@ class ModelMachine(RuleBasedStateMachine):
             engines = [(len(runner.launched), runner.waiting) for runner in self.runners.values()]
             waiting = [generation.engine.status for generation in self.model._open]
             now = engines, waiting, [each.answer.done() for each in self.requests if each.answer is not None]
-            quiet, before = (quiet + 1 if now == before else 0), now
+            # A thread that has taken a batch may not be in the model yet.
+            engines_open: list[Any] = [generation.engine for generation in self.model._open]
+            taken = sum(len(engine._streams._under_way) for engine in engines_open)
+            is_quiet = now == before and taken == sum(runner.waiting for runner in self.runners.values())
+            quiet, before = (quiet + 1 if is_quiet else 0), now
 
     # What callers do
 
@@ -260,8 +267,7 @@ class ModelMachine(RuleBasedStateMachine):
         self.wait(self.settle())
 
     async def replace(self) -> None:
-        await self.model.prepare(None)
-        self.model.take_over()
+        await self.models.put("", None)
 
     @rule()
     def loaded(self) -> None:
@@ -321,7 +327,7 @@ class ModelMachine(RuleBasedStateMachine):
         self.every_answer_is_the_images_own_and_of_its_model()
         for runner in self.runners.values():
             runner.turns.release(100)
-        self.wait(self.model.close())
+        self.wait(self.models.close())
         self.loop.close()
 
 

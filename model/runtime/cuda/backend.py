@@ -48,7 +48,6 @@ class Cuda(TorchBackend):
         if options.dtype == torch.float32:  # of the whole process, which has one model
             torch.backends.cudnn.allow_tf32 = False
         super().__init__(options)
-        self._head = options.checkpoint.head
         self._captured_k = min(_CAPTURED_TOP_K, self.config.logits)
         self._compiled: Network | None = None
         shape, largest = (*self.config.image_size, self.config.in_channels), options.sizes[-1]

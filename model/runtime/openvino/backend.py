@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -19,6 +19,7 @@ from model.errors import DeviceError, VitError
 from model.heads import Head
 from model.outputs import MapRequest
 from model.runtime.backend import (
+    Aim,
     Backend,
     BatchRequest,
     HostOutputs,
@@ -138,6 +139,10 @@ class OpenVino(Backend):
             except (DeviceError, RuntimeError) as error:
                 logger.warning("torch computes relevance: %s", error)
             self._prepared = True
+
+    def aim(self, images: Images, request: BatchRequest, aims: Sequence[Aim]) -> HostOutputs:
+        """See `Backend.aim`: the graph with relevance begins it with the own head's weights."""
+        return self.load_torch().aim(images, request, aims)
 
     def explain(
         self, images: NDArray[np.uint8], targets: NDArray[np.int64] | NDArray[np.float32], request: MapRequest

@@ -205,8 +205,8 @@ def _described(describe: Callable[[ModelInfo, Service], Mapping[str, Any]], kind
     async def method(service: Service, call: Call) -> bytes:
         question = await call.question()
         check_version(question.version)
-        info = await service.description(question.name or None, call.started)
-        return _encode(describe(info, service), kind())
+        model = await service.find(question.name or None, call.started)
+        return _encode(describe(model.info, service), kind())
 
     return method
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from service.engine.messages import ModelInfo
-from service.models.models import ModelStatus
 from service.observe.metrics import Metrics
 from service.web.inference_protocol import EXTENSIONS, GRPC_SERVICE, REPOSITORY_EXTENSION, VERSION
 from service.web.inference_protocol.inference import inputs_of, outputs_of
+from vitserve.documents import ListedModel
 
 _PLATFORM: Final = "vitserve"
 _NANOSECONDS: Final = 1_000_000_000
-_CONFIGURED: Final = {"BYTES": "TYPE_STRING", "UINT8": "TYPE_UINT8", "INT64": "TYPE_INT64", "FP32": "TYPE_FP32"}
+_CONFIGURED: Final = {"BYTES": "TYPE_STRING"} | {name: f"TYPE_{name}" for name in ("BOOL", "UINT8", "INT64", "FP32")}
 _REQUESTS: Final = (
     "/v2/models/{name}/infer",
     "/v2/models/{name}/versions/{version}/infer",
@@ -27,7 +27,7 @@ def server_metadata(version: str, *, swaps: bool) -> dict[str, Any]:
     return {"name": "vitserve", "version": version, "extensions": extensions}
 
 
-def repository_entry(status: ModelStatus) -> dict[str, str]:
+def repository_entry(status: ListedModel) -> dict[str, str]:
     """Return what the repository's index says of a model.
 
     https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md

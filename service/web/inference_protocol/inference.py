@@ -101,8 +101,14 @@ OUTPUTS: Final[Mapping[str, Output]] = {
         lambda outputs, _: None if outputs.label_set is None else np.array([len(outputs.label_set)], np.int64),
         lambda info: info.coverage is not None,
     ),
+    "abstained": Output(
+        "BOOL",
+        lambda info: [1],
+        lambda outputs, _: np.array([outputs.far or (outputs.label_set is not None and not len(outputs.label_set))]),
+        lambda info: info.taught or info.coverage is not None,
+    ),
 }
-_BY_DEFAULT: Final = ("label", "index", "score")
+_BY_DEFAULT: Final[tuple[str, ...]] = ("label", "index", "score")
 _OF_CLASSES: Final = frozenset({*_BY_DEFAULT, "logits"})
 _OF_MAPS: Final = frozenset({"attention", "evidence"})
 # Characters of a request's id, which its answer repeats, and the bytes of waiting answers are not counted.
@@ -126,10 +132,10 @@ def inputs_of(info: ModelInfo) -> dict[str, tuple[str, list[int]]]:
 async def find_model(service: Service, name: str | None, version: str, started: float) -> Model:
     """Return the model of a name and version; None is the default, and an empty version is any.
 
-    Raises `NotFound` if there is no such version, and as `Service.loaded_model`.
+    Raises `NotFound` if there is no such version, and as `Service.find`.
     """
     check_version(version)
-    return await service.loaded_model(name, started)
+    return await service.find(name, started)
 
 
 def check_version(version: str) -> None:
@@ -170,6 +176,8 @@ class Inference:
             raise InvalidParameter("there is no picture in the request")
         has_labels = info.config.num_classes or request.parameters.get("labels") is not None
         by_default = _BY_DEFAULT if has_labels else ("embedding",)
+        if has_labels and OUTPUTS["abstained"].exists(info):
+            by_default += ("abstained",)
         outputs = request.outputs or [RequestedOutput(name) for name in by_default]
         requested = _requested(request.parameters, outputs, info)
         return cls(request.id, pictures, outputs, requested, bool(request.parameters.get("binary_data_output")))

@@ -158,12 +158,12 @@ class OutputTensor:
     @property
     def datatype(self) -> str:
         """Return its datatype on the wire; texts are BYTES."""
-        return {"O": "BYTES", "i": "INT64", "f": "FP32"}[self.values.dtype.kind]
+        return {"O": "BYTES", "b": "BOOL", "i": "INT64", "f": "FP32"}[self.values.dtype.kind]
 
     def raw(self) -> bytes:
         """Return its bytes."""
         if self.datatype != "BYTES":
-            return self.values.astype({"INT64": "<i8", "FP32": "<f4"}[self.datatype]).tobytes()
+            return self.values.astype({"BOOL": "?", "INT64": "<i8", "FP32": "<f4"}[self.datatype]).tobytes()
         encoded = [text.encode() for text in self.values.ravel().tolist()]
         return b"".join(_LENGTH.pack(len(text)) + text for text in encoded)
 

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from model.errors import ImageError, InputError
-from model.heads import labels_of_request, of_image, with_labels
+from model.heads import compared, labels_of_request, of_image, with_labels
 from model.outputs import DEFAULT_TOP_K, EmbeddingRequest, RequestedOutputs, parse_maps
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, MissingImage, ServiceError, UnknownModel
@@ -233,11 +233,13 @@ async def _classify_by_several(request: Request, query: ClassifyQuery) -> Respon
     for name in names:
         if name not in service.models.added:  # such a one has an error of its own where it does not answer
             service.models.find(name)
-    failed = dict(zip(names, await all_of(_unavailable(request, name) for name in names), strict=True))
+    found = dict(zip(names, await all_of(_found(request, name) for name in names), strict=True))
+    failed: dict[str, Exception] = {}
     groups: dict[tuple[object, ...], _Members] = {}
-    for name in [name for name, error in failed.items() if error is None]:
+    for name, model in found.items():
         try:
-            model = service.model(name)
+            if isinstance(model, ServiceError):
+                raise model
             requested = replace(_requested(query, model.info, cap=True), head=model.info.head)
         except (InputError, ServiceError) as error:
             failed[name] = error
@@ -253,23 +255,22 @@ async def _classify_by_several(request: Request, query: ClassifyQuery) -> Respon
         if members:
             picture = await admitted.read_picture(passes=len(groups))
             passes = await all_of(_pass(admitted, picture, group, image_id, query) for group in groups.values())
-        answers = {name: _item(admitted, error) for name, error in failed.items() if error is not None}
+        answers = {name: _item(admitted, error) for name, error in failed.items()}
         answers |= {name: answer for each in passes for name, answer in each.answers.items()}
         document: dict[str, object] = {"id": image_id} if any(each.is_kept for each in passes) else {}
-        document |= {"models": {name: answers[name] for name in failed}}
+        document |= {"models": {name: answers[name] for name in found}}
         document |= {"timings_ms": _timings(admitted, [each.took for each in passes if each.took is not None])}
         size = sum(asked.top_k for _, asked in members)
         content = await admitted.write(partial(msgspec.json.encode, document), size=size)
     return Response(content, media_type="application/json")
 
 
-async def _unavailable(request: Request, name: str) -> Exception | None:
-    """Return why a model does not answer, or None once it does; others have half of the request's time left."""
+async def _found(request: Request, name: str) -> Model | ServiceError:
+    """Return a model, or why it does not answer; others have half of the request's time left."""
     try:
-        await service_of(request).loaded_model(name, request_context(request.scope).started, share=0.5)
+        return await service_of(request).find(name, request_context(request.scope).started, share=0.5)
     except ServiceError as error:
         return error
-    return None
 
 
 class _Pass(NamedTuple):
@@ -284,29 +285,48 @@ async def _pass(
     admitted: AdmittedRequest, picture: bytearray, members: _Members, image_id: str, query: ClassifyQuery
 ) -> _Pass:
     """Ask the models of one backbone and preprocessing; raises an error of the picture itself."""
-    first = replace(members[0][0], taught=None)
-    asked, *others = [wanted if model.taught is None else of_image(wanted) for model, wanted in members]
+    answers: dict[str, dict[str, Any]] = {}
     try:
+        if any(model.unloaded for model, _ in members):
+            members, answers = await _load(admitted, picture, members)
+        if not members:
+            return _Pass(answers)
+        first = replace(members[0][0], taught=None)
+        asked, *others = [
+            wanted if model.taught is None else of_image(wanted, model.taught) for model, wanted in members
+        ]
         by_first = admitted.by(first)
         decoded, result = await by_first.classify(picture, replace(asked, more=tuple(others)))
     except MissingImage:
         raise
     except ServiceError as error:
         failed = _item(admitted, error)
-        return _Pass({model.info.name: failed for model, _ in members})
+        return _Pass(answers | {model.info.name: failed for model, _ in members})
     kept = await admitted.service.keep(decoded.picture, first, image_id)
-    answers: dict[str, dict[str, Any]] = {}
     for (model, wanted), outputs in zip(members, (result.outputs, *result.outputs.more), strict=True):
-        own = replace(result, outputs=outputs)
-        try:
-            if model.taught is not None:
-                own = await by_first.scored(decoded.picture.pixels, own, model.taught, wanted)
-        except ServiceError as error:
-            answers[model.info.name] = _item(admitted, error)
-            continue
+        own = replace(result, outputs=compared(outputs, model.taught, wanted) if model.taught else outputs)
         admitted.service.metrics.count_image(model.info.name, own.outputs)
         answers[model.info.name] = _fields(admitted, model, wanted, decoded, own, kept, query.min_score)
     return _Pass(answers, (decoded, result), kept is not None)
+
+
+async def _load(
+    admitted: AdmittedRequest, picture: bytearray, members: _Members
+) -> tuple[_Members, dict[str, dict[str, Any]]]:
+    """Load models that are unloaded once a picture is seen to be one; return who answers, and others' problems."""
+    async with admitted.by(members[0][0]).decoded(picture):
+        pass  # else it raises
+    loaded: _Members = []
+    failed: dict[str, dict[str, Any]] = {}
+    for model, wanted in members:
+        own = admitted.by(model)
+        try:
+            await own.load(share=0.5)
+        except ServiceError as error:
+            failed[model.info.name] = _item(admitted, error)
+        else:
+            loaded.append((own.model, wanted))
+    return loaded, failed
 
 
 def _item(admitted: AdmittedRequest, error: Exception) -> dict[str, Any]:

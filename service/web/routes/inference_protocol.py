@@ -13,7 +13,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, MalformedRequest
 from service.web.inference_protocol import VERSION
 from service.web.inference_protocol.descriptions import (
@@ -25,7 +24,6 @@ from service.web.inference_protocol.descriptions import (
 )
 from service.web.inference_protocol.inference import check_version, infer, read
 from service.web.inference_protocol.tensors import decode_request, encode_answer
-from service.web.middleware import request_context
 from service.web.request import model_of, service_of
 from service.web.routes.endpoint import Endpoint, json_response
 from service.web.routes.models import allowed, decoded, load, require_admin, small_body
@@ -48,11 +46,6 @@ def _name(request: Request) -> str | None:
     check_version(request.path_params.get("version", VERSION))
     name: str | None = request.path_params.get("name")
     return name
-
-
-async def _description(request: Request) -> ModelInfo:
-    """Return the description of the model of the path's name; raises `NotFound`, and as `Service.description`."""
-    return await service_of(request).description(_name(request), request_context(request.scope).started)
 
 
 @router.get("")
@@ -82,7 +75,7 @@ async def v2_ready(request: Request) -> Response:
 @router.get(f"{_VERSIONED}/config")
 async def v2_configuration(request: Request) -> Response:
     """Return the model's configuration."""
-    return json_response(model_configuration(await _description(request)))
+    return json_response(model_configuration((await model_of(request, _name(request))).info))
 
 
 @router.get("/models/stats")
@@ -90,7 +83,7 @@ async def v2_configuration(request: Request) -> Response:
 @router.get(f"{_VERSIONED}/stats")
 async def v2_statistics(request: Request) -> Response:
     """Return the statistics of the model since the start; its name may be left out."""
-    return json_response(model_statistics(await _description(request), service_of(request).metrics))
+    return json_response(model_statistics((await model_of(request, _name(request))).info, service_of(request).metrics))
 
 
 @router.post(f"{_MODEL}/infer")
@@ -117,7 +110,7 @@ def _header_length(request: Request) -> int | None:
 @router.get(_VERSIONED)
 async def v2_model(request: Request) -> Response:
     """Describe the model: its inputs and outputs."""
-    return json_response(model_metadata(await _description(request)))
+    return json_response(model_metadata((await model_of(request, _name(request))).info))
 
 
 # The model repository: `service.web.routes.models` does the same by the name of each model.

@@ -18,7 +18,6 @@ from starlette.responses import Response
 from service.engine.backbones import What
 from service.errors import Forbidden, InvalidParameter, MalformedRequest, NameTaken, Unauthorized, UnknownModel
 from service.models.folder import PATHS, check_name, model_settings
-from service.models.models import ModelStatus
 from service.settings import Settings
 from service.web.api_keys import bearer_token, holds_admin_key
 from service.web.request import Service, service_of
@@ -40,7 +39,7 @@ _SETTINGS: Final = {
 @router.get("/models", response_model=list[ListedModel])
 async def models(request: Request) -> Response:
     """List all models by name; those that share a backbone name the same one."""
-    listed = b",".join(to_json(_listed(each)) for each in service_of(request).models.describe())
+    listed = b",".join(to_json(each) for each in service_of(request).models.describe())
     return Response(b"[%b]" % listed, media_type="application/json")
 
 
@@ -63,7 +62,7 @@ async def put_model(request: Request) -> Response:
     if "checkpoint" not in what:
         raise InvalidParameter("checkpoint: expected the path of one")
     status, is_new = await load(service, name, what | {"model_name": name})
-    return Response(to_json(_listed(status)), 201 if is_new else 200, media_type="application/json")
+    return Response(to_json(status), 201 if is_new else 200, media_type="application/json")
 
 
 @router.delete(
@@ -96,7 +95,7 @@ def require_admin(request: Request, settings: Settings) -> None:
         raise Unauthorized("the admin key is wrong" if bearer_token(authorization) else needed)
 
 
-async def load(service: Service, name: str, what: What) -> tuple[ModelStatus, bool]:
+async def load(service: Service, name: str, what: What) -> tuple[ListedModel, bool]:
     """Load a model, or replace the one of a name, and return its status, and whether the name is new.
 
     Raises:
@@ -166,17 +165,3 @@ def _below(name: str, value: str, settings: Settings) -> str:
         if name == "checkpoint" or Path(value).expanduser().exists():
             raise Forbidden(f"{name} {value!r:.200}: it does not lie below VIT_CHECKPOINT_FOLDER")
     return value  # a preset's name, or what a file would hold
-
-
-def _listed(status: ModelStatus) -> ListedModel:
-    return ListedModel(
-        name=status.name,
-        state=status.state,
-        reason=status.reason,
-        backbone=status.backbone,
-        classes=status.classes,
-        bytes=status.bytes,
-        last_used_seconds=None if status.last_used is None else round(status.last_used, 3),
-        default=status.default,
-        taught=status.taught,
-    )

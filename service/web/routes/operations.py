@@ -14,7 +14,6 @@ from model.config import LibraryConfig, ViTConfig
 from model.outputs import methods_of
 from service.engine.messages import attributes
 from service.observe.metrics import CONTENT_TYPE
-from service.web.middleware import request_context
 from service.web.request import model_of, service_of
 from service.web.routes.endpoint import Endpoint, LooseModelQuery, problems
 from vitserve.documents import Labels, ModelDescription
@@ -34,8 +33,9 @@ async def model(request: Request, query: Annotated[LooseModelQuery, Query()]) ->
     """Describe a model that is served."""
     current = await model_of(request, query.model)
     info, config = current.info, current.info.config
+    facts = attributes(ModelDescription.model_fields, info, config, current.generation.engine.status)
     return ModelDescription(
-        **attributes(ModelDescription.model_fields, info, config, current.generation.engine.status),
+        **facts | ({"compiled": "unloaded"} if current.unloaded else {}),
         input_size=config.image_size,
         channels=config.in_channels,
         layers=config.depth if isinstance(config, ViTConfig) else None,
@@ -51,7 +51,7 @@ async def model(request: Request, query: Annotated[LooseModelQuery, Query()]) ->
 @router.get("/labels", response_model=Labels, responses=problems(404, 422, 503))
 async def labels(request: Request, query: Annotated[LooseModelQuery, Query()]) -> Labels:
     """Return the classes in index order."""
-    info = await service_of(request).description(query.model, request_context(request.scope).started)
+    info = (await model_of(request, query.model)).info
     return Labels(model=info.name, labels=list(info.labels))
 
 

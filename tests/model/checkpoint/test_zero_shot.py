@@ -18,10 +18,16 @@ from torch import Tensor
 
 from model.checkpoint import Checkpoint, load_checkpoint
 from model.errors import CheckpointError
+from model.explanation.methods import explain
+from model.heads import compared, of_image
 from model.insight.summary import summarise
+from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
+from model.runtime.predictor import Predictor
+from model.runtime.torch_pass import Normalise
 from tests.model.checkpoint import whole_models
 from tests.model.checkpoint.folders import edit, edit_tensors
 from tests.model.checkpoint.parity import pictures
+from tests.model.runtime.predictions import MODES
 from tests.timm_reference import transformers
 
 LABELS = ("cat", "Café DOG's tail!", "a red car, parked", "x" * 200)
@@ -82,6 +88,35 @@ def test_scores_are_those_of_the_pipeline_and_features_those_of_the_library(name
     # Each text alone, as it is cached.
     alone = np.concatenate([checkpoint.embed_texts([text]) for text in LABELS])
     np.testing.assert_allclose(alone, of_texts.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "backend"), [("clip", "openvino"), ("siglip", "torch")])
+def test_labels_of_a_request_have_the_scores_and_maps_of_labels_of_the_start(
+    name: str, backend: Any, tmp_path: Path
+) -> None:
+    MODELS[name](tmp_path)
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "compile_mode": MODES[backend], "threads": 1}
+    checkpoint = load_checkpoint(str(tmp_path), labels=CSV)
+    bare, full = (Predictor(each, **options) for each in (load_checkpoint(str(tmp_path)), checkpoint))
+    assert (bare.checkpoint.labels, bare.checkpoint.config.num_classes) == ((), 0)
+    zero_shot = checkpoint.zero_shot
+    assert zero_shot is not None
+    images = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), np.uint8)
+    head = zero_shot.head(LABELS, bare.embed_texts(zero_shot.prompts(LABELS)))
+    embedded = bare.predict(images, RequestedOutputs(1, embedding=EmbeddingRequest()))
+    for image, outputs, expected in zip(images, embedded, full.predict(images, RequestedOutputs(4)), strict=True):
+        found = compared(outputs, head, RequestedOutputs(4, labels=LABELS))
+        np.testing.assert_allclose(found.scores, expected.scores, atol=1e-5)
+        assert found.indices.tolist() == expected.indices.tolist()
+        pixels = Normalise(checkpoint.preprocess)(torch.from_numpy(image[None]))
+        np.testing.assert_allclose(expected.scores, own_scores(checkpoint, pixels).numpy()[expected.indices], atol=1e-5)
+        wanted = of_image(RequestedOutputs(1, MapRequest("relevance"), labels=LABELS), head)
+        [of_label] = bare.predict(image[None], wanted)
+        with torch.no_grad():
+            classes = torch.tensor([int(expected.indices[0])])
+            maps, _ = explain(checkpoint.build(), pixels, classes, MapRequest("relevance"))
+        assert of_label.map is not None
+        np.testing.assert_allclose(of_label.map.values, maps[0], atol=1e-5)
 
 
 def test_a_summary_says_that_requests_bring_the_labels(whole: Path) -> None:

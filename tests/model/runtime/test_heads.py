@@ -13,6 +13,7 @@ import torch
 from model.checkpoint import Checkpoint
 from model.checkpoint.backbone import backbone_and_head
 from model.outputs import EmbeddingRequest, MapRequest, Outputs, RequestedOutputs
+from model.runtime.backend import BatchRequest, HostOutputs
 from model.runtime.predictor import Predictor
 from tests.model.runtime.predictions import MODES
 from tests.model.runtime.test_relevance import checkpoint_of, images_for
@@ -72,7 +73,7 @@ def require_same(found: Outputs, alone: Outputs) -> None:
     assert found.indices.tolist() == alone.indices.tolist()
     assert (found.map is None) == (alone.map is None)
     if found.map is not None and alone.map is not None:
-        assert replace(found.map.request, direction=None) == alone.map.request
+        assert found.map.request == alone.map.request
         np.testing.assert_allclose(found.map.values, alone.map.values, atol=1e-4)
         assert (found.map.score, found.map.evidence) == pytest.approx((alone.map.score, alone.map.evidence), abs=1e-5)
 
@@ -109,6 +110,61 @@ def test_maps_of_any_head_are_those_of_its_model_alone(family: str, wanted: MapR
     found = predictor.predict(images, requests)
     for place, checkpoint in enumerate(models.values()):
         require_same(found[place], asked_alone(checkpoint, images[place : place + 1], requests[place]))
+
+
+def test_one_picture_is_asked_of_several_heads_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = models_on(checkpoint_of("plain"))
+    predictor = sharing(models)
+    images = images_for(predictor, 2)
+    first, *others = (bounded(replace(ASKED, head=name), checkpoint) for name, checkpoint in models.items())
+    passes: list[int] = []
+    predict = predictor._backend.predict
+
+    def counted(images: np.ndarray, request: BatchRequest) -> HostOutputs:
+        passes.append(len(images))
+        return predict(images, request)
+
+    monkeypatch.setattr(predictor._backend, "predict", counted)
+    both, single = predictor.predict(images, [replace(first, more=tuple(others)), others[1]])
+    assert passes == [2]
+    assert (len(both.more), single.more) == (3, ())
+    for outputs, checkpoint in zip((both, *both.more), models.values(), strict=True):
+        require_same(outputs, asked_alone(checkpoint, images[:1], bounded(ASKED, checkpoint)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("label", [None, 1])
+def test_relevance_of_another_heads_class_comes_out_of_the_one_pass(mode: str, label: int | None) -> None:
+    models = models_on(checkpoint_of("plain"))
+    predictor = sharing(models, mode)
+    seven = predictor.heads["seven"]
+    images = images_for(predictor, 3)
+    own = predictor.predict(images[:1], replace(ASKED, map=MapRequest("relevance")))
+    wanted = RequestedOutputs(1, MapRequest("relevance", label), embedding=EmbeddingRequest())
+    brought = replace(wanted, map=MapRequest("relevance", label, by=seven.linear))
+    backend: Any = predictor._backend
+    network = backend.load_torch()._plain if hasattr(backend, "load_torch") else backend._plain
+    passes: list[int] = []
+    network.patch_embed.register_forward_hook(lambda _, given, output: passes.append(len(output)))
+    requests = [replace(ASKED, map=MapRequest("relevance")), replace(wanted, head="seven"), brought]
+    mixed, of_seven, of_caller = predictor.predict(images, requests)
+    assert passes in ([2], [1, 2])  # the own head's by its own pass
+    alone = asked_alone(models["seven"], images[1:2], wanted)
+    assert of_seven.map is not None
+    assert alone.map is not None
+    np.testing.assert_allclose(of_seven.map.values, alone.map.values, atol=1e-4)
+    assert of_seven.map.evidence == pytest.approx(alone.map.evidence, abs=1e-4)
+    alone = asked_alone(models["seven"], images[2:], wanted)
+    assert of_caller.map is not None
+    assert alone.map is not None
+    np.testing.assert_allclose(of_caller.map.values, alone.map.values, atol=1e-4)
+    assert of_caller.map.request == alone.map.request
+    # And the own head's answer is to the last bit what it is without the others.
+    for name in ("scores", "logits"):
+        assert getattr(mixed, name).tobytes() == getattr(own[0], name).tobytes()
+    assert mixed.map is not None
+    assert own[0].map is not None
+    assert mixed.map.values.tobytes() == own[0].map.values.tobytes()
 
 
 def test_no_other_head_answers_for_one_that_is_gone() -> None:

@@ -21,6 +21,7 @@ from model.outputs import (
     AttentionMap,
     EmbeddingRequest,
     Head,
+    Linear,
     MapRequest,
     Outputs,
     RequestedOutputs,
@@ -28,23 +29,23 @@ from model.outputs import (
 from service.cluster import frames
 from service.engine.messages import EngineStatus, InferenceResult
 from service.errors import CheckpointRefused, QueueFull
-from service.models.model import Loads
-from service.models.models import ModelStatus
 from service.web.image_stores import StoreUsage
 from tests.service.fakes import LIBRARY, model_info, on_a_loop
+from vitserve.documents import ListedModel
 
 IDS = st.integers(0, 2**64 - 1)
 SMALL = st.integers(0, 2**31 - 1)
 SECONDS = st.floats(0, 1e9)
 HEADS: st.SearchStrategy[Head] = st.one_of(st.just("mean"), st.just("max"), st.integers(0, 255))
 
+WEIGHTS = arrays.arrays(np.float32, arrays.array_shapes(min_dims=0, max_dims=2), elements=st.floats(-1, 1, width=32))
 MAPS = st.builds(
     MapRequest,
     st.sampled_from(METHODS),
     st.none() | SMALL,
     st.none() | st.integers(0, 255),
     st.none() | HEADS,
-    st.none() | arrays.arrays(np.float32, 5, elements=st.floats(-1, 1, width=32)),
+    st.none() | st.builds(Linear, WEIGHTS, WEIGHTS, st.booleans()),
 )
 EMBEDDINGS = st.builds(EmbeddingRequest, st.sampled_from(POOLINGS), st.booleans())
 
@@ -73,15 +74,16 @@ PICTURES = st.builds(ModelInput, PIXELS, st.builds(Region, *[st.floats(0, 100)] 
 ONE = st.builds(RequestedOutputs, SMALL, st.none() | MAPS, st.booleans(), st.none() | EMBEDDINGS, head=st.text())
 REQUESTED = st.builds(dataclasses.replace, ONE, more=st.lists(ONE, max_size=2).map(tuple))
 LISTED = st.builds(
-    ModelStatus,
-    st.text(),
-    st.sampled_from(["ready", "loading", "unloaded", "failed"]),
-    st.text(),
-    st.text(),
-    st.none() | SMALL,
-    SMALL,
-    st.none() | SECONDS,
-    st.booleans(),
+    ListedModel,
+    name=st.text(),
+    state=st.sampled_from(["ready", "loading", "unloaded", "failed"]),
+    reason=st.text(),
+    backbone=st.text(),
+    classes=st.none() | SMALL,
+    bytes=SMALL,
+    last_used_seconds=st.none() | SECONDS,
+    default=st.booleans(),
+    taught=st.booleans(),
 )
 STATUSES = st.builds(
     EngineStatus,
@@ -96,25 +98,23 @@ STATUSES = st.builds(
 REQUESTS: st.SearchStrategy[frames.Request] = st.one_of(
     st.builds(frames.Submit.of, st.text(), SMALL, PIXELS, REQUESTED, SECONDS),
     st.builds(frames.EmbedTexts, st.text(), SMALL, st.lists(st.text(), max_size=9).map(tuple), SECONDS),
-    st.builds(frames.Load, st.text(), st.none() | st.text() | st.dictionaries(st.text(), st.text() | SMALL)),
-    st.builds(frames.TakeOver, st.text()),
-    st.builds(frames.Wake, st.text()),
-    st.builds(frames.Unload, st.text()),
-    st.builds(frames.Delete, st.text()),
-    st.builds(frames.Reload),
-    st.builds(frames.Discard, st.text()),
+    st.builds(
+        frames.Change,
+        st.sampled_from(["load", "take_over", "discard", "wake", "unload", "delete", "reload"]),
+        st.text(),
+        st.none() | st.text() | st.dictionaries(st.text(), st.text() | SMALL),
+    ),
     st.builds(frames.Put, PICTURES, st.none() | st.text()),
     st.builds(frames.Get, st.text()),
 )
 FRAMES: st.SearchStrategy[frames.Frame] = st.one_of(
     st.builds(frames.Call, IDS, REQUESTS),
     st.builds(frames.Cancel, IDS),
-    st.builds(frames.Uses, st.text(), SMALL, SMALL),
+    st.builds(frames.Uses, st.text(), SMALL, SMALL, st.booleans()),
     st.builds(frames.Withdrawn, st.text(), SMALL),
     st.builds(
         frames.StatusChanged,
         STATUSES,
-        st.builds(Loads, SMALL, SMALL, st.booleans()),
         st.builds(StoreUsage, SMALL, SMALL, SMALL),
         st.dictionaries(st.text(), LISTED, max_size=3),
         st.dictionaries(st.text(), SMALL, max_size=3),
@@ -128,7 +128,7 @@ ANSWERS: st.SearchStrategy[tuple[frames.Request, Any]] = st.one_of(
     st.tuples(st.just(frames.EmbedTexts("m", 1, (), 1.0)), floats((3, 5))),
     st.tuples(st.just(frames.Get("id")), st.none() | PICTURES),
     st.tuples(st.builds(frames.Put, PICTURES, st.none()), st.none() | st.text()),
-    st.tuples(st.sampled_from([frames.Load("m", None), frames.TakeOver("m"), frames.Discard("no")]), st.none()),
+    st.tuples(st.sampled_from([frames.Change("load", "m"), frames.Change("discard", what="no")]), st.none()),
 )
 
 

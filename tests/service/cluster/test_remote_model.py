@@ -191,9 +191,9 @@ async def test_images_go_to_the_engine_with_the_fewest_and_around_one_that_died(
         one.gate.clear()
         other.gate.clear()
         answers = [ask(model, red) for red in range(6)]
-        await until(lambda: [engine.outstanding for engine in model.engines] == [3, 3])
+        await until(lambda: [len(engine.pending) for engine in model.engines] == [3, 3])
         one.gate.set()
-        await until(lambda: model.engines[0].outstanding == 0)
+        await until(lambda: not model.engines[0].pending)
         answers += [ask(model, red) for red in (6, 7)]
         await until(lambda: sum(map(len, one.launched)) == 5)
         other.gate.set()
@@ -219,7 +219,7 @@ async def test_a_deadline_and_a_caller_who_leaves_reach_the_engine() -> None:
         predictor.gate.set()
         await check([busy, stays], [0, 2])
         assert predictor.launched == [[0], [2]]
-        assert model.engines[0].outstanding == 0
+        assert not model.engines[0].pending
 
 
 @on_a_loop
@@ -260,7 +260,7 @@ async def test_all_engines_and_workers_turn_to_the_next_model_and_old_requests_a
             assert sum(sum(map(len, each.predictors["next"].launched)) for each in service.devices) == 2
             assert all(len(each.model._open) == 2 for each in service.devices)
         await until(lambda: all(len(each.model._open) == 1 for each in service.devices))
-        await until(lambda: follows.loads == (1, 0, True))
+        await until(lambda: follows.results == {"loaded": 2, "served": 1, "last_refused": 0})
         follows.reload()
         await until(lambda: [name_of(worker) for worker in service.workers] == ["configured"] * 2)
 
@@ -273,8 +273,8 @@ async def test_one_engine_that_refuses_a_checkpoint_keeps_all_from_taking_it_ove
         with pytest.raises(CheckpointRefused, match="bad: no such file"):
             await load(model, "bad")
         assert name_of(model) == "configured"
-        assert all(each.model.next is None and len(each.model._open) == 1 for each in service.devices)
-        await until(lambda: model.loads == (0, 1, False))
+        assert all(each.models._prepared is None and len(each.model._open) == 1 for each in service.devices)
+        await until(lambda: (model.results.get("refused"), model.results.get("last_refused")) == (1, 1))
         await load(model, "good")
         assert name_of(model) == "good"
 
@@ -286,7 +286,7 @@ async def test_of_two_workers_that_load_at_once_one_is_refused() -> None:
         [device] = service.devices
         device.gate.clear()
         loading = asyncio.create_task(load(first, "next"))
-        await until(lambda: device.model.next)
+        await until(lambda: device.models._prepared)
         for model in (first, second):
             with pytest.raises(SwapUnderWay):
                 await load(model, "other")
@@ -303,8 +303,8 @@ async def test_what_a_worker_asked_for_that_died_does_not_take_over(loaded: bool
         [device] = service.devices
         if not loaded:
             device.gate.clear()
-        asking = asyncio.create_task(dies.engines[0].ask(frames.Load("", "next")))
-        await until(lambda: device.model.next)
+        asking = asyncio.create_task(dies.engines[0].ask(frames.Change("load", "", "next")))
+        await until(lambda: device.models._prepared)
         if loaded:
             await asking
         await dies.close()
@@ -321,11 +321,11 @@ async def test_an_engine_that_dies_while_it_loads_ends_the_swap_and_its_successo
         model = await service.worker()
         service.devices[1].gate.clear()
         loading = asyncio.create_task(load(model, "next"))
-        await until(lambda: service.devices[1].model.next)
+        await until(lambda: service.devices[1].models._prepared)
         dying = asyncio.create_task(service.devices[1].die())
         with pytest.raises(EngineUnavailable):
             await loading
-        assert service.devices[0].model.next is None
+        assert service.devices[0].models._prepared is None
         service.devices[1].gate.set()
         await dying
         await service.devices[1].start()
@@ -377,8 +377,31 @@ async def test_what_is_loaded_again_stays_though_a_worker_has_just_let_go_of_it(
         model = await service.worker()
         await model.put("other", {"checkpoint": "other"})
         [worker] = service.devices[0].server.workers
-        worker.handle(frames.Uses("other", 2, 2))  # sent before the worker knew of the load
+        worker.handle(frames.Uses("other", 2, 2, busy=False))  # sent before the worker knew of the load
         await model.served["other"].current.engine.infer(request_for(1), timeout=PATIENCE)
+
+
+@on_a_loop
+async def test_a_model_with_a_request_that_arrives_at_a_worker_has_work_until_it_ends() -> None:
+    async with running() as service:
+        model, other = await service.worker(), await service.worker()
+        await model.put("other", {"checkpoint": "other"})
+        await until(lambda: all("other" in each.served for each in (model, other)))
+        await until(lambda: all(each.served["other"].current.engine.ready for each in (model, other)))
+        generation = service.devices[0].models.served["other"].current
+
+        def works() -> bool:
+            return generation.requests > generation.held
+
+        with other.served["other"].current.request():
+            await until(works)
+            with other.served["other"].current.request():
+                pass
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await until(lambda: not works())
+        await until(lambda: not works())
+        assert generation.requests == 2, "each worker keeps it"
 
 
 @on_a_loop
@@ -390,7 +413,7 @@ async def test_a_model_that_is_deleted_while_its_next_version_is_loaded_is_gone(
         with model.served["other"].current.request():
             device.gate.clear()
             replacing = asyncio.create_task(model.put("other", {"checkpoint": "next"}))
-            await until(lambda: device.models.served["other"].next)
+            await until(lambda: device.models._prepared)
             await model.delete("other")
             device.gate.set()
             assert not await replacing

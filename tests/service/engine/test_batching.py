@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from service.engine.batching import BatchQueue, Entry, State
+from service.engine.batching import BatchQueue, Entry
 from service.errors import EngineUnavailable, QueueFull
 from tests.service.web.apps import Clock
 
@@ -64,9 +64,9 @@ class QueueMachine(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         entry = data.draw(st.sampled_from(self.known))
         was_waiting = entry in self.waiting
-        assert self.queue.cancel(entry) is was_waiting
+        self.queue.cancel(entry)
         if was_waiting:
-            self.leave([entry], State.CANCELLED)
+            self.leave([entry])
 
     @rule(seconds=TICKS)
     def pass_time(self, seconds: float) -> None:
@@ -114,26 +114,25 @@ class QueueMachine(RuleBasedStateMachine):
     def expire_oldest(self) -> None:
         """Expect that a poll has taken out what expired before the first entry in time."""
         while self.waiting and self.waiting[0].deadline <= self.clock.now:
-            self.leave(self.waiting[:1], State.EXPIRED)
+            self.leave(self.waiting[:1])
 
     def launch(self, batch: list[Entry[int]]) -> None:
         assert all(entry.deadline > self.clock.now for entry in batch)
         if batch:  # it took out those that expired between its entries and right behind its last one, too
             overtaken = self.waiting[: self.waiting.index(batch[-1])]
-            self.leave([entry for entry in overtaken if entry not in batch], State.EXPIRED)
-            self.leave(batch, State.LAUNCHED)
+            self.leave([entry for entry in overtaken if entry not in batch])
+            self.leave(batch, launched=True)
             self.expire_oldest()
 
     @rule()
     def close(self) -> None:
-        returned = self.queue.close()
-        assert returned == self.waiting
-        self.leave(returned, State.RETURNED)
+        self.queue.close()
+        self.leave(self.waiting)
         self.closed = True
 
-    def leave(self, entries: list[Entry[int]], state: State) -> None:
+    def leave(self, entries: list[Entry[int]], *, launched: bool = False) -> None:
         for entry in list(entries):
-            assert entry.state is state
+            assert entry.launched is launched
             self.left[entry.item] += 1
             self.waiting.remove(entry)
 
@@ -141,7 +140,7 @@ class QueueMachine(RuleBasedStateMachine):
     def nothing_is_lost_and_nothing_leaves_twice(self) -> None:
         assert all(count == 1 for count in self.left.values())
         assert len(self.left) + len(self.waiting) == self.put_count
-        assert all(entry.state is State.WAITING for entry in self.waiting)
+        assert not any(entry.launched for entry in self.waiting)
 
     @invariant()
     def length_counts_those_that_wait(self) -> None:
@@ -149,7 +148,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "queue"):
-            assert self.queue.close() == self.waiting
+            assert list(self.queue._entries) == self.waiting
 
 
 QueueMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

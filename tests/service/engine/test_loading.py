@@ -67,6 +67,7 @@ def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(given: dict[st
         "coverage": None,
         "calibrated_on": 2500,
         "head": f"{checkpoint.content}-None",
+        "taught": False,
     }
 
 

@@ -19,11 +19,15 @@ from service.engine.local import LocalEngine
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import CheckpointRefused, SwapUnderWay
 from service.models.model import Generation, LocalModel
-from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, request_for, start
+from service.models.models import LocalModels
+from service.settings import load_settings
+from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, request_for
 
 
 class Models:
     """Checkpoints by name, each with a predictor; loading one waits for `gate`, and `broken` ones cannot be read."""
+
+    all: LocalModels
 
     def __init__(self) -> None:
         self.predictors: dict[str, FakePredictor] = {}
@@ -70,11 +74,11 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def running(load_seconds: float = PATIENCE) -> AsyncIterator[tuple[LocalModel, Models]]:
+async def running() -> AsyncIterator[tuple[LocalModel, Models]]:
     models = Models()
-    swap = LocalModel(models.make, on_retired=models.retire, load_seconds=load_seconds)
-    start(
-        swap,
+    models.all = LocalModels(load_settings(), lambda own: models.make(own.get("checkpoint")), on_retired=models.retire)
+    swap = models.all.served[""]
+    models.all.start(
         lambda: models.changes.append(
             swap.current.engine.info.name if swap.current.engine.info else swap.current.engine.status.reason
         ),
@@ -86,13 +90,12 @@ async def running(load_seconds: float = PATIENCE) -> AsyncIterator[tuple[LocalMo
         models.gate.set()
         for predictor in models.predictors.values():
             predictor.gate.set()
-        await swap.close()
+        await models.all.close()
         assert models.open_engines == 0
 
 
-async def load(swap: LocalModel, checkpoint: str | None) -> None:
-    await swap.prepare(checkpoint)
-    swap.take_over()
+async def load(models: Models, checkpoint: str | None) -> None:
+    await models.all.put("", checkpoint)
 
 
 def ask(generation: Generation[Any], red: int, timeout: float = PATIENCE) -> asyncio.Task[InferenceResult]:
@@ -108,7 +111,7 @@ async def test_requests_that_began_with_the_old_model_are_answered_by_it_and_oth
             launched = ask(old, 1)
             await before.wait_until_busy()
             waiting = ask(old, 2)
-            await load(swap, "next")
+            await load(models, "next")
             after = models.predictors["next"]
             assert (swap.current.engine.info and swap.current.engine.info.name, after.warm_ups) == ("next", 1)
             prepared = ask(old, 3)  # decoded for the old model while the next one took over
@@ -128,7 +131,7 @@ async def test_the_old_model_is_gone_with_its_engine_and_no_garbage_collection_i
         old = weakref.ref(models.predictors.pop("configured"))
         gc.disable()
         try:
-            await load(swap, "next")
+            await load(models, "next")
             await until(lambda: models.retired == 1)
             assert old() is None
             assert swap._open == {swap.current}
@@ -141,31 +144,38 @@ async def test_a_checkpoint_that_cannot_be_read_leaves_the_old_model_serving(cap
     async with running() as (swap, models):
         models.broken = {"bad"}
         with pytest.raises(CheckpointRefused, match="bad: no such file"):
-            await load(swap, "bad")
+            await load(models, "bad")
         assert swap._open == {swap.current}
         assert (await ask(swap.current, 1)).batch_size == 1
         assert models.predictors["configured"].launched == [[1]]
         refusal = "the next checkpoint is refused, and the old one goes on: bad: no such file"
         assert [record[1:] for record in caplog.record_tuples] == [(logging.ERROR, refusal)]
-        assert (models.changes, swap.loads) == (["configured"], (0, 1, False))
-        await load(swap, "good")
-        assert swap.loads == (1, 1, True)
+        assert (models.changes, models.all.results) == (
+            ["configured"],
+            {"loaded": 1, "failed": 1, "refused": 1, "last_refused": 1},
+        )
+        await load(models, "good")
+        assert models.all.results == {"loaded": 2, "failed": 1, "refused": 1, "served": 1, "last_refused": 0}
         assert swap.current.engine.info is not None
         assert swap.current.engine.info.name == "good"
 
 
 @on_a_loop
-async def test_a_checkpoint_that_does_not_load_in_time_is_refused_and_the_next_one_is_served() -> None:
-    async with running(load_seconds=0.05) as (swap, models):
+async def test_a_checkpoint_that_does_not_load_in_time_is_refused_and_the_next_one_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("service.models.models.LOAD_SECONDS", 0.05)
+    async with running() as (swap, models):
         models.gate.clear()
         with pytest.raises(CheckpointRefused, match=r"^it was not loaded and warm within 0.05 s"):
-            await load(swap, "hangs")
+            await load(models, "hangs")
         assert (await ask(swap.current, 1)).batch_size == 1
         assert swap._open == {swap.current}
         models.gate.set()
         hung = models.engines[-1]
         await until(lambda: "hangs" in models.predictors)  # it comes back after all, is not warmed up, and given back
-        await load(swap, "next")
+        monkeypatch.undo()
+        await load(models, "next")
         assert (models.predictors["hangs"].warm_ups, hung.status.state) == (0, "closed")
         assert swap.current.engine.info is not None
         assert swap.current.engine.info.name == "next"
@@ -173,12 +183,12 @@ async def test_a_checkpoint_that_does_not_load_in_time_is_refused_and_the_next_o
 
 @on_a_loop
 async def test_of_two_loads_at_once_the_second_is_refused() -> None:
-    async with running() as (swap, models):
+    async with running() as (_, models):
         models.gate.clear()
-        first = asyncio.create_task(load(swap, "first"))
+        first = asyncio.create_task(load(models, "first"))
         await until(lambda: len(models.engines) == 2)
         with pytest.raises(SwapUnderWay, match="another checkpoint is being loaded"):
-            await load(swap, "second")
+            await load(models, "second")
         models.gate.set()
         await first
 
@@ -187,11 +197,11 @@ async def test_of_two_loads_at_once_the_second_is_refused() -> None:
 async def test_the_next_load_waits_until_the_old_model_is_given_back() -> None:
     async with running() as (swap, models):
         with swap.current.request():
-            await load(swap, "second")
-            third = asyncio.create_task(load(swap, "third"))
+            await load(models, "second")
+            third = asyncio.create_task(load(models, "third"))
             for _ in range(50):
                 await asyncio.sleep(0)
-            assert (models.open_engines, swap.next is not None) == (3, True)
+            assert models.open_engines == 2
         await third
         assert models.engines[0].status.state == "closed"
 
@@ -199,10 +209,10 @@ async def test_the_next_load_waits_until_the_old_model_is_given_back() -> None:
 @on_a_loop
 async def test_a_reload_takes_the_configured_checkpoint_as_it_is_now(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    async with running() as (swap, models):
-        await load(swap, "other")
+    async with running() as (_, models):
+        await load(models, "other")
         await until(lambda: models.retired == 1)
-        await load(swap, None)
+        await load(models, None)
         await until(lambda: models.retired == 2)
         assert models.changes == ["configured", "other", "configured"]
     beside, closed = "beside the model that is served", "the old model is closed"
@@ -215,10 +225,10 @@ async def test_a_reload_takes_the_configured_checkpoint_as_it_is_now(caplog: pyt
 async def test_a_service_that_ends_while_it_loads_closes_both_engines(caplog: pytest.LogCaptureFixture) -> None:
     async with running() as (swap, models):
         models.gate.clear()
-        loading = asyncio.create_task(load(swap, None))
+        loading = asyncio.create_task(load(models, None))
         await until(lambda: len(models.engines) == 2)
         loading.cancel()
-        closing = asyncio.create_task(swap.close())
+        closing = asyncio.create_task(models.all.close())
         await asyncio.sleep(0)
         models.gate.set()
         await closing

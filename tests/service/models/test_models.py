@@ -130,7 +130,7 @@ async def test_a_broken_model_is_named_once_and_the_others_serve(
             await models.available("b")
         with pytest.raises(UnknownModel, match="'d': no such model; there is a, b, c"):
             models.find("d")
-        assert models.tally() == {"loaded": 2, "failed": 1}
+        assert models.results == {"loaded": 2, "failed": 1}
 
 
 @on_a_loop
@@ -154,7 +154,7 @@ async def test_a_backbone_is_unloaded_for_another_least_recently_used_first_but_
         await ask(models, "d")
         await ask(models, "c")
         assert states(models) == {"a.1": "ready", "b.1": "unloaded", "b.2": "unloaded", "c": "ready", "d": "ready"}
-        assert models.tally()["evicted"] == 2
+        assert models.results["evicted"] == 2
         assert sum(models.backbones().values()) == 300
 
 
@@ -200,7 +200,7 @@ async def test_none_with_work_is_unloaded_and_who_finds_no_memory_is_told_so(tmp
         for load in (models.available("c"), models.put("c", None)):
             with pytest.raises(ModelsFull):
                 await load
-        assert models.tally() == {"loaded": 3, "failed": 2}
+        assert models.results == {"loaded": 3, "failed": 2}
         assert states(models)["b"] == "ready"
         busy.gate.set()
         await working
@@ -289,6 +289,20 @@ async def test_a_put_adds_replaces_or_leaves_what_serves(tmp_path: Path) -> None
 
 
 @on_a_loop
+async def test_a_put_waits_for_the_last_requests_of_the_version_before_while_others_load(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b") as (models, disk):
+        with models.find("b").current.request():
+            await models.put("b", {"checkpoint": "x"})
+            second = asyncio.create_task(models.put("b", {"checkpoint": "y"}))
+            await asyncio.sleep(0.01)
+            assert await models.put("new", {"checkpoint": "z"})
+            assert not second.done()
+            assert "y" not in disk.loads, "there are never three versions of a model in memory"
+        assert not await second
+        assert models.find("b").info.head == "y"  # type: ignore[union-attr]
+
+
+@on_a_loop
 @pytest.mark.parametrize("name", ["new", "b"])
 async def test_what_was_unloaded_is_loaded_again_as_it_was(name: str, tmp_path: Path) -> None:
     async with running(tmp_path, "a", "b") as (models, disk):
@@ -336,7 +350,8 @@ async def test_a_model_that_is_deleted_before_its_next_version_takes_over_is_gon
     async with running(tmp_path, "a", "b") as (models, _):
         with models.find("b").current.request():
             await models.prepare("b", {"checkpoint": "x"})
-            engine = models.served["b"].next.engine  # type: ignore[union-attr]
+            assert models._prepared is not None
+            engine = models._prepared[2].engine
             await models.delete("b")
             await models.fit(models.take_over())
         assert states(models) == {"a": "ready"}

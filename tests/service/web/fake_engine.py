@@ -10,7 +10,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from model.outputs import CLASS_SPECIFIC, AttentionMap, Outputs
+from model.heads import Head
+from model.outputs import CLASS_SPECIFIC, AttentionMap, EmbeddingRequest, Outputs
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 from tests.service.fakes import (
     CLASSES,
@@ -74,9 +75,15 @@ class FakeEngine:
             values = np.array([[0.1, 0.2], [0.3, 0.4]], np.float32)
             wanted = requested.map
             best = int(indices[0]) if wanted.class_index is None else wanted.class_index
+            if wanted.by is not None:
+                head = Head(
+                    (), independent=False, weight=wanted.by.weight, bias=wanted.by.bias, normalized=wanted.by.normalized
+                )
+                features = expected_embedding(red, EmbeddingRequest())
+                best, _ = head.target(features, wanted.method, wanted.class_index)
             of_class = best if wanted.method in CLASS_SPECIFIC else None
             facts = (None, None) if of_class is None else (0.5, 0.25)
-            found = AttentionMap(replace(wanted, class_index=of_class), values, 0.9, *facts)
+            found = AttentionMap(replace(wanted, class_index=of_class, by=None), values, 0.9, *facts)
         logits = expected_logits(red) if requested.logits else None
         embedding = None if requested.embedding is None else expected_embedding(red, requested.embedding)
         label_set = np.array(expected_indices(red, red % CLASSES)) if requested.label_set else None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -208,8 +209,15 @@ async def test_a_batch_delays_its_own_caller_and_no_others(picture: Callable[[in
     ("path", "query"),
     [("/classify", "attention=relevance"), ("/classify", "labels=cat,dog&attention=relevance"), ("/attention", "")],
 )
-async def test_no_more_than_four_batches_of_maps_wait_in_the_engine(path: str, query: str) -> None:
+async def test_no_more_than_four_batches_of_maps_wait_in_the_engine(
+    path: str, query: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     service = app(queue_size=64)
+
+    async def embed_texts(texts: Sequence[str], *, timeout: float) -> np.ndarray:
+        return np.ones((len(texts), 8), np.float32)
+
+    monkeypatch.setattr(service.engine, "embed_texts", embed_texts)
     service.engine.info = model_info(max_batch=1, zero_shot=ZeroShot(1.0, 0.0, False, ("{}",)))
     service.engine.gate.clear()
     callers = [asyncio.create_task(service.classify(png(red), query, path)) for red in range(9)]

@@ -94,6 +94,6 @@ def arrays(response: ModelInferResponse) -> dict[str, Any]:
                 position += 4 + length
             found[output.name] = np.array(texts).reshape(output.shape)
         else:
-            dtype = {"INT64": "<i8", "FP32": "<f4"}[output.datatype]
+            dtype = {"BOOL": "?", "INT64": "<i8", "FP32": "<f4"}[output.datatype]
             found[output.name] = np.frombuffer(content, dtype).reshape(output.shape)
     return found

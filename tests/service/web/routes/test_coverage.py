@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from model.heads import Head, Known
+from service.models.models import AddedHead
 from tests.service.fakes import model_info, on_a_loop, png
-from tests.service.web.apps import App, app
+from tests.service.web.apps import App, app, service_in
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.grpc.caller import Output, arrays, calling, image
 from vitserve.documents import MAX_SET, Classification, set_fields
@@ -62,10 +64,36 @@ async def test_the_inference_protocol_has_the_size_of_the_set_over_http_and_grpc
     names = [each["name"] for each in (await service.get("/v2/models/fake")).json["outputs"]]
     assert "set_size" in names
     assert service.metric("vit_abstained_total") == 1
+    body = json.dumps({"inputs": inputs}).encode()
+    answer = await service.request("POST", "/v2/models/fake/infer", headers=headers, body=body)
+    by_name = {each["name"]: each for each in answer.json["outputs"]}
+    assert list(by_name) == ["label", "index", "score", "abstained"]
+    assert by_name["abstained"] == {"name": "abstained", "datatype": "BOOL", "shape": [2, 1], "data": [False, True]}
     request = image(png(3), png(0))
     request.outputs.append(Output(name="set_size"))
     async with calling(FakeEngine(model_info(coverage=0.95))) as caller:
         np.testing.assert_array_equal(arrays(await caller.infer(request))["set_size"], [[3], [0]])
+
+
+@on_a_loop
+@pytest.mark.parametrize(("limit", "is_far"), [(-1.0, True), (10.0, False)])
+async def test_the_inference_protocol_says_that_a_taught_head_abstains_over_http_and_grpc(
+    limit: float, is_far: bool
+) -> None:
+    known = Known(np.ones((2, 8), np.float16), limit)
+    head = Head(("a", "b"), independent=False, weight=np.eye(2, 8, dtype=np.float32), known=known)
+    async with calling(FakeEngine(model_info())) as caller:
+        service_in(caller.service).models.added = {"pets": AddedHead("pets", head, "", "")}
+        request = image(png(3))
+        request.model_name = "pets"
+        found = arrays(await caller.infer(request))
+        assert found["abstained"].tolist() == [[is_far]]
+        assert set(found["label"].ravel()) == {"a", "b"}
+    service = app()
+    service_in(service).models.added = {"pets": AddedHead("pets", head, "", "")}
+    inputs = [{"name": "pixels", "shape": [1, 8, 8, 3], "datatype": "UINT8", "data": [3, 0, 0] * 64}]
+    answer = await service.request("POST", "/v2/models/pets/infer", body=json.dumps({"inputs": inputs}).encode())
+    assert {each["name"]: each["data"] for each in answer.json["outputs"]}["abstained"] == [is_far]
 
 
 def test_a_set_of_many_labels_is_a_number_alone_and_the_client_reads_it() -> None:

@@ -189,7 +189,7 @@ async def test_a_request_for_a_model_that_is_not_loaded_waits_and_few_do() -> No
 
 @on_a_loop
 @pytest.mark.parametrize(
-    "path", ["/labels?model=few", "/v2/models/few", "/v2/models/few/config", "/v2/models/few/stats"]
+    "path", ["/labels?model=few", "/model?model=few", "/v2/models/few", "/v2/models/few/config", "/v2/models/few/stats"]
 )
 async def test_an_unloaded_model_is_described_without_loading_it(path: str) -> None:
     service, models = several()
@@ -197,8 +197,53 @@ async def test_an_unloaded_model_is_described_without_loading_it(path: str) -> N
     for state in ("ready", "loading"):
         models.engines["few"].state, models.served["few"].unloaded = state, state != "ready"
         answers.append((await service.get(*path.split("?"))).json)
-    assert answers[0] == answers[1]
+    assert answers[0] | {"compiled": "unloaded"} == answers[1] | {"compiled": "unloaded"}
     assert models.engines["few"].state == "loading"
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("path", "query", "body", "status"),
+    [
+        ("/classify", "model=few", b"no picture", 415),
+        ("/classify", "model=few", png(1)[:50], 422),
+        ("/classify", "model=few&top_k=9", png(1), 422),
+        ("/classify", "model=few,cats", b"no picture", 415),
+        ("/classify", "model=cats,few", png(1)[:50], 422),
+        ("/classify/batch", "model=few", b"no picture", 200),
+        ("/attention", "model=few&method=gradcam", png(1), 422),
+        ("/attention", "model=few", b"no picture", 415),
+        ("/embed", "model=few&pool=best", png(1), 422),
+        ("/predictions/few", "", b"", 422),
+        ("/v2/models/few/infer", "", b"no request", 400),
+    ],
+)
+async def test_what_is_refused_loads_no_model(path: str, query: str, body: bytes, status: int) -> None:
+    service, models = several()
+    engine = models.engines["few"]
+    engine.state, models.served["few"].unloaded = "loading", True
+    form_or_body = form(body) if path.endswith("batch") else {"body": body}
+    refused = await service.request("POST", path, query=query, **form_or_body)
+    assert (refused.status, engine.state) == (status, "loading")
+    several_names = "model=few,cats" if path == "/classify" else "model=few"
+    assert (await classify(service, several_names)).status == 200
+    assert engine.state == "ready"
+    assert service_in(service).limiter.in_use == 0
+
+
+@on_a_loop
+async def test_a_model_that_was_replaced_while_it_was_unloaded_does_not_answer_for_it() -> None:
+    service, models = several()
+    engine = models.engines["few"]
+    engine.state, models.served["few"].unloaded = "loading", True
+    engine.gate.clear()
+    asked = service.communicator("POST", "/classify", query="model=few", body=png(1))
+    task = asked.start()
+    await until(lambda: service_in(service).limiter.in_use == 1)
+    engine.info = model_info(name="few", content="other")
+    engine.gate.set()
+    await task
+    assert (asked.status, asked.code) == (503, "engine_unavailable")
 
 
 @on_a_loop
