@@ -34,12 +34,15 @@ async def model(request: Request, query: Annotated[LooseModelQuery, Query()]) ->
     current = await model_of(request, query.model)
     info, config = current.info, current.info.config
     facts = attributes(ModelDescription.model_fields, info, config, current.generation.engine.status)
+    if current.unloaded:
+        facts["compiled"] = "unloaded"
+    if isinstance(config, LibraryConfig):
+        facts |= {"runtime": config.library, "runtime_version": version(config.library)}
     return ModelDescription(
-        **facts | ({"compiled": "unloaded"} if current.unloaded else {}),
+        **facts,
         input_size=config.image_size,
         channels=config.in_channels,
         layers=config.depth if isinstance(config, ViTConfig) else None,
-        runtime_version=version(config.library) if isinstance(config, LibraryConfig) else None,
         classes=config.num_classes,
         preprocessing=info.preprocess.model_dump(mode="json"),
         attention_methods=list(methods_of(config)),

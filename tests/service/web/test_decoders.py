@@ -89,7 +89,7 @@ def tiff_of_tiles(tiles: int) -> bytes:
     return head + struct.pack(f"<{2 * tiles}L", *offsets, *[len(tile)] * tiles) + tile * tiles
 
 
-COSTLY = tiff_of_tiles(100)
+COSTLY = tiff_of_tiles(240)
 
 
 @on_a_loop

@@ -4,7 +4,8 @@ It does at once, in the order of the calls, what a GPU does later, writes down w
 punishes mistakes as a GPU does.
 
 * What is downloaded is poison until the event after it has been waited for.
-* Inside a capture, waiting for the device raises, and so does making streams, events and pinned memory.
+* Inside a capture, whatever makes the host wait for the device raises, and so does making streams, events and pinned
+  memory.
 * A capture that broke off hides its reason, and nothing can be captured after it.
 * A stream from which something was downloaded cannot be captured: memory that is freed records an event on it.
 * A graph is refused whose products use a workspace that its stream had before the capture: others free it.
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 POISON = 0x5A
 
 _aten = torch.ops.aten
+_WAITING = {_aten.item, _aten._local_scalar_dense, _aten.nonzero, _aten.equal, _aten.is_nonzero, _aten.masked_select}
 _PRODUCTS = {_aten.linear, _aten.matmul, _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten._scaled_mm}
 
 
@@ -57,6 +59,7 @@ class StandInEvent:
     def synchronize(self) -> None:
         assert self._recorded is not None, "waits for nothing"
         self._ops.refuse_in_capture("event.synchronize")
+        self._ops.before_synchronize()
         self._ops.need_life()
         for host, content in self._downloads:
             host.copy_(content)
@@ -75,6 +78,7 @@ class StandInOps:
         spoil_capture: whether captured graphs do nothing.
         largest_allocation: bytes of one tensor on the launcher's stream, beyond which memory runs out.
         dead: why every operation fails; None while the device lives.
+        before_synchronize: called by who waits for an event.
         strict: whether operators are watched, which torch.compile does not bear.
     """
 
@@ -88,6 +92,7 @@ class StandInOps:
         self.spoil_capture = False
         self.largest_allocation: int | None = None
         self.dead: str | None = None
+        self.before_synchronize: Callable[[], object] = lambda: None
         self.strict = strict
         self.workspaces: set[StandInStream | None] = set()
         self.capturing = False
@@ -187,6 +192,8 @@ class _Watch(TorchDispatchMode):
         ops.need_life()
         if ops.capturing and ops.fail_capture is not None:
             raise ops.fail_capture
+        if packet in _WAITING:
+            ops.refuse_in_capture(str(func))
         if packet in _PRODUCTS and not ops.capturing:
             ops.workspaces.add(getattr(ops._current, "stream", None))
         found = func(*args, **(kwargs or {}))
