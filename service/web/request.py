@@ -16,10 +16,11 @@ import itertools
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +57,7 @@ from service.models.models import Models
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.teach.heads import TaughtHeads
-from service.web.admission import Body, Limiter, Permit, Receiving
+from service.web.admission import Limiter, Permit, Receiving
 from service.web.decoders import Decoded, Decoders
 from service.web.image_stores import ImageStore, id_of_kind, new_image_id
 from service.web.lanes import Deadline, Lane
@@ -247,50 +248,14 @@ class Service:
         if free <= self.limiter.capacity // 2:
             self.limiter.check(1 + self.receiving.newcomers(free))
 
-    def admit(
-        self, request: Request, model: Model, *, needs_place: bool = True
-    ) -> AbstractAsyncContextManager[AdmittedRequest]:
-        """Admit a request over HTTP; see `admit_from`."""
+    def admit(self, request: Request, model: Model, *, needs_place: bool = True) -> AdmittedRequest:
+        """Admit a request over HTTP; see `AdmittedRequest`."""
         context, connection = request_context(request.scope), connection_of(request.scope)
         context.model = model.info.name
         caller = context.key_name or (request.client.host if request.client else "")
         left = _disconnected if connection is None else connection.left
         sender = Sender(caller, context.started, request.receive, left, request.headers, context.request_id)
-        return self.admit_from(sender, model, needs_place=needs_place)
-
-    @asynccontextmanager
-    async def admit_from(
-        self, sender: Sender, model: Model, *, needs_place: bool = True
-    ) -> AsyncIterator[AdmittedRequest]:
-        """Admit a request, until the context ends; its places are taken when its body is here.
-
-        One that `needs_place` is refused now if there is none.
-
-        Raises:
-            QueueFull, Draining, EngineUnavailable: there is no room.
-            RequestTimeout, DeadlineExceeded: its time was up before its body was here, or before it was answered.
-            ClientDisconnected: the caller left.
-        """
-        if needs_place:
-            await self.limiter.settle()
-            self.check_room()
-        deadline = Deadline(sender.started + self.settings.request_timeout, self.clock)
-        with self.receiving.body() as body, Permit(self.limiter) as permit, ExitStack() as held:
-            admitted = AdmittedRequest(self, model, sender, deadline, body, permit, held)
-            try:
-                async with admitted.limit:
-                    yield admitted
-            except TimeoutError:
-                if not admitted.limit.expired():
-                    raise
-                raise admitted.time_is_up() from None
-            except asyncio.CancelledError:
-                if not admitted.caller_left or admitted.task.cancelling() > 1:
-                    raise
-                admitted.task.uncancel()
-                raise ClientDisconnected("the caller went away") from None
-            finally:
-                admitted.close()
+        return AdmittedRequest(self, model, sender, needs_place=needs_place)
 
 
 def service_of(request: Request) -> Service:
@@ -304,7 +269,12 @@ async def model_of(request: Request, name: str | None = None) -> Model:
 
 
 class AdmittedRequest:
-    """A request on its way, with all that it holds.
+    """A request on its way, with all that it holds; as a context manager, it is admitted until the context ends.
+
+    Its places are taken when its body is here. A generator would cost the event loop more.
+
+    Args:
+        needs_place: refuse it now if there is none.
 
     Attributes:
         model: that answers it.
@@ -312,34 +282,56 @@ class AdmittedRequest:
         deadline: when its time is up.
         limit: ends it when its time is up.
         caller_left: whether the caller was seen to leave.
+
+    Raises:
+        QueueFull, Draining, EngineUnavailable: there is no room.
+        RequestTimeout, DeadlineExceeded: its time was up before its body was here, or before it was answered.
+        ClientDisconnected: the caller left.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        model: Model,
-        sender: Sender,
-        deadline: Deadline,
-        body: Body,
-        permit: Permit,
-        held: ExitStack,
-    ) -> None:
+    task: asyncio.Task[Any]
+
+    def __init__(self, service: Service, model: Model, sender: Sender, *, needs_place: bool = True) -> None:
+        self.service = service
+        self.model = model
+        self.sender = sender
+        self.deadline = Deadline(sender.started + service.settings.request_timeout, service.clock)
+        self.limit = asyncio.timeout(None)
+        self.caller_left = False
+        self._needs_place = needs_place
+        self._held = ExitStack()
+        self._caller = sender.caller
+        self._body = self._held.enter_context(service.receiving.body())
+        self._permit = self._held.enter_context(Permit(service.limiter))
+        self._reading = False
+        self._loading = asyncio.Lock()
+        self._watcher: asyncio.Future[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._needs_place:
+            await self.service.limiter.settle()
+            self.service.check_room()
         task = asyncio.current_task()
         assert task is not None, "a request is a task"
-        self.service = service
-        self._held = held
-        self.choose(model)
-        self.sender = sender
-        self.deadline = deadline
-        self.limit = asyncio.timeout(None)
         self.task = task
-        self.caller_left = False
-        self._caller = sender.caller
-        self._body = body
-        self._permit = permit
-        self._reading = False
-        self._load = asyncio.Lock()
-        self._watcher: asyncio.Future[None] | None = None
+        self.choose(self.model)
+        await self.limit.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self.limit.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            raise self._time_is_up() from None
+        finally:
+            self._close()
+        if isinstance(error, TimeoutError) and self.limit.expired():
+            raise self._time_is_up() from None
+        if isinstance(error, asyncio.CancelledError) and self.caller_left and self.task.cancelling() <= 1:
+            self.task.uncancel()
+            raise ClientDisconnected("the caller went away") from None
 
     def choose(self, model: Model) -> None:
         """Let the request belong to a model until it ends, and be answered by it from now on."""
@@ -359,7 +351,9 @@ class AdmittedRequest:
             EngineUnavailable: it was replaced meanwhile.
             What `Service.loaded_model` raises, for the same `share`.
         """
-        async with self._load:
+        if not self.model.unloaded:
+            return
+        async with self._loading:
             if not self.model.unloaded:
                 return
             before = self.model
@@ -439,9 +433,8 @@ class AdmittedRequest:
 
     # It is decoded
 
-    @asynccontextmanager
-    async def decoded(self, data: bytearray) -> AsyncIterator[Decoded]:
-        """Decode a file to a picture of the model's size, and keep its turn until the context ends.
+    async def decoded(self, data: bytearray) -> tuple[Decoded, ExitStack]:
+        """Return what a file holds as a picture of the model's size, and its turn, a context to be left.
 
         A thread decodes a file whose header bounds the work, a process of its own any other. What a process decoded
         has a turn beside what threads decode, which costs what a file of as many bytes does; the process waits for it,
@@ -452,21 +445,19 @@ class AdmittedRequest:
         service, config = self.service, self.model.info.preprocess
         if not data:
             raise MissingImage("the picture is empty")
-        if is_bounded(data):
-            work = partial(_decode, data, config, service.settings)
-            with service.lanes.pictures.work(work, self._caller, len(data), self.deadline) as job:
+        with ExitStack() as held:
+            if is_bounded(data):
+                work = partial(_decode, data, config, service.settings)
+                job = held.enter_context(service.lanes.pictures.work(work, self._caller, len(data), self.deadline))
                 with self._permit.lent(keep=1):  # a batch does not keep others out
                     decoded = await job
-                service.metrics.observe_stage("decode", decoded.seconds)
-                yield decoded
-        else:
-            with ExitStack() as held:
+            else:
                 async with self._beside(service.lanes.decoders):
                     decoded = await service.decoders.model_input(data, config, self.deadline)
                     size = decoded.picture.pixels.nbytes
                     await held.enter_context(service.lanes.pictures.turn(self._caller, size, self.deadline))
-                service.metrics.observe_stage("decode", decoded.seconds)
-                yield decoded
+            service.metrics.observe_stage("decode", decoded.seconds)
+            return decoded, held.pop_all()
 
     async def photo(self, data: bytearray, region: Region, size: int | None) -> ModelInput:
         """Return the photo in a file, at most so large, with the region of it that the model saw."""
@@ -491,7 +482,8 @@ class AdmittedRequest:
         """
         asked = of_image(requested, None) if requested.labels or self.model.taught else requested
         with self._permit.used():
-            async with self.decoded(data) as decoded:
+            decoded, turn = await self.decoded(data)
+            with turn:
                 pixels = decoded.picture.pixels
                 is_slow = requested.map is not None or self.model.unloaded
                 first = None if is_slow else await self._batched(pixels, asked)
@@ -564,7 +556,7 @@ class AdmittedRequest:
         self.caller_left = True
         self.task.cancel()
 
-    def time_is_up(self) -> Exception:
+    def _time_is_up(self) -> Exception:
         """Return the error of a request whose time is up."""
         if self._body.gave_way:
             return RequestTimeout("the body came too slowly while others waited for its room")
@@ -572,12 +564,13 @@ class AdmittedRequest:
             return RequestTimeout(f"the body did not arrive within {self.service.settings.request_timeout:g} s")
         return DeadlineExceeded("the request was not answered in time")
 
-    def close(self) -> None:
-        """Watch the caller no more."""
+    def _close(self) -> None:
+        """Watch the caller no more, and give back what the request holds."""
         if self._watcher is not None:
             self._watcher.remove_done_callback(self._leave)
             if self._watcher is not self.sender.left:
                 self._watcher.cancel()
+        self._held.close()
 
 
 def _decode(data: bytearray, config: PreprocessConfig, settings: Settings) -> Decoded:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Final
 
@@ -89,7 +89,7 @@ async def read_files(
         raise refusal
     raw, form = bytearray(), _Form(limits, on_further_file)
     feed = _form_parser(options[b"boundary"], form) if is_form and refusal is None else raw.extend
-    await _feed(feed, _bounded(receive, limit), refusal, at_once=declared > 0)
+    await _feed(feed, receive, limit, refusal, at_once=declared > 0)
     if is_form:
         return form.finish()
     if is_json:
@@ -102,16 +102,16 @@ async def read_files(
 
 
 async def _feed(
-    feed: Callable[[bytes], object], chunks: AsyncIterator[bytes], refusal: ServiceError | None, *, at_once: bool
+    feed: Callable[[bytes], object], receive: Receive, limit: int, refusal: ServiceError | None, *, at_once: bool
 ) -> None:
     """Feed a body to a reader; raises `MissingImage` for an empty body, `refusal`, and what the reader raises.
 
     A refusal waits for the end of the body unless it is to be raised `at_once`: a body's size is checked before its
     form, and without a Content-Length only reading on shows it.
     """
-    is_empty = True
-    async for chunk in chunks:
-        is_empty = is_empty and not chunk
+
+    def take(chunk: bytes) -> None:
+        nonlocal refusal
         try:
             if refusal is None:
                 feed(chunk)
@@ -121,7 +121,8 @@ async def _feed(
             refusal = error
         if refusal is not None and at_once:
             raise refusal
-    if is_empty:
+
+    if not await _read(take, receive, limit):
         raise MissingImage(f"the body is empty: send a picture: {RIGHT_CALL}")
     if refusal is not None:
         raise refusal
@@ -133,8 +134,7 @@ async def read_whole(headers: Headers, receive: Receive, limit: int) -> bytearra
     if refusal := _compressed(headers, "body"):
         raise refusal
     body = bytearray()
-    async for chunk in _bounded(receive, limit):
-        body += chunk
+    await _read(body.extend, receive, limit)
     return body
 
 
@@ -184,7 +184,8 @@ def _is_stripped(picture: bytearray) -> bool:
     return picture.startswith(_STRIPPED) and not any(byte in picture for byte in (b"\0", b"\n", b"\r"))
 
 
-async def _bounded(receive: Receive, limit: int) -> AsyncIterator[bytes]:
+async def _read(take: Callable[[bytes], object], receive: Receive, limit: int) -> int:
+    """Give each part of a body to `take`, and return how long it is; the event loop registers generators, at a cost."""
     total = 0
     while True:
         message = await receive()
@@ -194,9 +195,9 @@ async def _bounded(receive: Receive, limit: int) -> AsyncIterator[bytes]:
         total += len(chunk)
         if total > limit:
             raise UploadTooLarge(f"more than {limit} bytes")
-        yield chunk
+        take(chunk)
         if not message.get("more_body", False):
-            return
+            return total
 
 
 def _json_picture(document: bytearray, most: int) -> bytearray:

@@ -33,7 +33,7 @@ from service.web.inference_protocol.inference import BYTES_A_VALUE, check_versio
 from service.web.lanes import Deadline, Lane
 from service.web.middleware import PROBES, Answered, request_id_from
 from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, problem_of
-from service.web.request import Sender, Service
+from service.web.request import AdmittedRequest, Sender, Service
 from vitserve import __version__
 
 logger = logging.getLogger(__name__)
@@ -214,7 +214,7 @@ def _described(describe: Callable[[ModelInfo, Service], Mapping[str, Any]], kind
 async def _model_infer(service: Service, call: Call) -> bytes:
     """Classify the pictures of the tensor `image` or `pixels`."""
     sender = Sender(call.caller, call.started, call.receive)
-    async with service.admit_from(sender, service.model()) as admitted:
+    async with AdmittedRequest(service, service.model(), sender) as admitted:
         body = await admitted.read_body()
         named, request = await admitted.write(partial(decode_request, body), size=len(body) // BYTES_A_VALUE)
         admitted.choose(await find_model(service, named.name or None, named.version, call.started))

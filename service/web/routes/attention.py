@@ -140,8 +140,9 @@ async def attention(request: Request, query: Annotated[AttentionQuery, Query()])
     requests = _requests(query, model.info)
     async with service_of(request).admit(request, model) as admitted:
         file = await admitted.read_picture()
-        async with admitted.decoded(file) as decoded:
-            picture = decoded.picture
+        decoded, turn = await admitted.decoded(file)
+        turn.close()
+        picture = decoded.picture
         explained = await _explain(admitted, requests, picture)
         admitted.service.metrics.count_image(model.info.name, explained[0] if model.info.config.num_classes else None)
         image_id = await admitted.service.keep(picture, model)

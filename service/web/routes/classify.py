@@ -314,8 +314,8 @@ async def _load(
     admitted: AdmittedRequest, picture: bytearray, members: _Members
 ) -> tuple[_Members, dict[str, dict[str, Any]]]:
     """Load models that are unloaded once a picture is seen to be one; return who answers, and others' problems."""
-    async with admitted.by(members[0][0]).decoded(picture):
-        pass  # else it raises
+    _, turn = await admitted.by(members[0][0]).decoded(picture)
+    turn.close()
     loaded: _Members = []
     failed: dict[str, dict[str, Any]] = {}
     for model, wanted in members:
