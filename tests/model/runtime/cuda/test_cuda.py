@@ -247,8 +247,7 @@ class TestOnCuda:
         """Each test compiles its own model, whatever those before it have compiled."""
         torch._dynamo.reset()
 
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-    @pytest.mark.parametrize("kind", REAL_KINDS)
+    @pytest.mark.parametrize(("kind", "dtype"), [*zip(REAL_KINDS, repeat("bfloat16")), ("cls", "float16")])
     def test_models_of_real_size_are_close_to_float32(self, kind: str, dtype: str) -> None:
         predictor = Predictor(of_real_size(**REAL_KINDS[kind]), device="cuda", dtype=dtype, max_batch=4)
         predictor.warm_up()
