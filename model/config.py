@@ -96,6 +96,8 @@ class ConvolutionalStem(Frozen):
         """
         rows, columns = size
         largest = 0
+        if not len(self.widths) == len(self.kernels) == len(self.strides) == len(self.pools or self.widths):
+            raise ValueError("widths, kernels, strides and pools need one number for each convolution")
         pools = self.pools or (1,) * len(self.widths)
         for width, kernel, stride, pool in zip(self.widths, self.kernels, self.strides, pools, strict=True):
             rows, columns = ((side + 2 * (kernel // 2) - kernel) // stride + 1 for side in (rows, columns))

@@ -192,7 +192,11 @@ class Head:
         """
         scores, chosen = self.scores(logits), np.broadcast_to(np.arange(logits.shape[1]), logits.shape)
         if top_k < logits.shape[1]:  # a fraction of the time of sorting a thousand classes
-            chosen = np.sort(np.argpartition(-logits, top_k - 1, axis=1)[:, :top_k], axis=1)
+            ranked = np.where(np.isnan(logits), -np.inf, logits)
+            least = -np.partition(-ranked, top_k - 1, axis=1)[:, top_k - 1 : top_k]
+            above, equal = ranked > least, ranked == least
+            room = top_k - above.sum(axis=1, keepdims=True)
+            chosen = np.nonzero(above | (equal & (equal.cumsum(axis=1) <= room)))[1].reshape(-1, top_k)
         order = np.argsort(-np.take_along_axis(logits, chosen, axis=1), axis=1, kind="stable")
         indices = np.take_along_axis(chosen, order, axis=1)
         finite = np.asarray(np.isfinite(scores).all(axis=-1))

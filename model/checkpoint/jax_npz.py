@@ -93,6 +93,8 @@ def _transposed(name: str, array: Tensor) -> Tensor:
 
 def _config(arrays: Mapping[str, Tensor], where: str) -> ViTConfig:
     """Return the architecture; big_vision adds positions to the patches alone, vit_jax to the CLS token too."""
+    if "conv_root/kernel" in arrays:
+        raise CheckpointError(f"{where}: a hybrid with a ResNet stem is read from timm's layout, not from .npz")
     vit_jax = "Transformer/posembed_input/pos_embedding" in arrays
     block = f"{_BLOCK}_0/"
     position = "Transformer/posembed_input/pos_embedding" if vit_jax else "pos_embedding"

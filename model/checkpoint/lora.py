@@ -94,6 +94,8 @@ def _merged(
             raise CheckpointError(f"{where}: {name!r} is not of plain LoRA: {_MERGE}")
         else:  # saved whole, as `modules_to_save` and `bias` ask for
             base |= renaming({_WHOLE.sub(".", name): tensor})
+    if not pairs:
+        raise CheckpointError(f"{where}: the adapter has no tensors of LoRA")
     for module, parts in pairs.items():
         scale, change = _scale(config, module, parts, where), _change(parts)
         [target] = renaming({f"{module}.weight": parts["B"]})

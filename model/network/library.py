@@ -15,12 +15,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from model.config import LibraryConfig, NetworkConfig, Size, ViTConfig
+from model.config import LARGEST_LAYER, LibraryConfig, NetworkConfig, Size, ViTConfig
 from model.errors import CheckpointError, first_line
 from model.network.vit import HEADS, VisionTransformer, ViTOutput, meta_model
 
 # What installs the library.
 INSTALL: Final = "pip install 'vitserve[timm]'"
+
+# Numbers in all buffers of a network, such as masks and tables of positions, which no file holds.
+_MAX_BUFFERS: Final = 1 << 28
 
 # What networks raise where an argument or a size does not fit.
 _ERRORS: Final = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -153,12 +156,18 @@ def meta_tensors(config: NetworkConfig) -> dict[str, Tensor]:
     Heads are among them where there are classes. Integers are not: a library's network makes its indices itself.
 
     Raises:
-        CheckpointError: a library does not make this network.
+        CheckpointError: a library does not make this network, or its buffers or layers are too large.
     """
     network = meta_network(config)
     if isinstance(network, VisionTransformer):
         tensors = network.state_dict()
         return {name: tensors[name] for name in tensors if config.num_classes or not name.startswith(HEADS)}
+    if sum(buffer.numel() for buffer in network.buffers()) > _MAX_BUFFERS:
+        raise CheckpointError(
+            f"{config.kind}: its buffers hold more than the {_MAX_BUFFERS:,} numbers that are allowed"
+        )
+    if (largest := largest_layer(config)) > LARGEST_LAYER:
+        raise CheckpointError(f"{config.kind}: {largest:,} numbers in a layer: at most {LARGEST_LAYER:,} are allowed")
     return _floats(network.module.state_dict())
 
 

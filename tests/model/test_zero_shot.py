@@ -129,8 +129,10 @@ def test_saturated_sigmoids_are_ranked_by_their_logits_on_the_host_and_on_a_devi
 def test_of_equal_logits_the_first_is_best_on_the_host_on_a_device_and_in_relevance() -> None:
     logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0)).bfloat16()
     logits[:, 200::200] = 8
-    best = Head(tuple(map(str, range(1000))), independent=False).best(logits.float().numpy(), 4)
-    assert best.indices.tolist() == [[200, 400, 600, 800]] * 64
+    head = Head(tuple(map(str, range(1000))), independent=False)
+    for count in (1, 2, 3, 4):
+        best = head.best(logits.float().numpy(), count)
+        assert best.indices.tolist() == [[200, 400, 600, 800][:count]] * 64
     found = with_best(BatchOutputs(logits), Head(("",) * 1000, independent=False), 4).tensors()
     assert found["indices"].tolist() == best.indices.tolist()
     assert with_rivals(logits, None, 11)[:, 0].tolist() == [200] * 64

@@ -146,6 +146,8 @@ class Family:
         own = self.fields(json, where)
         fields = {ours: own.get(ours) or required(json, theirs, where) for ours, theirs in _FIELDS.items()}
         size, patch = fields["image_size"], fields["patch_size"]
+        if isinstance(patch, list) and len(patch) == 2 and patch[0] == patch[1]:
+            patch = patch[0]
         rows, columns = size if isinstance(size, list | tuple) and len(size) == 2 else (size, size)
         for name, value in (("image_size", rows), ("image_size", columns), ("patch_size", patch)):
             _number(value, name, where)
@@ -230,6 +232,8 @@ def _placed_dinov2(tensors: Tensors, config: ViTConfig, size: Size, where: str, 
     if edge * edge != patches:
         raise CheckpointError(f"{where}: {patches} positions are not a square, as its class needs")
     positions = taken(tensors, "pos_embed", (1, patches + 1, width), where)
+    if not config.registers and "reg_token" in tensors:
+        taken(tensors, "reg_token", (1, 0, width), where)
     # CLS has an entry of its own and registers have none: it is added to the token once and for all.
     tensors["cls_token"] = taken(tensors, "cls_token", (1, 1, width), where) + positions[:, :1]
     square = config.model_copy(update={"image_size": (edge * config.patch_size, edge * config.patch_size)})
