@@ -17,7 +17,7 @@ import re
 import resource
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from http import HTTPStatus
 from typing import Any, Final, Protocol
 
@@ -605,9 +605,13 @@ class Server:
         loop.call_later(delay, self._stop_listening)
         loop.call_later(self._settings.drain_timeout, self._give_up)
 
+    def _listening(self) -> Sequence[asyncio.Server]:
+        """Return what listens; uvicorn has none before it has started, and a start may fail before that."""
+        return getattr(self._uvicorn, "servers", ())
+
     def _stop_listening(self) -> None:
         loop = asyncio.get_running_loop()
-        for server in self._uvicorn.servers:
+        for server in self._listening():
             for listener in server.sockets:
                 loop.remove_reader(listener.fileno())
         loop.call_soon(self._close_listeners)  # who was just accepted has a protocol by then: a closed server drops it
@@ -616,7 +620,7 @@ class Server:
         self.connections.is_ending = True
         self._uvicorn.should_exit = True  # which uvicorn sees, and closes idle connections, within 0.1 s
         asyncio.get_running_loop().call_later(_LAST_CALLERS_SECONDS, setattr, self._lifecycle, "draining", True)
-        for server in self._uvicorn.servers:
+        for server in self._listening():
             listeners = [socket.socket(fileno=os.dup(listener.fileno())) for listener in server.sockets]
             server.close()
             for listener in listeners:

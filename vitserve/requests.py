@@ -208,20 +208,26 @@ def file_bytes(image: ImageSource) -> bytes:
         OSError: the file cannot be read.
         TypeError: this is no picture.
     """
-    if isinstance(image, bytes | bytearray | memoryview) or getattr(image, "ndim", 0) == 1:
-        return bytes(cast("bytes", image))
+    if isinstance(image, bytes):
+        return image
     if isinstance(image, str | os.PathLike):
         return Path(image).read_bytes()
     if hasattr(image, "getexif"):
         return _png(cast("Image.Image", image))
     if hasattr(image, "read") and not isinstance(image, io.TextIOBase):
         return image.read()
-    shape, kind = tuple(getattr(image, "shape", ())), getattr(image, "dtype", None)
-    if str(kind) != "uint8" or len(shape) < 2 or shape[2:] not in _ARRAY_MODES:
-        raise TypeError(f"{_EXPECTED}, not {f'{kind} {list(shape)}' if kind else type(image).__name__}")
+    try:
+        pixels = memoryview(image)  # type: ignore[arg-type]  # numpy's stubs do not say that its arrays are buffers
+    except (TypeError, ValueError):
+        raise TypeError(f"{_EXPECTED}, not {type(image).__name__}") from None
+    shape = pixels.shape or ()
+    if pixels.format == "B" and len(shape) == 1:
+        return pixels.tobytes()  # the bytes of a file
+    if pixels.format != "B" or len(shape) < 2 or shape[2:] not in _ARRAY_MODES:
+        raise TypeError(f"{_EXPECTED}, not {getattr(image, 'dtype', 'an array')} {list(shape)}")
     from PIL import Image  # noqa: PLC0415  programs that send files start quicker
 
-    return _png(Image.frombytes(_ARRAY_MODES[shape[2:]], (shape[1], shape[0]), image.tobytes()))
+    return _png(Image.frombytes(_ARRAY_MODES[shape[2:]], (shape[1], shape[0]), pixels.tobytes()))
 
 
 def _png(image: Image.Image) -> bytes:

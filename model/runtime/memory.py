@@ -26,4 +26,6 @@ def _used() -> tuple[int, int]:
     """Return the bytes of this process that are resident, where Linux tells, and those that it allocated on GPUs."""
     statm, torch = Path("/proc/self/statm"), sys.modules.get("torch")
     resident = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
-    return resident, 0 if torch is None or not torch.cuda.is_initialized() else torch.cuda.memory_allocated()
+    cuda = getattr(torch, "cuda", None)  # another thread may be importing torch
+    is_used = getattr(cuda, "is_initialized", None)
+    return resident, cuda.memory_allocated() if cuda is not None and is_used is not None and is_used() else 0

@@ -208,8 +208,7 @@ class Predictor:
         try:
             yield
         except RuntimeError as error:
-            torch = sys.modules.get("torch")
-            if torch is not None and isinstance(error, torch.OutOfMemoryError):
+            if isinstance(error, getattr(sys.modules.get("torch"), "OutOfMemoryError", ())):
                 raise batch_too_large(self.device, self.max_batch) from error
             raise DeviceError(f"{self.device}: the model does not run: {first_line(error)}") from error
 

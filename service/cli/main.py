@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
@@ -37,6 +38,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand, and return the exit code: 0, or 1 after an error that one line explains."""
+    open_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     # `vitserve --port 9000` is `vitserve serve --port 9000`.
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help", "--version")):
@@ -63,6 +65,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def open_standard_streams() -> None:
+    """Let a standard stream that is closed lead nowhere.
+
+    Else the next socket would get its number: libraries would write to it, and libuv aborts when it is closed.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest that is free
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
+    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
 
 
 class _Parser(argparse.ArgumentParser):

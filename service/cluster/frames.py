@@ -169,7 +169,7 @@ class Uses(_Frame, frozen=True, tag=10):
 
 
 class StatusChanged(_Frame, frozen=True, tag=11):
-    """Publishes the engine's status, the pictures that are kept, the models by their keys, and `Models.tally`."""
+    """Publishes the engine's status, the pictures that are kept, the models by their keys, and `Models.results`."""
 
     status: EngineStatus
     kept: StoreUsage

@@ -167,7 +167,9 @@ class EngineClient:
                 if self.status.state == "ready":  # else the status follows
                     self._on_change()
             case frames.Withdrawn(model, generation):
-                self.withdrawn.add((model, generation))
+                # And those before it, which it took over from though nobody here has turned to it yet.
+                known = (number for number in self.models.get(model, {}) if number <= generation)
+                self.withdrawn.update((model, number) for number in (*known, generation))
                 self._on_change()
             case frames.Answer() | frames.Failed():
                 request, future = self.pending.get(frame.id, (None, None))

@@ -45,9 +45,10 @@ from vitserve.documents import ListedModel
 
 logger = logging.getLogger("vitserve")
 
-# Seconds in which the next checkpoint must be loaded and warm, or it is refused. The first may take any time.
 _FITTED: Final = "it is being fitted"
 UNDER_WAY: Final = "another checkpoint is being loaded: try again when that is done"
+
+# Seconds in which the next checkpoint must be loaded and warm, or it is refused. The first may take any time.
 LOAD_SECONDS: Final = 600.0
 
 # Seconds in which a load waits for the last requests of what was unloaded for it; then there is no memory for it.

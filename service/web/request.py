@@ -353,16 +353,16 @@ class AdmittedRequest:
         """
         if not self.model.unloaded:
             return
-        async with self._loading:
-            if not self.model.unloaded:
-                return
-            before = self.model
-            with self._permit.lent():
-                name, started = before.info.name, self.sender.started
-                found = await self.service.loaded_model(name, started, share=share)
-            if (found.info.content, found.info.head) != (before.info.content, before.info.head):
-                raise EngineUnavailable(f"{before.info.name}: it was replaced while it was unloaded: try again")
-            self.choose(replace(before, generation=found.generation, unloaded=False))
+        with self._permit.lent():
+            async with self._loading:
+                if self.model.unloaded:
+                    await self._load(self.model, share)
+
+    async def _load(self, before: Model, share: float) -> None:
+        found = await self.service.loaded_model(before.info.name, self.sender.started, share=share)
+        if (found.info.content, found.info.head) != (before.info.content, before.info.head):
+            raise EngineUnavailable(f"{before.info.name}: it was replaced while it was unloaded: try again")
+        self.choose(replace(before, generation=found.generation, unloaded=False))
 
     # The body is read
 

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,7 +18,7 @@ from model.images.preprocess import ModelInput
 from model.images.region import Region
 from service.cluster import frames
 from service.cluster.engine_process import EngineServer
-from service.cluster.remote_model import EngineClient, RemoteImageStore, RemoteModels
+from service.cluster.remote_model import EngineClient, RemoteImageStore, RemoteModel, RemoteModels
 from service.engine.backbones import What
 from service.engine.local import LocalEngine
 from service.engine.messages import InferenceResult, ModelInfo
@@ -431,3 +431,18 @@ async def test_a_peer_that_sends_nonsense_loses_its_connection_alone(caplog: pyt
             writer.close()
         assert caplog.text.count("connection of a worker") == 3
         await check([ask(model, 1)], [1])
+
+
+@on_a_loop
+async def test_a_version_that_is_withdrawn_as_soon_as_it_serves_gives_nothing_back_to_the_one_before() -> None:
+    client, uses = EngineClient(Path("nowhere"), "cpu"), list[frames.Frame]()
+    client.status = replace(client.status, state="ready")
+    client.send = uses.append  # type: ignore[method-assign, assignment]
+    model = RemoteModel([client], "m")
+    client._on_change = model.refresh
+    client._receive(frames.Serving("m", 1, model_info()))
+    await asyncio.sleep(0)
+    client._receive(frames.Serving("m", 2, model_info()))  # with no turn of the loop before the next frame
+    client._receive(frames.Withdrawn("m", 2))
+    await until(lambda: model.current.number == 3)
+    assert not model.current.engine.ready

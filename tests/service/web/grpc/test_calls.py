@@ -247,7 +247,7 @@ async def test_what_was_accepted_is_answered_before_the_engine_is_closed() -> No
 
 
 def test_every_error_of_a_call_has_a_status_code() -> None:
-    only_http = {403, 405, 409, 417, 501, 505}  # 403 and 409: loading of models
+    only_http = {405, 417, 501, 505}
     assert {status for status, _ in TABLE.values()} - only_http <= {int(status) for status in STATUS_CODES}
 
 
