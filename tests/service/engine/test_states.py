@@ -33,7 +33,7 @@ async def test_a_dead_device_ends_the_engine_and_everybody_hears_of_it(
         assert rig.engine.status.reason.startswith("the device failed: cpu")
         with pytest.raises(EngineUnavailable, match="the device failed"):
             await rig.ask(11)
-    assert rig.states == ["ready", "failed"]
+    assert [each for each in rig.states if each != "loading"] == ["ready", "failed"]
     assert any(line.startswith("engine cpu: the device failed: cpu") for line in caplog.messages)
 
 
@@ -135,7 +135,7 @@ async def test_closing_finishes_the_running_batch_and_refuses_what_waits(running
         with pytest.raises(EngineUnavailable):
             await rig.ask(2)
     assert rig.predictor.launched == [[0]]
-    assert rig.states == ["ready", "closed"]
+    assert [each for each in rig.states if each != "loading"] == ["ready", "closed"]
 
 
 @on_a_loop
@@ -153,5 +153,5 @@ async def test_a_batch_that_never_ends_fails_the_engine_and_leaves_nobody_waitin
             await rig.ask(2)
         await rig.close()  # though the thread is still in the batch
         rig.predictor.gate.set()
-    assert rig.states[:2] == ["ready", "failed"]
+    assert [each for each in rig.states if each != "loading"][:2] == ["ready", "failed"]
     assert [record.levelname for record in caplog.records if reason in record.message] == ["CRITICAL"]
