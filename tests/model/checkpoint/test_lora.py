@@ -184,3 +184,11 @@ def test_a_base_that_an_adapter_names_lies_below_the_folder_of_checkpoints_as_th
     for name in ("out", "up", "hub"):
         with pytest.raises(CheckpointError, match="does not lie below VIT_CHECKPOINT_FOLDER"):
             loaded(name)
+
+
+def test_an_adapter_without_tensors_is_refused(tmp_path: Path) -> None:
+    native_folder(tmp_path / "base")
+    plain_adapter(tmp_path / "adapter", tmp_path / "base")
+    save_file({}, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="has no tensors of LoRA"):
+        load_checkpoint(str(tmp_path / "adapter"))

@@ -201,3 +201,24 @@ def test_without_the_extra_the_refusal_says_how_to_install_it(small: Path, monke
     monkeypatch.setattr(library, "is_installed", lambda: False)
     with pytest.raises(CheckpointError, match=r"'convnext_atto' is none of .*pip install 'vitserve\[timm\]'"):
         load_checkpoint(str(small))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "arguments", "size", "message"),
+    [
+        ("test_resnet", {}, (16384, 16384), "numbers in a layer: at most"),
+        (
+            "swin_tiny_patch4_window7_224",
+            {"img_size": 512, "window_size": 128, "depths": (1, 1)},
+            (512, 512),
+            "buffers",
+        ),
+    ],
+)
+def test_a_network_that_needs_far_more_memory_than_its_file_is_refused(
+    architecture: str, arguments: dict[str, Any], size: tuple[int, int], message: str
+) -> None:
+    timm()
+    config = library.library_config(architecture, arguments, 5, 3, size)
+    with pytest.raises(CheckpointError, match=message):
+        library.meta_tensors(config)

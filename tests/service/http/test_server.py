@@ -166,3 +166,14 @@ def test_as_many_connections_as_files_may_be_open(
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
     assert connection_limit(1000) == limit
     assert raised == ([] if raised_to is None else [(raised_to, hard)])
+
+
+@on_a_loop
+async def test_a_start_that_fails_before_the_server_listens_ends_at_once(ended: list[int]) -> None:
+    service = app()
+    server = Server(service.asgi, service.settings, service.lifecycle)
+    running = asyncio.create_task(server.serve())
+    server.stop(1)
+    async with asyncio.timeout(10):
+        await running
+    assert ended == []

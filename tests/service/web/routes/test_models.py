@@ -15,7 +15,7 @@ from service.models.model import LocalModel
 from service.models.models import AddedHead
 from service.settings import load_settings
 from tests.service.fakes import FixedModels, model_info, on_a_loop, png, until
-from tests.service.web.apps import App, form, service_in
+from tests.service.web.apps import App, form, service_in, settle
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
 
@@ -377,3 +377,21 @@ async def test_models_that_do_not_answer_have_errors_of_their_own_beside_others(
         "few": ("models_full", "there is no memory"),
         "bare": ("engine_unavailable", "bare: no such file"),
     }
+
+
+@on_a_loop
+async def test_a_batch_for_a_model_that_is_not_loaded_holds_one_place_while_it_waits() -> None:
+    service, models = several(queue_size=8, request_timeout=60)
+    engine, limiter = models.engines["few"], service_in(service).limiter
+    await classify(service, "model=few")  # which knows it then
+    engine.state, models.served["few"].unloaded = "loading", True
+    engine.gate.clear()
+    asked = service.communicator("POST", "/classify/batch", query="model=few", **form(*[png(1)] * 6))
+    task = asked.start()
+    await until(lambda: limiter._waiting == 1)
+    await settle()
+    assert limiter.in_use == 1
+    engine.gate.set()
+    models.served["few"].unloaded = False
+    await task
+    assert limiter.in_use == 0
