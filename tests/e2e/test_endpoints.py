@@ -99,6 +99,7 @@ def test_a_json_log_tells_of_each_request_and_of_no_key(serve: Serve, pictures: 
     server = serve(api_keys="alpha,beta", log_format="json", log_level="debug")
     assert problem(server.classify(pictures.files[0])) == (401, "unauthorized")
     answer = server.classify(pictures.files[0], headers={"Authorization": "Bearer beta"})
+    until(lambda: server.log.endswith("\n") and server.log.count('"path": "/classify"') == 2)  # after the answers
     lines = [json.loads(line) for line in server.log.splitlines()]
     refused, answered = [line for line in lines if line.get("path") == "/classify"]
     assert (refused["status"], refused["code"], answered["status"]) == (401, "unauthorized", 200)
