@@ -15,7 +15,7 @@ from service.models.model import LocalModel
 from service.models.models import AddedHead
 from service.settings import load_settings
 from tests.service.fakes import FixedModels, model_info, on_a_loop, png, until
-from tests.service.web.apps import App, form, service_in, settle
+from tests.service.web.apps import App, form, service_in
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
 
@@ -388,9 +388,7 @@ async def test_a_batch_for_a_model_that_is_not_loaded_holds_one_place_while_it_w
     engine.gate.clear()
     asked = service.communicator("POST", "/classify/batch", query="model=few", **form(*[png(1)] * 6))
     task = asked.start()
-    await until(lambda: limiter._waiting == 1)
-    await settle()
-    assert limiter.in_use == 1
+    await until(lambda: limiter._waiting == limiter.in_use == 1)  # the last picture is decoded then
     engine.gate.set()
     models.served["few"].unloaded = False
     await task
