@@ -15,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+from queue import SimpleQueue
+from threading import Thread
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable
@@ -268,8 +270,10 @@ class Lane:
         self._ended: list[Callable[[], None]] = []
         self._woken: asyncio.AbstractEventLoop | None = None  # the loop that is about to look at what has ended
         self._lock = threading.Lock()
-        initializer = lower_priority if background else None
-        self._executor = ThreadPoolExecutor(max(1, threads), thread_name_prefix=name, initializer=initializer)
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        work = partial(_work_through, self._jobs, background)
+        self._threads = [Thread(target=work, name=f"{name}_{number}", daemon=True) for number in range(threads)]
+        self._unstarted = list(self._threads)
 
     @property
     def waiting(self) -> int:
@@ -293,7 +297,8 @@ class Lane:
 
     def close(self) -> None:
         """Take nothing more, without waiting for the threads."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for _ in self._threads:
+            self._jobs.put(None)
 
     def _enter(self, work: Callable[[], T] | None, caller: Hashable, size: float, deadline: Deadline) -> Job[T]:
         job = Job(size, self._clock() + deadline.remaining(), work, self._leave)
@@ -326,7 +331,9 @@ class Lane:
                 job.on_thread = True
                 self._free -= 1
                 loop = asyncio.get_running_loop()
-                loop.call_soon(self._executor.submit, self._run, job, loop)
+                if self._unstarted:
+                    self._unstarted.pop().start()
+                loop.call_soon(self._jobs.put, partial(self._run, job, loop))
 
     def _run(self, job: Job[Any], loop: asyncio.AbstractEventLoop) -> None:
         """Work, on a thread, unless the caller has left or its time is up."""
@@ -361,6 +368,13 @@ class Lane:
             job.future.set_result(result)
         else:
             job.future.set_exception(error)
+
+
+def _work_through(jobs: SimpleQueue[Callable[[], None] | None], background: bool) -> None:
+    if background:
+        lower_priority()
+    while (job := jobs.get()) is not None:
+        job()
 
 
 def _outcome(work: Callable[[], T] | None) -> tuple[T | None, BaseException | None]:
