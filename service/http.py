@@ -1,34 +1,32 @@
-"""HTTP/1.1 over sockets: uvicorn's own protocol behind a guard, and a server that drains before it stops.
+"""HTTP/1.1 over sockets: a connection parses requests, and each is a task of the application.
 
-    socket --bytes--> Guard --bytes--> uvicorn's protocol --request--> _Request --> the application
-    socket <--bytes-- Guard <--bytes-- uvicorn's protocol <--answer--- _Request <-- the application
+    socket --bytes--> Connection --head, body--> Exchange --receive--> the application
+    socket <--bytes-- Connection <-------------- Exchange <---send---- the application
 
-uvicorn parses and frames. The guard bounds heads, framing, time, unread answers, and the number of connections, and
-answers what is no valid request with a problem document. Bodies are bounded by the application that reads them.
+httptools parses heads. Heads, framing, time, unread answers, and the number of connections are bounded here, and what
+is no valid request is answered with a problem document. Bodies are bounded by the application that reads them. A
+request that comes before its connection's last answer waits unparsed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
+import math
 import re
-import resource
-import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+import urllib.parse
+from collections.abc import Iterable
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any, Final, Protocol
 
+import httptools
 import uvicorn
 from starlette.types import Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from service.errors import MalformedRequest, ReceivingFull, RequestTimeout, ServiceError
-from service.lifecycle import Lifecycle, exit_now, log_end, stop_signals
-from service.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +34,9 @@ Header = tuple[bytes, bytes]
 
 MAX_CONNECTIONS: Final = 2048
 """Connections of a process: eight for each place of the usual queue."""
+
+IDLE_SECONDS: Final = 75.0
+"""Time after which an idle connection is closed: load balancers keep theirs for a minute, and must close first."""
 
 HEAD_SECONDS: Final = 30.0
 STALL_SECONDS: Final = 30.0
@@ -45,29 +46,33 @@ LINGER_SECONDS: Final = 10.0
 """Time for which the rest of a refused body is discarded: closed at once, the connection would be reset, and the caller
 might never see its answer."""
 
+LAST_CALLERS_SECONDS: Final = 1.0
+"""Time after the listener is closed, for who was let in just before."""
+
 DISCARDED_BYTES: Final = 1 << 20
 """Length of a body that is read to its end after a refusal: a new connection costs both sides more."""
 
-_KEEP_ALIVE_SECONDS = 75  # load balancers keep idle connections for about a minute: the side that answers, longer
-_LAST_CALLERS_SECONDS = 1.0  # after the listener is closed, for who was let in just before
-_OTHER_FILES = 128
 _MOST_REFUSED = 64  # connections beyond the limit whose refusal is on its way
-
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256  # each costs thirty times its shortest form in memory
-_PIECE = 8 << 10  # bytes of what is no head with its body that uvicorn's protocol gets at once
 _READ = 128 << 10
-_PAUSE_BYTES = 64 << 10  # of a body that the application has not read: uvicorn pauses beyond
+_PAUSE_BYTES = 64 << 10  # of a body that the application has not read
+_CHUNKS_AT_ONCE = 256  # before others have their turn at the event loop
 _CHUNK_FRAMING = 6  # bytes of a small chunk
 _UNSENT_BYTES = 128 << 10  # of a connection's answers, in the kernel; by itself it takes 2.5 MiB
 
-_OFFER = re.compile(rb"\nUpgrade:", re.IGNORECASE)
-"""A header that is renamed, as the parser takes a body behind it for another protocol.
-
-Java's client has it with each of its first requests, and no server need accept an offer.
-"""
-
-_LENGTH = re.compile(rb"\nContent-Length:[ \t]*(\d{1,18})", re.IGNORECASE)
+# The framing of a body in chunks (RFC 9112, 7.1): what comes next, whole, and as far as it may have come.
+_FRAMING: Final = {
+    "size": (
+        re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n\0]*)?\r\n"),
+        re.compile(rb"[0-9A-Fa-f]{0,15}[ \t]*(?:;[^\r\n\0]*)?\r?"),
+    ),
+    "end": (re.compile(rb"\r\n"), re.compile(rb"\r?")),
+    "trailers": (
+        re.compile(rb"(?!(?:Content-Length|Transfer-Encoding):)[!#$%&'*+.^`|~\w-]+:[^\r\n\0]*\r\n|\r\n", re.IGNORECASE),
+        re.compile(rb"[^\r\n\0]*\r?"),
+    ),
+}
 
 _CONNECTION = "connection"
 
@@ -82,338 +87,539 @@ class Application(Protocol):
         """Count bytes that never become a request, of which `headers` came, and return status, headers and body."""
 
 
-def connection_of(scope: Scope) -> Guard | None:
+def connection_of(scope: Scope) -> Connection | None:
     """Return the connection that a request came over; None under another server."""
-    connection: Guard | None = scope.get("state", {}).get(_CONNECTION)
+    connection: Connection | None = scope.get("state", {}).get(_CONNECTION)
     return connection
 
 
-class _Request:
-    """A request while the application answers it: what is unread of its body, and whether its connection goes on."""
+class Exchange:
+    """A request and its answer, as ASGI has them.
 
-    def __init__(self, guard: Guard, scope: Scope, receive: Receive, send: Send) -> None:
-        self._guard, self._scope, self._receive, self._send = guard, scope, receive, send
-        self._headers = dict(scope["headers"])
-        self._size = 14 + len(scope["method"]) + len(scope["raw_path"]) + len(scope["query_string"])
-        self._size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
-        self._length = int(self._headers.get(b"content-length", 0))
-        self._chunked = b"transfer-encoding" in self._headers
-        self._may_discard = not (self._chunked or self._length > DISCARDED_BYTES or b"expect" in self._headers)
-        self._content = 0
-        self._start: Message = {}
-        self.more_body = self._chunked or self._length > 0
-        self.answered = False
-        self.error: ServiceError | None = None  # of its framing: uvicorn parses no more of it
+    Attributes:
+        scope: of the request.
+        left: bytes of the body that have not come, or of its chunk.
+        is_chunked: whether the body comes in chunks.
+        comes: what comes next of such a body: a chunk's size, data or end, or trailers.
+        framing: bytes of it that are no content.
+        more_body: the end of the body has not come.
+        waiting: bytes of the body that have come, and the application has not read.
+        answered: the answer has begun.
+        complete: the answer is written to its end.
+        keep_alive: the connection goes on after the answer.
+        error: of the body, which is then parsed no further.
+    """
+
+    def __init__(self, connection: Connection, scope: Scope, *, keep_alive: bool) -> None:
+        headers = dict(scope["headers"])
+        self.scope = scope
+        self.left = int(headers.get(b"content-length", 0))
+        self.is_chunked = b"transfer-encoding" in headers
+        self.more_body = self.is_chunked or self.left > 0
+        self.comes = "size"
+        self.waiting = self.framing = self._content = 0
+        self.answered = self.complete = False
+        self.keep_alive = keep_alive
+        self.error: ServiceError | None = None
+        self._connection = connection
+        self._expects_continue = b"expect" in headers and scope["http_version"] == "1.1"
+        self._may_discard = not (self.is_chunked or self.left > DISCARDED_BYTES or b"expect" in headers)
+        self._parts: list[bytes] = []
+        self._is_ended = False  # the application has read the end of the body
+        self._waiter: asyncio.Future[None] | None = None
+        self._head = b""
+        self._answer_left: float | None = None  # bytes of the answer; None where it is sent in chunks
 
     def head_error(self) -> MalformedRequest | None:
-        """Return the error of a head that is too large, or that a proxy may read in another way."""
-        names = [name for name, _ in self._scope["headers"]]
-        version, hosts = self._scope["http_version"], names.count(b"host")
-        if self._size > _MAX_HEAD_BYTES or len(names) > _MAX_HEADERS:
-            return MalformedRequest(f"a head of more than {_MAX_HEAD_BYTES} bytes or {_MAX_HEADERS} headers")
+        """Return the error of a head that a proxy may read in another way."""
+        names = [name for name, _ in self.scope["headers"]]
+        codings = [value.strip().lower() for name, value in self.scope["headers"] if name == b"transfer-encoding"]
+        version, hosts = self.scope["http_version"], names.count(b"host")
+        if self.scope["method"] == "CONNECT":
+            return MalformedRequest("CONNECT: this server is no proxy")
         if version not in ("1.0", "1.1"):
             return MalformedRequest(f"HTTP/{version}: this server speaks HTTP/1.1")
         if hosts > 1 or (version == "1.1" and hosts == 0):
             return MalformedRequest(f"{hosts} Host headers: expected one")
-        if self.more_body and b"upgrade" in self._headers:  # in two reads
-            return MalformedRequest("Upgrade: this server speaks HTTP/1.1")
-        coding = self._headers.get(b"transfer-encoding", b"chunked").strip().lower()
-        if coding != b"chunked" or names.count(b"transfer-encoding") > (version == "1.1"):
+        if codings and (codings != [b"chunked"] or version == "1.0"):
             return MalformedRequest("Transfer-Encoding: only chunked is understood, once, and in HTTP/1.1")
         return None
 
-    def overhead_left(self) -> int:
-        """Return the overhead of the connection after the answer: below 0 by what is still to be discarded."""
-        return min(0, self._guard.overhead - self._size + self._content - self._length) if self.more_body else 0
+    def add(self, part: bytes) -> None:
+        """Take a part of the body, or of the chunk; it is dropped once the answer has begun."""
+        self.left -= len(part)
+        self._content += len(part)
+        if not self.answered:
+            self._parts.append(part)
+            self.waiting += len(part)
+            self.wake()
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether the application is to read before more comes."""
+        return self.waiting > _PAUSE_BYTES
+
+    @property
+    def is_excessive(self) -> bool:
+        """Return whether the framing outweighs the content."""
+        return self.framing // _CHUNK_FRAMING > 64 + self._content // 32
+
+    def take_framing(self, found: re.Match[bytes]) -> None:
+        """Go on behind a piece of the framing."""
+        self.framing += len(found[0])
+        if self.comes == "size":
+            self.left = int(found[1], 16)
+            self.comes = "data" if self.left else "trailers"
+        elif self.comes == "end":
+            self.comes = "size"
+        elif found[0] == b"\r\n":
+            self.comes = "nothing"
+
+    def wake(self) -> None:
+        """Let the application see what has changed."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def run(self, app: Application) -> None:
+        """Let the application answer; the connection closes if it does not do so to the end."""
+        try:
+            await app(self.scope, self.receive, self.send)
+        except Exception:
+            logger.exception("the application failed")
+        finally:
+            if not self.complete:
+                self._connection.transport.close()
 
     async def receive(self) -> Message:
-        """Return the next message of the body; raises `MalformedRequest` if its framing is broken, or excessive."""
-        message = await self._receive()
+        """Return the next part of the body, or `http.disconnect` once there can be none.
+
+        Raises `MalformedRequest` if the framing is broken, or excessive, and `RequestTimeout` if the body gave way.
+        """
+        connection = self._connection
+        if self._expects_continue and not (self.answered or connection.transport.is_closing()):
+            connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._expects_continue = False
+        while not (self._parts or self.error or self.complete or connection.is_lost):
+            if not (self.more_body or self._is_ended):
+                break
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         if self.error is not None:
             raise self.error
-        if message["type"] == "http.request":
-            size = len(message["body"])
-            self._content += size
-            self._guard.overhead -= size
-            self.more_body = message["more_body"]
-            if not self.more_body:
-                self._guard.connections.wait(self._guard, waits=False)
-            chunks = (self._guard.overhead - self._size) // _CHUNK_FRAMING
-            if self._chunked and chunks > 64 + self._content // 32:
-                self._guard.is_closing_soon = True
-                raise MalformedRequest("more than 32 chunks in a KiB of the body")
-        return message
+        if self.complete or connection.is_lost:
+            return {"type": "http.disconnect"}
+        parts, self._parts, self.waiting = self._parts, [], 0
+        self._is_ended = not self.more_body
+        if self.more_body:
+            connection.advance()
+        return {
+            "type": "http.request",
+            "body": parts[0] if len(parts) == 1 else b"".join(parts),
+            "more_body": self.more_body,
+        }
 
     async def send(self, message: Message) -> None:
-        """Send a part of the answer; the connection ends with it if more of the body comes than is worth reading."""
-        if self.error is not None:
-            if message["type"] == "http.response.start":
-                self._start = message
-            elif not self._guard.transport.is_closing():
-                self._guard.answer(self._start["status"], self._start["headers"], message["body"])
-        elif message["type"] == "http.response.start":
-            self.answered = True
-            is_worth_it = self._may_discard and message["status"] != HTTPStatus.REQUEST_TIMEOUT
-            if self._guard.is_closing_soon or (self.more_body and not is_worth_it):
-                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
-            self._guard.holds_head = True
-            await self._send(message)
+        """Send a part of the answer, its head in one packet with the begin of its body.
+
+        The connection ends with it if more of the request's body comes than is worth reading. Raises `RuntimeError` if
+        the part is out of order.
+        """
+        connection = self._connection
+        if connection.drained is not None:
+            await connection.drained.wait()
+        if connection.is_lost:
+            return
+        expected = "http.response.body" if self.answered else "http.response.start"
+        if self.complete or message["type"] != expected:
+            raise RuntimeError(f"{message['type']} where {'nothing' if self.complete else expected} can be sent")
+        if not self.answered:
+            self._start(message["status"], message["headers"])
         else:
-            await self._send(message)
-            self._guard.flush()
+            self._write(message.get("body", b""), is_last=not message.get("more_body", False))
+
+    def _start(self, status: int, headers: Iterable[Header]) -> None:
+        self.answered = True
+        self._parts, self.waiting = [], 0
+        lines = [_status_line(status)]
+        is_whole = self.scope["method"] == "HEAD" or status in (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
+        self._answer_left = 0 if is_whole else None
+        for name, value in (*self._connection.default_headers, *headers):
+            if name == b"content-length" and not is_whole:
+                self._answer_left = int(value)
+            elif name == b"connection":
+                self.keep_alive = self.keep_alive and b"close" not in value.lower()
+                continue
+            lines.append(b"%b: %b\r\n" % (name, value))
+        if self._answer_left is None and self.scope["http_version"] == "1.0":
+            self._answer_left = math.inf  # it ends with the connection
+        elif self._answer_left is None:
+            lines.append(b"transfer-encoding: chunked\r\n")
+        is_worth_reading = self._may_discard and status != HTTPStatus.REQUEST_TIMEOUT
+        if self._connection.is_refused or (self.more_body and not is_worth_reading):
+            self.keep_alive = False
+        lines.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
+        self._head = b"".join(lines)
+        ends = len(lines) + (not self.keep_alive)
+        if self._head.count(b"\n") != ends or self._head.count(b"\r") != ends:
+            raise RuntimeError("a header with a line break")
+
+    def _write(self, body: bytes, *, is_last: bool) -> None:
+        if self.scope["method"] == "HEAD":
+            body = b""
+        head, self._head = self._head, b""
+        parts = [head, body]
+        if self._answer_left is None:
+            parts = [head, b"%x\r\n" % len(body), body, b"\r\n"] if body else [head]
+            parts += [b"0\r\n\r\n"] * is_last
+        else:
+            self._answer_left -= len(body)
+            if self._answer_left < 0 or (is_last and 0 < self._answer_left < math.inf):
+                raise RuntimeError("the answer is not as long as its Content-Length says")
+        transport = self._connection.transport
+        if not transport.is_closing():  # else the caller has closed its side, and is taken for one that left
+            transport.writelines([part for part in parts if part])
+        if is_last:
+            self.complete = True
+            self.wake()
+            self._connection.answered(self)
 
 
-class Guard(asyncio.BufferedProtocol, asyncio.Transport):
-    """A connection: the protocol of a socket, and the transport of uvicorn's protocol.
+@lru_cache(maxsize=64)
+def _status_line(status: int) -> bytes:
+    return f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n".encode()
+
+
+class Connection(asyncio.BufferedProtocol):
+    """A connection, as uvicorn's `Config(http=...)` takes one: of uvicorn it reads its configuration and state.
 
     Attributes:
-        left: done when the caller is gone.
-        refused_at: seconds of the application's clock at which it last refused a request here for want of room.
-        overhead: bytes since the last request that are no content of a body, as far as the application has read it.
         connections: of which it is one.
         transport: of the socket.
-        is_closing_soon: nothing that arrives now is parsed.
-        holds_head: what is written next is a head, which goes out in one packet with the begin of its body.
+        left: done when the caller is gone.
+        refused_at: seconds of the application's clock at which it last refused a request here for want of room.
+        is_refused: nothing that arrives now is parsed.
+        is_lost: the socket is closed.
+        exchange: the request that is being answered, or whose body is being discarded.
+        drained: set once the caller reads its answers again; None while it does.
+        head_size: bytes of a request's head that has not ended.
     """
 
-    def __init__(self, connections: Connections, protocol: Callable[[dict[str, Any]], asyncio.Protocol]) -> None:
+    transport: asyncio.Transport
+
+    def __init__(
+        self, connections: Connections, config: uvicorn.Config, state: ServerState, app_state: dict[str, Any]
+    ) -> None:
         super().__init__()
+        if not config.loaded:
+            config.load()
         self.connections = connections
-        self._loop = asyncio.get_running_loop()
-        self._protocol: asyncio.Protocol | None = protocol({_CONNECTION: self})
-        self._request: _Request | None = None
-        self._is_parsing = self._is_invalid = self._is_paused = False
-        self._is_in_head = True
-        self._held = b""
-        self._message_left = 0  # bytes of a head and its body that uvicorn's protocol has not got
-        self._waits_since: float | None = self._loop.time()  # for the end of a head
-        self._unread: tuple[float, int] | None = None  # since when so many bytes of an answer are
-        self.left: asyncio.Future[None] = self._loop.create_future()
+        self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.refused_at = float("-inf")
-        self.overhead = 0
-        self.is_closing_soon = self.holds_head = False
-        self._head = b""
+        self.is_refused = self.is_lost = False
+        self.drained: asyncio.Event | None = None
+        self.head_size = 0
+        self._loop = asyncio.get_running_loop()
+        self._app: Any = config.loaded_app
+        self._state = state
+        self._app_state = app_state
+        self.exchange: Exchange | None = None
+        self._held = b""
+        self._is_reading = self._is_new = True
+        self._is_behind = False  # it is about to take what has come
+        self._since = self._loop.time()  # when it began to wait for what `check` bounds
+        self._unread = 0  # bytes of answers when `check` last saw the caller read
+        self._new_head()
+
+    @property
+    def default_headers(self) -> list[Header]:
+        """Return the headers that every answer has."""
+        return self._state.default_headers
 
     # As the socket's protocol:
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # sockets have no other
         """Begin to wait for a request, if there is room for one connection more."""
         self.transport = transport
+        self._server, self._client = (_address(transport.get_extra_info(name)) for name in ("sockname", "peername"))
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
-        if self._protocol is not None:
-            self._protocol.connection_made(self)
+        self._state.connections.add(self)  # type: ignore[arg-type]  # what uvicorn shuts down, and waits for
+        if self.connections.is_ending:
+            self.shutdown()
         self.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell uvicorn and the application that the caller is gone."""
+        self._state.connections.discard(self)  # type: ignore[arg-type]
         self.connections.remove(self)
-        self._release(exc)
+        self.is_lost = self.is_refused = True
+        self._held = b""
+        del self._parser  # which holds the connection
+        self.resume_writing()
+        if self.exchange is not None:
+            self.exchange.wake()
         self.left.set_result(None)
-
-    def _release(self, exc: Exception | None = None) -> None:
-        self.is_closing_soon, self._held = True, b""
-        protocol, self._protocol = self._protocol, None
-        if protocol is not None:
-            protocol.connection_lost(exc)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return where the next bytes go."""
         return self.connections.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Hand bytes to uvicorn's protocol, as far as it takes them."""
-        if self._is_invalid or self.is_closing_soon:
+        """Parse bytes as far as they can be taken now."""
+        if self.is_refused:
             return
-        self._held += self.connections.buffer[:nbytes]
-        if self._is_paused:
-            self.transport.pause_reading()
-        else:
-            self._feed()
-
-    def _feed(self) -> None:
-        """Feed uvicorn's protocol, which starts a request's task when its head is complete, until it pauses.
-
-        It gets a head together with its body, and all else in small pieces: pipelined requests cost a hundred times
-        their bytes until it pauses, and so do bodies of tiny chunks. The application may refuse these by their head.
-        """
-        while self._held and not (self._is_paused or self._is_invalid or self.is_closing_soon):
-            is_first = self._is_in_head
-            if self._request is None and self._waits_since is None:
-                self._waits_since = self._loop.time()
-            if self._is_in_head and not self._message_left:
-                self._look_at_head()
-            size = max(min(self._message_left, _READ), _PIECE)
-            piece, self._held = self._held[:size], self._held[size:]
-            self._message_left = max(0, self._message_left - len(piece))
-            self.overhead += len(piece)
-            self._is_parsing = True
-            if self._protocol is not None:
-                self._protocol.data_received(piece)
-            self._is_parsing = False
-            if is_first and self._held and not (self._is_in_head or self._message_left):
-                self._loop.call_soon(self._feed)  # the request's task runs before
-                break
-        if self._is_invalid or self.overhead > _MAX_HEAD_BYTES:
-            self._loop.call_soon(self._check_bytes)  # a request whose head is here has begun by then
-
-    def _look_at_head(self) -> None:
-        """Rename the offer in a head, and note how long the head and its body are."""
-        end = self._held.find(b"\r\n\r\n") + 4
-        head = self._held[:end] if end > 3 else self._held
-        if b"\nupgrade:" in head.lower():
-            self._held = _OFFER.sub(b"\nX-Offer:", head) + self._held[len(head) :]
-        if end > 3:
-            length = _LENGTH.search(head)
-            self._message_left = end + (int(length[1]) if length else 0)
-            self._is_in_head = False
-
-    def _check_bytes(self) -> None:
-        if self._is_invalid:
-            self.refuse(MalformedRequest("this is not HTTP/1.1"))
-            return
-        unread = 0 if self._is_in_head else _PAUSE_BYTES + (_READ if self._is_paused else 0)
-        if self.overhead > _MAX_HEAD_BYTES + unread:
-            self.refuse(MalformedRequest(f"more than {_MAX_HEAD_BYTES} bytes that are no body"))
+        data = bytes(self.connections.buffer[:nbytes])
+        self._held = self._held + data if self._held else data
+        self.advance()
 
     def pause_writing(self) -> None:
         """Begin to watch a caller that does not read its answers."""
-        self._unread = self._loop.time(), self.transport.get_write_buffer_size()
-        if self._protocol is not None:
-            self._protocol.pause_writing()
+        self._since, self._unread = self._loop.time(), self.transport.get_write_buffer_size()
+        self.drained = asyncio.Event()
 
     def resume_writing(self) -> None:
         """Watch a caller that reads again no longer."""
-        self._unread = None
-        if self._protocol is not None:
-            self._protocol.resume_writing()
+        drained, self.drained = self.drained, None
+        if drained is not None:
+            self._since = self._loop.time()
+            drained.set()
 
-    # As uvicorn's transport:
+    # It parses:
 
-    def get_extra_info(self, name: str, default: object = None) -> Any:
-        """Return what the socket's transport knows."""
-        return self.transport.get_extra_info(name, default)
-
-    def is_closing(self) -> bool:
-        """Return whether nothing more is sent."""
-        return self._protocol is None or self.transport.is_closing()
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Send a part of an answer. What uvicorn writes while it parses is its refusal of what it parses."""
-        if self._is_parsing:
-            self._is_invalid = True
-        elif self.transport.is_closing():  # the caller has closed its side, and is taken for one that left
-            self.holds_head, self._head = False, b""
-        elif self.holds_head:
-            self._head, self.holds_head = bytes(data), False
-        elif self._head:
-            head, self._head = self._head, b""
-            self.transport.writelines((head, data))
+    def advance(self) -> None:
+        """Take what has come: a head, and as much of its body as there is room for; read more if there is."""
+        self._is_behind = False
+        while self._held and not (self.is_refused or self._is_behind):
+            exchange = self.exchange
+            if exchange is None:
+                self._take_head()
+            elif not exchange.more_body or exchange.is_full:
+                break
+            elif not exchange.is_chunked:
+                part, self._held = self._held[: exchange.left], self._held[exchange.left :]
+                exchange.add(part)
+                if not exchange.left:
+                    self._end_body(exchange)
+            elif not self._take_chunks(exchange):
+                break
+        exchange = self.exchange
+        if exchange is None or self.is_refused:
+            reads = True
         else:
-            self.transport.write(data)
+            reads = not (exchange.is_full or self._is_behind) if exchange.more_body else len(self._held) <= _PAUSE_BYTES
+        if reads != self._is_reading:
+            self._is_reading = reads
+            (self.transport.resume_reading if reads else self.transport.pause_reading)()
 
-    def flush(self) -> None:
-        """Send a head that has no body."""
-        if self._head:
-            self.write(b"")
+    def _yield(self) -> None:
+        """Go on at the event loop's next turn."""
+        if not self._is_behind:
+            self._is_behind = True
+            self._loop.call_soon(self.advance)
 
-    def close(self) -> None:
-        """Close the connection; what its caller is still sending is discarded before."""
-        if self._is_parsing or self._protocol is None:
-            return
-        self.flush()
-        if self._request is not None and self._request.more_body:
-            self._linger()
-        elif self._request is None and self.connections.is_ending:  # its request may be on the way
-            self._loop.call_later(_LAST_CALLERS_SECONDS, self._close_idle)
-        else:
-            self.transport.close()
+    def _new_head(self) -> None:
+        self._parser = httptools.HttpRequestParser(self)
+        self._url, self._headers = b"", list[Header]()
+        self._tail, self.head_size, self._is_whole = b"", 0, False
 
-    def _close_idle(self) -> None:
-        if self._request is None:  # else its answer closes it
-            self.transport.close()
+    def on_url(self, url: bytes) -> None:
+        """Keep a piece of the target."""
+        self._url += url
 
-    def pause_reading(self) -> None:
-        """Hand nothing on for now; the socket is read no more when more has come."""
-        self._is_paused = True
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header."""
+        self._headers.append((name.lower(), value))
 
-    def resume_reading(self) -> None:
-        """Hand on what has come meanwhile, and read again."""
-        self._is_paused = False
-        self.transport.resume_reading()
-        if self._held:
-            self._loop.call_soon(self._feed)
+    def on_headers_complete(self) -> None:
+        """Keep what the parser forgets with the end of a request without a body."""
+        self._is_whole, self._keep_alive = True, self._parser.should_keep_alive()
 
-    # As the connection of requests:
+    def _take_head(self) -> None:
+        """Parse up to the end of a head, and begin its request. What is behind is not for its parser."""
+        if not self.head_size:
+            self._since = self._loop.time()
+        known = self._tail + self._held
+        end = known.find(b"\r\n\r\n") + 4
+        size = len(self._held) if end < 4 else end - len(self._tail)
+        piece, self._held = self._held[:size], self._held[size:]
+        self._tail = known[-3:] if end < 4 else b""
+        self.head_size += size
+        if self.head_size <= _MAX_HEAD_BYTES:
+            try:
+                self._parser.feed_data(piece)
+            except httptools.HttpParserUpgrade:
+                pass  # no server need accept an offer; Java's client makes one with each of its first requests
+            except httptools.HttpParserError:
+                self.refuse(MalformedRequest("this is not HTTP/1.1"))
+                return
+        if self.head_size > _MAX_HEAD_BYTES or len(self._headers) > _MAX_HEADERS:
+            self.refuse(MalformedRequest(f"a head of more than {_MAX_HEAD_BYTES} bytes or {_MAX_HEADERS} headers"))
+        elif self._is_whole:
+            self._begin()
 
-    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the application answer a request."""
-        request = _Request(self, scope, receive, send)
-        error = request.head_error()
-        if error is not None:
-            self.refuse(error, scope["headers"])
-        if self.is_closing_soon:
-            self._release()
-            return
-        self._request, self._waits_since, self._is_in_head = request, None, False
-        self.connections.wait(self, waits=request.more_body)
+    def _begin(self) -> None:
+        parser, headers, url = self._parser, self._headers, self._url
+        version = parser.get_http_version()
         try:
-            await self.connections.app(scope, request.receive, request.send)
-        finally:
-            if self._request is request:  # else uvicorn has started the next, which came before the answer
-                self._request, self._is_in_head = None, True
-                self.overhead = request.overhead_left()
-                self.connections.wait(self)
-            if self.is_closing_soon and self._protocol is not None:
+            target = httptools.parse_url(url)
+            path = target.path.decode("ascii")
+        except (httptools.HttpParserInvalidURLError, AttributeError, UnicodeDecodeError):
+            self.refuse(MalformedRequest("the target of the request names no path"), headers)
+            return
+        scope: Scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": version,
+            "server": self._server,
+            "client": self._client,
+            "scheme": "http",
+            "method": parser.get_method().decode("ascii"),
+            "root_path": "",
+            "path": urllib.parse.unquote(path) if "%" in path else path,
+            "raw_path": target.path,
+            "query_string": target.query or b"",
+            "headers": headers,
+            "state": {**self._app_state, _CONNECTION: self},
+        }
+        exchange = Exchange(self, scope, keep_alive=version == "1.1" and self._keep_alive)
+        self._new_head()
+        error = exchange.head_error()
+        if error is not None:
+            self.refuse(error, headers)
+            return
+        self.exchange = exchange
+        self.connections.wait(self, waits=exchange.more_body)
+        task = self._loop.create_task(exchange.run(self._app))
+        self._state.tasks.add(task)
+        task.add_done_callback(self._state.tasks.discard)
+        if exchange.is_chunked:
+            self._yield()  # the application may refuse it by its head
+
+    def _take_chunks(self, exchange: Exchange) -> bool:
+        """Take chunks of a body, as many as others can wait for; return whether it could take anything."""
+        held, at = self._held, 0
+        for _ in range(_CHUNKS_AT_ONCE):
+            if not exchange.more_body or at == len(held):
+                break
+            if exchange.comes == "data":
+                part = held[at : at + exchange.left]
+                exchange.add(part)
+                at += len(part)
+                exchange.comes = "data" if exchange.left else "end"
+                continue
+            whole, begun = _FRAMING[exchange.comes]
+            found = whole.match(held, at)
+            if found is None:
+                if begun.fullmatch(held, at) is None or len(held) - at > _MAX_HEAD_BYTES:
+                    self.refuse(MalformedRequest("this is no chunk of HTTP/1.1"))
+                break
+            at = found.end()
+            exchange.take_framing(found)
+            if exchange.is_excessive:
+                self.refuse(MalformedRequest("more than 32 chunks in a KiB of the body"))
+                break
+            if exchange.comes == "nothing":
+                self._end_body(exchange)
+        else:
+            self._yield()
+        self._held = held[at:] if not self.is_refused else b""
+        return at > 0
+
+    def _end_body(self, exchange: Exchange) -> None:
+        exchange.more_body = False
+        exchange.wake()
+        self.connections.wait(self, waits=False)
+        if exchange.complete:
+            self._next()
+
+    # It answers, and ends:
+
+    def answered(self, exchange: Exchange) -> None:
+        """Go on after an answer that is written to its end."""
+        if not exchange.keep_alive:
+            if exchange.more_body:
+                self._linger()
+            else:
                 self.transport.close()
+            return
+        if exchange.more_body:  # which is discarded
+            self._since = self._loop.time()
+            self.connections.wait(self)
+        else:
+            self._next()
+        self.advance()
+
+    def _next(self) -> None:
+        """Wait for the next request."""
+        self.exchange, self._is_new, self._since = None, False, self._loop.time()
+        self.connections.wait(self)
 
     def refuse(self, error: ServiceError, headers: Iterable[Header] = ()) -> None:
-        """Parse nothing more, and answer with a problem, or let the request answer that is under way, then close."""
-        if self.is_closing_soon:
+        """Parse nothing more, and answer with a problem, or let the request answer whose body comes; then close."""
+        if self.is_refused:
             return
-        self.is_closing_soon = True
-        if self._request is None:
-            self.answer(*self.connections.app.refuse(error, headers))
-        elif self._request.more_body and not self._request.answered:
-            self._request.error = error
-            self._release()  # the application hears of it when it reads on
-
-    def answer(self, status: int, headers: Iterable[Header], content: bytes) -> None:
-        """Send the last answer of this connection, without uvicorn."""
-        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}".encode(), b"connection: close"]
-        lines += [name + b": " + value for name, value in headers]
-        self.transport.write(b"\r\n".join([*lines, b"", content]))
-        self._linger()
+        self.is_refused, self._held = True, b""
+        exchange = self.exchange
+        if exchange is None:
+            status, named, content = self.connections.app.refuse(error, headers)
+            lines = [_status_line(status), b"connection: close\r\n"]
+            lines += [b"%b: %b\r\n" % header for header in named]
+            self.transport.writelines([*lines, b"\r\n", content])
+            self._linger()
+        elif exchange.complete:
+            self.transport.close()
+        else:
+            exchange.error = error
+            exchange.wake()
 
     def give_way(self) -> None:
         """End the connection for another."""
-        if self._request is None:
+        if self.exchange is None:
             self.connections.remove(self)
             self.transport.abort()
         else:
             self.refuse(RequestTimeout("the body came too slowly while others waited for its connection"))
 
     def _linger(self) -> None:
-        self._release()
+        """Close the connection when its caller has, or soon; what still comes is discarded."""
+        self.is_refused, self._held = True, b""
         self.connections.wait(self)
         if not self.transport.is_closing():
             self.transport.write_eof()
-            self.transport.resume_reading()
+            self.advance()
             self._loop.call_later(LINGER_SECONDS, self.transport.abort)
 
+    def shutdown(self) -> None:
+        """Close the connection after its answer, or soon: its request may be on the way."""
+        if self.exchange is not None:
+            self.exchange.keep_alive = False
+        self._loop.call_later(LAST_CALLERS_SECONDS, self._close_idle)
+
+    def _close_idle(self) -> None:
+        if self.exchange is None or self.exchange.complete:  # else its answer closes it
+            self.transport.close()
+
     def check(self, now: float) -> None:
-        """End the connection if a head is late, or if its caller reads nothing of an answer."""
-        if self._unread is not None:
-            since, size = self._unread
-            if self.transport.get_write_buffer_size() < size:
-                self._unread = now, self.transport.get_write_buffer_size()
-            elif now - since > STALL_SECONDS:
+        """End the connection if a head is late, or if its caller is idle, or reads nothing of an answer."""
+        is_idle = self.exchange is None and not (self.head_size or self._is_new)
+        if self.drained is not None:
+            unread = self.transport.get_write_buffer_size()
+            if unread < self._unread:
+                self._since, self._unread = now, unread
+            elif now - self._since > STALL_SECONDS:
                 self.transport.abort()
-        elif self._waits_since is not None and now - self._waits_since > HEAD_SECONDS:
-            if self.overhead > 0:
+        elif self.exchange is not None and not self.exchange.complete:
+            return
+        elif now - self._since > (IDLE_SECONDS if is_idle else HEAD_SECONDS):
+            if self.exchange is None and self.head_size:
                 self.refuse(RequestTimeout(f"the head did not arrive within {HEAD_SECONDS:g} s"))
             else:
-                self.close()
+                self.transport.close()
+
+
+def _address(name: object) -> tuple[str, int] | None:
+    """Return host and port of a socket's name; None of one that has none, such as a Unix socket."""
+    return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None
 
 
 class Connections:
@@ -429,49 +635,41 @@ class Connections:
     def __init__(self, app: Application, most: int = MAX_CONNECTIONS) -> None:
         self.app = app
         self.buffer = memoryview(bytearray(_READ))
-        self.waiting: dict[Guard, None] = {}
-        self.open: set[Guard] = set()
+        self.waiting: dict[Connection, None] = {}
+        self.open: set[Connection] = set()
         self.is_ending = False
         self._most = most
 
     def protocol(
         self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any], **_: object
-    ) -> Guard:
+    ) -> Connection:
         """Return the protocol of a new connection, as uvicorn asks for it."""
-        return Guard(self, lambda connection: HttpToolsProtocol(config, server_state, app_state | connection))
+        return Connection(self, config, server_state, app_state)
 
-    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one ASGI connection, as uvicorn's application."""
-        guard = connection_of(scope)
-        if guard is None:
-            await self.app(scope, receive, send)
-        else:
-            await guard.serve(scope, receive, send)
-
-    def add(self, guard: Guard) -> None:
+    def add(self, connection: Connection) -> None:
         """Add a connection; if there are too many, end the one that has waited longest for its caller, or refuse it."""
         is_full = len(self.open) >= self._most
         if is_full and self.waiting:
             next(iter(self.waiting)).give_way()
             is_full = False
-        self.open.add(guard)
+        self.open.add(connection)
         if len(self.open) > self._most + _MOST_REFUSED:
-            guard.transport.abort()
+            connection.transport.abort()
         elif is_full:
-            guard.refuse(ReceivingFull(f"all {self._most} connections are in use"))
+            connection.refuse(ReceivingFull(f"all {self._most} connections are in use"))
         else:
-            self.wait(guard)
+            self.wait(connection)
 
-    def wait(self, guard: Guard, *, waits: bool = True) -> None:
+    def wait(self, connection: Connection, *, waits: bool = True) -> None:
         """Note that a connection waits for its caller from now on, or that it does not."""
-        self.waiting.pop(guard, None)
-        if waits and guard in self.open:
-            self.waiting[guard] = None
+        self.waiting.pop(connection, None)
+        if waits and connection in self.open:
+            self.waiting[connection] = None
 
-    def remove(self, guard: Guard) -> None:
+    def remove(self, connection: Connection) -> None:
         """Forget a connection that has ended."""
-        self.open.discard(guard)
-        self.waiting.pop(guard, None)
+        self.open.discard(connection)
+        self.waiting.pop(connection, None)
 
     async def watch(self) -> None:
         """Check every connection each second, until cancelled."""
@@ -482,185 +680,5 @@ class Connections:
 
     def check(self, now: float) -> None:
         """Check every connection at this time of the event loop."""
-        for guard in list(self.open):
-            guard.check(now)
-
-
-def connection_limit(configured: int = MAX_CONNECTIONS) -> int:
-    """Return how many connections this process may hold: `configured`, or fewer if the system allows fewer open files.
-
-    The limit of open files is raised as far as needed, within what the system allows.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = configured + _OTHER_FILES
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return configured
-    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    return max(1, allowed - _OTHER_FILES)
-
-
-def address_family(host: str) -> socket.AddressFamily:
-    """Return the family of a host's address."""
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-class Server:
-    """One web process: uvicorn, with the shutdown that API clients need.
-
-    SIGTERM or SIGINT: for `drain_delay` seconds it goes on serving, but is not ready; then it stops listening, finishes
-    what it accepted, refuses what still comes, and returns, at the latest after `drain_timeout`. A second SIGTERM or
-    SIGINT ends the process at once. SIGHUP stops it, too, unless `on_hang_up` handles it. By itself uvicorn would close
-    its listener at the first SIGTERM, and end with 143.
-
-    Args:
-        beside: started with the server and cancelled at its end.
-        on_hang_up: returns whether it has handled SIGHUP.
-        is_supervised: the supervisor's signal drains, however often it comes, and SIGHUP is the supervisor's to handle.
-    """
-
-    def __init__(
-        self,
-        app: Application,
-        settings: Settings,
-        lifecycle: Lifecycle,
-        beside: Callable[[], Coroutine[Any, Any, None]] | None = None,
-        on_hang_up: Callable[[], bool] = lambda: False,
-        *,
-        is_supervised: bool = False,
-        max_connections: int = MAX_CONNECTIONS,
-    ) -> None:
-        self._settings = settings
-        self._lifecycle = lifecycle
-        self._beside = beside
-        self._on_hang_up = on_hang_up
-        self._is_supervised = is_supervised
-        self._hung_up = False
-        self._let_in_last: set[asyncio.Task[Any]] = set()  # the loop itself keeps no task alive
-        self.connections = Connections(app, connection_limit(max_connections))
-        config = uvicorn.Config(
-            self.connections.serve,
-            host=settings.host,
-            port=settings.port,
-            http=self.connections.protocol,  # type: ignore[arg-type]  # it is called as a class is
-            interface="asgi3",
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            log_level="error",  # its warnings repeat what callers send
-            access_log=False,
-            server_header=False,
-            proxy_headers="FORWARDED_ALLOW_IPS" in os.environ,  # uvicorn's own variable: X-Forwarded-For is believed
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=None,  # uvicorn would cut requests off; `_give_up` ends the process instead
-        )
-        self._uvicorn = uvicorn.Server(config)
-
-    @property
-    def is_listening(self) -> bool:
-        """Return whether the server has started."""
-        return self._uvicorn.started
-
-    @property
-    def port(self) -> int:
-        """Return the port of the started server, which differs from the setting when that is 0."""
-        port: int = self._uvicorn.servers[0].sockets[0].getsockname()[1]
-        return port
-
-    def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until a signal or `stop`, on `sockets` if they are given."""
-        with asyncio.Runner(loop_factory=self._uvicorn.config.get_loop_factory()) as runner:
-            runner.run(self.serve(sockets))
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve on the running event loop, see `run`."""
-        loop, numbers = asyncio.get_running_loop(), stop_signals()
-        serving = loop.create_task(self._uvicorn.serve(sockets))
-        beside = [loop.create_task(each()) for each in (self._beside, self.connections.watch) if each is not None]
-        await asyncio.sleep(0)  # uvicorn has taken the signals: they are taken from it
-        for number in numbers:
-            loop.add_signal_handler(number, self._on_signal, number)
-        try:
-            await serving
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
-            for task in beside:
-                task.cancel()
-        self._log_end()
-
-    def stop(self, exit_code: int) -> None:
-        """End the process in order, without the delay for load balancers: there is nothing left to serve."""
-        self._lifecycle.exit_code = exit_code
-        self._begin_to_stop(0.0)
-
-    def drain(self) -> None:
-        """Serve for the delay, then refuse new work, and stop when all accepted requests are answered."""
-        if not self._lifecycle.stopping:
-            self._begin_to_stop(self._settings.drain_delay)
-
-    def _begin_to_stop(self, delay: float) -> None:
-        self._lifecycle.stopping = True
-        loop = asyncio.get_running_loop()
-        loop.call_later(delay, self._stop_listening)
-        loop.call_later(self._settings.drain_timeout, self._give_up)
-
-    def _listening(self) -> Sequence[asyncio.Server]:
-        """Return what listens; uvicorn has none before it has started, and a start may fail before that."""
-        return getattr(self._uvicorn, "servers", ())
-
-    def _stop_listening(self) -> None:
-        loop = asyncio.get_running_loop()
-        for server in self._listening():
-            for listener in server.sockets:
-                loop.remove_reader(listener.fileno())
-        loop.call_soon(self._close_listeners)  # who was just accepted has a protocol by then: a closed server drops it
-
-    def _close_listeners(self) -> None:
-        self.connections.is_ending = True
-        self._uvicorn.should_exit = True  # which uvicorn sees, and closes idle connections, within 0.1 s
-        asyncio.get_running_loop().call_later(_LAST_CALLERS_SECONDS, setattr, self._lifecycle, "draining", True)
-        for server in self._listening():
-            listeners = [socket.socket(fileno=os.dup(listener.fileno())) for listener in server.sockets]
-            server.close()
-            for listener in listeners:
-                self._let_in(listener)
-
-    def _let_in(self, listener: socket.socket) -> None:
-        """Accept who is connected by the system, and close the listener: the system would reset their connections."""
-        loop, config, state = asyncio.get_running_loop(), self._uvicorn.config, self._uvicorn.server_state
-        listener.setblocking(False)
-        with listener, contextlib.suppress(OSError):  # there is nobody left, or no file for one more
-            while True:
-                connection, _ = listener.accept()
-                task = loop.create_task(
-                    loop.connect_accepted_socket(
-                        lambda: self.connections.protocol(config, state, self._uvicorn.lifespan.state), connection
-                    )
-                )
-                self._let_in_last.add(task)
-                task.add_done_callback(self._let_in_last.discard)
-
-    def _give_up(self) -> None:
-        logger.warning("not everything was answered within %g s: ending", self._settings.drain_timeout)
-        self._log_end()
-        exit_now(self._lifecycle.exit_code)
-
-    def _log_end(self) -> None:
-        if not self._is_supervised:  # else the supervisor tells it of all
-            log_end(self._lifecycle.answered, self._lifecycle.refused)
-
-    def _on_signal(self, number: signal.Signals) -> None:
-        if self._is_supervised:
-            if number != signal.SIGHUP:
-                self.drain()
-        elif not self._lifecycle.stopping:
-            if number == signal.SIGHUP and self._on_hang_up():
-                return
-            logger.info("%s: stopping", number.name)
-            self.drain()
-        elif number != signal.SIGHUP and not self._hung_up:
-            logger.warning("%s again: ending at once", number.name)
-            exit_now(128 + number)
-        # systemd may send SIGHUP together with SIGTERM, and terminals send it twice: both ask for one stop.
-        self._hung_up = number == signal.SIGHUP
+        for connection in list(self.open):
+            connection.check(now)

@@ -15,7 +15,7 @@ from typing import Final
 from service.cluster.processes import RUNNING, SERVING, Report
 from service.cluster.remote_model import EngineClient, RemoteImageStore, RemoteModels
 from service.cluster.supervisor import Child
-from service.http import Server
+from service.server import Server
 from service.lifecycle import Lifecycle, freeze_objects, trim_regularly
 from service.observe.metrics import Metrics
 from service.settings import Settings

@@ -18,7 +18,7 @@ from itertools import islice, takewhile
 from typing import Final, Self
 
 from service.errors import ModelLoading, QueueFull, ReceivingFull
-from service.http import Guard
+from service.http import Connection
 
 MIN_BODY_RATE: Final = 4096
 """Bytes a second below which a body crawls."""
@@ -218,7 +218,7 @@ class RefusalPace:
         self._credit: float = _REFUSALS_A_SECOND
         self._counted_at = clock()
 
-    def delay(self, connection: Guard | None) -> float:
+    def delay(self, connection: Connection | None) -> float:
         """Return the seconds for which a refusal on this connection is to wait."""
         now = self._clock()
         earned = (now - self._counted_at) * _REFUSALS_A_SECOND

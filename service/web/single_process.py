@@ -11,7 +11,7 @@ from weakref import WeakSet
 from service.engine.backbones import Backbones, ModelEngine
 from service.engine.local import Loader
 from service.engine.messages import ModelInfo
-from service.http import Server
+from service.server import Server
 from service.lifecycle import Lifecycle, Terminal, freeze_objects, release_memory, trim_regularly
 from service.models.model import Generation
 from service.models.models import LocalModels, configured_models

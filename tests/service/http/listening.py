@@ -11,7 +11,8 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from service.http import MAX_CONNECTIONS, Connections, Guard
+from service import http
+from service.http import MAX_CONNECTIONS, Connections
 from tests.problems import code_of
 from tests.service.fakes import PATIENCE
 from tests.service.web.apps import App, app
@@ -62,7 +63,7 @@ class Listening:
     connections: Connections
 
     @property
-    def guard(self) -> Guard:
+    def guard(self) -> http.Connection:
         """The only open connection."""
         [guard] = self.connections.open
         return guard
@@ -86,7 +87,7 @@ async def listening(max_connections: int = MAX_CONNECTIONS, **settings: Any) -> 
     """Serve on a free port."""
     service = app(**settings)
     connections = Connections(service.asgi, max_connections)
-    config = uvicorn.Config(connections.serve, interface="asgi3", ws="none", lifespan="off", log_config=None)
+    config = uvicorn.Config(service.asgi, interface="asgi3", ws="none", lifespan="off", log_config=None)
     state = ServerState()
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: connections.protocol(config, state, {}), "127.0.0.1", 0)
@@ -94,8 +95,8 @@ async def listening(max_connections: int = MAX_CONNECTIONS, **settings: Any) -> 
         yield Listening(service, server.sockets[0].getsockname()[1], connections)
     finally:
         server.close()
-        for guard in list(connections.open):
-            guard.transport.abort()
+        for open_one in list(connections.open):
+            open_one.transport.abort()
         for task in list(state.tasks):
             task.cancel()
         await asyncio.gather(*state.tasks, return_exceptions=True)

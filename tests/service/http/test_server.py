@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from service import http
-from service.http import Server, connection_limit
+from service import server as module
+from service.server import Server, connection_limit
 from service.lifecycle import Terminal, stop_signals
 from tests.service.fakes import on_a_loop, png, until
 from tests.service.http.listening import Connection, post
@@ -27,7 +27,7 @@ TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     before = signal.signal(HUP, signal.SIG_DFL)  # ignored where the tests run under nohup
     codes: list[int] = []
-    monkeypatch.setattr(http, "exit_now", codes.append)
+    monkeypatch.setattr(module, "exit_now", codes.append)
     yield codes
     signal.signal(HUP, before)
 

@@ -79,7 +79,7 @@ class Wire:
     def __init__(self) -> None:
         connections = Connections(self)
         config = uvicorn.Config(
-            connections.serve, interface="asgi3", ws="none", lifespan="off", log_config=None, proxy_headers=False
+            self, interface="asgi3", ws="none", lifespan="off", log_config=None, proxy_headers=False
         )
         self.requests: list[Request] = []
         self.socket = Socket()

@@ -17,7 +17,7 @@ from PIL import Image
 
 from service.engine.backbones import Backbones
 from service.engine.loading import load_predictor
-from service.http import Server
+from service.server import Server
 from service.lifecycle import Lifecycle
 from service.models.models import LocalModels
 from service.observe.metrics import Metrics
