@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import re
 import socket
 import urllib.parse
@@ -97,45 +96,40 @@ class Exchange:
     """A request and its answer, as ASGI has them.
 
     Attributes:
-        scope: of the request.
         left: bytes of the body that have not come, or of its chunk.
-        is_chunked: whether the body comes in chunks.
-        comes: what comes next of such a body: a chunk's size, data or end, or trailers.
-        framing: bytes of it that are no content.
+        comes: what comes next of a body in chunks: a chunk's size, data or end, trailers, or nothing.
+        framing: bytes of such a body that are no content.
         more_body: the end of the body has not come.
         waiting: bytes of the body that have come, and the application has not read.
-        answered: the answer has begun.
-        complete: the answer is written to its end.
+        answered, complete: the answer has begun, and is written to its end.
         keep_alive: the connection goes on after the answer.
         error: of the body, which is then parsed no further.
     """
 
     def __init__(self, connection: Connection, scope: Scope, *, keep_alive: bool) -> None:
         headers = dict(scope["headers"])
-        self.scope = scope
         self.left = int(headers.get(b"content-length", 0))
         self.is_chunked = b"transfer-encoding" in headers
-        self.more_body = self.is_chunked or self.left > 0
         self.comes = "size"
         self.waiting = self.framing = self._content = 0
+        self.more_body = self.is_chunked or self.left > 0
         self.answered = self.complete = False
         self.keep_alive = keep_alive
         self.error: ServiceError | None = None
-        self._connection = connection
+        self._connection, self._scope = connection, scope
         self._expects_continue = b"expect" in headers and scope["http_version"] == "1.1"
         self._may_discard = not (self.is_chunked or self.left > DISCARDED_BYTES or b"expect" in headers)
         self._parts: list[bytes] = []
-        self._is_ended = False  # the application has read the end of the body
+        self._has_end = False  # the application
         self._waiter: asyncio.Future[None] | None = None
         self._head = b""
-        self._answer_left: float | None = None  # bytes of the answer; None where it is sent in chunks
 
     def head_error(self) -> MalformedRequest | None:
         """Return the error of a head that a proxy may read in another way."""
-        names = [name for name, _ in self.scope["headers"]]
-        codings = [value.strip().lower() for name, value in self.scope["headers"] if name == b"transfer-encoding"]
-        version, hosts = self.scope["http_version"], names.count(b"host")
-        if self.scope["method"] == "CONNECT":
+        names = [name for name, _ in self._scope["headers"]]
+        codings = [value.strip().lower() for name, value in self._scope["headers"] if name == b"transfer-encoding"]
+        version, hosts = self._scope["http_version"], names.count(b"host")
+        if self._scope["method"] == "CONNECT":
             return MalformedRequest("CONNECT: this server is no proxy")
         if version not in ("1.0", "1.1"):
             return MalformedRequest(f"HTTP/{version}: this server speaks HTTP/1.1")
@@ -146,7 +140,7 @@ class Exchange:
         return None
 
     def add(self, part: bytes) -> None:
-        """Take a part of the body, or of the chunk; it is dropped once the answer has begun."""
+        """Take a part of the body; it is dropped once the answer has begun."""
         self.left -= len(part)
         self._content += len(part)
         if not self.answered:
@@ -154,18 +148,8 @@ class Exchange:
             self.waiting += len(part)
             self.wake()
 
-    @property
-    def is_full(self) -> bool:
-        """Return whether the application is to read before more comes."""
-        return self.waiting > _PAUSE_BYTES
-
-    @property
-    def is_excessive(self) -> bool:
-        """Return whether the framing outweighs the content."""
-        return self.framing // _CHUNK_FRAMING > 64 + self._content // 32
-
     def take_framing(self, found: re.Match[bytes]) -> None:
-        """Go on behind a piece of the framing."""
+        """Go on behind a piece of the framing; raises `MalformedRequest` if it outweighs the content."""
         self.framing += len(found[0])
         if self.comes == "size":
             self.left = int(found[1], 16)
@@ -174,6 +158,8 @@ class Exchange:
             self.comes = "size"
         elif found[0] == b"\r\n":
             self.comes = "nothing"
+        if self.framing // _CHUNK_FRAMING > 64 + self._content // 32:
+            raise MalformedRequest("more than 32 chunks in a KiB of the body")
 
     def wake(self) -> None:
         """Let the application see what has changed."""
@@ -183,7 +169,7 @@ class Exchange:
     async def run(self, app: Application) -> None:
         """Let the application answer; the connection closes if it does not do so to the end."""
         try:
-            await app(self.scope, self.receive, self.send)
+            await app(self._scope, self.receive, self.send)
         except Exception:
             logger.exception("the application failed")
         finally:
@@ -191,102 +177,69 @@ class Exchange:
                 self._connection.transport.close()
 
     async def receive(self) -> Message:
-        """Return the next part of the body, or `http.disconnect` once there can be none.
-
-        Raises `MalformedRequest` if the framing is broken, or excessive, and `RequestTimeout` if the body gave way.
-        """
+        """Return the next part of the body, or `http.disconnect` once there can be none; raises `error`."""
         connection = self._connection
         if self._expects_continue and not (self.answered or connection.transport.is_closing()):
             connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self._expects_continue = False
-        while not (self._parts or self.error or self.complete or connection.is_lost):
-            if not (self.more_body or self._is_ended):
-                break
+        while not (self.error or self.complete or connection.is_lost):
+            if self._parts or not (self.more_body or self._has_end):
+                parts, self._parts, self.waiting = self._parts, [], 0
+                self._has_end = not self.more_body
+                if self.more_body:
+                    connection.advance()
+                body = parts[0] if len(parts) == 1 else b"".join(parts)
+                return {"type": "http.request", "body": body, "more_body": not self._has_end}
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         if self.error is not None:
             raise self.error
-        if self.complete or connection.is_lost:
-            return {"type": "http.disconnect"}
-        parts, self._parts, self.waiting = self._parts, [], 0
-        self._is_ended = not self.more_body
-        if self.more_body:
-            connection.advance()
-        return {
-            "type": "http.request",
-            "body": parts[0] if len(parts) == 1 else b"".join(parts),
-            "more_body": self.more_body,
-        }
+        return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """Send a part of the answer, its head in one packet with the begin of its body.
-
-        The connection ends with it if more of the request's body comes than is worth reading. Raises `RuntimeError` if
-        the part is out of order.
-        """
+        """Send a part of the answer, its head in one packet with the begin of its body."""
         connection = self._connection
         if connection.drained is not None:
             await connection.drained.wait()
         if connection.is_lost:
             return
-        expected = "http.response.body" if self.answered else "http.response.start"
-        if self.complete or message["type"] != expected:
-            raise RuntimeError(f"{message['type']} where {'nothing' if self.complete else expected} can be sent")
-        if not self.answered:
-            self._start(message["status"], message["headers"])
-        else:
-            self._write(message.get("body", b""), is_last=not message.get("more_body", False))
-
-    def _start(self, status: int, headers: Iterable[Header]) -> None:
-        self.answered = True
-        self._parts, self.waiting = [], 0
-        lines = [_status_line(status)]
-        is_whole = self.scope["method"] == "HEAD" or status in (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
-        self._answer_left = 0 if is_whole else None
-        for name, value in (*self._connection.default_headers, *headers):
-            if name == b"content-length" and not is_whole:
-                self._answer_left = int(value)
-            elif name == b"connection":
-                self.keep_alive = self.keep_alive and b"close" not in value.lower()
-                continue
-            lines.append(b"%b: %b\r\n" % (name, value))
-        if self._answer_left is None and self.scope["http_version"] == "1.0":
-            self._answer_left = math.inf  # it ends with the connection
-        elif self._answer_left is None:
-            lines.append(b"transfer-encoding: chunked\r\n")
-        is_worth_reading = self._may_discard and status != HTTPStatus.REQUEST_TIMEOUT
-        if self._connection.is_refused or (self.more_body and not is_worth_reading):
-            self.keep_alive = False
-        lines.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
-        self._head = b"".join(lines)
-        ends = len(lines) + (not self.keep_alive)
-        if self._head.count(b"\n") != ends or self._head.count(b"\r") != ends:
-            raise RuntimeError("a header with a line break")
-
-    def _write(self, body: bytes, *, is_last: bool) -> None:
-        if self.scope["method"] == "HEAD":
-            body = b""
+        if message["type"] == "http.response.start":
+            self._head = self._answer_head(message["status"], message["headers"])
+            self.answered, self._parts, self.waiting = True, [], 0
+            return
         head, self._head = self._head, b""
-        parts = [head, body]
-        if self._answer_left is None:
-            parts = [head, b"%x\r\n" % len(body), body, b"\r\n"] if body else [head]
-            parts += [b"0\r\n\r\n"] * is_last
-        else:
-            self._answer_left -= len(body)
-            if self._answer_left < 0 or (is_last and 0 < self._answer_left < math.inf):
-                raise RuntimeError("the answer is not as long as its Content-Length says")
-        transport = self._connection.transport
-        if not transport.is_closing():  # else the caller has closed its side, and is taken for one that left
-            transport.writelines([part for part in parts if part])
-        if is_last:
+        if not connection.transport.is_closing():  # else its caller has closed its side, and is taken for one that left
+            connection.transport.writelines((head, b"" if self._scope["method"] == "HEAD" else message["body"]))
+        if not message.get("more_body", False):
             self.complete = True
             self.wake()
-            self._connection.answered(self)
+            connection.answered(self)
+
+    def _answer_head(self, status: int, headers: Iterable[Header]) -> bytes:
+        """Return the head of the answer, which says whether the connection goes on.
+
+        It does not if the answer has no length, or if more of the request's body comes than is worth reading.
+        """
+        named = dict(headers)
+        closes = self._connection.is_refused or b"close" in named.pop(b"connection", b"")
+        is_worth_reading = self._may_discard and status != HTTPStatus.REQUEST_TIMEOUT
+        has_end = b"content-length" in named or status in (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
+        self.keep_alive = self.keep_alive and has_end and not closes and (is_worth_reading or not self.more_body)
+        return head_of(status, [*self._connection.default_headers, *named.items()], closes=not self.keep_alive)
+
+
+def head_of(status: int, headers: Iterable[Header], *, closes: bool) -> bytes:
+    """Return the head of an answer; raises `RuntimeError` if a header holds a line break."""
+    lines = [_status_line(status), *(b"%b: %b" % header for header in headers), *[b"connection: close"] * closes, b""]
+    head = b"\r\n".join([*lines, b""])
+    if head.count(b"\n") + head.count(b"\r") != 2 * len(lines):
+        raise RuntimeError("a header with a line break")
+    return head
 
 
 @lru_cache(maxsize=64)
 def _status_line(status: int) -> bytes:
-    return f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n".encode()
+    return f"HTTP/1.1 {status} {HTTPStatus(status).phrase}".encode()
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -350,7 +303,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell uvicorn and the application that the caller is gone."""
-        self._state.connections.discard(self)  # type: ignore[arg-type]
+        self._state.connections.discard(self)
         self.connections.remove(self)
         self.is_lost = self.is_refused = True
         self._held = b""
@@ -393,7 +346,7 @@ class Connection(asyncio.BufferedProtocol):
             exchange = self.exchange
             if exchange is None:
                 self._take_head()
-            elif not exchange.more_body or exchange.is_full:
+            elif not exchange.more_body or exchange.waiting > _PAUSE_BYTES:
                 break
             elif not exchange.is_chunked:
                 part, self._held = self._held[: exchange.left], self._held[exchange.left :]
@@ -402,11 +355,10 @@ class Connection(asyncio.BufferedProtocol):
                     self._end_body(exchange)
             elif not self._take_chunks(exchange):
                 break
-        exchange = self.exchange
-        if exchange is None or self.is_refused:
-            reads = True
-        else:
-            reads = not (exchange.is_full or self._is_behind) if exchange.more_body else len(self._held) <= _PAUSE_BYTES
+        exchange, reads = self.exchange, True
+        if exchange is not None and not self.is_refused:
+            more = exchange.waiting if exchange.more_body else len(self._held)
+            reads = more <= _PAUSE_BYTES and not self._is_behind
         if reads != self._is_reading:
             self._is_reading = reads
             (self.transport.resume_reading if reads else self.transport.pause_reading)()
@@ -514,9 +466,10 @@ class Connection(asyncio.BufferedProtocol):
                     self.refuse(MalformedRequest("this is no chunk of HTTP/1.1"))
                 break
             at = found.end()
-            exchange.take_framing(found)
-            if exchange.is_excessive:
-                self.refuse(MalformedRequest("more than 32 chunks in a KiB of the body"))
+            try:
+                exchange.take_framing(found)
+            except MalformedRequest as error:
+                self.refuse(error)
                 break
             if exchange.comes == "nothing":
                 self._end_body(exchange)
@@ -562,9 +515,7 @@ class Connection(asyncio.BufferedProtocol):
         exchange = self.exchange
         if exchange is None:
             status, named, content = self.connections.app.refuse(error, headers)
-            lines = [_status_line(status), b"connection: close\r\n"]
-            lines += [b"%b: %b\r\n" % header for header in named]
-            self.transport.writelines([*lines, b"\r\n", content])
+            self.transport.writelines((head_of(status, named, closes=True), content))
             self._linger()
         elif exchange.complete:
             self.transport.close()

@@ -22,10 +22,10 @@ from service.cluster.supervisor import Child, Supervisor
 from service.cluster.worker import RELOAD, run_web, worker_settings
 from service.engine.local import Loader
 from service.errors import SettingsError
-from service.server import address_family
 from service.lifecycle import Terminal
 from service.models.models import Version
 from service.observe.metrics import Metrics
+from service.server import address_family
 from service.settings import Settings
 from service.web.single_process import log_address
 

@@ -15,9 +15,9 @@ from typing import Final
 from service.cluster.processes import RUNNING, SERVING, Report
 from service.cluster.remote_model import EngineClient, RemoteImageStore, RemoteModels
 from service.cluster.supervisor import Child
-from service.server import Server
 from service.lifecycle import Lifecycle, freeze_objects, trim_regularly
 from service.observe.metrics import Metrics
+from service.server import Server
 from service.settings import Settings
 from service.web.app import create_app, log_model
 

@@ -15,16 +15,15 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from queue import SimpleQueue
-from threading import Thread
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, Final, Generic, Self, TypeVar
 
 from service.errors import DeadlineExceeded, QueueFull

@@ -16,7 +16,8 @@ from google.protobuf.message import Message
 
 from service.engine.messages import ModelInfo
 from service.errors import MalformedRequest, NotFound, RequestTimeout, Unavailable
-from service.server import MAX_CONNECTIONS, connection_limit
+from service.http import MAX_CONNECTIONS
+from service.server import connection_limit
 from service.settings import Settings
 from service.web.admission import RECEIVING_BYTES
 from service.web.api_keys import KeyGuard

@@ -17,10 +17,10 @@ from PIL import Image
 
 from service.engine.backbones import Backbones
 from service.engine.loading import load_predictor
-from service.server import Server
 from service.lifecycle import Lifecycle
 from service.models.models import LocalModels
 from service.observe.metrics import Metrics
+from service.server import Server
 from service.settings import Settings, load_settings
 from service.web.app import create_app
 from tests.e2e.checkpoints import write_checkpoint
