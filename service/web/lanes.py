@@ -13,6 +13,7 @@ https://doi.org/10.1145/248156.248171.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import threading
 import time
@@ -344,7 +345,8 @@ class Lane:
             self._ended.append(partial(self._end, job, outcome, self._clock() - began))
             is_woken, self._woken = self._woken is loop, loop
         if not is_woken:  # else the event loop is about to look
-            loop.call_soon_threadsafe(self._end_all)
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
+                loop.call_soon_threadsafe(self._end_all)
 
     def _end_all(self) -> None:
         with self._lock:
@@ -374,6 +376,7 @@ def _work_through(jobs: SimpleQueue[Callable[[], None] | None], background: bool
         lower_priority()
     while (job := jobs.get()) is not None:
         job()
+        del job  # it holds what its caller was answered
 
 
 def _outcome(work: Callable[[], T] | None) -> tuple[T | None, BaseException | None]:
