@@ -32,7 +32,7 @@ from model.config import PreprocessConfig
 from model.cores import usable_cores
 from model.errors import ImageError
 from model.heads import Head, compared, of_image
-from model.images.formats import is_bounded
+from model.images.decode import is_bounded
 from model.images.preprocess import ModelInput, model_input
 from model.images.region import Region
 from model.outputs import RequestedOutputs

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from model.errors import InvalidImage, UnsupportedImageFormat
-from model.images.formats import SUPPORTED_FORMATS
+from model.images.decode import SUPPORTED_FORMATS
 from model.images.preprocess import preprocess
 from tests.model.images.pictures import (
     FORMATS,
