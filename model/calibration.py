@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from model.errors import CheckpointError, DatasetError
+from model.heads import SOFTMAX, Form
 
 # Of a native folder.
 CALIBRATION_FILE: Final = "calibration.json"
@@ -58,28 +59,6 @@ _MOST_LOGITS: Final = 2_000_000
 # Times that pictures are halved at random to measure sets of labels.
 _HALVINGS: Final = 20
 
-
-class Form(BaseModel):
-    """How scores fall off from the best class on; by default as in a softmax.
-
-    Where g is how many temperatures a class's logit lies below the best, its score is as exp(-(g S^crowding)^power),
-    and S is the sum of exp(-g) over all classes: 1 where the best one is far from others. The order of classes stays.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    power: Annotated[float, Field(ge=0.1, le=10)] = 1.0
-    crowding: Annotated[float, Field(ge=-3, le=3)] = 0.0
-
-    def falls(self, scaled: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the negative logarithm of what the scores are as, [B, K], of logits divided by the temperature."""
-        below: NDArray[np.float64] = scaled.max(axis=-1, keepdims=True) - scaled
-        if self != SOFTMAX:
-            below = (below * np.exp(-below).sum(axis=-1, keepdims=True) ** self.crowding) ** self.power
-        return below
-
-
-SOFTMAX: Final = Form()
 
 # What can be fitted: by one number, by two, and by three.
 FORMS: Final = ("a temperature", "a power", "a power that depends on how crowded the best classes are")

@@ -8,9 +8,9 @@ from typing import Annotated
 
 from pydantic import Field, SerializeAsAny
 
-from model.calibration import SOFTMAX, Calibration, Form
+from model.calibration import Calibration
 from model.config import NetworkConfig, PreprocessConfig
-from model.heads import Floats, Head, ZeroShot, own_head
+from model.heads import SOFTMAX, Floats, Form, Head, ZeroShot, own_head
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
 
-from model.calibration import SOFTMAX, Form, LabelSets
 from model.config import NetworkConfig, ViTConfig
 from model.errors import InputError
 from model.outputs import (
@@ -77,6 +77,29 @@ _MANY: Final = 50
 # Standard deviations above the mean logit at which nothing, and all, speaks for a class.
 _ABSENT: Final = 1.5
 _PRESENT: Final = 4.0
+
+
+class Form(BaseModel):
+    """How scores fall off from the best class on; by default as in a softmax.
+
+    Where g is how many temperatures a class's logit lies below the best, its score is as exp(-(g S^crowding)^power),
+    and S is the sum of exp(-g) over all classes: 1 where the best one is far from others. The order of classes stays.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    power: Annotated[float, Field(ge=0.1, le=10)] = 1.0
+    crowding: Annotated[float, Field(ge=-3, le=3)] = 0.0
+
+    def falls(self, scaled: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the negative logarithm of what the scores are as, [B, K], of logits divided by the temperature."""
+        below: NDArray[np.float64] = scaled.max(axis=-1, keepdims=True) - scaled
+        if self != SOFTMAX:
+            below = (below * np.exp(-below).sum(axis=-1, keepdims=True) ** self.crowding) ** self.power
+        return below
+
+
+SOFTMAX: Final = Form()
 
 
 class Best(NamedTuple):
@@ -149,7 +172,8 @@ class Head:
         form: of the scores, unless these are independent.
         weight, bias: float32 [C, D] and [C]; None where the backbone's own pass gives the logits.
         normalized: whether features are divided by their L2 norm first: logits are scaled cosines.
-        label_sets: gives the sets of labels, where the head is calibrated and they are asked for.
+        label_sets: gives the sets of labels of logits [B, C], where the head is calibrated and they are asked for; see
+            `model.calibration.LabelSets`.
         known: the examples of a taught head, which abstains from a picture that is far from all of them.
     """
 
@@ -160,7 +184,7 @@ class Head:
     weight: Floats | None = None
     bias: Floats | float = 0.0
     normalized: bool = False
-    label_sets: LabelSets | None = None
+    label_sets: Callable[[Floats], list[NDArray[np.int64]]] | None = None
     known: Known | None = None
 
     def logits(self, features: Floats) -> Floats:

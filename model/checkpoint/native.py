@@ -17,7 +17,7 @@ from pydantic import Field, SerializeAsAny
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model.calibration import CALIBRATION_FILE, SOFTMAX, Calibration, Form
+from model.calibration import CALIBRATION_FILE, Calibration
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files
 from model.checkpoint.local_files import open_file
@@ -26,6 +26,7 @@ from model.checkpoint.refusals import reading, validating
 from model.checkpoint.timm_architectures import runs_in_library
 from model.config import Frozen, LibraryConfig, NetworkConfig, PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
+from model.heads import SOFTMAX, Form
 
 FORMAT = "vitserve"
 

@@ -6,9 +6,9 @@ import json
 import math
 from importlib.metadata import version
 
-from model.calibration import SOFTMAX
 from model.checkpoint.checkpoint import Checkpoint
 from model.config import LibraryConfig, NetworkConfig, ViTConfig
+from model.heads import SOFTMAX
 from model.network.library import meta_network
 from model.network.vit import count_parameters
 

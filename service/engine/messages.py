@@ -13,9 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from model.calibration import SOFTMAX, Form
 from model.config import NetworkConfig, PreprocessConfig
-from model.heads import ZeroShot
+from model.heads import SOFTMAX, Form, ZeroShot
 from model.outputs import Outputs, RequestedOutputs
 
 # Why a batch was launched: it was full, the device was idle, or its oldest image had waited long enough.

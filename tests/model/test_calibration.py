@@ -14,7 +14,6 @@ from model.calibration import (
     MIN_PICTURES,
     Calibration,
     Fit,
-    Form,
     LabelSets,
     MeasuredSets,
     calibrate,
@@ -25,6 +24,7 @@ from model.calibration import (
     scores_and_energies,
 )
 from model.errors import DatasetError
+from model.heads import Form
 
 
 @pytest.mark.parametrize(

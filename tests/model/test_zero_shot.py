@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from model.calibration import Form, scores_and_energies
+from model.calibration import scores_and_energies
 from model.config import ViTConfig
 from model.errors import InputError
 from model.explanation.frozen_gradients import with_rivals
-from model.heads import MAX_CHARACTERS, MAX_TEXTS, Head, ZeroShot, compared, labels_of_request, parse_labels
+from model.heads import MAX_CHARACTERS, MAX_TEXTS, Form, Head, ZeroShot, compared, labels_of_request, parse_labels
 from model.outputs import Outputs, RequestedOutputs
 from model.runtime.backend import BatchOutputs
 from model.runtime.cuda.backend import with_best

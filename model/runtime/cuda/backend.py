@@ -10,9 +10,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from model.calibration import SOFTMAX
 from model.errors import DeviceError, NewProcessNeeded, first_line
-from model.heads import Head
+from model.heads import SOFTMAX, Head
 from model.runtime.backend import (
     WITHOUT_GRAPHS,
     BatchOutputs,

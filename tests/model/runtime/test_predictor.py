@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from model.calibration import Calibration, Fit, Form, label_sets_of, scores_and_energies
+from model.calibration import Calibration, Fit, label_sets_of, scores_and_energies
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import CheckpointError, DeviceError
 from model.explanation.methods import explain
-from model.heads import Head
+from model.heads import Form, Head
 from model.network.vit import VisionTransformer, ViTOutput
 from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.cpu import cpu_has_bfloat16
