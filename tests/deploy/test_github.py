@@ -1,13 +1,17 @@
-"""What GitHub and pre-commit run is what a clone runs."""
+"""What GitHub and pre-commit run is what a clone runs; every YAML file can be read by the strictest of its readers."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 import tomllib
 
+import pytest
+import yaml
+
 from tests.conftest import REPOSITORY
-from tests.strict_yaml import load_document
+from tests.strict_yaml import load_document, load_documents
 
 
 def test_the_workflow_runs_ci_with_the_cpu_build_on_the_oldest_python():
@@ -44,3 +48,28 @@ def test_a_release_is_of_the_version_that_its_tag_names_and_every_action_is_pinn
         "cuda12",
     }
     assert uses and all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action) for action in uses)
+
+
+def test_no_file_has_a_duplicate_key():
+    try:
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "*.yml", "*.yaml"],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"not a git checkout: {error}")
+    files = [path for name in listed.split("\0") if name and (path := REPOSITORY / name).is_file()]
+    files.remove(REPOSITORY / "mkdocs.yml")  # mkdocs reads it with tags of its own
+    assert REPOSITORY / "docker-compose.yml" in files
+
+    refused = []
+    for path in files:
+        try:
+            load_documents(path)
+        except yaml.YAMLError as error:
+            refused.append(str(error))
+
+    assert not refused, "\n".join(refused)

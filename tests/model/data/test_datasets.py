@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from model.data import cifar10, pictures
+from model.data.cifar10 import TEST_FILES, TRAIN_FILES, read, read_labels
 from model.data.datasets import open_dataset, stratify
 from model.data.image_folder import find_pictures
 from model.data.pictures import PictureFiles, decode
@@ -17,6 +19,7 @@ from model.errors import DatasetError
 from model.images.preprocess import preprocess
 from tests.model.data.picture_folders import write_class, write_folder
 from tests.model.images.pictures import config
+from tests.model.training.synthetic import LABELS
 
 CONFIG = config((16, 24), (18, 27))
 
@@ -126,3 +129,161 @@ def test_all_bad_files_are_told_at_once_with_their_reasons_and_many_are_counted(
         (root / "red" / f"bad{number}.png").write_bytes(b"x")
     with pytest.raises(DatasetError, match=r"35 files(.*\n){21}  and 15 more$"):
         decode(find_pictures(root).train, CONFIG, tmp_path)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "data", 3)
+
+
+def split_root(tmp_path: Path, *names: str) -> Path:
+    for name in names:
+        write_folder(tmp_path / "data" / name, 2)
+    return tmp_path / "data"
+
+
+def test_classes_are_the_sorted_names_of_the_folders(root: Path) -> None:
+    found = find_pictures(root)
+    assert found.labels == ("blue", "green", "red")
+    assert found.validation is found.test is None
+    assert found.train.labels.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert [found.train.name(number) for number in (3, 4)] == [str(root / "green" / f"00{n}.png") for n in range(2)]
+
+
+@pytest.mark.parametrize("validation", ["val", "validation"])
+def test_splits_that_are_given_are_kept(tmp_path: Path, validation: str) -> None:
+    root = split_root(tmp_path, "train", validation, "test")
+    found = find_pictures(root)
+    assert found.validation is not None
+    assert found.test is not None
+    parts = {"train": found.train, validation: found.validation, "test": found.test}
+    for name, files in parts.items():
+        paths = [Path(files.name(number)) for number in range(len(files))]
+        assert {path.relative_to(root).parts[0] for path in paths} == {name}
+        assert files.labels.tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_pictures_may_lie_deeper_and_linked_files_and_classes_count(root: Path, tmp_path: Path) -> None:
+    write_class(root / "red" / "more" / "still", "red", 1)
+    elsewhere = write_class(tmp_path / "elsewhere", "blue", 2)
+    (root / "cyan").symlink_to(tmp_path / "elsewhere")
+    (root / "blue" / "linked.png").symlink_to(elsewhere[0])
+    found = find_pictures(root)
+    assert found.labels == ("blue", "cyan", "green", "red")
+    assert found.train.labels.tolist() == [0] * 4 + [1] * 2 + [2] * 3 + [3] * 4
+
+
+def test_what_is_hidden_or_beside_the_classes_is_passed_over(root: Path) -> None:
+    before = len(find_pictures(root).train)
+    for name in ("red/.DS_Store", "red/Thumbs.db", "red/desktop.ini", ".git/config", "red/.thumbs/1.png", "README.md"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text("x")
+    assert len(find_pictures(root).train) == before
+
+
+def _one_class(root: Path) -> None:
+    for name in ("blue", "green"):
+        for path in (root / name).iterdir():
+            path.unlink()
+        (root / name).rmdir()
+
+
+def _same_but_for_case(root: Path) -> None:
+    write_class(root / "Red", "red", 1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda root: (root / "empty").mkdir(), "empty: the class has no pictures"),
+        (lambda root: (root / "junk" / ".git").mkdir(parents=True), "junk: the class has no pictures"),
+        (_one_class, "one class"),
+        (_same_but_for_case, "'Red' and 'red' differ by case alone"),
+    ],
+    ids=["empty class", "class with hidden files", "one class", "case"],
+)
+def test_a_folder_that_cannot_be_trained_on_is_refused(
+    root: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    damage(root)
+    with pytest.raises(DatasetError, match=message) as caught:
+        find_pictures(root)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_folder_no_classes_and_pictures_without_a_class_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="none: cannot be read: No such file"):
+        find_pictures(tmp_path / "none")
+    write_class(tmp_path / "flat", "red", 2)
+    with pytest.raises(DatasetError, match="flat: no pictures: expected one folder of them for each class"):
+        find_pictures(tmp_path / "flat")
+
+
+def test_a_name_that_is_no_text_is_refused(root: Path) -> None:
+    os.mkdir(os.fsencode(root) + b"/\xff")  # noqa: PTH102  a Path would need the surrogate spelled out
+    with pytest.raises(DatasetError, match="cannot be printed"):
+        find_pictures(root)
+
+
+def test_splits_must_have_the_same_classes(tmp_path: Path) -> None:
+    root = split_root(tmp_path, "train", "val")
+    for path in (root / "val" / "red").iterdir():
+        path.unlink()
+    with pytest.raises(DatasetError, match=r"val/red: the class has no pictures"):
+        find_pictures(root)
+    (root / "val" / "red").rmdir()
+    with pytest.raises(DatasetError, match="val: its classes are not those of train/: 'red' is in one alone"):
+        find_pictures(root)
+    write_class(root / "val" / "red", "red", 1)
+    write_class(root / "val" / "pink", "red", 1)
+    with pytest.raises(DatasetError, match="'pink' is in one alone"):
+        find_pictures(root)
+
+
+def test_a_folder_beside_the_splits_and_two_validation_splits_are_refused(tmp_path: Path) -> None:
+    root = split_root(tmp_path, "train", "val", "validation")
+    with pytest.raises(DatasetError, match="both val and validation"):
+        find_pictures(root)
+    (root / "validation").rename(root / "extra")
+    with pytest.raises(DatasetError, match=r"extra: beside train/ only val, validation, test are expected"):
+        find_pictures(root)
+
+
+def write_record(path: Path, label: int, pixels: np.ndarray) -> None:
+    path.write_bytes(bytes([label]) + pixels.astype(np.uint8).tobytes())
+
+
+def test_a_record_is_a_label_then_red_green_and_blue_planes_row_by_row(cifar: Path) -> None:
+    pixels = np.random.default_rng(1).integers(0, 256, (3, 32, 32))
+    write_record(cifar / "test_batch.bin", 7, pixels)
+    images = read(cifar, TEST_FILES)
+    assert images.labels.tolist() == [7]
+    assert images.pixels.dtype == np.uint8
+    np.testing.assert_array_equal(images.pixels[0], pixels)
+    assert read_labels(cifar) == LABELS
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda _: b"", lambda data: data + b"\x00"])
+def test_a_file_of_the_wrong_length_is_named(cifar: Path, damage: Callable[[bytes], bytes]) -> None:
+    path = cifar / "data_batch_3.bin"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DatasetError, match=r"data_batch_3\.bin.*3073"):
+        read(cifar, TRAIN_FILES)
+
+
+def test_bad_labels_and_missing_files_are_named(cifar: Path) -> None:
+    path = cifar / "test_batch.bin"
+    data = bytearray(path.read_bytes())
+    data[3073 * 2] = 10
+    path.write_bytes(data)
+    with pytest.raises(DatasetError, match=r"test_batch\.bin: record 2 has label 10"):
+        read(cifar, TEST_FILES)
+    (cifar / "data_batch_5.bin").unlink()
+    with pytest.raises(DatasetError, match=r"data_batch_5\.bin: cannot be read"):
+        read(cifar, TRAIN_FILES)
+    (cifar / "batches.meta.txt").write_text("cat\ndog\n")
+    with pytest.raises(DatasetError, match="2 classes instead of 10"):
+        read_labels(cifar)
+    (cifar / "batches.meta.txt").unlink()
+    with pytest.raises(DatasetError, match=r"batches\.meta\.txt"):
+        read_labels(cifar)

@@ -1,24 +1,30 @@
-"""Every format and pixel mode comes out as RGB, of several pictures the first; all else is refused."""
+"""Every format and pixel mode comes out as RGB, upright, of several pictures the first; all else is refused."""
 
 from __future__ import annotations
 
+import functools
 import io
 import struct
 import warnings
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from model.errors import InvalidImage, UnsupportedImageFormat
-from model.images.decode import SUPPORTED_FORMATS
-from model.images.preprocess import preprocess
+from model.errors import ImageError, InvalidImage, UnsupportedImageFormat
+from model.images.decode import SUPPORTED_FORMATS, decode
+from model.images.preprocess import min_decoded_size, preprocess, resized_size
 from tests.model.images.pictures import (
     FORMATS,
     config,
     difference,
     encode,
+    insert_after_soi,
+    jpeg_segment,
     noise,
+    png_chunk,
     scene,
     seen,
 )
@@ -207,3 +213,170 @@ def test_heic_with_the_extra_is_decoded_upright(orientation):
     upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
 
     assert difference(seen(data, upright), np.asarray(upright)) <= 1
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("name", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
+def test_pictures_come_out_upright(name, orientation):
+    data = encode(scene(), name, orientation)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
+
+    assert difference(seen(data, upright), np.asarray(upright)) <= 1
+    # and not by chance: the same picture turned any other way looks different
+    stored = scene()
+    turned = ImageOps.exif_transpose(Image.open(io.BytesIO(encode(stored, "PNG", orientation))))
+    assert difference(seen(data, upright), np.asarray(turned.convert("RGB"))) <= 40
+
+
+def test_mpo_is_its_first_picture_upright():
+    first, second = scene(), Image.new("RGB", (96, 64), "red")
+    exif = Image.Exif()
+    exif[274] = 6
+    data = encode(first, "MPO", save_all=True, append_images=[second], exif=exif)
+
+    pixels = preprocess(data, config((96, 64), resize="squash"), scaled_decode=False)
+
+    assert Image.open(io.BytesIO(data)).format == "MPO"
+    upright = np.asarray(first.transpose(Image.Transpose.ROTATE_270))
+    assert difference(pixels, upright) <= 40
+
+
+def test_exif_after_the_pixels_of_a_png_counts():
+    exif = Image.Exif()
+    exif[274] = 5
+    data = encode(scene(), "PNG")
+    end = data.index(b"IEND") - 4
+    data = data[:end] + png_chunk(b"eXIf", exif.tobytes()[6:]) + data[end:]
+
+    assert decode(data, max_pixels=10**6).orientation == 5
+
+
+@pytest.mark.parametrize(
+    "exif",
+    [
+        b"",
+        b"Exif\0\0",
+        b"Exif\0\0II*\0",
+        b"Exif\0\0II*\0\xff\xff\xff\xff",
+        b"Exif\0\0MM\0*\0\0\0\x08\xff\xff",
+        b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x09\0\0\0",  # orientation 9
+        b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x02\0\x01\0\0\0\x06\0\0\0",  # orientation as text
+        b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\0\0\0\0\x06\0\0\0",  # no value at all
+        b"\0" * 300,
+    ],
+)
+def test_broken_exif_is_ignored(exif):
+    image = scene()
+    plain = encode(image, "JPEG")
+
+    assert np.array_equal(seen(insert_after_soi(plain, jpeg_segment(0xE1, exif)), image), seen(plain, image))
+
+
+@functools.cache
+def damageable(kind: str) -> bytes:
+    """A JPEG that is decoded at 1/8 for a model of 16 pixels."""
+    image = noise(400, 300).resize((100, 75)).resize((400, 300))  # some detail, a few kilobytes
+    if kind in ("grey", "cmyk"):
+        return encode(image.convert("L" if kind == "grey" else "CMYK"), "JPEG")
+    restarts = {"restart_marker_rows": 2} if "restarts" in kind else {}
+    return encode(image, "JPEG", progressive="progressive" in kind, **restarts)
+
+
+def verdict(data: bytes | bytearray, *, scaled_decode: bool) -> str:
+    try:
+        preprocess(data, config((16, 16)), scaled_decode=scaled_decode)
+    except ImageError as error:
+        return type(error).__name__
+    return "ok"
+
+
+class TestScaledDecode:
+    def decoded(self, data: bytes, min_size: tuple[int, int]) -> Image.Image:
+        return decode(data, max_pixels=10**7, min_size=lambda width, height: min_size).image
+
+    @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}])
+    @pytest.mark.parametrize(
+        ("min_size", "size"),
+        [
+            ((100, 75), (100, 75)),
+            ((101, 75), (200, 150)),
+            ((100, 76), (200, 150)),
+            ((200, 150), (200, 150)),
+            ((201, 150), (400, 300)),
+            ((400, 300), (400, 300)),
+            ((401, 300), (800, 600)),
+            ((1, 1), (100, 75)),
+        ],
+    )
+    def test_the_largest_scale_that_leaves_enough_is_taken(self, min_size, size, options):
+        data = encode(scene(800, 600), "JPEG", **options)
+
+        assert self.decoded(data, min_size).size == size
+
+    @pytest.mark.parametrize("orientation", [1, 3, 6, 7])
+    @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+    @pytest.mark.parametrize("size", [(803, 605), (1600, 333)])
+    def test_the_picture_stays_the_same_and_in_place(self, size, mode, orientation):
+        data = encode(scene(*size).convert(mode), "JPEG", orientation, quality=95)
+        wanted = config((32, 32), (36, 36))
+
+        scaled, full = preprocess(data, wanted), preprocess(data, wanted, scaled_decode=False)
+
+        assert difference(scaled, full) <= 6
+
+    @settings(max_examples=150, deadline=None)
+    @given(st.integers(1, 900), st.integers(1, 900), st.integers(1, 40), st.integers(1, 40), st.integers(0, 8),
+           st.sampled_from(("squash", "shortest_edge")), st.sampled_from((1, 6)), st.booleans())  # fmt: skip
+    @example(512, 512, 32, 32, 0, "squash", 1, False)
+    @example(511, 512, 32, 32, 0, "squash", 1, False)
+    @example(1, 900, 1, 1, 0, "shortest_edge", 6, True)
+    def test_twice_the_target_is_left_and_the_next_scale_would_leave_less(
+        self, width, height, rows, columns, more, resize, orientation, progressive
+    ):
+        wanted = config((rows, columns), (rows + more, columns + more), resize=resize)
+        data = encode(Image.new("L", (width, height), 99), "JPEG", orientation, progressive=progressive)
+        picture = decode(data, max_pixels=10**6, min_size=min_decoded_size(wanted))
+
+        upright = (height, width) if orientation == 6 else (width, height)
+        enough = [2 * side for side in resized_size(*upright, wanted)][:: -1 if orientation == 6 else 1]
+        assert picture.image.size == (-(-width // picture.scale), -(-height // picture.scale))
+        if picture.scale > 1:
+            assert picture.image.width >= enough[0] and picture.image.height >= enough[1]
+        if picture.scale < 8:
+            assert width < 2 * picture.scale * enough[0] or height < 2 * picture.scale * enough[1]
+
+    @settings(max_examples=150, deadline=None)
+    @given(st.data(), st.sampled_from(("baseline", "progressive", "grey", "cmyk", "restarts", "progressive restarts")))
+    def test_a_damaged_file_has_one_verdict_scaled_or_not(self, draw, kind):
+        data = bytearray(damageable(kind))
+        for place in draw.draw(st.lists(st.integers(2, len(data) - 1), max_size=4), label="bytes set"):
+            data[place] = draw.draw(st.sampled_from((0, 0xFF, 0xD9, 0xDA)) | st.integers(0, 255), label="to")
+        del data[draw.draw(st.integers(2, len(data)), label="cut") :]
+
+        assert verdict(data, scaled_decode=True) == verdict(data, scaled_decode=False)
+
+    @pytest.mark.parametrize("kind", ["baseline", "progressive", "grey", "cmyk", "restarts", "progressive restarts"])
+    def test_a_file_that_lacks_its_end_is_refused(self, kind):
+        data = damageable(kind)
+
+        assert verdict(data, scaled_decode=True) == "ok"
+        for length in (len(data) // 2, len(data) - 40):
+            assert verdict(data[:length], scaled_decode=True) == "InvalidImage"
+
+    @pytest.mark.parametrize("scaled_decode", [True, False])
+    def test_the_pixel_limit_is_on_the_stored_size(self, scaled_decode):
+        data = damageable("baseline")
+
+        preprocess(data, config((16, 16)), max_pixels=400 * 300, scaled_decode=scaled_decode)
+        with pytest.raises(ImageError, match="400 x 300"):
+            preprocess(data, config((16, 16)), max_pixels=400 * 300 - 1, scaled_decode=scaled_decode)
+
+    @pytest.mark.shared
+    def test_photographs_stay_close_to_their_full_decodes(self, shared):
+        files = sorted((shared / "data" / "imagenet-samples").glob("*.JPEG"))[::7]
+        wanted = config((32, 32))
+
+        for file in files:
+            data = file.read_bytes()
+            levels = np.abs(preprocess(data, wanted).astype(int) - preprocess(data, wanted, scaled_decode=False))
+            assert levels.mean() < 1.5 and levels.max() <= 20, (file.name, levels.mean(), levels.max())

@@ -1,19 +1,27 @@
-"""The command line, run as a user runs it, on a checkpoint and pictures made here."""
+"""The command line, run as a user runs it: what it imports, which files it finds, and what it answers."""
 
 from __future__ import annotations
 
 import csv
+import importlib
 import io
 import json
 import logging
 import os
+import pkgutil
 import struct
 import subprocess
 import sys
+import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
+import service.cli
+from service.cli.image_files import find_images
+from service.cli.main import COMMANDS, main
+from tests.conftest import REPOSITORY
 from tests.service.cli.command_line import run, write_checkpoint, write_pictures
 
 pytestmark = pytest.mark.timeout(90)  # checkpoints are loaded, and answer
@@ -137,3 +145,88 @@ def test_convert_writes_a_folder_that_answers_the_same(
     code, _, err = run(capsys, "convert", checkpoint, "-o", tmp_path / "converted")
     assert code == 1
     assert "not an empty folder" in err
+
+
+def test_the_example_is_inside_the_package_and_listed_as_its_data() -> None:
+    example = REPOSITORY / "service/cli/example.jpg"
+    assert example.read_bytes() == (REPOSITORY / "examples" / "dog.jpg").read_bytes()
+    package_data = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    assert any(fnmatch("cli/example.jpg", pattern) for pattern in package_data["service"])
+
+
+def test_files_keep_their_order_and_folders_are_sorted(tmp_path: Path) -> None:
+    for name in ("b.PNG", "a.jpg", "deep/c.webp", "notes.txt"):
+        path = tmp_path / "folder" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    (tmp_path / "upload").touch()
+    found = find_images([tmp_path / "upload", tmp_path / "folder"])
+    assert [str(path.relative_to(tmp_path)) for path in found] == [
+        "upload",
+        "folder/a.jpg",
+        "folder/b.PNG",
+        "folder/deep/c.webp",
+    ]
+
+
+HEAVY = {"fastapi", "starlette", "uvicorn", "httpx", "pydantic", "numpy", "PIL", "torch", "prometheus_client"}
+
+LIST_MODULES = """
+import sys
+from service.cli.main import main
+try:
+    main(sys.argv[1:])
+finally:
+    print(*sys.modules, file=sys.stderr)
+"""
+
+
+def imported_by(*arguments: str) -> set[str]:
+    """The modules that a new interpreter has imported after this command line."""
+    command = [sys.executable, "-c", LIST_MODULES, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    assert done.stdout
+    return set(done.stderr.split())
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_help_and_version_import_no_library_and_no_subcommand(flag: str) -> None:
+    modules = imported_by(flag)
+    assert not modules & HEAVY
+    assert {name for name in modules if name.startswith("service.cli.")} == {"service.cli.main"}
+
+
+@pytest.mark.parametrize("name", ["serve", "classify", "train"])
+def test_a_subcommand_imports_no_other_and_shows_its_flags_without_torch(name: str) -> None:
+    modules = imported_by(name, "--help")
+    assert {other for other in COMMANDS if f"service.cli.{other}" in modules} == {name}
+    assert "torch" not in modules
+    assert not modules & {"fastapi", "uvicorn"}  # which are imported while graphs are compiled
+
+
+def test_every_subcommand_is_in_the_table() -> None:
+    modules = {found.name for found in pkgutil.iter_modules(service.cli.__path__)}
+    assert {name for name in modules if hasattr(importlib.import_module(f"service.cli.{name}"), "run")} == set(COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("line", "near"),
+    [
+        (["--prot", "9000"], "--port"),
+        (["serve", "--queu-size=3"], "--queue-size"),
+        (["classify", "--tok", "3"], "--top-k"),
+    ],
+)
+def test_an_unknown_option_is_answered_with_the_nearest_and_no_usage(
+    line: list[str], near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(line)
+    assert stopped.value.code == 2
+    [message] = capsys.readouterr().err.splitlines()
+    assert f": did you mean {near}?" in message
+
+
+def test_flags_alone_are_those_of_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--port", "http"]) == 1
+    assert capsys.readouterr().err.startswith("vitserve: VIT_PORT='http': ")

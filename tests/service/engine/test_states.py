@@ -1,4 +1,4 @@
-"""An engine's states: loading, ready, failed and closed, and who hears of each change."""
+"""An engine's states: loading, ready, failed and closed, who hears of each change, and a device that is lost."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any, cast
 
 import pytest
 
-from model.errors import CheckpointError, DeviceError
+from model.errors import CheckpointError, DeviceError, NewProcessNeeded
+from model.runtime.predictor import Predictor
 from service.engine.local import LocalEngine
 from service.engine.messages import ModelInfo
 from service.errors import EngineUnavailable
 from service.models.model import LocalModel
+from tests.model.runtime.cuda.device_stand_in import StandInOps
+from tests.model.runtime.test_predictor import make_checkpoint
 from tests.service.engine.conftest import Running
 from tests.service.fakes import PATIENCE, FakePredictor, expected_indices, model_info, on_a_loop, start, until
 
@@ -155,3 +158,21 @@ async def test_a_batch_that_never_ends_fails_the_engine_and_leaves_nobody_waitin
         rig.predictor.gate.set()
     assert [each for each in rig.states if each != "loading"][:2] == ["ready", "failed"]
     assert [record.levelname for record in caplog.records if reason in record.message] == ["CRITICAL"]
+
+
+@on_a_loop
+async def test_what_a_new_process_is_to_do_otherwise_is_known_when_the_engine_has_ended() -> None:
+    ops = StandInOps()
+    ops.fail_capture = RuntimeError("a kernel cannot be captured")
+    predictor = Predictor(make_checkpoint(), device="cpu", dtype="float32", max_batch=2, streams=2, ops=ops)
+    engine = LocalEngine(
+        lambda: (predictor, model_info()), device="cuda", queue_size=8, max_delay=0, on_batch=lambda _: None
+    )
+    changed = asyncio.Event()
+    engine.start(changed.set)
+    await changed.wait()
+    assert engine.status.state == "failed"
+    failure = engine.failure
+    assert isinstance(failure, NewProcessNeeded)
+    assert (failure.option, failure.value) == ("compile", "no-graphs")
+    await engine.close()

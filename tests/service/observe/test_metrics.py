@@ -1,15 +1,24 @@
 from __future__ import annotations
 
+import pickle
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from prometheus_client import values
 from prometheus_client.parser import text_string_to_metric_families
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser
 
 from service.engine.messages import BatchReport, EngineStatus
-from service.observe.metrics import Metrics, Sources
-from tests.service.fakes import model_info
+from service.observe import logs
+from service.observe.gpus import GpuReader
+from service.observe.metrics import Metrics, Sources, render_replicas
+from tests.launcher import until
+from tests.service.fakes import PATIENCE, model_info
 
 COUNTERS = {
     "vit_requests_total": {"endpoint", "code"},
@@ -163,3 +172,130 @@ def test_names_types_and_labels_are_those_that_dashboards_rely_on(
         assert kind == "histogram"
         assert samples == {f"{name}_bucket": {*labels, "le"}, f"{name}_sum": labels, f"{name}_count": labels}
     assert not [name for name in found if several or name.startswith("vit_")]
+
+
+def replica(endpoint: str, seconds: float) -> Metrics:
+    metrics = Metrics()
+    metrics.requests.labels(endpoint, "200").inc()
+    metrics.request_duration.labels(endpoint).observe(seconds)
+    return metrics
+
+
+def merge(**replicas: Metrics) -> str:
+    """What is scraped of replicas whose metrics come from other processes."""
+    sent = {name: pickle.dumps(list(metrics.collect())) for name, metrics in replicas.items()}
+    return render_replicas({name: pickle.loads(data) for name, data in sent.items()}).decode()
+
+
+def test_each_sample_keeps_its_value_and_gets_the_label_of_its_replica():
+    merged = merge(a=replica("/classify", 0.5), b=replica("/model", 2))
+    families = list(text_string_to_metric_families(merged))
+
+    [requests] = [family for family in families if family.name == "vit_requests"]
+    assert [(sample.labels, sample.value) for sample in requests.samples] == [
+        ({"endpoint": "/classify", "code": "200", "replica": "a"}, 1),
+        ({"endpoint": "/model", "code": "200", "replica": "b"}, 1),
+    ]
+    assert all("replica" in sample.labels for family in families for sample in family.samples)
+
+
+@pytest.fixture
+def configured(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("text", "info")
+
+
+def test_a_broken_form_writes_no_line_of_the_parsers_own(configured: None, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(FormParserError):
+        MultipartParser(b"boundary", {}).write(b"--bogus\r\n")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = ModuleType("pynvml")
+    handles = {"GPU-abc": "handle", "GPU-def": "another", "MIG-123": "instance"}
+
+    class NVMLError(Exception):
+        pass
+
+    def handle_of(uuid: str) -> str:
+        if uuid not in handles:
+            raise NVMLError("Not Found")
+        return handles[uuid]
+
+    module.NVMLError = NVMLError  # type: ignore[attr-defined]
+    module.nvmlInit = lambda: None  # type: ignore[attr-defined]
+    module.nvmlDeviceGetHandleByUUID = handle_of  # type: ignore[attr-defined]
+    module.nvmlDeviceGetUtilizationRates = lambda _: SimpleNamespace(gpu=42)  # type: ignore[attr-defined]
+    module.nvmlDeviceGetMemoryInfo = lambda _: SimpleNamespace(used=3, total=7)  # type: ignore[attr-defined]
+    module.nvmlDeviceGetPowerUsage = lambda _: 123_400  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    return module
+
+
+@pytest.fixture
+def gpus(nvml: ModuleType) -> GpuReader:
+    """A collector whose threads read once."""
+    return GpuReader(interval=3600.0, clock=lambda: 100.0)
+
+
+def scrape(gpus: GpuReader) -> dict[str, float]:
+    return {f"{name} {gpu}": value for name, samples in gpus.samples().items() for (gpu,), value in samples.items()}
+
+
+def scrape_of(gpus: GpuReader, samples: int) -> dict[str, float]:
+    """What is scraped once that many samples are there."""
+    until(lambda: len(scrape(gpus)) == samples)
+    return scrape(gpus)
+
+
+def test_readings_are_in_base_units_and_labelled_by_cuda_index(gpus: GpuReader) -> None:
+    for device in ("cuda:1", "cuda:0", "cuda:1"):
+        gpus.watch(device, {"cuda:0": "abc", "cuda:1": "def"}[device])
+    samples = scrape_of(gpus, 10)
+    assert {name: value for name, value in samples.items() if name.endswith(" 1")} == {
+        "vit_gpu_utilization_ratio 1": 0.42,
+        "vit_gpu_memory_used_bytes 1": 3.0,
+        "vit_gpu_memory_total_bytes 1": 7.0,
+        "vit_gpu_power_watts 1": 123.4,
+        "vit_gpu_reading_age_seconds 1": 0.0,
+    }
+
+
+@pytest.mark.parametrize("uuid", ["123", "MIG-123", "GPU-abc"])
+def test_an_instance_of_mig_is_read_as_a_gpu_is(uuid: str, gpus: GpuReader) -> None:
+    gpus.watch("cuda:MIG-123", uuid)
+    assert scrape_of(gpus, 5)["vit_gpu_memory_used_bytes MIG-123"] == 3
+
+
+@pytest.mark.parametrize("missing", ["the library", "the GPU"])
+def test_where_nothing_can_be_read_there_are_no_metrics_and_one_line_says_so(
+    missing: str, gpus: GpuReader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if missing == "the library":
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    gpus.watch("cpu", None)
+    for _ in range(3):
+        gpus.watch("cuda:0", "xyz")
+    until(lambda: bool(caplog.records))
+    assert scrape(gpus) == {}
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("question", ["nvmlInit", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetPowerUsage"])
+def test_a_driver_that_hangs_stops_no_scrape_and_holds_its_own_thread_alone(
+    nvml: ModuleType, monkeypatch: pytest.MonkeyPatch, question: str
+) -> None:
+    asked = threading.Event()
+
+    def hang(*_: object) -> None:
+        asked.set()
+        threading.Event().wait()
+
+    monkeypatch.setattr(nvml, question, hang)
+    gpus = GpuReader(interval=0.0)
+    before = set(threading.enumerate())
+    gpus.watch("cuda:0", "abc")
+    assert asked.wait(PATIENCE)
+    assert scrape(gpus) == {}
+    assert all(thread.daemon for thread in set(threading.enumerate()) - before)

@@ -1,15 +1,16 @@
-"""Bodies that are being received: how many bytes they may have, and who gives way to whom."""
+"""Places and bytes of requests: how many there are, and who gives way to whom."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
 from service.errors import QueueFull, ReceivingFull
 from service.web.admission import MIN_BODY_RATE as RATE
-from service.web.admission import Body, Receiving
+from service.web.admission import Body, Receiving, RefusalPace
 from tests.service.fakes import on_a_loop, png, until
 from tests.service.web.apps import Clock, app, budget_of, form, service_in
 
@@ -156,3 +157,24 @@ async def test_bodies_that_have_begun_keep_places_for_a_moment_but_never_all() -
                     service.check_room()
                 clock.now += 0.2
                 service.check_room()
+
+
+class Connection:
+    """What a pace needs of a connection."""
+
+    refused_at = float("-inf")
+
+
+def test_who_comes_back_at_once_waits_for_a_second_and_so_do_all_beyond_many() -> None:
+    clock = Clock()
+    pace = RefusalPace(clock)
+    connection: Any = Connection()
+    delays = []
+    for seconds in (0.0, 0.9, 1.9, 2.0):
+        clock.now += seconds
+        delays.append(pace.delay(connection))
+    assert delays == [0, 1, 1, 0]
+    clock.now += 10
+    assert [pace.delay(None) for _ in range(501)] == [0] * 500 + [1]
+    clock.now += 0.5
+    assert [pace.delay(None) for _ in range(249)] == [0] * 249

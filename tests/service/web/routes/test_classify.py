@@ -1,16 +1,20 @@
-"""POST /classify and POST /classify/batch."""
+"""POST /classify and POST /classify/batch; the digits of their numbers."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from model.errors import InputError
+from model.images.region import Region
+from model.outputs import AttentionMap, MapRequest
 from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
+from service.web.routes.attention import map_fields, region_document
 from tests.service.fakes import CLASSES, SIZE, expected_indices, model_info, on_a_loop, png
 from tests.service.web.apps import App, app, form, service_in
-from vitserve.documents import Classification
+from vitserve.documents import Classification, Prediction, ranked
 
 
 @on_a_loop
@@ -141,3 +145,39 @@ async def test_a_batch_takes_its_places_for_all_or_none() -> None:
     assert (response.status, response.code) == (503, "queue_full")
     assert service_in(service).limiter.in_use == 0
     assert len(service.engine.timeouts) == 3
+
+
+LABELS = ("cat", "dog", "eel")
+
+
+def test_scores_are_the_shortest_decimals_of_their_floats() -> None:
+    fields = ranked(LABELS, [2, 0], np.array([0.83, 1 / 3], np.float32).tolist())
+    predictions = [Prediction.model_validate(each) for each in fields]
+    assert [(each.label, each.index, each.score) for each in predictions] == [("eel", 2, 0.83), ("cat", 0, 0.3333333)]
+
+
+def test_a_region_is_told_to_a_thousandth_of_a_pixel() -> None:
+    assert region_document(Region(1 / 3, 2 / 3, 100.12345, 7)).model_dump() == {
+        "x": 0.333,
+        "y": 0.667,
+        "width": 100.123,
+        "height": 7,
+    }
+
+
+def test_a_map_is_told_to_seven_decimals() -> None:
+    values = np.array([[1 / 3, 0.25]], np.float32)
+    assert map_fields(AttentionMap(MapRequest.row(2, "max"), values, 2 / 3), LABELS) == {
+        "method": "cls",
+        "class": None,
+        "label": None,
+        "grid": (1, 2),
+        "layer": 2,
+        "head": "max",
+        "score": None,
+        "evidence": None,
+        "values": [[0.3333333, 0.25]],
+        "kept_mass": 0.6666667,
+    }
+    fields = map_fields(AttentionMap(MapRequest("relevance", 1), values, 1.0, 0.1 + 0.2, 1 / 3), LABELS)
+    assert [fields[name] for name in ("label", "score", "evidence")] == ["dog", 0.3, 0.3333333]

@@ -1,16 +1,23 @@
-"""The Open Inference Protocol without a network: forms of requests and answers, and what is refused."""
+"""The Open Inference Protocol without a network: forms of requests and answers, what is refused;
+and the routes that clients of other servers call.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
 import struct
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from model.outputs import EmbeddingRequest
+from service.errors import MalformedRequest
+from service.web.inference_protocol.tensors import InputTensor, OutputTensor
 from tests.service.fakes import (
     CLASSES,
     SIZE,
@@ -23,6 +30,7 @@ from tests.service.fakes import (
 )
 from tests.service.web.apps import App, app
 from tests.service.web.http_communicator import HttpCommunicator
+from tests.service.web.uploads import MULTIPART, form, part
 
 INFER = "/v2/models/fake/infer"
 
@@ -275,3 +283,109 @@ async def test_strings_among_pixels_are_refused_before_an_array_is_as_wide_as_th
     response = await post(app(), json.dumps({"inputs": [tensor]}).encode())
     assert response.status == 400
     assert "0 to 255" in response.json["error"]
+
+
+def raw(files: list[bytes]) -> bytes:
+    return b"".join(struct.pack("<I", len(file)) + file for file in files)
+
+
+def read(count: int, data: object) -> list[bytearray]:
+    return InputTensor("image", "BYTES", [count], data).files()
+
+
+@given(st.lists(st.binary(max_size=40), max_size=5), st.integers(0, 220), st.binary(max_size=6))
+def test_files_come_back_and_damaged_lengths_are_refused(files: list[bytes], cut: int, more: bytes) -> None:
+    assert read(len(files), memoryview(raw(files))) == files
+    assert read(len(files), [base64.b64encode(file).decode() for file in files]) == files
+    damaged = raw(files)[:cut] + more
+    try:
+        found = read(len(files), memoryview(damaged))
+    except MalformedRequest:
+        return
+    assert raw([bytes(file) for file in found]) == damaged
+
+
+@given(st.lists(st.text(max_size=9), min_size=1, max_size=5))
+def test_texts_of_an_answer_are_read_as_they_were_written(texts: list[str]) -> None:
+    sent = OutputTensor("label", np.array(texts, object), binary=True).raw()
+    assert [file.decode() for file in read(len(texts), memoryview(sent))] == texts
+
+
+def test_long_base64_is_read_in_pieces_and_elements_beyond_the_shape_are_not_collected() -> None:
+    data = bytes(range(256)) * 4096
+    assert read(1, [base64.b64encode(data).decode()]) == [data]
+    for wrong in ("=" * 4 + "A" * (1 << 20), "A" * (1 << 20) + "*", "A" * ((1 << 20) - 1) + "=" + "A" * 4):
+        with pytest.raises(MalformedRequest, match="element 0 is not a string in base64"):
+            read(1, [wrong])
+    with pytest.raises(MalformedRequest, match="4 elements, and the shape is"):
+        read(3, memoryview(bytes(4 * 2_000_000)))
+
+
+@on_a_loop
+async def test_ping_says_whether_the_model_is_ready(service: App) -> None:
+    answer = await service.get("/ping")
+    assert (answer.status, answer.json) == (200, {"status": "Healthy"})
+    service.engine.state = "loading"
+    assert (await service.get("/ping")).status == 503
+
+
+@on_a_loop
+async def test_ping_asks_for_no_key_and_the_others_do() -> None:
+    service = app(api_keys=["secret"])
+    assert (await service.get("/ping")).status == 200
+    for path in ("/invocations", "/predictions/fake"):
+        assert (await service.classify(path=path)).status == 401
+
+
+@on_a_loop
+@pytest.mark.parametrize("query", ["", "top_k=2", "attention=true"])
+async def test_invocations_answer_as_classify(service: App, query: str) -> None:
+    answers = [(await service.classify(png(3), query, path)).json for path in ("/classify", "/invocations")]
+    for each in answers:
+        for own in ("id", "timings_ms"):
+            del each[own]
+        each.get("attention", {}).pop("url", None)
+    assert answers[0] == answers[1]
+
+
+@on_a_loop
+@pytest.mark.parametrize(("method", "version"), [("POST", ""), ("PUT", ""), ("POST", "/1"), ("PUT", "/1.0")])
+async def test_predictions_are_labels_with_their_scores_the_best_first(service: App, method: str, version: str) -> None:
+    expected = (await service.classify(png(3))).json["predictions"]
+    answer = await service.request(method, f"/predictions/fake{version}", body=png(3))
+    assert list(answer.json.items()) == [(best["label"], pytest.approx(best["score"])) for best in expected]
+    assert service.metric("vit_images_total") == 2
+
+
+@on_a_loop
+@pytest.mark.parametrize("field", ["data", "body", "file"])
+async def test_predictions_take_the_fields_of_torchserve(field: str) -> None:
+    answer = await app().request(
+        "POST", "/predictions/fake", headers={"content-type": MULTIPART}, body=form(part(png(3), field))
+    )
+    assert answer.status == 200
+    assert len(answer.json) == 5
+
+
+@on_a_loop
+async def test_another_model_or_version_is_not_found(service: App) -> None:
+    for path, code in (("/predictions/resnet", "unknown_model"), ("/predictions/fake/2", "not_found")):
+        assert (await service.classify(path=path)).json["code"] == code
+
+
+@on_a_loop
+async def test_of_labels_that_repeat_the_best_score_stays(service: App) -> None:
+    assert service.engine.info is not None
+    service.engine.info = replace(service.engine.info, labels=("crane",) * 10)
+    best = (await service.classify(png(3))).json["predictions"][0]
+    assert (await service.classify(png(3), path="/predictions/fake")).json == {"crane": pytest.approx(best["score"])}
+
+
+@on_a_loop
+@pytest.mark.parametrize("path", ["google/vit", "google/vit/1", "google/vit/1.0"])
+async def test_a_models_name_may_have_slashes(service: App, path: str) -> None:
+    assert service.engine.info is not None
+    service.engine.info = replace(service.engine.info, name="google/vit")
+    assert (await service.classify(png(3), path=f"/predictions/{path}")).status == 200
+    for other in ("google", "vit", "google/vit/2", "google/vit/1/1"):
+        assert (await service.classify(png(3), path=f"/predictions/{other}")).status == 404

@@ -1,9 +1,13 @@
-"""GET /: the page and its files as they are served. What the page does is tested in a browser, in tests/e2e/page."""
+"""GET /, /docs and /openapi.json as they are served. What the page does is tested in a browser, in tests/e2e/page."""
 
 from __future__ import annotations
 
+import gzip
 import re
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import service.web
 from service.web.routes import pages
@@ -86,3 +90,141 @@ async def test_the_page_is_open_where_keys_are_needed() -> None:
     for path in sorted(pages.PUBLIC):
         assert (await service.get(path)).status == 200
     assert (await service.get("/model")).status == 401
+
+
+@on_a_loop
+async def test_every_route_is_documented(service: App) -> None:
+    document = (await service.get("/openapi.json")).json
+    assert set(document["paths"]) == {
+        "/classify",
+        "/classify/batch",
+        "/embed",
+        "/embed/batch",
+        "/attention",
+        "/model",
+        "/models",
+        "/models/{name}",
+        "/heads",
+        "/heads/{name}",
+        "/heads/{name}/examples",
+        "/heads/{name}/examples/{number}",
+        "/heads/{name}/export",
+        "/labels",
+        "/healthz",
+        "/ping",
+        "/invocations",
+        "/predictions/{name}",
+        "/readyz",
+        "/metrics",
+    }
+    for path, method in (("/classify", "post"), ("/embed", "post"), ("/attention", "post")):
+        kinds = document["paths"][path][method]["requestBody"]["content"]
+        assert set(kinds) == {"multipart/form-data", "application/octet-stream", "application/json"}
+
+
+@on_a_loop
+async def test_attention_is_documented_with_all_its_parameters() -> None:
+    paths = (await app().get("/openapi.json")).json["paths"]["/attention"]
+    drawing = {"overlay", "view", "alpha", "colormap", "size", "smooth", "caption"}
+    names = {"model", "method", "class", "layer", "labels", "head", "format"} | drawing
+    assert {parameter["name"] for parameter in paths["post"]["parameters"]} == names
+    assert {parameter["name"] for parameter in paths["get"]["parameters"]} == names | {"id"}
+    assert [p["name"] for p in paths["get"]["parameters"] if p["required"]] == ["id"]
+
+
+def operations(document: dict[str, Any]) -> dict[str, Any]:
+    """Operations by id."""
+    return {found["operationId"]: found for path in document["paths"].values() for found in path.values()}
+
+
+@on_a_loop
+async def test_generated_clients_get_names_that_people_would_give() -> None:
+    assert set(operations((await app().get("/openapi.json")).json)) == {
+        "add_examples",
+        "classify",
+        "classify_batch",
+        "delete_example",
+        "delete_head",
+        "delete_model",
+        "describe_head",
+        "embed",
+        "embed_batch",
+        "export_head",
+        "list_examples",
+        "list_heads",
+        "attention",
+        "attention_of_kept_picture",
+        "model",
+        "models",
+        "put_model",
+        "relabel_example",
+        "labels",
+        "healthz",
+        "ping",
+        "invocations",
+        "predictions",
+        "predictions_by_put",
+        "readyz",
+        "metrics",
+    }
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("settings", "security", "closed"),
+    [
+        ({}, [{}, {"api_key": []}], set()),
+        ({"api_keys": "one"}, [{"api_key": []}], set()),
+        ({"api_keys": "one", "metrics_public": False}, [{"api_key": []}], {"metrics"}),
+    ],
+)
+async def test_the_operations_that_take_a_key_are_documented(
+    settings: dict[str, Any], security: list[dict[str, list[str]]], closed: set[str]
+) -> None:
+    document = (await app(**settings).get("/openapi.json")).json
+    scheme = document["components"]["securitySchemes"]["api_key"]
+    assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
+    assert "VIT_API_KEYS" in scheme["description"]
+    for name, operation in operations(document).items():
+        if name in {"healthz", "readyz", "metrics", "ping"} - closed:
+            assert "security" not in operation
+            assert "401" not in operation["responses"]
+        else:
+            assert operation["security"] == security
+            assert "401" in operation["responses"]
+
+
+@on_a_loop
+async def test_the_page_and_its_files_come_from_here_and_are_open_and_fresh() -> None:
+    service = app(api_keys="one")
+    page = await service.get("/docs")
+    assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    policy = page.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; ")
+    assert "unsafe" not in policy
+    assert page.headers["cache-control"] == "no-cache"
+    text = page.content.decode()
+    assert "//" not in text.replace("<!doctype", "")
+    assert not re.search(r"<script(?! src=)|<style| style=| on[a-z]+=", text)
+
+    files = re.findall(r'(?:src|href)="(docs/[^"]+)"', text)
+    assert files == ["docs/swagger-ui.css", "docs/swagger-ui-bundle.js", "docs/docs.js"]
+    for name in files:
+        file = await service.get(f"/{name}")
+        assert (file.status, file.headers["cache-control"]) == (200, "no-cache")
+        wanted = "text/css" if name.endswith(".css") else "text/javascript"
+        assert file.headers["content-type"] == f"{wanted}; charset=utf-8"
+        assert file.headers["x-content-type-options"] == "nosniff"
+        assert len(file.content) > 100
+
+
+@on_a_loop
+@pytest.mark.parametrize("path", ["/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css"])
+async def test_large_files_are_compressed(path: str) -> None:
+    """Who reads slowly would be disconnected: an answer as large as the bundle counts against a limit."""
+    service = app()
+    file = await service.get(path)
+    assert (file.status, file.headers["content-encoding"]) == (200, "gzip")
+    assert len(gzip.decompress(file.content)) > 3 * len(file.content)
+    again = await service.get(path, **{"if-none-match": file.headers["etag"]})
+    assert (again.status, again.content, again.headers["etag"]) == (304, b"", file.headers["etag"])
