@@ -263,9 +263,8 @@ class ViTConfig(NetworkConfig):
     projection_width: Annotated[int, Field(ge=1, le=16384)] | None = None
     # The head reads its input divided by its L2 norm; its rows are features of texts times a scale (CLIP, SigLIP).
     normalized_head: bool = False
-    # Hidden dimension of a head of two layers; None is one layer.
-    head_width: Annotated[int, Field(ge=1, le=131072)] | None = None
-    # Between the two layers of the head.
+    # Of folders that were written when heads could have two layers.
+    head_width: None = None
     head_activation: Activation = "tanh"
     # The distillation token has a linear head of its own; the logits of both are averaged.
     distillation_head: bool = False
@@ -280,7 +279,7 @@ class ViTConfig(NetworkConfig):
     def _problems(self) -> dict[str, bool]:
         """Return the messages for fields that disagree or are together absurd, and whether each applies."""
         (rows, columns), patch, width = self.image_size, self.patch_size, self.width
-        two_heads, is_layered = self.distillation_head, self.head_width is not None
+        two_heads = self.distillation_head
         head_width = self.inner_width // self.heads
         stride = 1 if self.stem is None else self.stem.stride
         stride = stride if self.conv_stem is None else self.conv_stem.stride
@@ -318,11 +317,7 @@ class ViTConfig(NetworkConfig):
             "distillation_head needs distillation_token, pool 'cls' and the norm before the pooling": (
                 two_heads and (not self.distillation_token or self.pool != "cls" or self.norm_after_pool)
             ),
-            "head_width needs num_classes": is_layered and not self.num_classes,
-            "distillation_head needs a head of one layer": two_heads and is_layered,
-            "projection_width and normalized_head need a head of one layer, and only one head": (
-                for_texts and (two_heads or is_layered)
-            ),
+            "projection_width and normalized_head need only one head": for_texts and two_heads,
             "norm_after_pool needs final_norm and another pool than 'cls_mean'": (
                 self.norm_after_pool and (not self.final_norm or self.pool == "cls_mean")
             ),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ViTConfig
-from model.network.layers.block import LayerScale, Mlp, PreLogits, SwiGLU
+from model.network.layers.block import LayerScale, Mlp, SwiGLU
 
 # Added to hidden values against a division by zero: less than they are rounded to.
 _NOT_ZERO: Final = 1e-30
@@ -51,12 +51,6 @@ def through_mlp(mlp: Mlp | SwiGLU, hidden: Tensor, gradient: Tensor) -> Tensor:
     hidden = hidden.float() + _NOT_ZERO
     activated = mlp.activation(hidden)
     return through_linear(mlp.fc1, through_norm(mlp.norm, activated, gradient) * (activated / hidden))
-
-
-def through_activation(layer: PreLogits, x: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient with respect to the input x [..., D] of a head's first layer from its output's."""
-    hidden = layer.fc(x).float() + _NOT_ZERO
-    return through_linear(layer.fc, gradient * (layer.activation(hidden) / hidden))
 
 
 def through_norm(layer: nn.Module, x: Tensor, gradient: Tensor) -> Tensor:

@@ -28,7 +28,6 @@ from model.explanation.folded_weights import FoldedWeights, heads_of, hops_of
 from model.explanation.frozen_gradients import (
     inverse_deviation,
     is_traced,
-    through_activation,
     through_linear,
     through_mlp,
     through_norm,
@@ -38,7 +37,7 @@ from model.explanation.frozen_gradients import (
     with_rivals,
 )
 from model.network.layers.attention import Attention
-from model.network.layers.block import Block, Kept, PreLogits
+from model.network.layers.block import Block, Kept
 from model.network.vit import AttentionPool, VisionTransformer, ViTOutput
 
 _STRONGEST: Final = 16
@@ -84,7 +83,7 @@ def token_relevance(
     else:
         ranked = with_rivals(output.logits, targets, len(weights.margin))
         directions = [_direction(head, ranked, weights) for head in heads_of(model)]
-    margins = _margins(model, directions, output.embeddings["head"])
+    margins = _margins(model, directions)
     kept, tokens = output.kept
     blocks = blocks_of(model)[-len(kept) :]
     relevance = _of_tokens(model, blocks, kept, tokens, weights, margins)
@@ -182,18 +181,15 @@ def _direction(head: nn.Linear, ranked: Tensor, weights: FoldedWeights) -> Tenso
     return (nn.functional.embedding(ranked, head.weight) * weights.margin).sum(dim=1)
 
 
-def _margins(model: VisionTransformer, directions: list[Tensor], pooled: Tensor) -> Tensor:
+def _margins(model: VisionTransformer, directions: list[Tensor]) -> Tensor:
     """Return the gradient of a class's margin with respect to what each head reads, [B, heads of the model, D or 2 D].
 
     What a head reads is what enters the norm before it, but for the scale of each token.
 
     Args:
         directions: of the margin in each head, [B, D].
-        pooled: what was pooled, [B, D or 2 D].
     """
     joined = torch.stack(directions, dim=1) if len(directions) > 1 else directions[0].unsqueeze(1)
-    if isinstance(model.pre_logits, PreLogits):
-        joined = through_activation(model.pre_logits, pooled.unsqueeze(1), joined)
     if isinstance(model.projection, nn.Linear):  # of an L2 norm before the head the scale does not matter
         joined = through_linear(model.projection, joined)
     joined = through_norm_unscaled(model.fc_norm, joined)

@@ -34,8 +34,7 @@ from PIL import AvifImagePlugin, Image, ImageCms, ImageColor, ImageFilter, Image
 
 from model.config import PreprocessConfig
 from model.errors import ImageError, ImageTooCostly, ImageTooLarge, InvalidImage, UnsupportedImageFormat
-from model.images.preprocess import model_input, upright_photo
-from model.images.region import Region
+from model.images.preprocess import Region, model_input, upright_photo
 
 if sys.platform != "win32":  # where the service imports this module and starts no process
     import resource

@@ -27,7 +27,7 @@ from PIL import Image
 
 from model.errors import InputError
 from model.images.caption import caption_height, with_caption
-from model.images.region import Region
+from model.images.preprocess import Region
 
 COLORMAPS = ("viridis", "plasma", "inferno", "magma", "cividis", "turbo", "jet", "hot", "bone", "gray")
 

@@ -10,6 +10,7 @@ resized, and the picture is turned when it is small.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,6 @@ from PIL import Image
 from model.config import PreprocessConfig
 from model.errors import InvalidImage
 from model.images.decode import DECODE_ERRORS, DEFAULT_MAX_PIXELS, Converter, DecodedImage, MinSize, converter, decode
-from model.images.region import Region
 from model.images.resample import Axis, passes_rows_first, resample_part
 
 # Up to this many pixels of a side, Pillow resizes a picture whole: it takes a part in 32-bit floats, which may move a
@@ -45,6 +45,18 @@ TRANSPOSE = {
 # Exif orientations of pictures that are stored from right to left, and from bottom to top.
 _MIRRORED_COLUMNS = (2, 3, 7, 8)
 _MIRRORED_ROWS = (3, 4, 6, 7)
+
+
+class Region(NamedTuple):
+    """The rectangle of the upright original that the model's input, and so every map, covers.
+
+    In pixels of the original, with fractions; (`x`, `y`) is its upper left corner. It lies within the photo.
+    """
+
+    x: float
+    y: float
+    width: float
+    height: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from model.images.caption import caption_of, fit_text
 from model.images.heatmap import MAX_SIZE, Look, draw_heatmap, full_scale
-from model.images.region import Region
+from model.images.preprocess import Region
 from model.outputs import AttentionMap
 
 # White pixels between two maps of a row.

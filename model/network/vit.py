@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from model.config import ViTConfig
 from model.network.layers.attention import norm_or_none
-from model.network.layers.block import Block, Kept, Mlp, PreLogits
+from model.network.layers.block import Block, Kept, Mlp
 from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed, drop_patches
 from model.network.layers.position import sincos2d_position_embedding
 from model.outputs import Pooling, embedding_name
@@ -146,8 +146,7 @@ class VisionTransformer(nn.Module):
         if config.projection_width is not None:
             self.projection = nn.Linear(pooled, config.projection_width, bias=False)
             pooled = config.projection_width
-        self.pre_logits = nn.Identity() if config.head_width is None else PreLogits(config, pooled)
-        self.head = nn.Linear(config.head_width or pooled, config.logits)
+        self.head = nn.Linear(pooled, config.logits)
         self.head_dist = nn.Linear(width, config.logits) if config.distillation_head else None
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -251,7 +250,7 @@ class VisionTransformer(nn.Module):
             # Scores are exponentials of a hundred cosines: bfloat16 would round these to steps of an eighth.
             bias = self.head.bias.float()
             return F.linear(F.normalize(embedding.float(), dim=-1), self.head.weight.float(), bias)
-        logits: Tensor = self.head(self.pre_logits(embedding))
+        logits: Tensor = self.head(embedding)
         return logits
 
     def _classify(self, x: Tensor, pooled: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ def head_names(config: NetworkConfig) -> tuple[str, ...]:
 
 
 def with_head(checkpoint: Checkpoint, names: Sequence[str], head: Head) -> Checkpoint:
-    """Return a checkpoint with another head; one of two layers, or of cosines, becomes a linear one."""
+    """Return a checkpoint with another head; one of cosines becomes a linear one."""
     old, labels = checkpoint.config, head.labels
     tensors = dict(checkpoint.tensors)
     config: NetworkConfig
@@ -132,8 +132,7 @@ def with_head(checkpoint: Checkpoint, names: Sequence[str], head: Head) -> Check
         sizes = len(labels), old.in_channels, old.image_size
         config = library_config(old.architecture, old.arguments, *sizes, fixed_size=old.fixed_size)
     else:
-        config = old.model_copy(update={"num_classes": len(labels), "head_width": None, "normalized_head": False})
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("pre_logits.")}
+        config = old.model_copy(update={"num_classes": len(labels), "normalized_head": False})
     for name in names:
         tensors |= {f"{name}.{kind}": torch.from_numpy(getattr(head, kind)) for kind in ("weight", "bias")}
     return replace(

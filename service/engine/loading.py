@@ -224,7 +224,7 @@ def _key(settings: Settings, backbone: str) -> str:
 def _read(settings: Settings) -> _Read:
     if settings.device.startswith("cuda"):
         _show_alone(settings.device)
-    from model.checkpoint.backbone import backbone_and_head  # noqa: PLC0415  torch takes seconds to import
+    from model.checkpoint.checkpoint import backbone_and_head  # noqa: PLC0415  torch takes seconds to import
     from model.checkpoint.local_files import recording  # noqa: PLC0415
     from model.runtime.openvino.kept import Keep  # noqa: PLC0415
 

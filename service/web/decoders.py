@@ -25,8 +25,7 @@ from model.config import PreprocessConfig
 from model.errors import ImageError, ImageTooCostly, InvalidImage
 from model.images.decoder_process import ANSWER, CONFINED, DONE, ERRORS, JOB
 from model.images.heatmap import MAX_SIZE
-from model.images.preprocess import ModelInput
-from model.images.region import Region
+from model.images.preprocess import ModelInput, Region
 from service.errors import DeadlineExceeded, EngineUnavailable
 from service.settings import Settings
 from service.web.lanes import Deadline

@@ -25,8 +25,7 @@ from typing import Final, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from model.config import PreprocessConfig
-from model.images.preprocess import ModelInput
-from model.images.region import Region
+from model.images.preprocess import ModelInput, Region
 
 logger = logging.getLogger("vitserve")
 

@@ -33,8 +33,7 @@ from model.cores import usable_cores
 from model.errors import ImageError
 from model.heads import Head, compared, of_image
 from model.images.decode import is_bounded
-from model.images.preprocess import ModelInput, model_input
-from model.images.region import Region
+from model.images.preprocess import ModelInput, Region, model_input
 from model.outputs import RequestedOutputs
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo

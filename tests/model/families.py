@@ -61,7 +61,6 @@ NATIVE: Final[dict[str, dict[str, Any]]] = {
     "post-norm": {"norm_order": "post", "layer_scale": True},
     "residual post-norm": {"norm_order": "res_post", "layer_scale": True},
     "inner width": {"attention_width": 16, "pool": "mean"},
-    "two-layer head": {"head_width": 24, "activation": "tanh"},
     "norms of patches": {"patch_embedding": "linear", "patch_norms": True},
     "convolutions": {"conv_stem": {"widths": (6, 8), "kernels": (3, 3), "strides": (2, 1), "pools": (1, 2)}},
     "root alone": {"image_size": (16, 16), "stem": {"layers": []}},

@@ -52,19 +52,6 @@ class Mlp(nn.Module):
         return self.activation(hidden)
 
 
-class PreLogits(nn.Module):
-    """The first of the two layers of a head, and the activation after it."""
-
-    def __init__(self, config: ViTConfig, width: int) -> None:
-        super().__init__()
-        self.fc = nn.Linear(width, config.head_width or width)
-        self.activation = ACTIVATIONS[config.head_activation]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [B, D] to [B, head_width]."""
-        return self.activation(self.fc(x))
-
-
 class SwiGLU(Mlp):
     """Computes act(gate) * value, both from one projection, gate first (Shazeer 2020, timm's `SwiGLUPacked`)."""
 

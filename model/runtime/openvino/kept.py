@@ -74,7 +74,7 @@ class Manifest(BaseModel):
         key: what `Entry` hashes.
         files: the hash of each file that was read, of the names in each folder; None where there was nothing.
         times: size and time of change of these files; where they are the same, and not of just now, nothing is hashed.
-        backbone: see `model.checkpoint.backbone`.
+        backbone: see `model.checkpoint.checkpoint`.
         graph: hashes of the files beside this one.
         outputs, layers, relevance: see `NetworkGraph`.
         dtype: that it was found to agree with torch in.
@@ -239,7 +239,7 @@ class Keep:
     Attributes:
         entry: where.
         files: what was looked at when it was read, see `model.checkpoint.local_files.recording`.
-        backbone, head: of the checkpoint, see `model.checkpoint.backbone`.
+        backbone, head: of the checkpoint, see `model.checkpoint.checkpoint`.
     """
 
     entry: Entry

@@ -15,8 +15,7 @@ from starlette.responses import Response
 
 from model.heads import labels_of_request, with_labels
 from model.images.heatmap import COLORMAPS, MAX_SIZE, default_view, encode_png
-from model.images.preprocess import ModelInput
-from model.images.region import Region
+from model.images.preprocess import ModelInput, Region
 from model.images.sheet import draw_maps
 from model.outputs import (
     CLASS_SPECIFIC,

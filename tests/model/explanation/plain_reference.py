@@ -133,7 +133,7 @@ def read(model: VisionTransformer, x: Tensor) -> tuple[Tensor, Tensor | None]:
     pooled = model.projection(model.fc_norm(pooled))
     if config.normalized_head:
         pooled = pooled / pooled.norm(dim=1, keepdim=True)
-    logits = model.head(model.pre_logits(pooled))
+    logits = model.head(pooled)
     if model.head_dist is not None:
         logits = 0.5 * logits + 0.5 * model.head_dist(x[:, 1])
     return logits, weights

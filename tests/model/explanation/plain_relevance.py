@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.network.layers.block import Block, PreLogits, SwiGLU
+from model.network.layers.block import Block, SwiGLU
 from model.network.vit import VisionTransformer
 from tests.model.blocks import blocks
 from tests.model.explanation.plain_reference import attention_weights, first_row
@@ -130,9 +130,6 @@ def _frozen_read(model: VisionTransformer, x: Tensor) -> Tensor:
     pooled = model.projection(_frozen_norm(model.fc_norm, pooled))
     if config.normalized_head:
         pooled = pooled / pooled.norm(dim=1, keepdim=True).detach()
-    if isinstance(model.pre_logits, PreLogits):
-        hidden = model.pre_logits.fc(pooled)
-        pooled = (model.pre_logits.activation(hidden) / hidden).detach() * hidden
     logits = model.head(pooled)
     return torch.as_tensor(logits if model.head_dist is None else 0.5 * logits + 0.5 * model.head_dist(x[:, 1]))
 

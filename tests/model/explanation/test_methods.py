@@ -34,8 +34,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "inner_width_mean": {"attention_width": 36, "pool": "mean"},
     "projected": {"projection_width": 10, "normalized_head": True, "norm_before_blocks": True},
     "normalized": {"pool": "attention", "class_token": False, "normalized_head": True},
-    "two_layers": {"head_width": 10},
-    "two_layers_of_cls_mean": {"head_width": 10, "head_activation": "gelu", "pool": "cls_mean"},
     "patch_norms": {"patch_embedding": "linear", "patch_norms": True},
     "post_norm": {"norm_order": "post", "layer_scale": True},
     "res_post_norm": {"norm_order": "res_post", "layer_scale": True},

@@ -15,7 +15,7 @@ from PIL import Image
 
 from model.errors import InputError
 from model.images.heatmap import COLORMAPS, Look, colour_table, draw_heatmap, encode_png
-from model.images.region import Region
+from model.images.preprocess import Region
 from model.images.sheet import ContactSheet
 from tests.model.images.pictures import difference, scene
 

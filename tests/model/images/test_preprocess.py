@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from model.config import PreprocessConfig
-from model.images.preprocess import min_decoded_size, model_input, preprocess, resized_size, upright_photo
-from model.images.region import Region
+from model.images.preprocess import Region, min_decoded_size, model_input, preprocess, resized_size, upright_photo
 from tests.model.images.pictures import FORMATS, as_is, config, difference, encode, noise, scene
 from tests.timm_reference import timm
 

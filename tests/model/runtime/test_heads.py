@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from model.checkpoint import Checkpoint
-from model.checkpoint.backbone import backbone_and_head
+from model.checkpoint.checkpoint import backbone_and_head
 from model.outputs import EmbeddingRequest, MapRequest, Outputs, RequestedOutputs
 from model.runtime.backend import BatchRequest, HostOutputs
 from model.runtime.predictor import Predictor

@@ -50,7 +50,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "two heads": {"distillation_token": True, "distillation_head": True},
     "no head": {"labels": ()},
-    "two layers": {"head_width": 24},
     "cosines": {"normalized_head": True, "projection_width": 20},
     "CLS and mean": {"pool": "cls_mean"},
     "attention pool": {"class_token": False, "pool": "attention"},

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from model.errors import CheckpointError
-from model.images.preprocess import ModelInput
-from model.images.region import Region
+from model.images.preprocess import ModelInput, Region
 from service.cluster import frames
 from service.cluster.engine_process import EngineServer
 from service.cluster.remote_model import EngineClient, RemoteImageStore, RemoteModel, RemoteModels

@@ -4,8 +4,7 @@ import asyncio
 
 import numpy as np
 
-from model.images.preprocess import ModelInput
-from model.images.region import Region
+from model.images.preprocess import ModelInput, Region
 from service.web.image_stores import MemoryImageStore
 from tests.service.web.apps import Clock
 

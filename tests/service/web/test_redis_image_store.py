@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.images.preprocess import ModelInput
-from model.images.region import Region
+from model.images.preprocess import ModelInput, Region
 from service.web import image_stores
 from service.web.image_stores import RedisImageStore
 from tests.service.fakes import PATIENCE, on_a_loop, png

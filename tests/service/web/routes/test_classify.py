@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from model.errors import InputError
-from model.images.region import Region
+from model.images.preprocess import Region
 from model.outputs import AttentionMap, MapRequest
 from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
 from service.web.routes.attention import map_fields, region_document
