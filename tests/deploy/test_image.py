@@ -19,7 +19,7 @@ from deploy.image.slim import slim
 from tests.conftest import REPOSITORY
 from tests.stub_server import answering
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(60)  # processes start
 
 
 DOCKERFILE = (REPOSITORY / "Dockerfile").read_text()

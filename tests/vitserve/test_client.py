@@ -38,7 +38,7 @@ from vitserve.client import (
 )
 from vitserve.documents import Classification
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(60)  # processes start
 
 
 URL = "http://service"

@@ -1,4 +1,4 @@
-"""State dicts of known libraries, torchvision's too, are read by their own names; others are refused with the way out."""
+"""State dicts of known libraries, torchvision's too, are read by their own names; others are refused with advice."""
 
 from __future__ import annotations
 

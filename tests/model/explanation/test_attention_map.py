@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from model.config import ViTConfig
-from model.explanation.maps import attention_maps, cls_map
+from model.explanation.maps import Floats, attention_maps, cls_map, sharpened_maps, token_maps
 from model.outputs import Head, MapRequest
 
 CONFIG = ViTConfig(image_size=(16, 24), patch_size=8, width=32, depth=3, heads=2, mlp_width=64, num_classes=5)
@@ -53,3 +53,39 @@ def test_a_mixed_batch_gets_each_map_from_its_own_image_layer_and_head() -> None
             assert got.request == request
             np.testing.assert_array_equal(got.values, values[0])
             assert got.kept_mass == kept_mass.item()
+
+
+PLAIN = ViTConfig(image_size=(16, 24), patch_size=8, width=24, depth=1, heads=3, mlp_width=40, num_classes=5)
+"""2 x 3 patches after one prefix token."""
+
+
+def tokens(*rows: list[float]) -> Floats:
+    return np.array(rows, np.float32)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e-42, 1e30])
+def test_the_scale_of_an_image_is_of_no_account(scale: float) -> None:
+    found = scale * tokens([2.0, 1.0, 0, 0, 0, 0, 5.0])
+    maps, kept = token_maps(found, PLAIN)
+    np.testing.assert_allclose(maps, [[[1 / 6, 0, 0], [0, 0, 5 / 6]]], rtol=1e-2)
+    np.testing.assert_allclose(kept, [6 / 8], rtol=1e-2)
+    sharp, kept = sharpened_maps(found, PLAIN)
+    np.testing.assert_allclose(sharp, [[[1 / 26, 0, 0], [0, 0, 25 / 26]]], rtol=1e-2, atol=1e-6)
+    np.testing.assert_allclose(kept, [6 / 8], rtol=1e-2)
+    assert maps.dtype == sharp.dtype == kept.dtype == np.float32
+
+
+def test_what_spoke_against_the_class_is_not_shown_and_keeps_nothing() -> None:
+    maps, kept = sharpened_maps(tokens([-4.0, -1.0, 3.0, -1.0, -1.0, -1.0, -1.0]), PLAIN)
+    assert maps[0, 0, 1] > 0.999
+    assert kept.tolist() == [1.0], "neither patches nor the prefix have less than nothing"
+
+
+def test_where_nothing_spoke_for_it_the_map_is_even_beside_one_that_is_not() -> None:
+    maps, kept = sharpened_maps(tokens([1.0, *[-1.0] * 6], [0.0, 1.0, *[0.0] * 5]), PLAIN)
+    np.testing.assert_allclose(maps[0], np.full((2, 3), 1 / 6), rtol=1e-6)
+    assert maps[1, 0, 0] > 0.999
+    assert kept.tolist() == [0.0, 1.0]
+    maps, kept = token_maps(np.zeros((1, 7), np.float32), PLAIN)
+    np.testing.assert_allclose(maps, np.full((1, 2, 3), 1 / 6), rtol=1e-6)
+    assert kept.tolist() == [0.0]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from model.config import ViTConfig
 from model.explanation import methods
+from model.explanation.frozen_gradients import through_pooling
 from model.explanation.methods import EXPLANATIONS, explain
 from model.network.vit import VisionTransformer
 from model.outputs import CLASS_SPECIFIC, MapRequest, Method
@@ -211,3 +212,16 @@ def test_the_model_is_left_as_it_was(method: Method) -> None:
     for name, parameter in model.named_parameters():
         assert parameter.grad is None
         assert torch.equal(parameter, before[name])
+
+
+def test_tokens_with_the_same_highest_value_share_its_gradient() -> None:
+    config = model_of("max").config
+    skipped = config.prefix_tokens
+    x = torch.zeros(1, config.tokens, config.width)
+    x[0, skipped : skipped + 2, 0] = 5.0  # the highest of the first feature, twice
+    x[0, skipped, 1:] = 1.0
+    gradient = torch.full((1, 1, config.width), 4.0)
+    found = through_pooling(x, gradient, config)
+    assert found[0, skipped : skipped + 2, 0].tolist() == [2.0, 2.0]
+    assert found[0, skipped, 1:].tolist() == [4.0] * (config.width - 1)
+    assert found.sum().item() == 4.0 * config.width

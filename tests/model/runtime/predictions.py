@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from model.outputs import AttentionMap, MapRequest, RequestedOutputs
+from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.backend import CompileMode, Images
 from model.runtime.predictor import Predictor
 
@@ -17,13 +17,13 @@ MODES: Final[dict[str, CompileMode]] = {"openvino": "auto", "auto": "auto", "tor
 
 
 class Predictions(NamedTuple):
-    """The outputs of a batch's images: `model.outputs.Outputs`, stacked."""
+    """The outputs of a batch's images: `model.outputs.Outputs`, stacked; each map is an `AttentionMap`, or None."""
 
     scores: NDArray[np.float32]
     indices: NDArray[np.int64]
     finite: NDArray[np.bool_]
-    maps: list[AttentionMap | None]
-    logits: NDArray[np.float32] | None
+    maps: list[Any]
+    logits: Any
 
 
 def predict(

@@ -58,8 +58,8 @@ def sharing(models: dict[str, Checkpoint], mode: str = "torch") -> Predictor:
     return predictor
 
 
-def asked_alone(checkpoint: Checkpoint, images: np.ndarray, requested: RequestedOutputs) -> Outputs:
-    """What the model answers that has a predictor to itself."""
+def asked_alone(checkpoint: Checkpoint, images: np.ndarray, requested: RequestedOutputs) -> Any:
+    """The `Outputs` of the model that has a predictor to itself."""
     [outputs] = predictor_of(checkpoint).predict(images, replace(requested, head=""))
     return outputs
 
@@ -139,7 +139,7 @@ def test_relevance_of_another_heads_class_comes_out_of_the_one_pass(mode: str, l
     predictor = sharing(models, mode)
     seven = predictor.heads["seven"]
     images = images_for(predictor, 3)
-    own = predictor.predict(images[:1], replace(ASKED, map=MapRequest("relevance")))
+    own: Any = predictor.predict(images[:1], replace(ASKED, map=MapRequest("relevance")))[0]
     wanted = RequestedOutputs(1, MapRequest("relevance", label), embedding=EmbeddingRequest())
     brought = replace(wanted, map=MapRequest("relevance", label, by=seven.linear))
     backend: Any = predictor._backend
@@ -147,24 +147,18 @@ def test_relevance_of_another_heads_class_comes_out_of_the_one_pass(mode: str, l
     passes: list[int] = []
     network.patch_embed.register_forward_hook(lambda _, given, output: passes.append(len(output)))
     requests = [replace(ASKED, map=MapRequest("relevance")), replace(wanted, head="seven"), brought]
-    mixed, of_seven, of_caller = predictor.predict(images, requests)
+    found: list[Any] = predictor.predict(images, requests)
+    mixed, of_seven, of_caller = found
     assert passes in ([2], [1, 2])  # the own head's by its own pass
     alone = asked_alone(models["seven"], images[1:2], wanted)
-    assert of_seven.map is not None
-    assert alone.map is not None
-    np.testing.assert_allclose(of_seven.map.values, alone.map.values, atol=1e-4)
-    assert of_seven.map.evidence == pytest.approx(alone.map.evidence, abs=1e-4)
+    require_same(of_seven, alone)
     alone = asked_alone(models["seven"], images[2:], wanted)
-    assert of_caller.map is not None
-    assert alone.map is not None
     np.testing.assert_allclose(of_caller.map.values, alone.map.values, atol=1e-4)
     assert of_caller.map.request == alone.map.request
     # And the own head's answer is to the last bit what it is without the others.
     for name in ("scores", "logits"):
-        assert getattr(mixed, name).tobytes() == getattr(own[0], name).tobytes()
-    assert mixed.map is not None
-    assert own[0].map is not None
-    assert mixed.map.values.tobytes() == own[0].map.values.tobytes()
+        assert getattr(mixed, name).tobytes() == getattr(own, name).tobytes()
+    assert mixed.map.values.tobytes() == own.map.values.tobytes()
 
 
 def test_no_other_head_answers_for_one_that_is_gone() -> None:

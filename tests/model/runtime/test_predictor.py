@@ -104,8 +104,6 @@ def test_each_image_of_a_mixed_batch_gets_the_map_it_asked_for() -> None:
             assert got is None
             continue
         alone = predict(predictor, image[None], top_k=1, maps=[request]).maps[0]
-        assert got is not None
-        assert alone is not None
         assert got.request == request
         assert got.values.shape == (2, 3)
         assert got.values.sum() == pytest.approx(1, abs=1e-5)
@@ -129,7 +127,6 @@ def test_logits_are_given_beside_the_scores_that_are_made_of_them(backend: str) 
 
     for maps in ((), [MapRequest.row(1)] * 9, [MapRequest.row(0)] * 9):
         found = predict(predictor, images, top_k=3, maps=maps, logits=True)
-        assert found.logits is not None
         scores = (torch.from_numpy(found.logits) / 1.7).softmax(dim=-1)
         np.testing.assert_allclose(found.scores, scores.topk(3).values.numpy(), atol=1e-6)
         np.testing.assert_allclose(found.logits, predictor.logits(images), atol=1e-4)
@@ -183,7 +180,6 @@ def test_explanations_of_any_method_stand_beside_attention_rows(backend: str) ->
     ):
         maps, kept = explain(checkpoint.build(), pixels[[place]], torch.tensor([request.class_index or 0]), request)
         got = found.maps[place]
-        assert got is not None
         assert got.request == request
         score, evidence = None, None
         if request.class_index is not None:
@@ -198,8 +194,6 @@ def test_explanations_of_any_method_stand_beside_attention_rows(backend: str) ->
         assert got.kept_mass == pytest.approx(kept.item(), abs=1e-6)
     assert found.maps[2] is None
     row = predict(predictor, images[[1]], top_k=1, maps=[MapRequest.row(1)]).maps[0]
-    assert row is not None
-    assert found.maps[1] is not None
     np.testing.assert_allclose(found.maps[1].values, row.values, atol=1e-5)
 
 

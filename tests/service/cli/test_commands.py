@@ -24,7 +24,7 @@ from service.cli.main import COMMANDS, main
 from tests.conftest import REPOSITORY
 from tests.service.cli.command_line import run, write_checkpoint, write_pictures
 
-pytestmark = pytest.mark.timeout(90)  # checkpoints are loaded, and answer
+pytestmark = pytest.mark.timeout(120)  # processes start, each of which imports torch
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What is said of a loaded model comes from its checkpoint, its predictor and the settings."""
+"""What is said of a loaded model comes from its checkpoint, its predictor, the settings, and the names of GPUs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from model.description import Description
 from model.errors import CheckpointError, DeviceError
 from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
-from service.engine import loading
+from service.engine import devices, loading
+from service.engine.devices import all_gpus, fit_to_machine, gpus_are_here, uses_gpu, visible_devices
 from service.engine.loading import FirstLoad, load_predictor
 from service.settings import load_settings
 from tests.service.cli.command_line import write_checkpoint
@@ -236,3 +237,151 @@ def test_another_checkpoint_is_loaded_without_torch_in_the_process_that_serves(t
     labels, size, has_torch, error = ran.stdout.strip().split("|")
     assert (labels, size, has_torch) == ("('cat', 'dog')", "(24, 16)", "False")
     assert "model.safetensors" in error
+
+
+WHOLE = """\
+GPU 0: NVIDIA H200 (UUID: GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77)
+GPU 1: NVIDIA H200 (UUID: GPU-1c6b5d1c-0f3a-7d6e-9a1b-aaaaaaaaaaaa)
+"""
+DIVIDED = """\
+GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77)
+  MIG 3g.20gb     Device  0: (UUID: MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f)
+  MIG 2g.10gb     Device  1: (UUID: MIG-cba663e8-9bed-5b25-b243-5985ef7c9beb)
+GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-1c6b5d1c-0f3a-7d6e-9a1b-aaaaaaaaaaaa)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "listing", "expected"),
+    [
+        ({}, WHOLE, ("cuda:0", "cuda:1")),
+        (
+            {},
+            DIVIDED,
+            (
+                "cuda:MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f",
+                "cuda:MIG-cba663e8-9bed-5b25-b243-5985ef7c9beb",
+                "cuda:GPU-1c6b5d1c-0f3a-7d6e-9a1b-aaaaaaaaaaaa",
+            ),
+        ),
+        ({"CUDA_VISIBLE_DEVICES": "3"}, WHOLE, ("cuda:0",)),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b,MIG-c"}, WHOLE, ("cuda:0", "cuda:1", "cuda:2")),
+    ],
+    ids=["whole", "divided", "one is visible", "three are visible"],
+)
+def test_all_are_the_gpus_that_may_be_used_and_the_parts_of_those_that_are_divided(
+    environment: dict[str, str], listing: str, expected: tuple[str, ...]
+) -> None:
+    assert all_gpus(environment, lambda: listing) == expected
+    assert load_settings({"device": ",".join(expected)}).devices == expected
+
+
+def test_no_gpu_at_all_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DeviceError, match=r"^device 'all': the driver lists no GPU$"):
+        all_gpus({}, lambda: "No devices were found\n")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(
+        DeviceError, match=r"^device 'all': nvidia-smi -L does not list the GPUs: .*nvidia-smi"
+    ) as found:
+        all_gpus({})
+    assert "\n" not in str(found.value)
+
+
+def test_the_driver_is_asked_and_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        assert (command, options.pop("timeout")) == (["nvidia-smi", "-L"], 60)
+        return ended(["sh", "-c", script], **options)
+
+    ended = subprocess.run
+    monkeypatch.setattr(subprocess, "run", run)
+    script = "echo 'GPU 0: H200 (UUID: GPU-a)'"
+    assert all_gpus({}) == ("cuda:0",)
+    script += "; exit 9"
+    with pytest.raises(DeviceError, match="exit status 9"):
+        all_gpus({})
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "expected"),
+    [
+        ("cuda", None, "0"),
+        ("cuda:3", None, "3"),
+        ("cuda:1", "4,5", "5"),
+        ("cuda:0", "MIG-a, MIG-b", "MIG-a"),
+        ("cuda:1", "MIG-a, MIG-b", "MIG-b"),
+        ("cuda:MIG-b", "MIG-a,MIG-b", "MIG-b"),
+        ("cuda:GPU-5d5ba0d6", None, "GPU-5d5ba0d6"),
+    ],
+)
+def test_an_engine_sees_its_own_device_alone(device: str, visible: str | None, expected: str) -> None:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert visible_devices(device, environment) == expected
+
+
+def test_a_device_beyond_those_that_are_visible_is_refused() -> None:
+    with pytest.raises(DeviceError, match=r"^device 'cuda:2': CUDA_VISIBLE_DEVICES=4,5 names 2$"):
+        visible_devices("cuda:2", {"CUDA_VISIBLE_DEVICES": "4,5"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "environment", "here"),
+    [
+        ((), {}, False),
+        (("nvidiactl", "nvidia-uvm"), {}, False),
+        (("nvidia0", "nvidiactl"), {}, True),
+        (("nvidia12",), {}, True),
+        (("dxg",), {}, True),
+        (("nvidia0",), {"CUDA_VISIBLE_DEVICES": ""}, False),
+        (("nvidia0",), {"CUDA_VISIBLE_DEVICES": "-1"}, False),
+        (("nvidia0",), {"CUDA_VISIBLE_DEVICES": "0"}, True),
+    ],
+)
+def test_gpus_are_found_by_their_files(
+    nodes: tuple[str, ...], environment: dict[str, str], here: bool, tmp_path: Path
+) -> None:
+    for node in nodes:
+        (tmp_path / node).touch()
+    assert gpus_are_here(tmp_path, environment) is here
+
+
+@pytest.mark.parametrize(
+    ("given", "cores", "here", "expected"),
+    [
+        ({"device": "cuda"}, 16, True, (8, 256)),
+        ({"device": "cuda:0,cuda:1"}, 64, True, (8, 256)),
+        ({"device": "cuda"}, 6, True, (3, 256)),
+        ({"device": "cuda"}, 1, True, (1, 256)),
+        ({"device": "auto"}, 16, True, (8, 256)),
+        ({"device": "auto"}, 16, False, (1, 256)),
+        ({"device": "cpu"}, 16, True, (1, 256)),
+        ({"device": "cuda", "workers": 1}, 16, True, (1, 256)),
+        ({"device": "cuda", "workers": 3, "max_batch": 256}, 16, True, (3, 1024)),
+        ({"device": "cuda", "max_batch": 128}, 16, True, (8, 512)),
+        ({"device": "cuda", "max_batch": 256, "queue_size": 7}, 16, True, (8, 7)),
+    ],
+    ids=str,
+)
+def test_web_workers_and_the_queue_follow_from_the_machine_unless_they_are_set(
+    given: dict[str, Any], cores: int, here: bool, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "gpus_are_here", lambda: here)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)) if process == 0 else {0})
+    fitted = fit_to_machine(load_settings(given))
+    assert (fitted.workers, fitted.queue_size) == expected
+
+
+def test_all_devices_become_an_engine_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "all_gpus", lambda: ("cuda:0", "cuda:1"))
+    settings = fit_to_machine(load_settings({"device": "all"}))
+    assert settings.devices == ("cuda:0", "cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("device", "here", "used"),
+    [("cpu", True, False), ("auto", False, False), ("auto", True, True), ("cuda", False, True), ("cuda:1", True, True)],
+)
+def test_an_engine_on_a_gpu_has_a_process_of_its_own(
+    device: str, here: bool, used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "gpus_are_here", lambda: here)
+    assert uses_gpu(load_settings({"device": device})) is used

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from model.runtime.backend import BatchRequest
 from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed
+from model.runtime.cuda.ops import CudaOps
 from tests.model.runtime.cuda.device_stand_in import StandInOps
 
 SHAPE = (2, 3, 1)
@@ -199,3 +201,19 @@ def test_a_batch_may_be_computed_beside_its_graph() -> None:
     subject.forget_graphs()
     assert subject.run(images(1), BatchRequest(3), size=2)["scores"][:, 0].tolist() == [6]
     assert ops.replays == before
+
+
+@pytest.fixture
+def torch_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
+
+
+@pytest.mark.usefixtures("torch_without_a_gpu")
+def test_attention_is_never_cudnn() -> None:
+    """Its switch is of the whole process: turned on for a capture, it was on for every batch beside it."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    CudaOps(torch.device("cuda", 0))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -71,7 +71,6 @@ def test_logits_are_those_of_the_batch_with_and_without_a_graph(compile_mode: Co
     expected, replays = plain().logits(make_images(4)), ops.replays
     for count in (1, 3, 4):
         found = predict(predictor, make_images(4)[:count], top_k=2, logits=True).logits
-        assert found is not None
         assert found.dtype == np.float32
         np.testing.assert_allclose(found, expected[:count], atol=1e-5)
     assert predict(predictor, make_images(4), top_k=2).logits is None
@@ -214,8 +213,7 @@ def close_to_the_cpu(predictor: Predictor, *, tolerance: float) -> None:
     images = np.random.default_rng(5).integers(0, 256, (3, *checkpoint.config.image_size, 3), dtype=np.uint8)
     expected = reference.logits(images)
 
-    def off(logits: NDArray[np.float32] | None) -> float:
-        assert logits is not None
+    def off(logits: NDArray[np.float32]) -> float:
         return float(np.linalg.norm(logits - expected) / np.linalg.norm(expected))
 
     assert off(predictor.logits(images)) < tolerance
