@@ -1,15 +1,17 @@
-"""pyproject.toml agrees with itself, and messages name ways to install that exist."""
+"""pyproject.toml agrees with itself, messages name ways to install that exist, and `make` installs what it names."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -141,3 +143,45 @@ def test_what_a_release_and_the_site_need_is_locked_with_hashes(of: str) -> None
     assert asked
     for name, version in asked:
         assert re.search(rf"^{name}{version} .*\\\n +--hash=sha256:", locked, re.M), f"{name}: run `make locks`"
+
+
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+PIP = """#!/bin/sh
+echo "$@" >>"$(dirname "$0")/calls"
+"""
+
+
+def make(*arguments: str, **environment: str) -> str:
+    # Apart from a `make test` that these tests may run in, and from what it was given.
+    surrounding = {name: value for name, value in os.environ.items() if name in {"PATH", "HOME"}}
+    command = ["make", "--no-print-directory", *arguments]
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=surrounding | environment, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def install(folder: Path, *arguments: str, **environment: str) -> tuple[str, list[list[str]]]:
+    """Let `make` set up `make run` in `folder` with a pip that installs nothing; return its output and pip's calls."""
+    pip = folder / "bin" / "pip"
+    pip.parent.mkdir(parents=True)
+    pip.write_text(PIP)
+    pip.chmod(0o755)
+    (folder / ".made").touch()
+    output = make(f"VENV={folder}", f"{folder}/.run", *arguments, **environment)
+    return output, [shlex.split(line) for line in (pip.parent / "calls").read_text().splitlines()]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize("given_in", ["arguments", "environment"])
+def test_torch_alone_comes_from_the_index_that_is_named(tmp_path, given_in):
+    if given_in == "arguments":
+        output, calls = install(tmp_path, f"TORCH_INDEX_URL={CPU_INDEX}")
+    else:
+        output, calls = install(tmp_path, TORCH_INDEX_URL=CPU_INDEX)
+
+    first, second = calls
+    assert first[-3:] == ["--index-url", CPU_INDEX, "torch"]
+    assert second[-2:] == ["-e", ".[openvino]"]
+    assert "--index-url" not in second
+    assert all(call[call.index("-c") + 1] == "constraints.txt" for call in calls)
+    assert "NVIDIA" not in output

@@ -6,6 +6,7 @@ import functools
 import io
 import struct
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -380,3 +381,40 @@ class TestScaledDecode:
             data = file.read_bytes()
             levels = np.abs(preprocess(data, wanted).astype(int) - preprocess(data, wanted, scaled_decode=False))
             assert levels.mean() < 1.5 and levels.max() <= 20, (file.name, levels.mean(), levels.max())
+
+
+@pytest.fixture(scope="module")
+def torture(shared: Path) -> Path:
+    path = shared / "data" / "torture"
+    if not path.is_dir():
+        pytest.skip(f"no torture files: {path} does not exist")
+    return path
+
+
+def likeness(left: np.ndarray, right: np.ndarray) -> float:
+    """Correlation of two pictures, which were compressed apart from one another."""
+    return float(np.corrcoef(left.ravel().astype(float), right.ravel().astype(float))[0, 1])
+
+
+@pytest.mark.shared
+def test_rotated_avif_files_come_out_upright(torture):
+    pictures = [
+        preprocess((torture / "avif" / f"rot{number}mir0.avif").read_bytes(), config((64, 64))) for number in range(4)
+    ]
+
+    for number, picture in enumerate(pictures):
+        assert likeness(picture, pictures[0]) > 0.9, number
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["grayscale_24x16_sampling2x2", "grayscale_long", "jpg-cmyk-1", "jpg-cmyk-2", "jpg-size-33x33", "jpg-size-8x8"],
+)
+@pytest.mark.shared
+def test_jpegs_decode_to_their_reference_pixels(torture, name):
+    reference = torture / "jpeg-reftest" / f"{name}.png"
+    wanted = config((16, 16), resize="squash")
+
+    got, expected = (preprocess(path.read_bytes(), wanted) for path in (reference.with_suffix(".jpg"), reference))
+
+    assert np.abs(got.astype(int) - expected).mean() < 4

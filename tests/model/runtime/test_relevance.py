@@ -1,10 +1,11 @@
-"""The relevance of the best class, out of the classification's own pass."""
+"""The relevance of the best class out of the classification's own pass, and several heads on one backbone."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,12 @@ import pytest
 import torch
 
 from model.checkpoint import Checkpoint
+from model.checkpoint.checkpoint import backbone_and_head
 from model.config import PreprocessConfig
 from model.errors import DeviceError
 from model.explanation.methods import explain
-from model.outputs import MapRequest
-from model.runtime.backend import HostOutputs
+from model.outputs import EmbeddingRequest, MapRequest, Outputs, RequestedOutputs
+from model.runtime.backend import BatchRequest, HostOutputs
 from model.runtime.openvino import network, tracing
 from model.runtime.openvino.backend import OpenVino, unsupported_reason
 from model.runtime.openvino.network import OpenVinoNetwork
@@ -197,3 +199,182 @@ class TestOpenVino:
         shared = {tensor.data_ptr() for tensor in predictor.checkpoint.tensors.values()}
         assert {parameter.data_ptr() for parameter in traced} <= shared
         assert len(traced) > 10
+
+
+ASKED = RequestedOutputs(3, logits=True)
+MAPS = [MapRequest("relevance"), MapRequest("relevance", 1), MapRequest("gae", 2), MapRequest("gae"), MapRequest.row(1)]
+
+
+def with_head(checkpoint: Checkpoint, classes: int, seed: int, **changes: Any) -> Checkpoint:
+    """The same backbone with another head."""
+    generator = torch.Generator().manual_seed(seed)
+    config = checkpoint.config.model_copy(update={"num_classes": classes})
+    shapes = {"head.weight": (classes, checkpoint.tensors["head.weight"].shape[1]), "head.bias": (classes,)}
+    tensors = dict(checkpoint.tensors)
+    tensors |= {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    labels = tuple(f"{seed}-{index}" for index in range(classes))
+    return replace(checkpoint, config=config, tensors=tensors, labels=labels, **changes)
+
+
+def models_on(backbone: Checkpoint) -> dict[str, Checkpoint]:
+    """Heads of another number of classes, a temperature, sigmoids, and a single class."""
+    return {
+        "own": backbone,
+        "seven": with_head(backbone, 7, 1, temperature=2.5),
+        "sigmoids": with_head(backbone, 4, 2, multi_label=True),
+        "one": with_head(backbone, 1, 3),
+    }
+
+
+def predictor_of(checkpoint: Checkpoint, mode: str = "torch") -> Predictor:
+    return Predictor(checkpoint, device="cpu", dtype="float32", compile_mode=MODES[mode], threads=1)
+
+
+def sharing(models: dict[str, Checkpoint], mode: str = "torch") -> Predictor:
+    """One predictor with the heads of all."""
+    predictor = predictor_of(models["own"], mode)
+    for name, checkpoint in models.items():
+        key, head = backbone_and_head(checkpoint)
+        assert key == backbone_and_head(models["own"])[0]
+        assert head is not None
+        predictor.heads[name] = predictor.own if name == "own" else head
+    return predictor
+
+
+def asked_alone(checkpoint: Checkpoint, images: np.ndarray, requested: RequestedOutputs) -> Any:
+    """The `Outputs` of the model that has a predictor to itself."""
+    [outputs] = predictor_of(checkpoint).predict(images, replace(requested, head=""))
+    return outputs
+
+
+def require_same(found: Outputs, alone: Outputs) -> None:
+    for name in ("scores", "logits", "embedding"):
+        ours, theirs = getattr(found, name), getattr(alone, name)
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert found.indices.tolist() == alone.indices.tolist()
+    assert (found.map is None) == (alone.map is None)
+    if found.map is not None and alone.map is not None:
+        assert found.map.request == alone.map.request
+        np.testing.assert_allclose(found.map.values, alone.map.values, atol=1e-4)
+        assert (found.map.score, found.map.evidence) == pytest.approx((alone.map.score, alone.map.evidence), abs=1e-5)
+
+
+def bounded(requested: RequestedOutputs, checkpoint: Checkpoint) -> RequestedOutputs:
+    """What is asked of a model, which may have fewer classes."""
+    classes = checkpoint.config.num_classes
+    wanted = requested.map
+    if wanted is not None and wanted.class_index is not None:
+        wanted = replace(wanted, class_index=min(wanted.class_index, classes - 1))
+    return replace(requested, top_k=min(requested.top_k, classes), map=wanted)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_mixes_heads_and_each_answers_as_its_model_alone(mode: str) -> None:
+    models = models_on(checkpoint_of("plain"))
+    predictor = sharing(models, mode)
+    images = images_for(predictor, 8)
+    names = [*models, *models]
+    requests = [bounded(replace(ASKED, head=name), models[name]) for name in names]
+    requests[2] = replace(requests[2], embedding=EmbeddingRequest("mean", normalize=True))
+    found = predictor.predict(images, requests)
+    for place, name in enumerate(names):
+        require_same(found[place], asked_alone(models[name], images[place : place + 1], requests[place]))
+
+
+@pytest.mark.parametrize("family", ["plain", "cls_mean", "normalized"])
+@pytest.mark.parametrize("wanted", MAPS, ids=str)
+def test_maps_of_any_head_are_those_of_its_model_alone(family: str, wanted: MapRequest) -> None:
+    models = models_on(checkpoint_of(family))
+    predictor = sharing(models)
+    images = images_for(predictor, 4)
+    requests = [bounded(replace(ASKED, head=name, map=wanted), checkpoint) for name, checkpoint in models.items()]
+    found = predictor.predict(images, requests)
+    for place, checkpoint in enumerate(models.values()):
+        require_same(found[place], asked_alone(checkpoint, images[place : place + 1], requests[place]))
+
+
+def test_one_picture_is_asked_of_several_heads_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = models_on(checkpoint_of("plain"))
+    predictor = sharing(models)
+    images = images_for(predictor, 2)
+    first, *others = (bounded(replace(ASKED, head=name), checkpoint) for name, checkpoint in models.items())
+    passes: list[int] = []
+    predict = predictor._backend.predict
+
+    def counted(images: np.ndarray, request: BatchRequest) -> HostOutputs:
+        passes.append(len(images))
+        return predict(images, request)
+
+    monkeypatch.setattr(predictor._backend, "predict", counted)
+    both, single = predictor.predict(images, [replace(first, more=tuple(others)), others[1]])
+    assert passes == [2]
+    assert (len(both.more), single.more) == (3, ())
+    for outputs, checkpoint in zip((both, *both.more), models.values(), strict=True):
+        require_same(outputs, asked_alone(checkpoint, images[:1], bounded(ASKED, checkpoint)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("label", [None, 1])
+def test_relevance_of_another_heads_class_comes_out_of_the_one_pass(mode: str, label: int | None) -> None:
+    models = models_on(checkpoint_of("plain"))
+    predictor = sharing(models, mode)
+    seven = predictor.heads["seven"]
+    images = images_for(predictor, 3)
+    own: Any = predictor.predict(images[:1], replace(ASKED, map=MapRequest("relevance")))[0]
+    wanted = RequestedOutputs(1, MapRequest("relevance", label), embedding=EmbeddingRequest())
+    brought = replace(wanted, map=MapRequest("relevance", label, by=seven.linear))
+    backend: Any = predictor._backend
+    network = backend.load_torch()._plain if hasattr(backend, "load_torch") else backend._plain
+    passes: list[int] = []
+    network.patch_embed.register_forward_hook(lambda _, given, output: passes.append(len(output)))
+    requests = [replace(ASKED, map=MapRequest("relevance")), replace(wanted, head="seven"), brought]
+    found: list[Any] = predictor.predict(images, requests)
+    mixed, of_seven, of_caller = found
+    assert passes in ([2], [1, 2])  # the own head's by its own pass
+    alone = asked_alone(models["seven"], images[1:2], wanted)
+    require_same(of_seven, alone)
+    alone = asked_alone(models["seven"], images[2:], wanted)
+    np.testing.assert_allclose(of_caller.map.values, alone.map.values, atol=1e-4)
+    assert of_caller.map.request == alone.map.request
+    # And the own head's answer is to the last bit what it is without the others.
+    for name in ("scores", "logits"):
+        assert getattr(mixed, name).tobytes() == getattr(own, name).tobytes()
+    assert mixed.map.values.tobytes() == own.map.values.tobytes()
+
+
+def test_no_other_head_answers_for_one_that_is_gone() -> None:
+    models = models_on(checkpoint_of("plain"))
+    predictor = sharing(models)
+    del predictor.heads["seven"]
+    with pytest.raises(ValueError, match="no head 'seven'"):
+        predictor.predict(images_for(predictor, 1), [replace(ASKED, head="seven")])
+
+
+def keys(*checkpoints: Checkpoint) -> Sequence[str]:
+    return [backbone_and_head(checkpoint)[0] for checkpoint in checkpoints]
+
+
+def test_a_backbone_is_another_where_a_tensor_the_size_or_the_pixels_statistics_are() -> None:
+    one = checkpoint_of("plain")
+    moved = dict(one.tensors)
+    moved["norm.weight"] = moved["norm.weight"] + 1e-3
+    others = [
+        replace(one, tensors=moved),
+        one.resized((56, 48)),
+        replace(one, preprocess=one.preprocess.model_copy(update={"mean": (0.4, 0.5, 0.5)})),
+    ]
+    squashed = replace(one, preprocess=one.preprocess.model_copy(update={"interpolation": "bilinear"}))
+    first, same, *different = keys(one, squashed, *others)
+    assert first == same
+    assert len({first, *different}) == 4
+
+
+def test_a_head_that_is_no_linear_layer_on_the_features_is_a_part_of_its_backbone() -> None:
+    distilled = checkpoint_of("distilled")
+    key, head = backbone_and_head(distilled)
+    tensors = dict(distilled.tensors)
+    tensors["head.bias"] = tensors["head.bias"] + 1
+    assert head is None
+    assert backbone_and_head(replace(distilled, tensors=tensors))[0] != key

@@ -1,4 +1,4 @@
-"""`vitserve embed`, run as a user runs it."""
+"""`vitserve embed` and `vitserve attention`, run as a user runs them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from model.checkpoint import load_checkpoint
 from model.outputs import EmbeddingRequest, RequestedOutputs
@@ -76,3 +77,89 @@ def test_each_row_is_the_embedding_of_the_file_that_the_table_names(
         [expected] = predictor.predict(seen.pixels[np.newaxis], asked)
         assert expected.embedding is not None
         np.testing.assert_allclose(row, expected.embedding, atol=1e-4)
+
+
+LABELS = ("tabby, tabby cat", "tiger", "crane", "crane")
+
+
+@pytest.fixture(scope="module")
+def cats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), LABELS)
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    return write_pictures(tmp_path / "pictures", "b.png", "a.jpg", "deep/a.webp")
+
+
+def size_of(file: Path) -> tuple[int, int]:
+    with Image.open(file) as picture:
+        picture.load()
+        return picture.size
+
+
+def test_a_folder_of_maps_and_a_sheet_of_all(
+    cats: Path, three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    maps, sheet = tmp_path / "maps", tmp_path / "sheet.png"
+    code, out, _ = run(capsys, "attention", three, "-o", maps, "--sheet", sheet, "--checkpoint", cats)
+    assert code == 0
+    assert sorted(file.name for file in maps.iterdir()) == ["a-2.heat.png", "a.heat.png", "b.heat.png"]
+    assert {size_of(file) for file in maps.iterdir()} == {(384, 312)}, "the whole photo, and a caption below"
+    assert size_of(sheet)[0] > 384
+    assert len(out.splitlines()) == 3
+    assert all(", relevance, evidence 1.00" in line for line in out.splitlines())
+
+
+def test_classes_stand_beside_the_picture(
+    cats: Path, three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["attention", three / "b.png", "--checkpoint", cats, "--class", "tabby", "--class", "1"]
+    code, out, _ = run(capsys, *common, "-o", tmp_path / "x.png", "--side-by-side", "--method", "gae")
+    assert code == 0
+    assert all(f"{label} (" in out for label in ("tabby, tabby cat", "tiger"))
+    assert out.count(", gae, evidence ") == 2
+    assert size_of(tmp_path / "x.png")[0] == 3 * 384 + 2 * 4
+    before = set(tmp_path.rglob("*"))
+    sheet = tmp_path / "sheet.png"
+    assert run(capsys, *common, "--sheet", sheet)[0] == 0
+    assert set(tmp_path.rglob("*")) - before == {sheet}, "a sheet alone needs no folder"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--method", "magic"], "method 'magic': expected one of relevance, cls, "),
+        (["--class", "lion"], "class 'lion' is unknown"),
+        (["--class", "crane"], "ambiguous: 2, 3 are called that"),
+        (["--class", "4"], "an index below 4"),
+        (["--class", "1", "--method", "rollout"], "class does not apply to method 'rollout'"),
+    ],
+)
+def test_what_the_model_does_not_offer_is_one_line(
+    flags: list[str],
+    message: str,
+    cats: Path,
+    three: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    common = ["attention", three / "b.png", "-o", tmp_path / "x.png", "--checkpoint", cats]
+    code, _, err = run(capsys, *common, *flags)
+    assert code == 1
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_bad_file_is_reported_and_the_others_are_drawn(
+    cats: Path, three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (three / "bad.png").write_bytes(b"no picture")
+    maps, sheet = tmp_path / "maps", tmp_path / "sheet.png"
+    asked = ["attention", three, "-o", maps, "--sheet", sheet, "--checkpoint", cats, "--method", "cls"]
+    code, out, err = run(capsys, *asked)
+    assert code == 1
+    assert "bad.png: not a picture" in err
+    assert len(list(maps.iterdir())) == 3
+    assert all(line.endswith(": cls") for line in out.splitlines())
+    assert size_of(sheet)[0] > 320

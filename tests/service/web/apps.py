@@ -17,7 +17,6 @@ from service.web.admission import Receiving
 from service.web.app import create_app
 from service.web.request import Service
 from tests.service.fakes import FixedModels, png
-from tests.service.fakes import until as until  # noqa: PLC0414 - for those who import it from here
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
 

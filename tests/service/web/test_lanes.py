@@ -23,8 +23,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from service.errors import DeadlineExceeded, QueueFull
 from service.web.lanes import Deadline, Entry, FairQueue, Lane
-from tests.service.fakes import PATIENCE, on_a_loop
-from tests.service.web.apps import Clock, settle, until
+from tests.service.fakes import PATIENCE, on_a_loop, until
+from tests.service.web.apps import Clock, settle
 
 # The queue
 
