@@ -1,4 +1,4 @@
-"""What surrounds every request: identity, keys and what they may have in flight, CORS, log lines, and refusals, also of callers that still send."""
+"""What surrounds every request: identity, keys and how much each may have in flight, CORS, log lines, refusals."""
 
 from __future__ import annotations
 
