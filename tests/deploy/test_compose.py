@@ -134,21 +134,6 @@ def test_prometheus_scrapes_the_service_where_it_listens():
     assert job.get("metrics_path", "/metrics") == "/metrics"
 
 
-def test_prometheus_accepts_its_configuration():
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("promtool is not installed (it comes with Prometheus)")
-
-    done = subprocess.run(
-        [promtool, "check", "config", REPOSITORY / "deploy/prometheus/prometheus.yml"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @lru_cache
 def has_compose() -> bool:
     docker = shutil.which("docker") or "false"
@@ -214,8 +199,16 @@ TESTS = REPOSITORY / "tests/deploy/prometheus/alerts.test.yml"
 ALERTS: list[dict[str, Any]] = [rule for group in ALERT_FILE["groups"] for rule in group["rules"]]
 
 
-@pytest.mark.parametrize("arguments", [["check", "rules", *sorted(RULES.glob("*.yml"))], ["test", "rules", TESTS]])
-def test_promtool_accepts_the_rules_and_their_tests(arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["check", "config", REPOSITORY / "deploy/prometheus/prometheus.yml"],
+        ["check", "rules", *sorted(RULES.glob("*.yml"))],
+        ["test", "rules", TESTS],
+    ],
+    ids=["configuration", "rules", "tests"],
+)
+def test_promtool_accepts_the_configuration_the_rules_and_their_tests(arguments: list[str]) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed (it comes with Prometheus)")

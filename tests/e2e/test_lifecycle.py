@@ -1,4 +1,4 @@
-"""From start to stop: when it is ready, how it fails to start, what is kept for a second start, and that nobody is lost."""
+"""From start to stop: when it is ready, how it fails to start, what a second start has, and that nobody is lost."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_a_model_that_overflows_in_the_float16_of_auto_runs_in_float32(
     assert predict(predictor, make_images(2), top_k=1).finite.all()
 
 
-def test_float16_that_was_asked_for_is_kept_and_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float16_that_was_asked_for_is_kept_and_refused() -> None:
     tensors = dict(make_checkpoint().tensors)
     tensors["head.weight"] = tensors["head.weight"] * 1e6
     checkpoint = make_checkpoint(tensors=tensors)

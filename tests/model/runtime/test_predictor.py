@@ -224,14 +224,6 @@ def test_bfloat16_answers_as_float32_does_within_its_precision() -> None:
     np.testing.assert_array_equal(rough.indices[clear, 0], exact.indices[clear, 0])
 
 
-def test_warm_up_refuses_a_model_that_overflows_its_dtype() -> None:
-    checkpoint = make_checkpoint()
-    tensors = dict(checkpoint.tensors)
-    tensors["head.weight"] = tensors["head.weight"] * 1e30
-    with pytest.raises(DeviceError, match="not finite"):
-        Predictor(make_checkpoint(tensors=tensors), device="cpu", compile_mode="off", dtype="float16").warm_up()
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", ["torch", "openvino", "auto"])
 def test_warm_up_refuses_a_model_that_is_finite_on_nothing_but_black(backend: str, dtype: str) -> None:
