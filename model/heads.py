@@ -151,6 +151,7 @@ class Head:
         normalized: whether features are divided by their L2 norm first: logits are scaled cosines.
         label_sets: gives the sets of labels, where the head is calibrated and they are asked for.
         known: the examples of a taught head, which abstains from a picture that is far from all of them.
+        thresholds: float32 [C], the least score of each class that answers predict; None: 0.
     """
 
     labels: tuple[str, ...]
@@ -162,6 +163,7 @@ class Head:
     normalized: bool = False
     label_sets: LabelSets | None = None
     known: Known | None = None
+    thresholds: Floats | None = None
 
     def logits(self, features: Floats) -> Floats:
         """Return the logits of features [B, D]: float32 [B, C]."""

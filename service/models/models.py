@@ -77,7 +77,8 @@ class AddedHead:
         own = replace(
             info, name=self.name, labels=head.labels, config=config, temperature=head.temperature, taught=True
         )
-        return replace(own, form=head.form, multi_label=False, zero_shot=None, coverage=None, calibrated_on=None)
+        own = replace(own, form=head.form, multi_label=False, zero_shot=None, coverage=None, calibrated_on=None)
+        return replace(own, has_thresholds=False)
 
 
 class Version(NamedTuple):
