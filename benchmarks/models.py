@@ -1,7 +1,12 @@
-"""Twelve heads on one backbone beside one model: `python -m benchmarks.models`. Memory, start, rate, eight at once.
+"""Many models in one service: `python -m benchmarks.models`. Each part is a section of the record.
 
-Models of random heads on the same backbone lie in a folder. Told are, for the first of them alone and for all: seconds
-until every model is ready with an empty cache and with what was kept, MiB then (proportional set size), answers a
+    heads     twelve heads on one backbone beside one model: memory, start, rate, eight at once
+    changes   20,000 requests to twelve models while models are loaded, unloaded, replaced and deleted
+    fair      a lone caller of one model, alone and beside thirty of another on the same cores
+    evict     a caller of the default model beside two who ask in turn for models that do not fit together
+
+Of heads: models of random heads on the same backbone lie in a folder. Told are, for the first of them alone and for
+all: seconds until every model is ready with an empty cache and with what was kept, MiB then (proportional set size), answers a
 second of 36 connections (to all models in turn, or all to the one), and milliseconds of one picture to one model and
 to eight at once. Rounds of the two alternate; ratios are taken within rounds.
 """
@@ -10,17 +15,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
+import itertools
 import json
+import random
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Final
 
 import torch
 
@@ -34,6 +45,8 @@ from model.checkpoint import load_checkpoint, native
 HEADS = 12
 ASKED = 8
 CONNECTIONS = 36
+REQUESTS = 20_000
+ADMIN: Final = {"Authorization": "Bearer admin"}
 
 
 def write_models(checkpoint: str, folder: Path, count: int) -> list[str]:
@@ -50,15 +63,15 @@ def write_models(checkpoint: str, folder: Path, count: int) -> list[str]:
 
 
 @contextmanager
-def serving(folder: Path, cache: Path) -> Iterator[tuple[Service, float]]:
-    """Start a service of a folder's models; gives it with the seconds until all were ready."""
+def serving(folder: Path, cache: Path, **more: str) -> Iterator[tuple[Service, float]]:
+    """Start a service of a folder's models; gives it with the seconds until none was loading."""
     with tempfile.TemporaryDirectory(prefix="vitserve-models-") as own:
         began = time.monotonic()
         settings = {"VIT_MODELS": str(folder), "VIT_CACHE_DIR": str(cache), "VIT_DRAIN_DELAY": "0"}
-        service = Service(Path(own), settings | {"VIT_LOG_LEVEL": "error"})
+        service = Service(Path(own), settings | {"VIT_LOG_LEVEL": "error"} | more)
         try:
             asyncio.run(service.until_ready())
-            while any(each["state"] != "ready" for each in get(f"{service.url}/models")):
+            while any(each["state"] == "loading" for each in get(f"{service.url}/models")):
                 time.sleep(0.02)
             yield service, time.monotonic() - began
         finally:
@@ -97,39 +110,178 @@ def milliseconds(url: str, picture: bytes, names: list[str], count: int = 30) ->
     return statistics.median(times)
 
 
+class Caller:
+    """A connection that is kept."""
+
+    def __init__(self, url: str) -> None:
+        self._connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+
+    def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, dict[str, Any]]:
+        """Return the status and the document of an answer."""
+        self._connection.request(method, path, body, ADMIN | {"Content-Type": "application/octet-stream"})
+        answer = self._connection.getresponse()
+        return answer.status, json.loads(answer.read() or b"{}")
+
+    def keep_asking(self, names: Sequence[str], picture: bytes, over: Callable[[], bool]) -> Counter[str]:
+        """Ask models in turn until it is over, and count the answers."""
+        found: Counter[str] = Counter()
+        turns = itertools.cycle(names)
+        while not over():
+            name = next(turns)
+            status, document = self.ask("POST", f"/classify?model={name}&top_k=1", picture)
+            found[str(document.get("code", status))] += 1
+        return found
+
+    def latencies(self, name: str, picture: bytes, seconds: float) -> dict[str, float]:
+        """Milliseconds of requests one after another, and how many were not answered."""
+        times, lost, ends = list[float](), 0, time.monotonic() + seconds
+        while time.monotonic() < ends:
+            began = time.perf_counter()
+            lost += self.ask("POST", f"/classify?model={name}&top_k=1", picture)[0] != 200
+            times.append(1000 * (time.perf_counter() - began))
+        hundredths = statistics.quantiles(times, n=100)
+        figures = {"p50_ms": hundredths[49], "p99_ms": hundredths[98], "requests": len(times), "refused": lost}
+        return {name: round(value, 2) for name, value in figures.items()}
+
+
+def beside(url: str, others: Sequence[Sequence[str]], name: str, picture: bytes, seconds: float) -> dict[str, Any]:
+    """The latencies of one caller beside others, each of whom asks models in turn, and what becomes of theirs."""
+    over = threading.Event()
+    with ThreadPoolExecutor(len(others) or 1) as pool:
+        asking = [pool.submit(Caller(url).keep_asking, names, picture, over.is_set) for names in others]
+        try:
+            time.sleep(1.0)
+            found: dict[str, Any] = Caller(url).latencies(name, picture, seconds)
+        finally:
+            over.set()
+        return found | {"others": dict(sum((each.result() for each in asking), Counter[str]()))}
+
+
+def heads(root: Path, record: Record, files: list[Path], arguments: argparse.Namespace) -> None:
+    """Twelve heads on one backbone beside one model."""
+    checkpoint = arguments.checkpoint or str(checkpoints.ensure("vit224")[0])
+    rows = []
+    for folder, count in (("one", 1), ("all", HEADS)):
+        (root / folder).mkdir()
+        names = write_models(checkpoint, root / folder, count)
+    for turn in range(1 + arguments.rounds):  # the first start has an empty cache
+        found: dict[str, list[float]] = {}
+        for folder, own in (("one", names[:1]), ("all", names)):
+            with serving(root / folder, root / f"cache-{folder}") as (service, ready):
+                mib = resident_mib(service.process.pid)
+                spread = (own * HEADS)[:HEADS]
+                several = own[:ASKED] if len(own) > 1 else own
+                lone = milliseconds(service.url, files[0].read_bytes(), several)
+                answers = rate(service.url, spread, files, arguments.seconds) if turn else 0.0
+                found[folder] = [round(value, 2) for value in (ready, mib, lone, answers)]
+        record.section("heads", Path(checkpoint).name)[str(turn)] = found
+        record.save()
+        one, every = found["one"], found["all"]
+        ratios = [round(ours / theirs, 3) if theirs else 0.0 for theirs, ours in zip(one, every, strict=True)]
+        rows += [(turn, "one", *one), (turn, "twelve", *every), (turn, "ratio", *ratios)]
+    print(table(["round", "models", "ready, s", "MiB", "one picture, ms (8 heads)", "answers/s"], rows))
+
+
+def changes(root: Path, record: Record, files: list[Path], arguments: argparse.Namespace) -> None:
+    """No request is lost, none is answered by another model, and memory is given back."""
+    names = [*write_models(str(checkpoints.ensure("vit32")[0]), root, HEADS - 1), "other"]
+    (root / "other").symlink_to(checkpoints.ensure("vit224")[0])
+    bodies, numbers, over = [each.read_bytes() for each in files], itertools.count(), threading.Event()
+    settings = {"VIT_ADMIN_KEY": "admin", "VIT_CHECKPOINT_FOLDER": str(root)}
+    with serving(root, root.parent / "cache", **settings) as (service, _):
+        admin, outcomes = Caller(service.url), Counter[str]()
+
+        def label(caller: Caller, name: str, place: int) -> object:
+            status, document = caller.ask("POST", f"/classify?model={name}&top_k=1", bodies[place])
+            return document["predictions"][0]["index"] if status == 200 else document.get("code", status)
+
+        def ask(seed: int) -> None:
+            caller, chosen = Caller(service.url), random.Random(seed)
+            while next(numbers) < REQUESTS:
+                name, place = chosen.choice([*names, "guest"]), chosen.randrange(len(bodies))
+                found = label(caller, name, place)
+                wanted = {known[each, place] for each in (names[:2] if name == "guest" else [name])}
+                is_gone = name == "guest" and found == "unknown_model"
+                outcomes["gone" if is_gone else "right" if found in wanted else f"wrong: {found}"] += 1
+
+        def change() -> None:
+            for turn in itertools.count():
+                if over.is_set():
+                    return
+                body = json.dumps({"checkpoint": names[turn % 2]}).encode()
+                statuses = [admin.ask("PUT", "/models/guest", body)[0]]
+                statuses.append(admin.ask("POST", f"/v2/repository/models/{names[-1 - turn % 2]}/unload")[0])
+                statuses += [admin.ask("DELETE", "/models/guest")[0]] if turn % 3 == 2 else []
+                outcomes.update(f"change {status}" for status in statuses)
+
+        known = {(name, place): label(admin, name, place) for name in names for place in range(len(bodies))}
+        mib = []
+        for _ in range(21):
+            admin.ask("POST", "/v2/repository/models/other/unload")
+            mib.append(resident_mib(service.process.pid))
+            label(admin, "other", 0)
+        with ThreadPoolExecutor(9) as pool:
+            changing = pool.submit(change)
+            for each in [pool.submit(ask, seed) for seed in range(8)]:
+                each.result()
+            over.set()
+            changing.result()
+        found = {"outcomes": dict(sorted(outcomes.items())), "MiB after each of 21 unloads": mib}
+        record.section("changes")[time.strftime("%F %T")] = found
+    print(json.dumps(found))
+
+
+def fair(root: Path, record: Record, files: list[Path], arguments: argparse.Namespace) -> None:
+    """Thirty callers of one model do not starve the one caller of another."""
+    (root / "lone").symlink_to(checkpoints.ensure("vit32")[0])
+    for seed, name in enumerate(("same", "thirty")):
+        checkpoints.write(root / name, replace(checkpoints.VIT224, name=name), seed)
+    picture = files[0].read_bytes()
+    with serving(root, root.parent / "cache") as (service, _):
+        for lone in ("lone", "same"):
+            for others in ([], [["thirty"]] * 30):
+                found = beside(service.url, others, lone, picture, arguments.seconds)
+                record.section("fair", "vit32" if lone == "lone" else "vit224")[f"beside {len(others)}"] = found
+                print(lone, len(others), json.dumps(found))
+
+
+def evict(root: Path, record: Record, files: list[Path], arguments: argparse.Namespace) -> None:
+    """Two callers who make the service load again and again do not keep the default model from its caller."""
+    (root / "default").symlink_to(checkpoints.ensure("vit32")[0])
+    for seed, name in enumerate(("first", "second")):
+        checkpoints.write(root / name, replace(checkpoints.VIT224, name=name), seed)
+    picture, pair = files[0].read_bytes(), [["first", "second"], ["second", "first"]]
+    with serving(root, root.parent / "cache", VIT_MODEL_NAME="default") as (service, _):
+        sizes = {str(each["name"]): int(str(each["bytes"])) for each in get(f"{service.url}/models")}
+    most = sizes["default"] + max(sizes["first"], sizes["second"]) * 5 // 4
+    settings = {"VIT_MODEL_NAME": "default", "VIT_MODELS_BYTES": str(most)}
+    with serving(root, root.parent / "cache", **settings) as (service, _):
+        for others in ([], pair, pair * 10):
+            found = beside(service.url, others, "default", picture, arguments.seconds)
+            record.section("evict")[f"beside {len(others)}"] = found
+            print(len(others), json.dumps(found))
+
+
+PARTS: Final = {part.__name__: part for part in (heads, changes, fair, evict)}
+
+
 def main() -> int:
     """Measure, record and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__)
-    parser.add_argument("--checkpoint", default=None, help="whose backbone; default the ViT-Ti/16 of 224 px")
+    parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--checkpoint", default=None, help="of heads: whose backbone; default the ViT-Ti/16 of 224 px")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each load")
     parser.add_argument("--record", type=Path, default=RESULTS / "models.json")
     arguments = parser.parse_args()
     files, source = pictures.ensure()
-    checkpoint = arguments.checkpoint or str(checkpoints.ensure("vit224")[0])
-    record = Record(arguments.record, dtype="auto", about={"checkpoint": checkpoint, "pictures": source})
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="vitserve-heads-") as name:
-        root = Path(name)
-        for folder, count in (("one", 1), ("all", HEADS)):
-            (root / folder).mkdir()
-            names = write_models(checkpoint, root / folder, count)
-        for turn in range(1 + arguments.rounds):  # the first start has an empty cache
-            found: dict[str, list[float]] = {}
-            for folder, own in (("one", names[:1]), ("all", names)):
-                with serving(root / folder, root / f"cache-{folder}") as (service, ready):
-                    mib = resident_mib(service.process.pid)
-                    spread = (own * HEADS)[:HEADS]
-                    several = own[:ASKED] if len(own) > 1 else own
-                    lone = milliseconds(service.url, files[0].read_bytes(), several)
-                    answers = rate(service.url, spread, files, arguments.seconds) if turn else 0.0
-                    found[folder] = [round(value, 2) for value in (ready, mib, lone, answers)]
-            record.section("rounds")[str(turn)] = found
-            record.save()
-            one, every = found["one"], found["all"]
-            ratios = [round(ours / theirs, 3) if theirs else 0.0 for theirs, ours in zip(one, every, strict=True)]
-            rows += [(turn, "one", *one), (turn, "twelve", *every), (turn, "ratio", *ratios)]
-    print(table(["round", "models", "ready, s", "MiB", "one picture, ms (8 heads)", "answers/s"], rows))
+    record = Record(arguments.record, dtype="auto", about={"pictures": source})
+    for part in arguments.parts:
+        with tempfile.TemporaryDirectory(prefix="vitserve-heads-") as name:
+            root = Path(name) / "models"
+            root.mkdir()
+            PARTS[part](root, record, files, arguments)
+        record.save()
     return 0
 
 

@@ -212,8 +212,8 @@ class ModelSettings(BaseModel):
     )
     thresholds: Annotated[dict[str, Score] | None, BeforeValidator(_from_json), NoDecode] = Field(
         None,
-        description='`{"cat": 0.4}`: least scores of classes by label; of what `/classify` predicts, lower ones are left '
-        "out, as by `min_score`",
+        description='`{"cat": 0.4}`: least scores of classes by label; lower predictions of /classify are left out, '
+        "as by `min_score`",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",

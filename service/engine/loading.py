@@ -305,7 +305,7 @@ def _described(
     facts = attributes(ModelInfo.__dataclass_fields__, checkpoint, predictor)
     facts |= {"name": settings.model_name or checkpoint.name, "loaded_at": int(time.time()), "backbone": key}
     least = _thresholds(settings, checkpoint)
-    known_by = "" if least is None else f"-{zlib.crc32(least):x}"
+    known_by = "" if least is None else f"-{zlib.crc32(least.tobytes()):x}"
     facts |= {"coverage": settings.coverage, "head": f"{checkpoint.content}-{settings.coverage}{known_by}"}
     facts["has_thresholds"] = least is not None
     if key not in _LIVE:
