@@ -6,9 +6,9 @@
     evict     a caller of the default model beside two who ask in turn for models that do not fit together
 
 Of heads: models of random heads on the same backbone lie in a folder. Told are, for the first of them alone and for
-all: seconds until every model is ready with an empty cache and with what was kept, MiB then (proportional set size), answers a
-second of 36 connections (to all models in turn, or all to the one), and milliseconds of one picture to one model and
-to eight at once. Rounds of the two alternate; ratios are taken within rounds.
+all: seconds until every model is ready with an empty cache and with what was kept, MiB then (proportional set size),
+answers a second of 36 connections (to all models in turn, or all to the one), and milliseconds of one picture to one
+model and to eight at once. Rounds of the two alternate; ratios are taken within rounds.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -390,17 +391,46 @@ async def test_requests_for_a_model_that_waits_its_turn_wait_for_one_load_togeth
 
 
 @on_a_loop
-async def test_who_waits_for_a_model_that_is_deleted_meanwhile_is_told_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("change", ["delete", "put"])
+async def test_who_was_admitted_for_an_unloaded_model_is_answered_by_it_though_it_is_to_go(
+    waits: bool, change: str, tmp_path: Path
+) -> None:
     async with running(tmp_path, "a", "b") as (models, disk):
         await models.unload("b")
         disk.gate.clear()
-        waiting = asyncio.create_task(models.available("b"))
-        await until(models._turn.locked)
-        await models.delete("b")
-        disk.gate.set()
-        with pytest.raises(UnknownModel, match="'b': the model was deleted"):
-            await waiting
-        assert states(models) == {"a": "ready"}
+        generation = models.find("b").current
+        with nullcontext() if waits else generation.request():
+            asking = asyncio.create_task(ask(models, "b") if waits else asyncio.sleep(0))
+            await until(lambda: not waits or models._turn.locked())
+            put = partial(models._put, "b", "x", in_turn=waits)  # else it is refused while another load runs
+            changing = asyncio.create_task(models.delete("b") if change == "delete" else put())
+            await asyncio.sleep(0)
+            disk.gate.set()
+            if not waits:
+                await until(lambda: models.served.get("b") is None or models.served["b"].current.number == 2)
+                assert (await generation.engine.infer(request_for(1), timeout=PATIENCE)).batch_size == 1
+            await asking
+        await changing
+        assert disk.loads == ["a", "b", "b", *(["x"] if change == "put" else [])]
+        assert states(models) == {"a": "ready", **({"b": "ready"} if change == "put" else {})}
+
+
+@on_a_loop
+async def test_who_asks_while_an_unloaded_model_is_replaced_waits_for_the_next_version(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b") as (models, disk):
+        disk.broken = {"bad"}
+        await models.unload("b")
+        for checkpoint, loads in (("bad", ["bad", "b"]), ("x", ["x"])):
+            disk.loads.clear()
+            disk.gate.clear()
+            changing = asyncio.create_task(models.put("b", {"checkpoint": checkpoint}))
+            await until(lambda: states(models)["b"] == "loading")
+            asking = asyncio.create_task(ask(models, "b"))
+            disk.gate.set()
+            await asyncio.wait([changing])
+            assert (await asking, disk.loads) == (1, loads)
+            await models.unload("b")
 
 
 @on_a_loop
