@@ -3,7 +3,7 @@
     heads     twelve heads on one backbone beside one model: memory, start, rate, eight at once
     changes   20,000 requests to twelve models while models are loaded, unloaded, replaced and deleted
     fair      a lone caller of one model, alone and beside thirty of another on the same cores
-    evict     a caller of the default model beside two who ask in turn for models that do not fit together
+    evict     a caller of the default model beside those who ask for two models that do not fit together
 
 Of heads: models of random heads on the same backbone lie in a folder. Told are, for the first of them alone and for
 all: seconds until every model is ready with an empty cache and with what was kept, MiB then (proportional set size),
@@ -26,7 +26,7 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,7 +36,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks import checkpoints, pictures
-from benchmarks.load import Loader, Protocol
+from benchmarks.load import Load, Loader, Protocol
 from benchmarks.record import RESULTS, Record, table
 from benchmarks.reliability import Service
 from benchmarks.servers import resident_mib
@@ -90,11 +90,9 @@ def rate(url: str, names: list[str], files: list[Path], seconds: float) -> float
     """Answers a second of twelve senders, each of which asks one model."""
 
     def send(name: str) -> float:
-        form = {"Content-Type": "application/octet-stream"}
-        protocol = Protocol(f"/classify?model={name}", form, lambda data: data, lambda _: 0)
-        load = Loader(files, protocol).closed(url, connections=CONNECTIONS // HEADS, seconds=seconds)
-        assert not load.refused and not load.broken, load
-        return load.rate
+        found = load(url, name, files, CONNECTIONS // HEADS, seconds)
+        assert not found.refused and not found.broken, found
+        return found.rate
 
     with ThreadPoolExecutor(HEADS) as pool:
         return sum(pool.map(send, names))
@@ -122,39 +120,21 @@ class Caller:
         answer = self._connection.getresponse()
         return answer.status, json.loads(answer.read() or b"{}")
 
-    def keep_asking(self, names: Sequence[str], picture: bytes, over: Callable[[], bool]) -> Counter[str]:
-        """Ask models in turn until it is over, and count the answers."""
-        found: Counter[str] = Counter()
-        turns = itertools.cycle(names)
-        while not over():
-            name = next(turns)
-            status, document = self.ask("POST", f"/classify?model={name}&top_k=1", picture)
-            found[str(document.get("code", status))] += 1
-        return found
 
-    def latencies(self, name: str, picture: bytes, seconds: float) -> dict[str, float]:
-        """Milliseconds of requests one after another, and how many were not answered."""
-        times, lost, ends = list[float](), 0, time.monotonic() + seconds
-        while time.monotonic() < ends:
-            began = time.perf_counter()
-            lost += self.ask("POST", f"/classify?model={name}&top_k=1", picture)[0] != 200
-            times.append(1000 * (time.perf_counter() - began))
-        hundredths = statistics.quantiles(times, n=100)
-        figures = {"p50_ms": hundredths[49], "p99_ms": hundredths[98], "requests": len(times), "refused": lost}
-        return {name: round(value, 2) for name, value in figures.items()}
+def load(url: str, name: str, files: list[Path], connections: int, seconds: float) -> Load:
+    """What callers of one model see, each of whom sends its next request when it has its answer."""
+    form = {"Content-Type": "application/octet-stream"}
+    protocol = Protocol(f"/classify?model={name}&top_k=1", form, lambda data: data, lambda _: 0)
+    return Loader(files, protocol).closed(url, connections=connections, seconds=seconds)
 
 
-def beside(url: str, others: Sequence[Sequence[str]], name: str, picture: bytes, seconds: float) -> dict[str, Any]:
-    """The latencies of one caller beside others, each of whom asks models in turn, and what becomes of theirs."""
-    over = threading.Event()
-    with ThreadPoolExecutor(len(others) or 1) as pool:
-        asking = [pool.submit(Caller(url).keep_asking, names, picture, over.is_set) for names in others]
-        try:
-            time.sleep(1.0)
-            found: dict[str, Any] = Caller(url).latencies(name, picture, seconds)
-        finally:
-            over.set()
-        return found | {"others": dict(sum((each.result() for each in asking), Counter[str]()))}
+def beside(url: str, others: dict[str, int], name: str, files: list[Path], seconds: float) -> dict[str, Any]:
+    """What a lone caller of a model sees beside so many of others, and what these see."""
+    with ThreadPoolExecutor(HEADS) as pool:
+        theirs = {each: pool.submit(load, url, each, files, count, seconds + 4) for each, count in others.items()}
+        time.sleep(2.0)  # until they send
+        own = load(url, name, files, 1, seconds)
+        return {"lone": own.as_json()} | {each: found.result().as_json() for each, found in theirs.items()}
 
 
 def heads(root: Path, record: Record, files: list[Path], arguments: argparse.Namespace) -> None:
@@ -236,30 +216,29 @@ def fair(root: Path, record: Record, files: list[Path], arguments: argparse.Name
     (root / "lone").symlink_to(checkpoints.ensure("vit32")[0])
     for seed, name in enumerate(("same", "thirty")):
         checkpoints.write(root / name, replace(checkpoints.VIT224, name=name), seed)
-    picture = files[0].read_bytes()
     with serving(root, root.parent / "cache") as (service, _):
         for lone in ("lone", "same"):
-            for others in ([], [["thirty"]] * 30):
-                found = beside(service.url, others, lone, picture, arguments.seconds)
-                record.section("fair", "vit32" if lone == "lone" else "vit224")[f"beside {len(others)}"] = found
-                print(lone, len(others), json.dumps(found))
+            for others in (0, 30):
+                found = beside(service.url, {"thirty": others} if others else {}, lone, files, arguments.seconds)
+                record.section("fair", "vit32" if lone == "lone" else "vit224")[f"beside {others}"] = found
+                print(lone, others, json.dumps(found))
 
 
 def evict(root: Path, record: Record, files: list[Path], arguments: argparse.Namespace) -> None:
-    """Two callers who make the service load again and again do not keep the default model from its caller."""
+    """Callers who make the service load again and again do not keep the default model from its caller."""
     (root / "default").symlink_to(checkpoints.ensure("vit32")[0])
     for seed, name in enumerate(("first", "second")):
         checkpoints.write(root / name, replace(checkpoints.VIT224, name=name), seed)
-    picture, pair = files[0].read_bytes(), [["first", "second"], ["second", "first"]]
     with serving(root, root.parent / "cache", VIT_MODEL_NAME="default") as (service, _):
         sizes = {str(each["name"]): int(str(each["bytes"])) for each in get(f"{service.url}/models")}
     most = sizes["default"] + max(sizes["first"], sizes["second"]) * 5 // 4
     settings = {"VIT_MODEL_NAME": "default", "VIT_MODELS_BYTES": str(most)}
     with serving(root, root.parent / "cache", **settings) as (service, _):
-        for others in ([], pair, pair * 10):
-            found = beside(service.url, others, "default", picture, arguments.seconds)
-            record.section("evict")[f"beside {len(others)}"] = found
-            print(len(others), json.dumps(found))
+        for each in (0, 1, 10):
+            others = dict.fromkeys(("first", "second"), each) if each else {}
+            found = beside(service.url, others, "default", files, arguments.seconds)
+            record.section("evict")[f"beside {2 * each}"] = found
+            print(2 * each, json.dumps(found), get(f"{service.url}/models"))
 
 
 PARTS: Final = {part.__name__: part for part in (heads, changes, fair, evict)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
@@ -64,6 +65,11 @@ class Disk:
         self.retired += 1
 
 
+def entry(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "config.json").touch()
+
+
 @asynccontextmanager
 async def running(folder: Path, *names: str, **settings: Any) -> AsyncIterator[tuple[LocalModels, Disk]]:
     """The models of a folder; without names, of the one checkpoint."""
@@ -71,7 +77,7 @@ async def running(folder: Path, *names: str, **settings: Any) -> AsyncIterator[t
     broken = [name for name in names if name.startswith("!")]
     disk.broken = {name[1:] for name in broken}
     for name in names:
-        (folder / name.removeprefix("!")).mkdir()
+        entry(folder / name.removeprefix("!"))
     own = load_settings({"models": str(folder) if names else None, **settings})
     pool = Backbones(own, disk.load, lambda _: None)
     models = LocalModels(own, pool.engine, configured_models(own), on_retired=disk.retire)
@@ -331,9 +337,9 @@ async def test_the_folder_is_the_truth_again_when_it_is_read_again(tmp_path: Pat
         await models.put("b", {"checkpoint": "x"})
         await models.put("new", {"checkpoint": "y"})
         await models.delete("d")
-        (tmp_path / "c").rmdir()
-        (tmp_path / "e").mkdir()
-        (tmp_path / "a" / "config.json").write_text("{}")
+        shutil.rmtree(tmp_path / "c")
+        entry(tmp_path / "e")
+        (tmp_path / "a" / "config.json").write_text("{ }")
         loads = len(disk.loads)
         models.reload()
         await until(lambda: models._reloading is not None and models._reloading.done())
