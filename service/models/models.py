@@ -372,7 +372,7 @@ class LocalModels(Models):
         try:
             if existing is self.default and not existing.current.engine.ready:
                 raise EngineUnavailable(existing.current.engine.status.reason)
-            if existing is not None:
+            if existing is not None and existing.unloaded:
                 existing.is_leaving = True
                 self.on_change()
             await self._make_room(key)
