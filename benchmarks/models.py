@@ -165,7 +165,7 @@ def heads(root: Path, record: Record, files: list[Path], arguments: argparse.Nam
 def changes(root: Path, record: Record, files: list[Path], arguments: argparse.Namespace) -> None:
     """No request is lost, none is answered by another model, and memory is given back."""
     names = [*write_models(str(checkpoints.ensure("vit32")[0]), root, HEADS - 1), "other"]
-    (root / "other").symlink_to(checkpoints.ensure("vit224")[0])
+    checkpoints.write(root / "other", checkpoints.VIT32, seed=1)
     bodies, numbers, over = [each.read_bytes() for each in files], itertools.count(), threading.Event()
     settings = {"VIT_ADMIN_KEY": "admin", "VIT_CHECKPOINT_FOLDER": str(root)}
     with serving(root, root.parent / "cache", **settings) as (service, _):
@@ -193,6 +193,7 @@ def changes(root: Path, record: Record, files: list[Path], arguments: argparse.N
                 statuses.append(admin.ask("POST", f"/v2/repository/models/{names[-1 - turn % 2]}/unload")[0])
                 statuses += [admin.ask("DELETE", "/models/guest")[0]] if turn % 3 == 2 else []
                 outcomes.update(f"change {status}" for status in statuses)
+                time.sleep(0.2)
 
         known = {(name, place): label(admin, name, place) for name in names for place in range(len(bodies))}
         mib = []

@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -449,3 +449,20 @@ async def test_the_default_is_not_called_as_another_model(tmp_path: Path) -> Non
         await until(lambda: set(disk.live["a"].heads) == {"a"})
         assert not await models.put("a", "b")
         assert states(models) == {"b": "ready", "p": "ready"}
+
+
+@on_a_loop
+async def test_callers_of_models_that_do_not_fit_together_cost_the_default_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, disk):
+
+        async def alternate(*names: str) -> None:
+            for name in names * 10:
+                with suppress(ModelsFull):  # the other one is at work
+                    await ask(models, name)
+
+        attacks = [asyncio.create_task(alternate(*names)) for names in ("bc", "cb")]
+        while not all(each.done() for each in attacks):
+            assert await ask(models, "a") == 1
+            assert models.backbones()["a"]
+        await asyncio.gather(*attacks)
+        assert (models.results["evicted"] >= 10, disk.loads.count("a")) == (True, 1)
