@@ -6,9 +6,9 @@
     evict     a caller of the default model beside those who ask for two models that do not fit together
 
 Of heads: models of random heads on the same backbone lie in a folder. Told are, for the first of them alone and for
-all: seconds until every model is ready with an empty cache and with what was kept, MiB then (proportional set size),
-answers a second of 36 connections (to all models in turn, or all to the one), and milliseconds of one picture to one
-model and to eight at once. Rounds of the two alternate; ratios are taken within rounds.
+all: seconds until every model is ready with an empty cache and with what was kept, MiB after the load (proportional set
+size), answers a second of 36 connections (to all models in turn, or all to the one), and milliseconds of one picture to
+one model and to eight at once. Rounds of the two alternate; ratios are taken within rounds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ from model.checkpoint import load_checkpoint, native
 HEADS = 12
 ASKED = 8
 CONNECTIONS = 36
-REQUESTS = 20_000
 ADMIN: Final = {"Authorization": "Bearer admin"}
 
 
@@ -148,11 +147,11 @@ def heads(root: Path, record: Record, files: list[Path], arguments: argparse.Nam
         found: dict[str, list[float]] = {}
         for folder, own in (("one", names[:1]), ("all", names)):
             with serving(root / folder, root / f"cache-{folder}") as (service, ready):
-                mib = resident_mib(service.process.pid)
                 spread = (own * HEADS)[:HEADS]
                 several = own[:ASKED] if len(own) > 1 else own
                 lone = milliseconds(service.url, files[0].read_bytes(), several)
                 answers = rate(service.url, spread, files, arguments.seconds) if turn else 0.0
+                mib = resident_mib(service.process.pid)  # now, as graphs of all sizes are compiled
                 found[folder] = [round(value, 2) for value in (ready, mib, lone, answers)]
         record.section("heads", Path(checkpoint).name)[str(turn)] = found
         record.save()
@@ -177,7 +176,7 @@ def changes(root: Path, record: Record, files: list[Path], arguments: argparse.N
 
         def ask(seed: int) -> None:
             caller, chosen = Caller(service.url), random.Random(seed)
-            while next(numbers) < REQUESTS:
+            while next(numbers) < arguments.requests:
                 name, place = chosen.choice([*names, "guest"]), chosen.randrange(len(bodies))
                 found = label(caller, name, place)
                 wanted = {known[each, place] for each in (names[:2] if name == "guest" else [name])}
@@ -258,6 +257,7 @@ def main() -> int:
     parser.add_argument("--checkpoint", default=None, help="of heads: whose backbone; default the ViT-Ti/16 of 224 px")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each load")
+    parser.add_argument("--requests", type=int, default=20_000, help="of changes")
     parser.add_argument("--record", type=Path, default=RESULTS / "models.json")
     arguments = parser.parse_args()
     files, source = pictures.ensure()
