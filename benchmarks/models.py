@@ -18,6 +18,7 @@ import asyncio
 import http.client
 import itertools
 import json
+import os
 import random
 import statistics
 import sys
@@ -58,6 +59,8 @@ def write_models(checkpoint: str, folder: Path, count: int) -> list[str]:
         tensors["head.weight"] = torch.randn(weight.shape, generator=generator) / weight.shape[1] ** 0.5
         (folder / name).mkdir()
         native.write(folder / name, replace(base, name=name, tensors=tensors, calibration=None), dtype=torch.float32)
+        for file in (folder / name).iterdir():  # what was written just now is read again at each start
+            os.utime(file, (0, 0))
     return names
 
 
