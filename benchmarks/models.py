@@ -6,9 +6,9 @@
     evict     a caller of the default model beside those who ask for two models that do not fit together
 
 Of heads: models of random heads on the same backbone lie in a folder. Told are, for the first of them alone and for
-all: seconds until every model is ready with an empty cache and with what was kept, MiB after the load (proportional set
-size), answers a second of 36 connections (to all models in turn, or all to the one), and milliseconds of one picture to
-one model and to eight at once. Rounds of the two alternate; ratios are taken within rounds.
+all: seconds until every model is ready with an empty cache and with what was kept, MiB twelve seconds later
+(proportional set size), answers a second of 36 connections (to all models in turn, or all to the one), and milliseconds
+of one picture to one model and to eight at once. Rounds of the two alternate; ratios are taken within rounds.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ from model.checkpoint import load_checkpoint, native
 HEADS = 12
 ASKED = 8
 CONNECTIONS = 36
+# Seconds after which graphs of all sizes are compiled, and freed memory is given back.
+_SETTLED: Final = 12.0
 ADMIN: Final = {"Authorization": "Bearer admin"}
 
 
@@ -150,11 +152,12 @@ def heads(root: Path, record: Record, files: list[Path], arguments: argparse.Nam
         found: dict[str, list[float]] = {}
         for folder, own in (("one", names[:1]), ("all", names)):
             with serving(root / folder, root / f"cache-{folder}") as (service, ready):
+                time.sleep(_SETTLED)
+                mib = resident_mib(service.process.pid)
                 spread = (own * HEADS)[:HEADS]
                 several = own[:ASKED] if len(own) > 1 else own
                 lone = milliseconds(service.url, files[0].read_bytes(), several)
                 answers = rate(service.url, spread, files, arguments.seconds) if turn else 0.0
-                mib = resident_mib(service.process.pid)  # now, as graphs of all sizes are compiled
                 found[folder] = [round(value, 2) for value in (ready, mib, lone, answers)]
         record.section("heads", Path(checkpoint).name)[str(turn)] = found
         record.save()
