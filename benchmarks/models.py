@@ -46,7 +46,7 @@ from model.checkpoint import load_checkpoint, native
 HEADS = 12
 ASKED = 8
 CONNECTIONS = 36
-# Seconds after which graphs of all sizes are compiled, and freed memory is given back.
+# Seconds after which graphs of all sizes are compiled.
 _SETTLED: Final = 12.0
 ADMIN: Final = {"Authorization": "Bearer admin"}
 
