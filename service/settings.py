@@ -212,8 +212,7 @@ class ModelSettings(BaseModel):
     )
     thresholds: Annotated[dict[str, Score] | None, BeforeValidator(_from_json), NoDecode] = Field(
         None,
-        description='`{"cat": 0.4}`: least scores of classes by label; lower predictions of /classify are left out, '
-        "as by `min_score`",
+        description='`{"cat": 0.4}`: least scores of predictions, by label; see docs/models.md',
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
