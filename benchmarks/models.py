@@ -182,7 +182,7 @@ def changes(root: Path, record: Record, files: list[Path], arguments: argparse.N
 
         def ask(seed: int) -> None:
             caller, chosen = Caller(service.url), random.Random(seed)
-            while next(numbers) < arguments.requests:
+            while next(numbers) < arguments.requests and time.monotonic() < ends:
                 name, place = chosen.choice([*names, "guest"]), chosen.randrange(len(bodies))
                 found = label(caller, name, place)
                 wanted = {known[each, place] for each in (names[:2] if name == "guest" else [name])}
@@ -206,6 +206,7 @@ def changes(root: Path, record: Record, files: list[Path], arguments: argparse.N
             admin.ask("POST", "/v2/repository/models/other/unload")
             mib.append(resident_mib(service.process.pid))
             label(admin, "other", 0)
+        ends = time.monotonic() + arguments.most_seconds
         with ThreadPoolExecutor(9) as pool:
             changing = pool.submit(change)
             for each in [pool.submit(ask, seed) for seed in range(8)]:
@@ -264,6 +265,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each load")
     parser.add_argument("--requests", type=int, default=20_000, help="of changes")
+    parser.add_argument("--most-seconds", type=float, default=600.0, help="of changes; the next run adds to the record")
     parser.add_argument("--record", type=Path, default=RESULTS / "models.json")
     arguments = parser.parse_args()
     files, source = pictures.ensure()
