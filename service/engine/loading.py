@@ -317,7 +317,7 @@ def _described(
         calibration = checkpoint.calibration
         facts |= {"calibrated_on": calibration and len(calibration.scores), "parameters": predictor.parameters + more}
         head = replace(head, label_sets=_label_sets(settings, checkpoint), thresholds=least)
-    elif not np.array_equal(least, predictor.own.thresholds):  # of None, too
+    elif not np.array_equal(np.asarray(least), np.asarray(predictor.own.thresholds)):  # of None, too
         raise CheckpointError("thresholds: another model of these weights has others, and the head is a part of both")
     predictor.heads.setdefault(facts["head"], head or predictor.own)
     return ModelInfo(**facts)
