@@ -175,6 +175,7 @@ class Head:
         label_sets: gives the sets of labels of logits [B, C], where the head is calibrated and they are asked for; see
             `model.calibration.LabelSets`.
         known: the examples of a taught head, which abstains from a picture that is far from all of them.
+        thresholds: float32 [C], the least score of each class that answers predict; None: 0.
     """
 
     labels: tuple[str, ...]
@@ -186,6 +187,7 @@ class Head:
     normalized: bool = False
     label_sets: Callable[[Floats], list[NDArray[np.int64]]] | None = None
     known: Known | None = None
+    thresholds: Floats | None = None
 
     def logits(self, features: Floats) -> Floats:
         """Return the logits of features [B, D]: float32 [B, C]."""

@@ -345,6 +345,7 @@ class Outputs:
             model abstains. See `model.calibration`.
         more: what further heads give of the image, in the order of the request.
         far: whether the image is far from all examples of a taught head, which abstains then.
+        least: float32 [top_k], the least score with which each of the classes is predicted; None: 0.
     """
 
     scores: NDArray[np.float32]
@@ -356,3 +357,15 @@ class Outputs:
     label_set: NDArray[np.int64] | None = None
     more: tuple[Outputs, ...] = ()
     far: bool = False
+    least: NDArray[np.float32] | None = None
+
+    def predicted(self, min_score: float | None = None) -> NDArray[np.bool_]:
+        """Return whether each class has the score that its head, and the caller, ask for at least: bool [top_k]."""
+        least = np.zeros_like(self.scores) if self.least is None else self.least
+        return self.scores >= np.maximum(least, np.float32(min_score or 0))
+
+    @property
+    def abstains(self) -> bool:
+        """Return whether no label is given of the image: by its distance, by its set of labels, or by its scores."""
+        no_set = self.label_set is not None and not len(self.label_set)
+        return self.far or no_set or not self.predicted().any()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -68,6 +69,13 @@ def parse_size(value: object) -> object:
     if match is None:
         raise ValueError("expected pixels like 384, or rows x columns like 384x256")
     return int(match[1]), int(match[2] or match[1])
+
+
+def _from_json(value: object) -> object:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        raise ValueError('expected JSON like {"cat": 0.4}') from None
 
 
 def _comma_separated(value: object) -> object:
@@ -161,6 +169,7 @@ def _grpc_port(value: int, info: ValidationInfo) -> int:
 
 Seconds = Annotated[float, Field(ge=0, le=31_536_000, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
+Score = Annotated[float, Field(ge=0, le=1)]
 
 
 class ModelSettings(BaseModel):
@@ -200,6 +209,10 @@ class ModelSettings(BaseModel):
         lt=1,
         description="`0.95`: answers have the set of labels that holds the right one for 95 % of pictures like those "
         "that `vitserve calibrate` was given, or `abstained`: for callers who prefer no answer to a wrong one",
+    )
+    thresholds: Annotated[dict[str, Score] | None, BeforeValidator(_from_json), NoDecode] = Field(
+        None,
+        description='`{"cat": 0.4}`: least scores of predictions, by label; see docs/models.md',
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",

@@ -128,7 +128,7 @@ class ModelClassification(BaseModel):
     abstained: Annotated[Literal[True] | None, Field(description="no label fits")] = None
     abstained_by: Annotated[
         Literal["coverage", "min_score", "distance"] | None,
-        Field(description="the picture is unlike those of the calibration, or every score is below `min_score`"),
+        Field(description="unlike the pictures of the calibration; every score below `min_score` or a threshold"),
     ] = None
     attention: Attention | None = None
     embedding: Annotated[list[float] | None, Field(description="what the head reads, float32")] = None

@@ -339,6 +339,7 @@ class Predictor:
                 embedding=None if each.embedding is None else self._embedding(arrays, each.embedding, place),
                 finite=bool(finite[place]),
                 label_set=sets.get(place),
+                least=None if head.thresholds is None else head.thresholds[indices[place, : each.top_k]],
             )
             for place, each in enumerate(requests)
         ]

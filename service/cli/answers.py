@@ -122,9 +122,11 @@ class LocalAnswers:
 
         def answer(_: ModelInput, outputs: list[Outputs]) -> dict[str, Any]:
             [each] = outputs
-            predictions = ranked(info.labels, each.indices.tolist(), each.scores.tolist())
+            kept = each.predicted()
+            predictions = ranked(info.labels, each.indices[kept].tolist(), each.scores[kept].tolist())
             label_set = None if each.label_set is None else each.label_set.tolist()
-            return {"predictions": predictions, **set_fields(info.labels, label_set)}
+            abstained = {"abstained": True} if each.abstains else {}
+            return {"predictions": predictions, **abstained, **set_fields(info.labels, label_set)}
 
         return self._answers(files, [requested], answer)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import platform
 import re
 import sys
 from collections.abc import Sequence
@@ -43,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # `vitserve --port 9000` is `vitserve serve --port 9000`.
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help", "--version")):
         arguments.insert(0, "serve")
+    if arguments[0] == "serve" and platform.machine() == "x86_64":
+        # NumPy's threads spin after each product, and take the cores from the networks. Elsewhere they may be torch's.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     parser, chosen = _parser(arguments[0])
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:

@@ -285,6 +285,8 @@ class _Worker:
             case "unload":
                 await models.unload(model)
             case "delete":
+                if model in models.served and await models.answer_waiting(model):
+                    await asyncio.sleep(_LOOK_SECONDS)  # until workers hold it for their requests
                 await models.delete(model)
             case "reload":
                 models.reload()

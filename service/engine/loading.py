@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -27,6 +28,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakValueDictionary
+
+import numpy as np
 
 from model.errors import CheckpointError, VitError
 from model.heads import Head
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from model.calibration import LabelSets
     from model.checkpoint import Checkpoint
     from model.description import Description
+    from model.heads import Floats
     from model.runtime.openvino.kept import Entry, Keep
     from model.runtime.predictor import Predictor
 
@@ -272,6 +276,16 @@ def _label_sets(settings: Settings, checkpoint: Description) -> LabelSets | None
     return None if coverage is None else label_sets_of(checkpoint.calibration, coverage, checkpoint.source)
 
 
+def _thresholds(settings: Settings, checkpoint: Description) -> Floats | None:
+    """Return the least score of each class; raises where one is of no class."""
+    if settings.thresholds is None:
+        return None
+    unknown = next((label for label in settings.thresholds if label not in checkpoint.labels), None)
+    if unknown is not None:
+        raise CheckpointError(f"thresholds: {unknown!r:.80} is no label of {checkpoint.source}")
+    return np.array([settings.thresholds.get(label, 0.0) for label in checkpoint.labels], np.float32)
+
+
 def _described(
     settings: Settings,
     checkpoint: Description,
@@ -290,16 +304,21 @@ def _described(
         logger.info("%s: %s", checkpoint.name, note)
     facts = attributes(ModelInfo.__dataclass_fields__, checkpoint, predictor)
     facts |= {"name": settings.model_name or checkpoint.name, "loaded_at": int(time.time()), "backbone": key}
-    facts |= {"coverage": settings.coverage, "head": f"{checkpoint.content}-{settings.coverage}"}
+    least = _thresholds(settings, checkpoint)
+    known_by = "" if least is None else f"-{zlib.crc32(least.tobytes()):x}"
+    facts |= {"coverage": settings.coverage, "head": f"{checkpoint.content}-{settings.coverage}{known_by}"}
+    facts["has_thresholds"] = least is not None
     if key not in _LIVE:
         if settings.coverage is not None:
             predictor.set_coverage(settings.coverage)
-        _LIVE[key] = predictor
+        predictor.own, _LIVE[key] = replace(predictor.own, thresholds=least), predictor
     elif head is not None:
         more = (checkpoint.config.logits - predictor.config.logits) * (1 + embedding_width(checkpoint.config))
         calibration = checkpoint.calibration
         facts |= {"calibrated_on": calibration and len(calibration.scores), "parameters": predictor.parameters + more}
-        head = replace(head, label_sets=_label_sets(settings, checkpoint))
+        head = replace(head, label_sets=_label_sets(settings, checkpoint), thresholds=least)
+    elif not np.array_equal(np.asarray(least), np.asarray(predictor.own.thresholds)):  # of None, too
+        raise CheckpointError("thresholds: another model of these weights has others, and the head is a part of both")
     predictor.heads.setdefault(facts["head"], head or predictor.own)
     return ModelInfo(**facts)
 

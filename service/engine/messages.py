@@ -80,6 +80,7 @@ class ModelInfo:
         backbone: the same for models that share one.
         head: its name among the heads of the backbone; see `RequestedOutputs.head`.
         taught: whether it is a taught head, which abstains from pictures far from its examples.
+        has_thresholds: whether its classes have least scores; see `Outputs.least`.
     """
 
     name: str
@@ -108,6 +109,7 @@ class ModelInfo:
     backbone: str = ""
     head: str = ""
     taught: bool = False
+    has_thresholds: bool = False
 
     @property
     def input_shape(self) -> tuple[int, int, int]:

@@ -86,10 +86,11 @@ class ServedModel:
     Attributes:
         current: the generation that requests belong to which begin now.
         unloaded: whether its memory was given back until somebody asks for it.
+        is_leaving: whether another version is being loaded in its place, for which it waits who asks now.
     """
 
     current: Generation[Engine]
-    unloaded = False
+    unloaded = is_leaving = False
     _info: ModelInfo | None = None
 
     def __init__(self) -> None:
@@ -107,7 +108,9 @@ class ServedModel:
         engine = self.current.engine
         if engine.ready:
             return "ready"
-        return "unloaded" if self.unloaded else "failed" if engine.status.state == "failed" else "loading"
+        if self.unloaded and not self.is_leaving:
+            return "unloaded"
+        return "failed" if engine.status.state == "failed" else "loading"
 
 
 class LocalModel(ServedModel):
@@ -173,6 +176,7 @@ class LocalModel(ServedModel):
     def take_over(self, following: Generation[ModelEngine]) -> None:
         """Let a version that is loaded answer new requests; the one before is closed when its last request ended."""
         previous, self.current, self.unloaded = self.current, following, False
+        self.is_leaving = False
         self._retiring = self._tasks.begin(self._retire(previous))
 
     async def unload(self) -> None:

@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -77,7 +78,8 @@ class AddedHead:
         own = replace(
             info, name=self.name, labels=head.labels, config=config, temperature=head.temperature, taught=True
         )
-        return replace(own, form=head.form, multi_label=False, zero_shot=None, coverage=None, calibrated_on=None)
+        own = replace(own, form=head.form, multi_label=False, zero_shot=None, coverage=None, calibrated_on=None)
+        return replace(own, has_thresholds=False)
 
 
 class Version(NamedTuple):
@@ -357,6 +359,8 @@ class LocalModels(Models):
         and None is what is configured. Else it is that for the default model alone, and for another what it serves.
         """
         key = self.place(name)
+        if key in self.served and (in_turn or not self._turn.locked()):
+            await self.answer_waiting(key)
         await self._take_turn(key, waits=in_turn)
         existing = self.served.get(key)
         if (
@@ -368,6 +372,9 @@ class LocalModels(Models):
         try:
             if existing is self.default and not existing.current.engine.ready:
                 raise EngineUnavailable(existing.current.engine.status.reason)
+            if existing is not None and existing.unloaded:
+                existing.is_leaving = True
+                self.on_change()
             await self._make_room(key)
             await self._prepare(key, what)
         except BaseException as error:
@@ -440,8 +447,24 @@ class LocalModels(Models):
                 self.results["refused"] += 1
                 self.results["last_refused"] = 1
                 await model.forget(following)
+        for each in self.served.values():
+            each.is_leaving = False
         self.results["failed"] += error is None or isinstance(error, (CheckpointRefused, ModelsFull))
         self._turn.release()
+
+    async def answer_waiting(self, key: str) -> bool:
+        """Load a model that is to go, if requests for it are here: its version answers them; return whether some are.
+
+        One that cannot be loaded answers none.
+        """
+        model = self.served[key]
+        if model.state not in ("unloaded", "loading"):
+            return False
+        is_asked = bool(self._waiters[key]) or model.current.requests > model.current.held
+        if is_asked:
+            with suppress(ServiceError):
+                await self.available(key)
+        return is_asked
 
     async def unload(self, name: str) -> None:
         """Give a model's memory back; see `Models.unload`."""
@@ -455,6 +478,8 @@ class LocalModels(Models):
     async def delete(self, name: str) -> None:
         """Remove a model; see `Models.delete`."""
         self._require_changeable(name)
+        await self.answer_waiting(name)
+        self._require_changeable(name)  # it may be gone meanwhile
         model = self.served.pop(name)
         self.versions[name] = Version(model.current.number, gone=True)
         self._tasks.begin(model.leave())

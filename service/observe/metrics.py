@@ -163,8 +163,7 @@ class Metrics(Collector):
         images.inc()
         if outputs is not None:
             top1_score.observe(float(outputs.scores[0]))
-            if outputs.far or (outputs.label_set is not None and not len(outputs.label_set)):
-                self.abstained.inc()
+            self.abstained.inc(outputs.abstains)
 
     def watch(self, sources: Sources) -> None:
         """Read the state of the service at every scrape instead of following each change."""

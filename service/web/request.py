@@ -347,7 +347,7 @@ class AdmittedRequest:
         """Have the request's model loaded if it is unloaded; pictures of a batch wait as one.
 
         Raises:
-            EngineUnavailable: it was replaced meanwhile.
+            EngineUnavailable: another process replaced it meanwhile.
             What `Service.loaded_model` raises, for the same `share`.
         """
         if not self.model.unloaded:
@@ -358,10 +358,14 @@ class AdmittedRequest:
                     await self._load(self.model, share)
 
     async def _load(self, before: Model, share: float) -> None:
-        found = await self.service.loaded_model(before.info.name, self.sender.started, share=share)
-        if (found.info.content, found.info.head) != (before.info.content, before.info.head):
-            raise EngineUnavailable(f"{before.info.name}: it was replaced while it was unloaded: try again")
-        self.choose(replace(before, generation=found.generation, unloaded=False))
+        own = before.generation
+        if not own.engine.ready:  # else it is loaded, though another one may have its name by now
+            found = await self.service.loaded_model(before.info.name, self.sender.started, share=share)
+            same = (found.info.content, found.info.head) == (before.info.content, before.info.head)
+            if not same and not own.engine.ready:
+                raise EngineUnavailable(f"{before.info.name}: it was replaced while it was unloaded: try again")
+            own = found.generation if same else own
+        self.choose(replace(before, generation=own, unloaded=False))
 
     # The body is read
 

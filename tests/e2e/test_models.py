@@ -146,6 +146,7 @@ def test_a_broken_entry_is_named_in_one_line_and_the_others_serve(
     for name in HEADS[:2]:
         (tmp_path / name).symlink_to(folder / name)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").touch()
     (tmp_path / "half.toml").write_text(f'checkpoint = "{folder / OTHER}"\nlabels = "nowhere.txt"')
     server = serve(checkpoint="", models=tmp_path)
     until(lambda: all(each["state"] != "loading" for each in server.get("/models").json()))

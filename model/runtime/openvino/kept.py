@@ -312,6 +312,7 @@ def _size(folder: Path) -> int:
     return sum(file.lstat().st_size for file in folder.iterdir())
 
 
+@functools.cache  # to read them takes 10 ms, which each model would
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in _VERSIONS:

@@ -104,8 +104,8 @@ OUTPUTS: Final[Mapping[str, Output]] = {
     "abstained": Output(
         "BOOL",
         lambda info: [1],
-        lambda outputs, _: np.array([outputs.far or (outputs.label_set is not None and not len(outputs.label_set))]),
-        lambda info: info.taught or info.coverage is not None,
+        lambda outputs, _: np.array([outputs.abstains]),
+        lambda info: info.taught or info.coverage is not None or info.has_thresholds,
     ),
 }
 _BY_DEFAULT: Final[tuple[str, ...]] = ("label", "index", "score")

@@ -189,14 +189,13 @@ def _fields(
             url = _url(image_id, outputs.map.request.method) + query_of(admitted, model)
         region = region_document(decoded.picture.region)
         attention = Attention(url=url, region=region, **map_fields(outputs.map, labels))
-    predictions = ranked(labels, outputs.indices.tolist(), outputs.scores.tolist())
+    predicted = outputs.predicted(min_score)
+    predictions = ranked(labels, outputs.indices[predicted].tolist(), outputs.scores[predicted].tolist())
     of_set: dict[str, Any] = {**set_fields(labels, None if outputs.label_set is None else outputs.label_set.tolist())}
     if outputs.far:
         predictions, of_set = [], {"abstained": True, "abstained_by": "distance"}
-    if min_score is not None:
-        predictions = predictions[: int((outputs.scores >= min_score).sum())]  # they are the best ones
-        if not predictions and "abstained" not in of_set:
-            of_set |= {"abstained": True, "abstained_by": "min_score"}
+    if not predictions and "abstained" not in of_set:
+        of_set |= {"abstained": True, "abstained_by": "min_score"}
     fields = {
         "model": model.info.name,
         "predictions": predictions,
@@ -387,7 +386,8 @@ async def invocations(request: Request, query: Annotated[ClassifyQuery, Query()]
 async def predictions(request: Request) -> Response:
     """Return the scores of the best classes by label, as TorchServe does. Of equal labels the best stays.
 
-    With VIT_COVERAGE they are those in the set of labels: none where the model abstains.
+    With VIT_COVERAGE they are those in the set of labels, with thresholds those that reach theirs: none where the model
+    abstains.
 
     The picture is the body, or a multipart field `data`, `body` or `file`. `labels` is that of POST /classify.
     """
@@ -405,9 +405,11 @@ async def predictions(request: Request) -> Response:
         _, result = await admitted.classify(picture, requested)
     outputs = result.outputs
     service.metrics.count_image(model.info.name, outputs)
-    count = 0 if outputs.far else None if outputs.label_set is None else len(outputs.label_set)  # the best ones
+    predicted = outputs.predicted() & (not outputs.far)
+    if outputs.label_set is not None:
+        predicted[len(outputs.label_set) :] = False  # it has the best ones
     by_label: dict[str, float] = {}
-    for index, score in zip(outputs.indices[:count].tolist(), outputs.scores[:count].tolist(), strict=True):
+    for index, score in zip(outputs.indices[predicted].tolist(), outputs.scores[predicted].tolist(), strict=True):
         by_label.setdefault(names[index], significant(score))
     return JSONResponse(by_label)
 

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import pkgutil
+import platform
 import struct
 import subprocess
 import sys
@@ -51,6 +52,22 @@ def test_classify_walks_a_folder_in_order_and_leaves_other_files_alone(
         scores = [found["score"] for found in answer["predictions"]]
         assert scores == sorted(scores, reverse=True)
         assert sum(scores) == pytest.approx(1, abs=1e-5)
+
+
+def test_classes_below_their_thresholds_are_left_out(
+    checkpoint: Path, pictures: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VIT_THRESHOLDS", '{"cat": 1, "dog": 1, "bird, flying": 1}')
+    _, out, _ = run(capsys, "classify", pictures / "a.jpg", "--checkpoint", checkpoint, "--json")
+    assert json.loads(out) | {"predictions": [], "abstained": True} == json.loads(out)
+
+
+def test_numpy_takes_no_cores_from_a_services_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS")
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    assert os.environ.get("OPENBLAS_NUM_THREADS") == ("1" if platform.machine() == "x86_64" else None)
 
 
 def test_a_reader_that_has_enough_ends_a_command_without_a_traceback(checkpoint: Path) -> None:

@@ -69,7 +69,19 @@ def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(given: dict[st
         "calibrated_on": 2500,
         "head": f"{checkpoint.content}-None",
         "taught": False,
+        "has_thresholds": False,
     }
+
+
+def test_the_head_has_the_thresholds_of_its_labels() -> None:
+    settings = {"device": "cpu", "compile": "off", "max_batch": "1", "thresholds": {"cat": 0.4}}
+    predictor, info = load_predictor(load_settings(settings))
+    [outputs] = predictor.predict(np.zeros((1, 32, 32, 3), np.uint8), RequestedOutputs(10, head=info.head))
+    assert outputs.least is not None
+    found = {info.labels[index]: least for index, least in zip(outputs.indices, outputs.least, strict=True)}
+    assert found == dict.fromkeys(info.labels, 0.0) | {"cat": np.float32(0.4)}
+    with pytest.raises(CheckpointError, match="thresholds: 'kat' is no label of"):
+        load_predictor(load_settings(settings | {"thresholds": {"kat": 0.4}}))
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,13 @@ from service.settings import load_settings
 
 
 def write(folder: Path, **files: str | None) -> None:
-    """Files of a folder by name, `__` for a dot; None makes a folder."""
+    """Files of a folder by name, `__` for a dot; None makes a folder, of a checkpoint."""
     for name, text in files.items():
         path = folder / name.replace("__", ".")
-        path.mkdir() if text is None else path.write_text(text)
+        path.parent.mkdir(exist_ok=True)
+        if text is None:
+            path.mkdir()
+        (path / "config.json" if text is None else path).write_text(text or "")
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
@@ -67,6 +70,7 @@ def test_weights_are_what_checkpoints_may_be() -> None:
         ({"a__toml": 'checkpoint = "b"', "a__pth": ""}, "it names a checkpoint, and a.pth lies beside it"),
         ({"a__toml": 'checkpoint = "b"\ndtype = "int8"'}, "dtype: expected 'auto'"),
         ({"a b__pth": ""}, "'a b': a model's name has 1 to 128 of the characters"),
+        ({"data__toml": "", "data/x__txt": ""}, "there are neither weights nor a configuration in this folder"),
         ({f"{'x' * 200}__pth": ""}, "a model's name has 1 to 128 of the characters"),
     ],
 )

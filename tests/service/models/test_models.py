@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,11 @@ class Disk:
         self.retired += 1
 
 
+def entry(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "config.json").touch()
+
+
 @asynccontextmanager
 async def running(folder: Path, *names: str, **settings: Any) -> AsyncIterator[tuple[LocalModels, Disk]]:
     """The models of a folder; without names, of the one checkpoint."""
@@ -70,7 +77,7 @@ async def running(folder: Path, *names: str, **settings: Any) -> AsyncIterator[t
     broken = [name for name in names if name.startswith("!")]
     disk.broken = {name[1:] for name in broken}
     for name in names:
-        (folder / name.removeprefix("!")).mkdir()
+        entry(folder / name.removeprefix("!"))
     own = load_settings({"models": str(folder) if names else None, **settings})
     pool = Backbones(own, disk.load, lambda _: None)
     models = LocalModels(own, pool.engine, configured_models(own), on_retired=disk.retire)
@@ -330,9 +337,9 @@ async def test_the_folder_is_the_truth_again_when_it_is_read_again(tmp_path: Pat
         await models.put("b", {"checkpoint": "x"})
         await models.put("new", {"checkpoint": "y"})
         await models.delete("d")
-        (tmp_path / "c").rmdir()
-        (tmp_path / "e").mkdir()
-        (tmp_path / "a" / "config.json").write_text("{}")
+        shutil.rmtree(tmp_path / "c")
+        entry(tmp_path / "e")
+        (tmp_path / "a" / "config.json").write_text("{ }")
         loads = len(disk.loads)
         models.reload()
         await until(lambda: models._reloading is not None and models._reloading.done())
@@ -390,17 +397,46 @@ async def test_requests_for_a_model_that_waits_its_turn_wait_for_one_load_togeth
 
 
 @on_a_loop
-async def test_who_waits_for_a_model_that_is_deleted_meanwhile_is_told_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("change", ["delete", "put"])
+async def test_who_was_admitted_for_an_unloaded_model_is_answered_by_it_though_it_is_to_go(
+    waits: bool, change: str, tmp_path: Path
+) -> None:
     async with running(tmp_path, "a", "b") as (models, disk):
         await models.unload("b")
         disk.gate.clear()
-        waiting = asyncio.create_task(models.available("b"))
-        await until(models._turn.locked)
-        await models.delete("b")
-        disk.gate.set()
-        with pytest.raises(UnknownModel, match="'b': the model was deleted"):
-            await waiting
-        assert states(models) == {"a": "ready"}
+        generation = models.find("b").current
+        with nullcontext() if waits else generation.request():
+            asking = asyncio.create_task(ask(models, "b") if waits else asyncio.sleep(0))
+            await until(lambda: not waits or models._turn.locked())
+            put = partial(models._put, "b", "x", in_turn=waits)  # else it is refused while another load runs
+            changing = asyncio.create_task(models.delete("b") if change == "delete" else put())
+            await asyncio.sleep(0)
+            disk.gate.set()
+            if not waits:
+                await until(lambda: models.served.get("b") is None or models.served["b"].current.number == 2)
+                assert (await generation.engine.infer(request_for(1), timeout=PATIENCE)).batch_size == 1
+            await asking
+        await changing
+        assert disk.loads == ["a", "b", "b", *(["x"] if change == "put" else [])]
+        assert states(models) == {"a": "ready", **({"b": "ready"} if change == "put" else {})}
+
+
+@on_a_loop
+async def test_who_asks_while_an_unloaded_model_is_replaced_waits_for_the_next_version(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b") as (models, disk):
+        disk.broken = {"bad"}
+        await models.unload("b")
+        for checkpoint, loads in (("bad", ["bad", "b"]), ("x", ["x"])):
+            disk.loads.clear()
+            disk.gate.clear()
+            changing = asyncio.create_task(models.put("b", {"checkpoint": checkpoint}))
+            await until(lambda: states(models)["b"] == "loading")
+            asking = asyncio.create_task(ask(models, "b"))
+            disk.gate.set()
+            await asyncio.wait([changing])
+            assert (await asking, disk.loads) == (1, loads)
+            await models.unload("b")
 
 
 @on_a_loop
@@ -413,3 +449,20 @@ async def test_the_default_is_not_called_as_another_model(tmp_path: Path) -> Non
         await until(lambda: set(disk.live["a"].heads) == {"a"})
         assert not await models.put("a", "b")
         assert states(models) == {"b": "ready", "p": "ready"}
+
+
+@on_a_loop
+async def test_callers_of_models_that_do_not_fit_together_cost_the_default_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, disk):
+
+        async def alternate(*names: str) -> None:
+            for name in names * 10:
+                with suppress(ModelsFull):  # the other one is at work
+                    await ask(models, name)
+
+        attacks = [asyncio.create_task(alternate(*names)) for names in ("bc", "cb")]
+        while not all(each.done() for each in attacks):
+            assert await ask(models, "a") == 1
+            assert models.backbones()["a"]
+        await asyncio.gather(*attacks)
+        assert (models.results["evicted"] >= 10, disk.loads.count("a")) == (True, 1)

@@ -32,6 +32,7 @@ class FakeEngine:
         self.state = "ready"
         self.reason = ""
         self.error: Exception | None = None
+        self.least: NDArray[np.float32] | None = None
         self.gate = asyncio.Event()
         self.gate.set()
         self.waiting = 0
@@ -87,7 +88,8 @@ class FakeEngine:
         logits = expected_logits(red) if requested.logits else None
         embedding = None if requested.embedding is None else expected_embedding(red, requested.embedding)
         label_set = np.array(expected_indices(red, red % CLASSES)) if requested.label_set else None
-        outputs = Outputs(scores, indices, found, logits, embedding, label_set=label_set)
+        least = None if self.least is None else self.least[indices]
+        outputs = Outputs(scores, indices, found, logits, embedding, label_set=label_set, least=least)
         return InferenceResult(outputs, 1, 0.001, 0.002)
 
     async def embed_texts(self, texts: Sequence[str], *, timeout: float) -> NDArray[np.float32]:

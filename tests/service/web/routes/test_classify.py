@@ -268,6 +268,27 @@ async def test_the_inference_protocol_says_that_a_taught_head_abstains_over_http
     assert {each["name"]: each["data"] for each in answer.json["outputs"]}["abstained"] == [is_far]
 
 
+@on_a_loop
+async def test_classes_below_their_thresholds_are_left_out_at_every_door() -> None:
+    service = app()
+    service.engine.info = model_info(has_thresholds=True)
+    service.engine.least = np.zeros(10, np.float32)
+    service.engine.least[[3, 4]] = 0.6, 0.25  # scores of the picture are 0.5, 0.25, 0.125
+    answer = (await service.classify(png(3), "top_k=3")).json
+    assert [each["label"] for each in answer["predictions"]] == ["label 4", "label 5"]
+    assert len((await service.classify(png(3), "top_k=3&min_score=0.2")).json["predictions"]) == 1
+    assert next(iter((await service.classify(png(3), path="/predictions/fake")).json)) == "label 4"
+    service.engine.least[:] = 0.6
+    abstained = [(await service.classify(png(3))).json]
+    abstained += (await service.request("POST", "/classify/batch", **form(png(3)))).json["results"]
+    assert [(each["predictions"], each["abstained_by"]) for each in abstained] == [([], "min_score")] * 2
+    assert (await service.classify(png(3), path="/predictions/fake")).json == {}
+    assert service.metric("vit_abstained_total") == 3
+    async with calling(service.engine) as caller:
+        found = arrays(await caller.infer(image(png(3))))
+    assert (found["abstained"].tolist(), found["score"][0, 0]) == ([[True]], 0.5)
+
+
 def test_a_set_of_many_labels_is_a_number_alone_and_the_client_reads_it() -> None:
     labels = [f"{number}" for number in range(MAX_SET + 1)]
     assert set_fields(labels, range(MAX_SET)) == {"set_size": MAX_SET, "set": labels[:MAX_SET]}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from service.engine.backbones import What
 from service.errors import EngineUnavailable, ModelsFull
-from service.models.model import LocalModel
+from service.models.model import Generation, LocalModel
 from service.models.models import AddedHead
 from service.settings import load_settings
 from tests.service.fakes import FixedModels, model_info, on_a_loop, png, until
@@ -232,18 +232,21 @@ async def test_what_is_refused_loads_no_model(path: str, query: str, body: bytes
 
 
 @on_a_loop
-async def test_a_model_that_was_replaced_while_it_was_unloaded_does_not_answer_for_it() -> None:
+@pytest.mark.parametrize("own", [True, False])
+async def test_who_was_admitted_for_an_unloaded_model_is_answered_by_its_version_alone(own: bool) -> None:
     service, models = several()
-    engine = models.engines["few"]
-    engine.state, models.served["few"].unloaded = "loading", True
+    engine, model = models.engines["few"], models.served["few"]
+    engine.state, model.unloaded = "loading", True
     engine.gate.clear()
     asked = service.communicator("POST", "/classify", query="model=few", body=png(1))
     task = asked.start()
     await until(lambda: service_in(service).limiter.in_use == 1)
-    engine.info = model_info(name="few", content="other")
+    engine.state = "ready" if own else "closed"
+    other = models.engines["few"] = FakeEngine(model_info(name="few", content="other"))
+    model.current = Generation(cast(Any, other), 2)
     engine.gate.set()
     await task
-    assert (asked.status, asked.code) == (503, "engine_unavailable")
+    assert (asked.status, len(engine.timeouts), len(other.timeouts)) == (200 if own else 503, own, 0)
 
 
 @on_a_loop
