@@ -95,7 +95,7 @@ async def listening(max_connections: int = MAX_CONNECTIONS, **settings: Any) -> 
         yield Listening(service, server.sockets[0].getsockname()[1], connections)
     finally:
         server.close()
-        for open_one in list(connections.open):
+        for open_one in [*connections.open, *connections.ending]:
             open_one.transport.abort()
         for task in list(state.tasks):
             task.cancel()
