@@ -55,6 +55,7 @@ DISCARDED_BYTES: Final = 1 << 20
 _MOST_ENDING = 64  # connections beyond the limit, whose refusal is on its way
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256  # each costs thirty times its shortest form in memory
+_MAX_DIGITS = 20  # of a length; the parser bounds the number, but not its zeros in front, and Python reads 4,300 digits
 _READ = 128 << 10
 _PAUSE_BYTES = 64 << 10  # of a body that the application has not read
 _CHUNKS_AT_ONCE = 256  # before others have their turn at the event loop
@@ -113,8 +114,7 @@ class Exchange:
 
     def __init__(self, connection: Connection, scope: Scope, *, keep_alive: bool) -> None:
         headers = dict(scope["headers"])
-        # The parser has checked the number, but Python reads no more than 4,300 digits, zeros in front among them.
-        self.left = int(headers.get(b"content-length", b"0").strip()[-20:])
+        self.left = int(headers.get(b"content-length", 0))
         self.is_chunked = b"transfer-encoding" in headers
         self.comes = "size"
         self.waiting = self.framing = self._content = 0
@@ -124,7 +124,8 @@ class Exchange:
         self.error: ServiceError | None = None
         self._connection = connection
         self._is_head = scope["method"] == "HEAD"  # the scope itself holds the exchange
-        self._expects_continue = b"expect" in headers and scope["http_version"] == "1.1"
+        expects = headers.get(b"expect", b"").lower() == b"100-continue"
+        self._expects_continue = expects and scope["http_version"] == "1.1"
         self._may_discard = not (self.is_chunked or self.left > DISCARDED_BYTES or b"expect" in headers)
         self._parts: list[bytes] = []
         self._has_end = False  # the application
@@ -232,6 +233,8 @@ def _head_error(scope: Scope) -> MalformedRequest | None:
         return MalformedRequest("CONNECT: this server is no proxy")
     if version not in ("1.0", "1.1"):
         return MalformedRequest(f"HTTP/{version}: this server speaks HTTP/1.1")
+    if any(name == b"content-length" and len(value) > _MAX_DIGITS for name, value in scope["headers"]):
+        return MalformedRequest(f"Content-Length: more than {_MAX_DIGITS} digits")
     if hosts > 1 or (version == "1.1" and hosts == 0):
         return MalformedRequest(f"{hosts} Host headers: expected one")
     if codings and (codings != [b"chunked"] or version == "1.0"):
@@ -446,13 +449,12 @@ class Connection(asyncio.BufferedProtocol):
             "headers": headers,
             "state": {**self._app_state, _CONNECTION: self},
         }
-        exchange = Exchange(self, scope, keep_alive=version == "1.1" and self._keep_alive)
-        self._new_head()
         error = _head_error(scope)
         if error is not None:
             self.refuse(error, headers)
             return
-        self.exchange = exchange
+        exchange = self.exchange = Exchange(self, scope, keep_alive=version == "1.1" and self._keep_alive)
+        self._new_head()
         self.connections.wait(self, waits=exchange.more_body)
         task = self._loop.create_task(exchange.run(self._app, scope))
         self._state.tasks.add(task)
@@ -504,7 +506,7 @@ class Connection(asyncio.BufferedProtocol):
         """Go on after an answer that is written to its end."""
         self._since = self._loop.time()
         if self.is_refused or self.connections.is_ending or not exchange.keep_alive:
-            if exchange.more_body or self._held:
+            if exchange.more_body:
                 self._linger()
             else:
                 self.transport.close()
