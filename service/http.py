@@ -17,7 +17,6 @@ import re
 import socket
 import urllib.parse
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from http import HTTPStatus
 from typing import Any, Final, Protocol
 
@@ -176,7 +175,7 @@ class Exchange:
         if self._expects_continue and not (self.answered or connection.transport.is_closing()):
             connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self._expects_continue = False
-        while not (self.error or self.complete or connection.is_lost):
+        while not (self.error or self.complete or connection.left.done()):
             if self._parts or not (self.more_body or self._has_end):
                 parts, self._parts, self.waiting = self._parts, [], 0
                 self._has_end = not self.more_body
@@ -195,7 +194,7 @@ class Exchange:
         connection = self._connection
         if connection.drained is not None:
             await connection.drained.wait()
-        if connection.is_lost:
+        if connection.left.done():
             return
         if message["type"] == "http.response.start":
             self._head = self._answer_head(message["status"], message["headers"])
@@ -221,7 +220,7 @@ class Exchange:
         has_end = b"content-length" in named or status in (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
         self.keep_alive = self.keep_alive and has_end and not closes and (is_worth_reading or not self.more_body)
         others = [header for header in headers if header[0] != b"connection"]
-        return head_of(status, connection.default_headers + others, closes=not self.keep_alive)
+        return head_of(status, connection.state.default_headers + others, closes=not self.keep_alive)
 
 
 def _head_error(scope: Scope) -> MalformedRequest | None:
@@ -244,16 +243,12 @@ def _head_error(scope: Scope) -> MalformedRequest | None:
 
 def head_of(status: int, headers: Iterable[Header], *, closes: bool) -> bytes:
     """Return the head of an answer; raises `RuntimeError` if a header holds a line break."""
-    lines = [_status_line(status), *(b"%b: %b" % header for header in headers), *[b"connection: close"] * closes, b""]
+    status_line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}".encode()
+    lines = [status_line, *(b"%b: %b" % header for header in headers), *[b"connection: close"] * closes, b""]
     head = b"\r\n".join([*lines, b""])
     if head.count(b"\n") + head.count(b"\r") != 2 * len(lines):
         raise RuntimeError("a header with a line break")
     return head
-
-
-@lru_cache(maxsize=64)
-def _status_line(status: int) -> bytes:
-    return f"HTTP/1.1 {status} {HTTPStatus(status).phrase}".encode()
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -261,11 +256,11 @@ class Connection(asyncio.BufferedProtocol):
 
     Attributes:
         connections: of which it is one.
+        state: of uvicorn.
         transport: of the socket.
-        left: done when the caller is gone.
+        left: done when the socket is closed.
         refused_at: seconds of the application's clock at which it last refused a request here for want of room.
         is_refused: nothing that arrives now is parsed.
-        is_lost: the socket is closed.
         exchange: the request that is being answered, or whose body is being discarded.
         drained: set once the caller reads its answers again; None while it does.
         head_size: bytes of a request's head that has not ended.
@@ -276,18 +271,15 @@ class Connection(asyncio.BufferedProtocol):
     def __init__(
         self, connections: Connections, config: uvicorn.Config, state: ServerState, app_state: dict[str, Any]
     ) -> None:
-        super().__init__()
-        if not config.loaded:
-            config.load()
         self.connections = connections
         self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.refused_at = float("-inf")
-        self.is_refused = self.is_lost = False
+        self.is_refused = False
         self.drained: asyncio.Event | None = None
         self.head_size = 0
         self._loop = asyncio.get_running_loop()
         self._app: Any = config.loaded_app
-        self._state = state
+        self.state = state
         self._app_state = app_state
         self.exchange: Exchange | None = None
         self._held = b""
@@ -297,11 +289,6 @@ class Connection(asyncio.BufferedProtocol):
         self._unread = 0  # bytes of answers when `check` last saw the caller read
         self._new_head()
 
-    @property
-    def default_headers(self) -> list[Header]:
-        """Return the headers that every answer has."""
-        return self._state.default_headers
-
     # As the socket's protocol:
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # sockets have no other
@@ -310,23 +297,23 @@ class Connection(asyncio.BufferedProtocol):
         self._server, self._client = (_address(transport.get_extra_info(name)) for name in ("sockname", "peername"))
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
-        self._state.connections.add(self)  # type: ignore[arg-type]  # what uvicorn shuts down, and waits for
+        self.state.connections.add(self)  # type: ignore[arg-type]  # what uvicorn shuts down, and waits for
         if self.connections.is_ending:
             self.shutdown()
         self.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell uvicorn and the application that the caller is gone."""
-        self._state.connections.discard(self)
+        self.state.connections.discard(self)
         self.connections.remove(self)
-        self.is_lost = self.is_refused = True
+        self.is_refused = True
         self._held = b""
+        self.left.set_result(None)
         del self._parser  # which holds the connection
         self.resume_writing()
         exchange, self.exchange = self.exchange, None
         if exchange is not None:
             exchange.wake()
-        self.left.set_result(None)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return where the next bytes go."""
@@ -457,8 +444,8 @@ class Connection(asyncio.BufferedProtocol):
         self._new_head()
         self.connections.wait(self, waits=exchange.more_body)
         task = self._loop.create_task(exchange.run(self._app, scope))
-        self._state.tasks.add(task)
-        task.add_done_callback(self._state.tasks.discard)
+        self.state.tasks.add(task)
+        task.add_done_callback(self.state.tasks.discard)
         if exchange.is_chunked:
             self._yield()  # the application may refuse it by its head
 
@@ -506,7 +493,7 @@ class Connection(asyncio.BufferedProtocol):
         """Go on after an answer that is written to its end."""
         self._since = self._loop.time()
         if self.is_refused or self.connections.is_ending or not exchange.keep_alive:
-            if exchange.more_body:
+            if exchange.more_body or self._held:  # more may come, and would reset the connection
                 self._linger()
             else:
                 self.transport.close()

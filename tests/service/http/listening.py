@@ -88,6 +88,7 @@ async def listening(max_connections: int = MAX_CONNECTIONS, **settings: Any) -> 
     service = app(**settings)
     connections = Connections(service.asgi, max_connections)
     config = uvicorn.Config(service.asgi, interface="asgi3", ws="none", lifespan="off", log_config=None)
+    config.load()
     state = ServerState()
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: connections.protocol(config, state, {}), "127.0.0.1", 0)

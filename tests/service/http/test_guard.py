@@ -237,20 +237,38 @@ async def test_a_caller_that_leaves_the_last_bytes_of_its_last_answer_is_let_go(
 
 
 @on_a_loop
-async def test_a_connection_is_freed_without_the_garbage_collector() -> None:
-    broken = post(b"zz\r\n", "Transfer-Encoding: chunked", length=False)
+async def test_a_last_answer_is_not_lost_to_a_caller_that_still_sends() -> None:
+    async with listening() as server, server.connect() as connection:
+        await connection.send(FORMS["connection: close in another line"].sent + GET * 20_000)
+        await until(lambda: len(server.connections.open) == 1)
+        guard = server.guard
+        assert (await connection.answer()).status == 200
+        assert not guard.transport.is_closing()  # a socket that is closed before all is read is reset
+        assert await connection.is_closed()
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (GET, 200),
+        (post(b"zz\r\n", "Transfer-Encoding: chunked", length=False), 400),
+        (post(png(1))[:-9], None),
+        (post(png(1)), None),
+    ],
+)
+async def test_a_connection_is_freed_without_the_garbage_collector(sent: bytes, status: int | None) -> None:
     async with listening() as server:
         server.app.engine.gate.clear()
         gc.disable()
         try:
-            for sent, status in ((GET, 200), (broken, 400), (post(png(1))[:-9], None), (post(png(1)), None)):
-                async with server.connect() as connection:
-                    await connection.send(sent)
-                    await until(lambda: len(server.connections.open) == 1)
-                    guard = weakref.ref(server.guard)
-                    if status:
-                        assert (await connection.answer()).status == status
-                await until(lambda: guard() is None)
+            async with server.connect() as connection:
+                await connection.send(sent)
+                await until(lambda: len(server.connections.open) == 1)
+                guard = weakref.ref(server.guard)
+                if status:
+                    assert (await connection.answer()).status == status
+            await until(lambda: guard() is None)
         finally:
             gc.enable()
 
