@@ -11,12 +11,12 @@ request that comes before its connection's last answer waits unparsed.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import re
 import socket
 import urllib.parse
-from collections.abc import Iterable
-from functools import lru_cache
+from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Any, Final, Protocol
 
@@ -51,25 +51,30 @@ LAST_CALLERS_SECONDS: Final = 1.0
 DISCARDED_BYTES: Final = 1 << 20
 """Length of a body that is read to its end after a refusal: a new connection costs both sides more."""
 
-_MOST_REFUSED = 64  # connections beyond the limit whose refusal is on its way
+_MOST_ENDING = 64  # connections beyond the limit, whose refusal is on its way
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256  # each costs thirty times its shortest form in memory
+_MAX_DIGITS = 20  # of a length; the parser bounds the number, but not its zeros in front, and Python reads 4,300 digits
 _READ = 128 << 10
 _PAUSE_BYTES = 64 << 10  # of a body that the application has not read
 _CHUNKS_AT_ONCE = 256  # before others have their turn at the event loop
 _CHUNK_FRAMING = 6  # bytes of a small chunk
 _UNSENT_BYTES = 128 << 10  # of a connection's answers, in the kernel; by itself it takes 2.5 MiB
 
-# The framing of a body in chunks (RFC 9112, 7.1): what comes next, whole, and as far as it may have come.
+# The framing of a body in chunks (RFC 9112, 7.1): what comes next, whole, and as far as it may have come. What is begun
+# is matched anew with each read: its length is bounded, or bytes that come one by one would cost ever more.
 _FRAMING: Final = {
     "size": (
-        re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n\0]*)?\r\n"),
-        re.compile(rb"[0-9A-Fa-f]{0,15}[ \t]*(?:;[^\r\n\0]*)?\r?"),
+        re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]{0,9}(?:;[^\r\n\0]{0,999})?\r\n"),
+        re.compile(rb"[0-9A-Fa-f]{0,15}[ \t]{0,9}(?:;[^\r\n\0]{0,999})?\r?"),
     ),
     "end": (re.compile(rb"\r\n"), re.compile(rb"\r?")),
     "trailers": (
-        re.compile(rb"(?!(?:Content-Length|Transfer-Encoding):)[!#$%&'*+.^`|~\w-]+:[^\r\n\0]*\r\n|\r\n", re.IGNORECASE),
-        re.compile(rb"[^\r\n\0]*\r?"),
+        re.compile(
+            rb"(?!(?:Content-Length|Transfer-Encoding):)[!#$%&'*+.^`|~\w-]{1,99}:[^\r\n\0]{0,899}\r\n|\r\n",
+            re.IGNORECASE,
+        ),
+        re.compile(rb"[^\r\n\0]{0,999}\r?"),
     ),
 }
 
@@ -116,28 +121,15 @@ class Exchange:
         self.answered = self.complete = False
         self.keep_alive = keep_alive
         self.error: ServiceError | None = None
-        self._connection, self._scope = connection, scope
-        self._expects_continue = b"expect" in headers and scope["http_version"] == "1.1"
+        self._connection = connection
+        self._is_head = scope["method"] == "HEAD"  # the scope itself holds the exchange
+        expects = headers.get(b"expect", b"").lower() == b"100-continue"
+        self._expects_continue = expects and scope["http_version"] == "1.1"
         self._may_discard = not (self.is_chunked or self.left > DISCARDED_BYTES or b"expect" in headers)
         self._parts: list[bytes] = []
         self._has_end = False  # the application
         self._waiter: asyncio.Future[None] | None = None
         self._head = b""
-
-    def head_error(self) -> MalformedRequest | None:
-        """Return the error of a head that a proxy may read in another way."""
-        names = [name for name, _ in self._scope["headers"]]
-        codings = [value.strip().lower() for name, value in self._scope["headers"] if name == b"transfer-encoding"]
-        version, hosts = self._scope["http_version"], names.count(b"host")
-        if self._scope["method"] == "CONNECT":
-            return MalformedRequest("CONNECT: this server is no proxy")
-        if version not in ("1.0", "1.1"):
-            return MalformedRequest(f"HTTP/{version}: this server speaks HTTP/1.1")
-        if hosts > 1 or (version == "1.1" and hosts == 0):
-            return MalformedRequest(f"{hosts} Host headers: expected one")
-        if codings and (codings != [b"chunked"] or version == "1.0"):
-            return MalformedRequest("Transfer-Encoding: only chunked is understood, once, and in HTTP/1.1")
-        return None
 
     def add(self, part: bytes) -> None:
         """Take a part of the body; it is dropped once the answer has begun."""
@@ -166,15 +158,16 @@ class Exchange:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def run(self, app: Application) -> None:
+    async def run(self, app: Application, scope: Scope) -> None:
         """Let the application answer; the connection closes if it does not do so to the end."""
         try:
-            await app(self._scope, self.receive, self.send)
+            await app(scope, self.receive, self.send)
         except Exception:
             logger.exception("the application failed")
         finally:
             if not self.complete:
                 self._connection.transport.close()
+            del self._connection  # what the application leaves to the garbage collector may hold this
 
     async def receive(self) -> Message:
         """Return the next part of the body, or `http.disconnect` once there can be none; raises `error`."""
@@ -182,7 +175,7 @@ class Exchange:
         if self._expects_continue and not (self.answered or connection.transport.is_closing()):
             connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self._expects_continue = False
-        while not (self.error or self.complete or connection.is_lost):
+        while not (self.error or self.complete or connection.left.done()):
             if self._parts or not (self.more_body or self._has_end):
                 parts, self._parts, self.waiting = self._parts, [], 0
                 self._has_end = not self.more_body
@@ -193,7 +186,7 @@ class Exchange:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         if self.error is not None:
-            raise self.error
+            raise copy.copy(self.error)  # what is raised holds its frames, and they the exchange
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
@@ -201,7 +194,7 @@ class Exchange:
         connection = self._connection
         if connection.drained is not None:
             await connection.drained.wait()
-        if connection.is_lost:
+        if connection.left.done():
             return
         if message["type"] == "http.response.start":
             self._head = self._answer_head(message["status"], message["headers"])
@@ -209,7 +202,8 @@ class Exchange:
             return
         head, self._head = self._head, b""
         if not connection.transport.is_closing():  # else its caller has closed its side, and is taken for one that left
-            connection.transport.writelines((head, b"" if self._scope["method"] == "HEAD" else message["body"]))
+            parts = (head, b"" if self._is_head else message["body"])
+            connection.transport.writelines([part for part in parts if part])  # asyncio would try for ever to send b""
         if not message.get("more_body", False):
             self.complete = True
             self.wake()
@@ -220,26 +214,41 @@ class Exchange:
 
         It does not if the answer has no length, or if more of the request's body comes than is worth reading.
         """
-        named = dict(headers)
-        closes = self._connection.is_refused or b"close" in named.pop(b"connection", b"")
+        connection, named = self._connection, dict(headers)
+        closes = connection.is_refused or connection.connections.is_ending or b"close" in named.get(b"connection", b"")
         is_worth_reading = self._may_discard and status != HTTPStatus.REQUEST_TIMEOUT
         has_end = b"content-length" in named or status in (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
         self.keep_alive = self.keep_alive and has_end and not closes and (is_worth_reading or not self.more_body)
-        return head_of(status, [*self._connection.default_headers, *named.items()], closes=not self.keep_alive)
+        others = [header for header in headers if header[0] != b"connection"]
+        return head_of(status, connection.state.default_headers + others, closes=not self.keep_alive)
+
+
+def _head_error(scope: Scope) -> MalformedRequest | None:
+    """Return the error of a head that a proxy may read in another way."""
+    names = [name for name, _ in scope["headers"]]
+    codings = [value.strip().lower() for name, value in scope["headers"] if name == b"transfer-encoding"]
+    version, hosts = scope["http_version"], names.count(b"host")
+    if scope["method"] == "CONNECT":
+        return MalformedRequest("CONNECT: this server is no proxy")
+    if version not in ("1.0", "1.1"):
+        return MalformedRequest(f"HTTP/{version}: this server speaks HTTP/1.1")
+    if any(name == b"content-length" and len(value) > _MAX_DIGITS for name, value in scope["headers"]):
+        return MalformedRequest(f"Content-Length: more than {_MAX_DIGITS} digits")
+    if hosts > 1 or (version == "1.1" and hosts == 0):
+        return MalformedRequest(f"{hosts} Host headers: expected one")
+    if codings and (codings != [b"chunked"] or version == "1.0"):
+        return MalformedRequest("Transfer-Encoding: only chunked is understood, once, and in HTTP/1.1")
+    return None
 
 
 def head_of(status: int, headers: Iterable[Header], *, closes: bool) -> bytes:
     """Return the head of an answer; raises `RuntimeError` if a header holds a line break."""
-    lines = [_status_line(status), *(b"%b: %b" % header for header in headers), *[b"connection: close"] * closes, b""]
+    status_line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}".encode()
+    lines = [status_line, *(b"%b: %b" % header for header in headers), *[b"connection: close"] * closes, b""]
     head = b"\r\n".join([*lines, b""])
     if head.count(b"\n") + head.count(b"\r") != 2 * len(lines):
         raise RuntimeError("a header with a line break")
     return head
-
-
-@lru_cache(maxsize=64)
-def _status_line(status: int) -> bytes:
-    return f"HTTP/1.1 {status} {HTTPStatus(status).phrase}".encode()
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -247,11 +256,11 @@ class Connection(asyncio.BufferedProtocol):
 
     Attributes:
         connections: of which it is one.
+        state: of uvicorn.
         transport: of the socket.
-        left: done when the caller is gone.
+        left: done when the socket is closed.
         refused_at: seconds of the application's clock at which it last refused a request here for want of room.
         is_refused: nothing that arrives now is parsed.
-        is_lost: the socket is closed.
         exchange: the request that is being answered, or whose body is being discarded.
         drained: set once the caller reads its answers again; None while it does.
         head_size: bytes of a request's head that has not ended.
@@ -262,18 +271,15 @@ class Connection(asyncio.BufferedProtocol):
     def __init__(
         self, connections: Connections, config: uvicorn.Config, state: ServerState, app_state: dict[str, Any]
     ) -> None:
-        super().__init__()
-        if not config.loaded:
-            config.load()
         self.connections = connections
         self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.refused_at = float("-inf")
-        self.is_refused = self.is_lost = False
+        self.is_refused = False
         self.drained: asyncio.Event | None = None
         self.head_size = 0
         self._loop = asyncio.get_running_loop()
         self._app: Any = config.loaded_app
-        self._state = state
+        self.state = state
         self._app_state = app_state
         self.exchange: Exchange | None = None
         self._held = b""
@@ -283,11 +289,6 @@ class Connection(asyncio.BufferedProtocol):
         self._unread = 0  # bytes of answers when `check` last saw the caller read
         self._new_head()
 
-    @property
-    def default_headers(self) -> list[Header]:
-        """Return the headers that every answer has."""
-        return self._state.default_headers
-
     # As the socket's protocol:
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # sockets have no other
@@ -296,22 +297,23 @@ class Connection(asyncio.BufferedProtocol):
         self._server, self._client = (_address(transport.get_extra_info(name)) for name in ("sockname", "peername"))
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
-        self._state.connections.add(self)  # type: ignore[arg-type]  # what uvicorn shuts down, and waits for
+        self.state.connections.add(self)  # type: ignore[arg-type]  # what uvicorn shuts down, and waits for
         if self.connections.is_ending:
             self.shutdown()
         self.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell uvicorn and the application that the caller is gone."""
-        self._state.connections.discard(self)
+        self.state.connections.discard(self)
         self.connections.remove(self)
-        self.is_lost = self.is_refused = True
+        self.is_refused = True
         self._held = b""
+        self.left.set_result(None)
         del self._parser  # which holds the connection
         self.resume_writing()
-        if self.exchange is not None:
-            self.exchange.wake()
-        self.left.set_result(None)
+        exchange, self.exchange = self.exchange, None
+        if exchange is not None:
+            exchange.wake()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return where the next bytes go."""
@@ -391,7 +393,8 @@ class Connection(asyncio.BufferedProtocol):
         if not self.head_size:
             self._since = self._loop.time()
         known = self._tail + self._held
-        end = known.find(b"\r\n\r\n") + 4
+        blank = 0 if self._url else len(known) - len(known.lstrip(b"\r\n"))  # lines before the request
+        end = known.find(b"\r\n\r\n", blank) + 4
         size = len(self._held) if end < 4 else end - len(self._tail)
         piece, self._held = self._held[:size], self._held[size:]
         self._tail = known[-3:] if end < 4 else b""
@@ -433,17 +436,16 @@ class Connection(asyncio.BufferedProtocol):
             "headers": headers,
             "state": {**self._app_state, _CONNECTION: self},
         }
-        exchange = Exchange(self, scope, keep_alive=version == "1.1" and self._keep_alive)
-        self._new_head()
-        error = exchange.head_error()
+        error = _head_error(scope)
         if error is not None:
             self.refuse(error, headers)
             return
-        self.exchange = exchange
+        exchange = self.exchange = Exchange(self, scope, keep_alive=version == "1.1" and self._keep_alive)
+        self._new_head()
         self.connections.wait(self, waits=exchange.more_body)
-        task = self._loop.create_task(exchange.run(self._app))
-        self._state.tasks.add(task)
-        task.add_done_callback(self._state.tasks.discard)
+        task = self._loop.create_task(exchange.run(self._app, scope))
+        self.state.tasks.add(task)
+        task.add_done_callback(self.state.tasks.discard)
         if exchange.is_chunked:
             self._yield()  # the application may refuse it by its head
 
@@ -462,7 +464,7 @@ class Connection(asyncio.BufferedProtocol):
             whole, begun = _FRAMING[exchange.comes]
             found = whole.match(held, at)
             if found is None:
-                if begun.fullmatch(held, at) is None or len(held) - at > _MAX_HEAD_BYTES:
+                if begun.fullmatch(held, at) is None:
                     self.refuse(MalformedRequest("this is no chunk of HTTP/1.1"))
                 break
             at = found.end()
@@ -489,14 +491,14 @@ class Connection(asyncio.BufferedProtocol):
 
     def answered(self, exchange: Exchange) -> None:
         """Go on after an answer that is written to its end."""
-        if not exchange.keep_alive:
-            if exchange.more_body:
+        self._since = self._loop.time()
+        if self.is_refused or self.connections.is_ending or not exchange.keep_alive:
+            if exchange.more_body or self._held:  # more may come, and would reset the connection
                 self._linger()
             else:
                 self.transport.close()
             return
         if exchange.more_body:  # which is discarded
-            self._since = self._loop.time()
             self.connections.wait(self)
         else:
             self._next()
@@ -512,38 +514,33 @@ class Connection(asyncio.BufferedProtocol):
         if self.is_refused:
             return
         self.is_refused, self._held = True, b""
+        self.connections.wait(self, waits=False)
         exchange = self.exchange
         if exchange is None:
             status, named, content = self.connections.app.refuse(error, headers)
             self.transport.writelines((head_of(status, named, closes=True), content))
             self._linger()
-        elif exchange.complete:
-            self.transport.close()
         else:
             exchange.error = error
             exchange.wake()
 
     def give_way(self) -> None:
         """End the connection for another."""
-        if self.exchange is None:
-            self.connections.remove(self)
+        if self.exchange is None or self.exchange.complete:
             self.transport.abort()
         else:
             self.refuse(RequestTimeout("the body came too slowly while others waited for its connection"))
 
     def _linger(self) -> None:
         """Close the connection when its caller has, or soon; what still comes is discarded."""
-        self.is_refused, self._held = True, b""
+        self.is_refused, self._held, self._since = True, b"", self._loop.time()
         self.connections.wait(self)
         if not self.transport.is_closing():
             self.transport.write_eof()
             self.advance()
-            self._loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def shutdown(self) -> None:
         """Close the connection after its answer, or soon: its request may be on the way."""
-        if self.exchange is not None:
-            self.exchange.keep_alive = False
         self._loop.call_later(LAST_CALLERS_SECONDS, self._close_idle)
 
     def _close_idle(self) -> None:
@@ -552,20 +549,22 @@ class Connection(asyncio.BufferedProtocol):
 
     def check(self, now: float) -> None:
         """End the connection if a head is late, or if its caller is idle, or reads nothing of an answer."""
-        is_idle = self.exchange is None and not (self.head_size or self._is_new)
+        exchange = self.exchange
+        is_idle = exchange is None and not (self.head_size or self._is_new)
+        most = LINGER_SECONDS if self.is_refused else IDLE_SECONDS if is_idle else HEAD_SECONDS
         if self.drained is not None:
             unread = self.transport.get_write_buffer_size()
             if unread < self._unread:
                 self._since, self._unread = now, unread
             elif now - self._since > STALL_SECONDS:
                 self.transport.abort()
-        elif self.exchange is not None and not self.exchange.complete:
-            return
-        elif now - self._since > (IDLE_SECONDS if is_idle else HEAD_SECONDS):
-            if self.exchange is None and self.head_size:
+        elif exchange is None or exchange.complete or self.transport.is_closing():
+            if now - self._since <= most:
+                return
+            if self.head_size and not self.is_refused:
                 self.refuse(RequestTimeout(f"the head did not arrive within {HEAD_SECONDS:g} s"))
             else:
-                self.transport.close()
+                self.transport.abort()  # to close it would wait for a caller that reads nothing
 
 
 def _address(name: object) -> tuple[str, int] | None:
@@ -579,7 +578,9 @@ class Connections:
     Attributes:
         app: that they serve.
         buffer: where any of them reads.
-        waiting: those that wait for a request, or for its body, the longest first.
+        open: those that have room.
+        waiting: those of them that wait for a request, or for its body, the longest first.
+        ending: those beyond the limit: they were refused, or gave way.
         is_ending: no more are let in, and each ends with its next answer, or a second after it was to be closed.
     """
 
@@ -588,6 +589,7 @@ class Connections:
         self.buffer = memoryview(bytearray(_READ))
         self.waiting: dict[Connection, None] = {}
         self.open: set[Connection] = set()
+        self.ending: set[Connection] = set()
         self.is_ending = False
         self._most = most
 
@@ -599,17 +601,20 @@ class Connections:
 
     def add(self, connection: Connection) -> None:
         """Add a connection; if there are too many, end the one that has waited longest for its caller, or refuse it."""
-        is_full = len(self.open) >= self._most
-        if is_full and self.waiting:
-            next(iter(self.waiting)).give_way()
-            is_full = False
-        self.open.add(connection)
-        if len(self.open) > self._most + _MOST_REFUSED:
-            connection.transport.abort()
-        elif is_full:
-            connection.refuse(ReceivingFull(f"all {self._most} connections are in use"))
-        else:
+        if len(self.open) >= self._most and self.waiting:
+            longest = next(iter(self.waiting))
+            self.remove(longest)
+            self._end(longest, longest.give_way)
+        if len(self.open) < self._most:
+            self.open.add(connection)
             self.wait(connection)
+        else:
+            full = ReceivingFull(f"all {self._most} connections are in use")
+            self._end(connection, lambda: connection.refuse(full))
+
+    def _end(self, connection: Connection, end: Callable[[], None]) -> None:
+        self.ending.add(connection)
+        (end if len(self.ending) <= _MOST_ENDING else connection.transport.abort)()
 
     def wait(self, connection: Connection, *, waits: bool = True) -> None:
         """Note that a connection waits for its caller from now on, or that it does not."""
@@ -620,6 +625,7 @@ class Connections:
     def remove(self, connection: Connection) -> None:
         """Forget a connection that has ended."""
         self.open.discard(connection)
+        self.ending.discard(connection)
         self.waiting.pop(connection, None)
 
     async def watch(self) -> None:
@@ -631,5 +637,5 @@ class Connections:
 
     def check(self, now: float) -> None:
         """Check every connection at this time of the event loop."""
-        for connection in list(self.open):
+        for connection in [*self.open, *self.ending]:
             connection.check(now)

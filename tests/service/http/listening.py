@@ -88,6 +88,7 @@ async def listening(max_connections: int = MAX_CONNECTIONS, **settings: Any) -> 
     service = app(**settings)
     connections = Connections(service.asgi, max_connections)
     config = uvicorn.Config(service.asgi, interface="asgi3", ws="none", lifespan="off", log_config=None)
+    config.load()
     state = ServerState()
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: connections.protocol(config, state, {}), "127.0.0.1", 0)
@@ -95,7 +96,7 @@ async def listening(max_connections: int = MAX_CONNECTIONS, **settings: Any) -> 
         yield Listening(service, server.sockets[0].getsockname()[1], connections)
     finally:
         server.close()
-        for open_one in list(connections.open):
+        for open_one in [*connections.open, *connections.ending]:
             open_one.transport.abort()
         for task in list(state.tasks):
             task.cancel()

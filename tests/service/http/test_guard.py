@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
+import weakref
 from contextlib import AsyncExitStack
 from itertools import pairwise
 
@@ -215,6 +217,62 @@ async def test_a_caller_that_asks_and_does_not_read_is_let_go() -> None:
         await until(lambda: server.app.metric("vit_inflight_requests") == 0)
 
 
+@on_a_loop
+async def test_a_caller_that_leaves_the_last_bytes_of_its_last_answer_is_let_go() -> None:
+    async with listening() as server, server.connect() as connection:
+        connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        connection.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        await until(lambda: len(server.connections.open) == 1)
+        guard = server.guard
+        for form in [b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"] * 100:
+            if guard.transport.get_write_buffer_size():
+                break
+            await connection.send(form)
+            await asyncio.sleep(0.01)
+        await connection.send(FORMS["connection: close in another line"].sent)
+        await until(guard.transport.is_closing)
+        assert guard.drained is None
+        pass_time(server, HEAD_SECONDS + 1)
+        await until(lambda: not server.connections.open)
+
+
+@on_a_loop
+async def test_a_last_answer_is_not_lost_to_a_caller_that_still_sends() -> None:
+    async with listening() as server, server.connect() as connection:
+        await connection.send(FORMS["connection: close in another line"].sent + GET * 20_000)
+        await until(lambda: len(server.connections.open) == 1)
+        guard = server.guard
+        assert (await connection.answer()).status == 200
+        assert not guard.transport.is_closing()  # a socket that is closed before all is read is reset
+        assert await connection.is_closed()
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (GET, 200),
+        (post(b"zz\r\n", "Transfer-Encoding: chunked", length=False), 400),
+        (post(png(1))[:-9], None),
+        (post(png(1)), None),
+    ],
+)
+async def test_a_connection_is_freed_without_the_garbage_collector(sent: bytes, status: int | None) -> None:
+    async with listening() as server:
+        server.app.engine.gate.clear()
+        gc.disable()
+        try:
+            async with server.connect() as connection:
+                await connection.send(sent)
+                await until(lambda: len(server.connections.open) == 1)
+                guard = weakref.ref(server.guard)
+                if status:
+                    assert (await connection.answer()).status == status
+            await until(lambda: guard() is None)
+        finally:
+            gc.enable()
+
+
 def test_who_closes_its_sending_side_is_taken_for_one_that_left(caplog: pytest.LogCaptureFixture) -> None:
     uvloop = pytest.importorskip("uvloop", reason="uvloop is not installed: it alone minds a write that comes too late")
 
@@ -292,11 +350,12 @@ async def test_who_is_being_answered_makes_no_room_and_one_more_is_503() -> None
         server.app.engine.gate.clear()
         await busy.send(post(png(1)))
         await until(lambda: server.app.engine.waiting == 1)
-        async with server.connect() as refused:
-            answer = await refused.answer()
-            assert (answer.code, answer.headers["retry-after"]) == ("receiving_full", "1")
-            assert server.app.metric("vit_rejected_total", reason="receiving_full") == 1
-            assert await refused.is_closed()
+        async with server.connect() as refused, server.connect() as another:
+            for connection in (refused, another):
+                answer = await connection.answer()
+                assert (answer.code, answer.headers["retry-after"]) == ("receiving_full", "1")
+                assert await connection.is_closed()
+            assert server.app.metric("vit_rejected_total", reason="receiving_full") == 2
         server.app.engine.gate.set()
         assert (await busy.answer()).status == 200
 
@@ -307,6 +366,19 @@ async def test_a_refused_caller_that_never_closes_makes_room() -> None:
         await refused.send(b"\x00\r\n")
         assert (await refused.answer()).status == 400
         assert (await server.ask(GET)).status == 200
+
+
+@on_a_loop
+async def test_a_caller_that_goes_on_to_send_a_refused_body_makes_room() -> None:
+    async with listening(max_connections=2) as server, AsyncExitStack() as stack:
+        sending = await connected(server, stack, post(b"", "Content-Length: 5000000", path="/nope", length=False))
+        assert (await sending.answer()).status == 404
+        for _ in range(3):
+            idle = await stack.enter_async_context(server.connect())
+            await idle.send(GET)
+            assert (await idle.answer()).status == 200
+            assert len(server.connections.open) <= 2
+        assert await sending.is_closed()
 
 
 @on_a_loop

@@ -81,6 +81,7 @@ class Wire:
         config = uvicorn.Config(
             self, interface="asgi3", ws="none", lifespan="off", log_config=None, proxy_headers=False
         )
+        config.load()
         self.requests: list[Request] = []
         self.socket = Socket()
         self._rest = b""
