@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import checkpoints, gpu
+from benchmarks import checkpoints, gpu, gpu_kit
 from benchmarks.load import Load, Loader
 from benchmarks.record import Record, medians, table
 from benchmarks.reliability import Honest, told_apart
@@ -84,3 +86,14 @@ def test_the_gpus_script_runs_in_tiny_form_on_a_cpu(tmp_path: Path, monkeypatch:
     assert set(found["sweep"]["ours"]) == {"2", "4"}
     assert found["engine"]["with relevance / ours"] > 0
     assert found["engine"]["engine process / ours resident"] > 0
+
+
+def test_the_kits_wheel_of_vitserve_is_one_that_pip_installs(tmp_path, monkeypatch):
+    with monkeypatch.context() as context:
+        context.setattr(subprocess, "run", lambda *_, **__: None)  # the download of the others
+        context.setattr(gpu_kit, "_RESIZE", Path(__file__))
+        [wheel] = [each for each in gpu_kit.make_kit(tmp_path / "kit") if each.suffix == ".whl"]
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", tmp_path / "there", wheel]
+    subprocess.run(command, check=True)
+    [about] = (tmp_path / "there").glob("vitserve-*.dist-info/METADATA")
+    assert "Requires-Dist: fastapi" in about.read_text()
