@@ -203,8 +203,6 @@ def calibrated(checkpoint: Checkpoint, logits: NDArray[np.float32], truth: NDArr
         truth: int64 [N], their classes.
     """
     if len(truth) < MIN_PICTURES:
-        text = "scores are as trained, without calibration.json: that takes %d validation pictures, and here are %d"
-        logger.info(text, MIN_PICTURES, len(truth))
         return checkpoint
     fit, _ = choose_fit(logits, truth, Fit(1.0))
     calibration = calibration_of("the validation images", logits, truth, fit)

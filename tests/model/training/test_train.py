@@ -17,7 +17,7 @@ from model.evaluation.evaluate import measure, predict_logits
 from model.runtime.predictor import Predictor
 from model.training.recipe import Recipe, read_recipe
 from model.training.run_folder import CARD_FILE, RECIPE_FILE
-from model.training.train import calibrated, run
+from model.training.train import run
 from tests.model.conftest import tiny_recipe
 from tests.model.evaluation.scores import predict_scores
 from tests.model.training.synthetic import LABELS, write_cifar
@@ -65,14 +65,6 @@ def test_a_run_leaves_a_folder_that_the_service_loads_and_that_scores_as_reporte
     assert measured.count == 100
     assert measured.accuracy == record["test"]["accuracy"] > 0.5
     assert measured.loss == pytest.approx(record["test"]["loss"], rel=1e-4)
-
-
-def test_too_few_validation_pictures_for_a_calibration_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    checkpoint = load_checkpoint("bundled")
-    with caplog.at_level("INFO", "model.training.train"):
-        assert calibrated(checkpoint, np.zeros((29, 10), np.float32), np.zeros(29, np.int64)) is checkpoint
-    [message] = caplog.messages
-    assert "without calibration.json: that takes 30 validation pictures, and here are 29" in message
 
 
 def test_the_folder_is_calibrated_on_the_validation_images(finished: tuple[Path, dict[str, Any]], cifar: Path) -> None:
