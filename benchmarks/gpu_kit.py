@@ -62,6 +62,10 @@ def make_kit(folder: Path, *, python: str = "3.12") -> list[Path]:
     about += [f"Requires-Dist: {line}" for line in project["dependencies"]]
     with zipfile.ZipFile(folder / f"vitserve-{project['version']}-py3-none-any.whl", "w") as archive:
         archive.writestr(f"{inside}/METADATA", "\n".join(about) + "\n")
+        archive.writestr(f"{inside}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            f"{inside}/RECORD", "".join(f"{inside}/{name},,\n" for name in ("METADATA", "WHEEL", "RECORD"))
+        )
     shutil.copy(_RESIZE, folder)
     return sorted(folder.iterdir())
 

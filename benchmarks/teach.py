@@ -11,8 +11,12 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event
 from timeit import repeat
 from typing import Any, Final
 
@@ -20,8 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from benchmarks.checkpoints import shared_folder
+from benchmarks.checkpoints import REPOSITORY, shared_folder
+from benchmarks.load import Loader
 from benchmarks.record import RESULTS, Record, table
+from benchmarks.servers import OURS, VITSERVE, running
 from model.checkpoint import load_checkpoint
 from model.data.cifar10 import TEST_FILES, read_files
 from model.images.preprocess import preprocess
@@ -29,6 +35,7 @@ from model.outputs import EmbeddingRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
 from model.taught_heads import TaughtHead
 from service.teach.fit import taught_head
+from vitserve.client import Client
 from vitserve.documents import Knowledge
 
 Floats = NDArray[np.float32]
@@ -150,6 +157,46 @@ def fit_seconds(features: Floats, classes: Numbers) -> dict[str, float]:
     return sizes | {name: round(min(repeat(fit, timer=timer, number=1)), 3) for name, timer in timers.items()}
 
 
+def beside(model: Path, rounds: int, seconds: float = 4.0) -> dict[str, Any]:
+    """Return the rates of a lone caller beside teaching, as shares of its rates just before and after.
+
+    `steady`: a head of 20 pictures gets one each second. `restless`: one of 1,000 gets five a second.
+    """
+    data = read_files(shared_folder() / "data" / "cifar-10-batches-bin", TEST_FILES)
+    photograph, unseen = REPOSITORY / "examples" / "dog.jpg", itertools.count()
+    found: dict[str, Any] = {"rounds": rounds}
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        config = {"VIT_TEACH": folder}
+        server = stack.enter_context(running(VITSERVE, model, config, picture=photograph.read_bytes()))
+        client, caller = stack.enter_context(Client(server.url)), Loader([photograph], OURS)
+
+        def add(head: str) -> None:
+            number = next(unseen)
+            client.teach(head, str(data.labels[number]), data.read(number))
+
+        def rate(head: str, pause: float | None = None) -> float:
+            stop = Event()
+            with ThreadPoolExecutor(1) as pool:
+                if pause is not None:
+                    pool.submit(lambda: [add(head) for _ in iter(partial(stop.wait, pause), True)])
+                measured = caller.closed(server.url, connections=1, seconds=seconds).rate
+                stop.set()
+            while not client.head(head).up_to_date:
+                time.sleep(0.1)
+            return measured
+
+        for head, pause, pictures in (("steady", 1.0, 20), ("restless", 0.2, 1000)):
+            for _ in range(pictures):
+                add(head)
+            rates = [rate(head)]
+            for _ in range(rounds):
+                rates += [rate(head, pause), rate(head)]
+            pairs = zip(rates[:-1:2], rates[1::2], rates[2::2], strict=True)
+            shares = [2 * beside / (before + after) for before, beside, after in pairs]
+            found[head] = {"share": round(float(np.median(shares)), 3), "each": [round(each, 3) for each in shares]}
+    return found
+
+
 def _means(measure: Callable[[int], dict[str, float]], draws: int) -> dict[str, float]:
     rows = [measure(seed) for seed in range(draws)]
     return {name: round(float(np.mean([row[name] for row in rows])), 4) for name in rows[0]} | {"draws": draws}
@@ -159,11 +206,18 @@ def main() -> None:
     """Measure, print tables, and save the record."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.teach", description=__doc__)
     parser.add_argument("--draws", type=int, default=20)
+    parser.add_argument("--beside", type=int, metavar="ROUNDS", help="measure a caller beside teaching alone")
     parser.add_argument("--record", type=Path, default=RESULTS / "teach.json")
     arguments = parser.parse_args()
     about = {"groups": "classes of CIFAR-10, pictures of its test set", "tested": f"{_TESTED} pictures a group"}
     record = Record(arguments.record, dtype="auto (bfloat16 where native)", about=about)
-    sources = {"deit_tiny": str(shared_folder() / "weights" / "deit_tiny_imagenet"), "bundled": "bundled"}
+    deit = shared_folder() / "weights" / "deit_tiny_imagenet"
+    if arguments.beside:
+        record.data["beside"] = beside(deit, arguments.beside)
+        record.save()
+        print(record.data["beside"])
+        return
+    sources = {"deit_tiny": str(deit), "bundled": "bundled"}
     models = {name: Features(source) for name, source in sources.items()}
     for (name, features), taught in itertools.product(models.items(), _TAUGHT):
         found = {

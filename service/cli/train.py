@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import tomllib
 from pathlib import Path
 from typing import Any
 
+from model.calibration import CALIBRATION_FILE
 from model.errors import TrainingError
 from service.cli.setting_flags import serve_command
 from service.observe import logs
 from service.settings import ENV_PREFIX, parse_size
+
+logger = logging.getLogger("vitserve")
 
 # Each flag (a field of the recipe, with dashes): the name of its value, and its help.
 OVERRIDES = {
@@ -87,6 +91,11 @@ def run(arguments: argparse.Namespace) -> int:
         new_head.run(arguments.data, arguments.out, recipe, device=device)
     else:
         train.run(arguments.data, arguments.out, recipe, resume=arguments.resume, device=device)
+    if not (arguments.out / CALIBRATION_FILE).exists():
+        text = (
+            "%s: without %s, so without --coverage: `vitserve calibrate` makes it, of pictures that were not trained on"
+        )
+        logger.info(text, arguments.out, CALIBRATION_FILE)
     print(f"{arguments.out}: serve it with: {serve_command(arguments.out)}")  # noqa: T201
     return 0
 

@@ -70,7 +70,7 @@ class HeadRow(NamedTuple):
         id: no other head ever has it, also of the same name.
         backbone: names what its features are of.
         model: with which it was begun.
-        owner: the name of the key that began it, or a digest; empty without keys.
+        owner: the name of the key that began it, or a digest; empty without keys, and of the admin key.
         revision: changes with its examples.
         fitted_revision: of the examples that it was last fitted to, or could not be.
         reason: why its examples give no head; empty if they do.
@@ -145,7 +145,7 @@ class Examples:
             head, features_of, numbers, owner = db.execute(query, [name]).fetchone()
             if known not in (None, head):
                 raise NotFound(f"{name}: this head was deleted while the pictures arrived")
-            if known is None and owner not in ("", who):
+            if known is None and owner != who:
                 raise Forbidden(f"{name}: another key has begun this head while the pictures arrived")
             if features_of != backbone[0]:
                 raise HeadWithoutBackbone(f"{name}: its examples are of another backbone than that of {backbone[1]}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from model.errors import DatasetError, first_line
 from model.heads import Known
 from model.probe import FOLDS, Choice, fit_head, interval
 from model.taught_heads import TaughtHead
-from service.teach.examples import Examples, too_few
+from service.teach.examples import Examples, HeadRow, too_few
 from vitserve.documents import Accuracy, Confusion, Knowledge, Suspect
 
 # A label with fewer pictures needs more, and so does one of which less than half are answered right.
@@ -36,6 +37,10 @@ _COUNTED: Final = 0.75
 _LISTED: Final = 100
 _ROUNDS: Final = 4
 _MANY: Final = 1000
+# Whatever its priority, a fit slows what runs on the other threads of its core, by a fifth or so.
+_SHARE: Final = 0.2
+_LINGER_SECONDS: Final = 10.0
+_LOOK_SECONDS: Final = 0.05
 
 
 def taught_head(
@@ -98,22 +103,39 @@ def _knowledge(
     )
 
 
-def fit_changed(examples: Examples) -> None:
+def fit_changed(examples: Examples, share: float = 1.0, linger: float = 0.0) -> None:
     """Fit each head whose examples have changed since it was fitted, the smallest first, until there is none.
 
     Where its examples are too few, it has no fit; where memory is, the one before stays.
+
+    Args:
+        share: of the processor's time that the fits of one head take; it rests after each of them.
+        linger: seconds after the last fit in which changes are waited for: a process takes longer to start than to fit.
     """
-    while stale := [head for head in examples.heads().values() if head.fitted_revision < head.revision]:
-        for head in sorted(stale, key=lambda head: sum(examples.state(head)[0].values())):
-            numbers, labels, features = examples.training_set(head)
-            try:
-                examples.keep(head, taught_head(features, labels, numbers, head.backbone, head.model).to_bytes())
-            except DatasetError as error:
-                examples.keep(head, None, first_line(error))
-            except (np.linalg.LinAlgError, MemoryError) as error:
-                examples.keep(head, examples.state(head)[1], first_line(error))
+    rested, ends = dict[int, float](), 0.0
+    while (stale := [head for head in examples.heads().values() if head.fitted_revision < head.revision]) or (
+        time.monotonic() < ends
+    ):
+        ready = [head for head in stale if time.monotonic() >= rested.get(head.id, 0.0)]
+        if ready:
+            head, begun = min(ready, key=lambda head: sum(examples.state(head)[0].values())), time.process_time()
+            _fit(examples, head)
+            rested[head.id] = time.monotonic() + (time.process_time() - begun) * (1 / share - 1)
+            ends = max(time.monotonic() + linger, *rested.values())
+        else:
+            time.sleep(_LOOK_SECONDS)
+
+
+def _fit(examples: Examples, head: HeadRow) -> None:
+    numbers, labels, features = examples.training_set(head)
+    try:
+        examples.keep(head, taught_head(features, labels, numbers, head.backbone, head.model).to_bytes())
+    except DatasetError as error:
+        examples.keep(head, None, first_line(error))
+    except (np.linalg.LinAlgError, MemoryError) as error:
+        examples.keep(head, examples.state(head)[1], first_line(error))
 
 
 if __name__ == "__main__":
     os.nice(19)
-    fit_changed(Examples(Path(sys.argv[1])))
+    fit_changed(Examples(Path(sys.argv[1])), _SHARE, _LINGER_SECONDS)

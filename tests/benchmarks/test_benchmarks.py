@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from benchmarks import checkpoints, gpu
+from benchmarks import checkpoints, gpu, gpu_kit
 from benchmarks.explanations import (
     RANDOM,
     Maps,
@@ -156,3 +158,14 @@ def test_the_bundled_model_is_measured_from_the_command_line(
     told = capsys.readouterr().out
     assert "4 pictures, 4 steps" in told
     assert [line.split()[1] for line in told.splitlines() if line.startswith("| ")][2:] == [RANDOM, "cls", "gae"]
+
+
+def test_the_kits_wheel_of_vitserve_is_one_that_pip_installs(tmp_path, monkeypatch):
+    with monkeypatch.context() as context:
+        context.setattr(subprocess, "run", lambda *_, **__: None)  # the download of the others
+        context.setattr(gpu_kit, "_RESIZE", Path(__file__))
+        [wheel] = [each for each in gpu_kit.make_kit(tmp_path / "kit") if each.suffix == ".whl"]
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", tmp_path / "there", wheel]
+    subprocess.run(command, check=True)
+    [about] = (tmp_path / "there").glob("vitserve-*.dist-info/METADATA")
+    assert "Requires-Dist: fastapi" in about.read_text()

@@ -331,3 +331,6 @@ def test_keys_teach_their_own_heads_and_the_admin_key_all(serve: Serve, tmp_path
         assert (refused.status_code, refused.json()["code"]) == (403, "forbidden")
         assert server.client.delete(path, headers=ADMIN).status_code in (200, 204)
     assert server.get("/heads/colours", headers=alice).status_code == 404
+    # As one that was begun before there were keys.
+    assert teach(server, "red", [picture(RED, 1)], "nobodys", headers=ADMIN).status_code == 201
+    assert teach(server, "red", [picture(RED, 2)], "nobodys", headers=alice).status_code == 403

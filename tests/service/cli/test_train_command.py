@@ -164,7 +164,9 @@ def test_a_probe_is_written_and_says_how_it_is_served(
     assert (
         main(["train", "--probe", "--data", str(data), "--from", str(start), "--out", str(out), "--threads", "1"]) == 0
     )
-    assert capsys.readouterr().out == f"{out}: serve it with: vitserve serve --checkpoint {out}\n"
+    told = capsys.readouterr()
+    assert "without calibration.json" in told.err
+    assert told.out == f"{out}: serve it with: vitserve serve --checkpoint {out}\n"
     checkpoint = load_checkpoint(str(out))
     assert (checkpoint.name, checkpoint.labels) == ("mine", COLOURS)
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors", "confusion_matrix.csv"}

@@ -211,6 +211,24 @@ def test_a_kill_at_any_moment_leaves_the_last_whole_state(tmp_path: Path) -> Non
             assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
+def test_a_full_disk_is_told_and_loses_nothing(store: Examples, monkeypatch: pytest.MonkeyPatch) -> None:
+    add(store, count=2)
+    store.keep(store.head("pets"), b"fitted")
+    connect = store._connect
+
+    def with_a_full_disk() -> sqlite3.Connection:
+        db = connect()
+        db.execute("PRAGMA max_page_count = 1")  # never less than what the file has
+        return db
+
+    with monkeypatch.context() as context:
+        context.setattr(store, "_connect", with_a_full_disk)
+        with pytest.raises(HeadsUnavailable, match="database or disk is full"):
+            add(store, "dog", 1000)
+        assert store.state(store.head("pets")) == ({"cat": 2}, b"fitted")
+    assert add(store, "dog") == {"cat": 2, "dog": 1}
+
+
 def test_a_folder_that_is_gone_or_damaged_is_told(store: Examples) -> None:
     add(store)
     content = store.path.read_bytes()

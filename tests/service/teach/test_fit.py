@@ -163,3 +163,29 @@ def test_the_smallest_head_is_fitted_first(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(module, "taught_head", fit)
     fit_changed(store)
     assert fitted == [6, 15, 27]
+
+
+def test_a_head_that_changes_all_the_time_rests_between_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, clock, begun = Examples(tmp_path), Mock(now=0.0, worked=0.0), list[tuple[int, float]]()
+    clock.monotonic, clock.process_time = (lambda: clock.now), (lambda: clock.worked)
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+        if clock.now < 40:
+            store.add("pets", "cat", pictures(1, seed=int(1000 * clock.now))[0], "", ("b", "deit"))
+
+    def fit(features: NDArray[np.float32], *_: object) -> None:
+        begun.append((len(features), clock.now))
+        clock.now, clock.worked = clock.now + 3, clock.worked + 2  # others had the processor for a second
+        raise DatasetError("")
+
+    clock.sleep = sleep
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 1.0)
+    monkeypatch.setattr(module, "taught_head", fit)
+    store.add("pets", "cat", pictures(1)[0], "", ("b", "deit"))
+    fit_changed(store, 0.2, 10.0)
+    starts = [start for _, start in begun]
+    assert np.diff(starts) == pytest.approx(11)
+    assert begun[-1][0] == len(store.training_set(store.head("pets"))[0]), "the last change is fitted, too"
+    assert clock.now == pytest.approx(starts[-1] + 13), "it waits for a change"

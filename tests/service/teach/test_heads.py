@@ -33,6 +33,13 @@ async def until(found: Callable[[], bool], heads: TaughtHeads) -> None:
         await heads.look()
 
 
+async def end(heads: TaughtHeads) -> None:
+    """End the process that fits, which waits for changes."""
+    assert heads.child is not None
+    heads.child.kill()
+    await heads.child.wait()
+
+
 def fitted_to(heads: TaughtHeads) -> int:
     taught = heads.heads.get("pets")
     return -1 if taught is None or taught.fitted is None else taught.row.fitted_revision
@@ -69,15 +76,14 @@ def test_a_killed_fit_is_repeated_after_a_pause(tmp_path: Path, monkeypatch: pyt
         teach(store)
         heads = TaughtHeads(store, None, FixedModels({}))
         await heads.look()
-        assert heads.child is not None
-        heads.child.kill()
-        await heads.child.wait()
+        await end(heads)
         await heads.look()
         await heads.look()
         assert (heads.child is not None) == (pause == 0)
         if heads.child is None:
             teach(store, seed=1)
         await until(lambda: fitted_to(heads) >= 3, heads)
+        await end(heads)
 
     asyncio.run(kill_and_look())
 
@@ -93,9 +99,8 @@ async def test_nothing_is_fitted_while_another_process_is_at_it(tmp_path: Path) 
         assert heads.child is None
     await heads.look()
     assert heads.child is not None
-    await until(lambda: heads.child is None, heads)
-    await heads.look()
-    assert fitted_to(heads) == 3
+    await until(lambda: fitted_to(heads) == 3, heads)
+    await end(heads)
 
 
 def states(models: FixedModels) -> dict[str, tuple[str, str]]:
@@ -168,4 +173,4 @@ async def test_a_head_whose_name_another_has_is_named_once(tmp_path: Path, caplo
     told = "another model, or a head of VIT_TEACH, has this name and answers instead"
     assert caplog.messages == [f"head model: {told}", f"head pets: {told}"]
     assert (set(models.added), heads.heads["pets"].row.id > 0) == ({"own", "pets"}, True)
-    await until(lambda: heads.child is None, heads)
+    await end(heads)
