@@ -38,10 +38,11 @@ def test_nothing_is_painted_before_the_whole_document_is_there() -> None:
     assert last == re.findall(r'\bid="([^"]+)"', text)[-1]
 
 
-def test_every_module_that_is_imported_is_served() -> None:
+def test_every_module_that_is_imported_is_served_and_preloaded() -> None:
+    preloaded = re.findall(r'modulepreload" href="(.+?)"', (FOLDER / "index.html").read_text())
     for path in FOLDER.glob("*.js"):
         for name in re.findall(r'from "\./(.+?)"', path.read_text()):
-            assert f"/page/{name}" in pages.PUBLIC
+            assert f"/page/{name}" in pages.PUBLIC and f"page/{name}" in preloaded
 
 
 @on_a_loop
