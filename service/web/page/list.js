@@ -13,7 +13,7 @@ export const stateOf = ({ state }) => STATES[state];
 /** What a picture has in the columns that rows are sorted by. */
 function facts({ number, name, answer, state, error, file }) {
   const [first] = answer?.predictions ?? [];
-  const note = state === "failed" ? explain(error, file).lines[0] : state !== "answered" ? STATES[state] : answer.abstained ? "abstained" : "";
+  const note = state === "failed" ? explain(error, file).lines[0] : state !== "answered" ? STATES[state] : answer.abstained ? "not sure" : "";
   return { number, name, label: first?.label ?? "", score: first?.score ?? null, note };
 }
 

@@ -312,13 +312,14 @@ function showSide(side, place) {
 function headline({ place, model }) {
   const answer = shown.answerBy(place);
   const { predictions: [first] } = answer;
-  return `${services.length > 1 ? `${model.name}: ` : ""}${answer.abstained ? "Not sure: " : ""}${first.label}, ${percent(first.score)}`;
+  const isPair = services.length > 1; // then both are to have room: of several names of a class the first is enough
+  return `${isPair ? `${model.name}: ` : ""}${answer.abstained ? "Not sure: " : ""}${isPair ? first.label.split(",")[0] : first.label}, ${percent(first.score)}`;
 }
 
 /** Which labels hold the right one, of a calibrated model. */
 function fitting({ set, set_size: size }) {
-  if (!size) return "None of its labels fits.";
-  return `${size === 1 ? "One of its labels fits" : `${size} of its labels fit`}${set ? `: ${set.join("; ")}` : ""}.`;
+  if (!size) return "Nothing that it knows fits.";
+  return `Of what it knows, ${size === 1 ? "one fits" : `${size} fit`}${set ? `: ${set.join("; ")}` : ""}.`;
 }
 
 function bar({ label, index, score }, place) {

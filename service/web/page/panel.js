@@ -164,7 +164,9 @@ export class MapPanel {
       if (found.label && found.label !== (this.knownLabel(found.class) ?? found.label)) return this.onOther();
       this.document = found;
       this.map = readMap(found);
+      const { width, height } = this.ground.region;
       if (picture.photo === null) note.textContent = "Drawn over what the model saw of the picture";
+      else if (width * height < 0.99) note.textContent = "Darkened: what the model did not see";
     } catch (error) {
       if (wanted !== this.wanted) return undefined;
       if (error.code === "unknown_model") return this.onOther();
@@ -202,7 +204,7 @@ export class MapPanel {
     [heat.width, heat.height] = [this.find(".base").width, this.find(".base").height];
     this.point(null);
     const full = this.look.full ?? this.map?.full;
-    this.find(".high").textContent = this.map ? multiple(full) : "–";
+    this.find(".high").textContent = this.map ? `${multiple(full)} as much` : "–";
     this.element.classList.toggle("mapless", !this.map);
     stack.setAttribute("aria-label", this.picture?.name ?? "No picture yet");
     if (!this.map) return;
@@ -238,7 +240,7 @@ export class MapPanel {
 
   describe(patch) {
     const { columns, shares, times } = this.map;
-    return `row ${Math.floor(patch / columns) + 1}, column ${(patch % columns) + 1}: ${percent(shares[patch])}, ${multiple(times[patch])} the even share`;
+    return `row ${Math.floor(patch / columns) + 1}, column ${(patch % columns) + 1}: ${percent(shares[patch])}, ${multiple(times[patch])} the average`;
   }
 
   /** What the colours say, in a few words. Of the best class they need no judgement: it is the best. */

@@ -7,8 +7,10 @@ ask for a map, whose first computation after a start takes seconds: it is done m
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hashlib
 import logging
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -58,6 +60,8 @@ _FILES: Final = {
     if path.suffix in _MEDIA_TYPES and path.name != "index.html"
 }
 
+_TAKES_GZIP: Final = r"gzip(?!\s*;\s*q=0(\.0*)?\s*(,|$))"
+
 PUBLIC: Final = frozenset({"/openapi.json", *_FILES})
 """Paths that are open even when keys are set: the page asks for the key."""
 
@@ -78,12 +82,14 @@ async def file(request: Request) -> Response:
     media_type = _MEDIA_TYPES[(path.with_suffix("") if path.suffix == ".gz" else path).suffix]
     if request.scope["path"] == "/":
         _prepare_maps(service_of(request))
-    content, tag = _content(path)
+    is_packed = path.suffix == ".gz"
+    unpack = is_packed and not re.search(_TAKES_GZIP, request.headers.get("accept-encoding", ""), re.IGNORECASE)
+    content, tag = _content(path, unpack)
     headers = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff", "ETag": tag}
     if media_type == "text/html":
         headers |= {"Content-Security-Policy": _POLICY, "Referrer-Policy": "no-referrer"}
-    if path.suffix == ".gz":  # every browser takes it
-        headers["Content-Encoding"] = "gzip"
+    if is_packed:
+        headers |= {"Vary": "Accept-Encoding"} | ({} if unpack else {"Content-Encoding": "gzip"})
     if tag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
     return Response(content, headers=headers, media_type=media_type)
@@ -112,9 +118,9 @@ async def _compute(generation: Generation[Engine], picture: InferenceRequest) ->
 
 
 @lru_cache
-def _content(path: Path) -> tuple[bytes, str]:
-    """Return a file's content and its tag, a quoted hash of it."""
-    content = path.read_bytes()
+def _content(path: Path, unpack: bool) -> tuple[bytes, str]:
+    """Return a file's content, or what is compressed in it, and its tag, a quoted hash of it."""
+    content = gzip.decompress(path.read_bytes()) if unpack else path.read_bytes()
     return content, f'"{hashlib.sha256(content).hexdigest()[:16]}"'
 
 

@@ -73,11 +73,6 @@ def test_layer_and_head_are_switched_and_two_maps_stand_side_by_side(page: Page,
     assert [(found["layer"], found["head"]) for found in (first, second)] == [(1, 2), (1, "max")]
     query = f"/attention?id={first['id']}&method=cls&layer=1&head=2&format=json"
     np.testing.assert_allclose(first["values"], server.get(query).json()["values"], atol=1e-6)
-    with page.expect_download() as saved:
-        page.get_by_role("button", name="Download PNG").click()
-    assert saved.value.suggested_filename == "dog-map.png"
-    with Image.open(saved.value.path()) as picture:
-        assert picture.width > picture.height
     page.get_by_label("Compare two maps").uncheck()
     expect(page.locator("figure.map")).to_have_count(1)
 
@@ -198,7 +193,20 @@ def test_a_label_is_clicked_and_its_map_is_drawn_beside_that_of_another(page: Pa
     )
     page.keyboard.press("Enter")
     expect(page.locator(".class").nth(1)).to_have_value("frog (6)")
-    expect(page.locator(".readout").nth(1)).to_have_text(re.compile("^(Coloured: what spoke|Little speaks) for frog"))
+    expect(page.locator(".readout")).to_have_text([f"Little speaks for {label} here" for label in (labels[2], "frog")])
+    page.evaluate(
+        """() => {
+          const { prototype } = CanvasRenderingContext2D, { fillText } = prototype;
+          window.written = [];
+          prototype.fillText = function (...given) { written.push(given[0]); fillText.apply(this, given); };
+        }"""
+    )
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Download PNG").click()
+    assert saved.value.suggested_filename == "dog-map.png"
+    with Image.open(saved.value.path()) as picture:
+        assert picture.width > picture.height
+    assert re.match(rf"{labels[2]}, 0.* %, evidence 0.*; frog, 0.* %, evidence 0", "; ".join(page.evaluate("written")))
     # What has no layer offers none.
     expect(page.locator(".layer").first).to_be_hidden()
 
@@ -217,3 +225,4 @@ def test_the_map_lies_where_the_model_looked_on_the_original(page: Page, server:
     box = page.locator(".map .stack").bounding_box()
     assert box is not None and box["height"] > 200  # not a strip of a few pixels
     assert left - 2 <= columns.min() <= columns.max() <= right + 2
+    expect(page.locator(".map-note")).to_have_text("Darkened: what the model did not see")

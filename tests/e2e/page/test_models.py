@@ -20,6 +20,7 @@ from tests.e2e.page.conftest import serving
 from tests.e2e.page.steps import CAT, DOG, PHONE, Open, answers, choose, map_shown, open_choices, pixels, send_event
 from tests.e2e.serving import Served
 from tests.launcher import until
+from tests.model.checkpoint import whole_models
 
 pytestmark = pytest.mark.timeout(180)  # a server and a browser start
 
@@ -29,8 +30,9 @@ ADMIN = {"Authorization": "Bearer admin"}
 
 @pytest.fixture(scope="module")
 def models_server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Serves the bundled model, with labels in another language, too, and at another size."""
+    """Serves the bundled model, with labels in another language, too, and at another size, and one of words."""
     folder = tmp_path_factory.mktemp("models")
+    whole_models.clip(folder / "words")
     (folder / "german.txt").write_text("\n".join(GERMAN))
     for name, setting in (("english", ""), ("german", 'labels = "german.txt"'), ("large", "image_size = 48")):
         (folder / f"{name}.toml").write_text(f'checkpoint = "{BUNDLED}"\n{setting}\n')
@@ -172,19 +174,20 @@ def test_what_one_of_two_refuses_is_told_at_its_place(page: Page, models_server:
         expect(page.locator("#error:visible, .refusal:visible")).to_have_count(0)
 
 
-def test_one_of_two_compares_words_and_is_asked_by_itself(page: Page, models_server: Served) -> None:
-    described = models_server.get("/model?model=german").json() | {"classes": 0, "templates": ["a photo of {}."]}
-    own = models_server.classify(DOG.read_bytes(), "model=german&top_k=2").json()
+def test_one_of_two_compares_words_and_has_a_map_of_each(page: Page) -> None:
     sent = queries(page)
-    page.route("**/model?model=german", lambda route: route.fulfill(json=described))
-    page.route("**/classify?*model=german*", lambda route: route.fulfill(json=own))
-    page.get_by_label("Beside it").select_option("german")
-    page.get_by_label("What may it be?").fill("Hund, Katze")
+    page.get_by_label("Beside it").select_option("words")
+    page.get_by_label("What may it be?").fill("a cat, dog")
     page.get_by_role("button", name="Use these").click()
     choose(page, DOG)
     expect(page.locator(".answer")).to_have_count(7)
     asked = sorted((query["model"], query["top_k"], query.get("labels")) for query in sent)
-    assert asked[:2] == [("english", "5", None), ("german", "2", '["Hund","Katze"]')]
+    assert asked[:2] == [("english", "5", None), ("words", "2", '["a cat","dog"]')]
+    second = page.get_by_role("list", name="Classes by score, words").locator(".answer").nth(1)
+    second.click()
+    expect(page.locator(".readout").nth(1)).to_contain_text(f" for {second.locator('.label').inner_text()}")
+    map_shown(page, 1)
+    assert (sent[-1]["path"], sent[-1]["model"], sent[-1]["labels"]) == ("/attention", "words", '["a cat","dog"]')
 
 
 def test_a_model_that_is_replaced_or_removed_under_way_begins_anew(

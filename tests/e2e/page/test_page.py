@@ -34,6 +34,8 @@ def test_an_example_is_answered_with_bars_and_a_map_and_nothing_moves(page: Page
     # What has a place on the page has it now, so the answer moves nothing.
     page.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 100)))")
     page.evaluate("shifts.length = 0")
+    expect(page.locator("#headline")).to_have_text("Looking …")
+    expect(page.locator("figure.map")).to_have_attribute("aria-busy", "true")
     held[0].continue_()
     assert answers(page)[0] == "dog"
     assert len(answers(page)) == 5
@@ -50,11 +52,14 @@ def test_an_example_is_answered_with_bars_and_a_map_and_nothing_moves(page: Page
 def test_an_empty_page_shows_only_how_to_give_it_a_picture(open_page: Open, options: dict[str, object]) -> None:
     with open_page(**options) as found:
         page = found.page
-        expect(page.get_by_role("button", name="Choose pictures")).to_be_visible()
+        first = "Take a photo" if options else "Choose pictures"
+        expect(page.locator("#drop button:visible").first).to_have_text(first)
+        expect(page.locator("#live")).to_be_hidden()  # there are no figures yet
         expect(page.locator("select:visible, canvas:visible, progress:visible")).to_have_count(0)
         assert page.evaluate("document.documentElement.scrollHeight - innerHeight") <= 0
         choose(page, DOG)
         map_shown(page)
+        expect(page.get_by_text("Click an answer to see what spoke for it.")).to_be_visible()
         expect(page.locator("select:visible")).to_have_count(1)
 
 
@@ -124,6 +129,8 @@ def test_many_pictures_are_a_table(page: Page, found: Tab) -> None:
     rows.nth(9).focus()
     page.keyboard.press("Delete")
     expect(rows).to_have_count(11)
+    page.get_by_role("button", name="Remove", exact=True).click()
+    expect(rows).to_have_count(10)
     page.get_by_role("button", name="Clear").click()
     expect(page.locator("tbody tr, #where:visible, #answer:visible")).to_have_count(0)
 
@@ -259,6 +266,8 @@ def test_the_maps_under_way_are_cancelled(page: Page, found: Tab) -> None:
 
 def test_what_was_not_sent_yet_can_be_cancelled(page: Page) -> None:
     page.route("**/classify?*", lambda route: None)  # never answered
+    page.route("**/labels", lambda route: None)  # which no answer waits for
+    page.reload()
     send_event(page, "drop", [DOG] * 6)
     expect(page.locator("#progress-text")).to_have_text("0 of 6 answered")
     cancel = page.locator("#cancel").bounding_box()
@@ -396,11 +405,16 @@ def test_long_labels_stay_inside_and_the_set_is_told_in_plain_words(open_page: O
         page.route("**/classify?*", lengthen)
         choose(page, DOG)
         assert answers(page)[1] == "<b>x</b>"  # labels are text, never markup
-        expect(page.locator("#fits")).to_have_text(re.compile("^2 of its labels fit: <i>; (Aufgabe){50}\\.$"))
+        expect(page.locator("#fits")).to_have_text(re.compile("^Of what it knows, 2 fit: <i>; (Aufgabe){50}\\.$"))
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
         page.locator(".answer .score").first.scroll_into_view_if_needed()
         expect(page.locator(".answer .score").first).to_be_in_viewport(ratio=1)
-        for text in ("None of its labels fits.", "One of its labels fits: dog.", "140 of its labels fit.", None):
+        for text in (
+            "Nothing that it knows fits.",
+            "Of what it knows, one fits: dog.",
+            "Of what it knows, 140 fit.",
+            None,
+        ):
             sets.pop(0)
             choose(page, DOG)
             expect(page.locator("#fits")).to_have_text(text) if text else expect(page.locator("#fits")).to_be_hidden()

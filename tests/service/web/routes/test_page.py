@@ -42,10 +42,11 @@ def test_nothing_is_painted_before_the_whole_document_is_there() -> None:
     assert last == re.findall(r'\bid="([^"]+)"', text)[-1]
 
 
-def test_every_module_that_is_imported_is_served() -> None:
+def test_every_module_that_is_imported_is_served_and_preloaded() -> None:
+    preloaded = re.findall(r'modulepreload" href="(.+?)"', (FOLDER / "index.html").read_text())
     for path in FOLDER.glob("*.js"):
         for name in re.findall(r'from "\./(.+?)"', path.read_text()):
-            assert f"/page/{name}" in pages.PUBLIC
+            assert f"/page/{name}" in pages.PUBLIC and f"page/{name}" in preloaded
 
 
 @on_a_loop
@@ -220,11 +221,14 @@ async def test_the_page_and_its_files_come_from_here_and_are_open_and_fresh() ->
 
 @on_a_loop
 @pytest.mark.parametrize("path", ["/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css"])
-async def test_large_files_are_compressed(path: str) -> None:
+async def test_large_files_are_compressed_for_who_takes_it(path: str) -> None:
     """Who reads slowly would be disconnected: an answer as large as the bundle counts against a limit."""
     service = app()
-    file = await service.get(path)
+    file = await service.get(path, **{"accept-encoding": "br, gzip;q=0.5"})
     assert (file.status, file.headers["content-encoding"]) == (200, "gzip")
-    assert len(gzip.decompress(file.content)) > 3 * len(file.content)
-    again = await service.get(path, **{"if-none-match": file.headers["etag"]})
+    for takes in ("identity", "gzip; q=0.0, br"):
+        plain = await service.get(path, **{"accept-encoding": takes})
+        assert "content-encoding" not in plain.headers
+        assert (plain.headers["vary"], plain.content) == ("Accept-Encoding", gzip.decompress(file.content))
+    again = await service.get(path, **{"accept-encoding": "gzip", "if-none-match": file.headers["etag"]})
     assert (again.status, again.content, again.headers["etag"]) == (304, b"", file.headers["etag"])
