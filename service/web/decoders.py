@@ -121,7 +121,10 @@ class _Decoder:
             os.setpriority(os.PRIO_PROCESS, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0) + _MORE_NICENESS)
 
     def end(self, patience: float = 0.0) -> int:
-        """End the process unless it ends by itself within so many seconds; return its exit code, 0 if it did not."""
+        """End the process unless it ends by itself within so many seconds; return its exit code, 0 if it did not.
+
+        It blocks until the process has let go of its memory, which takes a slow one long beside others' work.
+        """
         self._socket.close()
         try:
             return self._process.wait(patience)
@@ -188,7 +191,7 @@ class Decoders:
             answer = _checked(await decoder.ask(json.dumps(job).encode(), data), job)
         except BaseException as error:
             self._on_restart()
-            code = decoder.end(patience=1.0 if isinstance(error, ConnectionError) else 0.0)
+            code = await asyncio.to_thread(decoder.end, 1.0 if isinstance(error, ConnectionError) else 0.0)
             if code == -signal.SIGKILL:
                 raise _Killed from None
             if code and not decoder.is_ready:
@@ -199,7 +202,7 @@ class Decoders:
                 raise InvalidImage("the picture does not decode: its decoder crashed") from error
             raise
         if decoder.is_slow:  # a process cannot take its priority back, and may hold much memory
-            decoder.end()
+            asyncio.get_running_loop().run_in_executor(None, decoder.end)
         else:
             self._idle.append(decoder)
         return answer
