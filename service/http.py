@@ -11,6 +11,7 @@ request that comes before its connection's last answer waits unparsed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import logging
 import re
@@ -536,7 +537,8 @@ class Connection(asyncio.BufferedProtocol):
         self.is_refused, self._held, self._since = True, b"", self._loop.time()
         self.connections.wait(self)
         if not self.transport.is_closing():
-            self.transport.write_eof()
+            with contextlib.suppress(OSError):  # its caller has reset it
+                self.transport.write_eof()
             self.advance()
 
     def shutdown(self) -> None:

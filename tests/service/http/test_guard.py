@@ -248,6 +248,16 @@ async def test_a_last_answer_is_not_lost_to_a_caller_that_still_sends() -> None:
 
 
 @on_a_loop
+async def test_a_caller_that_has_reset_the_connection_that_refuses_it_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wire = Wire()
+    monkeypatch.setattr(wire.socket, "write_eof", socket.socket().getpeername)
+    await wire.send(b"x\r\n\r\n")
+    assert wire.statuses == [400]
+
+
+@on_a_loop
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
