@@ -61,7 +61,7 @@ from service.web.decoders import Decoded, Decoders
 from service.web.image_stores import ImageStore, id_of_kind, new_image_id
 from service.web.lanes import Deadline, Lane
 from service.web.middleware import request_context
-from service.web.upload import UploadedFile, UploadLimits, read_files, read_whole
+from service.web.upload import WHOLE_BODY, Bound, UploadedFile, UploadLimits, read_files, read_whole
 from vitserve.documents import FIELD
 
 T = TypeVar("T")
@@ -397,8 +397,8 @@ class AdmittedRequest:
 
         `limit` is how many bytes it may have, if not those of the settings. Raises as `read`.
         """
-        most = limit or self.service.settings.max_request_bytes
-        return await self.read(lambda receive: read_whole(self.sender.headers, receive, limit=most))
+        bound = Bound(limit) if limit else Bound(self.service.settings.max_request_bytes, WHOLE_BODY)
+        return await self.read(lambda receive: read_whole(self.sender.headers, receive, bound))
 
     async def read(self, reader: Callable[[Receive], Awaitable[T]]) -> T:
         """Return what `reader` makes of the body, whose bytes and time are bounded.

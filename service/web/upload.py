@@ -11,7 +11,7 @@ import base64
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from python_multipart.exceptions import FormParserError
@@ -42,8 +42,17 @@ _LARGE_JSON: Final = 64 << 10  # bytes from which on a thread reads it
 _STRIPPED: Final = (b"\xff\xd8\xff", b"\x89PNG\x1a")  # the beginnings of a JPEG, and of a PNG without its line breaks
 _DATA_URI: Final = re.compile(r"data:[^,]{0,200};base64,")
 
+WHOLE_BODY: Final = " (VIT_MAX_REQUEST_BYTES)"
+
 UploadedFile = bytearray | UploadTooLarge
 """The bytes of one file, or the error that they are too many."""
+
+
+class Bound(NamedTuple):
+    """Bytes of a body at most, and the setting that says so, as a message to the caller names it."""
+
+    limit: int
+    setting: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +91,14 @@ async def read_files(
     is_form, is_json = kind == b"multipart/form-data", kind.endswith((b"/json", b"+json"))
     # Base64 has a third more bytes than its picture; escapes add to them.
     most = limits.body_bytes if is_form else (2 if is_json else 1) * limits.file_bytes
-    limit = min(most, limits.body_bytes)
-    declared = _declared_length(headers, limit)
+    bound = min(Bound(most, " (VIT_MAX_UPLOAD_BYTES)"), Bound(limits.body_bytes, WHOLE_BODY))
+    declared = _declared_length(headers, bound)
     refusal = _refusal(headers, kind, options)
     if refusal is not None and declared:
         raise refusal
     raw, form = bytearray(), _Form(limits, on_further_file)
     feed = _form_parser(options[b"boundary"], form) if is_form and refusal is None else raw.extend
-    await _feed(feed, receive, limit, refusal, at_once=declared > 0)
+    await _feed(feed, receive, bound, refusal, at_once=declared > 0)
     if is_form:
         return form.finish()
     if is_json:
@@ -102,7 +111,7 @@ async def read_files(
 
 
 async def _feed(
-    feed: Callable[[bytes], object], receive: Receive, limit: int, refusal: ServiceError | None, *, at_once: bool
+    feed: Callable[[bytes], object], receive: Receive, bound: Bound, refusal: ServiceError | None, *, at_once: bool
 ) -> None:
     """Feed a body to a reader; raises `MissingImage` for an empty body, `refusal`, and what the reader raises.
 
@@ -122,27 +131,27 @@ async def _feed(
         if refusal is not None and at_once:
             raise refusal
 
-    if not await _read(take, receive, limit):
+    if not await _read(take, receive, bound):
         raise MissingImage(f"the body is empty: send a picture: {RIGHT_CALL}")
     if refusal is not None:
         raise refusal
 
 
-async def read_whole(headers: Headers, receive: Receive, limit: int) -> bytearray:
-    """Read a body of any form, at most `limit` bytes; raises as `read_files`."""
-    _declared_length(headers, limit)
+async def read_whole(headers: Headers, receive: Receive, bound: Bound) -> bytearray:
+    """Read a body of any form; raises as `read_files`."""
+    _declared_length(headers, bound)
     if refusal := _compressed(headers, "body"):
         raise refusal
     body = bytearray()
-    await _read(body.extend, receive, limit)
+    await _read(body.extend, receive, bound)
     return body
 
 
-def _declared_length(headers: Headers, limit: int) -> int:
+def _declared_length(headers: Headers, bound: Bound) -> int:
     """Return the Content-Length, 0 without the header; raises `UploadTooLarge`."""
     declared = int(headers.get("content-length", "0"))  # the server has checked that it is a number
-    if declared > limit:
-        raise UploadTooLarge(f"{declared} bytes: at most {limit} are allowed")
+    if declared > bound.limit:
+        raise UploadTooLarge(f"{declared} bytes: at most {bound.limit} are allowed{bound.setting}")
     return declared
 
 
@@ -184,7 +193,7 @@ def _is_stripped(picture: bytearray) -> bool:
     return picture.startswith(_STRIPPED) and not any(byte in picture for byte in (b"\0", b"\n", b"\r"))
 
 
-async def _read(take: Callable[[bytes], object], receive: Receive, limit: int) -> int:
+async def _read(take: Callable[[bytes], object], receive: Receive, bound: Bound) -> int:
     """Give each part of a body to `take`, and return how long it is; the event loop registers generators, at a cost."""
     total = 0
     while True:
@@ -193,8 +202,8 @@ async def _read(take: Callable[[bytes], object], receive: Receive, limit: int) -
             raise ClientDisconnected("the caller went away")
         chunk: bytes = message.get("body", b"")
         total += len(chunk)
-        if total > limit:
-            raise UploadTooLarge(f"more than {limit} bytes")
+        if total > bound.limit:
+            raise UploadTooLarge(f"more than {bound.limit} bytes{bound.setting}")
         take(chunk)
         if not message.get("more_body", False):
             return total

@@ -317,7 +317,7 @@ async def _compute(
     if not isinstance(picture, bytearray):
         return await admitted.infer(picture, asked.requested)
     if len(picture) > limit:
-        raise UploadTooLarge(f"{len(picture)} bytes: at most {limit} are allowed")
+        raise UploadTooLarge(f"{len(picture)} bytes: at most {limit} are allowed (VIT_MAX_UPLOAD_BYTES)")
     return (await admitted.classify(picture, asked.requested))[1]
 
 

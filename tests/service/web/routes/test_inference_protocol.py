@@ -85,7 +85,7 @@ async def test_each_picture_may_have_as_many_bytes_as_an_upload(bytes_allowed: i
     response = await infer(app(max_upload_bytes=size), picture)
     assert response.status == status
     if status == 413:
-        assert response.json == {"error": f"{size + 1} bytes: at most {size} are allowed"}
+        assert response.json == {"error": f"{size + 1} bytes: at most {size} are allowed (VIT_MAX_UPLOAD_BYTES)"}
 
 
 @on_a_loop
