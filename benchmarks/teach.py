@@ -174,11 +174,15 @@ def beside(model: Path, rounds: int, seconds: float = 4.0) -> dict[str, Any]:
             number = next(unseen)
             client.teach(head, str(data.labels[number]), data.read(number))
 
+        def teach(head: str, pause: float, stop: Event) -> None:
+            while not stop.wait(pause):
+                add(head)
+
         def rate(head: str, pause: float | None = None) -> float:
             stop = Event()
             with ThreadPoolExecutor(1) as pool:
                 if pause is not None:
-                    pool.submit(lambda: [add(head) for _ in iter(partial(stop.wait, pause), True)])
+                    pool.submit(teach, head, pause, stop)
                 measured = caller.closed(server.url, connections=1, seconds=seconds).rate
                 stop.set()
             while not client.head(head).up_to_date:
