@@ -27,7 +27,7 @@ from tests.e2e.checkpoints import write_checkpoint
 from tests.launcher import until
 
 REPOSITORY = Path(__file__).parents[3]
-MOST = 29
+MOST = 27
 
 
 class Recorder:
