@@ -45,9 +45,9 @@ def grpc(server: Served) -> Any:
     return by_grpc.InferenceServerClient(grpc_address(server))
 
 
-def images(triton: Any, *files: bytes, **options: bool) -> Any:
+def images(triton: Any, *files: bytes) -> Any:
     tensor = triton.InferInput("image", [len(files)], "BYTES")
-    tensor.set_data_from_numpy(np.array(files, object), **options)
+    tensor.set_data_from_numpy(np.array(files, object))
     return tensor
 
 
@@ -103,7 +103,7 @@ def test_answers_are_those_of_classify(
     files = pictures.files[:5]
     wanted = [triton.InferRequestedOutput(name, **options) for name in INFERRED]
     parameters = {"top_k": 3, "attention": "cls"}
-    sent = [images(triton, *files, **options)]
+    sent = [images(triton, *files)]
     answer = client.infer(CHECKPOINT_NAME, sent, outputs=wanted, request_id="17", parameters=parameters)
     response = answer.get_response()
     assert (response["id"] if protocol == "http" else response.id) == "17"
