@@ -23,7 +23,8 @@ _KEPT: Final = 2 * _LARGEST_IN_HEAP
 
 _CPUINFO: Final = Path("/proc/cpuinfo")
 
-_MAX_BATCH: Final = 32
+# Larger batches are no faster (within 3 % of 32, with 32 callers), and who comes behind one waits for all of it.
+_MAX_BATCH: Final = 8
 _STREAMS: Final = 2
 
 
