@@ -2,7 +2,7 @@
 
     enter() --> waits behind its own caller's jobs --> turn of the caller that has had least --> works --> leaves
 
-    in time    a job that cannot end before its deadline, with the work ahead at its measured cost, is refused at once
+    in time    a job that cannot begin before its deadline, with the work ahead at its measured cost, is refused at once
     fair       callers have their turns by the seconds of work that they have had: a caller delays itself first
     dropped    a job whose caller leaves or whose time is up while it waits is never begun
 
@@ -55,7 +55,7 @@ class Entry:
 
     Attributes:
         size: in any unit that its cost grows with, the same for all jobs of a queue.
-        deadline: reading of the clock before which it must end.
+        deadline: reading of the clock before which it must begin.
         is_waiting, is_under_way: its state; neither before it is added, and once it is gone.
         began: reading of the clock at which it began.
         charged: seconds of work that its caller is charged for it.
@@ -105,12 +105,12 @@ class FairQueue(Generic[E]):
         self.waiting = 0
         self.under_way = 0
         self._size_waiting, self._size_under_way = 0.0, 0.0
-        self._jobs, self._sizes, self._worked, self._held = 0.0, 0.0, 0.0, 0.0
+        self._sizes, self._worked, self._held = 0.0, 0.0, 0.0
 
     def add(self, entry: E, caller: Hashable) -> None:
-        """Let a job of a caller wait; raises `QueueFull` if it cannot end before its deadline."""
+        """Let a job of a caller wait; raises `QueueFull` if it cannot begin before its deadline."""
         share = self._share(caller)
-        remaining = self._remaining(entry)
+        remaining = entry.deadline - self._clock()
         # What all jobs together take is known at once; what is ahead of one is counted only where that is too long.
         if self.waiting and self._seconds(self._size_waiting) > remaining and self._wait(share) > remaining:
             raise QueueFull("the work that is ahead takes longer than the request's time")
@@ -130,7 +130,7 @@ class FairQueue(Generic[E]):
                 continue
             entry = share.waiting[0]
             self._remove(entry)
-            if self._remaining(entry) <= 0:
+            if entry.deadline <= self._clock():
                 self._line_up(share)
                 continue
             self._now = max(self._now, share.used)
@@ -155,7 +155,6 @@ class FairQueue(Generic[E]):
             self._line_up(entry.share)
         elif entry.is_under_way:
             entry.is_under_way = False
-            self._jobs = self._jobs * _DECAY + 1
             self._sizes = self._sizes * _DECAY + entry.size
             self._worked = self._worked * _DECAY + entry.charged
             self._held = self._held * _DECAY + self._clock() - entry.began
@@ -167,11 +166,6 @@ class FairQueue(Generic[E]):
     def _pace(self) -> float:
         """Return the measured seconds of work for a unit of size."""
         return self._worked / self._sizes if self._sizes else 0.0
-
-    def _remaining(self, entry: E) -> float:
-        """Return the seconds until a job has to begin to end in time; one that would be alone may try in any case."""
-        needed = self._held / self._jobs if self.under_way and self._jobs else 0.0
-        return entry.deadline - needed - self._clock()
 
     def _seconds(self, ahead: float) -> float:
         """Return the seconds until waiting jobs of this size, and half of those under way, have left."""
