@@ -181,10 +181,11 @@ def beside(model: Path, rounds: int, seconds: float = 4.0) -> dict[str, Any]:
         def rate(head: str, pause: float | None = None) -> float:
             stop = Event()
             with ThreadPoolExecutor(1) as pool:
-                if pause is not None:
-                    pool.submit(teach, head, pause, stop)
+                teaching = pool.submit(teach, head, pause, stop) if pause else None
                 measured = caller.closed(server.url, connections=1, seconds=seconds).rate
                 stop.set()
+            if teaching is not None:
+                teaching.result()  # raises what it raised
             while not client.head(head).up_to_date:
                 time.sleep(0.1)
             return measured
@@ -211,10 +212,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.teach", description=__doc__)
     parser.add_argument("--draws", type=int, default=20)
     parser.add_argument("--beside", type=int, metavar="ROUNDS", help="measure a caller beside teaching alone")
-    parser.add_argument("--record", type=Path, default=RESULTS / "teach.json")
+    parser.add_argument(
+        "--record", type=Path, help="default: teach.json of the results, with --beside teach-beside.json"
+    )
     arguments = parser.parse_args()
     about = {"groups": "classes of CIFAR-10, pictures of its test set", "tested": f"{_TESTED} pictures a group"}
-    record = Record(arguments.record, dtype="auto (bfloat16 where native)", about=about)
+    file = arguments.record or RESULTS / ("teach-beside.json" if arguments.beside else "teach.json")
+    record = Record(file, dtype="auto (bfloat16 where native)", about=about)
     deit = shared_folder() / "weights" / "deit_tiny_imagenet"
     if arguments.beside:
         record.data["beside"] = beside(deit, arguments.beside)
