@@ -326,7 +326,7 @@ def maps(bench: Bench) -> None:
     images = random_pictures(ours.checkpoint, 16, seed=9)
     for index, file in enumerate(bench.files[:8]):
         images[index] = preprocess(file.read_bytes(), ours.checkpoint.preprocess)
-    exact = Predictor(ours.checkpoint, device="cpu", dtype="float32", compile_mode="off")
+    exact = Predictor(ours.checkpoint, device="cpu", dtype="float32", compile_mode="off", max_batch=len(images))
     last, classes = ours.checkpoint.vit.depth - 1, ours.checkpoint.config.num_classes
     for name, request in (("row", MapRequest.row(last)), ("relevance", MapRequest("relevance"))):
         asked = [RequestedOutputs(min(2, classes), request)] * len(images)

