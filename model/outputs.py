@@ -361,11 +361,13 @@ class Outputs:
 
     def predicted(self, min_score: float | None = None) -> NDArray[np.bool_]:
         """Return whether each class has the score that its head, and the caller, ask for at least: bool [top_k]."""
-        least = np.zeros_like(self.scores) if self.least is None else self.least
+        if self.least is None and min_score is None:  # of most images
+            return np.ones(len(self.scores), bool)
+        least = 0.0 if self.least is None else self.least
         return self.scores >= np.maximum(least, np.float32(min_score or 0))
 
     @property
     def abstains(self) -> bool:
         """Return whether no label is given of the image: by its distance, by its set of labels, or by its scores."""
         no_set = self.label_set is not None and not len(self.label_set)
-        return self.far or no_set or not self.predicted().any()
+        return self.far or no_set or (self.least is not None and not self.predicted().any())

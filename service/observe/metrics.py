@@ -163,7 +163,8 @@ class Metrics(Collector):
         images.inc()
         if outputs is not None:
             top1_score.observe(float(outputs.scores[0]))
-            self.abstained.inc(outputs.abstains)
+            if outputs.abstains:
+                self.abstained.inc()
 
     def watch(self, sources: Sources) -> None:
         """Read the state of the service at every scrape instead of following each change."""
