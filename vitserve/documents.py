@@ -1,4 +1,4 @@
-"""The documents on the wire, as pydantic models: the service builds its answers from them, the client reads them."""
+"""The documents on the wire, as pydantic models: the schema of the answers, which the client reads."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _KEPT: Final = 2 * _LARGEST_IN_HEAP
 
 _CPUINFO: Final = Path("/proc/cpuinfo")
 
-# Larger batches are no faster (within 3 % of 32, with 32 callers), and who comes behind one waits for all of it.
+# Larger batches are cut to this size (`backend.SIZES`), and who comes behind one waits for all of it.
 _MAX_BATCH: Final = 8
 _STREAMS: Final = 2
 
