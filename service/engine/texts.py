@@ -1,4 +1,4 @@
-"""Features of texts: computed by the text tower, each text once, on a thread that leaves the processor to the images.
+"""Features of texts: computed by the text tower on a thread of its own, each text once, beside the batches of images.
 
 Requests take turns, a few texts each: one with many new texts delays others by a few of its own at a time.
 """
@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed
-from service.lifecycle import lower_priority
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ class TextFeatures:
         self._cache: OrderedDict[str, Floats] = OrderedDict()
         self._turn = asyncio.Lock()  # first come, first served
         self._closed = False
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="texts", initializer=lower_priority)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="texts")
 
     async def embed(self, texts: Sequence[str], tower: Tower, *, timeout: float) -> Floats:
         """Return the features of texts, float32 [N, D], which must be there within `timeout` seconds.
