@@ -245,7 +245,8 @@ def _head_error(scope: Scope) -> MalformedRequest | None:
 def head_of(status: int, headers: Iterable[Header], *, closes: bool) -> bytes:
     """Return the head of an answer; raises `RuntimeError` if a header holds a line break."""
     status_line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}".encode()
-    lines = [status_line, *(b"%b: %b" % (name, value) for name, value in headers), *[b"connection: close"] * closes, b""]
+    fields = [b"%b: %b" % (name, value) for name, value in headers]
+    lines = [status_line, *fields, *[b"connection: close"] * closes, b""]
     head = b"\r\n".join([*lines, b""])
     if head.count(b"\n") + head.count(b"\r") != 2 * len(lines):
         raise RuntimeError("a header with a line break")
