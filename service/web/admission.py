@@ -129,14 +129,15 @@ class Body:
         gave_way: whether it was ended because others needed its room.
         began: reading of the clock when it was first expected.
         paid_until: reading of the clock until which its bytes are fast enough; after it the body crawls.
-        end: ends it soon.
+        end: ends it soon; while it arrives.
     """
+
+    end: Callable[[], None]
 
     def __init__(self, receiving: Receiving) -> None:
         self.size = 0
         self.gave_way = False
         self.began = self.paid_until = 0.0
-        self.end: Callable[[], None] = lambda: None
         self._receiving = receiving
 
     def __enter__(self) -> Self:
@@ -174,6 +175,7 @@ class Receiving:
             yield
         finally:
             self._arriving.pop(body, None)
+            del body.end  # it holds the request, which holds the body
 
     def newcomers(self, most: int) -> int:
         """Return how many bodies began to arrive less than `PROMISE_SECONDS` ago, at most `most`."""

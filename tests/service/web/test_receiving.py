@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from contextlib import ExitStack
 from typing import Any
 
@@ -29,6 +31,24 @@ class Bodies:
         self.stack.enter_context(self.receiving.arriving(body, lambda: self.ended.append(name)))
         self.receiving.add(body, size)
         return body
+
+
+def test_a_body_that_has_arrived_leaves_no_circle_to_the_collector() -> None:
+    class Request:
+        def __init__(self, receiving: Receiving) -> None:
+            self.body = receiving.body()
+            with receiving.arriving(self.body, self.end):
+                receiving.add(self.body, 1)
+
+        def end(self) -> None:
+            """End its body."""
+
+    gc.disable()
+    try:
+        held = weakref.ref(Request(Receiving(10)))
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
