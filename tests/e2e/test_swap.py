@@ -130,6 +130,6 @@ def test_a_checkpoint_that_cannot_be_served_changes_nothing(serve: Serve, pictur
     assert load(server, CHECKPOINT_NAME, OTHER_NAME).status_code == 200
     assert (server.metric("vit_reloads_total", outcome="served"), server.metric("vit_last_reload_successful")) == (1, 1)
     assert server.metric("vit_model_info", model=OTHER_NAME, checkpoint=str((folder / OTHER_NAME).resolve())) == 1
-    assert f"{OTHER_NAME} from {(folder / OTHER_NAME).resolve()} (content" in server.log
+    until(lambda: f"{OTHER_NAME} from {(folder / OTHER_NAME).resolve()} (content" in server.log)
     assert server.process.terminate() == 0
     assert "Traceback" not in server.log

@@ -170,7 +170,7 @@ def test_as_many_connections_as_files_may_be_open(
 
 @on_a_loop
 async def test_a_start_that_fails_before_the_server_listens_ends_at_once(ended: list[int]) -> None:
-    service = app()
+    service = app(port=0)
     server = Server(service.asgi, service.settings, service.lifecycle)
     running = asyncio.create_task(server.serve())
     server.stop(1)
