@@ -166,8 +166,7 @@ def with_best(outputs: BatchOutputs[Tensor], head: Head, top_k: int) -> BatchOut
     scores = scaled.sigmoid() if head.independent else scaled.softmax(dim=-1)
     # A row with one NaN is all NaN after the softmax; a sigmoid keeps it in its place.
     finite = scores.isfinite().all(dim=-1)
-    # Logits are ranked, as of saturated sigmoids several are 1; of equal ones, many in bfloat16, the first is best.
-    chosen = logits.topk(top_k, dim=-1).indices.sort(dim=-1).values
-    order = logits.gather(1, chosen).argsort(dim=-1, descending=True, stable=True)
-    indices = chosen.gather(1, order)
+    # Logits are ranked, as of saturated sigmoids several are 1; of equal ones, many in bfloat16, the first is best, and
+    # `topk` leaves open which of them it takes.
+    indices = logits.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
     return outputs._replace(scores=scores.gather(1, indices), indices=indices, finite=finite)
