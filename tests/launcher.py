@@ -197,3 +197,11 @@ def _environment(settings: dict[str, object]) -> dict[str, str]:
     inherited = {"OMP_NUM_THREADS": "1"} | inherited
     settings = {"cache_dir": "off"} | settings  # no graphs of other runs
     return inherited | {f"VIT_{name.upper()}": str(value) for name, value in settings.items()}
+
+
+def command_line(pid: int) -> bytes:
+    """What the process calls itself, or nothing once it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""

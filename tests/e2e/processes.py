@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.e2e.serving import Served
+from tests.launcher import command_line
 
 
 class Processes:
@@ -21,7 +22,7 @@ class Processes:
     @property
     def engine(self) -> int:
         """The one that is called so."""
-        [pid] = [pid for pid in self.all if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"vitserve: engine")]
+        [pid] = [pid for pid in self.all if command_line(pid).startswith(b"vitserve: engine")]
         return pid
 
     @property

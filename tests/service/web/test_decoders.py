@@ -13,7 +13,7 @@ import sys
 import time
 import zlib
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from service.settings import load_settings
 from service.web import decoders as module
 from service.web.decoders import Decoders
 from service.web.lanes import Deadline
+from tests.launcher import command_line
 from tests.model.images.pictures import FORMATS, black_png, config, encode, noise, scene
 from tests.service.fakes import on_a_loop, until
 from tests.service.web.apps import App, form
@@ -41,15 +42,20 @@ CONFIG = config()
 
 
 def children() -> list[int]:
-    """The decoder processes that any thread of this one has started."""
-    found = [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
-    return [pid for pid in found if b"decoder_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    """The decoder processes that any thread of this one has started, without those that end meanwhile."""
+    found: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found += [int(pid) for pid in (task / "children").read_text().split()]
+    return [pid for pid in found if b"decoder_process" in command_line(pid)]
 
 
 def is_slow() -> bool:
     """Whether one of them leaves the processor to others."""
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    return any(os.getpriority(os.PRIO_PROCESS, each) > own for each in children())
+    with suppress(ProcessLookupError):
+        return any(os.getpriority(os.PRIO_PROCESS, each) > own for each in children())
+    return False
 
 
 class Pool(Decoders):
