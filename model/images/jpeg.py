@@ -97,16 +97,20 @@ def _segments(data: bytes | bytearray, max_gap: int) -> Iterator[tuple[int, int,
 
     Fill bytes and rubbish before a marker are legal. Pillow goes through them one by one.
     """
-    position = 2
+    position, size = 2, len(data)
     for _ in range(MAX_PARTS):
-        match = _MARKER.search(data, position, min(position + max_gap, len(data)))
-        if match is None:
-            return
-        start = position = match.end()
-        marker = match[0][1]
+        begin = position
+        if begin + 2 > size or data[begin] != 0xFF or data[begin + 1] in (0x00, 0xFF):
+            match = _MARKER.search(data, position, min(position + max_gap, size))
+            if match is None:
+                return
+            begin = match.start()
+        marker, start = data[begin + 1], begin + 2
+        position = start
         if marker not in _STANDALONE:
-            position += max(2, int.from_bytes(data[start : start + 2], "big"))
-        yield marker, match.start(), start, position
+            length = data[start] << 8 | data[start + 1] if start + 2 <= size else 0
+            position += length if length > 2 else 2
+        yield marker, begin, start, position
     raise InvalidImage(f"the file is made of more than {MAX_PARTS} parts")
 
 

@@ -70,6 +70,8 @@ def test_the_readme_is_a_landing_page_and_the_docs_are_read_in_an_hour():
     pages = [*REPOSITORY.glob("docs/*.md")]
     assert len(pages) <= 14
     assert sum(len(page.read_text().split()) for page in pages) <= 18_000
+    site = (REPOSITORY / "mkdocs.yml").read_text()
+    assert [page.name for page in pages if f"- {page.name}" not in site] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
