@@ -67,7 +67,9 @@ class Caller(threading.Thread):
 def test_no_answer_is_lost_or_mixed_up_and_a_stop_under_load_loses_nobody(tmp_path: Path) -> None:
     predictor = Predictor(load_checkpoint("bundled"), device="cpu", compile_mode="off", dtype="float32", threads=1)
     pictures = Pictures.make(predictor, count=PICTURES, side=32)
-    with ServerProcess(tmp_path / "log", device="cpu", dtype="float32", drain_delay=DRAIN_DELAY) as server:
+    with ServerProcess(
+        tmp_path / "log", device="cpu", dtype="float32", drain_delay=DRAIN_DELAY, request_timeout=60
+    ) as server:
         callers = [Caller(number, server.url, pictures) for number in range(CALLERS)]
         for caller in callers:
             caller.start()
