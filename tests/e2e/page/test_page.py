@@ -81,6 +81,7 @@ def test_on_a_phone_the_map_is_in_sight(open_page: Open, motion: str) -> None:
 def test_pictures_come_in_every_way(open_page: Open) -> None:
     with open_page(**PHONE) as found:
         page = found.page
+        expect(page.get_by_text("Drop pictures here")).to_be_hidden()
         choose(page, CAT)
         assert answers(page)
         expect(page.locator("#photo-caption")).to_have_text("cat.jpg")
@@ -106,6 +107,9 @@ def test_many_pictures_are_a_table(page: Page, found: Tab) -> None:
     rows = page.locator("tbody tr")
     expect(rows.nth(9)).to_contain_text("dog.jpgdog9")
     expect(page.locator("#photo-caption")).to_have_text("late.jpg")  # the first of them that was answered
+    expect(page.locator("th[aria-sort]:not([aria-sort=none])")).to_have_count(0)  # they stand as they came
+    page.locator("th button[data-by=name]").click()
+    expect(rows.nth(4)).to_contain_text("cat.jpg")
     page.locator("th button[data-by=score]").click()
     expect(page.locator("th[aria-sort=descending]")).to_have_text("Score")
     page.locator("th button[data-by=label]").focus()
