@@ -84,7 +84,7 @@ export class PictureList {
     button.setAttribute("aria-label", `${name}: ${picture.state === "answered" ? label : STATES[picture.state]}`);
     button.querySelector(".mark").textContent = MARKS[picture.state];
     const [first, ...rest] = row.cells;
-    first.lastChild.textContent = name;
+    first.lastChild.textContent = first.title = name;
     [label, score === null ? "" : percent(score), note].forEach((text, at) => {
       rest[at].textContent = rest[at].title = text;
     });

@@ -208,6 +208,7 @@ export class MapPanel {
     this.element.classList.toggle("mapless", !this.map);
     stack.setAttribute("aria-label", this.picture?.name ?? "No picture yet");
     if (!this.map) return;
+    this.find(".ramp").style.opacity = this.map.strength; // the colours as they are drawn
     stack.setAttribute("aria-label", `${this.picture.name}. Map, patch by patch: arrow keys move. Strongest: ${this.describe(this.map.strongest)}`);
     if (this.held) return;
     dimOutside(this.find(".base"), region);

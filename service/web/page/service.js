@@ -17,7 +17,7 @@ export class Service {
   }
 
   /** Ask which model answers now. Its labels come later: a thousand of them are not needed for the first answer. */
-  static async reach(name, place) { return new Service(await send("GET", "model", { query: { model: name } }), name, place); }
+  static async reach(name, place) { return new Service(await send("GET", "model", { query: { model: name, prepare_maps: true } }), name, place); }
 
   async fetchLabels() {
     const { model, labels } = await send("GET", "labels", { query: { model: this.name } });

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from importlib.metadata import version
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
+from weakref import WeakKeyDictionary
 
+import numpy as np
 from fastapi import APIRouter, Query
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from model.config import LibraryConfig, ViTConfig
-from model.outputs import methods_of
-from service.engine.messages import attributes
+from model.outputs import MapRequest, RequestedOutputs, methods_of
+from service.engine.base import Engine
+from service.engine.messages import InferenceRequest, attributes
+from service.errors import ServiceError
+from service.models.model import Generation
 from service.observe.metrics import CONTENT_TYPE
 from service.web.request import model_of, service_of
 from service.web.routes.endpoint import Endpoint, LooseModelQuery, problems
 from vitserve.documents import Labels, ModelDescription
+
+logger = logging.getLogger("vitserve")
+
+_PREPARE_SECONDS: Final = 60.0
+"""Seconds within which a model must begin with the map that prepares the others."""
+
+_prepared: WeakKeyDictionary[Generation[Engine], asyncio.Task[None] | None] = WeakKeyDictionary()
+
+
+class DescribedQuery(LooseModelQuery, frozen=True):
+    """The query of GET /model."""
+
+    prepare_maps: Annotated[bool, Field(description="begin with what takes seconds of the first map")] = False
 
 
 class Status(BaseModel):
@@ -29,9 +49,11 @@ router = APIRouter(tags=["operations"], route_class=Endpoint)
 
 
 @router.get("/model", response_model=ModelDescription, responses=problems(404, 422, 503))
-async def model(request: Request, query: Annotated[LooseModelQuery, Query()]) -> ModelDescription:
+async def model(request: Request, query: Annotated[DescribedQuery, Query()]) -> ModelDescription:
     """Describe a model that is served."""
     current = await model_of(request, query.model)
+    if query.prepare_maps:
+        _prepare_maps(current.generation)
     info, config = current.info, current.info.config
     facts = attributes(ModelDescription.model_fields, info, config, current.generation.engine.status)
     if current.unloaded:
@@ -49,6 +71,27 @@ async def model(request: Request, query: Annotated[LooseModelQuery, Query()]) ->
         score_form=info.form.model_dump(),
         templates=info.zero_shot and list(info.zero_shot.templates),
     )
+
+
+def _prepare_maps(generation: Generation[Engine]) -> None:
+    """Begin with a map of an empty picture, once for each version of a model."""
+    info = generation.engine.info
+    if info is None or not generation.engine.ready or generation in _prepared:
+        return
+    _prepared[generation] = None
+    if "relevance" in methods_of(info.config):
+        requested = RequestedOutputs(1, MapRequest("relevance"))
+        picture = InferenceRequest(np.zeros(info.input_shape, np.uint8), requested)
+        _prepared[generation] = asyncio.create_task(_compute(generation, picture))
+
+
+async def _compute(generation: Generation[Engine], picture: InferenceRequest) -> None:
+    """Let a model compute a picture for nobody."""
+    try:
+        with generation.request():
+            await generation.engine.infer(picture, timeout=_PREPARE_SECONDS)
+    except ServiceError as error:
+        logger.info("the first map will take longer: %s", error)
 
 
 @router.get("/labels", response_model=Labels, responses=problems(404, 422, 503))

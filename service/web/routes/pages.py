@@ -1,38 +1,22 @@
 """GET / and GET /docs: pages with a strict policy, the files that they load from this host alone, and /openapi.json.
 
-Browsers ask for a file again each time, and are answered with 304 while it is the same. Who asks for the page will soon
-ask for a map, whose first computation after a start takes seconds: it is done meanwhile.
+Browsers ask for a file again each time, and are answered with 304 while it is the same.
 """
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import hashlib
-import logging
 import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
-from weakref import WeakKeyDictionary
 
-import numpy as np
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from model.outputs import MapRequest, RequestedOutputs, methods_of
-from service.engine.base import Engine
-from service.engine.messages import InferenceRequest
-from service.errors import ServiceError
-from service.models.model import Generation
-from service.web.request import Service, service_of
 from service.web.routes.endpoint import Endpoint
-
-logger = logging.getLogger("vitserve")
-
-_PREPARE_SECONDS: Final = 60.0
-"""Seconds within which the model must begin with the map that prepares the others."""
 
 _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
@@ -65,8 +49,6 @@ _TAKES_GZIP: Final = r"gzip(?!\s*;\s*q=0(\.0*)?\s*(,|$))"
 PUBLIC: Final = frozenset({"/openapi.json", *_FILES})
 """Paths that are open even when keys are set: the page asks for the key."""
 
-_prepared: WeakKeyDictionary[Generation[Engine], asyncio.Task[None] | None] = WeakKeyDictionary()
-
 router = APIRouter(include_in_schema=False, route_class=Endpoint)
 
 
@@ -80,8 +62,6 @@ async def file(request: Request) -> Response:
     """Return a file of the page or of the documentation, which may be stored compressed."""
     path = _FILES[request.scope["path"]]
     media_type = _MEDIA_TYPES[(path.with_suffix("") if path.suffix == ".gz" else path).suffix]
-    if request.scope["path"] == "/":
-        _prepare_maps(service_of(request))
     is_packed = path.suffix == ".gz"
     unpack = is_packed and not re.search(_TAKES_GZIP, request.headers.get("accept-encoding", ""), re.IGNORECASE)
     content, tag = _content(path, unpack)
@@ -93,28 +73,6 @@ async def file(request: Request) -> Response:
     if tag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
     return Response(content, headers=headers, media_type=media_type)
-
-
-def _prepare_maps(service: Service) -> None:
-    """Begin with a map of an empty picture, once for each version of the model that the service has."""
-    generation = service.models.default.current
-    info = generation.engine.info
-    if info is None or not generation.engine.ready or generation in _prepared:
-        return
-    _prepared[generation] = None
-    if "relevance" in methods_of(info.config):
-        requested = RequestedOutputs(1, MapRequest("relevance"))
-        picture = InferenceRequest(np.zeros(info.input_shape, np.uint8), requested)
-        _prepared[generation] = asyncio.create_task(_compute(generation, picture))
-
-
-async def _compute(generation: Generation[Engine], picture: InferenceRequest) -> None:
-    """Let a model compute a picture for nobody."""
-    try:
-        with generation.request():
-            await generation.engine.infer(picture, timeout=_PREPARE_SECONDS)
-    except ServiceError as error:
-        logger.info("the first map will take longer: %s", error)
 
 
 @lru_cache

@@ -194,6 +194,7 @@ def test_a_label_is_clicked_and_its_map_is_drawn_beside_that_of_another(page: Pa
     page.keyboard.press("Enter")
     expect(page.locator(".class").nth(1)).to_have_value("frog (6)")
     expect(page.locator(".readout")).to_have_text([f"Little speaks for {label} here" for label in (labels[2], "frog")])
+    expect(page.locator(".ramp").first).to_have_css("opacity", re.compile("^0"))  # the colours fade with the map
     page.evaluate(
         """() => {
           const { prototype } = CanvasRenderingContext2D, { fillText } = prototype;

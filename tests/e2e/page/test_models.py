@@ -89,7 +89,8 @@ def test_a_model_is_chosen_with_the_keyboard_and_answers_with_its_maps(page: Pag
     which = page.get_by_role("combobox", name="Model", exact=True)
     expect(which).to_have_value("english")  # the default
     which.focus()
-    page.keyboard.press("ArrowDown")
+    with page.expect_request(re.compile(r"/model\?model=german&prepare_maps=true")):
+        page.keyboard.press("ArrowDown")
     expect(page.locator(".answer .label").first).to_have_text("Hund")
     expect(which).to_be_focused()
     expect(page.locator("#model")).to_contain_text("german on cpu")

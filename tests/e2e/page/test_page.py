@@ -81,6 +81,7 @@ def test_on_a_phone_the_map_is_in_sight(open_page: Open, motion: str) -> None:
 def test_pictures_come_in_every_way(open_page: Open) -> None:
     with open_page(**PHONE) as found:
         page = found.page
+        expect(page.get_by_text("Drop pictures here")).to_be_hidden()
         choose(page, CAT)
         assert answers(page)
         expect(page.locator("#photo-caption")).to_have_text("cat.jpg")
@@ -106,6 +107,9 @@ def test_many_pictures_are_a_table(page: Page, found: Tab) -> None:
     rows = page.locator("tbody tr")
     expect(rows.nth(9)).to_contain_text("dog.jpgdog9")
     expect(page.locator("#photo-caption")).to_have_text("late.jpg")  # the first of them that was answered
+    expect(page.locator("th[aria-sort]:not([aria-sort=none])")).to_have_count(0)  # they stand as they came
+    page.locator("th button[data-by=name]").click()
+    expect(rows.nth(4)).to_contain_text("cat.jpg")
     page.locator("th button[data-by=score]").click()
     expect(page.locator("th[aria-sort=descending]")).to_have_text("Score")
     page.locator("th button[data-by=label]").focus()
@@ -139,7 +143,7 @@ def test_another_model_behind_the_page_begins_anew(page: Page, server: Served) -
     model, answer = server.get("/model").json(), server.classify(DOG.read_bytes(), "attention=relevance").json()
     choose(page, DOG)
     map_shown(page)
-    page.route("**/model", lambda route: route.fulfill(json=model | {"name": "other"}))
+    page.route(re.compile(r"/model\?"), lambda route: route.fulfill(json=model | {"name": "other"}))
     answer |= {"model": "other", "predictions": [{"label": "loaf", "index": 7, "score": 0.9}]}
     answer["attention"] |= {"label": "loaf", "class": 7}
     page.route("**/classify?*", lambda route: route.fulfill(json=answer))
@@ -150,7 +154,7 @@ def test_another_model_behind_the_page_begins_anew(page: Page, server: Served) -
     expect(page.locator("#pictures button[aria-label$=': loaf']")).to_have_count(2)
     map_shown(page)
     # A map of another model, whose answer the page has not heard of.
-    page.unroute("**/model")
+    page.unroute(re.compile(r"/model\?"))
     page.unroute("**/classify?*")
     page.evaluate("document.querySelector('#notice').textContent = ''")
     map_of_other = answer["attention"] | {"label": "pie", "class": 3}
@@ -164,7 +168,7 @@ def test_another_model_behind_the_page_begins_anew(page: Page, server: Served) -
 def test_a_model_of_words_has_a_box_for_them_and_one_without_maps_shows_the_picture(page: Page, server: Served) -> None:
     model, answer = server.get("/model").json(), server.classify(DOG.read_bytes()).json()
     described = model | {"classes": 0, "templates": ["a photo of {}."], "attention_methods": []}
-    page.route("**/model", lambda route: route.fulfill(json=described))
+    page.route(re.compile(r"/model\?"), lambda route: route.fulfill(json=described))
     page.route("**/classify?*", lambda route: route.fulfill(json=answer))
     page.reload()
     expect(page.locator("#knows")).to_contain_text("words of your own")
@@ -312,7 +316,7 @@ def test_a_service_that_starts_or_is_busy_is_asked_again(page: Page, found: Tab)
         busy.pop(urlsplit(route.request.url).path)
 
     found.refusals_expected = True
-    page.route("**/model", refuse)
+    page.route(re.compile(r"/model\?"), refuse)
     page.reload()
     choose(page, CAT)
     expect(page.get_by_role("alert")).to_contain_text("The model is not ready yet")

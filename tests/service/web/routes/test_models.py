@@ -15,7 +15,7 @@ from service.models.model import Generation, LocalModel
 from service.models.models import AddedHead
 from service.settings import load_settings
 from tests.service.fakes import FixedModels, model_info, on_a_loop, png, until
-from tests.service.web.apps import App, app, form, service_in
+from tests.service.web.apps import App, app, form, service_in, settle
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
 
@@ -103,6 +103,16 @@ async def test_the_named_model_describes_itself_draws_its_maps_and_is_torchserve
     batch = await service.request("POST", "/classify/batch", query="model=few&top_k=1", **form(png(1), png(2)))
     assert [each["model"] for each in batch.json["results"]] == ["few", "few"]
     assert (await service.get("/v2/models/few/ready")).status == 200
+
+
+@on_a_loop
+async def test_who_asks_for_a_model_may_have_its_maps_prepared_once() -> None:
+    service, models = several()
+    await service.get("/model", "model=few")
+    for name in ("few", "few", "bare"):
+        assert (await service.get("/model", f"model={name}&prepare_maps=true")).status == 200
+        await settle()
+    assert {name: len(engine.timeouts) for name, engine in models.engines.items()} == {"cats": 0, "few": 1, "bare": 0}
 
 
 @on_a_loop

@@ -12,7 +12,7 @@ import pytest
 import service.web
 from service.web.routes import pages
 from tests.service.fakes import on_a_loop
-from tests.service.web.apps import App, app, settle
+from tests.service.web.apps import App, app
 
 FOLDER = Path(service.web.__file__).parent / "page"
 FILES = [path for path in FOLDER.rglob("*") if path.is_file()]
@@ -62,16 +62,6 @@ async def test_the_page_has_a_strict_policy(service: App) -> None:
         file = await service.get(f"/page/{name}")
         assert (file.status, file.content) == (200, (FOLDER / name).read_bytes())
         assert file.headers["x-content-type-options"] == "nosniff"
-
-
-@on_a_loop
-async def test_the_first_page_of_a_model_prepares_its_maps_once(service: App) -> None:
-    await service.get("/page/page.css")
-    assert service.engine.timeouts == []
-    for _ in range(2):
-        assert (await service.get("/")).status == 200
-        await settle()
-    assert len(service.engine.timeouts) == 1
 
 
 @on_a_loop
