@@ -10,7 +10,7 @@ FROM ${PYTHON_IMAGE} AS dependencies
 # For `strip`, and to compile the kernel that resizes pictures.
 RUN apt-get update && apt-get install --yes --no-install-recommends binutils gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 WORKDIR /build
-COPY pyproject.toml constraints.txt ./
+COPY pyproject.toml constraints.txt deploy/image/requirements.txt ./
 ENV PIP_CONSTRAINT=/build/constraints.txt \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_NO_CACHE_DIR=1 \
@@ -22,7 +22,8 @@ ARG VARIANT
 ARG TORCH_INDEX_URL
 # These extras are small, and quiet where they have nothing to do; the variant `cpu` adds openvino, which is neither.
 ARG EXTRAS="gpu hub redis otel grpc isolation"
-# timm brings torchvision, which has to be of the same build as torch.
+# timm brings torchvision, which has to be of the same build as torch. What torch needs comes below; of CUDA 12 only its index
+# has all.
 # hadolint ignore=SC2086
 RUN case "${VARIANT}" in \
         cpu) index=https://download.pytorch.org/whl/cpu ;; \
@@ -31,14 +32,22 @@ RUN case "${VARIANT}" in \
     esac \
     && index="${TORCH_INDEX_URL-${index}}" \
     && case " ${EXTRAS} " in *" timm "*) torchvision=torchvision ;; esac \
-    && pip --python /opt/venv/bin/python install ${index:+--index-url "${index}"} torch ${torchvision:-}
+    && pip --python /opt/venv/bin/python install ${index:+--index-url "${index}"} \
+        $([ "${VARIANT}" = cuda12 ] || echo --no-deps) torch ${torchvision:-}
+# What is still needed is held by the hashes in requirements.txt, but of extras that `make locks` does not name.
 # hadolint ignore=SC2086
 RUN if [ "${VARIANT}" = cpu ]; then EXTRAS="${EXTRAS} openvino"; fi \
     && python -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
         extras = project["optional-dependencies"]; \
         print(*project["dependencies"], *(line for name in sys.argv[1:] for line in extras[name]), sep="\n")' \
-        ${EXTRAS} >requirements.txt \
-    && pip --python /opt/venv/bin/python install -r requirements.txt
+        ${EXTRAS} >asked.txt \
+    && pip --python /opt/venv/bin/python install --quiet --dry-run --report needed.json -r asked.txt \
+    && python -c 'import json, re; needed = [each["metadata"]["name"] for each in json.load(open("needed.json"))["install"]]; \
+        names = {re.sub("[-_.]+", "-", name).lower() for name in needed}; \
+        locked = re.findall(r"^\w(?:.*\\\n)*.*$", open("requirements.txt").read(), re.M); \
+        print(*(each for each in locked if each.partition("==")[0] in names), sep="\n")' >locked.txt \
+    && pip --python /opt/venv/bin/python install --no-deps --require-hashes -r locked.txt \
+    && pip --python /opt/venv/bin/python install -r asked.txt
 COPY deploy/image/slim.py ./
 RUN python slim.py /opt/venv
 

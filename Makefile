@@ -31,7 +31,7 @@ help:
 	@echo "make screenshots  take the pictures of the page in docs/images anew; needs Chromium"
 	@echo "make wheels  write the wheels and the source distribution to dist/"
 	@echo "make site    write the documentation's site to dist/site"
-	@echo "make locks   look up the versions and hashes of what a release and the site are built with"
+	@echo "make locks   look up the versions and hashes of what a release, the site and the images are built with"
 	@echo "make release-check  build and try all of a release that needs no more than package indexes"
 	@echo "make clean   remove the virtual environment and caches"
 
@@ -142,12 +142,16 @@ $(RELEASE)/.made: $(VENV)/.made deploy/release/requirements.txt
 	@touch $@
 
 # The tools are named in requirements.in; a version that is locked stays until its line is deleted from requirements.txt.
+# What an image may have is named in pyproject.toml, with the versions of constraints.txt.
+LOCK := $(VENV)/locks/bin/uv pip compile --quiet --universal --generate-hashes --no-annotate --python-version 3.11 \
+	--custom-compile-command 'make locks' --output-file
+IMAGE_EXTRAS := gpu grpc heic hub isolation openvino otel redis text timm
+
 locks: $(VENV)/.made
 	$(BIN)/python -m venv $(VENV)/locks
 	$(VENV)/locks/bin/pip install --quiet --disable-pip-version-check 'uv==0.13.*'
-	for name in release site; do $(VENV)/locks/bin/uv pip compile --quiet --universal --generate-hashes --no-annotate \
-		--python-version 3.11 --custom-compile-command 'make locks' deploy/$$name/requirements.in \
-		--output-file deploy/$$name/requirements.txt || exit; done
+	for name in release site; do $(LOCK) deploy/$$name/requirements.txt deploy/$$name/requirements.in || exit; done
+	$(LOCK) deploy/image/requirements.txt -c constraints.txt --no-emit-package torch $(IMAGE_EXTRAS:%=--extra %) pyproject.toml
 
 version:
 	@echo $(VERSION)

@@ -387,7 +387,9 @@ class AdmittedRequest:
         limits = UploadLimits(settings.max_upload_bytes, settings.max_request_bytes, most, fields)
         numbers = itertools.count(2)
         files = await self.read(
-            lambda receive: read_files(self.sender.headers, receive, limits, lambda: limiter.check(next(numbers)))
+            lambda receive: read_files(
+                self.sender.headers, receive, limits, lambda: limiter.check(next(numbers)), self.write
+            )
         )
         await self.take(passes * len(files))
         return files
@@ -538,7 +540,7 @@ class AdmittedRequest:
 
     # The answer is written
 
-    async def write(self, work: Callable[[], T], *, size: int) -> T:
+    async def write(self, work: Callable[[], T], size: int) -> T:
         """Return what `work` returns: here, or from a thread if it handles many values."""
         if size < LARGE:
             return work()

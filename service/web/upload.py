@@ -6,11 +6,11 @@ limit is passed, not when its end is reached.
 
 from __future__ import annotations
 
-import asyncio
-import base64
 import re
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NamedTuple
 
 import msgspec
@@ -35,11 +35,15 @@ RIGHT_CALL = f"curl -F {FIELD}=@photo.jpg URL, or curl --data-binary @photo.jpg 
 
 _MAX_OTHER_PARTS: Final = 1000  # a body of nothing but tiny parts would cost the event loop a minute of parsing
 _MAX_HEADER_PARAMETERS: Final = 64  # the time of the parser is quadratic in their number
-_BASE64_PIECE: Final = 1 << 20
+_PIECE: Final = 1 << 18
+_MAX_ESCAPE: Final = 6
+_BREATH: Final = 1e-4  # seconds in which another thread takes the interpreter
 _MAX_BOUNDARY: Final = 256  # bytes, as the parser has it
-_LARGE_JSON: Final = 64 << 10  # bytes from which on a thread reads it
+_BYTES_A_VALUE: Final = 32  # of JSON, which are read in the time of a value; of escapes in half as many
 
 _STRIPPED: Final = (b"\xff\xd8\xff", b"\x89PNG\x1a")  # the beginnings of a JPEG, and of a PNG without its line breaks
+# Around the text of the picture in a JSON document.
+_BEFORE, _AFTER = (re.compile(each.replace(b" ", rb"\s{0,99}")) for each in (rb' \{ "image" : "', rb'" \} '))
 _DATA_URI: Final = re.compile(r"data:[^,]{0,200};base64,")
 
 WHOLE_BODY: Final = " (VIT_MAX_REQUEST_BYTES)"
@@ -65,18 +69,17 @@ class UploadLimits:
     fields: Collection[str] = (FIELD,)
 
 
-class _JsonPicture(msgspec.Struct, forbid_unknown_fields=True):
-    """The only JSON that is a picture: in base64, or as a data: URI."""
-
-    image: str
-
-
 async def read_files(
-    headers: Headers, receive: Receive, limits: UploadLimits, on_further_file: Callable[[], None]
+    headers: Headers,
+    receive: Receive,
+    limits: UploadLimits,
+    on_further_file: Callable[[], None],
+    in_turn: Callable[[Callable[[], bytearray], int], Awaitable[bytearray]],
 ) -> list[UploadedFile]:
     """Return the files in a body: the raw picture, one in JSON, or at least one part named `file` of a multipart form.
 
-    `on_further_file` is called before the second and each later file is read, and may refuse it.
+    `on_further_file` is called before the second and each later file is read, and may refuse it. `in_turn` works on a
+    document of so many values, and may refuse to.
 
     Raises:
         UploadTooLarge: the body, or the only file of a request, is too large.
@@ -102,9 +105,7 @@ async def read_files(
     if is_form:
         return form.finish()
     if is_json:
-        if len(raw) < _LARGE_JSON:
-            return [_json_picture(raw, limits.file_bytes)]
-        return [await asyncio.to_thread(_json_picture, raw, limits.file_bytes)]
+        return [await in_turn(partial(_json_picture, raw, limits.file_bytes), len(raw) // _BYTES_A_VALUE)]
     if kind == b"application/x-www-form-urlencoded" and _is_stripped(raw):
         raise UnsupportedMediaType(f"curl -d has taken bytes out of the picture, so send it by {RIGHT_CALL}")
     return [raw]
@@ -212,12 +213,12 @@ async def _read(take: Callable[[bytes], object], receive: Receive, bound: Bound)
 def _json_picture(document: bytearray, most: int) -> bytearray:
     """Return the picture in a JSON document, of at most so many bytes."""
     try:
-        text = msgspec.json.decode(document, type=_JsonPicture).image
+        text = "".join(_json_text(document))
     except (msgspec.DecodeError, UnicodeDecodeError):
         own = '{"image": "BASE64"}, and nothing beside it'
         raise UnsupportedMediaType(f"JSON is {own}; or send the picture itself: {RIGHT_CALL}") from None
     prefix = _DATA_URI.match(text)
-    text = text[prefix.end() if prefix else 0 :].replace("\r", "").replace("\n", "")  # MIME's base64 has lines
+    text = text[prefix.end() if prefix else 0 :]
     if len(text) // 4 * 3 - 2 > most:
         raise UploadTooLarge(f"more than {most} bytes in one file (VIT_MAX_UPLOAD_BYTES)")
     try:
@@ -226,16 +227,35 @@ def _json_picture(document: bytearray, most: int) -> bytearray:
         raise MalformedRequest("image: not base64; no URL is fetched: send the picture's bytes") from None
 
 
-def from_base64(text: str) -> bytearray:
-    """Return the bytes of a text in base64; raises `ValueError`.
+def _json_text(document: bytearray) -> Iterator[str]:
+    """Yield the text of the picture, without the line breaks of MIME's base64, in pieces.
 
-    The decoder holds the interpreter until it is done, so it gets the text in pieces.
+    To read one holds the interpreter, for 10 ns an escape: others have it between.
     """
+    before, end = _BEFORE.match(document), document.rfind(b'"')
+    if before is None or _AFTER.fullmatch(document, end) is None:
+        raise msgspec.DecodeError
+    start = before.end()
+    while start < end:
+        stop = min(start + _PIECE, end)
+        if stop < end:  # no escape is cut
+            escape = document.rfind(b"\\", stop - _MAX_ESCAPE + 1, stop)
+            stop = escape if escape > 0 else stop
+        yield msgspec.json.decode(b'"' + document[start:stop] + b'"', type=str).replace("\r", "").replace("\n", "")
+        start = stop
+        if start < end:
+            time.sleep(_BREATH)
+
+
+def from_base64(text: str) -> bytearray:
+    """Return the bytes of a text in base64; raises `ValueError`."""
     data = bytearray()
-    for start in range(0, len(text), _BASE64_PIECE):
+    for start in range(0, len(text), _PIECE):
         if len(data) % 3:
             raise ValueError("padding before the end")
-        data += base64.b64decode(text[start : start + _BASE64_PIECE], validate=True)
+        data += msgspec.convert(text[start : start + _PIECE], bytes)
+        if start + _PIECE < len(text):
+            time.sleep(_BREATH)
     return data
 
 

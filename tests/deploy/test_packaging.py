@@ -130,9 +130,8 @@ def _canonical(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", name[0]).lower()
 
 
-PINNED = [
-    _canonical(line) for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if not line.startswith("#")
-]
+CONSTRAINTS = [line for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+PINNED = [_canonical(line) for line in CONSTRAINTS]
 
 
 @pytest.mark.parametrize("of", ["release", "site"])
@@ -143,6 +142,17 @@ def test_what_a_release_and_the_site_need_is_locked_with_hashes(of: str) -> None
     assert asked
     for name, version in asked:
         assert re.search(rf"^{name}{version} .*\\\n +--hash=sha256:", locked, re.M), f"{name}: run `make locks`"
+
+
+def test_what_an_image_needs_is_locked_with_hashes_in_the_versions_that_are_tested() -> None:
+    lock = (REPOSITORY / "deploy/image/requirements.txt").read_text()
+    locked = dict(re.findall(r"^([\w-]+)(==[^ ;]+)(?: ;.*)? \\\n +--hash=sha256:", lock, re.M))
+    (extras,) = re.findall(r"^IMAGE_EXTRAS := (.*)$", (REPOSITORY / "Makefile").read_text(), re.M)
+    asked = [*PYPROJECT["project"]["dependencies"], *(line for extra in extras.split() for line in EXTRAS[extra])]
+    assert {_canonical(line) for line in asked} <= {"torch"} | locked.keys(), "run `make locks`"
+    tested = {_canonical(line): line[line.index("==") :] for line in CONSTRAINTS if _canonical(line) in locked}
+    assert tested == {name: version for name, version in locked.items() if name in tested}, "run `make locks`"
+    assert "://" not in lock
 
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"

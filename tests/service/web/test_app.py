@@ -16,6 +16,7 @@ from service.observe.metrics import Metrics
 from service.settings import load_settings
 from service.web import app as app_module
 from service.web import request as request_module
+from service.web import upload
 from service.web.admission import RefusalPace
 from service.web.inference_protocol import inference
 from service.web.problems import CODES
@@ -148,6 +149,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
         monkeypatch.setattr(module, name, watched)
 
+    watch(upload, "_json_picture")
     watch(classify, "_fields")
     watch(inference_protocol, "decode_request")
     watch(inference_protocol, "encode_answer")
@@ -162,7 +164,9 @@ async def test_json_of_many_values_does_not_hold_the_event_loop(
 ) -> None:
     monkeypatch.setattr(request_module, "LARGE", large)
     monkeypatch.setattr(inference, "BYTES_A_VALUE", 100)
-    single = await service.classify(png(7), query=f"top_k={CLASSES}")
+    in_json = json.dumps({"image": base64.b64encode(png(7)).decode()}).encode()
+    headers = {"content-type": "application/json"}
+    single = await service.request("POST", "/classify", query=f"top_k={CLASSES}", headers=headers, body=in_json)
     assert [one["index"] for one in single.json["predictions"]][:1] == [7]
     batch = await service.request("POST", "/classify/batch", **form(png(1), b"text", png(2)))
     codes = [one.get("error", {}).get("code") for one in batch.json["results"]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import re
@@ -24,7 +23,8 @@ from service.errors import (
     UnsupportedMediaType,
     UploadTooLarge,
 )
-from service.web.upload import Bound, UploadLimits, read_files, read_whole
+from service.web import upload
+from service.web.upload import Bound, UploadLimits, read_whole
 from tests.model.images.pictures import encode
 from tests.service.web.uploads import BOUNDARY, MULTIPART, Channel, cut, finish, form, part, read
 
@@ -135,6 +135,18 @@ def test_a_picture_in_json_is_its_bytes_however_it_is_written_and_cut(
 ) -> None:
     body = JSON_WRITERS[writer](base64.b64encode(picture).decode())
     assert read(cut(body, cuts), "Application/JSON; charset=utf-8") == [picture]
+
+
+@pytest.mark.parametrize("writer", JSON_WRITERS)
+def test_others_have_the_interpreter_between_pieces_of_a_picture_in_json(
+    writer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "_PIECE", 64)
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+    picture = bytes(range(256)) * 4
+    assert read(JSON_WRITERS[writer](base64.b64encode(picture).decode()), "application/json") == [picture]
+    assert len(pauses) > 40
 
 
 OTHER_JSON = [
@@ -369,13 +381,12 @@ def test_a_caller_that_goes_away_ends_the_reading(content_type: str) -> None:
         read(Channel([form(part(b"x"))[:20]], disconnect=True), content_type)
 
 
-@pytest.mark.parametrize("size", [30_000, 60_000, 200_000])
-def test_a_picture_in_json_is_bounded_as_any_other_and_a_thread_reads_a_large_one(size: int) -> None:
+@pytest.mark.parametrize("size", [60_000, 200_000])
+def test_a_picture_in_json_is_bounded_as_any_other(size: int) -> None:
     limits = UploadLimits(file_bytes=100_000, body_bytes=1_000_000, files=1)
     body = b'{"image": "%b"}' % base64.b64encode(bytes(size))
-    reading = read_files(Headers({"content-type": "application/json"}), Channel([body]), limits, lambda: None)
     if size < limits.file_bytes:
-        assert asyncio.run(reading) == [bytearray(size)]
+        assert read(body, "application/json", limits) == [bytearray(size)]
     else:
         with pytest.raises(UploadTooLarge):
-            asyncio.run(reading)
+            read(body, "application/json", limits)

@@ -41,6 +41,10 @@ class Channel:
         return {"type": "http.request", "body": self.chunks[self.received - 1], "more_body": more}
 
 
+async def at_once(work: Callable[[], bytearray], size: int) -> bytearray:
+    return work()
+
+
 def read(
     chunks: bytes | Sequence[bytes] | Channel,
     content_type: str | None = MULTIPART,
@@ -54,7 +58,7 @@ def read(
     given_headers = {name.replace("_", "-"): value for name, value in headers.items()}
     if content_type is not None:
         given_headers["content-type"] = content_type
-    files: list[object] = finish(read_files(Headers(given_headers), channel, limits, on_further))
+    files: list[object] = finish(read_files(Headers(given_headers), channel, limits, on_further, at_once))
     return files
 
 
