@@ -2,6 +2,7 @@
 
     heads     twelve heads on one backbone beside one model: memory, start, rate, eight at once
     changes   20,000 requests to twelve models while models are loaded, unloaded, replaced and deleted
+    memory    what is resident after each of 21 loads and unloads of one of them
     fair      a lone caller of one model, alone and beside thirty of another on the same cores
     evict     a caller of the default model beside those who ask for two models that do not fit together
 
@@ -173,25 +174,31 @@ def heads(root: Path, record: Record, files: list[Path], arguments: argparse.Nam
     print(table(["round", "models", "ready, s", "MiB", "one picture, ms (8 heads)", "answers/s"], rows))
 
 
-def changes(root: Path, record: Record, files: list[Path], arguments: argparse.Namespace) -> None:
-    """No request is lost, none is answered by another model, and memory is given back."""
-    names = [*write_models(str(checkpoints.ensure("vit32")[0]), root, HEADS - 1), "other"]
+def models_of_changes(root: Path) -> list[str]:
+    """Write eleven models of one backbone and one of another, and return their names."""
     checkpoints.write(root / "other", checkpoints.VIT32, seed=1)
-    bodies, numbers, over = [each.read_bytes() for each in files], itertools.count(), threading.Event()
-    settings = {"VIT_ADMIN_KEY": "admin", "VIT_CHECKPOINT_FOLDER": str(root)}
-    with serving(root, root.parent / "cache", **settings) as (service, _):
-        admin, outcomes = Caller(service.url), Counter[str]()
+    return [*write_models(str(checkpoints.ensure("vit32")[0]), root, HEADS - 1), "other"]
 
-        def label(caller: Caller, name: str, place: int) -> tuple[object, float]:
-            status, document = caller.ask("POST", f"/classify?model={name}&top_k=1", bodies[place])
-            best = document["predictions"][0] if status == 200 else {"index": document.get("code", status), "score": 0}
-            return best["index"], best["score"]
+
+def answer(caller: Caller, name: str, body: bytes) -> tuple[object, float]:
+    """Return a model's best class of a picture and its score, or the code of the problem."""
+    status, document = caller.ask("POST", f"/classify?model={name}&top_k=1", body)
+    best = document["predictions"][0] if status == 200 else {"index": document.get("code", status), "score": 0.0}
+    return best["index"], best["score"]
+
+
+def changes(root: Path, record: Record, files: list[Path], arguments: argparse.Namespace) -> None:
+    """No request is lost, and none is answered by another model."""
+    names, settings = models_of_changes(root), {"VIT_ADMIN_KEY": "admin", "VIT_CHECKPOINT_FOLDER": str(root)}
+    bodies, numbers, over = [each.read_bytes() for each in files], itertools.count(), threading.Event()
+    with serving(root, root.parent / "cache", VIT_WORKERS=arguments.workers, **settings) as (service, _):
+        admin, outcomes = Caller(service.url), Counter[str]()
 
         def ask(seed: int) -> None:
             caller, chosen = Caller(service.url), random.Random(seed)
             while next(numbers) < arguments.requests and time.monotonic() < ends:
                 name, place = chosen.choice([*names, "guest"]), chosen.randrange(len(bodies))
-                found, score = label(caller, name, place)
+                found, score = answer(caller, name, bodies[place])
                 wanted = [known[each, place] for each in (names[:2] if name == "guest" else [name])]
                 is_right = any(found == index and abs(score - own) < _CLOSE for index, own in wanted)
                 is_gone = name == "guest" and found == "unknown_model"
@@ -208,16 +215,7 @@ def changes(root: Path, record: Record, files: list[Path], arguments: argparse.N
                 outcomes.update(f"change {status}" for status in statuses)
                 time.sleep(0.2)
 
-        known = {(name, place): label(admin, name, place) for name in names for place in range(len(bodies))}
-        mib = []
-        time.sleep(_SETTLED)
-        for _ in range(21):
-            admin.ask("POST", "/v2/repository/models/other/unload")
-            mib.append(resident_mib(service.process.pid))
-            label(admin, "other", 0)
-        admin.ask("POST", "/v2/repository/models/other/unload")
-        time.sleep(_SETTLED)
-        mib.append(resident_mib(service.process.pid))
+        known = {(name, place): answer(admin, name, body) for name in names for place, body in enumerate(bodies)}
         ends = time.monotonic() + arguments.most_seconds
         with ThreadPoolExecutor(9) as pool:
             changing = pool.submit(change)
@@ -225,9 +223,24 @@ def changes(root: Path, record: Record, files: list[Path], arguments: argparse.N
                 each.result()
             over.set()
             changing.result()
-        found = {"outcomes": dict(sorted(outcomes.items())), "MiB after each of 22 unloads, the last one settled": mib}
-        record.section("changes")[time.strftime("%F %T")] = found
-    print(json.dumps(found))
+        found = record.section("changes", f"{arguments.workers} workers")
+        found[time.strftime("%F %T")] = dict(sorted(outcomes.items()))
+    print(json.dumps(outcomes))
+
+
+def memory(root: Path, record: Record, files: list[Path], arguments: argparse.Namespace) -> None:
+    """What is unloaded gives its memory back, again and again."""
+    models_of_changes(root)
+    with serving(root, root.parent / "cache", VIT_ADMIN_KEY="admin") as (service, _):
+        admin, mib = Caller(service.url), list[float]()
+        for turn in range(21):
+            answer(admin, "other", files[0].read_bytes())
+            if turn in (0, 20):
+                time.sleep(_SETTLED)
+            admin.ask("POST", "/v2/repository/models/other/unload")
+            mib.append(resident_mib(service.process.pid))
+        record.section("memory")["MiB after each of 21 unloads, of which the first and last are settled"] = mib
+    print(mib)
 
 
 def fair(root: Path, record: Record, files: list[Path], arguments: argparse.Namespace) -> None:
@@ -267,7 +280,7 @@ def evict(root: Path, record: Record, files: list[Path], arguments: argparse.Nam
         print(counted)
 
 
-PARTS: Final = {part.__name__: part for part in (heads, changes, fair, evict)}
+PARTS: Final = {part.__name__: part for part in (heads, changes, memory, fair, evict)}
 
 
 def main() -> int:
@@ -278,6 +291,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each load")
     parser.add_argument("--requests", type=int, default=20_000, help="of changes")
+    parser.add_argument("--workers", default="1", help="of changes")
     parser.add_argument("--most-seconds", type=float, default=600.0, help="of changes; the next run adds to the record")
     parser.add_argument("--record", type=Path, default=RESULTS / "models.json")
     arguments = parser.parse_args()

@@ -273,7 +273,7 @@ def test_a_network_that_is_unloaded_while_it_compiles_is_given_up() -> None:
             begun.set()
             assert freed.wait(60)
 
-    backend = OpenVino(Network(), *[None] * 4)  # type: ignore[arg-type, call-arg]
+    backend = OpenVino(Network(), *[None] * 4)  # type: ignore[arg-type]
     backend.compile()
     assert begun.wait(60)
     [compiles] = [each for each in threading.enumerate() if each.name == "openvino-compile"]
