@@ -1,6 +1,7 @@
 """Many models in one service: `python -m benchmarks.models`. Each part is a section of the record.
 
     heads     twelve heads on one backbone beside one model: memory, start, rate, eight at once
+    several   one picture to one head of a ViT-S, and to eight at once, in turn
     changes   20,000 requests to twelve models while models are loaded, unloaded, replaced and deleted
     memory    what is resident after each of 21 loads and unloads of one of them
     fair      a lone caller of one model, alone and beside thirty of another on the same cores
@@ -106,14 +107,15 @@ def rate(url: str, names: list[str], files: list[Path], seconds: float) -> float
         return sum(pool.map(send, names))
 
 
-def milliseconds(url: str, picture: bytes, names: list[str], count: int = 30) -> float:
-    """Median of lone requests, of one picture to these models."""
-    times = []
+def milliseconds(url: str, picture: bytes, *asked: list[str], count: int = 30) -> list[float]:
+    """Medians of lone requests, of one picture to these models or to those, in turn."""
+    times: list[list[float]] = [[] for _ in asked]
     for _ in range(count):
-        began = time.perf_counter()
-        get(f"{url}/classify?model={','.join(names)}&top_k=1", picture)
-        times.append(1000 * (time.perf_counter() - began))
-    return statistics.median(times)
+        for names, found in zip(asked, times, strict=True):
+            began = time.perf_counter()
+            get(f"{url}/classify?model={','.join(names)}&top_k=1", picture)
+            found.append(1000 * (time.perf_counter() - began))
+    return [round(statistics.median(found), 2) for found in times]
 
 
 class Caller:
@@ -148,9 +150,6 @@ def beside(url: str, others: dict[str, int], name: str, files: list[Path], secon
 def heads(root: Path, record: Record, files: list[Path], arguments: argparse.Namespace) -> None:
     """Twelve heads on one backbone beside one model."""
     checkpoint = arguments.checkpoint or str(checkpoints.ensure("vit224")[0])
-    if checkpoint == VITS224.name:
-        checkpoint = str(root.parent / checkpoint)
-        checkpoints.write(Path(checkpoint), VITS224)
     rows = []
     for folder, count in (("one", 1), ("all", HEADS)):
         (root / folder).mkdir()
@@ -163,7 +162,7 @@ def heads(root: Path, record: Record, files: list[Path], arguments: argparse.Nam
                 mib = resident_mib(service.process.pid)
                 spread = (own * HEADS)[:HEADS]
                 several = own[:ASKED] if len(own) > 1 else own
-                lone = milliseconds(service.url, files[0].read_bytes(), several)
+                [lone] = milliseconds(service.url, files[0].read_bytes(), several)
                 answers = rate(service.url, spread, files, arguments.seconds) if turn else 0.0
                 found[folder] = [round(value, 2) for value in (ready, mib, lone, answers)]
         record.section("heads", Path(checkpoint).name)[str(turn)] = found
@@ -172,6 +171,17 @@ def heads(root: Path, record: Record, files: list[Path], arguments: argparse.Nam
         ratios = [round(ours / theirs, 3) if theirs else 0.0 for theirs, ours in zip(one, every, strict=True)]
         rows += [(turn, "one", *one), (turn, "twelve", *every), (turn, "ratio", *ratios)]
     print(table(["round", "models", "ready, s", "MiB", "one picture, ms (8 heads)", "answers/s"], rows))
+
+
+def several(root: Path, record: Record, files: list[Path], arguments: argparse.Namespace) -> None:
+    """One picture to one head of a ViT-S and to eight, in turn."""
+    checkpoints.write(root.parent / "vits224", VITS224)
+    names = write_models(str(root.parent / "vits224"), root, ASKED)
+    with serving(root, root.parent / "cache") as (service, _):
+        time.sleep(_SETTLED)
+        found = milliseconds(service.url, files[0].read_bytes(), names[:1], names, count=200)
+        record.section("several")["ms of one head, of eight, ratio"] = [*found, round(found[1] / found[0], 3)]
+    print(found)
 
 
 def models_of_changes(root: Path) -> list[str]:
@@ -280,14 +290,14 @@ def evict(root: Path, record: Record, files: list[Path], arguments: argparse.Nam
         print(counted)
 
 
-PARTS: Final = {part.__name__: part for part in (heads, changes, memory, fair, evict)}
+PARTS: Final = {part.__name__: part for part in (heads, several, changes, memory, fair, evict)}
 
 
 def main() -> int:
     """Measure, record and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__)
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--checkpoint", default=None, help="of heads: whose backbone, or vits224; default ViT-Ti/16")
+    parser.add_argument("--checkpoint", default=None, help="of heads: whose backbone; default the ViT-Ti/16 of 224 px")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each load")
     parser.add_argument("--requests", type=int, default=20_000, help="of changes")
