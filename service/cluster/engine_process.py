@@ -200,17 +200,11 @@ class _Worker:
         match frame:
             case frames.Uses(model, newest, oldest, busy):
                 self.adopted[model] = newest
+                if (model, newest) in self._generations:
+                    self._hold((model, newest), self._generations[model, newest][0], busy=busy)
                 served = self._server.models.served.get(model)
                 current = served and served.current  # the worker is just told of it, where it was loaded again
-                # Of a number that nobody has are requests that wait until the model is loaded.
-                held, _ = self._generations.get((model, newest), (busy and current, None))
-                if held:
-                    self._hold((model, newest), held, busy=busy)
-                old = [
-                    (name, number)
-                    for (name, number), (held, _) in self._generations.items()
-                    if (held is not current and number < oldest) or held.number < number > newest
-                ]
+                old = [key for key, (held, _) in self._generations.items() if held is not current and key[1] < oldest]
                 self._release([key for key in old if key[0] == model])
             case frames.Cancel(id_) if id_ in self._tasks:
                 self._tasks[id_].cancel()

@@ -104,8 +104,8 @@ class EngineClient:
     def use(self, name: str, newest: int, oldest: int, *, busy: bool) -> None:
         """Tell the engine once which generations of a model this worker uses, if it has any, and forget older ones."""
         of_model, busy = self.models.get(name, {}), busy and len(self.models) > 1  # one alone is not unloaded
-        is_known = newest in of_model or all((name, number) in self.withdrawn for number in of_model)
-        if name in self.models and is_known and self._uses.get(name) != (newest, oldest, busy):
+        is_known = newest in of_model or any((name, number) in self.withdrawn for number in of_model)
+        if is_known and self._uses.get(name) != (newest, oldest, busy):
             self._uses[name] = newest, oldest, busy
             for number in [number for number in of_model if number < oldest]:
                 del of_model[number]
@@ -190,9 +190,9 @@ class RemoteEngine:
     """
 
     def __init__(self, engines: Sequence[EngineClient], name: str, generation: int) -> None:
-        self.engines, self.number = engines, generation
+        self.engines = engines
         self.info: ModelInfo | None = None
-        self._name = name
+        self._name, self._generation = name, generation
         self._serving: list[EngineClient] = []
         self._turns = itertools.count()
         self.refresh()
@@ -209,7 +209,7 @@ class RemoteEngine:
 
     def refresh(self) -> None:
         """Look at the engines, one of which has changed."""
-        name, number = self._name, self.number
+        name, number = self._name, self._generation
         having = [each for each in self.engines if number in each.models.get(name, {}) and each.status.state == "ready"]
         # One that withdraws it answers what has begun, where no other does.
         self._serving = [each for each in having if (name, number) not in each.withdrawn] or having
@@ -219,14 +219,14 @@ class RemoteEngine:
 
     async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
         """See `Engine.infer`."""
-        submit = frames.Submit.of(self._name, self.number, request.pixels, request.requested, timeout)
+        submit = frames.Submit.of(self._name, self._generation, request.pixels, request.requested, timeout)
         result: InferenceResult = await self._least_loaded().ask(submit)
         return result
 
     async def embed_texts(self, texts: Sequence[str], *, timeout: float) -> NDArray[np.float32]:
         """See `Engine.embed_texts`; all workers ask the same engine, so that a text is computed once."""
         engine = self._serving[0] if self._serving else self._least_loaded()
-        asked = frames.EmbedTexts(self._name, self.number, tuple(texts), timeout)
+        asked = frames.EmbedTexts(self._name, self._generation, tuple(texts), timeout)
         features: NDArray[np.float32] = await engine.ask(asked)
         return features
 
@@ -284,9 +284,6 @@ class RemoteModel(ServedModel):
         return [each for each in engine.models.get(self.name, {}) if (self.name, each) not in engine.withdrawn]
 
     def _turn_to(self, number: int) -> None:
-        if self.current.engine.info is None:  # nobody had it: what is loaded answers who was admitted
-            self.current.number = self.current.engine.number = number
-            return
         self._info = self.info
         previous, self.current = self.current, self._generation(number)
         self._open.append(self.current)

@@ -403,18 +403,15 @@ async def test_a_model_with_a_request_that_arrives_at_a_worker_has_work_until_it
         assert generation.requests == 2, "each worker keeps it"
 
 
-@pytest.mark.parametrize("state", ["ready", "unloaded"])
 @pytest.mark.parametrize("changes", [["delete"], ["put"], ["delete", "put"]], ids="-".join)
 @on_a_loop
 async def test_who_was_admitted_is_answered_by_its_version_though_the_model_is_to_go(
-    changes: list[str], state: str
+    changes: list[str],
 ) -> None:
     async with running() as service:
         leads, model = [await service.worker() for _ in range(2)]
         await leads.put("other", {"checkpoint": "other"})
-        if state == "unloaded":
-            await leads.unload("other")
-        await until(lambda: "other" in model.served and model.served["other"].state == state)
+        await until(lambda: "other" in model.served and model.served["other"].state == "ready")
         admitted, [device] = model.served["other"].current, service.devices
         with admitted.request():  # whose picture is being read
             generation = device.models.served["other"].current
