@@ -323,6 +323,7 @@ class RemoteModels(Models):
     def __init__(self, engines: Sequence[EngineClient]) -> None:
         self.engines = tuple(engines)
         super().__init__({"": RemoteModel(engines)})
+        self._known: dict[str, RemoteModel] = {}  # one that is deleted may have requests left
         self._leads = False
 
     def status_of(self, key: str) -> ListedModel:
@@ -400,11 +401,11 @@ class RemoteModels(Models):
         self.results = self.engines[0].tally  # every engine has the same
         self.default_name = next((name for name, status in listed.items() if status.default), self.default_name)
         for name in names - self.served.keys():
-            self.served[name] = RemoteModel(self.engines, name)
+            self.served[name] = self._known.setdefault(name, RemoteModel(self.engines, name))
         for model in self.served.values():
             model.refresh()
         for name in self.served.keys() - (listed.keys() | {self.default_name} if listed else self.served.keys()):
-            self.served.pop(name)
+            self.served.pop(name)._info = None  # another one may get its name
         self.on_change()
 
 

@@ -310,7 +310,6 @@ class LocalModels(Models):
         self._sizes: dict[str, int] = {}
         self._waiters: Counter[str] = Counter()
         self._leaving: set[Generation[ModelEngine]] = set()
-        self._is_full = False
 
     @property
     def failure(self) -> str:
@@ -325,8 +324,7 @@ class LocalModels(Models):
     def start(self, on_change: Callable[[], None]) -> None:
         """Begin loading, the default first; see `Models.start`."""
         self.on_change = on_change
-        for name in self.served:
-            self._begin(name, at_start=True)
+        self._tasks.begin(self._load_all())
 
     async def close(self) -> None:
         """Close all models."""
@@ -509,6 +507,12 @@ class LocalModels(Models):
         task = self._under_way[key] = self._tasks.begin(self._load(key, at_start=at_start))
         return task
 
+    async def _load_all(self) -> None:
+        """Load each model in turn, though it does not fit: its description tells what is refused without a load."""
+        for name, model in list(self.served.items()):
+            if model.state == "loading":  # else somebody has asked for it
+                await asyncio.wait([self._begin(name, at_start=True)])
+
     async def _load(self, key: str, *, at_start: bool) -> None:
         if key in self.served:
             await self.served[key].retired()  # a worker that releases the old one would release the same version
@@ -516,13 +520,11 @@ class LocalModels(Models):
             model = self.served.get(key)
             if model is None or model.state == "ready":
                 return
-            if at_start and self._is_full:
-                model.unloaded = True
-                return
             try:
                 await self._make_room(key)
             except ModelsFull:
-                self.results["failed"] += 1
+                model.unloaded = True
+                self.results["failed"] += not at_start
                 raise
             model.on_change = self.on_change
             reason = await model.bring()
@@ -530,7 +532,7 @@ class LocalModels(Models):
             if reason and not model.is_default:
                 logger.error("model %s: %s", key, reason)
                 self._pass_default_on(key)
-            await self._fit(key, evict=not at_start)
+            await self._fit(key, evict=not at_start or bool(self._waiters[key]))
 
     def _pass_default_on(self, key: str) -> None:
         """Let the next model be the default, if that is none that was named, and cannot be loaded."""
@@ -611,7 +613,6 @@ class LocalModels(Models):
         if model is None or model.state != "ready" or most is None or sum(self._loaded().values()) <= most:
             return
         try:
-            self._is_full = not evict
             if evict:
                 await self._make_room(key)
             elif model is not self.default:

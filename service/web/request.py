@@ -360,11 +360,15 @@ class AdmittedRequest:
     async def _load(self, before: Model, share: float) -> None:
         own = before.generation
         if not own.engine.ready:  # else it is loaded, though another one may have its name by now
-            found = await self.service.loaded_model(before.info.name, self.sender.started, share=share)
-            same = (found.info.content, found.info.head) == (before.info.content, before.info.head)
-            if not same and not own.engine.ready:
-                raise EngineUnavailable(f"{before.info.name}: it was replaced while it was unloaded: try again")
-            own = found.generation if same else own
+            try:
+                found = await self.service.loaded_model(before.info.name, self.sender.started, share=share)
+                own = own if own.engine.ready else found.generation
+            except ServiceError:
+                if not own.engine.ready:
+                    raise
+        info = own.engine.info
+        if info is None or (info.content, info.head) != (before.info.content, before.info.head):
+            raise EngineUnavailable(f"{before.info.name}: it was replaced while it was unloaded: try again")
         self.choose(replace(before, generation=own, unloaded=False))
 
     # The body is read

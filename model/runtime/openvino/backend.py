@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -19,6 +20,7 @@ from model.errors import DeviceError, VitError
 from model.heads import Head
 from model.outputs import MapRequest
 from model.runtime.backend import (
+    SIZES,
     Aim,
     Backend,
     BatchRequest,
@@ -134,7 +136,7 @@ class OpenVino(Backend):
             try:
                 network = self._with_relevance()
                 if self._in_service:  # a few pictures do without the graphs of other sizes
-                    network.complete()
+                    network.complete(*SIZES)
                 self._relevance = network
             except (DeviceError, RuntimeError) as error:
                 logger.warning("torch computes relevance: %s", error)
@@ -155,9 +157,15 @@ class OpenVino(Backend):
         give_back_memory()
         self._in_service = True
 
+        network = weakref.ref(self._network)  # one that is unloaded meanwhile need not be complete
+
         def run() -> None:
             try:
-                self._network.complete()
+                for size in SIZES:
+                    found = network()
+                    if found is not None:
+                        found.complete(size)
+                    del found
             except (DeviceError, RuntimeError) as error:
                 logger.warning("batches of some sizes are computed by torch: %s", error)
             give_back_memory()

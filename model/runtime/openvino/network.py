@@ -204,9 +204,9 @@ class OpenVinoNetwork:
         self._parts = ThreadPoolExecutor(max(threads, streams), thread_name_prefix="openvino-part")
         list(self._parts.map(self._of, {self._key(1), _Key(1, streams > 1)}))
 
-    def complete(self) -> None:
-        """Compile the graphs that are not there yet; raises as this class."""
-        for size in SIZES:
+    def complete(self, *sizes: int) -> None:
+        """Compile the graphs of so many images that are not there yet; raises as this class."""
+        for size in sizes:
             self._of(self._key(size))
 
     def _key(self, count: int) -> _Key:

@@ -403,6 +403,28 @@ async def test_a_model_with_a_request_that_arrives_at_a_worker_has_work_until_it
         assert generation.requests == 2, "each worker keeps it"
 
 
+@pytest.mark.parametrize("changes", [["delete"], ["put"], ["delete", "put"]], ids="-".join)
+@on_a_loop
+async def test_who_was_admitted_is_answered_by_its_version_though_the_model_is_to_go(
+    changes: list[str],
+) -> None:
+    async with running() as service:
+        leads, model = [await service.worker() for _ in range(2)]
+        await leads.put("other", {"checkpoint": "other"})
+        await until(lambda: "other" in model.served and model.served["other"].state == "ready")
+        admitted, [device] = model.served["other"].current, service.devices
+        with admitted.request():  # whose picture is being read
+            generation = device.models.served["other"].current
+            await until(lambda: generation.requests > generation.held)
+            for change in changes:
+                await (leads.delete("other") if change == "delete" else leads.put("other", {"checkpoint": "next"}))
+                await until(lambda put=change == "put": ("other" in model.served) == put)  # type: ignore[misc]
+            result = await admitted.engine.infer(request_for(5), timeout=PATIENCE)
+            assert result.outputs.indices.tolist() == expected_indices(5, 3)
+            assert device.predictors["other"].launched == [[5]]
+        await until(lambda: not generation.requests)
+
+
 @on_a_loop
 async def test_a_model_that_is_deleted_while_its_next_version_is_loaded_is_gone() -> None:
     async with running() as service:

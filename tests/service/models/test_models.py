@@ -83,7 +83,7 @@ async def running(folder: Path, *names: str, **settings: Any) -> AsyncIterator[t
     models = LocalModels(own, pool.engine, configured_models(own), on_retired=disk.retire)
     models.start(lambda: None)
     try:
-        await until(lambda: all(task.done() for task in models._under_way.values()))
+        await until(lambda: not models._tasks._running)
         yield models, disk
     finally:
         disk.gate.set()
@@ -151,7 +151,7 @@ async def test_a_backbone_is_unloaded_for_another_least_recently_used_first_but_
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, "a.1", "b.1", "b.2", "c", "d", models_bytes="300") as (models, _):
-        # The first start fills the memory, and leaves the rest until it is asked for.
+        # The first start fills the memory, and gives the rest back until it is asked for.
         assert states(models) == {"a.1": "ready", "b.1": "ready", "b.2": "ready", "c": "ready", "d": "unloaded"}
         await ask(models, "c")
         await ask(models, "b.2")
@@ -163,6 +163,20 @@ async def test_a_backbone_is_unloaded_for_another_least_recently_used_first_but_
         assert states(models) == {"a.1": "ready", "b.1": "unloaded", "b.2": "unloaded", "c": "ready", "d": "ready"}
         assert models.results["evicted"] == 2
         assert sum(models.backbones().values()) == 300
+
+
+@on_a_loop
+async def test_a_start_describes_all_models_that_the_memory_does_not_bear(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b", "!c", "d", models_bytes="100") as (models, _):
+        assert states(models) == {"a": "ready", "b": "unloaded", "c": "failed", "d": "unloaded"}
+        assert all(model.info for name, model in models.served.items() if name != "c")
+        assert models.results == {"loaded": 3, "failed": 1}
+
+
+@on_a_loop
+async def test_beside_a_default_model_that_has_all_the_memory_none_is_loaded(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b", models_bytes="50") as (models, disk):
+        assert (states(models), disk.loads) == ({"a": "ready", "b": "unloaded"}, ["a"])
 
 
 @on_a_loop

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,9 @@ from model.checkpoint import load_checkpoint
 from model.config import ViTConfig
 from model.network.vit import VisionTransformer
 from model.outputs import MapRequest
+from model.runtime.backend import BatchRequest
 from model.runtime.openvino import network as openvino_network
-from model.runtime.openvino.backend import unsupported_reason
+from model.runtime.openvino.backend import OpenVino, unsupported_reason
 from model.runtime.openvino.network import _LEAN, CompiledGraph, OpenVinoNetwork, core
 from model.runtime.predictor import Predictor
 from tests.model.runtime.predictions import MODES, predict
@@ -178,7 +180,7 @@ def test_bfloat16_is_float32s_but_for_its_rounding(both: tuple[Predictor, Predic
 
 def test_nothing_is_reported_to_its_maker(tmp_path: Path) -> None:
     code = (
-        "import sys; from model.runtime.openvino.backend import unsupported_reason;"
+        "import sys; from model.runtime.openvino.backend import OpenVino, unsupported_reason;"
         "unsupported_reason('float32');"
         "print([name for name, module in sys.modules.items() if name.startswith('openvino_telemetry') and module])"
     )
@@ -258,6 +260,27 @@ def test_a_size_whose_graph_is_wrong_is_computed_by_torch(
     made = Predictor(load_checkpoint("bundled"), device="cpu", dtype="float32", threads=1)
     monkeypatch.setattr(CompiledGraph, "infer_on_all", lambda *_: fail("shapes do not match"))
     np.testing.assert_allclose(made.logits(images[:4]), both[0].logits(images[:4]), atol=1e-4)
+
+
+def test_a_network_that_is_unloaded_while_it_compiles_is_given_up() -> None:
+    begun, freed, compiled = threading.Event(), threading.Event(), list[int]()
+
+    class Network:
+        version, request = "", BatchRequest()
+
+        def complete(self, *sizes: int) -> None:
+            compiled.extend(sizes)
+            begun.set()
+            assert freed.wait(60)
+
+    backend = OpenVino(Network(), *[None] * 4)  # type: ignore[arg-type]
+    backend.compile()
+    assert begun.wait(60)
+    [compiles] = [each for each in threading.enumerate() if each.name == "openvino-compile"]
+    del backend
+    freed.set()
+    compiles.join(60)
+    assert compiled == [1]
 
 
 @pytest.mark.parametrize(

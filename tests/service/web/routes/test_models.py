@@ -242,8 +242,8 @@ async def test_what_is_refused_loads_no_model(path: str, query: str, body: bytes
 
 
 @on_a_loop
-@pytest.mark.parametrize("own", [True, False])
-async def test_who_was_admitted_for_an_unloaded_model_is_answered_by_its_version_alone(own: bool) -> None:
+@pytest.mark.parametrize("own", ["ready", "ready, and deleted", "closed", "ready as another"])
+async def test_who_was_admitted_for_an_unloaded_model_is_answered_by_its_version_alone(own: str) -> None:
     service, models = several()
     engine, model = models.engines["few"], models.served["few"]
     engine.state, model.unloaded = "loading", True
@@ -251,12 +251,16 @@ async def test_who_was_admitted_for_an_unloaded_model_is_answered_by_its_version
     asked = service.communicator("POST", "/classify", query="model=few", body=png(1))
     task = asked.start()
     await until(lambda: service_in(service).limiter.in_use == 1)
-    engine.state = "ready" if own else "closed"
+    engine.state = "closed" if own == "closed" else "ready"
     other = models.engines["few"] = FakeEngine(model_info(name="few", content="other"))
+    engine.info = other.info if own == "ready as another" else engine.info
     model.current = Generation(cast(Any, other), 2)
+    if own == "ready, and deleted":
+        del models.served["few"]
     engine.gate.set()
     await task
-    assert (asked.status, len(engine.timeouts), len(other.timeouts)) == (200 if own else 503, own, 0)
+    is_own = own in ("ready", "ready, and deleted")
+    assert (asked.status, len(engine.timeouts), len(other.timeouts)) == (200 if is_own else 503, is_own, 0)
 
 
 @on_a_loop
