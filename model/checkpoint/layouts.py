@@ -163,7 +163,10 @@ def _with_registers(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]
         tuple(tensors[name].shape) if name in tensors else () for name in ("register_tokens", "pos_embed")
     )
     if len(registers) != 3 or len(positions) != 3 or positions[1] < 2:
-        raise CheckpointError(f"{where}: pos_embed has shape {list(positions)}: expected [1, tokens, width]")
+        raise CheckpointError(
+            f"{where}: register_tokens has shape {list(registers)}, pos_embed has shape {list(positions)}: "
+            "expected [1, tokens, width]"
+        )
     width = positions[2]
     table = taken(tensors, "pos_embed", (1, positions[1], width), where)
     tensors["reg_token"] = taken(tensors, "register_tokens", (1, registers[1], width), where)

@@ -96,11 +96,6 @@ def check(port: int, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_ready_service_is_healthy():
-    with service(200, b'{"status":"ready"}') as port:
-        assert check(port).returncode == 0
-
-
 def test_a_service_that_is_not_ready_is_unhealthy_and_the_reason_is_told():
     with service(503, b'{"code":"draining"}') as port:
         done = check(port)
@@ -121,6 +116,6 @@ def test_nothing_that_listens_is_unhealthy():
 
 
 @pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "all_proxy"])
-def test_a_proxy_in_the_environment_is_not_asked(name):
+def test_a_ready_service_is_healthy_and_a_proxy_in_the_environment_is_not_asked(name):
     with service(200, b"") as port:
         assert check(port, **{name: "http://127.0.0.1:1", "no_proxy": ""}).returncode == 0

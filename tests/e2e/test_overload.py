@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.serving import Pictures, Raw, Serve, Served, client, problem, together
+from tests.e2e.serving import Pictures, Raw, Serve, Served, problem
 from tests.launcher import until
 
 pytestmark = pytest.mark.timeout(180)  # servers start and end
@@ -118,37 +116,3 @@ def test_a_refusal_reaches_a_caller_that_reads_only_after_its_last_byte(holding:
     with holding.raw() as caller:
         caller.post(bytes(LARGE))
         assert caller.problem() == (413, "upload_too_large")
-
-
-def test_under_overload_everyone_gets_a_right_answer_or_a_refusal(serve: Serve, pictures: Pictures) -> None:
-    server = serve(queue_size=PLACES)
-    callers, rounds = 32, 4
-    barrier = threading.Barrier(callers)
-
-    def call(number: int) -> Counter[str]:
-        outcomes: Counter[str] = Counter()
-        with client(server.url) as own:
-            barrier.wait()
-            for turn in range(rounds):
-                index = (number * rounds + turn) % len(pictures)
-                response = own.post(
-                    "/classify?top_k=10", content=pictures.files[index], headers={"Content-Type": "image/png"}
-                )
-                if response.status_code == 200:
-                    pictures.check(index, response.json())
-                    outcomes["answered"] += 1
-                else:
-                    assert problem(response) == (503, "queue_full")
-                    assert "retry-after" in response.headers
-                    outcomes["refused"] += 1
-        return outcomes
-
-    outcomes: Counter[str] = sum(together(callers, call), Counter())
-    assert outcomes.total() == callers * rounds
-    assert outcomes["answered"] > 0
-    assert outcomes["refused"] > 0
-    until(server.idle)
-    assert server.metric("vit_images_total") == outcomes["answered"]
-    assert server.metric("vit_batch_size_sum") == outcomes["answered"]
-    assert server.metric("vit_rejected_total", reason="queue_full") == outcomes["refused"]
-    assert server.classify(pictures.files[0]).status_code == 200

@@ -16,7 +16,7 @@ from PIL import Image
 from model.taught_heads import TaughtHead
 from service.cli.main import main
 from tests.e2e.checkpoints import write_checkpoint
-from tests.e2e.serving import CHECKPOINT_NAME, LABELS, SIZE, Pictures, Serve, Served, client
+from tests.e2e.serving import CHECKPOINT_NAME, LABELS, SIZE, Pictures, Serve, Served, client, problem
 from tests.launcher import until
 from tests.model.images.pictures import encode
 
@@ -184,37 +184,41 @@ def test_a_restart_has_the_heads_again_and_a_head_waits_for_its_backbone(serve: 
     assert described(third)["examples"] == {"red": 6, "blue": 6}
 
 
-def test_bad_requests_are_refused_and_add_nothing(server: Served) -> None:
-    def code(response: httpx.Response) -> tuple[int, str]:
-        return response.status_code, response.json()["code"]
+GOOD = picture(RED, 70)
+INVALID, MISSING = (422, "invalid_parameter"), (404, "not_found")
 
-    good, path = picture(RED, 70), "/heads/colours/examples"
-    assert code(server.client.post(path, content=good)) == (422, "invalid_parameter")
-    assert code(server.client.post(path, params={"label": " "}, content=good)) == (422, "invalid_parameter")
-    for label in ("x" * 300, "\u200b", "\u202etac", "\n", "\u0301"):
-        assert code(server.client.post(path, params={"label": label}, content=good)) == (422, "invalid_parameter")
-    assert code(server.client.post(f"{path}?label=caf%E9", content=good)) == (422, "invalid_parameter")
-    assert code(server.client.post(path, params={"label": "red", "id": "unknown"})) == (422, "invalid_parameter")
-    kept = server.classify(good).json()["id"]
-    assert code(server.client.post(path, params={"label": "red", "id": kept}, content=good)) == (
-        422,
-        "invalid_parameter",
-    )
-    assert code(server.client.post(path, params={"label": "red"}, content=b"no picture")) == (
-        415,
-        "unsupported_media_type",
-    )
-    assert code(server.client.post(path, params={"label": "red"})) == (422, "invalid_image")
-    some = teach(server, "red", [good, good[:60], good])
-    assert code(some) == (422, "invalid_image")
-    assert "picture 1" in some.json()["detail"]
-    assert code(teach(server, "red", [good], CHECKPOINT_NAME)) == (409, "name_taken")
-    assert code(teach(server, "red", [good], "a" * 200)) == (422, "invalid_parameter")
-    assert code(teach(server, "red", [good], "new", query={"backbone": "none"})) == (404, "unknown_model")
-    for each in ("", "/examples", "/export"):
-        assert code(server.get(f"/heads/none{each}")) == (404, "not_found")
-    assert code(server.client.delete("/heads/none")) == (404, "not_found")
-    assert code(server.client.delete(f"{path}/999")) == (404, "not_found")
+
+@pytest.mark.parametrize(
+    ("method", "path", "options", "expected"),
+    [
+        ("POST", "colours/examples", {"content": GOOD}, INVALID),
+        *(
+            ("POST", "colours/examples", {"params": {"label": label}, "content": GOOD}, INVALID)
+            for label in (" ", "x" * 300, "\u200b", "\u202etac", "\n", "\u0301")
+        ),
+        ("POST", "colours/examples?label=caf%E9", {"content": GOOD}, INVALID),
+        ("POST", "colours/examples?label=red&id=unknown", {}, INVALID),
+        ("POST", "colours/examples?label=red", {"content": b"no picture"}, (415, "unsupported_media_type")),
+        ("POST", "colours/examples?label=red", {}, (422, "invalid_image")),
+        ("POST", f"{CHECKPOINT_NAME}/examples?label=red", {"content": GOOD}, (409, "name_taken")),
+        ("POST", f"{'a' * 200}/examples?label=red", {"content": GOOD}, INVALID),
+        ("POST", "new/examples?label=red&backbone=none", {"content": GOOD}, (404, "unknown_model")),
+        *(("GET", f"none{each}", {}, MISSING) for each in ("", "/examples", "/export")),
+        *(("DELETE", each, {}, MISSING) for each in ("none", "colours/examples/999")),
+    ],
+)
+def test_bad_requests_are_refused_and_add_nothing(
+    method: str, path: str, options: dict[str, Any], expected: tuple[int, str], server: Served
+) -> None:
+    assert problem(server.client.request(method, f"/heads/{path}", **options)) == expected
+    assert described(server)["examples"] == {"red": 6, "blue": 6}
+
+
+def test_one_bad_picture_and_one_that_comes_twice_are_refused_and_add_nothing(server: Served) -> None:
+    some = teach(server, "red", [GOOD, GOOD[:60], GOOD])
+    assert (problem(some), "picture 1" in some.json()["detail"]) == ((422, "invalid_image"), True)
+    kept = server.classify(GOOD).json()["id"]
+    assert problem(server.client.post(f"/heads/colours/examples?label=red&id={kept}", content=GOOD)) == INVALID
     assert described(server)["examples"] == {"red": 6, "blue": 6}
 
 

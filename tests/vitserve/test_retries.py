@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,65 +75,52 @@ def ask(request: pytest.FixtureRequest) -> Ask:
     return found
 
 
-@pytest.mark.parametrize("status", [429, 503])
-def test_retry_after_is_kept_and_never_undercut(ask: Ask, status: int) -> None:
-    server = Scripted((status, "7"), (status, "0"), 200)
-    assert ask(server) == ["cat"]
-    assert server.pauses == [7, 0]
-
-
-def test_callers_that_are_refused_together_come_back_apart(ask: Ask) -> None:
-    server = Scripted((503, "7"), (503, "7"), 503, 200)
-    assert ask(server, jitter=lambda: 0.5) == ["cat"]
-    assert server.pauses == [7 + 0.125, 7 + 0.25, 0.75]
-
-
-def test_without_retry_after_the_pause_doubles_up_to_eight_seconds(ask: Ask) -> None:
-    server = Scripted(*[503] * 8, 200)
-    assert ask(server, tries=9, jitter=lambda: 1.0) == ["cat"]
-    assert server.pauses == [0.25, 0.5, 1, 2, 4, 8, 8, 8]
-
-
-def test_tries_are_bounded(ask: Ask) -> None:
-    server = Scripted(*[503] * 5)
-    with pytest.raises(ClientError, match="queue_full"):
-        ask(server)
-    assert len(server.pauses) == 4
-    assert server.steps == []
-
-
-def test_a_pause_that_would_last_too_long_is_not_begun(ask: Ask) -> None:
-    server = Scripted((503, "20"), (503, "20"), 200, took=6)
-    with pytest.raises(ClientError, match="queue_full"):
-        ask(server, seconds=50)
-    assert server.pauses == [20]
-    assert server.now == 32
+DOUBLED = [0.25, 0.5, 1, 2, 4, 8, 8, 8]
+BROKEN = (httpx.ReadError("reset"), httpx.WriteError("broken pipe"), httpx.RemoteProtocolError("disconnected"))
 
 
 @pytest.mark.parametrize(
-    "error",
-    [httpx.ReadError("reset"), httpx.WriteError("broken pipe"), httpx.RemoteProtocolError("disconnected")],
-    ids=lambda error: type(error).__name__,
-)
-def test_a_connection_that_broke_is_tried_again(ask: Ask, error: Exception) -> None:
-    server = Scripted(error, 200)
-    assert ask(server) == ["cat"]
-    assert server.pauses == [0.125]
-
-
-@pytest.mark.parametrize(
-    "answer",
+    ("steps", "options", "pauses"),
     [
-        *((status, "1") for status in (400, 401, 404, 408, 413, 415, 422, 500, 504)),
-        *(httpx.ReadTimeout("silence"), httpx.UnsupportedProtocol("no scheme"), httpx.ConnectError("refused")),
+        *(([(status, "7"), (status, "0")], {}, [7, 0]) for status in (429, 503)),
+        ([(503, "7"), (503, "7"), 503], {"jitter": lambda: 0.5}, [7 + 0.125, 7 + 0.25, 0.75]),
+        ([503] * 8, {"tries": 9, "jitter": lambda: 1.0}, DOUBLED),
+        *(([error], {}, [0.125]) for error in BROKEN),
     ],
-    ids=lambda answer: str(answer[0]) if isinstance(answer, tuple) else type(answer).__name__,
+    ids=["429", "503", "those who are refused together come back apart", "without Retry-After it doubles up to 8 s"]
+    + [type(error).__name__ for error in BROKEN],
 )
-def test_other_refusals_silence_and_a_wrong_address_are_final(ask: Ask, answer: Any) -> None:
-    server = Scripted(answer)
+def test_it_is_sent_again_after_pauses_that_never_undercut_retry_after(
+    ask: Ask, steps: list[Step], options: dict[str, Any], pauses: list[float]
+) -> None:
+    server = Scripted(*steps, 200)
+    assert ask(server, **options) == ["cat"]
+    assert server.pauses == pauses
+
+
+FINAL: list[Step] = [
+    *((status, "1") for status in (400, 401, 404, 408, 413, 415, 422, 500, 504)),
+    *(httpx.ReadTimeout("silence"), httpx.UnsupportedProtocol("no scheme"), httpx.ConnectError("refused")),
+]
+
+
+@pytest.mark.parametrize(
+    ("server", "seconds", "pauses"),
+    [
+        (lambda: Scripted(*[503] * 5), 60, [0.125, 0.25, 0.5, 1]),
+        (lambda: Scripted((503, "20"), (503, "20"), took=6), 50, [20]),
+        *((partial(Scripted, answer), 60, []) for answer in FINAL),
+    ],
+    ids=["tries are bounded", "a pause that would last too long"]
+    + [str(answer[0]) if isinstance(answer, tuple) else type(answer).__name__ for answer in FINAL],
+)
+def test_tries_and_their_time_are_bounded_and_other_refusals_silence_and_a_wrong_address_are_final(
+    ask: Ask, server: Callable[[], Scripted], seconds: float, pauses: list[float]
+) -> None:
+    asked = server()
     with pytest.raises(ClientError):
-        ask(server)
-    assert server.pauses == []
+        ask(asked, seconds=seconds)
+    assert (asked.pauses, asked.steps, asked.now <= seconds) == (pauses, [], True)
 
 
 def test_a_server_that_starts_again_is_waited_for(ask: Ask) -> None:

@@ -31,7 +31,7 @@ from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
 from model.runtime.torch_pass import Normalise
 from tests.model.checkpoint import whole_models
-from tests.model.checkpoint.folders import edit, edit_tensors
+from tests.model.checkpoint.folders import edit, edit_tensors, put, refusal
 from tests.model.checkpoint.parity import (
     assert_same_embeddings,
     assert_same_logits,
@@ -69,7 +69,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dinov2-registers": ("Dinov2WithRegistersForImageClassification", DINO | {"num_register_tokens": 3}),
     "dinov2-registers-swiglu": ("Dinov2WithRegistersForImageClassification", DINO | {"use_swiglu_ffn": True}),
     "beit": ("BeitForImageClassification", SMALL | {"use_relative_position_bias": True}),
-    "beit-shared": ("BeitForImageClassification", SMALL | {"use_shared_relative_position_bias": True}),
+    "beit-shared": (
+        "BeitForImageClassification",
+        SMALL | {"use_shared_relative_position_bias": True, "image_size": [32, 32]},
+    ),
     "beit-absolute-cls": (
         "BeitForImageClassification",
         SMALL
@@ -230,6 +233,23 @@ def test_beit_without_a_head_gives_the_mean_that_its_library_gives(tmp_path: Pat
     with torch.inference_mode():
         expected = model.beit(pixels).pooler_output
     assert_same_embeddings(checkpoint, pixels, {"head": expected})
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "message"),
+    [
+        ("beit", [32, 24], "config.json: image_size: its class reads square sizes only"),
+        ("beit", 40, ": blocks.0.attn.relative_position_bias_table has shape"),
+        ("beit-both", 40, ": shared.relative_position_bias_table has shape"),
+        ("beit-absolute-cls", 40, ": pos_embed has shape"),
+        ("dinov2", 40, ": pos_embed has shape"),
+        ("dinov2", [32, 24], ": 12 positions are not a square, as its class needs"),
+    ],
+)
+def test_a_size_that_a_class_does_not_read_is_refused(case: str, size: Any, message: str, tmp_path: Path) -> None:
+    make(case, tmp_path)
+    put(tmp_path / "config.json", "image_size", size)
+    assert re.match(f"{tmp_path}[^:]*{re.escape(message)}", refusal(tmp_path))
 
 
 def test_labels_and_multi_label_come_from_the_config(tmp_path: Path) -> None:
@@ -415,6 +435,10 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a text tower that is not finite": (
         lambda folder: edit_tensors(folder, lambda t: t["text_projection.weight"].fill_(torch.nan)),
         "of the text tower holds values that are not finite",
+    ),
+    "no width where it is not the usual one": (
+        lambda folder: put(folder / "config.json", "projection_dim"),
+        r"expected \[512, 32\]",
     ),
     "another width": (
         lambda folder: change_json(folder / "config.json", projection_dim=23),

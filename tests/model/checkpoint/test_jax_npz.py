@@ -30,45 +30,38 @@ def jax_arrays(model: Any, *, big_vision: bool = False) -> dict[str, Any]:
     }
     if "cls_token" in state:
         arrays["cls"] = state["cls_token"]
-    for index in range(len(model.blocks)):
-        block, ours = f"Transformer/encoderblock_{index}/", f"blocks.{index}."
-        for norm, name in (("LayerNorm_0", "norm1"), (f"LayerNorm_{norm2}", "norm2")):
-            arrays[f"{block}{norm}/scale"] = state[f"{ours}{name}.weight"]
-            arrays[f"{block}{norm}/bias"] = state[f"{ours}{name}.bias"]
-        attention = f"{block}MultiHeadDotProductAttention_{mha}/"
-        weights = np.split(state[f"{ours}attn.qkv.weight"], 3)
-        biases = np.split(state[f"{ours}attn.qkv.bias"], 3)
+
+    def norm(theirs: str, ours: str) -> None:
+        arrays.update({f"{theirs}/scale": state[f"{ours}.weight"], f"{theirs}/bias": state[f"{ours}.bias"]})
+
+    def attention(theirs: str, ours: str, *fused: str) -> None:
+        """`fused` are the layers whose rows are those of queries, keys and values."""
+        weights, biases = (
+            np.split(np.concatenate([state[f"{ours}.{layer}.{kind}"] for layer in fused]), 3)
+            for kind in ("weight", "bias")
+        )
         for part, weight, bias in zip(("query", "key", "value"), weights, biases, strict=True):
-            arrays[f"{attention}{part}/kernel"] = weight.T.reshape(width, heads, -1)
-            arrays[f"{attention}{part}/bias"] = bias.reshape(heads, -1)
-        arrays[f"{attention}out/kernel"] = state[f"{ours}attn.proj.weight"].T.reshape(heads, -1, width)
-        arrays[f"{attention}out/bias"] = state[f"{ours}attn.proj.bias"]
+            arrays[f"{theirs}/{part}/kernel"] = weight.T.reshape(width, heads, -1)
+            arrays[f"{theirs}/{part}/bias"] = bias.reshape(heads, -1)
+        arrays[f"{theirs}/out/kernel"] = state[f"{ours}.proj.weight"].T.reshape(heads, -1, width)
+        arrays[f"{theirs}/out/bias"] = state[f"{ours}.proj.bias"]
+
+    def feed(theirs: str, ours: str) -> None:
         for i in (0, 1):
-            arrays[f"{block}MlpBlock_{mlp}/Dense_{i}/kernel"] = state[f"{ours}mlp.fc{i + 1}.weight"].T
-            arrays[f"{block}MlpBlock_{mlp}/Dense_{i}/bias"] = state[f"{ours}mlp.fc{i + 1}.bias"]
+            arrays[f"{theirs}/Dense_{i}/kernel"] = state[f"{ours}.fc{i + 1}.weight"].T
+            arrays[f"{theirs}/Dense_{i}/bias"] = state[f"{ours}.fc{i + 1}.bias"]
+
+    for index in range(len(model.blocks)):
+        block, ours = f"Transformer/encoderblock_{index}", f"blocks.{index}"
+        norm(f"{block}/LayerNorm_0", f"{ours}.norm1")
+        norm(f"{block}/LayerNorm_{norm2}", f"{ours}.norm2")
+        attention(f"{block}/MultiHeadDotProductAttention_{mha}", f"{ours}.attn", "qkv")
+        feed(f"{block}/MlpBlock_{mlp}", f"{ours}.mlp")
     if model.attn_pool is not None:
-        head, pool = "MAPHead_0/", "attn_pool."
-        attention = f"{head}MultiHeadDotProductAttention_0/"
-        arrays[f"{head}probe"] = state[f"{pool}latent"]
-        rows = [
-            ("query", state[f"{pool}q.weight"], state[f"{pool}q.bias"]),
-            *zip(
-                ("key", "value"),
-                np.split(state[f"{pool}kv.weight"], 2),
-                np.split(state[f"{pool}kv.bias"], 2),
-                strict=True,
-            ),
-        ]
-        for part, weight, bias in rows:
-            arrays[f"{attention}{part}/kernel"] = weight.T.reshape(width, heads, -1)
-            arrays[f"{attention}{part}/bias"] = bias.reshape(heads, -1)
-        arrays[f"{attention}out/kernel"] = state[f"{pool}proj.weight"].T.reshape(heads, -1, width)
-        arrays[f"{attention}out/bias"] = state[f"{pool}proj.bias"]
-        arrays[f"{head}LayerNorm_0/scale"] = state[f"{pool}norm.weight"]
-        arrays[f"{head}LayerNorm_0/bias"] = state[f"{pool}norm.bias"]
-        for i in (0, 1):
-            arrays[f"{head}MlpBlock_0/Dense_{i}/kernel"] = state[f"{pool}mlp.fc{i + 1}.weight"].T
-            arrays[f"{head}MlpBlock_0/Dense_{i}/bias"] = state[f"{pool}mlp.fc{i + 1}.bias"]
+        arrays["MAPHead_0/probe"] = state["attn_pool.latent"]
+        attention("MAPHead_0/MultiHeadDotProductAttention_0", "attn_pool", "q", "kv")
+        norm("MAPHead_0/LayerNorm_0", "attn_pool.norm")
+        feed("MAPHead_0/MlpBlock_0", "attn_pool.mlp")
     return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
 

@@ -46,7 +46,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 Change = Callable[[dict[str, Tensor]], Any]
 
 STATE: dict[str, tuple[str, dict[str, Any], Change]] = {
-    "timm": ("vit_tiny_patch16_224", {}, lambda s: s),
+    "timm": ("vit_tiny_patch16_224,pre_norm=false", {}, lambda s: s),
     "data-parallel": ("vit_tiny_patch16_224", {}, lambda s: {"state_dict": {f"module.{n}": t for n, t in s.items()}}),
     "prefixes": (
         "vit_tiny_patch16_224",
@@ -66,7 +66,7 @@ STATE: dict[str, tuple[str, dict[str, Any], Change]] = {
         lambda s: s | {"patch_embed.proj.weight": s["patch_embed.proj.weight"].flatten(1)},
     ),
     "hybrid": ("vit_tiny_r_s16_p8_224", {"img_size": 64}, lambda s: s),
-    "eva02": ("eva02_base_patch14_448", {"img_size": 42}, lambda s: s),
+    "eva02": ("eva02_base_patch14_448,use_rot_pos_emb=true", {"img_size": 42}, lambda s: s),
     "rope-mixed": ("vit_small_patch16_rope_mixed_224", {}, lambda s: s),
     "dinov3": ("vit_small_patch16_dinov3", {}, lambda s: s),
     "perception-encoder": ("vit_pe_core_tiny_patch16_384", {}, lambda s: s),
@@ -123,6 +123,9 @@ def test_dinov2s_own_names_with_registers(tmp_path: Path) -> None:
     original["cls_token"] = original["cls_token"] - position
     original["pos_embed"] = torch.cat((position, original["pos_embed"]), dim=1)
     original["mask_token"] = torch.zeros(1, 48)
+    for name, shape in (("register_tokens", (4, 48)), ("pos_embed", (10, 48)), ("pos_embed", (1, 1, 48))):
+        with pytest.raises(CheckpointError, match=rf"^a: .*{name} has shape {re.escape(str(list(shape)))}.*width\]$"):
+            in_layout(original | {name: torch.zeros(shape)}, "a")
     given = "vit_giant_patch14_reg4_dinov2,embed_dim=48,depth=2,num_heads=24,norm_order=pre"
     assert_read_exactly(model, original, tmp_path / "dinov2.pth", given, (42, 42))
 
@@ -207,6 +210,7 @@ def test_what_a_format_lacks_is_asked_for(options: dict[str, Any], message: str,
             "^VIT_ARCHITECTURE: vit_tiny_patch16_224 has no argument 'global_pol': did you mean global_pool",
         ),
         ({"architecture": "vit,norm_epz=1"}, "did you mean norm_eps"),
+        ({"architecture": "eva02_base_patch14_448,pre_norm=true"}, "has no argument 'pre_norm'"),
         ({"labels": "not/there.txt"}, "^VIT_LABELS 'not/there.txt': neither a file nor one of"),
         ({"preprocess": "not/there.json"}, "^VIT_PREPROCESS 'not/there.json': neither a file nor one of"),
     ],

@@ -57,6 +57,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"img_size": 28, "embed_dim": 48, "num_heads": 3, "num_classes": 5},
     ),
     "vit-qk-norm": ("vit_tiny_patch16_224", {"img_size": 32, "qk_norm": True}),
+    "dynamic": ("test_vit", {"img_size": 96}),
     "clip": ("vit_base_patch16_clip_quickgelu_224", {"img_size": 32, "embed_dim": 48}),
     "vit-gap": ("vit_medium_patch16_gap_240", {"img_size": 48, "embed_dim": 48, "num_heads": 4}),
     "deit": ("deit_tiny_patch16_224", {"img_size": 32}),
@@ -181,14 +182,8 @@ def test_every_kind_of_architecture_has_timms_parameters() -> None:
 
 
 def test_a_dynamic_model_is_run_at_the_size_of_its_preprocessing(tmp_path: Path) -> None:
-    library = timm()
-    model = library.create_model("test_vit", img_size=96, depth=2).eval()
-    randomise(model)
-    labels = {"label_names": [f"n{i}" for i in range(1000)]}
-    library.models.save_for_hf(model, tmp_path, model_config=labels, safe_serialization=True)
-    checkpoint = load_checkpoint(str(tmp_path))
-    assert checkpoint.config.image_size == (160, 160)
-    assert_same_logits(checkpoint, model, "timm dynamic")
+    make("dynamic", tmp_path)
+    assert load_checkpoint(str(tmp_path)).config.image_size == (160, 160)
 
 
 @pytest.mark.parametrize("case", RESIZED)
@@ -317,8 +312,11 @@ def test_logits_and_embeddings_are_those_of_timm_in_a_folder_and_in_what_is_conv
     model = make_library(family, tmp_path)
     checkpoint = load_checkpoint(str(tmp_path))
     config = checkpoint.config
-    assert isinstance(config, LibraryConfig)
-    assert (config.architecture, config.library, config.num_classes) == (FAMILIES[family][0], "timm", 5)
+    assert isinstance(config, LibraryConfig) and (config.architecture, config.library, config.num_classes) == (
+        FAMILIES[family][0],
+        "timm",
+        5,
+    )
     assert_same(checkpoint, model, family)
     native.write(tmp_path / "native", checkpoint, dtype=torch.float32)
     assert_same(load_checkpoint(str(tmp_path / "native")), model, f"{family}, converted")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,8 +61,11 @@ def test_cifar_pictures_stay_as_they_are_at_their_own_size_and_are_resized_as_an
     cifar: Path, tmp_path: Path
 ) -> None:
     dataset = open_dataset(cifar, 80, 0)
-    assert dataset.test is not None
-    assert (len(dataset.train), len(dataset.validation), len(dataset.test)) == (320, 80, 100)
+    assert dataset.test is not None and (len(dataset.train), len(dataset.validation), len(dataset.test)) == (
+        320,
+        80,
+        100,
+    )
     parts = [decode(files, config((32, 32)), tmp_path) for files in (dataset.train, dataset.validation)]
     both = np.concatenate([part.pixels for part in parts]).reshape(400, -1)
     assert sorted(map(bytes, both)) == sorted(
@@ -181,26 +185,22 @@ def test_what_is_hidden_or_beside_the_classes_is_passed_over(root: Path) -> None
     assert len(find_pictures(root).train) == before
 
 
-def _one_class(root: Path) -> None:
-    for name in ("blue", "green"):
-        for path in (root / name).iterdir():
-            path.unlink()
-        (root / name).rmdir()
-
-
-def _same_but_for_case(root: Path) -> None:
-    write_class(root / "Red", "red", 1)
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda root: (root / "empty").mkdir(), "empty: the class has no pictures"),
         (lambda root: (root / "junk" / ".git").mkdir(parents=True), "junk: the class has no pictures"),
-        (_one_class, "one class"),
-        (_same_but_for_case, "'Red' and 'red' differ by case alone"),
+        (lambda root: [(root / name).rename(root.parent / name) for name in ("blue", "green")], "one class"),
+        (lambda root: write_class(root / "Red", "red", 1), "'Red' and 'red' differ by case alone"),
+        (shutil.rmtree, "data: cannot be read: No such file"),
+        (
+            lambda root: (root.rename(root.parent / "other"), write_class(root, "red", 2)),
+            "data: no pictures: expected one folder of them for each class",
+        ),
+        # A Path would need the surrogate spelled out.
+        (lambda root: os.mkdir(os.fsencode(root) + b"/\xff"), "cannot be printed"),  # noqa: PTH102
     ],
-    ids=["empty class", "class with hidden files", "one class", "case"],
+    ids=["empty class", "hidden files", "one class", "case", "no folder", "no classes", "a name that is no text"],
 )
 def test_a_folder_that_cannot_be_trained_on_is_refused(
     root: Path, damage: Callable[[Path], object], message: str
@@ -209,20 +209,6 @@ def test_a_folder_that_cannot_be_trained_on_is_refused(
     with pytest.raises(DatasetError, match=message) as caught:
         find_pictures(root)
     assert "\n" not in str(caught.value)
-
-
-def test_no_folder_no_classes_and_pictures_without_a_class_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="none: cannot be read: No such file"):
-        find_pictures(tmp_path / "none")
-    write_class(tmp_path / "flat", "red", 2)
-    with pytest.raises(DatasetError, match="flat: no pictures: expected one folder of them for each class"):
-        find_pictures(tmp_path / "flat")
-
-
-def test_a_name_that_is_no_text_is_refused(root: Path) -> None:
-    os.mkdir(os.fsencode(root) + b"/\xff")  # noqa: PTH102  a Path would need the surrogate spelled out
-    with pytest.raises(DatasetError, match="cannot be printed"):
-        find_pictures(root)
 
 
 def test_splits_must_have_the_same_classes(tmp_path: Path) -> None:

@@ -40,28 +40,27 @@ def test_the_pixel_limit_is_exact(name):
         preprocess(data, config(), max_pixels=64 * 50 - 1)
 
 
+SIZES = {
+    "JPEG": (lambda data: data.index(b"\xff\xc0") + 5, ">HH", 60_000),
+    "GIF": (lambda _: 6, "<HH", 60_000),
+    "BMP": (lambda _: 18, "<ii", 60_000),
+    "WEBP": (lambda _: 26, "<HH", 16_383),
+    "AVIF": (lambda data: data.index(b"ispe") + 8, ">II", 16_000),  # libavif refuses more by itself
+}
+"""Where a format's width and height are, in which form, and what they may claim."""
+
+
 def bomb(name: str) -> bytes:
     """A small file that claims 60,000 x 60,000 pixels, or the most that its format can."""
     data = bytearray(encode(noise(64, 48), name))
-    if name == "JPEG":
-        start = data.index(b"\xff\xc0") + 5
-        data[start : start + 4] = struct.pack(">HH", 60_000, 60_000)
-    elif name == "PNG":
-        header = struct.pack(">II", 60_000, 60_000) + data[24:29]
-        data[8:33] = png_chunk(b"IHDR", header)
-    elif name == "GIF":
-        data[6:10] = struct.pack("<HH", 60_000, 60_000)
-    elif name == "BMP":
-        data[18:26] = struct.pack("<ii", 60_000, 60_000)
-    elif name == "WEBP":
-        data[26:30] = struct.pack("<HH", 16_383, 16_383)
+    if name == "PNG":
+        data[8:33] = png_chunk(b"IHDR", struct.pack(">II", 60_000, 60_000) + data[24:29])
     elif name == "TIFF":
         for tag in (256, 257):
-            at = data.index(struct.pack("<HHL", tag, 4, 1)) + 8
-            data[at : at + 4] = struct.pack("<L", 60_000)
-    elif name == "AVIF":
-        at = data.index(b"ispe") + 8
-        data[at : at + 8] = struct.pack(">II", 16_000, 16_000)  # libavif refuses more by itself
+            struct.pack_into("<L", data, data.index(struct.pack("<HHL", tag, 4, 1)) + 8, 60_000)
+    else:
+        place, form, side = SIZES[name]
+        struct.pack_into(form, data, place(data), side, side)
     return bytes(data)
 
 

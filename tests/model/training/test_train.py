@@ -75,8 +75,7 @@ def test_a_run_leaves_a_folder_that_the_service_loads_and_that_scores_as_reporte
 def test_the_folder_is_calibrated_on_the_validation_images(finished: tuple[Path, dict[str, Any]], cifar: Path) -> None:
     out, record = finished
     calibration = load_checkpoint(str(out)).calibration
-    assert calibration is not None
-    assert calibration.temperature == record["temperature"]
+    assert calibration is not None and calibration.temperature == record["temperature"]
     assert calibration.pictures == len(calibration.scores) == record["validation"]["count"]
     assert np.mean(np.greater(calibration.scores, 0.5)) == pytest.approx(record["validation"]["accuracy"], abs=0.1)
     # Energies are of the network's own logits: log-probabilities would have energies near 0, which tell nothing.
@@ -229,9 +228,6 @@ def test_an_architecture_that_does_not_fit_the_images_is_refused(recipe: Recipe)
         recipe.architecture.config((30, 32), 10)
 
 
-def test_the_default_is_by_data_and_checkpoint(cifar: Path, tmp_path: Path) -> None:
+def test_the_default_is_by_data_and_checkpoint(cifar: Path) -> None:
     assert default_recipe(cifar, None).stem == "cifar10"
     assert default_recipe(cifar, "bundled").stem == "finetune"
-    (tmp_path / "pictures").mkdir()
-    with pytest.raises(TrainingError, match="--from CHECKPOINT: needed for a folder of pictures"):
-        default_recipe(tmp_path / "pictures", None)

@@ -34,8 +34,10 @@ async def test_images_of_one_batch_keep_their_own_top_k_and_map(running: Running
     assert rig.predictor.launched[1] == [1, 2]
     assert (a.outputs.indices.tolist(), a.outputs.map) == (expected_indices(1, 1), None)
     assert b.outputs.indices.tolist() == expected_indices(2, 7)
-    assert b.outputs.map is not None
-    assert (b.outputs.map.request, b.outputs.map.kept_mass) == (MapRequest.row(2, "max"), 2 / 256)
+    assert b.outputs.map is not None and (b.outputs.map.request, b.outputs.map.kept_mass) == (
+        MapRequest.row(2, "max"),
+        2 / 256,
+    )
 
 
 @on_a_loop
@@ -79,10 +81,11 @@ async def test_an_image_launched_in_time_is_answered_even_if_late(running: Runni
 
 
 @on_a_loop
-async def test_one_bad_image_in_a_batch_fails_alone(running: Running) -> None:
+@pytest.mark.parametrize("fault", [BAD, NAN], ids=["it fails on it", "its scores are no numbers"])
+async def test_one_bad_image_in_a_batch_fails_alone(fault: int, running: Running) -> None:
     async with running() as rig:
         first = await rig.keep_busy(0)
-        tasks = [rig.ask_soon(red) for red in (1, BAD, 3)]
+        tasks = [rig.ask_soon(red) for red in (1, fault, 3)]
         await rig.until_queued(3)
         rig.predictor.gate.set()
         one, bad, three = await asyncio.gather(*tasks, return_exceptions=True)
@@ -95,30 +98,7 @@ async def test_one_bad_image_in_a_batch_fails_alone(running: Running) -> None:
     assert rig.engine.status.state == "closed"
 
 
-@on_a_loop
-async def test_scores_that_are_no_numbers_fail_their_own_image_only(running: Running) -> None:
-    async with running() as rig:
-        first = await rig.keep_busy(0)
-        tasks = [rig.ask_soon(red) for red in (NAN, 2)]
-        await rig.until_queued(2)
-        rig.predictor.gate.set()
-        bad, good = await asyncio.gather(*tasks, return_exceptions=True)
-        await first
-    assert isinstance(bad, InferenceFailed)
-    assert not isinstance(good, BaseException)
-    assert good.outputs.indices.tolist() == expected_indices(2, 3)
-
-
 GAE = MapRequest("gae", 3)
-
-
-@on_a_loop
-async def test_a_map_of_its_own_method_and_class_comes_with_the_classes(running: Running) -> None:
-    async with running() as rig:
-        result = await rig.ask(5, map=GAE)
-    assert result.outputs.indices.tolist() == expected_indices(5, 3)
-    assert result.outputs.map is not None
-    assert result.outputs.map.request == GAE
 
 
 @on_a_loop
@@ -130,7 +110,9 @@ async def test_they_share_no_batch_with_classification_and_are_few_at_once(runni
         tasks += [rig.ask_soon(red, map=MapRequest.row(2)) for red in range(1, 4)]
         await rig.until_queued(14)
         rig.predictor.gate.set()
-        await asyncio.gather(*tasks)
+        _, explanation, *_ = await asyncio.gather(*tasks)
+    assert explanation.outputs.indices.tolist() == expected_indices(100, 3)
+    assert explanation.outputs.map is not None and explanation.outputs.map.request == GAE
     batches = rig.predictor.launched
     assert [batch for batch in batches if batch[0] < 100] == [[0], [1, 2, 3]]
     explained = [batch for batch in batches if batch[0] >= 100]
@@ -139,36 +121,21 @@ async def test_they_share_no_batch_with_classification_and_are_few_at_once(runni
 
 
 @on_a_loop
-async def test_they_wait_while_another_image_waits_and_no_longer(
-    running: Running, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("longest", "at_first"), [(10 * PATIENCE, [[0]]), (0.0, [[0], [100]])])
+async def test_they_wait_while_another_image_waits_and_no_longer_and_not_for_long(
+    longest: float, at_first: list[list[int]], running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "MAX_EXPLANATION_WAIT", 10 * PATIENCE)
+    monkeypatch.setattr(streams, "MAX_EXPLANATION_WAIT", longest)
     async with running() as rig:
         first = await rig.keep_busy(0)
         second = rig.ask_soon(1)
         await rig.until_queued(1)
         explained = rig.ask_soon(100, map=GAE)
-        await rig.until_queued(2)
-        assert rig.predictor.launched == [[0]]
+        await (rig.until_queued(2) if longest else rig.predictor.wait_until_busy())
+        assert rig.predictor.launched == at_first
         rig.predictor.gate.set()
         await asyncio.gather(first, second, explained)
     assert sorted(rig.predictor.launched) == [[0], [1], [100]]
-
-
-@on_a_loop
-async def test_a_map_that_has_waited_for_long_waits_for_nobody(
-    running: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(streams, "MAX_EXPLANATION_WAIT", 0.0)
-    async with running() as rig:
-        first = await rig.keep_busy(0)
-        second = rig.ask_soon(1)
-        await rig.until_queued(1)
-        explained = rig.ask_soon(100, map=GAE)
-        await rig.predictor.wait_until_busy()
-        assert rig.predictor.launched == [[0], [100]]
-        rig.predictor.gate.set()
-        await asyncio.gather(first, second, explained)
 
 
 @on_a_loop

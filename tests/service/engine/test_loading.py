@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import subprocess
@@ -175,8 +176,7 @@ def test_a_folder_that_is_served_is_calibrated_for_the_next_start(
     [answer] = served.predict(images, request)  # for which torch is loaded, and the folder read again
     np.testing.assert_allclose(answer.scores, before.scores, rtol=1e-4)
     assert answer.map is not None
-    assert before.map is not None
-    assert answer.map.score == pytest.approx(before.map.score, rel=1e-4)
+    assert before.map is not None and answer.map.score == pytest.approx(before.map.score, rel=1e-4)
 
     for kept in (False, True):
         settings = load_settings(given | {"coverage": 0.9})
@@ -185,8 +185,7 @@ def test_a_folder_that_is_served_is_calibrated_for_the_next_start(
         assert (type(predictor.checkpoint) is Description) == kept
         assert (info.coverage, info.calibrated_on, info.temperature) == (0.9, 39, 2.5)
         [answer] = predictor.predict(images, RequestedOutputs(1, label_set=True))
-        assert answer.label_set is not None
-        assert len(answer.label_set) in (1, 2)
+        assert answer.label_set is not None and len(answer.label_set) in (1, 2)
     monkeypatch.setattr("model.runtime.start.OpenVinoNetwork", lambda *_, **__: pytest.fail("compiled for nothing"))
     with pytest.raises(
         CheckpointError, match=r"39 pictures are too few for a coverage of 0\.96: 49 are enough"
@@ -201,7 +200,8 @@ def test_a_kept_graph_is_made_again_for_settings_that_change_it_and_run_as_the_o
     pytest.importorskip("openvino")
     folder = write_checkpoint(tmp_path / "m", ("cat", "dog"))
     given = {"checkpoint": str(folder), "dtype": "float32", "cache_dir": str(tmp_path / "cache")}
-    keep_graph(load_predictor(load_settings(given))[0])
+    first, made = load_predictor(load_settings(given))
+    keep_graph(first)
     monkeypatch.setattr(loading, "_load", lambda settings: None)
 
     run = {"max_batch": 5, "device": "cpu"}
@@ -209,6 +209,7 @@ def test_a_kept_graph_is_made_again_for_settings_that_change_it_and_run_as_the_o
         kept, info = load_predictor(load_settings(given | changes))
         assert type(kept.checkpoint) is Description
         assert info.max_batch == kept.max_batch == changes.get("max_batch", 8)
+        assert (info.backbone, info.head, info.content) == (made.backbone, made.head, made.content)
     for name, value in (("dtype", "bfloat16"), ("image_size", (24, 24)), ("checkpoint_folder", str(tmp_path))):
         assert load_predictor(load_settings(given | {name: value})) is None, name
 
@@ -234,11 +235,15 @@ def test_another_checkpoint_is_loaded_without_torch_in_the_process_that_serves(t
     script = """
         import sys
         from model.errors import CheckpointError
+        from service.engine import loading
         from service.engine.loading import load_lean
         from service.settings import load_settings
         given = {"device": "cpu", "cache_dir": sys.argv[1], "image_size": "24x16"}
-        predictor, info = load_lean(load_settings(given | {"checkpoint": sys.argv[2]}))
+        in_child = loading._keep_in_child
+        for loading._keep_in_child in (in_child, None):  # what is kept needs no child
+            predictor, info = load_lean(load_settings(given | {"checkpoint": sys.argv[2]}))
         predictor.warm_up()
+        loading._keep_in_child = in_child
         try:
             load_lean(load_settings(given | {"checkpoint": sys.argv[3]}))
         except CheckpointError as error:
@@ -249,6 +254,13 @@ def test_another_checkpoint_is_loaded_without_torch_in_the_process_that_serves(t
     labels, size, has_torch, error = ran.stdout.strip().split("|")
     assert (labels, size, has_torch) == ("('cat', 'dog')", "(24, 16)", "False")
     assert "model.safetensors" in error
+
+
+def test_a_child_that_loads_ends_with_its_parent(tmp_path: Path) -> None:
+    line = json.dumps([{"checkpoint": str(write_checkpoint(tmp_path / "m", ("cat", "dog"))), "device": "cpu"}, []])
+    command = [sys.executable, "-P", "-m", "service.engine.loading"]
+    ended = subprocess.run(command, input=line + "\n", capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "")
 
 
 WHOLE = """\

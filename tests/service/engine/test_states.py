@@ -41,20 +41,28 @@ async def test_a_dead_device_ends_the_engine_and_everybody_hears_of_it(
 
 
 @on_a_loop
-async def test_a_failed_load_is_a_state_with_its_reason(running: Running, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (CheckpointError("weights.bin: no such file"), "weights.bin: no such file"),
+        (KeyError("weights.bin"), "KeyError: 'weights.bin'"),
+    ],
+)
+async def test_a_failed_load_is_a_state_with_its_reason(
+    error: Exception, reason: str, running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
     def load() -> tuple[FakePredictor, ModelInfo]:
-        raise CheckpointError("weights.bin: no such file")
+        raise error
 
     async with running(load=load, ready=False) as rig:
         await rig.until_state("failed")
-        assert rig.engine.status.reason == "weights.bin: no such file"
+        assert rig.engine.status.reason == reason
         assert rig.engine.info is None
         with pytest.raises(EngineUnavailable, match=r"weights\.bin"):
             await rig.ask(1)
     assert rig.states[-1] == "failed" and "ready" not in rig.states
-    assert [(r.levelname, r.message) for r in caplog.records] == [
-        ("CRITICAL", "cannot start: weights.bin: no such file")
-    ]
+    assert [(r.levelname, r.message) for r in caplog.records] == [("CRITICAL", f"cannot start: {reason}")]
 
 
 @on_a_loop
@@ -173,6 +181,5 @@ async def test_what_a_new_process_is_to_do_otherwise_is_known_when_the_engine_ha
     await changed.wait()
     assert engine.status.state == "failed"
     failure = engine.failure
-    assert isinstance(failure, NewProcessNeeded)
-    assert (failure.option, failure.value) == ("compile", "no-graphs")
+    assert isinstance(failure, NewProcessNeeded) and (failure.option, failure.value) == ("compile", "no-graphs")
     await engine.close()

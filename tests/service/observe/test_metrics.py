@@ -161,16 +161,12 @@ def test_names_types_and_labels_are_those_that_dashboards_rely_on(
     counting = count_as("engine-0") if several else touched("cpu")
     counting.count_image("cats")
     found = families(count_as("worker-0") if several else counting)
-    for name, labels in COUNTERS.items():
-        kind, samples = found.pop(name.removesuffix("_total"))
-        assert (kind, samples) == ("counter", {name: labels})
-    for name, labels in GAUGES.items():
-        kind, samples = found.pop(name)
-        assert (kind, samples) == ("gauge", {name: labels})
+    for kind, documented in (("counter", COUNTERS), ("gauge", GAUGES)):
+        for name, labels in documented.items():
+            assert found.pop(name.removesuffix("_total")) == (kind, {name: labels})
     for name, labels in HISTOGRAMS.items():
-        kind, samples = found.pop(name)
-        assert kind == "histogram"
-        assert samples == {f"{name}_bucket": {*labels, "le"}, f"{name}_sum": labels, f"{name}_count": labels}
+        samples = {f"{name}_bucket": {*labels, "le"}, f"{name}_sum": labels, f"{name}_count": labels}
+        assert found.pop(name) == ("histogram", samples)
     assert not [name for name in found if several or name.startswith("vit_")]
 
 
@@ -223,12 +219,14 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
             raise NVMLError("Not Found")
         return handles[uuid]
 
-    module.NVMLError = NVMLError  # type: ignore[attr-defined]
-    module.nvmlInit = lambda: None  # type: ignore[attr-defined]
-    module.nvmlDeviceGetHandleByUUID = handle_of  # type: ignore[attr-defined]
-    module.nvmlDeviceGetUtilizationRates = lambda _: SimpleNamespace(gpu=42)  # type: ignore[attr-defined]
-    module.nvmlDeviceGetMemoryInfo = lambda _: SimpleNamespace(used=3, total=7)  # type: ignore[attr-defined]
-    module.nvmlDeviceGetPowerUsage = lambda _: 123_400  # type: ignore[attr-defined]
+    vars(module).update(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=handle_of,
+        nvmlDeviceGetUtilizationRates=lambda _: SimpleNamespace(gpu=42),
+        nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(used=3, total=7),
+        nvmlDeviceGetPowerUsage=lambda _: 123_400,
+    )
     monkeypatch.setitem(sys.modules, "pynvml", module)
     return module
 

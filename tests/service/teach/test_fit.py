@@ -35,22 +35,27 @@ def taught(count: int = 10) -> tuple[TaughtHead, Knowledge]:
     return head, Knowledge.model_validate_json(head.statistics)
 
 
+def teach(store: Examples, count: int = 4, seed: int = 0) -> None:
+    features, labels = pictures(count, seed=seed)
+    for label in LABELS:
+        places = [place for place, each in enumerate(labels) if each == label]
+        store.add("pets", label, features[places], "", ("b", "deit"))
+
+
 def test_the_head_answers_pictures_that_it_has_not_seen() -> None:
     (head, *_), known = taught()
     features, labels = pictures(50, seed=1)
     assert head.labels == LABELS
     answers = [LABELS[place] for place in head.logits(features).argmax(axis=1)]
     assert np.mean([answer == label for answer, label in zip(answers, labels, strict=True)]) > 0.98
-    assert known.accuracy is not None
-    assert (known.accuracy.value, known.accuracy.high, known.fitted_to) == (1.0, 1.0, 30)
+    assert known.accuracy is not None and (known.accuracy.value, known.accuracy.high, known.fitted_to) == (1.0, 1.0, 30)
     assert 0.85 < known.accuracy.low < 0.9, "thirty right ones are no proof of more"
     assert (known.confusion, known.suspects, known.needs_more) == ([], [], [])
 
 
 def test_far_pictures_are_known_from_near_ones() -> None:
     (head, *_), _ = taught()
-    assert head.known is not None
-    assert head.known.far(pictures(100, seed=1)[0]).mean() < 0.1
+    assert head.known is not None and head.known.far(pictures(100, seed=1)[0]).mean() < 0.1
     elsewhere = np.roll(pictures(100, seed=2)[0], 5, axis=1)
     assert head.known.far(elsewhere).mean() > 0.9
 
@@ -111,11 +116,8 @@ def test_a_file_holds_all_of_a_head(tmp_path: Path) -> None:
 
 def test_each_changed_head_is_fitted_once(tmp_path: Path) -> None:
     store = Examples(tmp_path)
-    features, labels = pictures(6)
-    for label in LABELS:
-        places = [place for place, each in enumerate(labels) if each == label]
-        store.add("pets", label, features[places], "", ("b", "deit"))
-    store.add("few", "cat", features[:1], "", ("b", "deit"))
+    teach(store, 6)
+    store.add("few", "cat", pictures(1)[0][:1], "", ("b", "deit"))
     fit_changed(store)
     pets, few = store.head("pets"), store.head("few")
     assert pets.fitted_revision == pets.revision == 3
@@ -128,8 +130,7 @@ def test_each_changed_head_is_fitted_once(tmp_path: Path) -> None:
     store.remove(pets, 1)
     fit_changed(store)
     again = store.state(pets)[1]
-    assert again is not None
-    assert json.loads(TaughtHead.from_bytes(again, "pets").statistics)["fitted_to"] == 17
+    assert again is not None and json.loads(TaughtHead.from_bytes(again, "pets").statistics)["fitted_to"] == 17
 
 
 def test_nothing_is_left_of_examples_that_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,15 +17,8 @@ from service.teach import heads as module
 from service.teach.examples import Examples
 from service.teach.heads import TaughtHeads
 from tests.service.fakes import FixedModels, on_a_loop
-from tests.service.teach.test_fit import LABELS, pictures, taught
+from tests.service.teach.test_fit import taught, teach
 from tests.service.web.fake_engine import FakeEngine
-
-
-def teach(store: Examples, count: int = 4, seed: int = 0) -> None:
-    features, labels = pictures(count, seed=seed)
-    for label in LABELS:
-        places = [place for place, each in enumerate(labels) if each == label]
-        store.add("pets", label, features[places], "", ("b", "deit"))
 
 
 async def until(found: Callable[[], bool], heads: TaughtHeads) -> None:
@@ -54,8 +47,9 @@ async def test_every_process_sees_a_head_that_was_fitted_once(tmp_path: Path) ->
     await until(lambda: all(fitted_to(each) == 3 for each in heads), looker)
     first, second = (each.heads["pets"] for each in heads)
     assert first.fitted is not None
-    assert second.fitted is not None
-    assert first.fitted.statistics == second.fitted.statistics, "it has the moment of the fit"
+    assert second.fitted is not None and first.fitted.statistics == second.fitted.statistics, (
+        "it has the moment of the fit"
+    )
     teach(Examples(tmp_path), seed=1)
     heads[0].changed()
     await until(lambda: all(fitted_to(each) == 6 for each in heads), looker)

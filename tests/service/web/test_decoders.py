@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -188,10 +189,12 @@ async def test_a_decoder_that_crashes_is_the_pictures_fault() -> None:
 
 @on_a_loop
 async def test_a_caller_that_leaves_ends_the_process_in_the_middle_of_its_picture() -> None:
+    waiting = patch.object(subprocess.Popen, "wait", autospec=True, side_effect=subprocess.Popen.wait)
     async with pool() as decoders:
-        with pytest.raises(DeadlineExceeded):
+        with waiting as wait, pytest.raises(DeadlineExceeded):
             await decoders.decode(COSTLY, seconds=1)
         assert children() == []
+        assert [each.args[1:] for each in wait.call_args_list] == [(0.0,), ()], "it is killed at once"
 
 
 @on_a_loop
@@ -211,6 +214,15 @@ async def test_a_service_whose_interpreter_does_not_start_says_so(monkeypatch: p
     async with pool() as decoders:
         with pytest.raises(EngineUnavailable, match="no process"):
             await decoders.decode(encode(noise(64, 48), "WEBP"))
+
+
+def test_a_lower_limit_of_memory_that_the_service_has_stays() -> None:
+    script = """from model.images import decoder_process as program
+program._limit_memory(1 << 60)
+print(program.resource.getrlimit(program.resource.RLIMIT_AS))"""
+    limited = f"ulimit -v 8388608; exec {sys.executable} -c '{script}'"
+    done = subprocess.run(["sh", "-c", limited], capture_output=True, text=True, check=True)
+    assert done.stdout == f"({1 << 33}, {1 << 33})\n"
 
 
 CONFINED_ATTEMPTS = """

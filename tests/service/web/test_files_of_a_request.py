@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import io
 import os
 import signal
 import sys
@@ -11,9 +10,6 @@ import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
-
-import numpy as np
-from PIL import Image
 
 from service.engine.backbones import Backbones
 from service.engine.loading import load_predictor
@@ -25,6 +21,7 @@ from service.settings import Settings, load_settings
 from service.web.app import create_app
 from tests.e2e.checkpoints import write_checkpoint
 from tests.launcher import until
+from tests.model.images.pictures import encode, noise
 
 REPOSITORY = Path(__file__).parents[3]
 MOST = 27
@@ -49,13 +46,6 @@ def passed(files: set[str]) -> list[str]:
     return sorted(str(path) for path in named if path.parts[0] in ("service", "model"))
 
 
-def picture() -> bytes:
-    buffer = io.BytesIO()
-    pixels = np.random.default_rng(0).integers(0, 256, (48, 64, 3), np.uint8)
-    Image.fromarray(pixels).save(buffer, "JPEG")
-    return buffer.getvalue()
-
-
 def files_passed(settings: Settings) -> list[str]:
     """Serve in this process, classify until all is warm, and return the files that each further request passes.
 
@@ -70,7 +60,7 @@ def files_passed(settings: Settings) -> list[str]:
         server = Server(create_app(settings, models, metrics, lifecycle), settings, lifecycle)
 
         def classify(connection: http.client.HTTPConnection) -> None:
-            connection.request("POST", "/classify", picture(), {"Content-Type": "image/jpeg"})
+            connection.request("POST", "/classify", encode(noise(64, 48), "JPEG"), {"Content-Type": "image/jpeg"})
             answer = connection.getresponse()
             assert answer.status == 200, answer.read()
             answer.read()

@@ -328,30 +328,17 @@ async def test_a_background_lane_gives_way_to_other_threads() -> None:
         made.close()
 
 
-def test_a_lane_serves_one_event_loop_after_another(lane: Lane) -> None:
-    for number in range(20):
-        assert asyncio.run(run(lane, partial(int, number))) == number
-
-
-def test_a_lane_serves_the_next_event_loop_though_one_was_closed_while_a_thread_worked() -> None:
-    lane, began, gate = Lane("decode", threads=1), threading.Event(), threading.Event()
-
-    def work() -> None:
-        began.set()
-        gate.wait(PATIENCE)
+def test_a_lane_serves_one_event_loop_after_another_though_one_was_closed_while_a_thread_worked(lane: Lane) -> None:
+    blocker = Blocker()
 
     async def leave() -> None:
-        lane.work(work, "a", 1, Deadline(time.monotonic() + PATIENCE))
-        await asyncio.to_thread(began.wait, PATIENCE)
-
-    async def ask() -> int:
-        with lane.work(lambda: 7, "a", 1, Deadline(time.monotonic() + PATIENCE)) as job:
-            return await job
+        lane.work(blocker, "a", 1, soon())
+        await blocker.wait_until_begun()
 
     asyncio.run(leave())
-    gate.set()
-    assert asyncio.run(ask()) == 7
-    lane.close()
+    blocker.go_on.set()
+    for number in range(20):
+        assert asyncio.run(run(lane, partial(int, number))) == number
 
 
 @on_a_loop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.service.fakes import CLASSES, SIZE, expected_indices, model_info, on_
 from tests.service.web.apps import App, app, form, service_in
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.grpc.caller import Output, arrays, calling, image
+from tests.service.web.routes.test_models import several
 from vitserve.documents import MAX_SET, Classification, Prediction, ranked, set_fields
 
 
@@ -298,3 +300,14 @@ def test_a_set_of_many_labels_is_a_number_alone_and_the_client_reads_it() -> Non
     read = Classification.model_validate(answer | ABSTAINED)
     assert (read.set, read.set_size, read.abstained) == ([], 0, True)
     assert Classification.model_validate(answer).abstained is None
+
+
+@on_a_loop
+@pytest.mark.parametrize("unloaded", [False, True])
+async def test_a_model_that_loads_slowly_leaves_half_of_the_time_to_others(unloaded: bool) -> None:
+    served, models = several(request_timeout=60)
+    served.asgi._clock = lambda: time.monotonic() - 31  # as long ago the request began
+    models.engines["few"].state, models.served["few"].unloaded = "loading", unloaded
+    models.engines["few"].gate.clear()
+    found = (await served.classify(query="model=few,cats")).json["models"]
+    assert (found["few"]["error"]["code"], "predictions" in found["cats"]) == ("model_loading", True)
