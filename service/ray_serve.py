@@ -24,8 +24,8 @@ from service.engine.loading import load_predictor
 from service.engine.local import BATCH_SECONDS, Loader
 from service.errors import EngineUnavailable, Forbidden, SettingsError
 from service.lifecycle import freeze_objects, trim_regularly
-from service.models.model import Generation
-from service.models.models import LocalModels, configured_models
+from service.models.generation import Generation
+from service.models.registry import LocalModels, configured_models
 from service.observe import logs
 from service.observe.metrics import Metrics, render_replicas
 from service.settings import MEMORY, Settings, load_settings, unknown_variables

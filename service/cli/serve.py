@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     _check_address(settings)
     first = settings
     if settings.models is not None:
-        from service.models.models import default_settings  # noqa: PLC0415  beside the first load without a folder
+        from service.models.registry import default_settings  # noqa: PLC0415  beside the first load without a folder
 
         first = default_settings(settings)  # a wrong folder ends the start
     logger.info("loading %s", settings.models or settings.checkpoint)

@@ -37,8 +37,8 @@ from service.engine.local import Loader
 from service.engine.messages import InferenceRequest
 from service.errors import CheckpointRefused, EngineUnavailable, InferenceFailed, ServiceError
 from service.lifecycle import release_memory, trim_regularly
-from service.models.model import Generation
-from service.models.models import LocalModels, Version, configured_models
+from service.models.generation import Generation
+from service.models.registry import LocalModels, Version, configured_models
 from service.models.tasks import Tasks
 from service.observe.metrics import Metrics
 from service.settings import Settings

@@ -11,7 +11,7 @@
                                           <--   Answer(id) or Failed(id)     those of a batch together
 
     Submit, EmbedTexts                          an image, or texts, by a generation of a model
-    Change                                      of the models; see `service.models.models`
+    Change                                      of the models; see `service.models.registry`
     Put, Get                                    a picture that is kept
 
 A frame is a length (uint32, little-endian, of what follows) and a struct as a MessagePack array, its tag first.

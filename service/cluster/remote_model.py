@@ -24,8 +24,8 @@ from service.cluster import frames
 from service.engine.backbones import What
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import EngineUnavailable, ServiceError, SwapUnderWay
-from service.models.model import Generation, ModelState, ServedModel
-from service.models.models import UNDER_WAY, Models
+from service.models.generation import Generation, ModelState, ServedModel
+from service.models.registry import UNDER_WAY, Models
 from service.web.image_stores import StoreUsage
 from vitserve.documents import ListedModel
 

@@ -23,7 +23,7 @@ from service.cluster.worker import RELOAD, run_web, worker_settings
 from service.engine.local import Loader
 from service.errors import SettingsError
 from service.lifecycle import Terminal
-from service.models.models import Version
+from service.models.registry import Version
 from service.observe.metrics import Metrics
 from service.server import address_family
 from service.settings import Settings

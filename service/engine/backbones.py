@@ -5,7 +5,7 @@
 
 A model is loaded on a thread of its own engine. Where the loader gives a runner that another engine has already, that
 engine answers for the model, too. The last model that leaves closes it. Which one is unloaded for others is decided in
-`service.models.models`.
+`service.models.registry`.
 """
 
 from __future__ import annotations

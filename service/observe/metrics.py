@@ -67,7 +67,7 @@ class Sources:
         recent: returns how many pictures and bytes are kept, and how many pictures were pushed out.
         places: returns how many places for images are taken, and how many there are.
         names: returns those of all models, None if it does not matter; series of other ones have ended.
-        results: see `service.models.models.Models`.
+        results: see `service.models.registry.Models`.
         backbones: returns the bytes of each that is loaded.
     """
 

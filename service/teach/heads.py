@@ -26,7 +26,7 @@ from model.taught_heads import TaughtHead, is_taught_head
 from service.engine.messages import ModelInfo
 from service.errors import HeadsUnavailable, HeadWithoutBackbone, InvalidParameter
 from service.models.folder import check_name
-from service.models.models import AddedHead, Models
+from service.models.registry import AddedHead, Models
 from service.teach.examples import Examples, HeadRow, kept_on_disk
 
 logger = logging.getLogger("vitserve")

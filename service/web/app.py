@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from service.engine.messages import EngineStatus, ModelInfo
 from service.lifecycle import Lifecycle
-from service.models.models import Models
+from service.models.registry import Models
 from service.observe.metrics import Metrics, Sources
 from service.settings import MEMORY, Settings, exports_spans
 from service.teach.examples import Examples

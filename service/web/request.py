@@ -51,8 +51,8 @@ from service.errors import (
 )
 from service.http import connection_of
 from service.lifecycle import Lifecycle
-from service.models.model import Generation
-from service.models.models import Models
+from service.models.generation import Generation
+from service.models.registry import Models
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.teach.heads import TaughtHeads

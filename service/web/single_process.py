@@ -12,8 +12,8 @@ from service.engine.backbones import Backbones, ModelEngine
 from service.engine.local import Loader
 from service.engine.messages import ModelInfo
 from service.lifecycle import Lifecycle, Terminal, freeze_objects, release_memory, trim_regularly
-from service.models.model import Generation
-from service.models.models import LocalModels, configured_models
+from service.models.generation import Generation
+from service.models.registry import LocalModels, configured_models
 from service.observe.metrics import Metrics
 from service.server import Server
 from service.settings import Settings

@@ -28,8 +28,8 @@ from service.engine.base import Engine
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import EngineUnavailable, Forbidden
-from service.models.model import LocalModel
-from service.models.models import LocalModels, Models, Version
+from service.models.generation import LocalModel
+from service.models.registry import LocalModels, Models, Version
 from service.settings import load_settings
 from service.web.image_stores import MemoryImageStore
 from tests.model.images.pictures import encode

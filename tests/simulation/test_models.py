@@ -33,8 +33,8 @@ from service.errors import (
     InferenceFailed,
     QueueFull,
 )
-from service.models.model import Generation
-from service.models.models import LocalModels
+from service.models.generation import Generation
+from service.models.registry import LocalModels
 from service.settings import load_settings
 from tests.service.fakes import PATIENCE, model_info
 

@@ -19,7 +19,7 @@ from model.outputs import MapRequest, RequestedOutputs, methods_of
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, attributes
 from service.errors import ServiceError
-from service.models.model import Generation
+from service.models.generation import Generation
 from service.observe.metrics import CONTENT_TYPE
 from service.web.request import model_of, service_of
 from service.web.routes.endpoint import Endpoint, LooseModelQuery, problems

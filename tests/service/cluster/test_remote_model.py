@@ -22,7 +22,7 @@ from service.engine.backbones import What
 from service.engine.local import LocalEngine
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import CheckpointRefused, EngineUnavailable, SwapUnderWay, UnknownModel
-from service.models.models import LocalModels, Version
+from service.models.registry import LocalModels, Version
 from service.settings import load_settings
 from service.web.image_stores import MemoryImageStore
 from tests.service.fakes import PATIENCE, FakePredictor, expected_indices, model_info, on_a_loop, pixels, request_for

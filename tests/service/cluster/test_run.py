@@ -22,7 +22,7 @@ from service.cluster.run import Cluster
 from service.cluster.supervisor import TRY_AGAIN, Child
 from service.cluster.worker import share, worker_settings
 from service.errors import SettingsError
-from service.models.models import Version
+from service.models.registry import Version
 from service.observe.metrics import Metrics
 from service.settings import load_settings
 from tests.service.cluster.scripts import run
@@ -143,7 +143,7 @@ def test_a_folder_for_sockets_must_be_there_and_have_a_short_name(
 
 PROLOGUE = """
 import os, signal
-from service.models.models import Version
+from service.models.registry import Version
 from service.cluster.processes import Link, OperatingSystem, Report
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup

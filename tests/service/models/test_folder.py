@@ -10,7 +10,7 @@ import pytest
 from model.checkpoint.tensor_files import SUFFIXES
 from service.errors import SettingsError
 from service.models.folder import WEIGHTS, read_folder
-from service.models.models import configured_models, default_settings
+from service.models.registry import configured_models, default_settings
 from service.settings import load_settings
 
 

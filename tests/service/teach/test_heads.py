@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from service.models.model import LocalModel
+from service.models.generation import LocalModel
 from service.teach import heads as module
 from service.teach.examples import Examples
 from service.teach.heads import TaughtHeads

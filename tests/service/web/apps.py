@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from service.lifecycle import Lifecycle
-from service.models.model import LocalModel
-from service.models.models import Models
+from service.models.generation import LocalModel
+from service.models.registry import Models
 from service.observe.metrics import Metrics
 from service.settings import Settings, load_settings
 from service.web.admission import Receiving

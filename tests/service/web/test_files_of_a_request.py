@@ -14,7 +14,7 @@ from typing import Any
 from service.engine.backbones import Backbones
 from service.engine.loading import load_predictor
 from service.lifecycle import Lifecycle
-from service.models.models import LocalModels
+from service.models.registry import LocalModels
 from service.observe.metrics import Metrics
 from service.server import Server
 from service.settings import Settings, load_settings

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from service.models.model import Generation
+from service.models.generation import Generation
 from tests.service.fakes import SIZE, model_info, on_a_loop, png, until
 from tests.service.web.apps import App, kept, service_in
 from tests.service.web.fake_engine import FakeEngine

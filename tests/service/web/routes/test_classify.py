@@ -15,7 +15,7 @@ from model.heads import Head, Known
 from model.images.preprocess import Region
 from model.outputs import AttentionMap, MapRequest
 from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
-from service.models.models import AddedHead
+from service.models.registry import AddedHead
 from service.web.routes.attention import map_fields, region_document
 from tests.service.fakes import CLASSES, SIZE, expected_indices, model_info, on_a_loop, png
 from tests.service.web.apps import App, app, form, service_in

@@ -11,8 +11,8 @@ import pytest
 
 from service.engine.backbones import What
 from service.errors import EngineUnavailable, ModelsFull
-from service.models.model import Generation, LocalModel
-from service.models.models import AddedHead
+from service.models.generation import Generation, LocalModel
+from service.models.registry import AddedHead
 from service.settings import load_settings
 from tests.service.fakes import FixedModels, model_info, on_a_loop, png, until
 from tests.service.web.apps import App, app, form, service_in, settle

@@ -18,8 +18,8 @@ from service.engine.backbones import What
 from service.engine.local import LocalEngine
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import CheckpointRefused, SwapUnderWay
-from service.models.model import Generation, LocalModel
-from service.models.models import LocalModels
+from service.models.generation import Generation, LocalModel
+from service.models.registry import LocalModels
 from service.settings import load_settings
 from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, request_for
 
@@ -164,7 +164,7 @@ async def test_a_checkpoint_that_cannot_be_read_leaves_the_old_model_serving(cap
 async def test_a_checkpoint_that_does_not_load_in_time_is_refused_and_the_next_one_is_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("service.models.models.LOAD_SECONDS", 0.05)
+    monkeypatch.setattr("service.models.registry.LOAD_SECONDS", 0.05)
     async with running() as (swap, models):
         models.gate.clear()
         with pytest.raises(CheckpointRefused, match=r"^it was not loaded and warm within 0.05 s"):

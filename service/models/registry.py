@@ -39,7 +39,7 @@ from service.errors import (
     UnknownModel,
 )
 from service.models.folder import Entry, read_folder
-from service.models.model import Generation, LocalModel, ServedModel
+from service.models.generation import Generation, LocalModel, ServedModel
 from service.models.tasks import Tasks
 from service.settings import Settings
 from vitserve.documents import ListedModel

@@ -26,7 +26,7 @@ from service.errors import (
     SwapUnderWay,
     UnknownModel,
 )
-from service.models.models import LocalModels, configured_models
+from service.models.registry import LocalModels, configured_models
 from service.settings import Settings, load_settings
 from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, request_for
 
@@ -242,7 +242,7 @@ async def test_a_model_whose_request_still_arrives_is_not_unloaded_for_others(tm
 async def test_who_ends_slowly_keeps_no_other_load_waiting_and_the_memory_counts_until_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.models.models._LEAVE_SECONDS", 0.0)
+    monkeypatch.setattr("service.models.registry._LEAVE_SECONDS", 0.0)
     async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, _):
         with models.find("b").current.request(held=True):
             with pytest.raises(ModelsFull):
