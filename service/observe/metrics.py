@@ -179,6 +179,7 @@ class Metrics(Collector):
             for release in get_args(Release):
                 self.batches.labels(info.device, release)
             self.batch_padding.labels(info.device)
+            self._of_model(info.name)
             self._state.gpus.watch(info.device, info.gpu_uuid)
         self._state.models = models
 

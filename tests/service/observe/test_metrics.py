@@ -91,6 +91,10 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(name, labels)
 
 
+def test_pictures_of_a_model_are_counted_from_0_on() -> None:
+    assert value(touched("cpu"), "vit_images_total", model=model_info().name) == 0
+
+
 def test_the_engines_gauges_are_read_at_the_scrape_and_name_its_device_once_it_is_known() -> None:
     now = status("loading", device="auto")
     metrics = Metrics()
