@@ -233,7 +233,7 @@ def _json_text(document: bytearray) -> Iterator[str]:
     To read one holds the interpreter, for 10 ns an escape: others have it between.
     """
     before, end = _BEFORE.match(document), document.rfind(b'"')
-    if before is None or _AFTER.fullmatch(document, end) is None:
+    if before is None or before.end() > end or _AFTER.fullmatch(document, end) is None:
         raise msgspec.DecodeError
     start = before.end()
     while start < end:

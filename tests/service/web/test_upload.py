@@ -159,6 +159,7 @@ OTHER_JSON = [
     b'{"image": "AAAA"',
     b'{"image": "AAAA"}}',
     b'{"image": 3}',
+    b'{"image": "}',
 ]
 
 
