@@ -130,8 +130,11 @@ def test_a_right_map_does_better_than_noise_in_deletion_and_insertion() -> None:
     found = measure(score, methods, picture, 8, steps=16)
     (deleted, inserted, _), (by_chance, inserted_by_chance, _) = found["right"].means(), found[RANDOM].means()
     assert deleted == pytest.approx(1 / 32)  # gone with the first of sixteen patches
-    assert by_chance is not None and by_chance > 0.2
-    assert inserted is not None and inserted_by_chance is not None and inserted > inserted_by_chance
+    assert by_chance is not None
+    assert by_chance > 0.2
+    assert inserted is not None
+    assert inserted_by_chance is not None
+    assert inserted > inserted_by_chance
     assert len(found["right"].deletion) == 8
 
 

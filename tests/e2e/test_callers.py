@@ -33,7 +33,8 @@ def test_the_client_speaks_the_language_of_the_service(server: Served, pictures:
         first, second = client.classify_batch([pictures.files[1], b"no picture"]).results
         assert isinstance(first, Classification)
         pictures.check(1, first.model_dump())
-        assert isinstance(second, FailedItem) and second.error.status == 415
+        assert isinstance(second, FailedItem)
+        assert second.error.status == 415
         assert client.heat_map(pictures.files[0], overlay=False).startswith(b"\x89PNG")
         [sent] = client.attention(pictures.files[0], method="cls", layer=-2, head="max")
         [kept] = client.attention(found, method="cls", layer=-2, head="max")
@@ -46,7 +47,8 @@ def test_the_client_speaks_the_language_of_the_service(server: Served, pictures:
         array = client.attention_array(pictures.files[0], method="gae", class_=[1, LABELS[2]])
         np.testing.assert_allclose(array, [map_.values for map_ in both], atol=1e-5)
         relevant = client.classify(pictures.files[0], attention="relevance").attention
-        assert relevant is not None and (relevant.method, relevant.class_) == ("relevance", found.predictions[0].index)
+        assert relevant is not None
+        assert (relevant.method, relevant.class_) == ("relevance", found.predictions[0].index)
         with pytest.raises(ProblemError, match="422 invalid_parameter"):
             client.classify(pictures.files[0], top_k=11)
     with Client(server.url, api_key="wrong") as client, pytest.raises(Unauthorized, match="401 unauthorized"):

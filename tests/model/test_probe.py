@@ -96,6 +96,7 @@ def test_the_same_pictures_give_the_same_head_and_other_seeds_other_folds() -> N
     features[:, 0] += 5.0 * truth
     (first, one), (second, two) = (fit_head(features.astype(np.float32), truth, "abc") for _ in range(2))
     assert first.weight is not None
-    assert second.weight is not None and np.array_equal(first.weight, second.weight)
+    assert second.weight is not None
+    assert np.array_equal(first.weight, second.weight)
     assert np.array_equal(one.scores, two.scores)
     assert not np.array_equal(draw_folds(truth, 3, seed=0), draw_folds(truth, 3, seed=1))

@@ -165,7 +165,8 @@ def assert_carried_as_by_transformers(family: Family, folder: Path) -> None:
             carried_preprocess(Files(folder, str(folder)), family)
         return
     read = carried_preprocess(Files(folder, str(folder)), family)
-    assert read is not None and max(largest_difference(read, reference, data) for data in (wide, tall)) <= 1
+    assert read is not None
+    assert max(largest_difference(read, reference, data) for data in (wide, tall)) <= 1
     assert (read.mean, read.std) == (processor.image_mean, processor.image_std)
 
 

@@ -312,7 +312,8 @@ def test_logits_and_embeddings_are_those_of_timm_in_a_folder_and_in_what_is_conv
     model = make_library(family, tmp_path)
     checkpoint = load_checkpoint(str(tmp_path))
     config = checkpoint.config
-    assert isinstance(config, LibraryConfig) and (config.architecture, config.library, config.num_classes) == (
+    assert isinstance(config, LibraryConfig)
+    assert (config.architecture, config.library, config.num_classes) == (
         FAMILIES[family][0],
         "timm",
         5,

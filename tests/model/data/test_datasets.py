@@ -61,7 +61,8 @@ def test_cifar_pictures_stay_as_they_are_at_their_own_size_and_are_resized_as_an
     cifar: Path, tmp_path: Path
 ) -> None:
     dataset = open_dataset(cifar, 80, 0)
-    assert dataset.test is not None and (len(dataset.train), len(dataset.validation), len(dataset.test)) == (
+    assert dataset.test is not None
+    assert (len(dataset.train), len(dataset.validation), len(dataset.test)) == (
         320,
         80,
         100,

@@ -364,7 +364,8 @@ def test_any_part_is_that_of_pillows_whole_picture(width, height, columns, rows,
         rows_first=resample.passes_rows_first(stored.size, (columns, rows)),
     )
 
-    assert pixels is not None and np.array_equal(pixels, np.atleast_3d(whole)[upper : upper + high, left : left + wide])
+    assert pixels is not None
+    assert np.array_equal(pixels, np.atleast_3d(whole)[upper : upper + high, left : left + wide])
 
 
 @compiled

@@ -56,7 +56,8 @@ def test_a_sine_cosine_model_is_recomputed_at_another_size() -> None:
     config = SMALL.model_copy(update={"position_embedding": "sincos2d"})
     model = VisionTransformer(config)
     model.reset_parameters()
-    assert model.pos_embed is not None and not model.pos_embed.requires_grad
+    assert model.pos_embed is not None
+    assert not model.pos_embed.requires_grad
     small = replace(checkpoint(config), tensors=model.state_dict())
     torch.testing.assert_close(small.tensors["pos_embed"], model.fixed_position_embedding())
     resized = small.resized((64, 64))

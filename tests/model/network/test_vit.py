@@ -42,7 +42,8 @@ def reference(model: VisionTransformer, pixels: Tensor) -> tuple[Tensor, Tensor]
     """The paper's equations, written out: logits [B, K] and attention [B, layers, heads, N, N]."""
     c = model.config
     head_dim = c.width // c.heads
-    assert isinstance(model.patch_embed, PatchEmbed) and model.patch_embed.proj.bias is not None
+    assert isinstance(model.patch_embed, PatchEmbed)
+    assert model.patch_embed.proj.bias is not None
     x = F.unfold(pixels, c.patch_size, stride=c.patch_size).transpose(1, 2)
     x = x @ model.patch_embed.proj.weight.flatten(1).T + model.patch_embed.proj.bias
     if model.cls_token is not None:

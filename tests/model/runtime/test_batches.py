@@ -27,9 +27,11 @@ def test_the_pieces_outputs_are_joined_in_order(layers: int) -> None:
 
     output = compute_in_pieces(images, compute)
     assert seen == [8, 8, 2, 1]
-    assert output.logits is not None and output.logits[:, 0].tolist() == list(range(19))
+    assert output.logits is not None
+    assert output.logits[:, 0].tolist() == list(range(19))
     if layers:
-        assert output.attention is not None and output.attention.shape == (19, 2, 3, 4)
+        assert output.attention is not None
+        assert output.attention.shape == (19, 2, 3, 4)
         assert output.attention[:, 1, 2, 3].tolist() == list(range(19))
     else:
         assert output.attention is None

@@ -74,7 +74,8 @@ def reference(checkpoint: Checkpoint, images: np.ndarray) -> dict[Pooling, np.nd
 
 
 def close(found: np.ndarray | None, expected: np.ndarray, backend: str) -> bool:
-    assert found is not None and found.dtype == np.float32
+    assert found is not None
+    assert found.dtype == np.float32
     assert found.shape == expected.shape
     # OpenVINO's own kernels, in float32, too.
     return bool(np.abs(found - expected).max() <= (1e-4 if backend == "openvino" else 1e-5) * np.abs(expected).max())
@@ -134,7 +135,8 @@ def test_an_embedding_of_zeros_stays_one_when_it_is_normalised() -> None:
     zeros = {name: torch.zeros_like(tensor) for name, tensor in plain.tensors.items()}
     predictor = Predictor(make_checkpoint(tensors=zeros), device="cpu", dtype="float32", compile_mode="off")
     [outputs] = predictor.predict(make_images(1), RequestedOutputs(1, embedding=EmbeddingRequest("head", True)))
-    assert outputs.embedding is not None and outputs.embedding.tolist() == [0.0] * 32
+    assert outputs.embedding is not None
+    assert outputs.embedding.tolist() == [0.0] * 32
 
 
 def test_an_embedding_keeps_nothing_of_its_batch() -> None:

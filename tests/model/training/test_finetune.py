@@ -143,7 +143,8 @@ def test_a_new_head_starts_at_zero_and_the_rest_at_the_checkpoint(tmp_path: Path
     source = write_checkpoint(tmp_path / "start", **VARIANTS["distilled"])
     start = start_from(tuning.override(checkpoint=str(source)), 3, None)
     before = load_checkpoint(str(source)).tensors
-    assert start.weights is not None and start.weights.keys() == before.keys()
+    assert start.weights is not None
+    assert start.weights.keys() == before.keys()
     for name, tensor in start.weights.items():
         if name.startswith("head"):
             assert tensor.shape == (3, *before[name].shape[1:])

@@ -121,7 +121,8 @@ def test_the_best_weights_are_those_of_the_best_validation_epoch(
     trainer = make_trainer(recipe.override(epochs=6), data, tmp_path)
     trainer.run(lambda row: kept.update({int(row["epoch"]): {name: w.clone() for name, w in trainer.weights.items()}}))
     best = max(trainer.history, key=lambda row: (row["validation_accuracy"], -row["validation_loss"]))
-    assert trainer.best is not None and trainer.best.epoch == best["epoch"]
+    assert trainer.best is not None
+    assert trainer.best.epoch == best["epoch"]
     assert same_tensors(trainer.best.weights, kept[int(best["epoch"])])
     with (tmp_path / METRICS_FILE).open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -304,10 +305,8 @@ def test_the_recipe_of_the_bundled_model_runs_in_small_and_tells_of_its_teacher(
     changes = small | sizes | {f"architecture.{name}": value for name, value in architecture.items()}
     recipe = read_recipe(RECIPES / "cifar10.toml").override(changes)
     record = run(cifar, tmp_path / "out", recipe, device="cpu")
-    assert (
-        recipe.architecture is not None
-        and load_checkpoint(str(tmp_path / "out")).vit.conv_stem == recipe.architecture.conv_stem
-    )
+    assert recipe.architecture is not None
+    assert load_checkpoint(str(tmp_path / "out")).vit.conv_stem == recipe.architecture.conv_stem
     assert json.loads((tmp_path / "out" / "config.json").read_text())["training"] == record
     card = " ".join((tmp_path / "out" / CARD_FILE).read_text().split())
     assert f"teacher of {record['teacher']['parameters']:,} parameters" in card

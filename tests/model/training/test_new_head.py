@@ -69,7 +69,8 @@ def test_a_head_reads_the_embedding_of_every_kind_of_model(tmp_path: Path, field
     np.testing.assert_allclose(logits, head.logits(features), rtol=1e-4, atol=1e-4)
     relevance = RequestedOutputs(1, map=MapRequest("relevance"))
     [outputs] = predictor_of(changed).predict(pixels[:1].transpose(0, 2, 3, 1).copy(), relevance)
-    assert outputs.map is not None and np.isfinite(outputs.map.values).all()
+    assert outputs.map is not None
+    assert np.isfinite(outputs.map.values).all()
 
 
 def test_of_clip_the_images_tower_is_read(tmp_path: Path) -> None:

@@ -75,7 +75,8 @@ def test_a_run_leaves_a_folder_that_the_service_loads_and_that_scores_as_reporte
 def test_the_folder_is_calibrated_on_the_validation_images(finished: tuple[Path, dict[str, Any]], cifar: Path) -> None:
     out, record = finished
     calibration = load_checkpoint(str(out)).calibration
-    assert calibration is not None and calibration.temperature == record["temperature"]
+    assert calibration is not None
+    assert calibration.temperature == record["temperature"]
     assert calibration.pictures == len(calibration.scores) == record["validation"]["count"]
     assert np.mean(np.greater(calibration.scores, 0.5)) == pytest.approx(record["validation"]["accuracy"], abs=0.1)
     # Energies are of the network's own logits: log-probabilities would have energies near 0, which tell nothing.

@@ -53,7 +53,8 @@ def test_a_calibrated_folder_answers_with_sets_of_any_coverage_that_its_pictures
         r"sets for a coverage of 0.9: ([\d.]+)% hold the right label, ([\d.]+) labels .*, [\d.]+% abs", out
     )
     assert code == 0
-    assert sets is not None and float(sets[1]) >= 90  # on the very pictures that the sets are made by
+    assert sets is not None
+    assert float(sets[1]) >= 90  # on the very pictures that the sets are made by
     assert 1 <= float(sets[2]) <= 3
 
     picture = write_pictures(tmp_path / "p", "a.png") / "a.png"

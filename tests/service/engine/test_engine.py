@@ -34,7 +34,8 @@ async def test_images_of_one_batch_keep_their_own_top_k_and_map(running: Running
     assert rig.predictor.launched[1] == [1, 2]
     assert (a.outputs.indices.tolist(), a.outputs.map) == (expected_indices(1, 1), None)
     assert b.outputs.indices.tolist() == expected_indices(2, 7)
-    assert b.outputs.map is not None and (b.outputs.map.request, b.outputs.map.kept_mass) == (
+    assert b.outputs.map is not None
+    assert (b.outputs.map.request, b.outputs.map.kept_mass) == (
         MapRequest.row(2, "max"),
         2 / 256,
     )
@@ -112,7 +113,8 @@ async def test_they_share_no_batch_with_classification_and_are_few_at_once(runni
         rig.predictor.gate.set()
         _, explanation, *_ = await asyncio.gather(*tasks)
     assert explanation.outputs.indices.tolist() == expected_indices(100, 3)
-    assert explanation.outputs.map is not None and explanation.outputs.map.request == GAE
+    assert explanation.outputs.map is not None
+    assert explanation.outputs.map.request == GAE
     batches = rig.predictor.launched
     assert [batch for batch in batches if batch[0] < 100] == [[0], [1, 2, 3]]
     explained = [batch for batch in batches if batch[0] >= 100]

@@ -176,7 +176,8 @@ def test_a_folder_that_is_served_is_calibrated_for_the_next_start(
     [answer] = served.predict(images, request)  # for which torch is loaded, and the folder read again
     np.testing.assert_allclose(answer.scores, before.scores, rtol=1e-4)
     assert answer.map is not None
-    assert before.map is not None and answer.map.score == pytest.approx(before.map.score, rel=1e-4)
+    assert before.map is not None
+    assert answer.map.score == pytest.approx(before.map.score, rel=1e-4)
 
     for kept in (False, True):
         settings = load_settings(given | {"coverage": 0.9})
@@ -185,7 +186,8 @@ def test_a_folder_that_is_served_is_calibrated_for_the_next_start(
         assert (type(predictor.checkpoint) is Description) == kept
         assert (info.coverage, info.calibrated_on, info.temperature) == (0.9, 39, 2.5)
         [answer] = predictor.predict(images, RequestedOutputs(1, label_set=True))
-        assert answer.label_set is not None and len(answer.label_set) in (1, 2)
+        assert answer.label_set is not None
+        assert len(answer.label_set) in (1, 2)
     monkeypatch.setattr("model.runtime.start.OpenVinoNetwork", lambda *_, **__: pytest.fail("compiled for nothing"))
     with pytest.raises(
         CheckpointError, match=r"39 pictures are too few for a coverage of 0\.96: 49 are enough"

@@ -181,5 +181,6 @@ async def test_what_a_new_process_is_to_do_otherwise_is_known_when_the_engine_ha
     await changed.wait()
     assert engine.status.state == "failed"
     failure = engine.failure
-    assert isinstance(failure, NewProcessNeeded) and (failure.option, failure.value) == ("compile", "no-graphs")
+    assert isinstance(failure, NewProcessNeeded)
+    assert (failure.option, failure.value) == ("compile", "no-graphs")
     await engine.close()

@@ -48,14 +48,16 @@ def test_the_head_answers_pictures_that_it_has_not_seen() -> None:
     assert head.labels == LABELS
     answers = [LABELS[place] for place in head.logits(features).argmax(axis=1)]
     assert np.mean([answer == label for answer, label in zip(answers, labels, strict=True)]) > 0.98
-    assert known.accuracy is not None and (known.accuracy.value, known.accuracy.high, known.fitted_to) == (1.0, 1.0, 30)
+    assert known.accuracy is not None
+    assert (known.accuracy.value, known.accuracy.high, known.fitted_to) == (1.0, 1.0, 30)
     assert 0.85 < known.accuracy.low < 0.9, "thirty right ones are no proof of more"
     assert (known.confusion, known.suspects, known.needs_more) == ([], [], [])
 
 
 def test_far_pictures_are_known_from_near_ones() -> None:
     (head, *_), _ = taught()
-    assert head.known is not None and head.known.far(pictures(100, seed=1)[0]).mean() < 0.1
+    assert head.known is not None
+    assert head.known.far(pictures(100, seed=1)[0]).mean() < 0.1
     elsewhere = np.roll(pictures(100, seed=2)[0], 5, axis=1)
     assert head.known.far(elsewhere).mean() > 0.9
 
@@ -130,7 +132,8 @@ def test_each_changed_head_is_fitted_once(tmp_path: Path) -> None:
     store.remove(pets, 1)
     fit_changed(store)
     again = store.state(pets)[1]
-    assert again is not None and json.loads(TaughtHead.from_bytes(again, "pets").statistics)["fitted_to"] == 17
+    assert again is not None
+    assert json.loads(TaughtHead.from_bytes(again, "pets").statistics)["fitted_to"] == 17
 
 
 def test_nothing_is_left_of_examples_that_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

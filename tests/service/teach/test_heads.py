@@ -47,9 +47,8 @@ async def test_every_process_sees_a_head_that_was_fitted_once(tmp_path: Path) ->
     await until(lambda: all(fitted_to(each) == 3 for each in heads), looker)
     first, second = (each.heads["pets"] for each in heads)
     assert first.fitted is not None
-    assert second.fitted is not None and first.fitted.statistics == second.fitted.statistics, (
-        "it has the moment of the fit"
-    )
+    assert second.fitted is not None
+    assert first.fitted.statistics == second.fitted.statistics, "it has the moment of the fit"
     teach(Examples(tmp_path), seed=1)
     heads[0].changed()
     await until(lambda: all(fitted_to(each) == 6 for each in heads), looker)

@@ -29,7 +29,8 @@ def test_each_id_leads_to_its_own_picture() -> None:
     ids = [put(store, picture(value)) for value in range(20)]
     for value, image_id in enumerate(ids):
         found = asyncio.run(store.get(image_id))
-        assert found is not None and (found.pixels == value).all()
+        assert found is not None
+        assert (found.pixels == value).all()
         assert found.region == (value, 0.25, 3, 4)
 
 
