@@ -36,6 +36,7 @@ class Generation(Generic[E_co]):
     """One version of a model, and the requests that it answers.
 
     Attributes:
+        engine: that computes it.
         number: counts up with each version that is loaded.
         checkpoint: what was loaded; None: the configured checkpoint.
         requests: those that have not ended.
@@ -44,7 +45,7 @@ class Generation(Generic[E_co]):
     """
 
     def __init__(self, engine: E_co, number: int = 1, checkpoint: What = None) -> None:
-        self._engine = engine
+        self.engine = engine
         self.number = number
         self.checkpoint = checkpoint
         self.requests = self.held = 0
@@ -52,27 +53,30 @@ class Generation(Generic[E_co]):
         self._idle = asyncio.Event()
         self._idle.set()
 
-    @property
-    def engine(self) -> E_co:
-        """Return the engine that computes it."""
-        return self._engine
-
     @contextmanager
     def request(self, *, held: bool = False) -> Iterator[None]:
         """Keep the generation until the context ends, whatever takes over meanwhile."""
-        self.requests += 1
+        self.begin()
         self.held += held
-        if self.requests == 1:
-            self._idle.clear()
-            self.on_work()
         try:
             yield
         finally:
-            self.requests -= 1
             self.held -= held
-            if not self.requests:
-                self._idle.set()
-                self.on_work()
+            self.end()
+
+    def begin(self) -> None:
+        """Keep the generation for a request until its `end`."""
+        self.requests += 1
+        if self.requests == 1:
+            self._idle.clear()
+            self.on_work()
+
+    def end(self) -> None:
+        """Let a request go."""
+        self.requests -= 1
+        if not self.requests:
+            self._idle.set()
+            self.on_work()
 
     async def idle(self) -> None:
         """Return when no request is left."""

@@ -104,21 +104,21 @@ class Permit:
             self._lent -= lent
             self._limiter.in_use += lent
 
-    @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
-        """Release one of the places when the context ends."""
-        try:
-            yield
-        finally:
-            self._limiter.in_use -= 1
-            self._held -= 1
+    def release(self) -> None:
+        """Release one of the places."""
+        self._limiter.in_use -= 1
+        self._held -= 1
+
+    def close(self) -> None:
+        """Release all places."""
+        self._limiter.in_use -= self._held
+        self._held = 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._limiter.in_use -= self._held
-        self._held = 0
+        self.close()
 
 
 class Body:

@@ -231,6 +231,10 @@ class Job(Entry, Generic[T]):
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Give the server back, or drop the job while it waits."""
         self.left = True
         if self.timer is not None:
             self.timer.cancel()

@@ -17,7 +17,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -236,20 +235,23 @@ class RequestContextMiddleware:
         context = RequestContext(scope, receive, send, self._lifecycle, self._clock())
         scope[_CONTEXT] = context
         stage_seconds.set(context.stages)
-        inflight = self._metrics.inflight
-        with nullcontext() if scope["path"] in PROBES else inflight.track_inprogress():
-            try:
-                await self._app(scope, context.receive, context.send)
-            except Exception:  # `ProblemMiddleware` has answered it, unless the answer had begun before
-                logger.exception("request %s failed", context.request_id)
-            finally:
-                seconds = self._clock() - context.started
-                status = context.status or problems.CLIENT_DISCONNECTED
-                answered = Answered(
-                    *(scope["method"], scope["path"], status, seconds, context.request_id, context.key_name),
-                    *(context.client, context.model, context.code, context.measured),
-                )
-                self.count(answered, context.endpoint)
+        counted = scope["path"] not in PROBES
+        if counted:
+            self._metrics.inflight.inc()
+        try:
+            await self._app(scope, context.receive, context.send)
+        except Exception:  # `ProblemMiddleware` has answered it, unless the answer had begun before
+            logger.exception("request %s failed", context.request_id)
+        finally:
+            if counted:
+                self._metrics.inflight.dec()
+            seconds = self._clock() - context.started
+            status = context.status or problems.CLIENT_DISCONNECTED
+            answered = Answered(
+                *(scope["method"], scope["path"], status, seconds, context.request_id, context.key_name),
+                *(context.client, context.model, context.code, context.measured),
+            )
+            self.count(answered, context.endpoint)
 
     def count(self, answered: Answered, route: str | None) -> None:
         """Count and log a request that the route of a path answered; see `RequestContext`."""

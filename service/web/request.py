@@ -16,7 +16,7 @@ import itertools
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -51,7 +51,7 @@ from service.errors import (
 )
 from service.http import connection_of
 from service.lifecycle import Lifecycle
-from service.models.generation import Generation
+from service.models.generation import Generation, ServedModel
 from service.models.registry import Models
 from service.observe.metrics import Metrics
 from service.settings import Settings
@@ -59,7 +59,7 @@ from service.teach.heads import TaughtHeads
 from service.web.admission import Limiter, Permit, Receiving
 from service.web.decoders import Decoded, Decoders
 from service.web.image_stores import ImageStore, id_of_kind, new_image_id
-from service.web.lanes import Deadline, Lane
+from service.web.lanes import Deadline, Job, Lane
 from service.web.middleware import request_context
 from service.web.upload import WHOLE_BODY, Bound, UploadedFile, UploadLimits, read_files, read_whole
 from vitserve.documents import FIELD
@@ -90,8 +90,8 @@ class Lanes:
 
         def ahead(most: float = math.inf) -> int:
             engine = models.default.current.engine
-            largest = 1 if engine.info is None else engine.info.max_batch
-            return _BATCHES_AHEAD * len(engine.engines) * int(min(most, largest))
+            info = engine.info
+            return _BATCHES_AHEAD * len(engine.engines) * int(min(most, 1 if info is None else info.max_batch))
 
         self.pictures = Lane("decode", ahead, threads=threads, clock=clock)
         self.decoders = Lane("decoders", lambda: decoders.processes, clock=clock)
@@ -166,12 +166,15 @@ class Service:
             UnknownModel: there is no such model.
             EngineUnavailable: it is not ready.
         """
-        generation = self.models.find(name).current
-        info = generation.engine.info
-        if info is None or not generation.engine.ready:
+        return self._current(name, self.models.find(name))
+
+    def _current(self, name: str | None, served: ServedModel) -> Model:
+        engine = served.current.engine
+        info = engine.info
+        if info is None or not engine.ready:
             reason = self.models.status_of(self.models.key(name)).reason
-            raise EngineUnavailable(reason or generation.engine.status.reason)
-        return self._described(name, generation, info)
+            raise EngineUnavailable(reason or engine.status.reason)
+        return self._described(name, served.current, info)
 
     def _described(
         self, name: str | None, generation: Generation[Engine], info: ModelInfo, *, unloaded: bool = False
@@ -183,9 +186,11 @@ class Service:
 
     async def find(self, name: str | None, started: float, *, share: float = 1.0) -> Model:
         """Return the model of a name, of an unloaded one its description: see `Model`; raises as `loaded_model`."""
-        model = self.models.find(name)
-        if model.state == "unloaded" and model.info is not None:
-            return self._described(name, model.current, model.info, unloaded=True)
+        served = self.models.find(name)
+        if served.current.engine.ready:
+            return self._current(name, served)
+        if served.state == "unloaded" and served.info is not None:
+            return self._described(name, served.current, served.info, unloaded=True)
         return await self.loaded_model(name, started, share=share)
 
     async def loaded_model(self, name: str | None, started: float, *, share: float = 1.0) -> Model:
@@ -199,8 +204,8 @@ class Service:
             ModelsFull: there is no memory for it.
             QueueFull: there is no place.
         """
-        model = self.models.find(name)
-        if not model.current.engine.ready and model is not self.models.default:
+        served = self.models.find(name)
+        if not served.current.engine.ready and served is not self.models.default:
             deadline = Deadline(started + share * self.settings.request_timeout, self.clock)
             with self.limiter.waiting():
                 try:
@@ -226,7 +231,8 @@ class Service:
         """Raise `Draining` or `EngineUnavailable` if the service takes no requests."""
         if self.lifecycle.draining:
             raise Draining("the service is about to stop: try another instance")
-        self.model()
+        if not self.models.default.current.engine.ready:
+            self.model()
 
     def check_ready(self) -> None:
         """Raise what `check_open` does, and `Draining` from the moment on at which the process was asked to end."""
@@ -298,10 +304,10 @@ class AdmittedRequest:
         self.limit = asyncio.timeout(None)
         self.caller_left = False
         self._needs_place = needs_place
-        self._held = ExitStack()
         self._caller = sender.caller
-        self._body = self._held.enter_context(service.receiving.body())
-        self._permit = self._held.enter_context(Permit(service.limiter))
+        self._body = service.receiving.body()
+        self._permit = Permit(service.limiter)
+        self._generations: list[Generation[Engine]] = []  # of all models that answer
         self._reading = False
         self._loading = asyncio.Lock()
         self._watcher: asyncio.Future[None] | None = None
@@ -335,7 +341,8 @@ class AdmittedRequest:
     def choose(self, model: Model) -> None:
         """Let the request belong to a model until it ends, and be answered by it from now on."""
         self.model = model
-        self._held.enter_context(model.generation.request())
+        self._generations.append(model.generation)
+        model.generation.begin()
 
     def by(self, model: Model) -> AdmittedRequest:
         """Return the same request as another model is to answer it, which it belongs to until it ends."""
@@ -442,7 +449,7 @@ class AdmittedRequest:
 
     # It is decoded
 
-    async def decoded(self, data: bytearray) -> tuple[Decoded, ExitStack]:
+    async def decoded(self, data: bytearray) -> tuple[Decoded, Job[Any]]:
         """Return what a file holds as a picture of the model's size, and its turn, a context to be left.
 
         A thread decodes a file whose header bounds the work, a process of its own any other. What a process decoded
@@ -454,19 +461,18 @@ class AdmittedRequest:
         service, config = self.service, self.model.info.preprocess
         if not data:
             raise MissingImage("the picture is empty")
-        with ExitStack() as held:
-            if is_bounded(data):
-                work = partial(_decode, data, config, service.settings)
-                job = held.enter_context(service.lanes.pictures.work(work, self._caller, len(data), self.deadline))
-                with self._permit.lent(keep=1):  # a batch does not keep others out
-                    decoded = await job
-            else:
-                async with self._beside(service.lanes.decoders):
-                    decoded = await service.decoders.model_input(data, config, self.deadline)
-                    size = decoded.picture.pixels.nbytes
-                    await held.enter_context(service.lanes.pictures.turn(self._caller, size, self.deadline))
-            service.metrics.observe_stage("decode", decoded.seconds)
-            return decoded, held.pop_all()
+        if is_bounded(data):
+            work = partial(_decode, data, config, service.settings)
+            job: Job[Any] = service.lanes.pictures.work(work, self._caller, len(data), self.deadline)
+            with self._permit.lent(keep=1):  # a batch does not keep others out
+                decoded = await _held(job)
+        else:
+            async with self._beside(service.lanes.decoders):
+                decoded = await service.decoders.model_input(data, config, self.deadline)
+                job = service.lanes.pictures.turn(self._caller, decoded.picture.pixels.nbytes, self.deadline)
+                await _held(job)
+        service.metrics.observe_stage("decode", decoded.seconds)
+        return decoded, job
 
     async def photo(self, data: bytearray, region: Region, size: int | None) -> ModelInput:
         """Return the photo in a file, at most so large, with the region of it that the model saw."""
@@ -490,13 +496,15 @@ class AdmittedRequest:
         long. Its place is free as soon as it is answered or refused, though others of its batch are not.
         """
         asked = of_image(requested, None) if requested.labels or self.model.taught else requested
-        with self._permit.used():
+        try:
             decoded, turn = await self.decoded(data)
             with turn:
                 pixels = decoded.picture.pixels
                 is_slow = requested.map is not None or self.model.unloaded
                 first = None if is_slow else await self._batched(pixels, asked)
             return decoded, await self.infer(pixels, requested, first)
+        finally:
+            self._permit.release()
 
     async def infer(
         self, pixels: NDArray[np.uint8], requested: RequestedOutputs, first: InferenceResult | None = None
@@ -579,7 +587,19 @@ class AdmittedRequest:
             self._watcher.remove_done_callback(self._leave)
             if self._watcher is not self.sender.left:
                 self._watcher.cancel()
-        self._held.close()
+        for generation in self._generations:
+            generation.end()
+        self._permit.close()
+        self.service.receiving.give_back(self._body)
+
+
+async def _held(job: Job[T]) -> T:
+    """Return what a job returns, which goes on to hold its turn; where it fails, it is left."""
+    try:
+        return await job
+    except BaseException:
+        job.leave()
+        raise
 
 
 def _decode(data: bytearray, config: PreprocessConfig, settings: Settings) -> Decoded:

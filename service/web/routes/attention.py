@@ -140,7 +140,7 @@ async def attention(request: Request, query: Annotated[AttentionQuery, Query()])
     async with service_of(request).admit(request, model) as admitted:
         file = await admitted.read_picture()
         decoded, turn = await admitted.decoded(file)
-        turn.close()
+        turn.leave()
         picture = decoded.picture
         explained = await _explain(admitted, requests, picture)
         admitted.service.metrics.count_image(model.info.name, explained[0] if model.info.config.num_classes else None)

@@ -314,7 +314,7 @@ async def _load(
 ) -> tuple[_Members, dict[str, dict[str, Any]]]:
     """Load models that are unloaded once a picture is seen to be one; return who answers, and others' problems."""
     _, turn = await admitted.by(members[0][0]).decoded(picture)
-    turn.close()
+    turn.leave()
     loaded: _Members = []
     failed: dict[str, dict[str, Any]] = {}
     for model, wanted in members:
