@@ -36,7 +36,7 @@ class Lifecycle:
 
     Attributes:
         stopping: it was asked to end: it is not ready, but serves, so that load balancers have time to look away.
-        draining: it takes no new work.
+        draining: it takes no new work either.
         answered, refused: counts of requests since it was asked to end.
     """
 
@@ -44,11 +44,6 @@ class Lifecycle:
         self.stopping = self.draining = False
         self.answered = self.refused = 0
         self.exit_code = 0
-
-    @property
-    def is_ending(self) -> bool:
-        """Return whether the process is about to end."""
-        return self.stopping or self.draining
 
 
 def freeze_objects() -> None:

@@ -111,7 +111,7 @@ class RequestContext:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
-            if self._lifecycle.is_ending:
+            if self._lifecycle.stopping:
                 headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}
         self._sent += len(message.get("body", b""))
@@ -264,7 +264,7 @@ class RequestContextMiddleware:
             self._key_requests(answered.key_name, str(status)).inc()
         if status == problems.CLIENT_DISCONNECTED:
             self._metrics.cancelled.inc()
-        if self._lifecycle.is_ending and path not in PROBES:
+        if self._lifecycle.stopping and path not in PROBES:
             self._lifecycle.answered += refusal is None
             self._lifecycle.refused += refusal is not None
         if path in PROBES:

@@ -236,7 +236,7 @@ class Service:
 
     def check_ready(self) -> None:
         """Raise what `check_open` does, and `Draining` from the moment on at which the process was asked to end."""
-        if self.lifecycle.is_ending:
+        if self.lifecycle.stopping:
             raise Draining("the service is about to stop: try another instance")
         self.model()
 

@@ -29,7 +29,7 @@ from tests.service.web.apps import App, Clock, app, form, kept, service_in, sett
 async def test_while_draining_new_work_is_refused_and_every_answer_closes_its_connection(service: App) -> None:
     image_id = await kept(service)
     assert (await service.get("/readyz")).status == 200
-    service.lifecycle.draining = True
+    service.lifecycle.stopping = service.lifecycle.draining = True
     for response in (
         await service.classify(),
         await service.request("POST", "/classify/batch", **form(png(1))),

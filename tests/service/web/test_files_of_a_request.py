@@ -24,7 +24,7 @@ from tests.launcher import until
 from tests.model.images.pictures import encode, noise
 
 REPOSITORY = Path(__file__).parents[3]
-MOST = 27
+MOST = 26
 
 
 class Recorder:

@@ -81,12 +81,12 @@ async def test_health_follows_the_engine_and_the_drain() -> None:
 
     async with calling() as caller:
         service = caller.service
-        for state, draining, expected in (("ready", False, True), ("failed", False, False), ("ready", True, False)):
-            service.engine.state, service.lifecycle.draining = state, draining
+        for state, stopping, expected in (("ready", False, True), ("failed", False, False), ("ready", True, False)):
+            service.engine.state, service.lifecycle.stopping = state, stopping
             assert await ready("ServerReady") is expected
             assert await ready("ModelReady", name="fake", version="1") is expected
         assert messages.ServerLiveResponse.FromString(await caller.call("ServerLive")).live
-        service.lifecycle.draining = False
+        service.lifecycle.stopping = False
         assert not await ready("ModelReady", name="other")
         assert not await ready("ModelReady", name="fake", version="2")
 

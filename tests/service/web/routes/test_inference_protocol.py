@@ -153,8 +153,8 @@ async def test_metadata_configuration_and_statistics_describe_the_model(service:
 
 @on_a_loop
 async def test_health_follows_the_engine_and_the_drain(service: App) -> None:
-    for state, draining, status in (("ready", False, 200), ("failed", False, 503), ("ready", True, 503)):
-        service.engine.state, service.lifecycle.draining = state, draining
+    for state, stopping, status in (("ready", False, 200), ("failed", False, 503), ("ready", True, 503)):
+        service.engine.state, service.lifecycle.stopping = state, stopping
         for path in ("/v2/health/ready", "/v2/models/fake/ready"):
             assert (await service.get(path)).status == status
     assert (await service.get("/v2/health/live")).status == 200

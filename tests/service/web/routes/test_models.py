@@ -538,5 +538,5 @@ async def test_the_default_model_is_not_unloaded() -> None:
 @on_a_loop
 async def test_a_service_that_stops_loads_nothing() -> None:
     service, loaded = swapping()
-    service.lifecycle.draining = True
+    service.lifecycle.stopping = service.lifecycle.draining = True
     assert ((await post(service)).status, loaded) == (503, [])
