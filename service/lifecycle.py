@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -95,14 +94,6 @@ def _trim_forever() -> None:
 def _trim() -> None:
     if hasattr(ctypes.CDLL(None), "malloc_trim"):
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
-
-
-def lower_priority() -> None:
-    """Give this thread, on Linux, a tenth of the weight of others where they compete for a core."""
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        # A process that was started with less priority still may not raise it.
-        os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), 10))
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:

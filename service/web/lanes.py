@@ -28,7 +28,6 @@ from threading import Thread
 from typing import Any, Final, Generic, Self, TypeVar
 
 from service.errors import DeadlineExceeded, QueueFull
-from service.lifecycle import lower_priority
 
 T = TypeVar("T")
 
@@ -252,7 +251,6 @@ class Lane:
         name: what jobs wait for, in messages to callers.
         servers: returns how many jobs may have begun and not been left; None: a job leaves with its thread.
         threads: how many there are.
-        background: leave the processor to every other thread that needs it (Linux).
         clock: monotonic seconds.
     """
 
@@ -262,7 +260,6 @@ class Lane:
         servers: Callable[[], int] | None = None,
         *,
         threads: int = 0,
-        background: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
@@ -275,7 +272,7 @@ class Lane:
         self._woken: asyncio.AbstractEventLoop | None = None  # the loop that is about to look at what has ended
         self._lock = threading.Lock()
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        work = partial(_work_through, self._jobs, background)
+        work = partial(_work_through, self._jobs)
         self._threads = [Thread(target=work, name=f"{name}_{number}", daemon=True) for number in range(threads)]
         self._unstarted = list(self._threads)
 
@@ -375,9 +372,8 @@ class Lane:
             job.future.set_exception(error)
 
 
-def _work_through(jobs: SimpleQueue[Callable[[], None] | None], background: bool) -> None:
-    if background:
-        lower_priority()
+def _work_through(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
+    # At the priority of all threads: one with less, that is kept from its core while it has the interpreter, keeps all.
     while (job := jobs.get()) is not None:
         job()
         del job  # it holds what its caller was answered

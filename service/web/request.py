@@ -95,8 +95,8 @@ class Lanes:
 
         self.pictures = Lane("decode", ahead, threads=threads, clock=clock)
         self.decoders = Lane("decoders", lambda: decoders.processes, clock=clock)
-        self.documents = Lane("documents", threads=1, background=True, clock=clock)
-        self.drawings = Lane("drawing", threads=1, background=True, clock=clock)
+        self.documents = Lane("documents", threads=1, clock=clock)
+        self.drawings = Lane("drawing", threads=1, clock=clock)
         self.texts = Lane("texts", lambda: _TEXTS_AT_ONCE, clock=clock)
         self.explanations = Lane("explanations", lambda: ahead(MAX_EXPLANATION_BATCH), clock=clock)
 

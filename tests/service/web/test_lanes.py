@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import heapq
-import os
 import sys
 import threading
 import time
@@ -313,19 +312,6 @@ async def test_work_keeps_its_server_until_it_is_left() -> None:
         await second
     assert began == [1, 2]
     lane.close()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
-@on_a_loop
-async def test_a_background_lane_gives_way_to_other_threads() -> None:
-    def niceness() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    here = os.getpriority(os.PRIO_PROCESS, 0)
-    for background, expected in ((False, here), (True, max(here, 10))):
-        made = Lane("a test", threads=1, background=background)
-        assert await run(made, niceness) == expected
-        made.close()
 
 
 def test_a_lane_serves_one_event_loop_after_another_though_one_was_closed_while_a_thread_worked(lane: Lane) -> None:
