@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # Sizes become constants, as all but the first may; and tracing is deprecated. Set once and for all, as a context that
 # ignores warnings is of all threads: its end in another one would end it while a graph is traced.
 warnings.filterwarnings("ignore", category=TracerWarning)
-warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.jit")
+warnings.filterwarnings("ignore", module=r"torch\.jit")
 
 
 def trace(options: TorchOptions, *, relevance: bool = False) -> NetworkGraph:
