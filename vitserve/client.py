@@ -1,7 +1,9 @@
 """The client of the service, blocking and asynchronous, on httpx; its errors, and the types of its answers.
 
+```python
 with Client("http://127.0.0.1:8000") as client:
     print(client.classify("photo.jpg").predictions[0].label)
+```
 """
 
 from __future__ import annotations

@@ -14,12 +14,13 @@ TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)#\s]+)")
 HTTP = REPOSITORY / "dist/http.md"
 """What `oad`, of essentials-openapi, makes of the OpenAPI document."""
+CLIENT = "# Python client\n\nFields of answers are in the [schemas](http.md#schemas).\n\n::: vitserve.client\n"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the repository's files that pages link to, and those that these link to; and the reference."""
     files.append(File.generated(config, "reference/http.md", abs_src_path=str(HTTP)))
-    files.append(File.generated(config, "reference/client.md", content="# Python client\n\n::: vitserve.client\n"))
+    files.append(File.generated(config, "reference/client.md", content=CLIENT))
     waiting = [REPOSITORY / name for name in TOP]
     waiting += [path for page in Path(config.docs_dir).glob("*.md") for path in _outside(page)]
     seen: set[Path] = set()
