@@ -89,9 +89,10 @@ def answers_from(arguments: argparse.Namespace) -> Iterator[Answers]:
         SettingsError, CheckpointError, DeviceError: one line that says why the model cannot be loaded.
     """
     url: str | None = arguments.url
-    if url is None and arguments.model is not None:
-        raise InputError("model", "--model: names one of a server's models: give its --url")
     if url is None:
+        for flag in ("model", "shrink"):
+            if getattr(arguments, flag):
+                raise InputError(flag, f"--{flag}: is for a server: give its --url")
         yield LocalAnswers(arguments)
         return
     if "://" not in url:

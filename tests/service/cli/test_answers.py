@@ -95,3 +95,11 @@ def test_large_pictures_are_sent_smaller_on_demand(
     monkeypatch.setattr(answers, "Client", partial(Client, transport=httpx.MockTransport(answer)))
     assert run(capsys, "classify", "examples/dog.jpg", "--url", "http://there", *flags)[0] == 0
     assert sent == [size]
+
+
+@pytest.mark.parametrize("flags", [["--model", "tiny"], ["--shrink"]])
+def test_what_a_server_alone_does_is_refused_without_its_address(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, "classify", "examples/dog.jpg", *flags)
+    assert (code, out, err) == (1, "", f"vitserve: {flags[0]}: is for a server: give its --url\n")
