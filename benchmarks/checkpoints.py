@@ -55,10 +55,9 @@ def shared_folder() -> Path:
     return Path(os.environ.get("VIT_SHARED", REPOSITORY.parent / "shared"))
 
 
-def ensure(name: str) -> tuple[Path, str]:
+def ensure(shape: Shape) -> tuple[Path, str]:
     """The folder of a model, made if absent, and where its weights come from."""
-    shape = SHAPES[name]
-    folder = CACHE / name
+    folder = CACHE / shape.name
     source = folder / "SOURCE"
     if not source.exists():
         source.write_text(write(folder, shape))

@@ -81,15 +81,15 @@ class Load:
 
 
 class Loader:
-    """Sends one picture set to a server.
+    """Sends one picture set to a server, by each protocol in turn.
 
     Args:
         processes: that send.
     """
 
-    def __init__(self, pictures: Sequence[Path], protocol: Protocol, processes: int = 1) -> None:
-        self._protocol = protocol
-        self._bodies = [protocol.wrap(picture.read_bytes()) for picture in pictures]
+    def __init__(self, pictures: Sequence[Path], *protocols: Protocol, processes: int = 1) -> None:
+        each = itertools.product([picture.read_bytes() for picture in pictures], protocols)
+        self._requests = [_request(protocol, protocol.wrap(picture)) for picture, protocol in each]
         self._processes = processes
 
     def closed(self, url: str, *, connections: int, seconds: float) -> Load:
@@ -105,10 +105,9 @@ class Loader:
         count = min(self._processes, connections) if connections else self._processes
         begin = time.time() + (_HEAD_START if count > 1 else 0)
         host, _, port = url.removeprefix("http://").partition(":")
-        requests = [_request(self._protocol, host, body) for body in self._bodies]
         shares = [connections // count + (index < connections % count) for index in range(count)]
         senders = [
-            _Sender((host, int(port)), requests, seconds, share, rate / count, seed)
+            _Sender((host, int(port)), self._requests, seconds, share, rate / count, seed)
             for seed, share in enumerate(shares)
         ]
         with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
@@ -177,8 +176,8 @@ class _Sender:
             self.latencies.append(now - moment)
 
 
-def _request(protocol: Protocol, host: str, body: bytes) -> bytes:
-    headers = {"Host": host, "Content-Length": str(len(body))} | protocol.headers
+def _request(protocol: Protocol, body: bytes) -> bytes:
+    headers = {"Host": "127.0.0.1", "Content-Length": str(len(body))} | protocol.headers
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     return f"POST {protocol.path} HTTP/1.1\r\n{lines}\r\n".encode() + body
 

@@ -149,7 +149,7 @@ def beside(url: str, others: dict[str, int], name: str, files: list[Path], secon
 
 def heads(root: Path, record: Record, files: list[Path], arguments: argparse.Namespace) -> None:
     """Twelve heads on one backbone beside one model."""
-    checkpoint = arguments.checkpoint or str(checkpoints.ensure("vit224")[0])
+    checkpoint = arguments.checkpoint or str(checkpoints.ensure(checkpoints.VIT224)[0])
     rows = []
     for folder, count in (("one", 1), ("all", HEADS)):
         (root / folder).mkdir()
@@ -187,7 +187,7 @@ def several(root: Path, record: Record, files: list[Path], arguments: argparse.N
 def models_of_changes(root: Path) -> list[str]:
     """Write eleven models of one backbone and one of another, and return their names."""
     checkpoints.write(root / "other", checkpoints.VIT32, seed=1)
-    return [*write_models(str(checkpoints.ensure("vit32")[0]), root, HEADS - 1), "other"]
+    return [*write_models(str(checkpoints.ensure(checkpoints.VIT32)[0]), root, HEADS - 1), "other"]
 
 
 def answer(caller: Caller, name: str, body: bytes) -> tuple[object, float]:
@@ -255,7 +255,7 @@ def memory(root: Path, record: Record, files: list[Path], arguments: argparse.Na
 
 def fair(root: Path, record: Record, files: list[Path], arguments: argparse.Namespace) -> None:
     """Thirty callers of one model do not starve the one caller of another."""
-    (root / "lone").symlink_to(checkpoints.ensure("vit32")[0])
+    (root / "lone").symlink_to(checkpoints.ensure(checkpoints.VIT32)[0])
     for seed, name in enumerate(("same", "thirty")):
         checkpoints.write(root / name, replace(checkpoints.VIT224, name=name), seed)
     with serving(root, root.parent / "cache") as (service, _):
@@ -268,7 +268,7 @@ def fair(root: Path, record: Record, files: list[Path], arguments: argparse.Name
 
 def evict(root: Path, record: Record, files: list[Path], arguments: argparse.Namespace) -> None:
     """Callers who make the service load again and again do not keep the default model from its caller."""
-    (root / "default").symlink_to(checkpoints.ensure("vit32")[0])
+    (root / "default").symlink_to(checkpoints.ensure(checkpoints.VIT32)[0])
     for seed, name in enumerate(("first", "second")):
         # Larger ones, so that what is measured of the default's memory decides nothing.
         checkpoints.write(root / name, replace(VITS224, name=name), seed)

@@ -67,7 +67,7 @@ def _server(tree: Path) -> Server:
 def _measure(
     record: Record, name: str, servers: dict[str, Server], files: list[Path], arguments: argparse.Namespace
 ) -> None:
-    model, origin = checkpoints.ensure(name)
+    model, origin = checkpoints.ensure(checkpoints.SHAPES[name])
     section = record.section("models", name)
     section["weights"] = origin
     loads: dict[str, list[dict[str, Any]]] = section.setdefault("connections", {})

@@ -64,7 +64,7 @@ def write_graph(folder: Path) -> None:
 
 def compare(record: Record, name: str, files: Sequence[Path], arguments: argparse.Namespace) -> None:
     """Measure one model: every server in turn, as many rounds as the record lacks."""
-    model, origin = checkpoints.ensure(name)
+    model, origin = checkpoints.ensure(checkpoints.SHAPES[name])
     write_graph(model)
     record.section("models", name)["weights"] = origin
     rounds = record.section("models", name, "rounds")
