@@ -24,7 +24,6 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -42,7 +41,7 @@ from benchmarks import checkpoints, pictures
 from benchmarks.attacks import ATTACKS, KEY, MODEL, OTHERS, Callers, client_of, grpc_port
 from benchmarks.load import arrivals
 from benchmarks.record import RESULTS, Record, table
-from benchmarks.servers import free_port, resident_mib
+from benchmarks.servers import VITSERVE, Running, resident_mib
 
 _CUT_SECONDS = 12.0
 """Until then after a kill a connection may end without an answer."""
@@ -61,22 +60,10 @@ _HEAD_START = 2.0
 Scores = Mapping[int, float]
 
 
-class Service:
-    """A service of its own process group, started again where it has ended, as systemd or Docker would."""
+class Service(Running):
+    """A service that is started again where it has ended, as systemd or Docker would."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.last_kill = -_CUT_SECONDS
-        self._log = folder / "log"
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("VIT_")}
-        self._environment = {**clean, "VIT_PORT": str(self.port), "VIT_LOG_LEVEL": "warning", **settings}
-        self.process = self._start()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "service", "serve"]
-        with self._log.open("ab") as log:
-            return subprocess.Popen(command, cwd=checkpoints.REPOSITORY, env=self._environment, stdout=log, stderr=log)
+    last_kill = -_CUT_SECONDS
 
     def children(self, *, torch: bool) -> list[int]:
         """Return the engine processes (with torch or OpenVINO in their memory), or the web workers."""
@@ -102,24 +89,12 @@ class Service:
         async with httpx.AsyncClient(base_url=self.url, timeout=2) as client:
             while time.monotonic() - began < seconds:
                 if self.process.poll() is not None:
-                    self.process = self._start()
+                    self.launch()
                 with contextlib.suppress(httpx.HTTPError):
                     if (await client.get("/readyz")).status_code == 200:
                         return time.monotonic() - began
                 await asyncio.sleep(0.05)
-        raise TimeoutError(f"not ready after {seconds:g} s:\n{self._log.read_text(errors='replace')[-3000:]}")
-
-    def stop(self) -> int:
-        """End it in order, and return the exit code."""
-        for pid in self.children(torch=False):  # a worker may have been stopped
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-        self.process.terminate()
-        try:
-            return self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait(10)
+        raise TimeoutError(f"not ready after {seconds:g} s:\n{self.log_end()}")
 
 
 @dataclass
@@ -233,18 +208,17 @@ def told_apart(files: Sequence[bytes], scores: Sequence[Scores]) -> list[int]:
 @asynccontextmanager
 async def _serving(settings: Mapping[str, str], files: Sequence[bytes], seed: int) -> AsyncIterator[Honest]:
     """Start a service, yield honest callers who know its answers, stop it; raises `RuntimeError` if it ends badly."""
-    with tempfile.TemporaryDirectory(prefix="vitserve-hurt-") as folder:
-        service = Service(Path(folder), settings)
-        try:
-            await service.until_ready()
-            scores = await learn(service.url, files)
-            chosen = told_apart(files, scores)
-            yield Honest(service, [files[number] for number in chosen], [[scores[number]] for number in chosen], seed)
-        finally:
-            exit_code = service.stop()
-        print(f"stopped in order at the end: exit code {exit_code}")
-        if exit_code:
-            raise RuntimeError(f"the service ended with {exit_code}")
+    service = Service(VITSERVE, settings)
+    try:
+        await service.until_ready()
+        scores = await learn(service.url, files)
+        chosen = told_apart(files, scores)
+        yield Honest(service, [files[number] for number in chosen], [[scores[number]] for number in chosen], seed)
+    finally:
+        exit_code = service.stop()
+    print(f"stopped in order at the end: exit code {exit_code}")
+    if exit_code:
+        raise RuntimeError(f"the service ended with {exit_code}")
 
 
 # Faults. Each gets the service and repeats until it is cancelled.
@@ -252,11 +226,11 @@ async def _serving(settings: Mapping[str, str], files: Sequence[bytes], seed: in
 
 async def _signals(number: signal.Signals, who: str, service: Service) -> None:
     while True:
+        await asyncio.sleep(7)  # so that requests are under way
         pids = {"engine": service.children(torch=True), "worker": service.children(torch=False)}
         service.kill(pids.get(who, [service.process.pid]), number, cuts=who != "engine")
         await asyncio.sleep(1)
         await service.until_ready()
-        await asyncio.sleep(10)
 
 
 async def _load(service: Service, checkpoint: str) -> None:
@@ -419,6 +393,7 @@ def main() -> int:
     parser.add_argument("--setting", action="append", default=[], metavar="VIT_NAME=VALUE", help="of the service")
     parser.add_argument("--record", type=Path, default=RESULTS / "reliability.json")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # a run that is ended stops its service
     if arguments.only is None:
         arguments.only = [name for name in [*ATTACKS, *FAULTS] if arguments.workers > 1 or name not in _NEED_WORKERS]
     paths, origin = pictures.ensure()

@@ -73,18 +73,54 @@ class Server:
 
 
 class Running:
-    """A started server.
+    """A started server, with a port of its own on this machine.
+
+    Args:
+        config: its environment, beside what every server gets; without the `VIT_*` of this process.
 
     Attributes:
         start_seconds: until it was ready, and had compiled.
         answer_seconds: until its first answer.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, mark: str) -> None:
-        self.process = process
-        self.url = f"http://127.0.0.1:{port}"
-        self.start_seconds = self.answer_seconds = 0.0
-        self._mark = f"{_MARK}={mark}".encode()
+    start_seconds = answer_seconds = 0.0
+
+    def __init__(self, server: Server, config: Config) -> None:
+        port, mark = str(free_port()), uuid.uuid4().hex
+        self.url, self._mark = f"http://127.0.0.1:{port}", f"{_MARK}={mark}".encode()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  `stop` closes it
+        self._command = [str(server.python), *(part.format(port=port) for part in server.command)]
+        own = {name: value for name, value in os.environ.items() if not name.startswith("VIT_")}
+        self._environment = own | {
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
+            # Threads of OpenMP that spin between operators starve whatever else runs on the same cores.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "PEER_PORT": port,
+            "VIT_PORT": port,
+            "VIT_LOG_LEVEL": "warning",
+            _MARK: mark,
+            **server.extra,
+            **config,
+            # What was set by hand wins, so that a peer can be tuned: PEER_THREADS=8 python -m benchmarks.peers
+            **{name: value for name, value in os.environ.items() if name.startswith("PEER_")},
+        }
+        self.launch()
+
+    def launch(self) -> None:
+        """Start it, or start it again where it has ended."""
+        self.process = subprocess.Popen(
+            self._command,
+            cwd=REPOSITORY,
+            env=self._environment,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def log_end(self) -> str:
+        """Return the last of what it has written."""
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), 3000, max(0, size - 3000)).decode(errors="replace")
 
     def pids(self) -> list[int]:
         """Every process of this server, daemons included: those that inherited its mark."""
@@ -115,15 +151,16 @@ class Running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def stop(self) -> None:
-        """SIGTERM, then SIGKILL for whatever of it is left after a while, until nobody listens."""
+    def stop(self) -> int:
+        """SIGTERM, then SIGKILL for whatever of it is left after a while; return the exit code."""
         self._signal(signal.SIGCONT)
         self.process.terminate()
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 20
         while (self.process.poll() is None or self.pids()) and time.monotonic() < deadline:
             time.sleep(0.1)
         self._signal(signal.SIGKILL)
-        self.process.wait(15)
+        self._log.close()
+        return self.process.wait(15)
 
 
 @contextmanager
@@ -139,39 +176,17 @@ def running(server: Server, model: Path, config: Config, *, picture: bytes, time
     Raises:
         ServerFailed: it ended, or was not ready in time.
     """
-    port, mark = free_port(), uuid.uuid4().hex
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("VIT_")}
-    environment |= {
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
-        # Threads of OpenMP that spin between operators starve whatever else runs on the same cores.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "PEER_MODEL": str(model),
-        "PEER_PORT": str(port),
-        "VIT_CHECKPOINT": str(model),
-        "VIT_PORT": str(port),
-        "VIT_LOG_LEVEL": "warning",
-        _MARK: mark,
-    }
-    # What was set by hand wins, so that a peer can be tuned: PEER_THREADS=8 python -m benchmarks.peers
-    environment |= {**server.extra, **config} | {n: v for n, v in os.environ.items() if n.startswith("PEER_")}
-    with tempfile.TemporaryDirectory(prefix="vitserve-bench-") as folder:
-        log = Path(folder) / "log"
-        command = [str(server.python), *(part.format(port=port) for part in server.command)]
-        with log.open("wb") as out:
-            started = time.monotonic()
-            process = subprocess.Popen(
-                command, cwd=REPOSITORY, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        found = Running(process, port, mark)
-        try:
-            found.answer_seconds = _wait(server, found, picture, timeout, log) - started
-            found.start_seconds = time.monotonic() - started
-            yield found
-        finally:
-            found.stop()
+    started = time.monotonic()
+    found = Running(server, {"PEER_MODEL": str(model), "VIT_CHECKPOINT": str(model), **config})
+    try:
+        found.answer_seconds = _wait(server, found, picture, timeout) - started
+        found.start_seconds = time.monotonic() - started
+        yield found
+    finally:
+        found.stop()
 
 
-def _wait(server: Server, found: Running, picture: bytes, timeout: float, log: Path) -> float:
+def _wait(server: Server, found: Running, picture: bytes, timeout: float) -> float:
     """Wait until it answers and has compiled; return the moment of the first answer."""
     deadline, answered = time.monotonic() + timeout, 0.0
     while found.process.poll() is None and time.monotonic() < deadline:
@@ -180,9 +195,9 @@ def _wait(server: Server, found: Running, picture: bytes, timeout: float, log: P
             answered = answered or time.monotonic()
             if server.distribution != "vitserve" or _compiled(found.url):
                 return answered
-        time.sleep(0.1)
+        time.sleep(0.02)
     why = f"was not ready within {timeout:g} s" if found.process.poll() is None else "ended"
-    raise ServerFailed(f"{server.name} {why}:\n{log.read_text(errors='replace')[-3000:]}")
+    raise ServerFailed(f"{server.name} {why}:\n{found.log_end()}")
 
 
 def _compiled(url: str) -> bool:

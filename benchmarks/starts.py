@@ -16,19 +16,18 @@ from pathlib import Path
 
 from benchmarks.record import RESULTS, Record, table
 from benchmarks.reliability import Service
-from benchmarks.servers import resident_mib
+from benchmarks.servers import VITSERVE, resident_mib
 
 
 def start(checkpoint: str, cache: str) -> tuple[float, float]:
     """Start and stop a service; return the seconds until it was ready, and its MiB then."""
-    with tempfile.TemporaryDirectory(prefix="vitserve-start-") as folder:
-        began = time.monotonic()
-        service = Service(Path(folder), {"VIT_CHECKPOINT": checkpoint, "VIT_CACHE_DIR": cache, "VIT_DRAIN_DELAY": "0"})
-        try:
-            asyncio.run(service.until_ready())
-            return time.monotonic() - began, resident_mib(service.process.pid)
-        finally:
-            service.stop()
+    began = time.monotonic()
+    service = Service(VITSERVE, {"VIT_CHECKPOINT": checkpoint, "VIT_CACHE_DIR": cache, "VIT_DRAIN_DELAY": "0"})
+    try:
+        asyncio.run(service.until_ready())
+        return time.monotonic() - began, resident_mib(service.process.pid)
+    finally:
+        service.stop()
 
 
 def main() -> int:
