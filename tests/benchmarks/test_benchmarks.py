@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from benchmarks import checkpoints, gpu, gpu_kit
+from benchmarks import checkpoints, gpu, gpu_kit, gpu_steps
 from benchmarks.explanations import (
     RANDOM,
     Maps,
@@ -94,7 +94,7 @@ def test_the_gpus_script_runs_in_tiny_form_on_a_cpu(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(checkpoints, "CACHE", tmp_path / "cache")
     arguments = gpu.parse(["--device", "cpu", "--smoke", "--out", str(tmp_path)])
     for step in ("maps", "engine"):
-        gpu.run_step(arguments, step)
+        gpu_steps.run_step(arguments, step)
     found = json.loads((tmp_path / "gpu-smoke.json").read_text())
     ratios = found["engine"]["batches of 4: ratios"]
     assert ratios["with relevance / ours"] > 0
