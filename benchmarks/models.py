@@ -1,5 +1,6 @@
-"""Many models in one service: `python -m benchmarks.models`. Each part is a section of the record.
+"""Starts, and many models in one service: `python -m benchmarks.models [PART...]`, each a section of the record.
 
+    starts    seconds to ready, and memory: of a start with an empty cache folder, and of later ones
     heads     twelve heads on one backbone beside one model: start, memory, rate, one picture to eight
     fair      a lone caller of one model, alone and beside thirty of another on the same cores
 
@@ -19,7 +20,6 @@ import statistics
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -35,6 +35,7 @@ from benchmarks.record import RESULTS, Record, table
 from benchmarks.reliability import Service
 from benchmarks.servers import VITSERVE, resident_mib
 from model.checkpoint import load_checkpoint, native
+from vitserve.client import Client
 
 HEADS = 12
 ASKED = 8
@@ -59,35 +60,27 @@ def write_models(checkpoint: str, folder: Path, count: int) -> list[str]:
 
 
 @contextmanager
-def serving(folder: Path, cache: Path) -> Iterator[tuple[Service, float]]:
-    """Start a service of a folder's models; gives it with the seconds until none was loading."""
+def serving(cache: Path, **settings: str) -> Iterator[tuple[Service, float]]:
+    """Start a service; gives it with the seconds until none of its models was loading."""
     began = time.monotonic()
-    settings = {"VIT_MODELS": str(folder), "VIT_CACHE_DIR": str(cache), "VIT_DRAIN_DELAY": "0"}
-    service = Service(VITSERVE, settings)
+    service = Service(VITSERVE, {"VIT_CACHE_DIR": str(cache), "VIT_DRAIN_DELAY": "0", **settings})
     try:
         asyncio.run(service.until_ready())
-        while any(each["state"] == "loading" for each in get(f"{service.url}/models")):
-            time.sleep(0.02)
+        with Client(service.url) as client:
+            while any(each.state == "loading" for each in client.models()):
+                time.sleep(0.02)
         yield service, time.monotonic() - began
     finally:
         service.stop()
 
 
-def get(url: str, body: bytes | None = None) -> list[dict[str, object]]:
-    """Return the document at an address."""
-    headers = {"Content-Type": "application/octet-stream"}
-    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as answer:
-        found: list[dict[str, object]] = json.load(answer)
-        return found
-
-
-def milliseconds(url: str, picture: bytes, *asked: list[str], count: int = 30) -> list[float]:
+def milliseconds(url: str, picture: bytes, *asked: list[str]) -> list[float]:
     """Medians of lone requests, of one picture to these models or to those, in turn."""
     times: list[list[float]] = [[] for _ in asked]
-    for _ in range(count):
-        for names, found in zip(asked, times, strict=True):
+    with Client(url) as client:
+        for names, found in [*zip(asked, times, strict=True)] * 30:
             began = time.perf_counter()
-            get(f"{url}/classify?model={','.join(names)}&top_k=1", picture)
+            client.classify_by(picture, names, top_k=1)
             found.append(1000 * (time.perf_counter() - began))
     return [statistics.median(found) for found in times]
 
@@ -97,6 +90,16 @@ def load(url: str, names: list[str], files: list[Path], connections: int, second
     form = {"Content-Type": "application/octet-stream"}
     protocols = [Protocol(f"/classify?model={name}&top_k=1", form, bytes, lambda _: 0) for name in names]
     return Loader(files, *protocols).closed(url, connections=connections, seconds=seconds)
+
+
+def starts(root: Path, record: Record, files: list[Path], arguments: argparse.Namespace) -> None:
+    """The first start of a checkpoint and later ones: seconds, and MiB then."""
+    checkpoint, found = arguments.checkpoint or "bundled", list[tuple[float, float]]()
+    for _ in range(1 + arguments.rounds):
+        with serving(root / "cache", VIT_CHECKPOINT=checkpoint) as (service, ready):
+            found.append((round(ready, 2), resident_mib(service.process.pid)))
+    record.section("starts")[Path(checkpoint).name] = found
+    print(table(["start", "ready, s", "MiB"], [(number, *each) for number, each in enumerate(found)]))
 
 
 def heads(root: Path, record: Record, files: list[Path], arguments: argparse.Namespace) -> None:
@@ -109,7 +112,7 @@ def heads(root: Path, record: Record, files: list[Path], arguments: argparse.Nam
     for turn in range(1 + arguments.rounds):  # the first start has an empty cache
         found: dict[str, list[float]] = {}
         for folder, own in names.items():
-            with serving(root / folder, root / f"cache-{folder}") as (service, ready):
+            with serving(root / f"cache-{folder}", VIT_MODELS=str(root / folder)) as (service, ready):
                 time.sleep(_SETTLED)
                 mib = resident_mib(service.process.pid)
                 asked = milliseconds(service.url, files[0].read_bytes(), own[:1], own[:ASKED])
@@ -129,7 +132,7 @@ def fair(root: Path, record: Record, files: list[Path], arguments: argparse.Name
     (root / "vit32").symlink_to(checkpoints.ensure(checkpoints.VIT32)[0])
     for seed, name in enumerate(("vit224", "thirty")):
         checkpoints.write(root / name, replace(checkpoints.VIT224, name=name), seed)
-    with serving(root, root.parent / "cache") as (service, _):
+    with serving(root.parent / "cache", VIT_MODELS=str(root)) as (service, _):
         for lone in ("vit32", "vit224"):
             alone = load(service.url, [lone], files, 1, arguments.seconds)
             with ThreadPoolExecutor(1) as pool:
@@ -141,14 +144,16 @@ def fair(root: Path, record: Record, files: list[Path], arguments: argparse.Name
             print(lone, json.dumps(record.data["fair"][lone]))
 
 
-PARTS: Final = {part.__name__: part for part in (heads, fair)}
+PARTS: Final = {part.__name__: part for part in (starts, heads, fair)}
 
 
 def main() -> int:
     """Measure, record and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__)
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--checkpoint", default=None, help="of heads: whose backbone; default the ViT-Ti/16 of 224 px")
+    parser.add_argument(
+        "--checkpoint", default=None, help="of starts, else the bundled one; of heads, else the ViT-Ti/16 of 224 px"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each load")
     parser.add_argument("--record", type=Path, default=RESULTS / "models.json")

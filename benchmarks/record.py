@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import shlex
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -97,12 +96,6 @@ def git(*arguments: str) -> str:
     """What git answers in the repository; raises `OSError` or `subprocess.CalledProcessError`."""
     done = subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, check=True)
     return done.stdout.strip()
-
-
-def medians(measurements: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The median of each value over the rounds."""
-    rounds = list(measurements)
-    return {name: statistics.median(round_[name] for round_ in rounds) for name in rounds[0]} if rounds else {}
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

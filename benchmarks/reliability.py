@@ -39,7 +39,6 @@ import httpx
 
 from benchmarks import checkpoints, pictures
 from benchmarks.attacks import ATTACKS, KEY, MODEL, OTHERS, Callers, client_of, grpc_port
-from benchmarks.load import arrivals
 from benchmarks.record import RESULTS, Record, table
 from benchmarks.servers import VITSERVE, Running, resident_mib
 
@@ -111,31 +110,27 @@ class Honest:
     service: Service
     bodies: Sequence[bytes]
     known: list[list[Scores]]
-    seed: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
 
     async def run(self, rate: float, seconds: float) -> None:
         """Send for some seconds at a rate (requests a second), then wait for the answers."""
-        async with client_of(self.service.url, "127.0.0.1") as client, asyncio.TaskGroup() as group:
-            chance = random.Random(self.seed)
-            async for _ in arrivals(rate, seconds, self.seed):
-                group.create_task(self._one(client, chance.randrange(len(self.bodies)), chance.random()))
+        await Callers(self._one, "127.0.0.1", rate, counts=self.counts).run(self.service.url, seconds)
 
-    async def _one(self, client: httpx.AsyncClient, number: int, kind: float) -> None:
-        began = time.monotonic()
+    async def _one(self, client: httpx.AsyncClient, number: int) -> str:
+        began, chance = time.monotonic(), random.Random(number)
         try:
-            outcome = await self._ask(client, number, kind)
+            outcome = await self._ask(client, chance.randrange(len(self.bodies)), chance.random())
         except httpx.ConnectError:
-            outcome = "not connected"
+            return "not connected"
         except httpx.TimeoutException:
-            outcome = "no answer"
+            return "no answer"
         except httpx.TransportError:
             killed = time.monotonic() - self.service.last_kill < _CUT_SECONDS
-            outcome = "cut by a kill" if killed else "cut"
-        self.counts[outcome] += 1
+            return "cut by a kill" if killed else "cut"
         if outcome == "right":
             self.seconds.append(time.monotonic() - began)
+        return outcome
 
     async def _ask(self, client: httpx.AsyncClient, number: int, kind: float) -> str:
         """Ask for one picture, for several, or with half a picture; a few callers leave."""
@@ -206,14 +201,14 @@ def told_apart(files: Sequence[bytes], scores: Sequence[Scores]) -> list[int]:
 
 
 @asynccontextmanager
-async def _serving(settings: Mapping[str, str], files: Sequence[bytes], seed: int) -> AsyncIterator[Honest]:
+async def _serving(settings: Mapping[str, str], files: Sequence[bytes]) -> AsyncIterator[Honest]:
     """Start a service, yield honest callers who know its answers, stop it; raises `RuntimeError` if it ends badly."""
     service = Service(VITSERVE, settings)
     try:
         await service.until_ready()
         scores = await learn(service.url, files)
         chosen = told_apart(files, scores)
-        yield Honest(service, [files[number] for number in chosen], [[scores[number]] for number in chosen], seed)
+        yield Honest(service, [files[number] for number in chosen], [[scores[number]] for number in chosen])
     finally:
         exit_code = service.stop()
     print(f"stopped in order at the end: exit code {exit_code}")
@@ -299,7 +294,7 @@ async def _hurt(kind: str, arguments: argparse.Namespace, record: Record, files:
         return 0
     faults, alone_p99, rows = 0, float("nan"), []
     with tempfile.TemporaryDirectory(prefix="vitserve-hurt-") as folder:
-        async with _serving(_settings(kind, Path(folder), arguments), files, arguments.seed) as quiet:
+        async with _serving(_settings(kind, Path(folder), arguments), files) as quiet:
             for name in ["alone", *names]:
                 if name == "swaps":
                     await _load(quiet.service, "other")
@@ -356,7 +351,7 @@ async def soak(arguments: argparse.Namespace, record: Record, files: Sequence[by
     samples: list[dict[str, float]] = []
     settings = {"VIT_RECENT_TTL": "0", "VIT_WORKERS": str(arguments.workers)}
     settings |= dict(pair.split("=", 1) for pair in arguments.setting)
-    async with _serving(settings, files, arguments.seed) as honest:
+    async with _serving(settings, files) as honest:
         sending = asyncio.ensure_future(honest.run(arguments.rate, 60 * arguments.soak))
         process = Path(f"/proc/{honest.service.process.pid}")
         while not sending.done():
@@ -389,7 +384,6 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--rate", type=float, default=20, help="honest requests a second")
     parser.add_argument("--seconds", type=float, default=20, help="of each measurement")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--setting", action="append", default=[], metavar="VIT_NAME=VALUE", help="of the service")
     parser.add_argument("--record", type=Path, default=RESULTS / "reliability.json")
     arguments = parser.parse_args()

@@ -3,19 +3,16 @@
 Both serve the same weights at the same time and are loaded in turn (A B B A ...), a few seconds each, so that a drift
 of the machine counts for neither; the one that is not loaded idles. What is told is the median of the rounds' ratios,
 of requests answered per second, of the server's CPU time per request, and of that of its event loop (the process's
-first thread). With several counts of `--connections` each is a row of its own. With a single connection the rest of a
-request's time beside decoding and computing is told, too: of a lone request on an idle server. The other revision is
-checked out into a temporary folder and runs with the packages of this environment.
+first thread). With several counts of `--connections` each is a row of its own; 1 is a lone request on an idle server.
+The other revision is checked out into a temporary folder and runs with the packages of this environment.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 import sys
 import tempfile
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,7 @@ from benchmarks.servers import OURS, Running, Server, running
 
 
 def main() -> int:
-    """Measure what the record lacks, then print its table."""
+    """Measure, then print the table of the record."""
     arguments = _arguments()
     files, origin = pictures.ensure()
     record = Record(arguments.record, dtype="auto", about={"pictures": origin, "settings": arguments.setting})
@@ -74,8 +71,6 @@ def _measure(
     rounds = {count: loads.setdefault(str(count), []) for count in arguments.connections}
     settings = dict(pair.split("=", 1) for pair in arguments.setting)
     first = files[0].read_bytes()
-    if all(len(done) >= arguments.rounds for done in rounds.values()):
-        return
     with (
         running(servers["before"], model, settings, picture=first) as before,
         running(servers["after"], model, settings, picture=first) as after,
@@ -84,10 +79,9 @@ def _measure(
         started = {"before": before, "after": after}
         for server in started.values():
             load.closed(server.url, connections=32, seconds=3)
-        while short := [count for count, done in rounds.items() if len(done) < arguments.rounds]:
-            for count in short:
-                done = rounds[count]
-                order = list(started) if len(done) % 2 == 0 else list(reversed(started))
+        for number in range(arguments.rounds):
+            order = list(started) if number % 2 == 0 else list(reversed(started))
+            for count, done in rounds.items():
                 done.append({which: _load(started[which], load, count, arguments.seconds) for which in order})
                 record.save()
                 print(f"{name}, {count}, round {len(done)}: {_ratio(done[-1], 'rate'):.3f}", file=sys.stderr)
@@ -97,22 +91,12 @@ def _load(server: Running, load: Loader, connections: int, seconds: float) -> di
     """Return what the clients saw, and the milliseconds that a request took the server; see the module."""
     # The nanoseconds that the first thread has run (proc(5)).
     event_loop = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/schedstat")
-    cpu, loop, stages = server.processor_seconds(), int(event_loop.read_text().split()[0]), _stage_seconds(server.url)
+    cpu, loop = server.processor_seconds(), int(event_loop.read_text().split()[0])
     found = load.closed(server.url, connections=connections, seconds=seconds)
     cpu, loop = server.processor_seconds() - cpu, int(event_loop.read_text().split()[0]) - loop
     requests = found.rate * seconds
     took = {"cpu_ms": round(1000 * cpu / requests, 3), "loop_ms": round(1e-6 * loop / requests, 3)}
-    if connections == 1:
-        took["beside_ms"] = round(1000 * (seconds - (_stage_seconds(server.url) - stages)) / requests, 3)
     return {**found.as_json(), **took}
-
-
-def _stage_seconds(url: str) -> float:
-    """Return the seconds that all pictures until now took to be decoded and to be computed."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    sums = re.findall(r'^vit_stage_duration_seconds_sum\{stage="(?:decode|inference)"\} (\S+)$', text, re.MULTILINE)
-    return sum(map(float, sums))
 
 
 def _ratio(round_: dict[str, Any], value: str) -> float:
@@ -123,9 +107,7 @@ def _print(models: dict[str, Any]) -> None:
     rows = []
     for name, section in models.items():
         for count, rounds in section["connections"].items():
-            for value in ("rate", "cpu_ms", "loop_ms", "beside_ms"):
-                if value not in rounds[0]["before"]:
-                    continue
+            for value in ("rate", "p50", "cpu_ms", "loop_ms"):
                 medians = [statistics.median(each[which][value] for each in rounds) for which in ("before", "after")]
                 ratios = [_ratio(each, value) for each in rounds]
                 spread = f"{min(ratios):.3f} ... {max(ratios):.3f}"

@@ -1,8 +1,7 @@
 """vitserve beside its peers: `python -m benchmarks.peers`. Medians over interleaved rounds, and ratios within them.
 
 Servers are started and warmed before the first of them is measured, and all but the one that is loaded are held
-(SIGSTOP): some poll while they are idle. Every measurement is saved as soon as it is made; the same command goes on
-where the record stops.
+(SIGSTOP): some poll while they are idle. Every measurement is saved as soon as it is made.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch import Tensor
 from benchmarks import checkpoints, pictures
 from benchmarks.load import Loader
 from benchmarks.peers.common import GRAPH, Decoder, Options, probabilities_of
-from benchmarks.record import RESULTS, Record, medians, table
+from benchmarks.record import RESULTS, Record, table
 from benchmarks.servers import SERVERS, VITSERVE, Running, ServerFailed, ask, running
 from model.checkpoint import load_checkpoint
 from model.runtime.openvino.tracing import convert
@@ -63,7 +62,7 @@ def write_graph(folder: Path) -> None:
 
 
 def compare(record: Record, name: str, files: Sequence[Path], arguments: argparse.Namespace) -> None:
-    """Measure one model: every server in turn, as many rounds as the record lacks."""
+    """Measure one model: every server in turn."""
     model, origin = checkpoints.ensure(checkpoints.SHAPES[name])
     write_graph(model)
     record.section("models", name)["weights"] = origin
@@ -73,7 +72,7 @@ def compare(record: Record, name: str, files: Sequence[Path], arguments: argpars
         for load, server, held in started.values():
             with server.thawed(held=held):
                 load.closed(server.url, connections=arguments.connections, seconds=arguments.warm_seconds)
-        while len(rounds.get(_OURS, [])) < arguments.rounds:
+        for _ in range(arguments.rounds):
             for row, (load, server, held) in started.items():
                 with server.thawed(held=held):
                     load.closed(server.url, connections=arguments.connections, seconds=1)
@@ -124,16 +123,16 @@ def report(data: Mapping[str, Any]) -> str:
         for row, done in model["rounds"].items():
             pairs = zip(done, model["rounds"][_OURS], strict=False)
             share = statistics.median(theirs["rate"] / ours["rate"] for theirs, ours in pairs)
-            middle, lost = medians(done), sum(each["refused"] + each["broken"] for each in done)
-            same = model["top1"].get(row)
-            rows.append((row, middle["rate"], f"{share:.2f}", middle["p50"], middle["p99"], lost, same))
+            rate, p50, p99 = (statistics.median(each[name] for each in done) for name in ("rate", "p50", "p99"))
+            lost = sum(each["refused"] + each["broken"] for each in done)
+            rows.append((row, rate, f"{share:.2f}", p50, p99, lost, model["top1"].get(row)))
         rows.sort(key=lambda row: -row[1])
         lines.append(table([name, "answered/s", "of vitserve's", "p50 ms", "p99 ms", "lost", "top-1"], rows))
     return "\n\n".join(lines)
 
 
 def main() -> int:
-    """Measure what the record lacks, then print its tables."""
+    """Measure, then print the tables of the record."""
     servers = [server.name for server in SERVERS]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(checkpoints.SHAPES), choices=list(checkpoints.SHAPES))

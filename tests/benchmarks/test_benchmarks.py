@@ -25,7 +25,7 @@ from benchmarks.explanations import (
     quarter_share,
 )
 from benchmarks.load import Load, Loader
-from benchmarks.record import Record, medians, table
+from benchmarks.record import Record, table
 from benchmarks.reliability import Honest, told_apart
 from benchmarks.servers import OURS
 
@@ -67,7 +67,6 @@ def test_a_record_says_where_on_what_and_how_and_is_continued(tmp_path):
     data = json.loads(path.read_text())
     assert {"device", "versions", "dtype", "commits", "started", "finished", "pictures"} <= data.keys()
     assert Record(path, dtype="bfloat16", about={}).section("models", "vit32")["rounds"] == [1]
-    assert medians([{"rate": 1, "p99": 9}, {"rate": 3, "p99": 7}, {"rate": 2, "p99": 8}]) == {"rate": 2, "p99": 8}
     assert table(("", "a"), [("x", 123.4), ("y", None)]) == "|  | a |\n| --- | ---: |\n| x | 123 |\n| y |  |"
 
 
