@@ -6,7 +6,6 @@ documentation and metrics. The wheel for `any` platform is without the compiled 
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -15,20 +14,10 @@ import urllib.request
 from pathlib import Path
 
 from model.images.resample import is_compiled
+from vitserve.client import Client
 
 SHARED = Path(sys.prefix, "share/vitserve")
 PAGES = {"/": b"<html", "/docs": b"swagger", "/openapi.json": b"/classify", "/metrics": b"vit_requests_total"}
-
-
-def ask(address: str, body: bytes | None = None) -> bytes:
-    """Return the body of an answer.
-
-    Raises:
-        OSError: nothing answers, or with an error's status.
-    """
-    with urllib.request.urlopen(urllib.request.Request(address, body, {"Content-Type": "image/jpeg"})) as answer:
-        content: bytes = answer.read()
-    return content
 
 
 def try_service(address: str) -> None:
@@ -37,12 +26,14 @@ def try_service(address: str) -> None:
     Raises:
         AssertionError: an answer is not what it should be.
     """
-    picture = (SHARED / "examples/dog.jpg").read_bytes()
-    best = json.loads(ask(f"{address}/classify", picture))["predictions"][0]
-    assert best["label"] == "dog", best
-    assert ask(f"{address}/attention", picture).startswith(b"\x89PNG")
+    picture = SHARED / "examples/dog.jpg"
+    with Client(address) as client:
+        best = client.classify(picture).predictions[0]
+        assert best.label == "dog", best
+        assert client.heat_map(picture).startswith(b"\x89PNG")
     for path, content in PAGES.items():
-        assert content in ask(address + path).lower(), path
+        with urllib.request.urlopen(address + path) as answer:
+            assert content in answer.read().lower(), path
     print(f"{address}: {best}")  # noqa: T201
 
 
