@@ -53,14 +53,13 @@ class Load:
 
     Attributes:
         rate: requests answered 200, per second.
-        p50, p90, p99, max: milliseconds until the answer.
+        p50, p99, max: milliseconds until the answer.
         refused: answers with another status.
         broken: connections that failed, and requests without an answer.
     """
 
     rate: float
     p50: float
-    p90: float
     p99: float
     max: float
     refused: int
@@ -70,10 +69,10 @@ class Load:
     def of(cls, latencies: Sequence[float], refused: int, broken: int, seconds: float) -> Load:
         """From the seconds of each answer 200."""
         if not latencies:
-            return cls(0.0, 0.0, 0.0, 0.0, 0.0, refused, broken)
+            return cls(0.0, 0.0, 0.0, 0.0, refused, broken)
         ms = sorted(1000 * latency for latency in latencies)
         cuts = statistics.quantiles(ms, n=100, method="inclusive") if len(ms) > 1 else ms * 99
-        return cls(len(ms) / seconds, cuts[49], cuts[89], cuts[98], ms[-1], refused, broken)
+        return cls(len(ms) / seconds, cuts[49], cuts[98], ms[-1], refused, broken)
 
     def as_json(self) -> dict[str, Any]:
         """For a record."""

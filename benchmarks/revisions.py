@@ -24,7 +24,15 @@ from benchmarks.servers import OURS, Running, Server, running
 
 def main() -> int:
     """Measure, then print the table of the record."""
-    arguments = _arguments()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.revisions", description=__doc__)
+    parser.add_argument("revision", help="what to compare with, as git names it")
+    parser.add_argument("--models", nargs="+", default=list(checkpoints.SHAPES), choices=list(checkpoints.SHAPES))
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=4, help="of each measurement")
+    parser.add_argument("--connections", type=int, nargs="+", default=[32])
+    parser.add_argument("--setting", action="append", default=[], metavar="VIT_NAME=VALUE", help="of both servers")
+    parser.add_argument("--record", type=Path, default=RESULTS / "revisions.json")
+    arguments = parser.parse_args()
     files, origin = pictures.ensure()
     record = Record(arguments.record, dtype="auto", about={"pictures": origin, "settings": arguments.setting})
     with tempfile.TemporaryDirectory(prefix="vitserve-revision-") as folder:
@@ -42,18 +50,6 @@ def main() -> int:
             git("worktree", "remove", "--force", str(other))
     _print(record.data["models"])
     return 0
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.revisions", description=__doc__)
-    parser.add_argument("revision", help="what to compare with, as git names it")
-    parser.add_argument("--models", nargs="+", default=list(checkpoints.SHAPES), choices=list(checkpoints.SHAPES))
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=4, help="of each measurement")
-    parser.add_argument("--connections", type=int, nargs="+", default=[32])
-    parser.add_argument("--setting", action="append", default=[], metavar="VIT_NAME=VALUE", help="of both servers")
-    parser.add_argument("--record", type=Path, default=RESULTS / "revisions.json")
-    return parser.parse_args()
 
 
 def _server(tree: Path) -> Server:
