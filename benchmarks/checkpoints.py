@@ -28,8 +28,7 @@ class Shape:
     """What a model looks like, and how pictures are made to fit it.
 
     Attributes:
-        resize: pixels of the shorter edge before the centre crop; None squashes to `size`.
-        resample: PIL's number of the filter.
+        resize: pixels of the shorter edge before the centre crop, with ImageNet's statistics; None squashes to `size`.
     """
 
     name: str
@@ -39,14 +38,11 @@ class Shape:
     depth: int
     heads: int
     classes: int
-    resize: int | None
-    resample: int
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+    resize: int | None = None
 
 
-VIT32 = Shape("vit32", 32, 4, 192, 9, 3, 10, None, 2, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-VIT224 = Shape("vit224", 224, 16, 192, 12, 3, 1000, 248, 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+VIT32 = Shape("vit32", 32, 4, 192, 9, 3, 10)
+VIT224 = Shape("vit224", 224, 16, 192, 12, 3, 1000, 248)
 SHAPES = {shape.name: shape for shape in (VIT32, VIT224)}
 
 
@@ -127,19 +123,19 @@ def _config(shape: Shape) -> dict[str, Any]:
 
 
 def _preprocessor(shape: Shape) -> dict[str, Any]:
-    square = {"height": shape.size, "width": shape.size}
+    square, half = {"height": shape.size, "width": shape.size}, [0.5, 0.5, 0.5]
     return {
         "image_processor_type": "ViTImageProcessor",
         "do_resize": True,
         "size": square if shape.resize is None else {"shortest_edge": shape.resize},
         "do_center_crop": shape.resize is not None,
         "crop_size": square,
-        "resample": shape.resample,
+        "resample": 2 if shape.resize is None else 3,
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": list(shape.mean),
-        "image_std": list(shape.std),
+        "image_mean": half if shape.resize is None else [0.485, 0.456, 0.406],
+        "image_std": half if shape.resize is None else [0.229, 0.224, 0.225],
     }
 
 

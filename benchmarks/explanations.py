@@ -25,12 +25,11 @@ from typing import Final
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.record import table
-from model.checkpoint import Checkpoint, load_checkpoint
+from model.checkpoint import load_checkpoint
 from model.explanation.maps import cls_map
 from model.explanation.methods import EXPLANATIONS, explain
 from model.images.preprocess import preprocess
@@ -198,11 +197,6 @@ def measure(
     return found
 
 
-def score_of(model: VisionTransformer, checkpoint: Checkpoint) -> Score:
-    """Return the function from normalised pixels to the scores that the service would answer."""
-    return lambda pixels: torch.from_numpy(checkpoint.head.scores(model(pixels).logits.float().cpu().numpy()))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the methods on a folder of pictures in float32 on the CPU, and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.explanations", description=__doc__.splitlines()[0])
@@ -218,13 +212,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     model, normalise = checkpoint.build(), Normalise(checkpoint.preprocess)
 
     def read(number: int) -> Tensor:
-        pixels: NDArray[np.uint8] = preprocess(files[number].read_bytes(), checkpoint.preprocess)
-        normalised: Tensor = normalise(torch.from_numpy(pixels).unsqueeze(0))[0]
+        pixels = torch.from_numpy(preprocess(files[number].read_bytes(), checkpoint.preprocess))
+        normalised: Tensor = normalise(pixels.unsqueeze(0))[0]
         return normalised
+
+    def score(pixels: Tensor) -> Tensor:
+        return torch.from_numpy(checkpoint.head.scores(model(pixels).logits.float().cpu().numpy()))
 
     chosen = arguments.methods or ("cls", *EXPLANATIONS)
     methods = {name: maps for name, maps in methods_of(model).items() if name in (RANDOM, *chosen)}
-    score = score_of(model, checkpoint)
     found = measure(score, methods, read, len(files), steps=arguments.steps)
     print(
         f"{checkpoint.name}: {len(files)} pictures, {arguments.steps} steps, {len(found[RANDOM].shares)} quarters count"

@@ -29,6 +29,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.checkpoints import REPOSITORY
@@ -58,12 +59,6 @@ def environment_of_steps(kit: Path, folder: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONFAULTHANDLER": "1"}
 
 
-def path_of(arguments: argparse.Namespace) -> Path:
-    """Return the file of the record."""
-    path: Path = arguments.out / ("gpu-smoke.json" if arguments.smoke else "gpu.json")
-    return path
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n")[0])
@@ -91,13 +86,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if arguments.smoke:
         arguments.batches, arguments.dtype, arguments.rounds, arguments.seconds = [4], "float32", 1, 0.3
         arguments.workers, arguments.connections, arguments.load_processes = [2], 4, 1
+        arguments.out = arguments.out / "smoke"
     return arguments
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print, save. 0: no step failed; 1: some did."""
     arguments = parse(argv)
-    record = Record(path_of(arguments), dtype=arguments.dtype, about={"smoke": arguments.smoke})
+    read = partial(Record, arguments.out / "gpu.json", dtype=arguments.dtype, about={"smoke": arguments.smoke})
+    record = read()
     done = set(record.section("seconds")) - set(record.section("errors"))
     end = time.monotonic() + arguments.limit
     with tempfile.TemporaryDirectory(prefix="vitserve-kit-") as folder:
@@ -114,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
             command = [sys.executable, "-m", "benchmarks.gpu_steps", *argv, "--step", name]
             timed = ["timeout", "--foreground", "--kill-after=20", str(allowed), *command]
             code = subprocess.run(timed, env=environment, stdin=subprocess.DEVNULL, check=False).returncode
-            record.reload()  # the step has written into it
+            record = read()  # the step has written into it
             if code:
                 record.section("errors").setdefault(name, f"ended with {code}; 124: its time was up")
             record.section("seconds")[name] = round(time.monotonic() - began, 1)

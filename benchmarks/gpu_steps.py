@@ -33,8 +33,8 @@ from model.images.resample import is_compiled
 from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
 
-VITB16 = Shape("vitb16", 224, 16, 768, 12, 12, 1000, 248, 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-SMOKE = Shape("smoke", 32, 16, 32, 2, 2, 10, None, 2, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+VITB16 = Shape("vitb16", 224, 16, 768, 12, 12, 1000, 248)
+SMOKE = Shape("smoke", 32, 16, 32, 2, 2, 10)
 _TOP_K = 5
 _UNDER_WAY = 4
 """Batches that are launched before the device is waited for."""
@@ -48,7 +48,6 @@ class Bench:
 
     def __init__(self, record: Record, arguments: argparse.Namespace) -> None:
         self.record, self.arguments = record, arguments
-        self.seconds: float = arguments.seconds
         self.folder = checkpoints.ensure(SMOKE if arguments.smoke else VITB16)[0]
         self.files, source = pictures.ensure()
         name = "none" if arguments.device == "cpu" else torch.cuda.get_device_name(arguments.device)
@@ -63,7 +62,7 @@ class Bench:
     def mark(self, name: str, found: float, wanted: float, *, at_most: bool = False) -> None:
         """Record whether a mark is reached."""
         reached = found <= wanted if at_most else found >= wanted
-        self.note(self.record.section("marks"), name, {"wanted": wanted, "found": found, "reached": reached})
+        self.note(self.record.section("marks"), name, {"wanted": wanted, "found": round(found, 3), "reached": reached})
 
 
 class Ours:
@@ -202,16 +201,16 @@ def maps(bench: Bench) -> None:
 
 
 def engine(bench: Bench) -> None:
-    """Rounds of one measurement each, for each batch size; ratios are taken within a round, marks are of the first."""
+    """Rounds of one measurement each, for each batch size; ratios are taken within a round."""
     sizes, section = bench.arguments.batches, bench.record.section("engine")
     ours = Ours(bench, sizes, bench.folder)
     row = MapRequest.row(ours.checkpoint.vit.depth - 1)
     kinds = {"ours": None, "with maps": row, "with relevance": MapRequest("relevance")}
     asked = {name: RequestedOutputs(_TOP_K, request) for name, request in kinds.items()}
-    wanted = {"with maps / ours": 0.97, "with relevance / ours": 0.9, "engine process / ours": 0.93}
+    wanted = {("with maps", "ours"): 0.97, ("with relevance", "ours"): 0.9, ("engine process", "ours"): 0.93}
     try:
         reference = Reference(bench, ours.checkpoint)
-        wanted["ours / reference"] = 1.15
+        wanted["ours", "reference"] = 1.15
     except (ImportError, RuntimeError) as error:
         reference = None
         bench.note(section, "reference", f"{type(error).__name__}: {error}"[:500])
@@ -219,22 +218,16 @@ def engine(bench: Bench) -> None:
         rounds: list[dict[str, float]] = []
         with _engine_process(bench, size) as process, meter(bench) as readings:
             for _ in range(bench.arguments.rounds):
-                found = {name: ours.rate(each, size, bench.seconds) for name, each in asked.items()}
-                found["engine process"] = process(bench.seconds)
+                found = {name: ours.rate(each, size, bench.arguments.seconds) for name, each in asked.items()}
+                found["engine process"] = process(bench.arguments.seconds)
                 if reference is not None:
-                    found["reference"] = reference.rate(size, bench.seconds)
+                    found["reference"] = reference.rate(size, bench.arguments.seconds)
                 rounds.append({name: round(rate, 1) for name, rate in found.items()})
                 bench.note(section, f"batches of {size}", rounds)
         bench.note(section, f"batches of {size}: {_READINGS}", readings)
-        ratios = {}
-        for pair in wanted:
-            of, _, to = pair.partition(" / ")
-            ratios[pair] = round(statistics.median(each[of] / each[to] for each in rounds), 3)
-        bench.note(section, f"batches of {size}: ratios", ratios)
-        if size == sizes[0]:
-            bench.mark("images/s", statistics.median(each["ours"] for each in rounds), 12_000)
-            for pair, mark in wanted.items():
-                bench.mark(pair, ratios[pair], mark)
+        bench.mark(f"batches of {size}: images/s", statistics.median(each["ours"] for each in rounds), 12_000)
+        for (of, to), mark in wanted.items():
+            bench.mark(f"batches of {size}: {of} / {to}", statistics.median(e[of] / e[to] for e in rounds), mark)
 
 
 @contextmanager
@@ -251,7 +244,7 @@ def _engine_process(bench: Bench, size: int) -> Iterator[Callable[[float], float
 
 def http(bench: Bench) -> None:
     """Each number of workers, then half of the best rate as an open loop."""
-    arguments, seconds, section = bench.arguments, bench.seconds, bench.record.section("http")
+    arguments, seconds, section = bench.arguments, bench.arguments.seconds, bench.record.section("http")
     load = Loader(bench.files, OURS, processes=arguments.load_processes)
     for workers in arguments.workers:
         with _server(bench, workers) as server:
@@ -322,7 +315,7 @@ STEPS: Final = {step.__name__: step for step in (smoke, maps, engine, http, star
 
 def run_step(arguments: argparse.Namespace, name: str) -> None:
     """Run one step in this process; what it raises is recorded."""
-    record = Record(gpu.path_of(arguments), dtype=arguments.dtype, about={})
+    record = Record(arguments.out / "gpu.json", dtype=arguments.dtype, about={})
     try:
         STEPS[name](Bench(record, arguments))
     except Exception as error:

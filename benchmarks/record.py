@@ -49,10 +49,6 @@ class Record:
             found = found.setdefault(name, {})
         return found
 
-    def reload(self) -> None:
-        """Take what another process has written into the file."""
-        self.data = json.loads(self.path.read_text())
-
     def save(self) -> None:
         """Write the whole record; a reader sees the old one or the new one."""
         self.data["finished"] = _now()

@@ -75,14 +75,7 @@ class Service(Running):
                     found.append(pid)
         return found
 
-    def kill(self, pids: Sequence[int], number: signal.Signals, *, cuts: bool) -> None:
-        """Signal the first of some processes; `cuts` where connections may end with it."""
-        if cuts:
-            self.last_kill = time.monotonic()
-        with contextlib.suppress(ProcessLookupError, IndexError):
-            os.kill(pids[0], number)
-
-    async def until_ready(self, seconds: float = 120) -> float:
+    async def until_ready(self, seconds: float = 300) -> float:
         """Wait until it is ready, start it again where it has ended, and return the seconds."""
         began = time.monotonic()
         async with httpx.AsyncClient(base_url=self.url, timeout=2) as client:
@@ -223,7 +216,10 @@ async def _signals(number: signal.Signals, who: str, service: Service) -> None:
     while True:
         await asyncio.sleep(7)  # so that requests are under way
         pids = {"engine": service.children(torch=True), "worker": service.children(torch=False)}
-        service.kill(pids.get(who, [service.process.pid]), number, cuts=who != "engine")
+        if who != "engine":  # connections may end with it
+            service.last_kill = time.monotonic()
+        with contextlib.suppress(ProcessLookupError, IndexError):
+            os.kill(pids.get(who, [service.process.pid])[0], number)
         await asyncio.sleep(1)
         await service.until_ready()
 

@@ -94,10 +94,9 @@ def test_the_gpus_script_runs_in_tiny_form_on_a_cpu(tmp_path: Path, monkeypatch:
     arguments = gpu.parse(["--device", "cpu", "--smoke", "--out", str(tmp_path)])
     for step in ("maps", "engine"):
         gpu_steps.run_step(arguments, step)
-    found = json.loads((tmp_path / "gpu-smoke.json").read_text())
-    ratios = found["engine"]["batches of 4: ratios"]
-    assert ratios["with relevance / ours"] > 0
-    assert ratios["engine process / ours"] > 0
+    found = json.loads((tmp_path / "smoke" / "gpu.json").read_text())
+    assert found["marks"]["batches of 4: with relevance / ours"]["found"] > 0
+    assert found["marks"]["batches of 4: engine process / ours"]["found"] > 0
 
 
 PLACES = torch.tensor([0, 5, 9, 14])
