@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +29,13 @@ def rate(socket: Path, *, workers: int, pictures: int, seconds: float) -> float:
         pictures: under way, of all workers together.
     """
     spawn, share = multiprocessing.get_context("spawn"), -(-pictures // workers)
-    with ProcessPoolExecutor(workers, spawn, initializer=spawn.Barrier(workers).wait) as pool:
+    with ProcessPoolExecutor(workers, spawn, initializer=_meet, initargs=(spawn.Barrier(workers),)) as pool:
         asking = [pool.submit(_work, socket, share, seconds) for _ in range(workers)]
         return sum(each.result() for each in asking) / seconds
+
+
+def _meet(barrier: Barrier) -> None:
+    barrier.wait()  # every process has imported this module
 
 
 def _work(socket: Path, pictures: int, seconds: float) -> int:
