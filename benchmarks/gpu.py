@@ -3,7 +3,8 @@
     smoke      a tiny model: does it compute, compile and answer over HTTP here?
     maps       maps and classes beside those of float32 on the CPU
     engine     images a second at each batch size: from host memory, with maps, with relevance, in an engine process
-               that workers ask; and timm under torch.compile, with pixels that lie on the device
+               that workers ask; timm under torch.compile, with pixels that lie on the device; 20 s of one size
+    profile    the kernels of one batch
     http       JPEGs of about 500 x 375 and 124 kB over HTTP, with several numbers of web workers; p99 at half load
     start      seconds from start to ready, with an empty and with a warm compile cache
     faults     kill -9 of the engine under load, by `benchmarks.reliability`
@@ -39,7 +40,7 @@ from benchmarks.record import Record, table
 
 _LIMIT = 540.0
 """Seconds of a run, which `STEPS` shares out."""
-STEPS = {"smoke": 90, "maps": 90, "engine": 240, "http": 200, "start": 200, "faults": 120, "tests": 200}
+STEPS = {"smoke": 90, "maps": 90, "engine": 240, "profile": 60, "http": 200, "start": 200, "faults": 120, "tests": 200}
 """In the order of their worth, with the seconds of `_LIMIT` that each has at most."""
 
 

@@ -40,6 +40,8 @@ _UNDER_WAY = 4
 """Batches that are launched before the device is waited for."""
 _MARGIN = 0.02
 """Least distance of two scores that rounding to half the digits does not turn round."""
+_SUSTAINED = 20.0
+"""Seconds of one size in a row: shorter measurements come before the GPU throttles."""
 _READINGS = "driver_version,power.limit,power.draw,clocks.max.sm,clocks.sm,temperature.gpu,memory.used"
 
 
@@ -228,6 +230,9 @@ def engine(bench: Bench) -> None:
         bench.mark(f"batches of {size}: images/s", statistics.median(each["ours"] for each in rounds), 12_000)
         for (of, to), mark in wanted.items():
             bench.mark(f"batches of {size}: {of} / {to}", statistics.median(e[of] / e[to] for e in rounds), mark)
+    with meter(bench) as readings:
+        rate = ours.rate(asked["ours"], sizes[0], 0.5 if bench.arguments.smoke else _SUSTAINED)
+    bench.note(section, f"batches of {sizes[0]}, sustained", {"images/s": round(rate, 1), _READINGS: readings})
 
 
 @contextmanager
@@ -240,6 +245,20 @@ def _engine_process(bench: Bench, size: int) -> Iterator[Callable[[float], float
     ):
         [socket] = Path(folder).glob("vitserve-*/engine-*")
         yield lambda seconds: engine_load.rate(socket, workers=workers, pictures=pictures, seconds=seconds)
+
+
+def profile(bench: Bench) -> None:
+    """The kernels of one batch, as torch's own table has them."""
+    size, on_gpu = bench.arguments.batches[0], bench.arguments.device != "cpu"
+    ours = Ours(bench, [size], bench.folder)
+    images, asked = random_pictures(ours.checkpoint, size), [RequestedOutputs(_TOP_K)] * size
+    ours.predictor.predict(images, asked)
+    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as seen:
+        ours.predictor.predict(images, asked)
+    order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+    found = seen.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=100)
+    bench.note(bench.record.section("profile"), f"a batch of {size}", found)
 
 
 def http(bench: Bench) -> None:
@@ -310,7 +329,7 @@ def _server(bench: Bench, workers: int, **more: str) -> Iterator[Running]:
         yield server
 
 
-STEPS: Final = {step.__name__: step for step in (smoke, maps, engine, http, start, faults, tests)}
+STEPS: Final = {step.__name__: step for step in (smoke, maps, engine, profile, http, start, faults, tests)}
 
 
 def run_step(arguments: argparse.Namespace, name: str) -> None:

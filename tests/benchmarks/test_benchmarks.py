@@ -92,11 +92,12 @@ def test_an_answer_that_is_another_pictures_or_of_two_models_is_mixed_up():
 def test_the_gpus_script_runs_in_tiny_form_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "CACHE", tmp_path / "cache")
     arguments = gpu.parse(["--device", "cpu", "--smoke", "--out", str(tmp_path)])
-    for step in ("maps", "engine"):
+    for step in ("maps", "engine", "profile"):
         gpu_steps.run_step(arguments, step)
     found = json.loads((tmp_path / "smoke" / "gpu.json").read_text())
     assert found["marks"]["batches of 4: with relevance / ours"]["found"] > 0
     assert found["marks"]["batches of 4: engine process / ours"]["found"] > 0
+    assert "layer_norm" in found["profile"]["a batch of 2"]
 
 
 PLACES = torch.tensor([0, 5, 9, 14])
