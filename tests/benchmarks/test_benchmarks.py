@@ -97,7 +97,7 @@ def test_the_gpus_script_runs_in_tiny_form_on_a_cpu(tmp_path: Path, monkeypatch:
     found = json.loads((tmp_path / "smoke" / "gpu.json").read_text())
     assert found["marks"]["batches of 4: with relevance / ours"]["found"] > 0
     assert found["marks"]["batches of 4: engine process / ours"]["found"] > 0
-    assert "layer_norm" in found["profile"]["a batch of 2"]
+    assert "layer_norm" in found["profile"]["a batch of 4"]
 
 
 PLACES = torch.tensor([0, 5, 9, 14])
