@@ -14,9 +14,10 @@ from typing import NoReturn
 
 from service.cli.setting_flags import add_setting_flags, settings_from
 from service.engine.devices import fit_to_machine, uses_gpu
-from service.engine.loading import FirstLoad, load_lean
+from service.engine.loading import load_predictor
 from service.errors import SettingsError
 from service.lifecycle import NEW_OBJECTS, bound_heaps, exit_now
+from service.models.registry import configured_models
 from service.observe import logs
 from service.settings import Settings, exports_spans, unknown_variables
 
@@ -40,23 +41,18 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         logger.warning("VIT_HOST=%s without VIT_API_KEYS: whoever reaches this service may use it", settings.host)
     exports_spans()  # a wrong variable ends the start
     _check_address(settings)
-    first = settings
-    if settings.models is not None:
-        from service.models.registry import default_settings  # noqa: PLC0415  beside the first load without a folder
-
-        first = default_settings(settings)  # a wrong folder ends the start
+    configured_models(settings, log=logging.DEBUG)  # a wrong folder ends the start
     logger.info("loading %s", settings.models or settings.checkpoint)
     with grpc_port_kept(settings) as settings:
         if settings.one_process and not uses_gpu(settings):
-            load = FirstLoad(first)
-            from service.web.single_process import run_single_process  # noqa: PLC0415  beside that
+            from service.web.single_process import run_single_process  # noqa: PLC0415  --help is quick without
 
-            exit_now(run_single_process(settings, load))
+            exit_now(run_single_process(settings, load_predictor))
         if not sys.platform.startswith("linux"):
             raise SettingsError("VIT_WORKERS, VIT_DEVICE: several processes, or a GPU, need Linux")
         from service.cluster.run import run_cluster  # noqa: PLC0415  what it needs, only Linux has
 
-        exit_now(run_cluster(settings, load_lean))
+        exit_now(run_cluster(settings, load_predictor))
 
 
 def _check_address(settings: Settings) -> None:

@@ -1,10 +1,10 @@
 """Builds the predictor that the settings name; no other file of the service loads a model, and torch with it.
 
-    load_predictor   graphs that were kept, else torch
-    load_lean        graphs that were kept, else a child process makes them with torch, and they are kept then
+    graphs that were kept, else torch
 
 Torch and what it reads stay resident for good: beside the bundled model's 210 MiB they are 300. So a process that
-serves by OpenVINO and loads another checkpoint leaves that to a child (`python -m service.engine.loading`).
+serves by OpenVINO and loads another checkpoint leaves that to a child (`python -m service.engine.loading`), which makes
+the graphs with torch, and they are kept then.
 
 A model whose backbone a predictor of this process has already is a further head of that predictor, which is returned.
 """
@@ -21,8 +21,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -78,17 +77,8 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
         CheckpointError: the checkpoint cannot be read exactly.
         DeviceError: the device, dtype or backend is not available here.
     """
-    return _load_kept(settings) or _load(settings)
-
-
-def load_lean(settings: Settings) -> tuple[Predictor, ModelInfo]:
-    """Return what `load_predictor` does, without torch in this process where it is not there yet and may be spared.
-
-    Raises:
-        CheckpointError, DeviceError: see `load_predictor`.
-    """
     kept = _load_kept(settings)
-    if kept is None and "torch" not in sys.modules and _entry(settings) is not None:
+    if kept is None and _LIVE and "torch" not in sys.modules and _entry(settings) is not None:
         _keep_in_child(settings)
         kept = _load_kept(settings)
     return kept or _load(settings)
@@ -143,32 +133,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-class FirstLoad:
-    """Loads models as `load_predictor` does, the first of which it has begun to load on a thread; later `load_lean`.
-
-    That is what was kept of the settings' model. This returns once compiling begins, which takes longest and leaves the
-    interpreter to the caller: to import the web application, say. Beside imports, reading would wait for the
-    interpreter at each block. What needs torch is loaded by who calls.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        compiling = threading.Event()
-        with_kept = partial(_load_kept, settings, on_compile=compiling.set)
-        pool = ThreadPoolExecutor(1, thread_name_prefix="load-kept")
-        self._begun: Future[tuple[Predictor, ModelInfo] | None] | None = pool.submit(with_kept)
-        self._begun.add_done_callback(lambda _: compiling.set())
-        pool.shutdown(wait=False)
-        compiling.wait()
-
-    def __call__(self, settings: Settings) -> tuple[Predictor, ModelInfo]:
-        """Return what was begun, the first time, with the same settings; raises what `load_predictor` raises."""
-        begun, self._begun = self._begun, None
-        return load_lean(settings) if begun is None else begun.result() or _load(settings)
-
-
-def _load_kept(
-    settings: Settings, *, on_compile: Callable[[], None] = lambda: None
-) -> tuple[Predictor, ModelInfo] | None:
+def _load_kept(settings: Settings) -> tuple[Predictor, ModelInfo] | None:
     """Return what `load_predictor` does where its graphs were kept, else None."""
     # OpenMP threads that spin between operators starve the decode threads beside them. Read when torch loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -184,15 +149,9 @@ def _load_kept(
 
     def on_read(checkpoint: Description) -> None:
         _label_sets(settings, checkpoint)  # a wrong coverage is refused before anything is compiled
-        on_compile()
 
-    kept = kept_predictor(
-        entry,
-        lambda: checkpoint_from(settings),
-        on_read,
-        manifest=manifest,
-        max_batch=settings.max_batch,
-    )
+    read = partial(checkpoint_from, settings)
+    kept = kept_predictor(entry, read, on_read, manifest=manifest, max_batch=settings.max_batch)
     return None if kept is None else (kept, _described(settings, kept.checkpoint, kept, key))
 
 

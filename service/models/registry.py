@@ -652,13 +652,6 @@ def _default_of(settings: Settings, configured: Mapping[str, Entry]) -> str:
     return settings.model_name if settings.models is not None and settings.model_name else next(iter(configured))
 
 
-def default_settings(settings: Settings) -> Settings:
-    """Return the settings with those of the default model; raises as `configured_models`."""
-    configured = configured_models(settings, log=logging.DEBUG)
-    default = _default_of(settings, configured)
-    return settings.model_copy(update={**configured[default].settings, "model_name": default or settings.model_name})
-
-
 def configured_models(
     settings: Settings, before: Mapping[str, Entry] = MappingProxyType({}), *, log: int = logging.ERROR
 ) -> dict[str, Entry]:

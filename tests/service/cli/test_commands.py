@@ -204,7 +204,7 @@ def test_a_subcommand_imports_no_other_and_shows_its_flags_without_torch(name: s
     modules = imported_by(name, "--help")
     assert {other for other in COMMANDS if f"service.cli.{other}" in modules} == {name}
     assert "torch" not in modules
-    assert not modules & {"fastapi", "uvicorn"}  # which are imported while graphs are compiled
+    assert not modules & {"fastapi", "uvicorn"}  # which take a second to import
 
 
 def test_every_subcommand_is_in_the_table() -> None:

@@ -27,7 +27,7 @@ from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
 from service.engine import devices, loading
 from service.engine.devices import all_gpus, fit_to_machine, gpus_are_here, uses_gpu, visible_devices
-from service.engine.loading import FirstLoad, load_predictor
+from service.engine.loading import load_predictor
 from service.settings import load_settings
 from tests.service.cli.command_line import write_checkpoint
 from tests.service.fakes import PATIENCE
@@ -216,21 +216,10 @@ def test_a_kept_graph_is_made_again_for_settings_that_change_it_and_run_as_the_o
         assert load_predictor(load_settings(given | {name: value})) is None, name
 
 
-def test_what_fails_while_graphs_are_read_early_is_raised_by_who_loads(tmp_path: Path) -> None:
-    pytest.importorskip("openvino")
-    folder = write_checkpoint(tmp_path / "m", ("cat", "dog"))
-    given = {"checkpoint": str(folder), "device": "cpu", "cache_dir": str(tmp_path / "cache")}
-    keep_graph(load_predictor(load_settings(given))[0])
-    settings = load_settings(given | {"coverage": 0.9})
-    load = FirstLoad(settings)
-    with pytest.raises(CheckpointError, match="calibrate") as refused:
-        load(settings)
-    assert "\n" not in str(refused.value)
-
-
 @pytest.mark.timeout(180)  # torch is imported twice
 def test_another_checkpoint_is_loaded_without_torch_in_the_process_that_serves(tmp_path: Path) -> None:
     pytest.importorskip("openvino")
+    first = write_checkpoint(tmp_path / "first", ("ant", "bee"), depth=1)
     folder = write_checkpoint(tmp_path / "m", ("cat", "dog"))
     broken = write_checkpoint(tmp_path / "broken", ("cat", "dog"))
     (broken / "model.safetensors").write_bytes(bytes(100))
@@ -238,20 +227,23 @@ def test_another_checkpoint_is_loaded_without_torch_in_the_process_that_serves(t
         import sys
         from model.errors import CheckpointError
         from service.engine import loading
-        from service.engine.loading import load_lean
+        from service.engine.loading import load_predictor
         from service.settings import load_settings
         given = {"device": "cpu", "cache_dir": sys.argv[1], "image_size": "24x16"}
+        first, other, broken = (load_settings(given | {"checkpoint": each}) for each in sys.argv[2:])
         in_child = loading._keep_in_child
-        for loading._keep_in_child in (in_child, None):  # what is kept needs no child
-            predictor, info = load_lean(load_settings(given | {"checkpoint": sys.argv[2]}))
-        predictor.warm_up()
+        in_child(first)  # as an earlier start kept it
+        loading._keep_in_child = None  # what is kept needs no child
+        serves, _ = load_predictor(first)
         loading._keep_in_child = in_child
+        predictor, info = load_predictor(other)
+        predictor.warm_up()
         try:
-            load_lean(load_settings(given | {"checkpoint": sys.argv[3]}))
+            load_predictor(broken)
         except CheckpointError as error:
             print(info.labels, info.preprocess.size, "torch" in sys.modules, error, sep="|")
     """
-    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "cache"), str(folder), str(broken)]
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, (tmp_path / "cache", first, folder, broken))]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=150)
     labels, size, has_torch, error = ran.stdout.strip().split("|")
     assert (labels, size, has_torch) == ("('cat', 'dog')", "(24, 16)", "False")

@@ -10,7 +10,7 @@ import pytest
 from model.checkpoint.tensor_files import SUFFIXES
 from service.errors import SettingsError
 from service.models.folder import WEIGHTS, read_folder
-from service.models.registry import configured_models, default_settings
+from service.models.registry import configured_models
 from service.settings import load_settings
 
 
@@ -90,11 +90,8 @@ def test_a_broken_entry_is_named_in_one_line_and_the_others_are_read(
         configured_models(load_settings({"models": str(tmp_path), "strict": "true"}))
 
 
-def test_the_default_is_the_first_by_name_or_the_one_that_is_named(tmp_path: Path) -> None:
-    write(tmp_path, b=None, a__toml='checkpoint = "bundled"\ncoverage = 0.9', c=None)
-    chosen = default_settings(load_settings({"models": str(tmp_path)}))
-    assert (chosen.model_name, chosen.checkpoint, chosen.coverage) == ("a", "bundled", 0.9)
-    assert default_settings(load_settings({"models": str(tmp_path), "model_name": "c"})).model_name == "c"
+def test_a_default_that_is_not_there_and_a_folder_without_models_end_the_start(tmp_path: Path) -> None:
+    write(tmp_path, b=None, c=None)
     for settings in ({"models": str(tmp_path), "model_name": "d"}, {"models": str(tmp_path / "none")}):
         with pytest.raises(SettingsError, match=r"VIT_MODEL_NAME='d'|VIT_MODELS=.*No such file"):
             configured_models(load_settings(settings))
