@@ -95,7 +95,7 @@ class OperatingSystem:
         signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         self._signals = {*stop_signals(), signal.SIGCHLD}
         for number in self._signals:
-            signal.signal(number, _ignore)
+            signal.signal(number, lambda *_: None)  # a signal that has any handler puts its byte into the pipe
 
     def now(self) -> float:
         """Return monotonic seconds."""
@@ -154,7 +154,3 @@ def _set_title(title: str) -> None:
         first, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[_ARGUMENTS])
         memory.seek(first)
         memory.write(title.encode()[: end - first - 1].ljust(end - first, b"\0"))
-
-
-def _ignore(number: int, frame: object) -> None:
-    """Do nothing: a signal that has any handler puts its byte into the pipe."""

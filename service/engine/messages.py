@@ -61,14 +61,12 @@ class BatchReport:
     Attributes:
         size: images in it.
         padding: rows added to reach a fixed launch size.
-        inference_seconds: from launch to result.
     """
 
     device: str
     size: int
     padding: int
     release: Release
-    inference_seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,7 +198,6 @@ def launch(
         size=len(batch),
         padding=runner.launch_size(len(batch)) - len(batch),
         release=release,
-        inference_seconds=clock() - launched,
     )
 
 

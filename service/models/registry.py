@@ -174,8 +174,8 @@ class Models(ABC):
     def statuses(self) -> list[EngineStatus]:
         """Return those of all engines that compute, the default's first."""
         others = [model for model in self.served.values() if model is not self.default and model.state == "ready"]
-        every = (each for model in (self.default, *others) for each in model.current.engine.engines)
-        found = {id(getattr(each, "backbone", each)): each.status for each in every}
+        engines = (model.current.engine for model in (self.default, *others))
+        found = {id(getattr(engine, "backbone", engine)): engine.status for engine in engines}
         return list(found.values())
 
     @abstractmethod
@@ -299,7 +299,8 @@ class LocalModels(Models):
     ) -> None:
         self._settings, self._make, self._on_retired = settings, make, on_retired
         self._configured = dict(configured or {"": Entry({}, {})})
-        self._default = default = _default_of(settings, self._configured)
+        named = None if settings.models is None else settings.model_name
+        self._default = default = named or next(iter(self._configured))
         self.versions = dict(versions or {})
         names = sorted({*self._configured, *self.versions}, key=lambda name: (name != default, name))
         super().__init__({name: self._model(name) for name in names if not self._version(name).gone}, default)
@@ -646,10 +647,6 @@ class LocalModels(Models):
         self.results["evicted"] += 1
         logger.info("backbone %s is unloaded: others need its memory", backbone)
         await self._give_back(users[backbone])
-
-
-def _default_of(settings: Settings, configured: Mapping[str, Entry]) -> str:
-    return settings.model_name if settings.models is not None and settings.model_name else next(iter(configured))
 
 
 def configured_models(

@@ -191,11 +191,7 @@ class Metrics(Collector):
         padding.inc(report.padding)
 
     async def gather(self) -> bytes:
-        """Return the answer of `GET /metrics`; a subclass may ask other replicas for theirs."""
-        return self.render()
-
-    def render(self) -> bytes:
-        """Return all metrics of the service in Prometheus' text format."""
+        """Return all metrics of the service in Prometheus' text format; a subclass may ask other replicas."""
         return generate_latest(self)
 
     def publish(self) -> None:

@@ -101,6 +101,7 @@ async def test_an_engine_that_cannot_start_says_why_in_one_line(
 def test_every_process_shows_what_all_have_counted_also_those_that_ended() -> None:
     script = """
 import os, tempfile
+from prometheus_client import generate_latest
 from prometheus_client.multiprocess import mark_process_dead
 from service.cluster.run import metrics_in
 from service.observe.metrics import Metrics
@@ -122,7 +123,7 @@ count(3, 1)
 mark_process_dead(count(4, 2), folder)
 scraped = metrics_in(folder)
 scraped.count_image("a")
-lines = scraped.render().decode().splitlines()
+lines = generate_latest(scraped).decode().splitlines()
 print(sorted(line for line in lines if line.startswith(("vit_images_total", "vit_inflight"))))
 """
     assert run(script) == "['vit_images_total{model=\"a\"} 8.0', 'vit_inflight_requests 1.0']"

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from prometheus_client import values
+from prometheus_client import generate_latest, values
 from prometheus_client.parser import text_string_to_metric_families
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser
@@ -75,7 +75,7 @@ def touched(*devices: str, folder: Path | None = None) -> Metrics:
     metrics.rejected.labels("queue_full")
     metrics.key_requests.labels("key1", "200")
     metrics.key_inflight.labels("key1")
-    metrics.observe_batch(BatchReport(devices[0], 0, 0, "idle", 0.01))
+    metrics.observe_batch(BatchReport(devices[0], 0, 0, "idle"))
     return metrics
 
 
@@ -83,7 +83,7 @@ def families(metrics: Metrics) -> dict[str, tuple[str, dict[str, set[str]]]]:
     """Return each family's name with its type and its samples' names and labels."""
     return {
         family.name: (family.type, {sample.name: set(sample.labels) for sample in family.samples})
-        for family in text_string_to_metric_families(metrics.render().decode())
+        for family in text_string_to_metric_families(generate_latest(metrics).decode())
     }
 
 
@@ -125,7 +125,7 @@ def count_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 def scraped(metrics: Metrics, name: str, **labels: str) -> float:
     [found] = [
         sample.value
-        for family in text_string_to_metric_families(metrics.render().decode())
+        for family in text_string_to_metric_families(generate_latest(metrics).decode())
         for sample in family.samples
         if sample.name == name and sample.labels == labels
     ]
