@@ -347,7 +347,7 @@ async def _run(
     beating = asyncio.create_task(child.link.beat())
     await server.start(path)
     await over.wait()
-    failed, failure = bool(models.failure), models.served[models.default_name].current.engine.backbone.engine.failure
+    failed, failure = bool(models.failure), models.served[models.default_name].current.engine.backbone.failure
     await server.close()
     beating.cancel()
     if isinstance(failure, NewProcessNeeded) and child.options.get(failure.option) != failure.value:

@@ -60,6 +60,7 @@ class LocalEngine:
 
     Attributes:
         info: the description of the model; None before it is loaded.
+        runner: what it runs; None before that is loaded, and once it is gone.
         failure: the error that ended the engine, where it is an error of ours.
     """
 
@@ -82,7 +83,7 @@ class LocalEngine:
         self._batch_seconds = batch_seconds
         self._state: EngineState = "loading"
         self._reason = "the model is loading"
-        self._runner: ModelRunner | None = None
+        self.runner: ModelRunner | None = None
         self._callers: dict[Waiting, asyncio.Future[InferenceResult]] = {}
         deliver = partial(self._call_loop, self._deliver)
         self._streams = Streams(queue_size=queue_size, max_delay=max_delay, deliver=deliver, clock=clock)
@@ -93,7 +94,7 @@ class LocalEngine:
     @property
     def status(self) -> EngineStatus:
         """Return the engine's current status."""
-        runner, reason = self._runner, self._reason
+        runner, reason = self.runner, self._reason
         if runner is not None and self._state == "loading" and runner.compiled.startswith("compiling"):
             reason = "the model is compiled, which takes minutes where the cache has no kernels of it"
         return EngineStatus(
@@ -136,9 +137,9 @@ class LocalEngine:
 
     async def embed_texts(self, texts: Sequence[str], *, timeout: float) -> Floats:
         """Return the features of texts; see `Engine.embed_texts`."""
-        if self._runner is None or not self.ready:
+        if self.runner is None or not self.ready:
             raise EngineUnavailable(self._reason)
-        return await self._texts.embed(texts, self._runner.embed_texts, timeout=timeout)
+        return await self._texts.embed(texts, self.runner.embed_texts, timeout=timeout)
 
     async def close(self) -> None:
         """Finish the running batches; what still waits is answered `EngineUnavailable`.
@@ -202,11 +203,11 @@ class LocalEngine:
         state: EngineState = "failed"
         reason = "the engine stopped"
         try:
-            self._runner, info = self._load()
+            self.runner, info = self._load()
             if self._state == "loading":
-                self._runner.warm_up()
+                self.runner.warm_up()
                 self._call_loop(self._change, "ready", "", info)
-                self._streams.run(self._runner)
+                self._streams.run(self.runner)
             state, reason = "closed", "the engine is closed"
         except HandedOver:
             state, reason = "closed", "another engine has the model's backbone"
@@ -220,7 +221,7 @@ class LocalEngine:
             raise
         finally:
             # The model's memory is released with this thread, even if the engine is still referenced.
-            self._device, self._runner = self.status.device, None
+            self._device, self.runner = self.status.device, None
             self._streams.close()  # whoever is just being put is refused; who was put is answered now
             self._call_loop(self._end, state, reason)
 
