@@ -20,7 +20,7 @@ from model.network.layers.attention import norm_or_none
 from model.network.layers.block import Block, Kept, Mlp
 from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed, drop_patches
 from model.network.layers.position import sincos2d_position_embedding
-from model.outputs import Pooling, embedding_name
+from model.outputs import Pooling
 
 
 class KeptPass(NamedTuple):
@@ -43,8 +43,8 @@ class ViTOutput(NamedTuple):
         attention: [B, len(layers), heads, N] float32, or None without layers. Each row
             is a softmax over all N tokens, prefix tokens first.
         kept: what an explanation needs of the pass, or None when nothing was to be kept.
-        embeddings: [B, `embedding_width`], in the model's dtype, by their `embedding_name`. The mean of the patches is
-            missing where the last block did not compute them.
+        embeddings: [B, `embedding_width`], in the model's dtype. That of the CLS token is missing where there is none,
+            and the mean of the patches where the last block did not compute them.
     """
 
     logits: Tensor
@@ -265,9 +265,9 @@ class VisionTransformer(nn.Module):
         config = self.config
         # Two heads read two tokens: their mean, as in timm.
         embeddings: dict[Pooling, Tensor] = {"head": (pooled + x[:, 1]) / 2 if config.distillation_head else pooled}
-        if config.class_token and embedding_name(config, "cls") == "cls":
+        if config.class_token:
             embeddings["cls"] = self.fc_norm(x[:, 0])
-        if with_patches and embedding_name(config, "mean") == "mean":
+        if with_patches:
             embeddings["mean"] = self.fc_norm(x[:, config.prefix_tokens :].mean(dim=1))
         return embeddings
 
