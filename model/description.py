@@ -9,8 +9,8 @@ from typing import Annotated
 from pydantic import Field, SerializeAsAny
 
 from model.calibration import Calibration
-from model.config import NetworkConfig, PreprocessConfig
-from model.heads import SOFTMAX, Floats, Form, Head, ZeroShot, own_head
+from model.config import NetworkConfig, PreprocessConfig, ViTConfig
+from model.heads import SOFTMAX, Floats, Form, Head, ZeroShot
 
 
 @dataclass(frozen=True)
@@ -59,4 +59,6 @@ class Description:
     @property
     def head(self) -> Head:
         """Return the head whose logits the network's pass gives."""
-        return own_head(self.config, self.labels, self.temperature, self.multi_label, self.form)
+        compared = isinstance(self.config, ViTConfig) and self.config.normalized_head
+        independent = self.multi_label or (self.config.num_classes == 1 and not compared)
+        return Head(self.labels, independent, self.temperature, self.form, normalized=compared)

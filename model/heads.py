@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from model.config import NetworkConfig, ViTConfig
+from model.config import NetworkConfig
 from model.errors import InputError
 from model.outputs import (
     CLASS_SPECIFIC,
@@ -274,14 +274,6 @@ class Head:
         rivals = self.weight[ranked[ranked != label][:RIVALS]]
         margin: Floats = self.weight[label] - rivals.mean(axis=0) if len(rivals) else self.weight[label]
         return label, margin / max(float(abs(self.weight).max()), 1e-12)
-
-
-def own_head(config: NetworkConfig, labels: tuple[str, ...], temperature: float, multi_label: bool, form: Form) -> Head:
-    """Return the head of a checkpoint, whose logits its network's pass gives; the arguments are the checkpoint's."""
-    compared = isinstance(config, ViTConfig) and config.normalized_head
-    return Head(
-        labels, multi_label or (config.num_classes == 1 and not compared), temperature, form, normalized=compared
-    )
 
 
 @dataclass(frozen=True, slots=True)

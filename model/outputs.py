@@ -252,21 +252,6 @@ def parse_embedding(config: NetworkConfig, pool: object = "head", normalize: obj
     return EmbeddingRequest(pool, normalize)
 
 
-def embedding_name(config: NetworkConfig, pool: Pooling) -> Pooling:
-    """Return under which name a model gives an embedding: `head`, too, for what the head reads anyway."""
-    if not isinstance(config, ViTConfig):
-        return "head"
-    if config.projection_width is not None:
-        return pool
-    if config.pool == "cls" and not config.distillation_head:
-        same: Pooling = "cls"
-    elif config.pool == "mean" and not (config.pool_prefix and config.prefix_tokens):
-        same = "mean"
-    else:
-        return pool
-    return "head" if pool == same else pool
-
-
 def embedding_width(config: NetworkConfig, pool: Pooling = "head") -> int:
     """Return how many values an embedding has: those of a token, of two where the head reads two, or a projection's."""
     if pool != "head" or not isinstance(config, ViTConfig):

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from model.checkpoint.refusals import validating
+from model.checkpoint.local_files import validating
 from model.checkpoint.tensors import checked, digest_of
 from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, Size, ViTConfig
 from model.description import Description

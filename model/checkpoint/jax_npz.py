@@ -16,8 +16,8 @@ from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import Files, SingleFile
+from model.checkpoint.local_files import validating
 from model.checkpoint.options import CheckpointOptions
-from model.checkpoint.refusals import validating
 from model.checkpoint.tensors import Rules, join, join_parts, renamed, shape_of
 from model.config import ViTConfig
 from model.errors import CheckpointError

@@ -17,8 +17,7 @@ import torch
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from model.checkpoint.local_files import read_text_file
-from model.checkpoint.refusals import reading, validating
+from model.checkpoint.local_files import read_text_file, reading, validating
 from model.config import Frozen
 from model.errors import CheckpointError
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from model.checkpoint import huggingface
 from model.checkpoint.files import Files
-from model.checkpoint.refusals import required
+from model.checkpoint.local_files import required
 from model.errors import CheckpointError
 
 ADAPTER_CONFIG: Final = "adapter_config.json"

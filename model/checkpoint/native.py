@@ -20,9 +20,8 @@ from torch import Tensor
 from model.calibration import CALIBRATION_FILE, Calibration
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files
-from model.checkpoint.local_files import open_file
+from model.checkpoint.local_files import open_file, reading, validating
 from model.checkpoint.options import CheckpointOptions
-from model.checkpoint.refusals import reading, validating
 from model.checkpoint.timm_architectures import runs_in_library
 from model.config import Frozen, LibraryConfig, NetworkConfig, PreprocessConfig, ViTConfig
 from model.errors import CheckpointError

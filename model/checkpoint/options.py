@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter
 
-from model.checkpoint.local_files import read_json, read_text_file, resolved_source
-from model.checkpoint.refusals import validating
+from model.checkpoint.local_files import read_json, read_text_file, resolved_source, validating
 from model.config import PreprocessConfig, Size
 from model.errors import CheckpointError
 

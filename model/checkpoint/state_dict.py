@@ -24,8 +24,8 @@ from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import Files, SingleFile
 from model.checkpoint.key_map import mapped
 from model.checkpoint.layouts import Layout, in_layout
+from model.checkpoint.local_files import validating
 from model.checkpoint.options import CheckpointOptions
-from model.checkpoint.refusals import validating
 from model.checkpoint.tensors import shape_of
 from model.checkpoint.timm_architectures import (
     POOL,

@@ -19,8 +19,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from model.checkpoint.local_files import open_file
-from model.checkpoint.refusals import reading
+from model.checkpoint.local_files import open_file, reading
 from model.errors import CheckpointError
 
 _ADVICE: Final = (

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors, resized_config, resized_positions
 from model.checkpoint.files import CONFIG_FILE, Files
+from model.checkpoint.local_files import required, validating
 from model.checkpoint.options import CheckpointOptions, imagenet_labels
-from model.checkpoint.refusals import required, validating
 from model.checkpoint.timm_architectures import architectures, native_names, parse_arguments, runs_in_library
 from model.config import Interpolation, NetworkConfig, PreprocessConfig
 from model.errors import CheckpointError

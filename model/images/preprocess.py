@@ -199,18 +199,6 @@ def resized_size(width: int, height: int, config: PreprocessConfig) -> tuple[int
     return round(width / ratio), round(height / ratio)
 
 
-def _first_pixel(resized: int, target: int, rounding: str) -> int:
-    """Return where along one axis of the resized picture the model's input begins.
-
-    Args:
-        resized: pixels of the resized picture.
-        target: pixels of the model's input.
-        rounding: `crop_rounding` of the preprocessing.
-    """
-    # A half goes to the even neighbour, as in torchvision's center_crop, or down, as in transformers'.
-    return (resized - target) // 2 if rounding == "down" else round((resized - target) / 2.0)
-
-
 def _resize_and_crop(decoded: DecodedImage, config: PreprocessConfig) -> tuple[NDArray[np.uint8], Region]:
     """Return the centre of the upright picture, resized; and the region that is."""
     swapped = decoded.orientation >= 5
@@ -222,7 +210,9 @@ def _resize_and_crop(decoded: DecodedImage, config: PreprocessConfig) -> tuple[N
     def upright_axis(axis: int, count: int) -> Axis:
         place = 1 - axis if swapped else axis
         low = decoded_size[axis] - stored[place] if mirrored[place] else 0.0
-        first = _first_pixel(resized[axis], count, config.crop_rounding)
+        margin = resized[axis] - count
+        # A half goes to the even neighbour, as in torchvision's center_crop, or down, as in transformers'.
+        first = margin // 2 if config.crop_rounding == "down" else round(margin / 2.0)
         return Axis(low, low + stored[place], resized[axis], first, count, mirrored[place])
 
     across, down = upright_axis(0, config.size[1]), upright_axis(1, config.size[0])

@@ -186,8 +186,6 @@ def _pixels(image: Image.Image) -> _Pixels:
     Raises:
         ValueError: it is not in one piece.
     """
-    if image.readonly:  # Memory that is not Pillow's own, which Pillow before 13 shows at a wrong address.
-        image = image.copy()
     _, capsule = image.__arrow_c_array__()
     array = _ArrowArray.from_address(_capsule_pointer(capsule, b"arrow_array"))
     bands = 1

@@ -20,19 +20,7 @@ from model.network.layers.attention import norm_or_none
 from model.network.layers.block import Block, Kept, Mlp
 from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed, drop_patches
 from model.network.layers.position import sincos2d_position_embedding
-from model.outputs import Pooling, embedding_name
-
-
-class KeptPass(NamedTuple):
-    """What is kept of a forward pass.
-
-    Attributes:
-        blocks: of the last blocks, in the network's order.
-        tokens: the last block's output, [B, N, D], or only the tokens that the head reads.
-    """
-
-    blocks: list[Kept]
-    tokens: Tensor
+from model.outputs import Pooling
 
 
 class ViTOutput(NamedTuple):
@@ -42,14 +30,15 @@ class ViTOutput(NamedTuple):
         logits: [B, num_classes], in the model's dtype.
         attention: [B, len(layers), heads, N] float32, or None without layers. Each row
             is a softmax over all N tokens, prefix tokens first.
-        kept: what an explanation needs of the pass, or None when nothing was to be kept.
-        embeddings: [B, `embedding_width`], in the model's dtype, by their `embedding_name`. The mean of the patches is
-            missing where the last block did not compute them.
+        kept: what an explanation needs of the last blocks, in the network's order, and the last block's output,
+            [B, N, D] or only the tokens that the head reads; None when nothing was to be kept.
+        embeddings: [B, `embedding_width`], in the model's dtype. That of the CLS token is missing where there is none,
+            and the mean of the patches where the last block did not compute them.
     """
 
     logits: Tensor
     attention: Tensor | None
-    kept: KeptPass | None = None
+    kept: tuple[list[Kept], Tensor] | None = None
     embeddings: Mapping[Pooling, Tensor] = MappingProxyType({})
 
 
@@ -192,7 +181,7 @@ class VisionTransformer(nn.Module):
         Args:
             pixels: [B, C, H, W], normalised, in the model's dtype; H, W = `config.image_size`.
             attention_layers: layers (0 is the first) whose attention row to return, in this order.
-            keep: of how many of the last blocks to keep what an explanation needs; see `KeptPass`.
+            keep: of how many of the last blocks to keep what an explanation needs.
             all_tokens: whether the last block computes the tokens, too, that the head does not read. Without them 10/12
                 of its arithmetic are saved where that is the CLS token alone.
 
@@ -223,7 +212,7 @@ class VisionTransformer(nn.Module):
         return ViTOutput(
             self._classify(normed, pooled),
             attention,
-            KeptPass(kept, x) if keep else None,
+            (kept, x) if keep else None,
             self._embeddings(normed, pooled, with_patches=not spared),
         )
 
@@ -265,9 +254,9 @@ class VisionTransformer(nn.Module):
         config = self.config
         # Two heads read two tokens: their mean, as in timm.
         embeddings: dict[Pooling, Tensor] = {"head": (pooled + x[:, 1]) / 2 if config.distillation_head else pooled}
-        if config.class_token and embedding_name(config, "cls") == "cls":
+        if config.class_token:
             embeddings["cls"] = self.fc_norm(x[:, 0])
-        if with_patches and embedding_name(config, "mean") == "mean":
+        if with_patches:
             embeddings["mean"] = self.fc_norm(x[:, config.prefix_tokens :].mean(dim=1))
         return embeddings
 

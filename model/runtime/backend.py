@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from model.config import NetworkConfig, ViTConfig
 from model.errors import DeviceError, NewProcessNeeded
 from model.heads import Head
-from model.outputs import CLASS_SPECIFIC, RIVALS, MapRequest, Pooling, RequestedOutputs, embedding_name
+from model.outputs import CLASS_SPECIFIC, RIVALS, MapRequest, Pooling, RequestedOutputs
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class BatchRequest:
         logits: whether to return the logits of all classes.
         layers: the layers whose attention rows to return, ascending.
         relevance: whether to return the relevance of each image's best class.
-        embeddings: the names of those to return, as of `embedding_name`.
+        embeddings: which to return, sorted.
         all_tokens: whether one of them needs tokens of the last block that the head does not read.
     """
 
@@ -53,8 +53,7 @@ class BatchRequest:
     def of(cls, requests: Sequence[RequestedOutputs], config: NetworkConfig) -> BatchRequest:
         """Return what a batch of these requests to a model is computed for."""
         maps = [request.map for request in requests if request.map is not None]
-        pools = {request.embedding.pool for request in requests if request.embedding is not None}
-        embeddings = tuple(sorted({embedding_name(config, pool) for pool in pools}))
+        embeddings = tuple(sorted({request.embedding.pool for request in requests if request.embedding is not None}))
         return cls(
             top_k=max(request.top_k for request in requests),
             # The evidence of a class is made of all logits, and so is a set of labels.

@@ -31,7 +31,6 @@ from model.outputs import (
     MapRequest,
     Outputs,
     RequestedOutputs,
-    embedding_name,
 )
 from model.runtime.backend import (
     SIZES,
@@ -373,7 +372,7 @@ class Predictor:
         self, arrays: Mapping[str, NDArray[Any]], request: EmbeddingRequest, place: int
     ) -> NDArray[np.float32]:
         """Return what is asked for of the embeddings of a batch: [D], in memory of its own."""
-        embedding: Floats = arrays[embedding_name(self.config, request.pool)][place].copy()
+        embedding: Floats = arrays[request.pool][place].copy()
         if request.normalize:
             # What an embedding is divided by at least, as in torch's `normalize`.
             embedding /= max(float(np.linalg.norm(embedding)), 1e-12)

@@ -14,8 +14,8 @@ from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.huggingface.families import CLIP, FAMILIES, SIGLIP, Family
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE, PROCESSOR_FILE, carried_preprocess
 from model.checkpoint.huggingface.texts import read_texts
+from model.checkpoint.local_files import validating
 from model.checkpoint.options import CheckpointOptions, indexed_labels
-from model.checkpoint.refusals import validating
 from model.checkpoint.tensors import renamed
 from model.config import ViTConfig
 from model.errors import CheckpointError

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from model.checkpoint.checkpoint import resized_config, resized_positions
 from model.checkpoint.files import CONFIG_FILE
-from model.checkpoint.refusals import required, validating
+from model.checkpoint.local_files import required, validating
 from model.checkpoint.tensors import Rules, join_parts, taken
 from model.config import Activation, Size, ViTConfig
 from model.errors import CheckpointError

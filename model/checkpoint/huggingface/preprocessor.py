@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from model.checkpoint.files import Files
 from model.checkpoint.huggingface.families import Family
-from model.checkpoint.refusals import validating
+from model.checkpoint.local_files import validating
 from model.config import PreprocessConfig
 from model.errors import CheckpointError
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.huggingface.families import CLIP, activation, tower_config
+from model.checkpoint.local_files import validating
 from model.checkpoint.options import CheckpointOptions, read_labels
-from model.checkpoint.refusals import validating
 from model.checkpoint.tensors import checked, join_parts, renamed, taken
 from model.errors import CheckpointError, InputError, first_line
 from model.heads import DEFAULT_TEMPLATE, ZeroShot, is_list, parse_labels

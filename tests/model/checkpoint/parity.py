@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from model.checkpoint import Checkpoint
-from model.outputs import POOLINGS, embedding_name, embedding_width
+from model.outputs import POOLINGS, embedding_width
 
 TOLERANCE = 1e-4
 EXACT = 1e-5
@@ -71,7 +71,7 @@ def assert_same_embeddings(checkpoint: Checkpoint, pixels: Tensor, expected: dic
     assert relative_error(spared.logits, whole.logits) < EXACT
     for pool in POOLINGS:
         if pool in expected:
-            found = whole.embeddings[embedding_name(config, pool)]
+            found = whole.embeddings[pool]
             assert found.shape == (len(pixels), embedding_width(config, pool))
             assert relative_error(found, expected[pool]) < EXACT, pool
 

@@ -13,8 +13,7 @@ from PIL import Image
 
 from model.data import cifar10, pictures
 from model.data.cifar10 import TEST_FILES, TRAIN_FILES, read, read_labels
-from model.data.datasets import open_dataset, stratify
-from model.data.image_folder import find_pictures
+from model.data.datasets import find_pictures, open_dataset, stratify
 from model.data.pictures import PictureFiles, decode
 from model.errors import DatasetError
 from model.images.preprocess import preprocess
@@ -103,7 +102,8 @@ def test_pictures_are_those_that_the_service_would_see(
     turned = Image.Exif()
     turned[0x0112] = 6
     Image.effect_noise((50, 30), 60).convert("RGB").save(root / "blue" / "turned.jpg", exif=turned)
-    files = find_pictures(root).train
+    _, sets = find_pictures(root)
+    files = sets["train"]
     images = decode(files, CONFIG, tmp_path)
     assert images.pixels.shape == (len(files), 3, 16, 24)
     for number, pixels in enumerate(images.pixels):
@@ -122,7 +122,7 @@ def test_all_bad_files_are_told_at_once_with_their_reasons_and_many_are_counted(
     (root / "green" / "loop").symlink_to(root)
     os.mkfifo(root / "blue" / "pipe.png")  # neither read nor waited for
     with pytest.raises(DatasetError) as caught:
-        decode(find_pictures(root).train, CONFIG, tmp_path)
+        decode(find_pictures(root)[1]["train"], CONFIG, tmp_path)
     first, *rest = str(caught.value).splitlines()
     assert first == "5 files in class folders cannot be read as pictures:"
     named = dict(line.strip().split(": ", 1) for line in rest)
@@ -133,7 +133,7 @@ def test_all_bad_files_are_told_at_once_with_their_reasons_and_many_are_counted(
     for number in range(30):
         (root / "red" / f"bad{number}.png").write_bytes(b"x")
     with pytest.raises(DatasetError, match=r"35 files(.*\n){21}  and 15 more$"):
-        decode(find_pictures(root).train, CONFIG, tmp_path)
+        decode(find_pictures(root)[1]["train"], CONFIG, tmp_path)
 
 
 @pytest.fixture
@@ -148,23 +148,21 @@ def split_root(tmp_path: Path, *names: str) -> Path:
 
 
 def test_classes_are_the_sorted_names_of_the_folders(root: Path) -> None:
-    found = find_pictures(root)
-    assert found.labels == ("blue", "green", "red")
-    assert found.validation is found.test is None
-    assert found.train.labels.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert [found.train.name(number) for number in (3, 4)] == [str(root / "green" / f"00{n}.png") for n in range(2)]
+    labels, sets = find_pictures(root)
+    assert labels == ("blue", "green", "red")
+    assert sets.keys() == {"train"}
+    assert sets["train"].labels.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert [sets["train"].name(number) for number in (3, 4)] == [str(root / "green" / f"00{n}.png") for n in range(2)]
 
 
 @pytest.mark.parametrize("validation", ["val", "validation"])
 def test_splits_that_are_given_are_kept(tmp_path: Path, validation: str) -> None:
     root = split_root(tmp_path, "train", validation, "test")
-    found = find_pictures(root)
-    assert found.validation is not None
-    assert found.test is not None
-    parts = {"train": found.train, validation: found.validation, "test": found.test}
-    for name, files in parts.items():
+    _, sets = find_pictures(root)
+    assert sets.keys() == {"train", "validation", "test"}
+    for name, files in sets.items():
         paths = [Path(files.name(number)) for number in range(len(files))]
-        assert {path.relative_to(root).parts[0] for path in paths} == {name}
+        assert {path.relative_to(root).parts[0] for path in paths} == {validation if name == "validation" else name}
         assert files.labels.tolist() == [0, 0, 1, 1, 2, 2]
 
 
@@ -173,17 +171,17 @@ def test_pictures_may_lie_deeper_and_linked_files_and_classes_count(root: Path, 
     elsewhere = write_class(tmp_path / "elsewhere", "blue", 2)
     (root / "cyan").symlink_to(tmp_path / "elsewhere")
     (root / "blue" / "linked.png").symlink_to(elsewhere[0])
-    found = find_pictures(root)
-    assert found.labels == ("blue", "cyan", "green", "red")
-    assert found.train.labels.tolist() == [0] * 4 + [1] * 2 + [2] * 3 + [3] * 4
+    labels, sets = find_pictures(root)
+    assert labels == ("blue", "cyan", "green", "red")
+    assert sets["train"].labels.tolist() == [0] * 4 + [1] * 2 + [2] * 3 + [3] * 4
 
 
 def test_what_is_hidden_or_beside_the_classes_is_passed_over(root: Path) -> None:
-    before = len(find_pictures(root).train)
+    before = len(find_pictures(root)[1]["train"])
     for name in ("red/.DS_Store", "red/Thumbs.db", "red/desktop.ini", ".git/config", "red/.thumbs/1.png", "README.md"):
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text("x")
-    assert len(find_pictures(root).train) == before
+    assert len(find_pictures(root)[1]["train"]) == before
 
 
 @pytest.mark.parametrize(

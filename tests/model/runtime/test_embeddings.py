@@ -18,7 +18,6 @@ from model.outputs import (
     MapRequest,
     Pooling,
     RequestedOutputs,
-    embedding_name,
 )
 from model.runtime.openvino.backend import unsupported_reason
 from model.runtime.predictor import Predictor
@@ -70,7 +69,7 @@ def reference(checkpoint: Checkpoint, images: np.ndarray) -> dict[Pooling, np.nd
         pixels = Normalise(checkpoint.preprocess)(torch.from_numpy(images))
         output = checkpoint.build()(pixels, (), 0, True)
     pools = [pool for pool in POOLINGS if pool != "cls" or checkpoint.vit.class_token]
-    return {pool: output.embeddings[embedding_name(checkpoint.config, pool)].numpy() for pool in pools}
+    return {pool: output.embeddings[pool].numpy() for pool in pools}
 
 
 def close(found: np.ndarray | None, expected: np.ndarray, backend: str) -> bool:
