@@ -23,8 +23,10 @@ from service.errors import EngineUnavailable, InferenceFailed, ServiceError
 
 logger = logging.getLogger(__name__)
 
-# Images in a batch of explanations at most, so that it does not hold the device for long.
+# Images in a batch of explanations at most, so that it does not hold the device for long, and the seconds that it takes
+# beyond one image: on a processor it competes with classification.
 MAX_EXPLANATION_BATCH: Final = 8
+EXPLANATION_SECONDS: Final = 0.1
 
 # Seconds that a batch of maps waits for classification at most, which under constant load never pauses.
 MAX_EXPLANATION_WAIT: Final = 1.0
@@ -132,11 +134,15 @@ class Streams:
 
     def _launch_all(self, runner: ModelRunner, lane: _Lane, max_batch: int) -> None:
         batch: list[Waiting] = []
+        most = max_batch
         try:
-            while (poll := self._next(lane, max_batch)) is not None:
-                batch = poll.batch
+            while (poll := self._next(lane, most)) is not None:
+                batch, began = poll.batch, self._clock()
                 outcomes, report = launch(runner, batch, poll.release, self._clock)
                 self._deliver(list(zip(batch, outcomes, strict=True)), report)
+                if lane is self._maps:
+                    took = max(self._clock() - began, 1e-9)
+                    most = max(1, min(max_batch, int(len(batch) * EXPLANATION_SECONDS / took)))
         except BaseException as error:  # noqa: BLE001  raised by `run`
             # Whatever ends the engine, the callers of this batch get an error.
             self._deliver([(entry, EngineUnavailable(reason_of(error))) for entry in batch], None)

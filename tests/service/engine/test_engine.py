@@ -103,13 +103,18 @@ GAE = MapRequest("gae", 3)
 
 
 @on_a_loop
-async def test_they_share_no_batch_with_classification_and_are_few_at_once(running: Running) -> None:
-    async with running(FakePredictor(max_batch=20)) as rig:
+@pytest.mark.parametrize(("seconds", "sizes"), [(0.0, [1, 8, 3]), (0.04, [1, 2, 8, 1])], ids=["quick", "slow at first"])
+async def test_they_share_no_batch_with_classification_and_are_few_at_once(
+    seconds: float, sizes: list[int], running: Running
+) -> None:
+    readings = [0.0]
+    async with running(FakePredictor(max_batch=20), clock=lambda: readings[0]) as rig:
         tasks = [await rig.keep_busy(0), rig.ask_soon(100, map=GAE)]
         await rig.predictor.wait_until_busy()  # beside the first one, as nothing waits
         tasks += [rig.ask_soon(red, map=GAE) for red in range(101, 112)]
         tasks += [rig.ask_soon(red, map=MapRequest.row(2)) for red in range(1, 4)]
         await rig.until_queued(14)
+        readings[0] = seconds
         rig.predictor.gate.set()
         _, explanation, *_ = await asyncio.gather(*tasks)
     assert explanation.outputs.indices.tolist() == expected_indices(100, 3)
@@ -118,7 +123,7 @@ async def test_they_share_no_batch_with_classification_and_are_few_at_once(runni
     batches = rig.predictor.launched
     assert [batch for batch in batches if batch[0] < 100] == [[0], [1, 2, 3]]
     explained = [batch for batch in batches if batch[0] >= 100]
-    assert [len(batch) for batch in explained] == [1, 8, 3]
+    assert [len(batch) for batch in explained] == sizes
     assert [red for batch in explained for red in batch] == list(range(100, 112))
 
 
