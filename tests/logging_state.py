@@ -1,7 +1,5 @@
 """Put logging back after a test: commands that run in its process set it up for good."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Problem documents, which every refusal is."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 

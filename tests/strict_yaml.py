@@ -1,7 +1,5 @@
 """YAML as Compose v2, Prometheus and Kubernetes read it: a key that stands twice in a mapping is an error."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

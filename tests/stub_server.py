@@ -1,7 +1,5 @@
 """A small HTTP server that answers what a test says."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Such a process is ready within a second, where importing torch and the rest anew
 shares no more with another than what imports leave behind: settings, arguments, output and environment are its own.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

@@ -4,8 +4,6 @@ Both need torchvision's Python part. Its compiled operators may be built for ano
 no part in any classifier here, so their names are declared where they are missing.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

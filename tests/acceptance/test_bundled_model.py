@@ -2,8 +2,6 @@
 pictures as users send them; and DeiT-Tiny from its hub folder, whose numbers are timm's.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import re

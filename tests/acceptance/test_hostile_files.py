@@ -1,7 +1,5 @@
 """Pictures that have broken image software before, and pictures from real cameras, over HTTP."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator
 from pathlib import Path

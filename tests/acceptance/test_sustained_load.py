@@ -3,8 +3,6 @@
 Four seconds by default; `VIT_SOAK_SECONDS=60` for longer.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """The benchmarks measure what they say: the load generator, records, the comparison of answers, the GPU's script."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.metadata
 import json

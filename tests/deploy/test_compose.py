@@ -1,7 +1,5 @@
 """The compose files, the image Prometheus' configuration and its rules agree with the service and with each other."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

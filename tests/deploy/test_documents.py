@@ -1,7 +1,5 @@
 """What the documents name exists: settings, metrics, files and links."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What GitHub and pre-commit run is what a clone runs; every YAML file can be read by the strictest of its readers."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

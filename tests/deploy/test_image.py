@@ -1,7 +1,5 @@
 """The image: its labels, what is removed from it, what its build may use, and the health check of its container."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The Kubernetes manifests: built by kustomize, valid for the cluster's schemas, and in line with the service."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The file for nginx, by a real nginx in front of two real servers."""
 
-from __future__ import annotations
-
 import http.client
 import re
 import shutil

@@ -1,7 +1,5 @@
 """pyproject.toml agrees with itself, messages name ways to install that exist, and `make` installs what it names."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re

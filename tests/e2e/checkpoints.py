@@ -1,7 +1,5 @@
 """Tiny checkpoints, made here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

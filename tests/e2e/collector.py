@@ -1,7 +1,5 @@
 """A collector of OpenTelemetry: takes what is sent to it by OTLP over HTTP, as protobuf."""
 
-from __future__ import annotations
-
 import gzip
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A tiny checkpoint, pictures with known scores, and real server processes to ask."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Callers of a running service, who check every answer."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The processes of a service under test, as the kernel sees them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.e2e.serving import Served

@@ -1,7 +1,5 @@
 """The callers that the project brings, against a running service: the client and the subcommands that take a URL."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Every endpoint, format and error of a running service, over real HTTP, and tools that know it by OpenAPI alone."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """From start to stop: when it is ready, how it fails to start, what a second start has, and that nobody is lost."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

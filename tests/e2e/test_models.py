@@ -1,7 +1,5 @@
 """Twelve heads on one backbone, and another backbone: one service, over HTTP, in one process and in several."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -1,7 +1,5 @@
 """Too many callers, callers that leave, callers that never finish: each costs itself an answer, nobody else."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

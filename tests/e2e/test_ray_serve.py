@@ -1,7 +1,5 @@
 """`serve run` with two replicas, on a local Ray of these tests' own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The checkpoint is swapped under load: each answer is wholly of one model, and none is missing."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Heads that a service learns: taught, asked, examined, exported and deleted over HTTP, and there after a restart."""
 
-from __future__ import annotations
-
 import base64
 import shutil
 from collections.abc import Sequence

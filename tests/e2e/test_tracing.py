@@ -1,7 +1,5 @@
 """Traces of a real service, as a collector receives them over the wire, and a collector that is not there."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """NVIDIA's own clients of the Open Inference Protocol, over HTTP and gRPC, against a real server of two workers."""
 
-from __future__ import annotations
-
 import re
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two web workers and an engine, each a process: they answer as one, and whichever is killed, only its own is lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

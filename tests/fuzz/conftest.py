@@ -1,7 +1,5 @@
 """`make fuzz EXAMPLES=20000` runs these tests for longer; the suite, for a moment."""
 
-from __future__ import annotations
-
 import os
 
 from hypothesis import settings

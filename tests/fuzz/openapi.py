@@ -1,7 +1,5 @@
 """schemathesis: requests made from a server's own OpenAPI document, and checks of what it answers to them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whatever the bytes: a picture or an `ImageError` in one line, in bounded time."""
 
-from __future__ import annotations
-
 import functools
 import struct
 import time

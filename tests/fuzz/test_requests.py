@@ -1,7 +1,5 @@
 """Whatever the bytes on a connection: an answer or an end, and the service goes on."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The encoder blocks of a model, which `nn.ModuleList` hands out as modules of no certain type."""
 
-from __future__ import annotations
-
 from model.network.layers.block import Block
 from model.network.vit import VisionTransformer
 

@@ -1,7 +1,5 @@
 """A CIFAR-10 folder and a recipe so small that a whole run takes a second."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

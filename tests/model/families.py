@@ -1,7 +1,5 @@
 """A tiny configuration of every kind of model that a reader knows, and of every switch that a native one may have."""
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 from model.checkpoint.huggingface import FAMILIES

@@ -1,7 +1,5 @@
 """The temperature; sets of labels: their coverage, their finite-sample correction, and when they are empty."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which attention map is meant."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A linear probe: what is fitted, and how its penalty is chosen."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Labels as callers write them, and the scores of an embedding against features of labels."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

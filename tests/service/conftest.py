@@ -1,7 +1,5 @@
 """Settings of the property tests: no time limit an example, for machines that are busy."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import settings
 

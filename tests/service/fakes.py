@@ -1,7 +1,5 @@
 """Stand-ins for the model: small, deterministic, and controllable without a sleep."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading

@@ -1,7 +1,5 @@
 """What a replica of Ray Serve does by itself; tests/e2e/test_ray_serve.py runs it on Ray."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

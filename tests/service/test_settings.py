@@ -1,7 +1,5 @@
 """Every setting, from the environment and from a flag; every wrong value, in one line."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

@@ -5,8 +5,6 @@ its turn, and after each event the machine waits until everything that can happe
 shortest sequence that breaks a promise.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

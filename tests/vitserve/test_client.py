@@ -1,7 +1,5 @@
 """Both clients: what they send, and what they make of an answer; and the package that has them."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

@@ -1,7 +1,5 @@
 """When a request is sent again, with a clock that only moves in pauses; and many images through a client."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Iterator

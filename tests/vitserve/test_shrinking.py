@@ -1,7 +1,5 @@
 """Pictures that are shrunk before they are sent: what the service makes of them, and what their answers refer to."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import io

@@ -1,7 +1,5 @@
 """A real Chromium with the page in it, which fails a test that the page makes complain."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

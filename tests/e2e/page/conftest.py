@@ -1,7 +1,5 @@
 """One browser for all tests of the page, and one server for each model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -3,8 +3,6 @@
 Asks a service of its own, with DeiT-tiny from the folder that VIT_SHARED names, or else with the bundled model.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import os

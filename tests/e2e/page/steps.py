@@ -1,7 +1,5 @@
 """What a person does on the page, and what is to be seen there."""
 
-from __future__ import annotations
-
 import base64
 import io
 import re

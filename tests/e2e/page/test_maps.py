@@ -1,7 +1,5 @@
 """The maps of the page at / in a real browser, with the bundled model and real pictures."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

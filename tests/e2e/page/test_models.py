@@ -1,7 +1,5 @@
 """The page of a service with several models: one is chosen, a second one beside it, and either may go meanwhile."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """The page at / in a real browser, with the bundled model, DeiT-tiny and real pictures."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tab Teach in a real browser: labels get pictures, the head learns, is tried, and mistakes are mended."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Small good folders of three formats for the tests of refusals, and the means to spoil them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

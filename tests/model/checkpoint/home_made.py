@@ -1,7 +1,5 @@
 """A Vision Transformer in plain torch, as people write one for themselves, under timm's names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """A local server that speaks the hub's protocol."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager

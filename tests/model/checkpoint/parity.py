@@ -1,7 +1,5 @@
 """What the parity tests share: random weights that leave no part unseen, a preprocessing, the measure of agreement."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

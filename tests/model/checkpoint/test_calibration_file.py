@@ -1,7 +1,5 @@
 """`calibration.json` of a native folder: what it changes, and when it is refused, left aside or removed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -2,8 +2,6 @@
 them is run.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

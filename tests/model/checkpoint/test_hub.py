@@ -1,7 +1,5 @@
 """Hub ids, through the real huggingface_hub client against a local server that speaks the hub's protocol, or none."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

@@ -2,8 +2,6 @@
 CLIP and SigLIP checkpoints, features of texts and images, and scores.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """JAX's .npz files: logits, published presets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """LoRA folders of PEFT are merged into their base while they are read, as PEFT merges them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The pixels of transformers' image processors and of timm's evaluation transforms, on real pictures."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

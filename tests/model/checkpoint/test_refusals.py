@@ -1,7 +1,5 @@
 """What is not exactly as a format demands, or may not be read, is refused in one line that names file and thing."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

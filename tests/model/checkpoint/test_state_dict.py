@@ -2,8 +2,6 @@
 they lack, and names of one's own by a file of `VIT_KEYS`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

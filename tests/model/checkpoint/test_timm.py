@@ -1,7 +1,5 @@
 """timm's models, saved by timm and read by us: logits, embeddings and attention rows of one pass."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

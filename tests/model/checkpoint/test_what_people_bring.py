@@ -3,8 +3,6 @@
 `pytest -s` prints the parity of each and each refusal.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny random CLIP and SigLIP models with both towers and a tokenizer, saved as the library saves them."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """All scores of pictures, as a model is measured by."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

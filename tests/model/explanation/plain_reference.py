@@ -3,8 +3,6 @@
 Nothing of `model.explanation` is used here, and of the network only its parameters and norms.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Nothing of `model.explanation` is used here. The network's own layers are.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -2,8 +2,6 @@
 attention maps: how heads are combined, which tokens are dropped, and what a mixed batch gets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

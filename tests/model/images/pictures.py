@@ -1,7 +1,5 @@
 """Small pictures and configs that the image tests make for themselves."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib

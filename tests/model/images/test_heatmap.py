@@ -1,7 +1,5 @@
 """A map as a picture: its colours, its place over the picture, its size, its caption; and sheets of several."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 from typing import Any

@@ -1,7 +1,5 @@
 """Every format and pixel mode comes out as RGB, upright, of several pictures the first; all else is refused."""
 
-from __future__ import annotations
-
 import functools
 import io
 import struct

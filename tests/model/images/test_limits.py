@@ -1,7 +1,5 @@
 """A picture is refused before it takes more pixels, memory or time than is allowed, whatever its structure."""
 
-from __future__ import annotations
-
 import struct
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Bytes to the model's picture: the pixels of the libraries that checkpoints come from, and the part that they show."""
 
-from __future__ import annotations
-
 import io
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """The parts of the field, each against its definition."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

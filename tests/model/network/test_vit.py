@@ -1,7 +1,5 @@
 """The network against a reference that forms every attention matrix in full."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """What a predictor gives for a batch, as arrays."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 

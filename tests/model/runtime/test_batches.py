@@ -1,7 +1,5 @@
 """Batches on the CPU: their pieces, memory for the next one, and what counts as the same answer."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Devices, dtypes, threads and memory, as a machine tells of them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace

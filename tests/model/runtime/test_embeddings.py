@@ -1,7 +1,5 @@
 """Embeddings beside labels in one batch, on every backend."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """From uint8 images to scores and maps, on the device that every machine has."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The relevance of the best class out of the classification's own pass, and several heads on one backbone."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Small runs of the training loop, and what to compare them by."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Pictures that a tiny model can learn to tell apart."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

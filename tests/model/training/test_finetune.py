@@ -1,7 +1,5 @@
 """From pictures and a checkpoint to a model of other classes at another resolution."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

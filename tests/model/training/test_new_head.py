@@ -1,7 +1,5 @@
 """A new head on features that stay: whether what is served answers as it was measured."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

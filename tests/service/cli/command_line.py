@@ -1,7 +1,5 @@
 """What the tests of subcommands share: a run of the command line, a tiny checkpoint and pictures to run it on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Commands start soon: no graph is compiled."""
 
-from __future__ import annotations
-
 import pytest
 
 

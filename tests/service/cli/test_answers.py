@@ -1,7 +1,5 @@
 """The flags of subcommands that ask a server follow the environment that started it."""
 
-from __future__ import annotations
-
 import io
 from functools import partial
 from pathlib import Path

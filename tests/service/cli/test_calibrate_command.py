@@ -1,7 +1,5 @@
 """`vitserve calibrate`, what its folder then answers, and `vitserve evaluate`, as a user runs them."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

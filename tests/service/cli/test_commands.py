@@ -1,7 +1,5 @@
 """The command line, run as a user runs it: what it imports, which files it finds, and what it answers."""
 
-from __future__ import annotations
-
 import csv
 import importlib
 import io

@@ -1,7 +1,5 @@
 """`vitserve embed` and `vitserve attention`, run as a user runs them."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

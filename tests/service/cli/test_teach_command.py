@@ -1,7 +1,5 @@
 """`vitserve teach`: a folder of folders becomes a head, as a file or in a running server."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`vitserve train`, run as a user runs it: from a folder of pictures to a model that answers, whatever happens."""
 
-from __future__ import annotations
-
 import csv
 import signal
 from pathlib import Path

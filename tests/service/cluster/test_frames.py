@@ -1,7 +1,5 @@
 """Frames: whatever is sent is what arrives, however the stream is cut."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Workers and engines over sockets: whose answers are whose, who learns of what, and swaps that all take or none."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping

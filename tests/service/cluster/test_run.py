@@ -3,8 +3,6 @@
 Real processes and signals are in a process of their own: this one has threads, and handlers of its own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Starting, restarting and ending processes, without processes and without waiting."""
 
-from __future__ import annotations
-
 import signal
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The engine that a test asks: one of this process, and one behind a socket."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial

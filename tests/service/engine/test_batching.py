@@ -1,7 +1,5 @@
 """The batch queue against a model of it, with a clock that only the tests move."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -4,8 +4,6 @@ Maps that need a pass of their own run in batches of their own, behind classific
 computed once each, in turn with others', bounded, and beside the images.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 

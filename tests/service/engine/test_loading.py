@@ -1,7 +1,5 @@
 """What is said of a loaded model comes from its checkpoint, its predictor, the settings, and the names of GPUs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -1,7 +1,5 @@
 """An engine's states: loading, ready, failed and closed, who hears of each change, and a device that is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import weakref

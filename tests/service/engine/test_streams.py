@@ -1,7 +1,5 @@
 """One launch: what each image of a batch gets; and several batches at the same time, out of one queue."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

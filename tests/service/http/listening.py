@@ -1,7 +1,5 @@
 """The application behind guards on a real socket, and a client that sends whatever bytes it is told to."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Raw HTTP requests (RFC 9110, RFC 9112), and how the service answers each of them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from tests.service.fakes import png

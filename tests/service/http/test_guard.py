@@ -1,7 +1,5 @@
 """The guard before uvicorn's protocol: time, sizes, the number of connections, and answers that nobody reads."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

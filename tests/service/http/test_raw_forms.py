@@ -1,7 +1,5 @@
 """Every raw form of a request is answered as its row says, and its connection is kept or closed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

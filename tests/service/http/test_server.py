@@ -1,7 +1,5 @@
 """The end of a web process: who was accepted is answered, and one signal too many does no harm."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import resource

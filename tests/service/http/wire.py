@@ -1,7 +1,5 @@
 """A connection in memory to an application that answers every whole request with an empty 200."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """The folder of models: what is an entry, what is not, and how broken ones are named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Swapping a model: who answers whom, what a failed load leaves, and when the old model is given back."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

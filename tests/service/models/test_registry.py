@@ -1,7 +1,5 @@
 """Models by name in one process: loaded one at a time, shared, unloaded for others, replaced, deleted."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """Spans of requests to a whole application, as an exporter gets them."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

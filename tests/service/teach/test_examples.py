@@ -1,7 +1,5 @@
 """The store of examples: what is kept, what is refused, and what is left when a process ends in the middle."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

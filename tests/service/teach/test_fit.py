@@ -1,7 +1,5 @@
 """The fit of a taught head: what it answers, what it knows of itself, and that it is kept whole."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """The heads of a web process: they follow the file, whoever changes it, and one process alone fits them."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 from collections.abc import Callable

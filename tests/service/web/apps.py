@@ -1,7 +1,5 @@
 """The application around a fake engine, its settings, and what tests do with it."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

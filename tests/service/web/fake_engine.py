@@ -1,7 +1,5 @@
 """An engine without a thread, for tests of the web side."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace

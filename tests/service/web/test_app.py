@@ -1,7 +1,5 @@
 """What all routes have in common: draining, measures, defects, start and stop, large documents."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

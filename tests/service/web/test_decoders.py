@@ -1,7 +1,5 @@
 """Files are decoded by processes whose time, memory and rights are bounded: a bad one costs its sender alone."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import io

@@ -1,7 +1,5 @@
 """How many files one POST /classify passes in one process: whoever follows a request reads as many."""
 
-from __future__ import annotations
-
 import http.client
 import os
 import signal

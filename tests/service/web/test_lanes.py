@@ -1,7 +1,5 @@
 """The fair queue by a clock of the test's own, and lanes on real threads."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import heapq

@@ -1,7 +1,5 @@
 """Networks of a library over HTTP: served as any, without maps, and swapped for a Vision Transformer and back."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 
 import pytest

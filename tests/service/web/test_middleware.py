@@ -1,7 +1,5 @@
 """What surrounds every request: identity, keys and how much each may have in flight, CORS, log lines, refusals."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -3,8 +3,6 @@
 Each fault below spoils a request in one way; every pair of faults must be answered as the earlier one is.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

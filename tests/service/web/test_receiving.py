@@ -1,7 +1,5 @@
 """Places and bytes of requests: how many there are, and who gives way to whom."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import weakref

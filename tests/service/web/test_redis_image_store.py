@@ -1,7 +1,5 @@
 """Pictures kept in a real Redis: by two replicas, for their time, within their bytes, and when it is gone."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import struct

@@ -3,8 +3,6 @@
 What a request sent is held no more than once, and given back at once, not when the garbage collector comes by.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import gc

@@ -1,7 +1,5 @@
 """Requests while the model is swapped: each is answered wholly by one model."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From a body's bytes to its files, however the network cuts them, and how much of a body is read."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

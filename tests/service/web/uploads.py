@@ -1,7 +1,5 @@
 """Bodies of requests, and a channel that brings them chunk by chunk."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any

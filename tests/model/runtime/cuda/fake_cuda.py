@@ -4,8 +4,6 @@
 float64, and matrix products in the model's own dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final

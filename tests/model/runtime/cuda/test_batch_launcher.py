@@ -1,7 +1,5 @@
 """Batches on their way to a device and back, on a device that every machine has."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Compiling before the first answer: a stand-in for a GPU, and torch's compiler without its generator of kernels."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """The predictor's way through the batch launcher: on a stand-in everywhere, on CUDA where there is some."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 

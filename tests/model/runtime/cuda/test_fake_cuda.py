@@ -1,7 +1,5 @@
 """Every kind of model on a CUDA device that computes nothing: all that a graph captures stays on it and never waits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import get_args
 

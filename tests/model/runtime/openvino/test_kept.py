@@ -1,7 +1,5 @@
 """Graphs that are kept for later starts: the same answers without torch, and made again where anything changed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

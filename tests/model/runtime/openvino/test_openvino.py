@@ -1,7 +1,5 @@
 """OpenVINO beside torch: the same scores and rows, whatever the batch; silent about itself; refused where it cannot."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The application with its port of gRPC, and a caller of it."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any

@@ -2,8 +2,6 @@
 what callers may take of the process: connections, memory, messages.
 """
 
-from __future__ import annotations
-
 import asyncio
 import resource
 import socket

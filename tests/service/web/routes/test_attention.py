@@ -1,7 +1,5 @@
 """GET and POST /attention."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """POST /classify and POST /classify/batch; the digits of their numbers; and sets of labels at every door."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace

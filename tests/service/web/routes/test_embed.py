@@ -1,7 +1,5 @@
 """POST /embed and POST /embed/batch; a model without a classification head, which has embeddings and maps alone."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """How a request finds its route, and how its query is read; the routes of operators and their tools."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.service.fakes import CLASSES, on_a_loop, png

@@ -2,8 +2,6 @@
 and the routes that clients of other servers call.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import struct

@@ -1,7 +1,5 @@
 """Models by name over HTTP: who answers, several at once, and who may change them, under /v2 too."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

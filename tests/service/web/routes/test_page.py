@@ -1,7 +1,5 @@
 """GET /, /docs and /openapi.json as they are served. What the page does is tested in a browser, in tests/e2e/page."""
 
-from __future__ import annotations
-
 import gzip
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Labels and texts of a request, by every way in: /classify, /embed, /v2, gRPC and other servers' routes."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json
