@@ -22,6 +22,7 @@ from model.errors import DatasetError, first_line
 from model.heads import Known
 from model.probe import FOLDS, Choice, fit_head, interval
 from model.taught_heads import TaughtHead
+from service.errors import HeadsUnavailable, SettingsError
 from service.teach.examples import Examples, HeadRow, too_few
 from vitserve.documents import Accuracy, Confusion, Knowledge, Suspect
 
@@ -138,4 +139,7 @@ def _fit(examples: Examples, head: HeadRow) -> None:
 
 if __name__ == "__main__":
     os.nice(19)
-    fit_changed(Examples(Path(sys.argv[1])), _SHARE, _LINGER_SECONDS)
+    try:
+        fit_changed(Examples(Path(sys.argv[1])), _SHARE, _LINGER_SECONDS)
+    except (HeadsUnavailable, SettingsError) as error:
+        sys.exit(str(error))
