@@ -68,6 +68,9 @@ _MOST_KNOWN: Final = 2000
 # Cosine from which on features of equal length are of one picture: batches of other sizes round them differently.
 _EQUAL: Final = 1 - 1e-6
 
+# Features that are compared with all others at once.
+_BLOCK: Final = 256
+
 # What is divided by at least: all logits, or all scores, may be equal.
 _TINY: Final = 1e-30
 
@@ -315,11 +318,16 @@ def first_equal(features: Floats, since: int = 0) -> NDArray[np.int64]:
         features: [N, D].
         since: the first that is asked for; int64 [N - since] is returned.
     """
-    exact = features.astype(np.float64)
-    squares = np.square(exact).sum(axis=1)
-    are_equal = 2 * exact[since:] @ exact.T >= _EQUAL * np.add.outer(squares[since:], squares)
-    found: NDArray[np.int64] = are_equal.argmax(axis=1)
-    return found
+    exact, blocks = features.astype(np.float64), range(since, len(features), _BLOCK)
+    found = [equal(exact[block : block + _BLOCK], exact).argmax(axis=1) for block in blocks]
+    return np.concatenate([np.zeros(0, np.int64), *found])
+
+
+def equal(features: NDArray[np.float64], others: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Return which features [N, D] equal which others [M, D], but for rounding: bool [N, M]."""
+    squares = np.add.outer(np.square(features).sum(axis=1), np.square(others).sum(axis=1))
+    are_equal: NDArray[np.bool_] = 2 * features @ others.T >= _EQUAL * squares
+    return are_equal
 
 
 def of_image(requested: RequestedOutputs, head: Head | None) -> RequestedOutputs:

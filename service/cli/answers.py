@@ -228,11 +228,11 @@ class _ServerAnswers:
         return self._stream(files, lambda file: self._client.embed(file, **own))
 
     def teach(self, head: str, labels: Mapping[Path, str]) -> Iterator[tuple[Path, int | str]]:
-        self._client.model()
+        self._client.model(self._model)
 
         def ask(file: Path) -> int:
             try:
-                return self._client.teach(head, labels[file], file).numbers[0]
+                return self._client.teach(head, labels[file], file, backbone=self._model).numbers[0]
             except ProblemError as error:
                 if error.status in _OF_THE_HEAD:
                     raise InputError("name", str(error)) from None

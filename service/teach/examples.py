@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from model.heads import first_equal
+from model.heads import equal, first_equal
 from service.errors import Forbidden, HeadFull, HeadsUnavailable, HeadWithoutBackbone, NotFound, SettingsError
 from vitserve.documents import ExampleDocument
 
@@ -98,6 +98,7 @@ class Examples:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._watching = self._connect()
+            self._file = self.path.stat().st_ino
             [version] = self._watching.execute("PRAGMA user_version").fetchone()
             if version not in (0, _VERSION):
                 raise OSError("it is of another version of vitserve")
@@ -106,10 +107,13 @@ class Examples:
             raise SettingsError(f"VIT_TEACH: {self.path}: cannot be used: {error}") from None
 
     @kept_on_disk()
-    def version(self) -> int:
-        """Return a number that is another one as soon as anybody has changed anything."""
+    def version(self) -> tuple[int, int]:
+        """Return numbers that are others as soon as anybody has changed anything, or put another file in its place."""
+        file = self.path.stat().st_ino  # no other file has it while this one is open
+        if file != self._file:
+            self._file, self._watching = file, self._connect()
         [version] = self._watching.execute("PRAGMA data_version").fetchone()
-        return int(version)
+        return file, int(version)
 
     def add(
         self,
@@ -151,11 +155,12 @@ class Examples:
                 raise HeadWithoutBackbone(f"{name}: its examples are of another backbone than that of {backbone[1]}")
             query = "SELECT number, features FROM examples WHERE head = ? AND label = ? ORDER BY number"
             kept = db.execute(query, [head, label]).fetchall()
-            every = [*(np.frombuffer(row, "<f4") for _, row in kept), *features.astype("<f4")]
+            given = [row.tobytes() for row in features.astype("<f4")]
+            every = _stacked([*(row for _, row in kept), *given])
             numbered, rows = [number for number, _ in kept], list[tuple[object, ...]]()
-            for row, first in zip(every[len(kept) :], first_equal(np.stack(every), len(kept)).tolist(), strict=True):
+            for row, first in zip(given, first_equal(every, len(kept)).tolist(), strict=True):
                 if first == len(numbered):
-                    rows.append((head, numbers + len(rows) + 1, label, time.time(), who, row.tobytes()))
+                    rows.append((head, numbers + len(rows) + 1, label, time.time(), who, row))
                 numbered.append(numbered[first] if first < len(numbered) else rows[-1][1])
             db.executemany("INSERT INTO examples VALUES (?, ?, ?, ?, ?, ?)", rows)
             totals = "SELECT count(*), count(DISTINCT label), sum(length(features)) FROM examples WHERE head = ?"
@@ -188,8 +193,9 @@ class Examples:
                 raise NotFound(f"{head.name}: there is no such example")
             query = "SELECT number, features FROM examples WHERE head = ? AND label = ? ORDER BY number != ?"
             rows = db.execute(query, [head.id, label, number]).fetchall()
-            firsts = first_equal(np.stack([np.frombuffer(row, "<f4") for _, row in rows])).tolist()
-            copies = [(head.id, rows[place][0]) for place in range(1, len(rows)) if not firsts[place]]
+            exact = _stacked([row for _, row in rows]).astype(np.float64)
+            [are_copies] = equal(exact[:1], exact[1:])
+            copies = [(head.id, rows[1 + place][0]) for place in np.flatnonzero(are_copies)]
             db.executemany("DELETE FROM examples WHERE head = ? AND number = ?", copies)
             counts = _changed(db, head.id)
             if len(counts) > MAX_LABELS:
@@ -223,8 +229,7 @@ class Examples:
         with self._transaction("BEGIN") as db:
             query = "SELECT number, label, features FROM examples WHERE head = ? ORDER BY number"
             rows = db.execute(query, [head.id]).fetchall()
-        features = np.frombuffer(b"".join(row[2] for row in rows), "<f4").reshape(max(1, len(rows)), -1)
-        return [row[0] for row in rows], [row[1] for row in rows], features
+        return [row[0] for row in rows], [row[1] for row in rows], _stacked([row[2] for row in rows])
 
     def keep(self, head: HeadRow, fitted: bytes | None, reason: str = "") -> None:
         """Keep what was fitted to the examples as of `head.revision`, unless the head is gone or has something newer.
@@ -254,6 +259,11 @@ class Examples:
         with kept_on_disk(), closing(self._connect()) as db, db:  # an error undoes what was changed
             db.execute(begin)
             yield db
+
+
+def _stacked(rows: Sequence[bytes]) -> NDArray[np.float32]:
+    """Return features as they are kept, [N, D]."""
+    return np.frombuffer(b"".join(rows), "<f4").reshape(max(1, len(rows)), -1)
 
 
 def too_few(counts: Mapping[str, int]) -> str:

@@ -240,6 +240,9 @@ def test_vitserve_teach_fails_where_no_head_comes_of_it(
     assert main(["teach", "one-label", str(tmp_path), "--url", server.url]) == 1
     assert capsys.readouterr().out == "one-label: two labels with two pictures each are needed at least\n"
     assert server.client.delete("/heads/one-label").status_code == 204
+    assert main(["teach", "one-label", str(tmp_path), "--url", server.url, "--model", "none"]) == 1
+    assert "404 unknown_model" in capsys.readouterr().err
+    assert "one-label" not in server.get("/heads").json()["heads"], "it would be of another model than was asked for"
     assert main(["teach", CHECKPOINT_NAME, str(tmp_path), "--url", server.url]) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert "409 name_taken" in line

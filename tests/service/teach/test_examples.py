@@ -8,12 +8,14 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from model.heads import first_equal
 from service.errors import Forbidden, HeadFull, HeadsUnavailable, HeadWithoutBackbone, NotFound, SettingsError
 from service.teach import examples as module
 from service.teach.examples import Examples
@@ -93,6 +95,30 @@ def test_an_example_goes_under_another_label_where_it_is_once(store: Examples, m
     with pytest.raises(HeadFull, match="at most 2 labels"):
         store.relabel(before, 1, "cow")
     assert store.state(before)[0] == {"dog": 2, "cat": 1}
+
+
+def test_what_is_among_many_takes_little_memory(store: Examples) -> None:
+    add(store, "dog", 3000)
+    add(store)
+    tracemalloc.start()
+    try:
+        store.relabel(store.head("pets"), 3001, "dog")
+        first_equal(rows(3000))
+        assert tracemalloc.get_traced_memory()[1] < 30e6, "and not that of 3000 by 3000 numbers"
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_file_that_takes_the_place_of_another_is_seen(store: Examples) -> None:
+    add(store)
+    shutil.copy(store.path, store.path.with_name("backup"))
+    before = store.version()
+    assert store.version() == before
+    store.path.with_name("backup").replace(store.path)
+    restored = store.version()
+    assert restored != before
+    add(Examples(store.path.parent), "dog")
+    assert store.version() not in (before, restored)
 
 
 def test_a_deleted_head_is_gone_and_a_fit_of_it_is_not_kept(store: Examples) -> None:

@@ -1,6 +1,9 @@
 """The fit of a taught head: what it answers, what it knows of itself, and that it is kept whole."""
 
 import json
+import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -151,6 +154,17 @@ def test_nothing_is_left_of_examples_that_are_deleted(tmp_path: Path, monkeypatc
     fit_changed(store)
     assert store.state(store.head("pets"))[1] is None
     assert features[0].tobytes() not in store.path.read_bytes()
+
+
+def test_a_folder_that_cannot_be_used_is_told_in_one_line(tmp_path: Path) -> None:
+    teach(Examples(tmp_path))
+    with sqlite3.connect(tmp_path / "heads.sqlite3") as db:
+        db.execute("DROP TABLE examples")
+        db.execute("CREATE VIEW examples AS SELECT 1")
+    command = [sys.executable, "-m", "service.teach.fit", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
+    assert ended.stderr.startswith("taught heads cannot be read or written: no such column: ")
 
 
 def test_the_smallest_head_is_fitted_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

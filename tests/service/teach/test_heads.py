@@ -2,6 +2,7 @@
 
 import asyncio
 import fcntl
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,8 @@ async def test_nothing_is_fitted_while_another_process_is_at_it(tmp_path: Path) 
     await heads.look()
     assert heads.child is not None
     await until(lambda: fitted_to(heads) == 3, heads)
+    own, its = (os.getpriority(os.PRIO_PROCESS, number) for number in (0, heads.child.pid))
+    assert its == min(own + 10, 19), "low, and not so low that a busy service never has the head"
     await end(heads)
 
 
