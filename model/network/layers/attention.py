@@ -61,7 +61,7 @@ class Attention(nn.Module):
             self.register_buffer("relative_position_index", index, persistent=False)
 
     def forward(
-        self, x: Tensor, return_attention: bool = False, queries: int | None = None
+        self, x: Tensor, return_attention: bool = False, queries: int | None = None, keep: bool = False
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor]]:
         """Return the attended tokens, the attention row that a map is made of or None, and q, k and v.
 
@@ -69,6 +69,8 @@ class Attention(nn.Module):
             x: [B, N, D].
             return_attention: whether to return the attention row, too.
             queries: how many of the first tokens are queries; None means all. Keys and values are always all.
+            keep: whether something multiplies with keys and values again: each head's then lie together in memory,
+                as products would copy them each time otherwise.
 
         Returns:
             [B, queries or N, D]; [B, heads, N] float32 or None; and what the heads attended with: q after its norm and
@@ -76,6 +78,8 @@ class Attention(nn.Module):
         """
         batch = x.shape[0]
         q, k, v = self.project(x) if queries is None else self._project_queries(x, queries)
+        if keep:
+            k, v = (part.clone(memory_format=torch.contiguous_format) for part in (k, v))
         bias = self.bias()
         row = self._attention_row(q, k, bias) if return_attention else None
         if bias is None:

@@ -110,9 +110,9 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Kept | None]:
         """Map [B, N, D] to ([B, queries or N, D], [B, heads, N] float32 or None, what is kept of it or None).
 
-        See `Attention.forward`; with `keep` there is what an explanation needs.
+        See `Attention.forward`.
         """
-        y, row, heads = self.attn(self.attention_input(x), return_attention, queries)
+        y, row, heads = self.attn(self.attention_input(x), return_attention, queries, keep)
         attended = self.attended(x, y)
         return self.finish(attended), row, Kept(x, attended, *heads) if keep else None
 
