@@ -416,3 +416,13 @@ class PreprocessConfig(Frozen):
         if self.resize_size[0] < self.size[0] or self.resize_size[1] < self.size[1]:
             raise ValueError(f"resize_size {self.resize_size} is smaller than size {self.size}")
         return self
+
+
+# The paper's variants (Dosovitskiy et al. 2020, table 1), and Tiny and Small (Touvron et al. 2020).
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"width": 192, "depth": 12, "heads": 3, "mlp_width": 768},
+    "small": {"width": 384, "depth": 12, "heads": 6, "mlp_width": 1536},
+    "base": {"width": 768, "depth": 12, "heads": 12, "mlp_width": 3072},
+    "large": {"width": 1024, "depth": 24, "heads": 16, "mlp_width": 4096},
+    "huge": {"width": 1280, "depth": 32, "heads": 16, "mlp_width": 5120},
+}

@@ -23,6 +23,18 @@ from model.network.layers.position import sincos2d_position_embedding
 from model.outputs import Pooling
 
 
+class KeptPass(NamedTuple):
+    """What is kept of a forward pass.
+
+    Attributes:
+        blocks: of the last blocks, in the network's order.
+        tokens: the last block's output, [B, N, D], or only the tokens that the head reads.
+    """
+
+    blocks: list[Kept]
+    tokens: Tensor
+
+
 class ViTOutput(NamedTuple):
     """The result of a forward pass.
 
@@ -30,15 +42,14 @@ class ViTOutput(NamedTuple):
         logits: [B, num_classes], in the model's dtype.
         attention: [B, len(layers), heads, N] float32, or None without layers. Each row
             is a softmax over all N tokens, prefix tokens first.
-        kept: what an explanation needs of the last blocks, in the network's order, and the last block's output,
-            [B, N, D] or only the tokens that the head reads; None when nothing was to be kept.
+        kept: what an explanation needs of the pass, or None when nothing was to be kept.
         embeddings: [B, `embedding_width`], in the model's dtype. That of the CLS token is missing where there is none,
             and the mean of the patches where the last block did not compute them.
     """
 
     logits: Tensor
     attention: Tensor | None
-    kept: tuple[list[Kept], Tensor] | None = None
+    kept: KeptPass | None = None
     embeddings: Mapping[Pooling, Tensor] = MappingProxyType({})
 
 
@@ -181,7 +192,7 @@ class VisionTransformer(nn.Module):
         Args:
             pixels: [B, C, H, W], normalised, in the model's dtype; H, W = `config.image_size`.
             attention_layers: layers (0 is the first) whose attention row to return, in this order.
-            keep: of how many of the last blocks to keep what an explanation needs.
+            keep: of how many of the last blocks to keep what an explanation needs; see `KeptPass`.
             all_tokens: whether the last block computes the tokens, too, that the head does not read. Without them 10/12
                 of its arithmetic are saved where that is the CLS token alone.
 
@@ -212,7 +223,7 @@ class VisionTransformer(nn.Module):
         return ViTOutput(
             self._classify(normed, pooled),
             attention,
-            (kept, x) if keep else None,
+            KeptPass(kept, x) if keep else None,
             self._embeddings(normed, pooled, with_patches=not spared),
         )
 

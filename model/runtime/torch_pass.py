@@ -17,7 +17,7 @@ from model.config import PreprocessConfig
 from model.explanation.relevance import kept_blocks, token_relevance
 from model.network.layers.block import Kept
 from model.network.library import Classifier
-from model.network.vit import VisionTransformer, ViTOutput
+from model.network.vit import KeptPass, VisionTransformer, ViTOutput
 from model.runtime.backend import (
     Aim,
     BatchOutputs,
@@ -72,7 +72,7 @@ def _aimed(model: VisionTransformer, output: ViTOutput, aims: Sequence[Aim]) -> 
     directions = torch.from_numpy(np.stack([aim(on_host[place]) for place, aim in aims])).to(features.device)
     places = torch.tensor([place for place, _ in aims], device=features.device)
     chosen = [Kept._make(None if each is None else each[places] for each in of_block) for of_block in kept]
-    output = output._replace(kept=(chosen, tokens[places]), embeddings={"head": features[places]})
+    output = output._replace(kept=KeptPass(chosen, tokens[places]), embeddings={"head": features[places]})
     return token_relevance(model, output, directions)
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from model.checkpoint import load_checkpoint, native
 from model.checkpoint.checkpoint import Checkpoint
-from model.config import PreprocessConfig, ViTConfig
+from model.config import SIZES, PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
 from model.network.layers import attention
 from model.network.layers.attention import mean_row, plain_attention
@@ -42,21 +42,11 @@ def checkpoint(config: ViTConfig) -> Checkpoint:
 
 
 @pytest.mark.parametrize(
-    ("width", "depth", "heads", "patch", "published"),
-    [
-        (192, 12, 3, 16, 5.7),
-        (384, 12, 6, 16, 22.1),
-        (768, 12, 12, 16, 86.6),
-        (1024, 24, 16, 16, 304.3),
-        (1280, 32, 16, 14, 632.0),
-    ],
-    ids=["tiny", "small", "base", "large", "huge"],
+    ("size", "patch", "published"),
+    [("tiny", 16, 5.7), ("small", 16, 22.1), ("base", 16, 86.6), ("large", 16, 304.3), ("huge", 14, 632.0)],
 )
-def test_parameter_counts_are_the_published_ones(
-    width: int, depth: int, heads: int, patch: int, published: float
-) -> None:
-    sizes = {"width": width, "depth": depth, "heads": heads, "mlp_width": 4 * width}
-    config = ViTConfig(image_size=(224, 224), patch_size=patch, num_classes=1000, **sizes)
+def test_parameter_counts_are_the_published_ones(size: str, patch: int, published: float) -> None:
+    config = ViTConfig(image_size=(224, 224), patch_size=patch, num_classes=1000, **SIZES[size])
     assert round(count_parameters(meta_network(config)) / 1e6, 1) == published
 
 
