@@ -28,9 +28,6 @@ def is_traced() -> bool:
 def through_linear(layer: nn.Linear, gradient: Tensor, rows: slice = slice(None)) -> Tensor:
     """Return the gradient [..., in] with respect to the input, in float32, from that of these rows of the output."""
     weight = layer.weight[rows]
-    if is_traced() and layer.in_features == layer.out_features:
-        # OpenVINO 2026.4 takes a square matrix for its transpose, where another product has that.
-        weight = torch.from_numpy(weight.detach().numpy().copy())
     return (gradient.to(weight.dtype) @ weight).float()
 
 

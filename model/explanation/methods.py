@@ -23,6 +23,7 @@ from model.explanation.explicit_forward import (
     weigh,
     weigh_pool,
 )
+from model.explanation.folded_weights import FoldedWeights, fold
 from model.explanation.maps import sharpened_maps, token_maps
 from model.explanation.relevance import kept_blocks, token_relevance
 from model.network.vit import VisionTransformer
@@ -106,7 +107,13 @@ def _with_rows(model: VisionTransformer, pixels: Tensor, rows: Tensor) -> tuple[
     return twin, pixels, torch.arange(len(rows), device=rows.device)
 
 
-def explain(model: VisionTransformer, pixels: Tensor, targets: Tensor, request: MapRequest) -> tuple[Tensor, Tensor]:
+def explain(
+    model: VisionTransformer,
+    pixels: Tensor,
+    targets: Tensor,
+    request: MapRequest,
+    folded: FoldedWeights | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return a map for each image, of its class where the method is class-specific.
 
     Args:
@@ -114,6 +121,7 @@ def explain(model: VisionTransformer, pixels: Tensor, targets: Tensor, request: 
         targets: the classes, int64 [B], or by `gae` another head's rows of them, float32 [B, D]. They count, and not
             the request's.
         request: of a method in `EXPLANATIONS`.
+        folded: `fold` of the model; None folds the weights for this call.
 
     Returns:
         float32 [B, rows, columns] on the CPU, not negative, each map summing to 1; where a method finds nothing, the
@@ -128,7 +136,7 @@ def explain(model: VisionTransformer, pixels: Tensor, targets: Tensor, request: 
             return rollout(model, part)
         if request.method == "gae":
             return gae(*(_with_rows(model, part, each) if each.is_floating_point() else (model, part, each)))
-        return token_relevance(model, model(part, keep=kept_blocks(config)), each)
+        return token_relevance(model, model(part, keep=kept_blocks(config)), folded or fold(model), each)
 
     with torch.no_grad():
         tokens = torch.cat([tokens_of(*part) for part in parts]).float().cpu().numpy()

@@ -17,7 +17,6 @@ that.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Final, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from model.config import ViTConfig
 from model.explanation.explicit_forward import blocks_of, mix, over_all_tokens, readout, tokens_read, weigh_pool
+from model.explanation.folded_weights import FoldedWeights, heads_of, hops_of
 from model.explanation.frozen_gradients import (
     inverse_deviation,
     is_traced,
@@ -36,16 +36,11 @@ from model.explanation.frozen_gradients import (
     through_scale,
     with_rivals,
 )
-from model.explanation.maps import is_coarse
 from model.network.layers.attention import Attention
 from model.network.layers.block import Block, Kept
 from model.network.vit import AttentionPool, VisionTransformer, ViTOutput
-from model.outputs import RIVALS
 
 _STRONGEST: Final = 16
-
-# Of the smoothing on a coarse grid, in patches.
-_SIGMA: Final = 0.64
 
 
 class _Start(NamedTuple):
@@ -66,10 +61,12 @@ class _Start(NamedTuple):
 
 def kept_blocks(config: ViTConfig) -> int:
     """Return how many of the last blocks a forward pass must keep for `token_relevance`."""
-    return _hops(config) + 1
+    return hops_of(config) + 1
 
 
-def token_relevance(model: VisionTransformer, output: ViTOutput, targets: Tensor | None = None) -> Tensor:
+def token_relevance(
+    model: VisionTransformer, output: ViTOutput, weights: FoldedWeights, targets: Tensor | None = None
+) -> Tensor:
     """Return what each token contributed to the class's margin, negative where it spoke against: float32 [B, N].
 
     The scale of an image's relevance does not matter.
@@ -78,60 +75,45 @@ def token_relevance(model: VisionTransformer, output: ViTOutput, targets: Tensor
         output: of a forward pass that keeps `kept_blocks`.
         targets: classes, int64 [B]; None is the best of each image. Or directions, floats [B, `embedding_width`]: what
             takes the place of a class's row of the one head less the mean of its rivals'.
+        weights: `fold` of the model.
     """
     assert output.kept is not None
     if targets is not None and targets.is_floating_point():
         directions = [targets]
     else:
-        ranked = with_rivals(output.logits, targets, 1 + min(RIVALS, model.config.logits - 1))
-        directions = [_direction(head, ranked) for head in (model.head, model.head_dist) if head is not None]
+        ranked = with_rivals(output.logits, targets, len(weights.margin))
+        directions = [_direction(head, ranked, weights) for head in heads_of(model)]
     margins = _margins(model, directions)
     kept, tokens = output.kept
     blocks = blocks_of(model)[-len(kept) :]
-    relevance = _of_tokens(model, blocks, kept, tokens, margins)
-    if not is_coarse(model.config):
+    relevance = _of_tokens(model, blocks, kept, tokens, weights, margins)
+    if weights.smoothing is None:
         return relevance
-    smoothing = _smoothing(model.config, relevance.device)
-    return (relevance @ smoothing) * _arriving(model.config, blocks, kept).sqrt()
-
-
-def _hops(config: ViTConfig) -> int:
-    """Return how many blocks back relevance is moved."""
-    return 3 if is_coarse(config) else 2
-
-
-@lru_cache(maxsize=8)
-@torch.inference_mode(mode=False)
-def _smoothing(config: ViTConfig, device: torch.device) -> Tensor:
-    """Return the matrix that smooths patches by a Gaussian, and leaves prefix tokens as they are, float32 [N, N].
-
-    It is made on the device, shared between callers and must not be written to.
-    """
-    places = (torch.arange(size, device=device) for size in config.grid)
-    down, across = ((-(((each[:, None] - each) / _SIGMA) ** 2) / 2).softmax(dim=1) for each in places)
-    patches = (down[:, None, :, None] * across[None, :, None, :]).flatten(2).flatten(0, 1)
-    matrix = torch.eye(config.tokens, device=device)
-    matrix[config.prefix_tokens :, config.prefix_tokens :] = patches.T
-    return matrix
+    return (relevance @ weights.smoothing) * _arriving(model.config, blocks, kept).sqrt()
 
 
 def _of_tokens(
-    model: VisionTransformer, blocks: list[Block], kept: list[Kept], tokens: Tensor, margins: Tensor
+    model: VisionTransformer,
+    blocks: list[Block],
+    kept: list[Kept],
+    tokens: Tensor,
+    weights: FoldedWeights,
+    margins: Tensor,
 ) -> Tensor:
     """Return the relevance of each token by the blocks that were kept, [B, N]; for `margins` see `_margins`."""
     if model.config.pool == "cls":
-        start = _start_at_block(model, blocks[-1], kept[-1], tokens, margins)
+        start = _start_at_block(model, weights, blocks[-1], kept[-1], tokens, margins)
         blocks, kept = blocks[:-1], kept[:-1]
     elif model.attn_pool is not None:
-        start = _start_at_pool(model, model.attn_pool, tokens, margins)
+        assert weights.last is not None
+        start = _start_at_pool(model, weights.last, model.attn_pool, tokens, margins)
     else:
         to_tokens = through_pooling(model.norm(tokens), margins, model.config)
         start = _start(tokens, through_norm(model.norm, tokens, to_tokens))
-    hops = list(zip(blocks, kept, strict=True))[: -_hops(model.config) - 1 : -1]
+    hops = list(zip(blocks, kept, strict=True))[: -hops_of(model.config) - 1 : -1]
     if not hops:
         return start.relevance
-    of_hops = torch.stack([_moved(block, of_block, start) for block, of_block in hops])
-    moved = of_hops.sum(dim=(0, 2), dtype=torch.float32)  # [B, S, N]
+    moved = _moved(weights.hops, [block.attn for block, _ in hops], [of_block for _, of_block in hops], start)
     return (start.relevance + moved.sum(dim=1)).scatter_add(1, start.strongest, -moved.sum(dim=2))
 
 
@@ -148,23 +130,29 @@ def _arriving(config: ViTConfig, blocks: list[Block], kept: list[Kept]) -> Tenso
     return row
 
 
-def _start_at_block(model: VisionTransformer, block: Block, kept: Kept, output: Tensor, margins: Tensor) -> _Start:
+def _start_at_block(
+    model: VisionTransformer, weights: FoldedWeights, block: Block, kept: Kept, output: Tensor, margins: Tensor
+) -> _Start:
     """Go back from the tokens that the head reads through the last block, whose input has the relevance.
 
     Args:
         output: the last block's output of these tokens, perhaps of more, [B, read or more, D].
         margins: see `_margins`.
     """
+    assert weights.last is not None
+    assert weights.values is not None
     attention, read, bias = block.attn, tokens_read(model.config) or 0, block.attn.bias()
     # One token's scale does not matter, as all relevance goes through it; of two it decides between them.
     gradient = margins  # [B, read, D]
     if read > 1 and isinstance(model.norm, nn.LayerNorm):
         gradient = gradient * inverse_deviation(model.norm, output[:, :read])
-    attended = kept.attended[:, :read]
-    to_mlp = through_mlp(block.mlp, block.mlp.fc1(block.norm2(attended)), through_scale(block.ls2, gradient))
+    attended, hidden = kept.attended[:, :read], kept.hidden
+    hidden = block.mlp.fc1(block.norm2(attended)) if hidden is None else hidden[:, :read]
+    to_mlp = through_mlp(block.mlp, hidden, through_scale(block.ls2, gradient))
     gradient = gradient + through_norm(block.norm2, attended, to_mlp)
     rows = _softmax(attention, kept.q[:, :, :read], kept.k, None if bias is None else bias[:, :, :read])
-    to_heads = _to_heads(block, gradient, rows, kept.v)
+    to_heads = nn.functional.linear(gradient.to(weights.last.dtype), weights.last)
+    to_heads = _through_norm_of_heads(attention, to_heads, rows, kept.v)
     given = rows * (to_heads @ kept.v.transpose(-2, -1))  # [B, heads, read, N]
     own = _dot(gradient, kept.x[:, :read].float())
     of_tokens = given.sum(dim=(1, 2), dtype=torch.float32) + nn.functional.pad(own, (0, int(kept.x.shape[1]) - read))
@@ -172,9 +160,7 @@ def _start_at_block(model: VisionTransformer, block: Block, kept: Kept, output: 
     shares = _at(rows.flatten(1, 2).transpose(1, 2), places)  # [B, S, heads read]
     if isinstance(block.norm1, nn.LayerNorm):
         shares = shares * inverse_deviation(block.norm1, _at(kept.x, places)).to(shares.dtype)
-    values = attention.qkv.weight[2 * attention.inner_width :].reshape(attention.heads, attention.head_dim, -1)
-    to_values = to_heads.transpose(0, 1).flatten(1, 2) @ values  # [heads, B read, D]
-    to_values = through_norm_unscaled(block.norm1, to_values.float()).to(values.dtype)
+    to_values = to_heads.transpose(0, 1).flatten(1, 2) @ weights.values  # [heads, B read, D]
     to_values = to_values.reshape(attention.heads, -1, read, to_values.shape[2]).transpose(0, 1).flatten(1, 2)
     is_read = strongest.unsqueeze(2) == torch.arange(read, device=strongest.device)
     shares = torch.cat((shares, is_read.to(shares.dtype)), dim=2)
@@ -182,7 +168,7 @@ def _start_at_block(model: VisionTransformer, block: Block, kept: Kept, output: 
     return _Start(of_tokens, strongest, places, onward)
 
 
-def _direction(head: nn.Linear, ranked: Tensor) -> Tensor:
+def _direction(head: nn.Linear, ranked: Tensor, weights: FoldedWeights) -> Tensor:
     """Return what a class's margin in a head rises with, float32 [B, D].
 
     The margin is the logit of the class less the mean of its rivals'. The logit alone also rises with what all likely
@@ -192,34 +178,31 @@ def _direction(head: nn.Linear, ranked: Tensor) -> Tensor:
     Args:
         ranked: see `with_rivals`.
     """
-    rows = nn.functional.embedding(ranked, head.weight).float()
-    return rows[:, 0] - rows[:, 1:].mean(dim=1) if rows.shape[1] > 1 else rows[:, 0]
+    return (nn.functional.embedding(ranked, head.weight) * weights.margin).sum(dim=1)
 
 
 def _margins(model: VisionTransformer, directions: list[Tensor]) -> Tensor:
     """Return the gradient of a class's margin with respect to what each head reads, [B, heads of the model, D or 2 D].
 
-    What a head reads is what enters the norm before it, but for the scale of each token. The scale of an image does not
-    matter: its largest number is 1 at first, which float16 holds.
+    What a head reads is what enters the norm before it, but for the scale of each token.
 
     Args:
         directions: of the margin in each head, [B, D].
     """
     joined = torch.stack(directions, dim=1) if len(directions) > 1 else directions[0].unsqueeze(1)
-    joined = joined / joined.abs().amax(dim=(1, 2), keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     if isinstance(model.projection, nn.Linear):  # of an L2 norm before the head the scale does not matter
         joined = through_linear(model.projection, joined)
     joined = through_norm_unscaled(model.fc_norm, joined)
     return through_norm_unscaled(model.norm, joined) if model.config.pool == "cls" else joined
 
 
-def _start_at_pool(model: VisionTransformer, pool: AttentionPool, x: Tensor, margins: Tensor) -> _Start:
+def _start_at_pool(model: VisionTransformer, folded: Tensor, pool: AttentionPool, x: Tensor, margins: Tensor) -> _Start:
     """Go back from the pooling query's vector to the tokens that it looked at."""
     weighed = weigh_pool(pool, model.norm(x))
     pooled = pool.proj(mix(weighed))
     to_mlp = through_mlp(pool.mlp, pool.mlp.fc1(pool.norm(pooled)), margins)
     gradient = margins + through_norm(pool.norm, pooled, to_mlp)
-    to_heads = _by_head(through_linear(pool.proj, gradient), pool.head_dim)
+    to_heads = _by_head(nn.functional.linear(gradient.to(folded.dtype), folded).float(), pool.head_dim)
     to_values = through_linear(
         pool.kv, (weighed.weights.transpose(-2, -1) @ to_heads).transpose(1, 2).flatten(2), slice(x.shape[2], None)
     )
@@ -233,27 +216,43 @@ def _start(x: Tensor, gradient: Tensor) -> _Start:
     return _Start(of_tokens, strongest, rows, _at(gradient, rows))
 
 
-def _moved(block: Block, kept: Kept, start: _Start) -> Tensor:
-    """Return what a block's attention moves from the strongest tokens to where it took it from, [B, heads, S, N]."""
-    bias = block.attn.bias()
-    if bias is not None:
-        bias = bias[0].transpose(0, 1)[start.strongest].transpose(1, 2)  # [B, heads, S, N]
-    q = _at(kept.q.transpose(1, 2), start.rows).transpose(1, 2)
-    weights = _softmax(block.attn, q, kept.k, bias)
-    return weights * (_to_heads(block, start.gradient, weights, kept.v) @ kept.v.transpose(-2, -1))
-
-
-def _to_heads(block: Block, gradient: Tensor, weights: Tensor, v: Tensor) -> Tensor:
-    """Return the gradient with respect to what each head gave, [B, heads, Q, head_dim], from the block's, [B, Q, D].
+def _moved(weight: Tensor, attentions: list[Attention], kept: list[Kept], start: _Start) -> Tensor:
+    """Return what blocks' attention moves from the strongest tokens to those that they took it from, [B, S, N].
 
     Args:
+        weight: `FoldedWeights.hops`.
+        attentions, kept: of these blocks.
+    """
+    width = attentions[0].inner_width
+    projected = nn.functional.linear(start.gradient.to(weight.dtype), weight)  # [B, S, hops D]
+    moved: Tensor | None = None
+    for place, (attention, of_block) in enumerate(zip(attentions, kept, strict=True)):
+        bias = attention.bias()
+        if bias is not None:
+            bias = bias[0].transpose(0, 1)[start.strongest].transpose(1, 2)  # [B, heads, S, N]
+        q = _at(of_block.q.transpose(1, 2), start.rows).transpose(1, 2)
+        weights = _softmax(attention, q, of_block.k, bias)
+        to_heads = projected[:, :, place * width : (place + 1) * width]
+        to_heads = _through_norm_of_heads(attention, to_heads, weights, of_block.v)
+        given = weights * (to_heads @ of_block.v.transpose(-2, -1))
+        moved = given if moved is None else moved + given
+    assert moved is not None
+    return moved.sum(dim=1, dtype=torch.float32)
+
+
+def _through_norm_of_heads(attention: Attention, gradient: Tensor, weights: Tensor, v: Tensor) -> Tensor:
+    """Return the gradient with respect to each head's values, [B, heads, Q, head_dim], from a folded projection's.
+
+    What the projection leaves to do, if a norm is before it, is to divide by each token's deviation.
+
+    Args:
+        gradient: [B, Q, heads head_dim].
         weights: attention of these tokens, [B, heads, Q, N].
     """
-    attention = block.attn
-    gradient = through_linear(attention.proj, through_scale(block.ls1, gradient.float()))
     if isinstance(attention.norm, nn.LayerNorm):
-        gradient = through_norm(attention.norm, (weights @ v).transpose(1, 2).flatten(2), gradient)
-    return _by_head(gradient.to(v.dtype), attention.head_dim)
+        mixed = (weights @ v).transpose(1, 2).flatten(2)
+        gradient = gradient * inverse_deviation(attention.norm, mixed).to(gradient.dtype)
+    return _by_head(gradient, attention.head_dim)
 
 
 def _by_head(x: Tensor, head_dim: int) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from model.checkpoint import Checkpoint
 from model.config import NetworkConfig, ViTConfig
 from model.errors import DeviceError, first_line
+from model.explanation.folded_weights import fold
 from model.explanation.methods import explain
 from model.network.layers.attention import Attention, chunked_attention
 from model.network.layers.patch_embed import PatchEmbed
@@ -111,6 +112,7 @@ class TorchBackend(Backend):
         choose_kernels(options.model, options.device)
         try:
             self._plain = options.model.to(device=options.device, dtype=options.dtype)
+            self._folded = fold(self._plain) if isinstance(self._plain, VisionTransformer) else None
         except torch.OutOfMemoryError as error:
             raise DeviceError(f"{options.device}: not enough memory for the weights") from error
         for module in self._plain.modules():
@@ -120,7 +122,7 @@ class TorchBackend(Backend):
 
     def network(self, pixels: Tensor, request: BatchRequest) -> BatchOutputs[Tensor]:
         """Return the output of the uncompiled network for uint8 [B, H, W, C] on the device."""
-        return run_network(self._plain, self._normalise(pixels), request)
+        return run_network(self._plain, self._normalise(pixels), request, self._folded)
 
     def upload(self, values: NDArray[Any]) -> Tensor:
         """Return images, or other values, on the device."""
@@ -130,7 +132,7 @@ class TorchBackend(Backend):
     def aim(self, images: Images, request: BatchRequest, aims: Sequence[Aim]) -> HostOutputs:
         """See `Backend.aim`."""
         pixels = self._normalise(self.upload(stacked(images)))
-        outputs = on_host(run_network(self._plain, pixels, request, aims))
+        outputs = on_host(run_network(self._plain, pixels, request, self._folded, aims))
         return with_best(outputs, self._head, request.top_k)
 
     def explain(
@@ -139,7 +141,7 @@ class TorchBackend(Backend):
         """See `Backend.explain`."""
         assert isinstance(self._plain, VisionTransformer), "of others no map is asked for: see `parse_maps`"
         pixels = self._normalise(self.upload(images))
-        maps, kept_mass = explain(self._plain, pixels, self.upload(targets), request)
+        maps, kept_mass = explain(self._plain, pixels, self.upload(targets), request, self._folded)
         return maps.numpy(), kept_mass.numpy()
 
     def compile(self) -> None:
@@ -213,7 +215,7 @@ class TorchCpu(TorchBackend):
             return super().explain(images, targets, request)
 
     def _take_compiled(self) -> None:
-        compiled = compiled_network(self._plain, self._normalise, any_batch=False)
+        compiled = compiled_network(self._plain, self._normalise, self._folded, any_batch=False)
         for size in reversed(SIZES):
             for request in self.usual:
                 compiled(self.upload(trial_images(self.config, size)), request)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import PreprocessConfig
+from model.explanation.folded_weights import FoldedWeights
 from model.explanation.relevance import kept_blocks, token_relevance
 from model.network.layers.block import Kept
 from model.network.library import Classifier
@@ -50,21 +51,30 @@ class Normalise(nn.Module):
 
 
 def run_network(
-    model: Classifier, pixels: Tensor, request: BatchRequest, aims: Sequence[Aim] = ()
+    model: Classifier,
+    pixels: Tensor,
+    request: BatchRequest,
+    folded: FoldedWeights | None = None,
+    aims: Sequence[Aim] = (),
 ) -> BatchOutputs[Tensor]:
-    """Return the output of a model for normalised pixels [B, C, H, W], without scores."""
+    """Return the output of a model for normalised pixels [B, C, H, W], without scores.
+
+    Args:
+        folded: see `token_relevance`.
+    """
     if not (request.relevance or aims):
         output = model(pixels, request.layers, 0, request.all_tokens)
         return BatchOutputs(output.logits, output.attention, **output.embeddings)
     assert isinstance(model, VisionTransformer), "of others no map is asked for: see `parse_maps`"
+    assert folded is not None
     output = model(pixels, request.layers, kept_blocks(model.config), request.all_tokens)
     with one_thread():
-        relevance = token_relevance(model, output) if request.relevance else None
-        aimed = _aimed(model, output, aims) if aims else None
+        relevance = token_relevance(model, output, folded) if request.relevance else None
+        aimed = _aimed(model, output, folded, aims) if aims else None
     return BatchOutputs(output.logits, output.attention, relevance, aimed=aimed, **output.embeddings)
 
 
-def _aimed(model: VisionTransformer, output: ViTOutput, aims: Sequence[Aim]) -> Tensor:
+def _aimed(model: VisionTransformer, output: ViTOutput, folded: FoldedWeights, aims: Sequence[Aim]) -> Tensor:
     """Return the relevance of aims at the images of a pass, [aims, N]."""
     assert output.kept is not None
     features, (kept, tokens) = output.embeddings["head"], output.kept
@@ -73,7 +83,7 @@ def _aimed(model: VisionTransformer, output: ViTOutput, aims: Sequence[Aim]) -> 
     places = torch.tensor([place for place, _ in aims], device=features.device)
     chosen = [Kept._make(None if each is None else each[places] for each in of_block) for of_block in kept]
     output = output._replace(kept=KeptPass(chosen, tokens[places]), embeddings={"head": features[places]})
-    return token_relevance(model, output, directions)
+    return token_relevance(model, output, folded, directions)
 
 
 @contextmanager
@@ -118,6 +128,7 @@ def plan_compilation(mode: CompileMode, device: torch.device) -> Compilation:
 def compiled_network(
     model: Classifier,
     normalise: Callable[[Tensor], Tensor],
+    folded: FoldedWeights | None,
     *,
     any_batch: bool,
     backend: str = "inductor",
@@ -129,6 +140,7 @@ def compiled_network(
     normalisation fuses with the patch embedding, and the end of a block with the norm that follows.
 
     Args:
+        folded: see `model.explanation.relevance.token_relevance`.
         any_batch: whether code is for any batch size, which on a CPU ran no faster than uncompiled.
         backend: of `torch.compile`.
     """
@@ -146,7 +158,7 @@ def compiled_network(
     def network(pixels: Tensor, request: BatchRequest) -> BatchOutputs[Tensor]:
         if any_batch and request.of_network == BatchRequest():
             return whole(pixels)
-        return run_network(twin, pixels, request)
+        return run_network(twin, pixels, request, folded)
 
     return network
 

@@ -7,7 +7,7 @@ perhaps with fewer tokens than k and v, and returns q's shape.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,20 @@ SCORES_BYTES: Final = 8 << 20
 def norm_or_none(width: int, eps: float, *, present: bool) -> nn.Module:
     """Return a LayerNorm, or what leaves its input as it is."""
     return nn.LayerNorm(width, eps=eps) if present else nn.Identity()
+
+
+class Heads(NamedTuple):
+    """What the heads attended with.
+
+    Attributes:
+        q: after its norm and rotation, [B, heads, Q, head_dim].
+        k: after its norm and rotation, [B, heads, N, head_dim].
+        v: [B, heads, N, head_dim].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
 
 
 class Attention(nn.Module):
@@ -62,8 +76,8 @@ class Attention(nn.Module):
 
     def forward(
         self, x: Tensor, return_attention: bool = False, queries: int | None = None, keep: bool = False
-    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor]]:
-        """Return the attended tokens, the attention row that a map is made of or None, and q, k and v.
+    ) -> tuple[Tensor, Tensor | None, Heads]:
+        """Return the attended tokens, the attention row that a map is made of or None, and the heads' inputs.
 
         Args:
             x: [B, N, D].
@@ -73,8 +87,7 @@ class Attention(nn.Module):
                 as products would copy them each time otherwise.
 
         Returns:
-            [B, queries or N, D]; [B, heads, N] float32 or None; and what the heads attended with: q after its norm and
-            rotation, [B, heads, queries or N, head_dim], and k and v, [B, heads, N, head_dim].
+            [B, queries or N, D]; [B, heads, N] float32 or None; and what the heads attended with.
         """
         batch = x.shape[0]
         q, k, v = self.project(x) if queries is None else self._project_queries(x, queries)
@@ -87,7 +100,7 @@ class Attention(nn.Module):
         else:
             x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[:, :, :queries])
         x = self.proj(self.norm(x.transpose(1, 2).reshape(batch, -1, self.inner_width)))
-        return x, row, (q, k, v)
+        return x, row, Heads(q, k, v)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v of [B, N, D] as the heads attend with them, each [B, heads, N, head_dim]."""

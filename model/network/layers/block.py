@@ -40,7 +40,11 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., D] to [..., D]."""
-        y: Tensor = self.fc2(self.norm(self.activated(self.fc1(x))))
+        return self.finish(self.fc1(x))
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        """Map what the first layer gave, [..., parts * mlp_width], to the output [..., D]."""
+        y: Tensor = self.fc2(self.norm(self.activated(hidden)))
         return y
 
     def activated(self, hidden: Tensor) -> Tensor:
@@ -72,17 +76,17 @@ class LayerScale(nn.Module):
 
 
 class Kept(NamedTuple):
-    """What an explanation needs of a block's pass.
+    """What an explanation needs of a block's pass: `Heads`, and what its tokens were on the way.
 
     Attributes:
         x: the block's input, [B, N, D].
         attended: tokens after they attended, [B, queries or N, D].
-        q, k: after their norm and rotation, [B, heads, queries or N, head_dim] and [B, heads, N, head_dim].
-        v: [B, heads, N, head_dim].
+        hidden: what the MLP's first layer made of them, where few tokens are queries.
     """
 
     x: Tensor
     attended: Tensor
+    hidden: Tensor | None
     q: Tensor
     k: Tensor
     v: Tensor
@@ -114,7 +118,9 @@ class Block(nn.Module):
         """
         y, row, heads = self.attn(self.attention_input(x), return_attention, queries, keep)
         attended = self.attended(x, y)
-        return self.finish(attended), row, Kept(x, attended, *heads) if keep else None
+        hidden = self.mlp.fc1(self.norm2(attended)) if keep and queries is not None and self.norm_first else None
+        kept = Kept(x, attended, hidden, *heads) if keep else None
+        return self.finish(attended, hidden), row, kept
 
     def attention_input(self, x: Tensor) -> Tensor:
         """Return what the attention reads of the block's input, [B, N, D]."""
@@ -127,8 +133,11 @@ class Block(nn.Module):
         z: Tensor = x if self.norm_first or self.norm_branch else self.norm1(x)
         return z
 
-    def finish(self, attended: Tensor) -> Tensor:
-        """Return the block's output, [B, Q, D]."""
-        y = self.mlp(self.norm2(attended) if self.norm_first else attended)
+    def finish(self, attended: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Return the block's output, [B, Q, D]; `hidden` is what the MLP's first layer gave, if that is known."""
+        if hidden is None:
+            y = self.mlp(self.norm2(attended) if self.norm_first else attended)
+        else:
+            y = self.mlp.finish(hidden)
         x: Tensor = attended + self.ls2(self.norm2(y) if self.norm_branch else y)
         return x if self.norm_first or self.norm_branch else self.norm2(x)

@@ -147,7 +147,7 @@ class Cuda(TorchBackend):
         return with_best(network(pixels, request), self._head, request.top_k).tensors()
 
     def _take_compiled(self) -> None:
-        compiled = compiled_network(self._plain, self._normalise, any_batch=True)
+        compiled = compiled_network(self._plain, self._normalise, self._folded, any_batch=True)
         # The largest first: kernels are tuned for what they see first.
         for size in (self._options.sizes[-1], 2):
             for turn, request in enumerate(self.usual):

@@ -11,7 +11,9 @@ from torch.jit import TracerWarning  # type: ignore[attr-defined]  # it does not
 
 from model.config import ViTConfig
 from model.errors import DeviceError
+from model.explanation.folded_weights import fold
 from model.network.library import Classifier
+from model.network.vit import VisionTransformer
 from model.runtime.backend import BatchOutputs, BatchRequest, noise_images
 from model.runtime.openvino.network import (
     REFERENCE_COUNT,
@@ -110,9 +112,10 @@ class _Traced(nn.Module):
         self.model = model
         self.normalise = normalise
         self.request = request
+        self.folded = fold(model) if request.relevance and isinstance(model, VisionTransformer) else None
 
     def outputs(self, images: Tensor) -> BatchOutputs[Tensor]:
-        return run_network(self.model, self.normalise(images), self.request)
+        return run_network(self.model, self.normalise(images), self.request, self.folded)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         return tuple(self.outputs(images).tensors().values())

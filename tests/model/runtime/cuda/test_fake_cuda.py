@@ -33,7 +33,7 @@ def _nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Module, "compile", lambda module, **_: None)
 
     def compiled(self: Cuda) -> None:
-        self._compiled = compiled_network(self._plain, self._normalise, any_batch=True)
+        self._compiled = compiled_network(self._plain, self._normalise, self._folded, any_batch=True)
 
     monkeypatch.setattr(Cuda, "_take_compiled", compiled)
 
