@@ -148,6 +148,8 @@ def decode(data: bytes | bytearray, *, max_pixels: int, min_size: MinSize | None
         InvalidImage: empty, truncated or corrupt.
     """
     name = _format_of(data)
+    if name == "GIF":
+        _check_pixels(_gif_size(data), max_pixels)
     try:
         image, orientation = _open_image(name, data)
         size = image.size
@@ -199,7 +201,7 @@ def _open_image(name: str, data: bytes | bytearray) -> tuple[ImageFile.ImageFile
         The image, and its Exif orientation 1...8, or None where only the reader can tell.
 
     Raises:
-        UnsupportedImageFormat: a kind of JPEG that is not read.
+        UnsupportedImageFormat: a kind of AVIF or JPEG that is not read.
         InvalidImage: cut off before the first picture begins, or made of absurdly many parts.
         Exception: see `DECODE_ERRORS`.
     """
@@ -209,7 +211,13 @@ def _open_image(name: str, data: bytes | bytearray) -> tuple[ImageFile.ImageFile
         data, orientation = (jpeg if name == "JPEG" else png).strip(data)
     reader = _READERS[name]
     assert reader is not None, "_format_of refuses it"
-    image = reader(io.BytesIO(data))
+    try:
+        image = reader(io.BytesIO(data))
+    except SyntaxError as error:
+        # libavif says this of a file that is cut off, and of one that lacks a required property.
+        if "BMFF" in str(error) and _has_whole_boxes(data):
+            raise UnsupportedImageFormat("this AVIF picture is of a kind that libavif does not read") from error
+        raise
     image.decodermaxblock = _PIECE_BYTES
     return image, orientation
 
@@ -224,6 +232,42 @@ def _brand(data: bytes | bytearray) -> str:
     if brands & _HEIC_BRANDS:
         return "HEIF"
     raise UnsupportedImageFormat("an ISO media file that is neither AVIF nor HEIC")
+
+
+def _gif_size(data: bytes | bytearray) -> tuple[int, int]:
+    """Return the size of the canvas that all frames of a GIF need, which a player would allocate (GIF89a)."""
+    width = height = 0
+    try:
+        canvas_width, canvas_height, flags = struct.unpack_from("<HHB", data, 6)
+        position = 13 + _palette_bytes(flags)
+        while (kind := data[position]) in b"!,":
+            position += 2
+            if kind == ord(","):
+                left, top, columns, rows, flags = struct.unpack_from("<HHHHB", data, position - 1)
+                width = max(width, canvas_width, left + columns)
+                height = max(height, canvas_height, top + rows)
+                position += 9 + _palette_bytes(flags)
+            while block := data[position]:
+                position += 1 + block
+            position += 1
+    except (struct.error, IndexError):  # cut off, as the decoder will say if it is within the first frame
+        pass
+    return width, height
+
+
+def _palette_bytes(flags: int) -> int:
+    return 3 << (flags & 7) + 1 if flags & 0x80 else 0
+
+
+def _has_whole_boxes(data: bytes | bytearray) -> bool:
+    """Return whether the top boxes of an ISO media file fill it."""
+    position = 0
+    while 0 <= position < len(data):
+        size = int.from_bytes(data[position : position + 4], "big")
+        if size == 1:
+            size = int.from_bytes(data[position + 8 : position + 16], "big")
+        position = position + size if size >= 8 else len(data) if size == 0 else -1
+    return position == len(data)
 
 
 def _draft(image: Image.Image, min_size: MinSize, *, swapped: bool) -> int:

@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, Self
 
 from model.errors import VitError
 from service.engine.base import ModelRunner
@@ -90,6 +90,11 @@ class LocalEngine:
         self._texts = TextFeatures()
         self._on_change: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def engines(self) -> tuple[Self]:
+        """Return this engine: it is no group."""
+        return (self,)
 
     @property
     def status(self) -> EngineStatus:

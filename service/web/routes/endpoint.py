@@ -199,7 +199,11 @@ def _describe_keys(document: dict[str, Any], public: Collection[str], *, require
     Paths in `public` take none. A key is `required` where keys are set, else documented as optional.
     """
     document["components"]["securitySchemes"] = {
-        _SCHEME: {"type": "http", "scheme": "bearer", "description": "Authorization: Bearer KEY, where keys are set"}
+        _SCHEME: {
+            "type": "http",
+            "scheme": "bearer",
+            "description": "`Authorization: Bearer KEY`, with a key of `VIT_API_KEYS`",
+        }
     }
     refusal = {str(status): answer for status, answer in problems(401).items()}
     security: list[dict[str, list[str]]] = [{_SCHEME: []}]
