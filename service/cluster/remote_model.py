@@ -211,6 +211,11 @@ class RemoteEngine:
         """Look at the engines, one of which has changed."""
         name, number = self._name, self._generation
         having = [each for each in self.engines if number in each.models.get(name, {}) and each.status.state == "ready"]
+        # Engines that read their folders by themselves, and one of them could not, may count differently from then on.
+        contents = [each.models[name][number].content for each in having]
+        if self.info is None or self.info.content not in contents:
+            self.info = having[0].models[name][number] if having else self.info
+        having = [each for each, own in zip(having, contents, strict=True) if self.info and own == self.info.content]
         # One that withdraws it answers what has begun, where no other does.
         self._serving = [each for each in having if (name, number) not in each.withdrawn] or having
         infos = [engine.models[name][number] for engine in self._serving]

@@ -65,7 +65,7 @@ class Device:
             if name in self.broken:
                 raise CheckpointError(f"{name}: no such file")
             self.predictors[name] = FakePredictor()
-            return self.predictors[name], model_info(name=name)
+            return self.predictors[name], replace(model_info(name=name), content=name)
 
         engine = LocalEngine(load, device="cpu", queue_size=50, max_delay=0, on_batch=lambda _: None)
         engine.last_used = None  # type: ignore[attr-defined]  # which engines of models have
@@ -274,6 +274,28 @@ async def test_one_engine_that_refuses_a_checkpoint_keeps_all_from_taking_it_ove
         await until(lambda: (model.results.get("refused"), model.results.get("last_refused")) == (1, 1))
         await load(model, "good")
         assert name_of(model) == "good"
+
+
+@on_a_loop
+async def test_engines_with_other_content_under_one_number_do_not_answer_together() -> None:
+    async with running(engines=2) as service:
+        model = await service.worker()
+        for device, checkpoint in zip(service.devices, ["one", "other"], strict=True):
+            await device.models.put(device.models.name_of(""), checkpoint)  # each by itself, under the same number
+            await until(lambda: name_of(model) == "one")
+        await until(lambda: all(2 in engine.models[""] for engine in model.engines))
+        await check([ask(model, red) for red in range(6)], range(6))
+        assert service.devices[1].predictors["other"].launched == []
+
+
+@on_a_loop
+async def test_the_only_engine_answers_though_it_comes_back_with_other_content() -> None:
+    async with running() as service:
+        model = await service.worker()
+        await service.devices[0].die()
+        await service.devices[0].start("changed")
+        await until(lambda: name_of(model) == "changed")
+        await check([ask(model, 1)], [1])
 
 
 @on_a_loop
