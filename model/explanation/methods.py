@@ -104,6 +104,8 @@ def _with_rows(model: VisionTransformer, pixels: Tensor, rows: Tensor) -> tuple[
     twin.head = nn.Linear(rows.shape[1], len(rows), device=rows.device, dtype=pixels.dtype)
     with torch.no_grad():
         twin.head.weight.copy_(rows)
+    if twin.head_dist is not None:  # the embedding is the mean of both tokens
+        twin.head_dist = twin.head
     return twin, pixels, torch.arange(len(rows), device=rows.device)
 
 

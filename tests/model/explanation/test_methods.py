@@ -196,6 +196,17 @@ def test_only_a_class_specific_map_depends_on_the_class(method: Method) -> None:
     assert torch.allclose(one, other) is (method not in CLASS_SPECIFIC)
 
 
+@pytest.mark.parametrize("family", ["plain", "distilled"])
+def test_gae_of_another_heads_class_is_that_of_a_model_with_this_row(family: str) -> None:
+    model = model_of(family)
+    pixels, rows = pictures(model), torch.randn((3, model.config.width), generator=torch.Generator().manual_seed(5))
+    found = explain(model, pixels, rows, MapRequest("gae"))
+    with torch.no_grad():
+        for head in filter(None, (model.head, model.head_dist)):
+            head.weight[:3] = rows
+    torch.testing.assert_close(found, explain(model, pixels, torch.arange(3), MapRequest("gae")))
+
+
 @pytest.mark.parametrize("method", ["relevance", "gae"])
 def test_where_nothing_is_found_the_map_is_even(method: Method) -> None:
     model = model_of("plain")
