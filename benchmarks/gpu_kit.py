@@ -41,7 +41,10 @@ def make_kit(folder: Path, *, python: str = "3.12") -> None:
     """
     about = importlib.metadata.distribution("vitserve")
     (folder / f"vitserve-{about.version}.dist-info").mkdir(parents=True)
-    (folder / f"vitserve-{about.version}.dist-info" / "METADATA").write_text(about.read_text("METADATA") or "")
+    metadata = (
+        about.read_text("METADATA") or about.read_text("PKG-INFO") or ""
+    )  # the latter of an editable installation
+    (folder / f"vitserve-{about.version}.dist-info" / "METADATA").write_text(metadata)
     shutil.copy(_RESIZE, folder)
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     needed = [*project["dependencies"], *_MORE]
