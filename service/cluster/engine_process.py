@@ -34,7 +34,6 @@ from service.cluster.processes import SERVING, Report
 from service.cluster.supervisor import TRY_AGAIN, Child
 from service.engine.backbones import Backbones, ModelEngine
 from service.engine.local import Loader
-from service.engine.messages import InferenceRequest
 from service.errors import CheckpointRefused, EngineUnavailable, InferenceFailed, ServiceError
 from service.lifecycle import release_memory, trim_regularly
 from service.models.generation import Generation
@@ -254,10 +253,9 @@ class _Worker:
     async def _result(self, request: frames.Request) -> object:
         result: object = None
         match request:
-            case frames.Submit() as image:
-                with self._engine(image.model, image.generation) as engine:
-                    asked = InferenceRequest(image.pixels, image.requested)
-                    result = await engine.infer(asked, timeout=image.timeout)
+            case frames.Submit() as submit:
+                with self._engine(submit.model, submit.generation) as engine:
+                    result = await engine.infer(submit.image, timeout=submit.timeout)
             case frames.EmbedTexts(model, generation, texts, timeout):
                 with self._engine(model, generation) as engine:
                     result = await engine.embed_texts(texts, timeout=timeout)

@@ -35,7 +35,7 @@ from pydantic import BaseModel
 from model.images.preprocess import ModelInput
 from model.outputs import RequestedOutputs
 from service import errors
-from service.engine.messages import EngineStatus, InferenceResult, ModelInfo
+from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 from service.web.image_stores import StoreUsage
 from vitserve.documents import ListedModel
 
@@ -77,6 +77,7 @@ class Submit(_Frame, frozen=True, tag=1):
     Attributes:
         shape: (H, W, C).
         data: its bytes, where they were received.
+        caller: see `InferenceRequest`.
         timeout: seconds from now within which it must be launched.
     """
 
@@ -85,21 +86,20 @@ class Submit(_Frame, frozen=True, tag=1):
     shape: tuple[int, int, int]
     data: memoryview
     requested: RequestedOutputs
+    caller: str
     timeout: float
 
     @classmethod
-    def of(
-        cls, model: str, generation: int, pixels: NDArray[np.uint8], requested: RequestedOutputs, timeout: float
-    ) -> Self:
-        """Return the frame that carries pixels, uint8 [H, W, C]."""
-        high, wide, channels = pixels.shape
-        data = np.ascontiguousarray(pixels).reshape(-1).data
-        return cls(model, generation, (high, wide, channels), data, requested, timeout)
+    def of(cls, model: str, generation: int, image: InferenceRequest, timeout: float) -> Self:
+        """Return the frame that carries an image."""
+        high, wide, channels = image.pixels.shape
+        data = np.ascontiguousarray(image.pixels).reshape(-1).data
+        return cls(model, generation, (high, wide, channels), data, image.requested, image.caller, timeout)
 
     @property
-    def pixels(self) -> NDArray[np.uint8]:
-        """Return the image, uint8 [H, W, C]; raises ValueError if its bytes are not that many."""
-        return np.frombuffer(self.data, np.uint8).reshape(self.shape)
+    def image(self) -> InferenceRequest:
+        """Return the image; raises ValueError if its bytes are not as many as its shape says."""
+        return InferenceRequest(np.frombuffer(self.data, np.uint8).reshape(self.shape), self.requested, self.caller)
 
 
 class EmbedTexts(_Frame, frozen=True, tag=2):

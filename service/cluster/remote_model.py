@@ -224,7 +224,7 @@ class RemoteEngine:
 
     async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
         """See `Engine.infer`."""
-        submit = frames.Submit.of(self._name, self._generation, request.pixels, request.requested, timeout)
+        submit = frames.Submit.of(self._name, self._generation, request, timeout)
         result: InferenceResult = await self._least_loaded().ask(submit)
         return result
 

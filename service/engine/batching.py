@@ -1,4 +1,4 @@
-"""The batch queue: a bounded first-in first-out data structure with a clock.
+"""The batch queue: a bounded data structure with a clock, whose callers take turns.
 
 It knows no thread, no event loop and no model. Its owner, an engine, brings the lock, and calls:
 
@@ -9,19 +9,18 @@ It knows no thread, no event loop and no model. Its owner, an engine, brings the
     close()                       no more entries; what waits is forgotten
 
 A batch is formed at `poll`, never earlier: an image that is cancelled or expires up to that moment is
-not launched. With no delay set, whatever waits is launched (`idle`). With a delay, an incomplete batch
+not launched. Each caller has one of its own entries in turn, oldest first: whoever sends many delays itself, and not
+others. With no delay set, whatever waits is launched (`idle`). With a delay, an incomplete batch
 is held back until its oldest entry is that old, counted from that entry's arrival and not from the
 poll that first saw it.
 
 The queue answers nobody. Its owner keeps a timer for each entry, as the engine may be busy when a deadline
 passes, and cancels the entry when it fires. `poll` looks only at the entries that it takes out and at the
-one behind them, so its work grows with the batch and not with the queue.
+one behind them, and with a delay at the oldest of each caller, so its work does not grow with the queue.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -37,12 +36,14 @@ class Entry(Generic[T]):
 
     Attributes:
         arrived, deadline: the clock's readings at `put`, and from which it is never launched.
+        caller: whose turn it takes.
         launched: whether a poll gave it.
     """
 
     item: T
     arrived: float
     deadline: float
+    caller: Hashable = ""
     launched: bool = False
 
 
@@ -62,7 +63,7 @@ class Poll(Generic[T]):
 
 
 class BatchQueue(Generic[T]):
-    """Bounded FIFO with deadlines, cancellation and batch formation. Not thread-safe by itself.
+    """Bounded queue with turns, deadlines, cancellation and batch formation. Not thread-safe by itself.
 
     An expired entry counts as waiting until it is cancelled or a poll takes it out.
 
@@ -76,16 +77,18 @@ class BatchQueue(Generic[T]):
         self._capacity = capacity
         self._max_delay = max_delay
         self._clock = clock
-        # Ordered by arrival; both its first entry and any other are taken out in constant time.
-        self._entries: OrderedDict[Entry[T], None] = OrderedDict()
+        # Callers in the order of their turns, each with its entries by arrival; none without entries. The first of
+        # either, and any other, is taken out in constant time.
+        self._turns: OrderedDict[Hashable, OrderedDict[Entry[T], None]] = OrderedDict()
+        self._waiting = 0
         self._closed = False
 
     def __len__(self) -> int:
         """Return the number of entries that wait."""
-        return len(self._entries)
+        return self._waiting
 
-    def put(self, item: T, *, deadline: float) -> Entry[T]:
-        """Add an item at the end.
+    def put(self, item: T, *, deadline: float, caller: Hashable = "") -> Entry[T]:
+        """Add an item at the end of its caller's.
 
         Raises:
             QueueFull: `capacity` entries are waiting.
@@ -93,44 +96,61 @@ class BatchQueue(Generic[T]):
         """
         if self._closed:
             raise EngineUnavailable("the engine is closed")
-        if len(self._entries) >= self._capacity:
+        if self._waiting >= self._capacity:
             raise QueueFull(f"all {self._capacity} places in the queue are taken")
-        entry = Entry(item, self._clock(), deadline)
-        self._entries[entry] = None
+        entry = Entry(item, self._clock(), deadline, caller)
+        own = self._turns.get(caller)
+        if own is None:
+            own = self._turns[caller] = OrderedDict()
+        own[entry] = None
+        self._waiting += 1
         return entry
 
     def cancel(self, entry: Entry[T]) -> None:
         """Take an entry out if it is here: it may have left already, or wait in another queue."""
-        self._entries.pop(entry, None)
+        if entry in self._turns.get(entry.caller, ()):
+            self._remove(entry)
 
     def poll(self, max_batch: int) -> Poll[T]:
         """Form the batch of at most `max_batch` entries that should be launched now, if any."""
         now = self._clock()
-        oldest = self._oldest_in_time(now)
-        if oldest is None:
+        first = self._next_in_time(now)
+        if first is None:
             return Poll()
-        full = len(self._entries) >= max_batch
-        release_at = oldest.arrived + self._max_delay
-        if not full and now < release_at:
-            return Poll(wait=release_at - now)
+        full = self._waiting >= max_batch
+        if self._max_delay and not full:
+            release_at = min(next(iter(own)).arrived for own in self._turns.values()) + self._max_delay
+            if now < release_at:
+                return Poll(wait=release_at - now)
         poll: Poll[T] = Poll(release="full" if full else "delay" if self._max_delay > 0 else "idle")
-        while oldest is not None and len(poll.batch) < max_batch:
-            del self._entries[oldest]
-            oldest.launched = True
-            poll.batch.append(oldest)
-            oldest = self._oldest_in_time(now)
+        while first is not None and len(poll.batch) < max_batch:
+            self._remove(first)
+            if first.caller in self._turns:
+                self._turns.move_to_end(first.caller)
+            first.launched = True
+            poll.batch.append(first)
+            first = self._next_in_time(now)
         return poll
 
     def close(self) -> None:
         """Refuse further entries, and forget those that wait."""
         self._closed = True
-        self._entries.clear()
+        self._turns.clear()
+        self._waiting = 0
 
-    def _oldest_in_time(self, now: float) -> Entry[T] | None:
-        """Return the oldest entry whose deadline is to come, and take out the expired ones before it."""
-        while self._entries:
-            oldest = next(iter(self._entries))
+    def _next_in_time(self, now: float) -> Entry[T] | None:
+        """Return the entry whose turn it is and whose deadline is to come, and take out the expired ones before it."""
+        while self._turns:
+            own = next(iter(self._turns.values()))
+            oldest = next(iter(own))
             if oldest.deadline > now:
                 return oldest
-            del self._entries[oldest]
+            self._remove(oldest)
         return None
+
+    def _remove(self, entry: Entry[T]) -> None:
+        own = self._turns[entry.caller]
+        del own[entry]
+        self._waiting -= 1
+        if not own:
+            del self._turns[entry.caller]

@@ -15,7 +15,7 @@ import copy
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -133,7 +133,7 @@ class Sender(NamedTuple):
         headers, request_id: of the request.
     """
 
-    caller: Hashable
+    caller: str
     started: float
     receive: Receive
     left: asyncio.Future[None] | Callable[[Receive], Coroutine[Any, Any, None]] | None = None
@@ -494,37 +494,49 @@ class AdmittedRequest:
         A picture keeps its turn until it is answered, so that decoding does not run far ahead of the model. Where a map
         is asked, texts have to be computed, or the model is to be loaded, it gives the turn back first: that may take
         long. Its place is free as soon as it is answered or refused, though others of its batch are not.
+
+        New texts come first, as they are scarcer than passes: who is refused there costs no pass. Those of an unloaded
+        model come last, as a picture that is refused does not load it.
         """
         asked = of_image(requested, None) if requested.labels or self.model.taught else requested
         try:
+            head = None if self.model.unloaded else await self._head(requested)
             decoded, turn = await self.decoded(data)
             with turn:
                 pixels = decoded.picture.pixels
                 is_slow = requested.map is not None or self.model.unloaded
                 first = None if is_slow else await self._batched(pixels, asked)
-            return decoded, await self.infer(pixels, requested, first)
+            return decoded, await self.infer(pixels, requested, first, head)
         finally:
             self._permit.release()
 
     async def infer(
-        self, pixels: NDArray[np.uint8], requested: RequestedOutputs, first: InferenceResult | None = None
+        self,
+        pixels: NDArray[np.uint8],
+        requested: RequestedOutputs,
+        first: InferenceResult | None = None,
+        head: Head | None = None,
     ) -> InferenceResult:
         """Return the model's answer to one picture, uint8 [H, W, C]; raises as `load` and `Engine.infer`.
 
         A taught head scores the picture's embedding here, and so do labels of the request, whose texts are none of the
-        batch's. `first` is the batch's answer, if there is one already.
+        batch's. `first` is the batch's answer and `head` that of the labels, if they are there already.
         """
         await self.load()
-        head = self.model.taught
-        if head is None and requested.labels:
-            zero_shot = self.model.info.zero_shot
-            assert zero_shot is not None, "routes refuse labels for other models"
-            texts = await self.embed_texts(zero_shot.prompts(requested.labels))
-            head = zero_shot.head(requested.labels, texts)
+        head = head or await self._head(requested)
         if head is None:
             return first or await self._infer(pixels, requested)
         result = first or await self._infer(pixels, of_image(requested, head))
         return replace(result, outputs=compared(result.outputs, head, requested))
+
+    async def _head(self, requested: RequestedOutputs) -> Head | None:
+        """Return the head that scores an embedding: a taught one, or that of the request's labels."""
+        if self.model.taught is not None or not requested.labels:
+            return self.model.taught
+        zero_shot = self.model.info.zero_shot
+        assert zero_shot is not None, "routes refuse labels for other models"
+        texts = await self.embed_texts(zero_shot.prompts(requested.labels))
+        return zero_shot.head(requested.labels, texts)
 
     async def _infer(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
         """Infer in a turn beside other maps with a pass of their own, or beside other pictures."""
@@ -539,7 +551,9 @@ class AdmittedRequest:
         engine, head = self.model.generation.engine, self.model.info.head
         if head and not requested.head:
             requested = replace(requested, head=head)
-        result = await engine.infer(InferenceRequest(pixels, requested), timeout=self.deadline.remaining())
+        result = await engine.infer(
+            InferenceRequest(pixels, requested, self._caller), timeout=self.deadline.remaining()
+        )
         self.service.metrics.observe_stage("queue", result.queue_seconds)
         self.service.metrics.observe_stage("inference", result.inference_seconds, result.batch_size)
         return result

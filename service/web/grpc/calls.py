@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from http import HTTPStatus
@@ -78,7 +78,7 @@ class Call:
         # Of repeated headers the first counts.
         self.metadata: dict[str, str | bytes] = dict(reversed(context.invocation_metadata()))
         self.request_id = request_id_from(str(self.metadata.get("x-request-id", "")))
-        self.caller: Hashable = context.peer().rpartition(":")[0]  # without the port
+        self.caller: str = context.peer().rpartition(":")[0]  # without the port
         self._context = context
         self._arrivals = arrivals
 

@@ -24,7 +24,7 @@ from model.outputs import (
     RequestedOutputs,
 )
 from service.cluster import frames
-from service.engine.messages import EngineStatus, InferenceResult
+from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult
 from service.errors import CheckpointRefused, QueueFull
 from service.web.image_stores import StoreUsage
 from tests.service.fakes import LIBRARY, model_info, on_a_loop
@@ -93,7 +93,7 @@ STATUSES = st.builds(
     SMALL,
 )
 REQUESTS: st.SearchStrategy[frames.Request] = st.one_of(
-    st.builds(frames.Submit.of, st.text(), SMALL, PIXELS, REQUESTED, SECONDS),
+    st.builds(frames.Submit.of, st.text(), SMALL, st.builds(InferenceRequest, PIXELS, REQUESTED, st.text()), SECONDS),
     st.builds(frames.EmbedTexts, st.text(), SMALL, st.lists(st.text(), max_size=9).map(tuple), SECONDS),
     st.builds(
         frames.Change,
@@ -119,7 +119,7 @@ FRAMES: st.SearchStrategy[frames.Frame] = st.one_of(
     st.builds(frames.Serving, st.text(), SMALL, st.sampled_from([model_info(), model_info(config=LIBRARY, labels=())])),
     st.builds(frames.Failed, IDS, st.integers(0, len(frames.ERRORS) - 1), st.text()),
 )
-SUBMIT = frames.Submit.of("m", 1, np.zeros((1, 1, 3), np.uint8), RequestedOutputs(1), 1.0)
+SUBMIT = frames.Submit.of("m", 1, InferenceRequest(np.zeros((1, 1, 3), np.uint8), RequestedOutputs(1)), 1.0)
 ANSWERS: st.SearchStrategy[tuple[frames.Request, Any]] = st.one_of(
     st.tuples(st.builds(lambda: SUBMIT), results()),
     st.tuples(st.just(frames.EmbedTexts("m", 1, (), 1.0)), floats((3, 5))),

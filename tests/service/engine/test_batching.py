@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from service.engine.batching import BatchQueue, Entry
+from service.engine.batching import BatchQueue, Entry, Poll
 from service.errors import EngineUnavailable, QueueFull
 from tests.service.web.apps import Clock
 
@@ -27,7 +27,8 @@ def items(entries: list[Entry[str]]) -> list[str]:
 class QueueMachine(RuleBasedStateMachine):
     """Does anything that web code and an engine may do, in any order.
 
-    `waiting` is what must be in the queue, oldest first; every item must leave it exactly once.
+    `waiting` is what must be in the queue, oldest first, and `turns` are its callers, the next first; every item must
+    leave it exactly once.
     """
 
     @initialize(capacity=st.integers(1, 12), max_batch=st.integers(1, 5), max_delay=st.sampled_from([0.0, 0.5, 2.0]))
@@ -37,12 +38,13 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue: BatchQueue[int] = BatchQueue(capacity=capacity, max_delay=max_delay, clock=self.clock)
         self.put_count = 0
         self.waiting: list[Entry[int]] = []
+        self.turns: list[str] = []
         self.known: list[Entry[int]] = []
         self.left: Counter[int] = Counter()
         self.closed = False
 
-    @rule(timeout=TICKS)
-    def put(self, timeout: float) -> None:
+    @rule(timeout=TICKS, caller=st.sampled_from("abc"))
+    def put(self, timeout: float, caller: str) -> None:
         if self.closed:
             with pytest.raises(EngineUnavailable):
                 self.queue.put(-1, deadline=self.clock.now + timeout)
@@ -50,12 +52,13 @@ class QueueMachine(RuleBasedStateMachine):
             with pytest.raises(QueueFull, match=str(self.capacity)):
                 self.queue.put(-1, deadline=self.clock.now + timeout)
         else:
-            entry = self.queue.put(self.put_count, deadline=self.clock.now + timeout)
+            entry = self.queue.put(self.put_count, deadline=self.clock.now + timeout, caller=caller)
             assert entry.item == self.put_count
             assert entry.arrived == self.clock.now
             self.put_count += 1
             self.waiting.append(entry)
             self.known.append(entry)
+            self.turns += [caller] if caller not in self.turns else []
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())
@@ -72,55 +75,48 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule()
     def poll(self) -> None:
+        self.polled()
+
+    def polled(self) -> Poll[int]:
+        """Each caller has one of its entries in turn, oldest first; those that are too late are taken out."""
         now = self.clock.now
         poll = self.queue.poll(self.max_batch)
-        self.expire_oldest()
+        self.expire()
         if not self.waiting:
-            assert poll.batch == []
-            assert poll.wait is None
-            return
+            assert poll == Poll()
+            return poll
         release_at = self.waiting[0].arrived + self.max_delay
         full = len(self.waiting) >= self.max_batch
         if self.max_delay and not full and now < release_at:
-            assert poll.batch == []
-            assert poll.wait == release_at - now > 0
-            return
-        assert poll.wait is None
-        assert poll.release == ("full" if full else "delay" if self.max_delay else "idle")
-        in_time = [entry for entry in self.waiting if entry.deadline > now]
-        assert poll.batch == in_time[: self.max_batch] != []
-        self.launch(poll.batch)
+            assert poll == Poll(wait=release_at - now)
+            return poll
+        batch = []
+        while self.waiting and len(batch) < self.max_batch:
+            batch.append(self.of_caller(self.turns[0])[0])
+            self.turns.append(self.turns.pop(0))
+            self.leave(batch[-1:], launched=True)
+            self.expire()
+        assert poll == Poll(batch, "full" if full else "delay" if self.max_delay else "idle")
+        assert all(entry.deadline > now for entry in batch)
+        return poll
 
     @rule()
-    def poll_again_when_told_to(self) -> None:
-        """`wait` is neither too early nor, unless the oldest expires meanwhile, too late."""
-        poll = self.queue.poll(self.max_batch)
-        self.expire_oldest()
-        self.launch(poll.batch)
-        if poll.wait is None:
-            return
-        oldest = self.waiting[0]
-        self.clock.now += poll.wait / 2
-        assert self.queue.poll(self.max_batch).batch == []
-        self.expire_oldest()
-        self.clock.now += poll.wait / 2
-        due = self.queue.poll(self.max_batch)
-        self.expire_oldest()
-        assert (oldest in due.batch) is (oldest.deadline > self.clock.now)
-        self.launch(due.batch)
+    def poll_when_told_to(self) -> None:
+        """`wait` is neither too early nor too late."""
+        poll = self.polled()
+        if poll.wait is not None:
+            self.clock.now += poll.wait / 2
+            assert self.polled().batch == []
+            self.clock.now += poll.wait / 2
+            self.polled()
 
-    def expire_oldest(self) -> None:
-        """Expect that a poll has taken out what expired before the first entry in time."""
-        while self.waiting and self.waiting[0].deadline <= self.clock.now:
-            self.leave(self.waiting[:1])
+    def of_caller(self, caller: str) -> list[Entry[int]]:
+        return [entry for entry in self.waiting if entry.caller == caller]
 
-    def launch(self, batch: list[Entry[int]]) -> None:
-        assert all(entry.deadline > self.clock.now for entry in batch)
-        if batch:  # it took out those that expired between its entries and right behind its last one, too
-            overtaken = self.waiting[: self.waiting.index(batch[-1])]
-            self.leave([entry for entry in overtaken if entry not in batch])
-            self.leave(batch, launched=True)
-            self.expire_oldest()
+    def expire(self) -> None:
+        """Expect that what expired was taken out before the first entry in time."""
+        while self.turns and (own := self.of_caller(self.turns[0]))[0].deadline <= self.clock.now:
+            self.leave(own[:1])
 
     @rule()
     def close(self) -> None:
@@ -133,6 +129,8 @@ class QueueMachine(RuleBasedStateMachine):
             assert entry.launched is launched
             self.left[entry.item] += 1
             self.waiting.remove(entry)
+            if not self.of_caller(entry.caller):
+                self.turns = [caller for caller in self.turns if caller != entry.caller]
 
     @invariant()
     def nothing_is_lost_and_nothing_leaves_twice(self) -> None:
@@ -146,7 +144,9 @@ class QueueMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "queue"):
-            assert list(self.queue._entries) == self.waiting
+            assert [entry for own in self.queue._turns.values() for entry in own] == [
+                entry for caller in self.turns for entry in self.of_caller(caller)
+            ]
 
 
 QueueMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -157,7 +157,7 @@ def test_cancelled_entries_take_no_memory_while_the_engine_is_busy() -> None:
     waiting, clock = queue(capacity=10)
     for _ in range(10_000):
         waiting.cancel(waiting.put("gone", deadline=clock.now + 1))
-    assert len(waiting._entries) == 0
+    assert not waiting._turns
 
 
 class CountedDeadline(float):
@@ -195,3 +195,10 @@ def test_each_expired_entry_is_looked_at_once() -> None:
     assert items(waiting.poll(4).batch) == ["in time"]
     assert waiting.poll(4).batch == []
     assert CountedDeadline.looks == 1001
+
+
+def test_a_caller_with_one_entry_is_in_the_next_batch_however_many_others_have() -> None:
+    waiting, clock = queue()
+    for caller in ["many"] * 40 + ["more"] * 40 + ["one"]:
+        waiting.put(caller, deadline=clock.now + 1, caller=caller)
+    assert items(waiting.poll(4).batch) == ["many", "more", "one", "many"]
