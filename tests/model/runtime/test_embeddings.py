@@ -58,7 +58,7 @@ def predictor_of(backend: str, checkpoint: Checkpoint) -> Predictor:
         made = Predictor(checkpoint, device="cpu", dtype="float32", max_batch=8, ops=StandInOps())
         made.warm_up()  # batches go through captured graphs
         return made
-    return Predictor(checkpoint, device="cpu", dtype="float32", compile_mode=MODES[backend], threads=2)
+    return Predictor(checkpoint, device="cpu", dtype="float32", compile_mode=MODES[backend], threads=2, max_batch=8)
 
 
 def reference(checkpoint: Checkpoint, images: np.ndarray) -> dict[Pooling, np.ndarray]:

@@ -73,7 +73,9 @@ def test_scores_are_the_sorted_softmax_of_the_normalised_pixels() -> None:
     images = make_images(4)
     expected = expected_scores(checkpoint, images).softmax(dim=-1)
 
-    found = predict(Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32"), images, top_k=5)
+    found = predict(
+        Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32", max_batch=8), images, top_k=5
+    )
 
     order = expected.argsort(dim=-1, descending=True)
     np.testing.assert_array_equal(found.indices, order.numpy())
@@ -85,13 +87,15 @@ def test_scores_are_the_sorted_softmax_of_the_normalised_pixels() -> None:
 def test_a_multi_label_checkpoint_gives_independent_sigmoids() -> None:
     checkpoint = make_checkpoint(multi_label=True)
     images = make_images(2)
-    found = predict(Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32"), images, top_k=2)
+    found = predict(
+        Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32", max_batch=8), images, top_k=2
+    )
     expected = expected_scores(checkpoint, images).sigmoid().topk(2)
     np.testing.assert_allclose(found.scores, expected.values.numpy(), atol=1e-6)
 
 
 def test_each_image_of_a_mixed_batch_gets_the_map_it_asked_for() -> None:
-    predictor = Predictor(make_checkpoint(), device="cpu", compile_mode="off", dtype="float32")
+    predictor = Predictor(make_checkpoint(), device="cpu", compile_mode="off", dtype="float32", max_batch=8)
     images = make_images(5)
     wanted = [MapRequest.row(0, "max"), None, MapRequest.row(1, 1), MapRequest.row(1), MapRequest.row(0, "max")]
 
@@ -120,7 +124,9 @@ BACKENDS = (
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_logits_are_given_beside_the_scores_that_are_made_of_them(backend: str) -> None:
-    predictor = Predictor(make_checkpoint(temperature=1.7), device="cpu", compile_mode=MODES[backend], dtype="float32")
+    predictor = Predictor(
+        make_checkpoint(temperature=1.7), device="cpu", compile_mode=MODES[backend], dtype="float32", max_batch=8
+    )
     images = make_images(8)
 
     for maps in ((), [MapRequest.row(1)] * 8, [MapRequest.row(0)] * 8):
@@ -134,12 +140,12 @@ def test_logits_are_given_beside_the_scores_that_are_made_of_them(backend: str) 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sets_of_labels_are_made_of_logits_for_those_images_that_ask(backend: str) -> None:
     images = make_images(8)
-    plain = Predictor(make_checkpoint(), device="cpu", compile_mode="off", dtype="float32")
+    plain = Predictor(make_checkpoint(), device="cpu", compile_mode="off", dtype="float32", max_batch=8)
     energies = scores_and_energies(plain.logits(images), 2.0)[1]
     middle = (np.sort(energies)[3:5].sum() / 2).repeat(99)
     calibration = Calibration.of("made", 99, Fit(2.0, Form(power=1.5, crowding=0.2)), np.linspace(0, 0.25, 99), middle)
     checkpoint = make_checkpoint(temperature=2.0, calibration=calibration)
-    predictor = Predictor(checkpoint, device="cpu", compile_mode=MODES[backend], dtype="float32")
+    predictor = Predictor(checkpoint, device="cpu", compile_mode=MODES[backend], dtype="float32", max_batch=8)
     predictor.set_coverage(0.8)
     requests = [RequestedOutputs(1, label_set=place != 3) for place in range(8)]
     found = [each.label_set for each in predictor.predict(images, requests)]
@@ -155,7 +161,7 @@ def test_sets_of_labels_are_made_of_logits_for_those_images_that_ask(backend: st
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_explanations_of_any_method_stand_beside_attention_rows(backend: str) -> None:
     checkpoint = make_checkpoint()
-    predictor = Predictor(checkpoint, device="cpu", compile_mode=MODES[backend], dtype="float32")
+    predictor = Predictor(checkpoint, device="cpu", compile_mode=MODES[backend], dtype="float32", max_batch=8)
     images = make_images(6)
     wanted = [
         MapRequest("gae", 3),
@@ -196,7 +202,7 @@ def test_explanations_of_any_method_stand_beside_attention_rows(backend: str) ->
 
 
 def test_an_image_without_a_finite_score_is_told_apart_from_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    predictor = Predictor(make_checkpoint(), device="cpu", compile_mode="off", dtype="float32")
+    predictor = Predictor(make_checkpoint(), device="cpu", compile_mode="off", dtype="float32", max_batch=8)
     images = make_images(3)
     expected = predict(predictor, images, top_k=5)
     spoil_second_image(monkeypatch)
@@ -215,8 +221,12 @@ def test_images_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
 
 def test_bfloat16_answers_as_float32_does_within_its_precision() -> None:
     checkpoint, images = make_checkpoint(), make_images(8)
-    exact = predict(Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32"), images, top_k=5)
-    rough = predict(Predictor(checkpoint, device="cpu", compile_mode="off", dtype="bfloat16"), images, top_k=5)
+    exact = predict(
+        Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32", max_batch=8), images, top_k=5
+    )
+    rough = predict(
+        Predictor(checkpoint, device="cpu", compile_mode="off", dtype="bfloat16", max_batch=8), images, top_k=5
+    )
     clear = exact.scores[:, 0] - exact.scores[:, 1] > 0.1
     assert clear.any()
     np.testing.assert_array_equal(rough.indices[clear, 0], exact.indices[clear, 0])

@@ -49,9 +49,8 @@ def images_for(predictor: Predictor, count: int = 5) -> np.ndarray:
 
 
 def made(family: str, backend: str = "torch", **options: Any) -> Predictor:
-    return Predictor(
-        checkpoint_of(family), device="cpu", dtype="float32", compile_mode=MODES[backend], threads=1, **options
-    )
+    options = {"threads": 1, "max_batch": 8, **options}
+    return Predictor(checkpoint_of(family), device="cpu", dtype="float32", compile_mode=MODES[backend], **options)
 
 
 def require_explanation(predictor: Predictor, images: np.ndarray, place: int, found: Predictions) -> None:
@@ -225,7 +224,7 @@ def models_on(backbone: Checkpoint) -> dict[str, Checkpoint]:
 
 
 def predictor_of(checkpoint: Checkpoint, mode: str = "torch") -> Predictor:
-    return Predictor(checkpoint, device="cpu", dtype="float32", compile_mode=MODES[mode], threads=1)
+    return Predictor(checkpoint, device="cpu", dtype="float32", compile_mode=MODES[mode], threads=1, max_batch=8)
 
 
 def sharing(models: dict[str, Checkpoint], mode: str = "torch") -> Predictor:

@@ -39,7 +39,9 @@ def images() -> np.ndarray:
 def both() -> tuple[Predictor, Predictor]:
     checkpoint = load_checkpoint("bundled")
     made = [
-        Predictor(checkpoint, device="cpu", dtype="float32", compile_mode=MODES[name], threads=2, streams=2)
+        Predictor(
+            checkpoint, device="cpu", dtype="float32", compile_mode=MODES[name], threads=2, streams=2, max_batch=8
+        )
         for name in ("torch", "openvino")
     ]
     made[1].warm_up()
@@ -156,7 +158,7 @@ def test_other_kinds_of_models_are_torchs_too(kind: dict[str, Any], images: np.n
     tensors = {name: value + 0.05 * torch.randn_like(value) for name, value in weights.items()}
     checkpoint = replace(bundled, config=config, tensors=tensors)
     expected, found = (
-        Predictor(checkpoint, device="cpu", dtype="float32", compile_mode=MODES[name], threads=2)
+        Predictor(checkpoint, device="cpu", dtype="float32", compile_mode=MODES[name], threads=2, max_batch=8)
         for name in ("torch", "openvino")
     )
     for count in (1, 2, 7):
