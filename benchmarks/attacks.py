@@ -1,6 +1,8 @@
 """What hostile callers send to a service, for `benchmarks.reliability`: `ATTACKS`, and the honest callers beside them.
 
-Those of a kind have an address of their own in 127.0.0.0/8 (Linux), so to the service they are one caller.
+Those of a kind have an address of their own in 127.0.0.0/8 (Linux), so to the service they are one caller. The hostile
+have a process of their own, `python -m benchmarks.attacks NAME URL SECONDS`: what they do between their requests would
+delay the honest ones.
 """
 
 from __future__ import annotations
@@ -9,6 +11,9 @@ import asyncio
 import functools
 import io
 import itertools
+import json
+import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
@@ -133,10 +138,9 @@ def raw(headers: bytes, pieces: Iterable[bytes], pause: float = 0.0) -> Ask:
     return ask
 
 
-@functools.cache
 def grpc_port() -> int:
-    """Return the port of gRPC of the services that are attacked, one after the other."""
-    return free_port()
+    """Return the port of gRPC of the services that are attacked, one after the other, from all processes."""
+    return int(os.environ.setdefault("VITSERVE_BENCHMARK_GRPC_PORT", str(free_port())))
 
 
 def grpc(messages: Iterable[bytes]) -> Ask:
@@ -268,3 +272,32 @@ ATTACKS = {
         lambda: batch(flat("JPEG", 300), "?attention=relevance&labels=cat,dog"), beside=("labels",), service="clip"
     ),
 }
+
+
+async def attack(name: str, url: str, seconds: float) -> asyncio.subprocess.Process:
+    """Return a process that attacks once it reads a line: what it sends is made."""
+    command = [sys.executable, "-m", "benchmarks.attacks", name, url, str(seconds)]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    assert process.stdout is not None, "it is a pipe"
+    await process.stdout.readline()
+    return process
+
+
+async def attacked(process: asyncio.subprocess.Process) -> Callers:
+    """Let it attack, and return those who did."""
+    output, _ = await process.communicate(b"\n")
+    counts, least = json.loads(output)
+    return Callers(post(b""), HOSTILE, least=least, counts=Counter(counts))
+
+
+async def _main(name: str, url: str, seconds: float) -> None:
+    callers = await ATTACKS[name].callers(url)
+    print(flush=True)
+    sys.stdin.readline()
+    await callers.run(url, seconds)
+    print(json.dumps([callers.counts, callers.least]))
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(sys.argv[1], sys.argv[2], float(sys.argv[3])))

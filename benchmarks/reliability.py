@@ -1,17 +1,18 @@
 """A real service while it is hurt: `python -m benchmarks.reliability`, or `make chaos`, `make soak`.
 
 Honest callers ask at the moments of a Poisson process, whatever is answered, and every answer is compared with what the
-service said when nothing else was asked. First they are alone; then beside each attack of `benchmarks.attacks` and each
-fault of `FAULTS`. Told are how many were answered, the median and p99, and what must never happen: an answer that is
-lost, mixed up or of a wrong status. Exit code 1 when that happened.
+service said when nothing else was asked. First nothing hurts the service; then each attack of `benchmarks.attacks` and
+each fault of `FAULTS` does. Told are how many were answered, the median and p99, and what must never happen: an answer
+that is lost, mixed up or of a wrong status. Exit code 1 when that happened.
 
-Beside an attack there are honest callers of another kind, too, and marks: JPEGs answered, p99 beside alone, WebP and
-HEIC answered. Each kind has an address of its own in 127.0.0.0/8 (Linux): a service is fair by caller.
+Beside an attack there are honest callers of other kinds, too, and marks: JPEGs answered, p99 beside that of the same
+callers without an attack, WebP and HEIC answered. Each kind has an address of its own in 127.0.0.0/8 (Linux): a service
+is fair by caller.
 
     python -m benchmarks.reliability --only avif-batches heic-30 --seconds 20 --workers 1
     python -m benchmarks.reliability --soak 30        # minutes without a fault: does memory grow?
 
-The callers run on the cores of the service, as an attacker's would not.
+All callers run on the cores of the service, as an attacker's would not, but the hostile in a process of their own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,7 +39,7 @@ from typing import Any
 import httpx
 
 from benchmarks import checkpoints, pictures
-from benchmarks.attacks import ATTACKS, KEY, MODEL, OTHERS, Callers, client_of, grpc_port
+from benchmarks.attacks import ATTACKS, KEY, MODEL, OTHERS, Callers, attack, attacked, client_of, grpc_port
 from benchmarks.record import RESULTS, Record, table
 from benchmarks.servers import VITSERVE, Running, resident_mib
 
@@ -52,7 +53,7 @@ _ADMIN = "admin"
 _FAULTS = ("cut", "no answer", "mixed up", "wrong status")
 """Outcomes that must never happen."""
 _LEAST_JPEG, _LONGEST = 0.995, 3.0
-"""Marks beside an attack: JPEGs that are answered of those that are due; p99 beside alone."""
+"""Marks beside an attack: JPEGs that are answered of those that are due; p99 beside that without one."""
 _HEAD_START = 2.0
 """Seconds of a hurt before honest callers come."""
 
@@ -238,7 +239,7 @@ async def swaps(service: Service) -> None:
         await _load(service, checkpoint)
 
 
-FAULTS: dict[str, Callable[[Service], Awaitable[None]]] = {
+FAULTS: dict[str, Callable[[Service], Coroutine[Any, Any, None]]] = {
     "swaps": swaps,
     "kill-engine": partial(_signals, signal.SIGKILL, "engine"),
     "kill-worker": partial(_signals, signal.SIGKILL, "worker"),
@@ -251,61 +252,70 @@ FAULTS: dict[str, Callable[[Service], Awaitable[None]]] = {
 _NEED_WORKERS = {"kill-engine", "kill-worker", "stop-worker"}
 
 
-async def _beside(name: str, honest: Honest, rate: float, seconds: float) -> dict[str, Callers]:
-    """Let honest callers ask beside a hurt; return all other callers."""
-    url, found = honest.service.url, dict[str, Callers]()
-    hurt = FAULTS[name](honest.service) if name in FAULTS else asyncio.sleep(1e6)
+async def _beside(name: str, kinds: Sequence[str], honest: Honest, rate: float, seconds: float) -> dict[str, Callers]:
+    """Let honest callers, these kinds of others too, ask beside a hurt; return all other callers."""
+    url = honest.service.url
+    found = {kind: await asyncio.to_thread(OTHERS[kind]) for kind in kinds}
+    hurt: Coroutine[Any, Any, Callers | None]
     if name in ATTACKS:
-        found = {kind: await asyncio.to_thread(OTHERS[kind]) for kind in ATTACKS[name].beside}
-        found["attackers"] = await ATTACKS[name].callers(url)
-    hurting = asyncio.ensure_future(hurt)
+        hurt = attacked(await attack(name, url, seconds + _HEAD_START))
+    else:
+        hurt = FAULTS[name](honest.service) if name in FAULTS else asyncio.sleep(0)
+    hurting = asyncio.create_task(hurt)
     async with asyncio.TaskGroup() as group:
         for each in found.values():
             group.create_task(each.run(url, seconds + _HEAD_START))
-        await asyncio.sleep(0 if name == "alone" else _HEAD_START)
+        await asyncio.sleep(_HEAD_START)
         await honest.run(rate, seconds)
         if hurting.done():
             hurting.result()  # a fault of this program
-        hurting.cancel()
-    await asyncio.gather(hurting, return_exceptions=True)
+        if name in FAULTS:
+            hurting.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        attackers = await hurting
+        found |= {} if attackers is None else {"attackers": attackers}
     return found
 
 
-def missed(found: Mapping[str, float], alone_p99: float, others: Mapping[str, Callers]) -> list[str]:
+def missed(found: Mapping[str, float], quiet_p99: float, others: Mapping[str, Callers]) -> list[str]:
     """Return the marks that were missed beside an attack, each with what was found."""
     marks = []
     if found["answered"] < _LEAST_JPEG:
         marks.append(f"answered {found['answered']:.1%}")
-    if not found["p99"] <= _LONGEST * alone_p99:
-        marks.append(f"p99 {found['p99'] / alone_p99:.1f} x")
+    if not found["p99"] <= _LONGEST * quiet_p99:
+        marks.append(f"p99 {found['p99'] / quiet_p99:.1f} x")
     return marks + [
         f"{kind} {each}" for kind, each in others.items() if each.counts["200"] < each.least * each.counts.total()
     ]
 
 
 async def _hurt(kind: str, arguments: argparse.Namespace, record: Record, files: Sequence[bytes]) -> int:
-    """Measure one kind of service alone and beside each hurt, print the table, and return the number of faults."""
+    """Measure one kind of service without and beside each hurt, print the table, and return the number of faults."""
     names = [name for name in arguments.only if (ATTACKS[name].service if name in ATTACKS else "vit") == kind]
     if not names:
         return 0
-    faults, alone_p99, rows = 0, float("nan"), []
+    faults, rows, quiet_p99 = 0, [], dict[Sequence[str], float]()
+    runs: dict[str, Sequence[str]] = {}
+    for name in names:
+        others_of = ATTACKS[name].beside if name in ATTACKS else ()
+        runs |= {", ".join(["honest", *others_of]): others_of, name: others_of}
     with tempfile.TemporaryDirectory(prefix="vitserve-hurt-") as folder:
         async with _serving(_settings(kind, Path(folder), arguments), files) as quiet:
-            for name in ["alone", *names]:
+            for name, kinds in runs.items():
                 if name == "swaps":
                     await _load(quiet.service, "other")
                     both = zip(quiet.known, await learn(quiet.service.url, quiet.bodies), strict=True)
                     quiet.known = [[*own, other] for own, other in both]
                 honest = replace(quiet, counts=Counter(), seconds=[])
-                others = await _beside(name, honest, arguments.rate, arguments.seconds)
+                others = await _beside(name, kinds, honest, arguments.rate, arguments.seconds)
                 ready = await honest.service.until_ready()
                 found: dict[str, Any] = honest.told() | {
                     "ready_s": ready,
                     "resident_mib": resident_mib(honest.service.process.pid),
                 }
                 faults += int(found["faults"])
-                alone_p99 = found["p99"] if name == "alone" else alone_p99
-                marks = ", ".join(missed(found, alone_p99, others)) or "met" if name in ATTACKS else ""
+                quiet_p99.setdefault(kinds, found["p99"])
+                marks = ", ".join(missed(found, quiet_p99[kinds], others)) or "met" if name in ATTACKS else ""
                 told = ", ".join(f"{other} {each}" for other, each in others.items())
                 rows.append([name, *found.values(), told, marks])
                 counts = {"honest": honest.counts} | {other: each.counts for other, each in others.items()}
