@@ -18,8 +18,6 @@ passes, and cancels the entry when it fires. `poll` looks only at the entries th
 one behind them, so its work grows with the batch and not with the queue.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
