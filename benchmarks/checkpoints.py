@@ -4,8 +4,6 @@
 (b) `vit224`:  ViT-Ti/16 at 224 px, 1000 classes: DeiT-Tiny's weights where they are at hand, else random
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -14,10 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CACHE = Path(os.environ.get("VITSERVE_BENCHMARK_CACHE", REPOSITORY / "benchmarks" / ".cache"))
@@ -97,10 +92,8 @@ def write_clip(folder: Path) -> None:
             torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
     torch.nn.init.constant_(model.logit_scale, 4.0)
     model.save_pretrained(folder)
-    square = {"height": 224, "width": 224}
-    processor = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 224}, "crop_size": square}
-    statistics = {"image_mean": [0.5] * 3, "image_std": [0.25] * 3, "resample": 3}
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor | statistics))
+    processor = _preprocessor(VIT224) | {"image_processor_type": "CLIPImageProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
 
 def _config(shape: Shape) -> dict[str, Any]:
@@ -139,7 +132,7 @@ def _preprocessor(shape: Shape) -> dict[str, Any]:
     }
 
 
-def _random(shape: Shape, seed: int) -> dict[str, Tensor]:
+def _random(shape: Shape, seed: int) -> dict[str, Any]:
     """Weights in timm's names whose answers differ from picture to picture, so that a mix-up or a rounding would show.
 
     Transformers' own initialisation answers every picture almost alike; weights of unit gain do not.
@@ -184,7 +177,7 @@ _FROM_TIMM = {
 }
 
 
-def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _renamed(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """timm's names and fused QKV to transformers' (convert_vit_timm_to_pytorch.py)."""
     found = {}
     for old, tensor in tensors.items():

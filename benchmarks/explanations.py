@@ -12,15 +12,11 @@ Pictures with patches missing are unlike those that the model was trained on, an
 al. 2024, https://arxiv.org/abs/2404.01415): compare methods on the same model and pictures, beside the random baseline.
 """
 
-from __future__ import annotations
-
 import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import torch
@@ -37,21 +33,20 @@ from model.network.vit import VisionTransformer
 from model.outputs import MapRequest, Method
 from model.runtime.torch_pass import Normalise
 
+# Takes normalised pixels, float32 [B, C, H, W]; returns the score of each class, float32 [B, K], 0...1.
 Score = Callable[[Tensor], Tensor]
-"""Takes normalised pixels, float32 [B, C, H, W]; returns the score of each class, float32 [B, K], 0...1."""
 
+# Takes normalised pixels, float32 [B, C, H, W], and classes, int64 [B]; returns a map of each, [B, rows, columns].
 Maps = Callable[[Tensor, Tensor], Tensor]
-"""Takes normalised pixels, float32 [B, C, H, W], and classes, int64 [B]; returns a map of each, [B, rows, columns]."""
 
-RANDOM: Final = "random"
-CHANCE: Final = 0.25
-TOP: Final = 10
-"""A quarter of a mosaic counts if its class is among so many best ones: of other classes the model saw nothing."""
+_METHODS = ("cls", *EXPLANATIONS)
+RANDOM = "random"
+# A quarter of a mosaic counts if its class is among so many best ones: of other classes the model saw nothing.
+TOP = 10
 
-_SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp")
-_BATCH: Final = 32
-_BLUR: Final = 1 / 16
-"""Standard deviation of the blur as a share of the picture's shorter side: 14 pixels of 224, 2 of 32."""
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
+# Standard deviation of the blur as a share of the picture's shorter side: 14 pixels of 224, 2 of 32.
+_BLUR = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -91,8 +86,7 @@ def area_under_score(score: Score, start: Tensor, end: Tensor, relevance: Tensor
     The area is that of trapezoids over the share of patches that are replaced; see `replace_patches`.
     """
     counts = torch.tensor(sorted({round(step * relevance.numel() / steps) for step in range(steps + 1)}))
-    parts = (replace_patches(start, end, relevance, part) for part in torch.split(counts, _BATCH))
-    scores = torch.cat([score(part)[:, label].double().cpu() for part in parts])
+    scores = score(replace_patches(start, end, relevance, counts))[:, label].double().cpu()
     return float(torch.trapezoid(scores, counts.double() / relevance.numel()))
 
 
@@ -137,7 +131,7 @@ def quarter_share(relevance: Tensor, quarter: int) -> float:
     positive = relevance.double().clamp_min(0).repeat_interleave(2, 0).repeat_interleave(2, 1)
     (row, column), (rows, columns) = divmod(quarter, 2), relevance.shape
     part = positive[row * rows : (row + 1) * rows, column * columns : (column + 1) * columns]
-    return float(part.sum() / positive.sum()) if positive.any() else CHANCE
+    return float(part.sum() / positive.sum()) if positive.any() else 0.25
 
 
 def methods_of(model: VisionTransformer) -> dict[str, Maps]:
@@ -197,12 +191,12 @@ def measure(
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure the methods on a folder of pictures in float32 on the CPU, and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.explanations", description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="pictures, in subfolders too")
     parser.add_argument("--checkpoint", default="bundled")
-    parser.add_argument("--methods", nargs="*", choices=["cls", *EXPLANATIONS], default=[], help="default: all")
+    parser.add_argument("--methods", nargs="*", choices=_METHODS, default=_METHODS, help="default: all")
     parser.add_argument("--steps", type=int, default=28, help="of deletion and insertion (default: %(default)s)")
     arguments = parser.parse_args(argv)
     files = sorted(path for path in arguments.data.rglob("*") if path.suffix.lower() in _SUFFIXES)
@@ -219,16 +213,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     def score(pixels: Tensor) -> Tensor:
         return torch.from_numpy(checkpoint.head.scores(model(pixels).logits.float().cpu().numpy()))
 
-    chosen = arguments.methods or ("cls", *EXPLANATIONS)
-    methods = {name: maps for name, maps in methods_of(model).items() if name in (RANDOM, *chosen)}
+    methods = {name: maps for name, maps in methods_of(model).items() if name in (RANDOM, *arguments.methods)}
     found = measure(score, methods, read, len(files), steps=arguments.steps)
     print(
         f"{checkpoint.name}: {len(files)} pictures, {arguments.steps} steps, {len(found[RANDOM].shares)} quarters count"
     )
     rows = [(name, *("-" if each is None else f"{each:.3f}" for each in one.means())) for name, one in found.items()]
     print(table(("method", "deletion (lower)", "insertion (higher)", "mosaic (higher)"), rows))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

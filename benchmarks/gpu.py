@@ -19,8 +19,6 @@ to measure. GPU.md says what to run in an hour.
 benchmarks/results/gpu.json has what an H200 gave: smoke, maps, http and engine. The other steps have no record yet.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil
@@ -34,14 +32,14 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.checkpoints import REPOSITORY
-from benchmarks.record import Record, table
+from benchmarks.record import Record
 
 # What is imported above comes with Python. All else comes from the kit, and may be missing or broken: `gpu_steps`.
 
+# Seconds of a run, which `STEPS` shares out.
 _LIMIT = 540.0
-"""Seconds of a run, which `STEPS` shares out."""
+# In the order of their worth, with the seconds of `_LIMIT` that each has at most.
 STEPS = {"smoke": 90, "maps": 90, "engine": 240, "profile": 60, "http": 200, "start": 200, "faults": 120, "tests": 200}
-"""In the order of their worth, with the seconds of `_LIMIT` that each has at most."""
 
 
 def environment_of_steps(kit: Path, folder: Path) -> dict[str, str]:
@@ -79,7 +77,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=2, help="of one measurement")
     parser.add_argument("--limit", type=float, default=_LIMIT, help="seconds of the whole run")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "runs" / "gpu", help="folder of the record")
-    parser.add_argument("--kit", type=Path, default=REPOSITORY / "dist" / "gpu-kit", help="folder of `make gpu-kit`")
     parser.add_argument("--smoke", action="store_true", help="tiny model and times, nothing compiled: tests the script")
     arguments = parser.parse_args(argv)
     cores = len(os.sched_getaffinity(0))
@@ -99,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
     done = set(record.section("seconds")) - set(record.section("errors"))
     end = time.monotonic() + arguments.limit
     with tempfile.TemporaryDirectory(prefix="vitserve-kit-") as folder:
-        environment = environment_of_steps(arguments.kit, Path(folder))
+        environment = environment_of_steps(REPOSITORY / "dist" / "gpu-kit", Path(folder))
         for name in arguments.only or [name for name in STEPS if name not in done]:
             began = time.monotonic()
             allowed = min(STEPS[name] * arguments.limit / _LIMIT, end - began)
@@ -109,16 +106,13 @@ def main(argv: Sequence[str]) -> int:
             print(f"\n== {name}, at most {allowed:.0f} s", flush=True)
             record.section("errors").pop(name, None)
             record.save()
-            command = [sys.executable, "-m", "benchmarks.gpu_steps", *argv, "--step", name]
-            timed = ["timeout", "--foreground", "--kill-after=20", str(allowed), *command]
-            code = subprocess.run(timed, env=environment, stdin=subprocess.DEVNULL, check=False).returncode
+            timed = ["timeout", "--foreground", "--kill-after=20", str(allowed)]
+            command = [*timed, sys.executable, "-m", "benchmarks.gpu_steps", *argv, "--step", name]
+            code = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, check=False).returncode
             record = read()  # the step has written into it
             if code:
                 record.section("errors").setdefault(name, f"ended with {code}; 124: its time was up")
-            record.section("seconds")[name] = round(time.monotonic() - began, 1)
-            record.save()
-    rows = [(name, *mark.values()) for name, mark in record.section("marks").items()]
-    print("\n" + table(["mark", "wanted", "found", "reached"], rows))
+            record.note(time.monotonic() - began, "seconds", name)
     errors = record.section("errors")
     print(f"record: {record.path}; failed: {', '.join(errors) or 'none'}")
     return int(bool(errors))

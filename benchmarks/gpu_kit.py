@@ -5,8 +5,6 @@ metadata of vitserve, and the compiled resize, which is of no version of Python.
 nothing is installed there.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import shutil
@@ -19,13 +17,13 @@ from packaging.requirements import Requirement
 
 from benchmarks.checkpoints import REPOSITORY
 
+# What the machine has: its torch is of its CUDA, and its numpy of its torch.
 _THERE = {"torch", "numpy", "jinja2"}
-"""What the machine has: its torch is of its CUDA, and its numpy of its torch."""
+# What the tests of CUDA import beside what vitserve requires.
 _MORE = ("pytest>=8.3", "pytest-timeout")
-"""What the tests of CUDA import beside what vitserve requires."""
 _RESIZE = REPOSITORY / "model" / "images" / "_resample.abi3.so"
+# Minor versions of glibc 2 that wheels are built for: pip compares them for equality.
 _GLIBC = (5, 12, 17, 24, 26, 27, 28, 31, 34, 35)
-"""Minor versions of glibc 2 that wheels are built for: pip compares them for equality."""
 
 
 def make_kit(folder: Path, *, python: str = "3.12") -> None:
@@ -47,23 +45,19 @@ def make_kit(folder: Path, *, python: str = "3.12") -> None:
     (folder / f"vitserve-{about.version}.dist-info" / "METADATA").write_text(metadata)
     shutil.copy(_RESIZE, folder)
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    needed = [*project["dependencies"], *_MORE]
-    asked = [line.partition(";")[0] for line in needed if Requirement(line).name not in _THERE]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary", ":all:", "--dest", str(folder)]
-    command += ["--constraint", str(REPOSITORY / "constraints.txt"), "--python-version", python]
-    command += [f"--platform=manylinux_2_{minor}_x86_64" for minor in _GLIBC]
-    subprocess.run([*command, "--platform=manylinux2014_x86_64", *asked], check=True)
-
-
-def main() -> int:
-    """Write the kit."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_kit", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--python", default="3.12", help="of the machine with the GPU")
-    arguments = parser.parse_args()
-    make_kit(arguments.folder, python=arguments.python)
-    return 0
+    needed = [line for line in (*project["dependencies"], *_MORE) if Requirement(line).name not in _THERE]
+    command = [
+        *(sys.executable, "-m", "pip", "download", "--quiet", "--only-binary", ":all:", "--dest", str(folder)),
+        *("--constraint", str(REPOSITORY / "constraints.txt"), "--python-version", python),
+        *(f"--platform=manylinux_2_{minor}_x86_64" for minor in _GLIBC),
+        "--platform=manylinux2014_x86_64",
+        *(line.partition(";")[0] for line in needed),
+    ]
+    subprocess.run(command, check=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_kit", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--python", default="3.12", help="of the machine with the GPU")
+    make_kit(**vars(parser.parse_args()))

@@ -1,9 +1,9 @@
 """The steps of `benchmarks.gpu`, each in a process of its own: `python -m benchmarks.gpu_steps ... --step NAME`."""
 
-from __future__ import annotations
-
 import argparse
+import asyncio
 import itertools
+import multiprocessing
 import os
 import shutil
 import signal
@@ -13,16 +13,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
+import uvloop
 from numpy.typing import NDArray
 
-from benchmarks import checkpoints, engine_load, gpu, pictures
+from benchmarks import checkpoints, gpu, pictures
 from benchmarks.checkpoints import REPOSITORY, Shape
 from benchmarks.load import Loader
 from benchmarks.record import Record
@@ -32,16 +34,21 @@ from model.images.preprocess import preprocess
 from model.images.resample import is_compiled
 from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
+from model.runtime.torch_pass import Normalise
+from service.cluster.remote_model import EngineClient, RemoteModels
+from service.engine.messages import InferenceRequest
 
 VITB16 = Shape("vitb16", 224, 16, 768, 12, 12, 1000, 248)
 SMOKE = Shape("smoke", 32, 16, 32, 2, 2, 10)
 _TOP_K = 5
+# Batches that are launched before the device is waited for.
 _UNDER_WAY = 4
-"""Batches that are launched before the device is waited for."""
+# Least distance of two scores that rounding to half the digits does not turn round.
 _MARGIN = 0.02
-"""Least distance of two scores that rounding to half the digits does not turn round."""
+# Seconds of one size in a row: shorter measurements come before the GPU throttles.
 _SUSTAINED = 20.0
-"""Seconds of one size in a row: shorter measurements come before the GPU throttles."""
+# Seconds between the last worker's start and the measurement, in which all come to work.
+_HEAD_START = 0.5
 _READINGS = "driver_version,power.limit,power.draw,clocks.max.sm,clocks.sm,temperature.gpu,memory.used"
 
 
@@ -55,16 +62,10 @@ class Bench:
         name = "none" if arguments.device == "cpu" else torch.cuda.get_device_name(arguments.device)
         record.data |= {"model": self.folder.name, "pictures": source, "gpu": name}
 
-    def note(self, section: dict[str, Any], name: str, value: Any) -> None:
-        """Put a value into the record, save it at once, and print it."""
-        section[name] = round(value, 3) if isinstance(value, float) else value
-        self.record.save()
-        print(f"{name}: {section[name]}", flush=True)
-
     def mark(self, name: str, found: float, wanted: float, *, at_most: bool = False) -> None:
         """Record whether a mark is reached."""
         reached = found <= wanted if at_most else found >= wanted
-        self.note(self.record.section("marks"), name, {"wanted": wanted, "found": round(found, 3), "reached": reached})
+        self.record.note({"wanted": wanted, "found": round(found, 3), "reached": reached}, "marks", name)
 
 
 class Ours:
@@ -83,7 +84,7 @@ class Ours:
         )
         self.predictor.warm_up()
         about = {"seconds": round(time.perf_counter() - began, 1), "compiled": self.predictor.compiled}
-        bench.note(bench.record.section("engine_start"), ", ".join(map(str, sizes)), about)
+        bench.record.note(about, "engine_start", ", ".join(map(str, sizes)))
 
     def rate(self, asked: RequestedOutputs, size: int, seconds: float) -> float:
         """Images a second from host memory to host memory."""
@@ -116,15 +117,13 @@ class Reference:
         )
         network.load_state_dict(dict(checkpoint.tensors))
         network = network.to(self.device, dtype).eval().requires_grad_(False)
-        statistics_of = (checkpoint.preprocess.mean, checkpoint.preprocess.std)
-        mean, std = (torch.tensor(each).reshape(1, -1, 1, 1).to(self.device) for each in statistics_of)
+        normalise = Normalise(checkpoint.preprocess, dtype).to(self.device)
 
         def answer(pixels: torch.Tensor) -> Any:
-            normal = ((pixels.permute(0, 3, 1, 2).float() / 255 - mean) / std).to(dtype)
-            return network(normal).float().softmax(dim=-1).topk(min(_TOP_K, config.num_classes))
+            return network(normalise(pixels)).float().softmax(dim=-1).topk(min(_TOP_K, config.num_classes))
 
         mode = None if arguments.smoke else arguments.reference_mode
-        bench.note(bench.record.section("engine"), "reference", f"timm {timm.__version__}, {mode or 'uncompiled'}")
+        bench.record.note(f"timm {timm.__version__}, {mode or 'uncompiled'}", "engine", "reference")
         self.answer = answer if mode is None else torch.compile(answer, mode=mode, dynamic=False)
 
     def rate(self, size: int, seconds: float) -> float:
@@ -175,18 +174,17 @@ def meter(bench: Bench) -> Iterator[list[str]]:
 
 def smoke(bench: Bench) -> None:
     """A tiny model: computed, compiled, and one answer over HTTP. And what the machine is."""
-    section = bench.record.section("tiny model")
-    bench.note(section, "resize", "compiled" if is_compiled() else "Pillow's")
-    folder = checkpoints.ensure(SMOKE)[0]
-    bench.note(section, "images/s", Ours(bench, [4], folder).rate(RequestedOutputs(_TOP_K), 4, 0.2))
+    note, name, folder = bench.record.note, "tiny model", checkpoints.ensure(SMOKE)[0]
+    note("compiled" if is_compiled() else "Pillow's", name, "resize")
+    note(Ours(bench, [4], folder).rate(RequestedOutputs(_TOP_K), 4, 0.2), name, "images/s")
     with _server(bench, 2, VIT_CHECKPOINT=str(folder)) as server:
-        bench.note(section, "seconds to the first answer", server.answer_seconds)
-        bench.note(section, "HTTP", Loader(bench.files, OURS).closed(server.url, connections=4, seconds=0.3).as_json())
+        note(server.start_seconds, name, "seconds to ready")
+        note(Loader(bench.files, OURS).run(server.url, connections=4, seconds=0.3).as_json(), name, "HTTP")
 
 
 def maps(bench: Bench) -> None:
     """Logits, classes and maps of photographs and noise beside float32's on the CPU, the worst picture counting."""
-    section, ours = bench.record.section("beside float32 on the CPU"), Ours(bench, [16], bench.folder)
+    note, section, ours = bench.record.note, "beside float32 on the CPU", Ours(bench, [16], bench.folder)
     images = random_pictures(ours.checkpoint, 16, seed=9)
     for index, file in enumerate(bench.files[:8]):
         images[index] = preprocess(file.read_bytes(), ours.checkpoint.preprocess)
@@ -197,25 +195,27 @@ def maps(bench: Bench) -> None:
         pairs = list(zip(exact.predict(images, asked), ours.predictor.predict(images, asked), strict=True))
         sure = [(a, b) for a, b in pairs if a.scores[0] - a.scores[-1] >= _MARGIN]
         same = [(a, b) for a, b in sure if a.indices[0] == b.indices[0]]
-        bench.note(section, f"{name}: the same class, of those that are sure", f"{len(same)} of {len(sure)}")
+        note(f"{len(same)} of {len(sure)}", section, f"{name}: the same class, of those that are sure")
         found = [np.abs(a.map.values - b.map.values).sum() for a, b in same or pairs if a.map and b.map]
-        bench.note(section, f"{name}: largest sum of differences of a map", float(max(found)))
+        note(float(max(found)), section, f"{name}: largest sum of differences of a map")
 
 
 def engine(bench: Bench) -> None:
     """Rounds of one measurement each, for each batch size; ratios are taken within a round."""
-    sizes, section = bench.arguments.batches, bench.record.section("engine")
+    sizes, note = bench.arguments.batches, bench.record.note
     ours = Ours(bench, sizes, bench.folder)
-    row = MapRequest.row(ours.checkpoint.vit.depth - 1)
-    kinds = {"ours": None, "with maps": row, "with relevance": MapRequest("relevance")}
-    asked = {name: RequestedOutputs(_TOP_K, request) for name, request in kinds.items()}
+    asked = {
+        "ours": RequestedOutputs(_TOP_K),
+        "with maps": RequestedOutputs(_TOP_K, MapRequest.row(ours.checkpoint.vit.depth - 1)),
+        "with relevance": RequestedOutputs(_TOP_K, MapRequest("relevance")),
+    }
     wanted = {("with maps", "ours"): 0.97, ("with relevance", "ours"): 0.9, ("engine process", "ours"): 0.93}
     try:
         reference = Reference(bench, ours.checkpoint)
         wanted["ours", "reference"] = 1.15
     except (ImportError, RuntimeError) as error:
         reference = None
-        bench.note(section, "reference", f"{type(error).__name__}: {error}"[:500])
+        note(f"{type(error).__name__}: {error}"[:500], "engine", "reference")
     for size in sizes:
         rounds: list[dict[str, float]] = []
         with _engine_process(bench, size) as process, meter(bench) as readings:
@@ -225,14 +225,14 @@ def engine(bench: Bench) -> None:
                 if reference is not None:
                     found["reference"] = reference.rate(size, bench.arguments.seconds)
                 rounds.append({name: round(rate, 1) for name, rate in found.items()})
-                bench.note(section, f"batches of {size}", rounds)
-        bench.note(section, f"batches of {size}: {_READINGS}", readings)
+                note(rounds, "engine", f"batches of {size}")
+        note(readings, "engine", f"batches of {size}: {_READINGS}")
         bench.mark(f"batches of {size}: images/s", statistics.median(each["ours"] for each in rounds), 12_000)
         for (of, to), mark in wanted.items():
             bench.mark(f"batches of {size}: {of} / {to}", statistics.median(e[of] / e[to] for e in rounds), mark)
     with meter(bench) as readings:
         rate = ours.rate(asked["ours"], sizes[0], 0.5 if bench.arguments.smoke else _SUSTAINED)
-    bench.note(section, f"batches of {sizes[0]}, sustained", {"images/s": round(rate, 1), _READINGS: readings})
+    note({"images/s": round(rate, 1), _READINGS: readings}, "engine", f"batches of {sizes[0]}, sustained")
 
 
 @contextmanager
@@ -244,7 +244,53 @@ def _engine_process(bench: Bench, size: int) -> Iterator[Callable[[float], float
         _server(bench, 2, TMPDIR=folder, VIT_MAX_BATCH=str(size)),
     ):
         [socket] = Path(folder).glob("vitserve-*/engine-*")
-        yield lambda seconds: engine_load.rate(socket, workers=workers, pictures=pictures, seconds=seconds)
+        yield lambda seconds: engine_rate(socket, workers=workers, pictures=pictures, seconds=seconds)
+
+
+def engine_rate(socket: Path, *, workers: int, pictures: int, seconds: float) -> float:
+    """Return images a second that the engine at a socket answers to so many processes, asked as by web workers.
+
+    Args:
+        pictures: under way, of all workers together.
+    """
+    spawn, share = multiprocessing.get_context("spawn"), -(-pictures // workers)
+    with ProcessPoolExecutor(workers, spawn, initializer=_meet, initargs=(spawn.Barrier(workers),)) as pool:
+        asking = [pool.submit(_work, socket, share, seconds) for _ in range(workers)]
+        return sum(each.result() for each in asking) / seconds
+
+
+def _meet(barrier: Barrier) -> None:
+    barrier.wait()  # every process has imported this module
+
+
+def _work(socket: Path, pictures: int, seconds: float) -> int:
+    return uvloop.run(_ask(socket, pictures, seconds))
+
+
+async def _ask(socket: Path, pictures: int, seconds: float) -> int:
+    """Have so many pictures under way until the end; return how many were answered from the begin on."""
+    begin = time.monotonic() + _HEAD_START
+    models, connected = RemoteModels([EngineClient(socket, "auto")]), asyncio.Event()
+    models.start(lambda: connected.set() if models.default.current.engine.ready else None)
+    await connected.wait()
+    engine = models.default.current.engine
+    assert engine.info is not None, "it is ready"
+    noise, shape = np.random.default_rng(0), engine.info.input_shape
+    asked = RequestedOutputs(min(_TOP_K, engine.info.config.num_classes))
+    requests = [InferenceRequest(noise.integers(0, 256, shape, np.uint8), asked) for _ in range(16)]
+    turn, answered = itertools.cycle(requests), 0
+
+    async def one() -> None:
+        nonlocal answered
+        while time.monotonic() < begin + seconds:
+            await engine.infer(next(turn), timeout=60)
+            answered += begin <= time.monotonic() < begin + seconds
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(pictures):
+            group.create_task(one())
+    await models.close()
+    return answered
 
 
 def profile(bench: Bench) -> None:
@@ -258,25 +304,25 @@ def profile(bench: Bench) -> None:
         ours.predictor.predict(images, asked)
     order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
     found = seen.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=100)
-    bench.note(bench.record.section("profile"), f"a batch of {size}", found)
+    bench.record.note(found, "profile", f"a batch of {size}")
 
 
 def http(bench: Bench) -> None:
     """Each number of workers, then half of the best rate as an open loop."""
-    arguments, seconds, section = bench.arguments, bench.arguments.seconds, bench.record.section("http")
+    arguments, seconds = bench.arguments, bench.arguments.seconds
     load = Loader(bench.files, OURS, processes=arguments.load_processes)
     for workers in arguments.workers:
         with _server(bench, workers) as server:
-            peaks = [load.closed(server.url, connections=arguments.connections, seconds=seconds) for _ in range(4)]
+            peaks = [load.run(server.url, connections=arguments.connections, seconds=seconds) for _ in range(4)]
             rate = statistics.median(each.rate for each in peaks[1:])  # the first finds sizes of pools and caches
-            half = load.open(server.url, rate=rate / 2, seconds=seconds)
-            alone = load.closed(server.url, connections=1, seconds=seconds)
+            half = load.run(server.url, rate=rate / 2, seconds=seconds)
+            alone = load.run(server.url, connections=1, seconds=seconds)
             # Late itself, the generator would be measured, not the server.
-            found = {"rate": rate, "half": half.as_json() | {"kept_up": half.rate > 0.95 * rate / 2}}
-            bench.note(section, f"{workers} workers", found | {"alone": alone.as_json()})
-    best = max(section.values(), key=lambda each: float(each["rate"]))
-    cores = len(os.sched_getaffinity(0))
-    bench.mark(f"JPEG over HTTP on {cores} cores, images/s", best["rate"], 5_000)
+            kept_up = {"kept_up": half.rate > 0.95 * rate / 2}
+            found = {"rate": rate, "half": half.as_json() | kept_up, "alone": alone.as_json()}
+            bench.record.note(found, "http", f"{workers} workers")
+    best = max(bench.record.section("http").values(), key=lambda each: float(each["rate"]))
+    bench.mark(f"JPEG over HTTP on {len(os.sched_getaffinity(0))} cores, images/s", best["rate"], 5_000)
     bench.mark("HTTP, p99 at half load, ms", best["half"]["p99"], 25, at_most=True)
 
 

@@ -5,8 +5,6 @@ process from a seed, whatever the server does; a latency counts from that moment
 request that it delays. A `Protocol` says how a server wants its picture; the load is the same for all.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import itertools
@@ -14,20 +12,22 @@ import multiprocessing
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
+# Seconds after the last planned moment.
 _GIVE_UP = 30.0
-"""Seconds after the last planned moment."""
+# Seconds that several processes have to start, so that they begin together.
 _HEAD_START = 2.0
-"""Seconds that several processes have to start, so that they begin together."""
-_Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+# The seconds of each answer 200, how many were refused, and how many broken.
+_Sent = tuple[list[float], int, int]
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,6 @@ class Load:
     refused: int
     broken: int
 
-    @classmethod
-    def of(cls, latencies: Sequence[float], refused: int, broken: int, seconds: float) -> Load:
-        """From the seconds of each answer 200."""
-        if not latencies:
-            return cls(0.0, 0.0, 0.0, 0.0, refused, broken)
-        ms = sorted(1000 * latency for latency in latencies)
-        cuts = statistics.quantiles(ms, n=100, method="inclusive") if len(ms) > 1 else ms * 99
-        return cls(len(ms) / seconds, cuts[49], cuts[98], ms[-1], refused, broken)
-
     def as_json(self) -> dict[str, Any]:
         """For a record."""
         return {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(self).items()}
@@ -91,28 +82,21 @@ class Loader:
         self._requests = [_request(protocol, protocol.wrap(picture)) for picture, protocol in each]
         self._processes = processes
 
-    def closed(self, url: str, *, connections: int, seconds: float) -> Load:
-        """As many requests under way as connections."""
-        return self._send(url, seconds, connections=connections)
-
-    def open(self, url: str, *, rate: float, seconds: float) -> Load:
-        """Requests at moments that do not depend on the answers."""
-        return self._send(url, seconds, rate=rate)
-
-    def _send(self, url: str, seconds: float, *, connections: int = 0, rate: float = 0.0) -> Load:
-        """Send from several processes, that begin together."""
+    def run(self, url: str, *, seconds: float, connections: int = 0, rate: float = 0.0) -> Load:
+        """Keep so many requests under way, or else send at a rate. Several processes begin together."""
         count = min(self._processes, connections) if connections else self._processes
         begin = time.time() + (_HEAD_START if count > 1 else 0)
         host, _, port = url.removeprefix("http://").partition(":")
         shares = [connections // count + (index < connections % count) for index in range(count)]
-        senders = [
-            _Sender((host, int(port)), self._requests, seconds, share, rate / count, seed)
-            for seed, share in enumerate(shares)
-        ]
+        send = partial(_send, (host, int(port)), self._requests, seconds, rate / count)
         with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
-            found = list(pool.map(partial(_run, begin), senders, timeout=seconds + 120))
+            work = [pool.submit(_run, begin, partial(send, share, seed)) for seed, share in enumerate(shares)]
+            found = [each.result(timeout=seconds + 120) for each in work]
         latencies = list(itertools.chain.from_iterable(each[0] for each in found))
-        return Load.of(latencies, sum(each[1] for each in found), sum(each[2] for each in found), seconds)
+        ms = sorted(1000 * latency for latency in latencies) or [0.0]
+        cuts = statistics.quantiles(ms, n=100, method="inclusive") if len(ms) > 1 else ms * 99
+        refused, broken = sum(each[1] for each in found), sum(each[2] for each in found)
+        return Load(len(latencies) / seconds, cuts[49], cuts[98], ms[-1], refused, broken)
 
 
 async def arrivals(rate: float, seconds: float, seed: int | str) -> AsyncIterator[float]:
@@ -124,55 +108,46 @@ async def arrivals(rate: float, seconds: float, seed: int | str) -> AsyncIterato
         yield at
 
 
-@dataclass
-class _Sender:
-    """One process's requests and what became of them: seconds of answers 200, refused, broken."""
+async def _send(
+    address: tuple[str, int], requests: Sequence[bytes], seconds: float, rate: float, connections: int, seed: int
+) -> _Sent:
+    """Send in a closed loop over the connections, or at the rate where there are none."""
+    turn, idle = itertools.cycle(requests), list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]()
+    latencies, counts = list[float](), Counter[str]()
 
-    address: tuple[str, int]
-    requests: list[bytes]
-    seconds: float
-    connections: int
-    rate: float
-    seed: int
-    latencies: list[float] = field(default_factory=list)
-    refused: int = 0
-    broken: int = 0
-
-    async def run(self) -> None:
-        """Send in a closed loop over the connections, or at the rate where there are none."""
-        self._requests, self._idle = itertools.cycle(self.requests), list[_Connection]()
-        if self.connections:
-            end = time.perf_counter() + self.seconds
-            await asyncio.gather(*(self._again(end) for _ in range(self.connections)))
-            return
-        tasks = [asyncio.create_task(self._send(at)) async for at in arrivals(self.rate, self.seconds, self.seed)]
-        if tasks:  # the rate may be so low that no moment came
-            done, waiting = await asyncio.wait(tasks, timeout=_GIVE_UP)
-            self.broken += len(waiting)
-            await asyncio.gather(*done)  # what is not a broken connection is a fault of this program
-
-    async def _again(self, end: float) -> None:
-        while (moment := time.perf_counter()) < end:
-            await self._send(moment, end)
-
-    async def _send(self, moment: float, end: float = float("inf")) -> None:
+    async def one(moment: float, end: float = float("inf")) -> None:
         """Send the next request and count its answer, if it came before the end."""
         try:
-            reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(*self.address)
-            writer.write(next(self._requests))
+            reader, writer = idle.pop() if idle else await asyncio.open_connection(*address)
+            writer.write(next(turn))
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
             await reader.readexactly(int(head.partition(b"\ncontent-length:")[2].split(maxsplit=1)[0]))
         except (OSError, EOFError):
-            self.broken += 1
+            counts["broken"] += 1
             return
         if b"\nconnection: close" in head:
             writer.close()
         else:
-            self._idle.append((reader, writer))
+            idle.append((reader, writer))
         if head.split(maxsplit=2)[1] != b"200":
-            self.refused += 1
+            counts["refused"] += 1
         elif (now := time.perf_counter()) < end:
-            self.latencies.append(now - moment)
+            latencies.append(now - moment)
+
+    async def again(end: float) -> None:
+        while (moment := time.perf_counter()) < end:
+            await one(moment, end)
+
+    if connections:
+        end = time.perf_counter() + seconds
+        await asyncio.gather(*(again(end) for _ in range(connections)))
+    else:
+        tasks = [asyncio.create_task(one(at)) async for at in arrivals(rate, seconds, seed)]
+        if tasks:  # the rate may be so low that no moment came
+            done, waiting = await asyncio.wait(tasks, timeout=_GIVE_UP)
+            counts["broken"] += len(waiting)
+            await asyncio.gather(*done)  # what is not a broken connection is a fault of this program
+    return latencies, counts["refused"], counts["broken"]
 
 
 def _request(protocol: Protocol, body: bytes) -> bytes:
@@ -181,9 +156,8 @@ def _request(protocol: Protocol, body: bytes) -> bytes:
     return f"POST {protocol.path} HTTP/1.1\r\n{lines}\r\n".encode() + body
 
 
-def _run(begin: float, sender: _Sender) -> tuple[list[float], int, int]:
-    """Send in this process, and return the latencies, and how many were refused and how many broken."""
+def _run(begin: float, send: Callable[[], Coroutine[None, None, _Sent]]) -> _Sent:
+    """Send in this process."""
     gc.disable()
     time.sleep(max(0.0, begin - time.time()))
-    uvloop.run(sender.run())
-    return sender.latencies, sender.refused, sender.broken
+    return uvloop.run(send())

@@ -10,14 +10,10 @@ all: seconds until every model is ready with an empty cache and with what was ke
 connections (to all models in turn, or all to the one). Rounds of the two alternate; ratios are taken within rounds.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
-import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,13 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 import torch
 
 from benchmarks import checkpoints, pictures
 from benchmarks.load import Load, Loader, Protocol
-from benchmarks.record import RESULTS, Record, table
+from benchmarks.record import Record, command_line
 from benchmarks.reliability import Service
 from benchmarks.servers import VITSERVE, resident_mib
 from model.checkpoint import load_checkpoint, native
@@ -41,7 +36,7 @@ HEADS = 12
 ASKED = 8
 CONNECTIONS = 36
 # Seconds after which graphs of all sizes are compiled.
-_SETTLED: Final = 12.0
+_SETTLED = 12.0
 
 
 def write_models(checkpoint: str, folder: Path, count: int) -> list[str]:
@@ -89,7 +84,7 @@ def load(url: str, names: list[str], files: list[Path], connections: int, second
     """What callers of these models in turn see, each of whom sends its next request when it has its answer."""
     form = {"Content-Type": "application/octet-stream"}
     protocols = [Protocol(f"/classify?model={name}&top_k=1", form, bytes, lambda _: 0) for name in names]
-    return Loader(files, *protocols).closed(url, connections=connections, seconds=seconds)
+    return Loader(files, *protocols).run(url, connections=connections, seconds=seconds)
 
 
 def starts(root: Path, record: Record, files: list[Path], arguments: argparse.Namespace) -> None:
@@ -98,8 +93,7 @@ def starts(root: Path, record: Record, files: list[Path], arguments: argparse.Na
     for _ in range(1 + arguments.rounds):
         with serving(root / "cache", VIT_CHECKPOINT=checkpoint) as (service, ready):
             found.append((round(ready, 2), resident_mib(service.process.pid)))
-    record.section("starts")[Path(checkpoint).name] = found
-    print(table(["start", "ready, s", "MiB"], [(number, *each) for number, each in enumerate(found)]))
+    record.note(found, "starts", Path(checkpoint).name)
 
 
 def heads(root: Path, record: Record, files: list[Path], arguments: argparse.Namespace) -> None:
@@ -108,7 +102,6 @@ def heads(root: Path, record: Record, files: list[Path], arguments: argparse.Nam
     names = {
         folder: write_models(checkpoint, root / folder, count) for folder, count in (("one", 1), ("twelve", HEADS))
     }
-    rows = []
     for turn in range(1 + arguments.rounds):  # the first start has an empty cache
         found: dict[str, list[float]] = {}
         for folder, own in names.items():
@@ -120,10 +113,7 @@ def heads(root: Path, record: Record, files: list[Path], arguments: argparse.Nam
                 assert not answers.refused and not answers.broken, answers
                 found[folder] = [round(value, 2) for value in (ready, mib, *asked, answers.rate)]
         found["ratio"] = [round(ours / theirs, 3) for theirs, ours in zip(*found.values(), strict=True)]
-        record.section("heads", Path(checkpoint).name)[str(turn)] = found
-        record.save()
-        rows += [(turn, folder, *values) for folder, values in found.items()]
-    print(table(["start", "models", "ready, s", "MiB", "one picture to one, ms", "to eight", "answers/s"], rows))
+        record.note(found, "heads", Path(checkpoint).name, str(turn))
 
 
 def fair(root: Path, record: Record, files: list[Path], arguments: argparse.Namespace) -> None:
@@ -140,32 +130,26 @@ def fair(root: Path, record: Record, files: list[Path], arguments: argparse.Name
                 time.sleep(4)  # until they send
                 own = load(service.url, [lone], files, 1, arguments.seconds)
             seen = {"beside 0": alone, "beside 30": own, "thirty": theirs.result()}
-            record.section("fair")[lone] = {name: each.as_json() for name, each in seen.items()}
-            print(lone, json.dumps(record.data["fair"][lone]))
+            record.note({name: each.as_json() for name, each in seen.items()}, "fair", lone)
 
 
-PARTS: Final = {part.__name__: part for part in (starts, heads, fair)}
+PARTS = {part.__name__: part for part in (starts, heads, fair)}
 
 
-def main() -> int:
+def main() -> None:
     """Measure, record and print."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__)
+    parser = command_line("models", __doc__, rounds=3, seconds=10)
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument(
         "--checkpoint", default=None, help="of starts, else the bundled one; of heads, else the ViT-Ti/16 of 224 px"
     )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each load")
-    parser.add_argument("--record", type=Path, default=RESULTS / "models.json")
     arguments = parser.parse_args()
     files, source = pictures.ensure()
     record = Record(arguments.record, dtype="auto", about={"pictures": source})
     for part in arguments.parts:
         with tempfile.TemporaryDirectory(prefix="vitserve-heads-") as name:
             PARTS[part](Path(name) / "models", record, files, arguments)
-        record.save()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,7 +1,5 @@
 """The pictures that are sent: JPEGs of about 500 x 375 and 124 kB, the same for every server."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from pathlib import Path

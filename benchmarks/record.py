@@ -1,7 +1,6 @@
 """Records: what was measured, on what, with which versions, by which command. Saved after every measurement."""
 
-from __future__ import annotations
-
+import argparse
 import contextlib
 import datetime
 import importlib.metadata
@@ -22,6 +21,15 @@ _VERSIONS = (
     *("vitserve", "torch", "triton", "openvino", "timm", "transformers", "torchvision"),
     *("numpy", "pillow", "fastapi", "uvicorn", "uvloop"),
 )
+
+
+def command_line(name: str, about: str | None, *, rounds: int, seconds: float) -> argparse.ArgumentParser:
+    """Return the options that the programs have in common, with their defaults."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=about)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--seconds", type=float, default=seconds, help="of each measurement")
+    parser.add_argument("--record", type=Path, default=RESULTS / f"{name}.json")
+    return parser
 
 
 class Record:
@@ -49,6 +57,13 @@ class Record:
             found = found.setdefault(name, {})
         return found
 
+    def note(self, value: Any, *path: str) -> None:
+        """Put a value into a section, its name last in the path; save the record at once, and print it."""
+        *sections, name = path
+        found = self.section(*sections)[name] = round(value, 3) if isinstance(value, float) else value
+        self.save()
+        print(f"{', '.join(path)}: {found}", flush=True)
+
     def save(self) -> None:
         """Write the whole record; a reader sees the old one or the new one."""
         self.data["finished"] = _now()
@@ -63,12 +78,11 @@ def device() -> dict[str, Any]:
     info = Path("/proc/cpuinfo").read_text()
     names = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
     flags = next((line for line in info.splitlines() if line.startswith("flags")), "")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": names[0] if names else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "features": [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags.split()],
-        "memory_gib": round(memory / 2**30, 1),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
         "load_before": round(os.getloadavg()[0], 2),
     }

@@ -7,64 +7,56 @@ first thread). With several counts of `--connections` each is a row of its own; 
 The other revision is checked out into a temporary folder and runs with the packages of this environment.
 """
 
-from __future__ import annotations
-
 import argparse
+import shutil
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks import checkpoints, pictures
 from benchmarks.load import Loader
-from benchmarks.record import RESULTS, Record, git, table
+from benchmarks.record import Record, command_line, git, table
 from benchmarks.servers import OURS, Running, Server, running
 
 
-def main() -> int:
+def main() -> None:
     """Measure, then print the table of the record."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.revisions", description=__doc__)
+    parser = command_line("revisions", __doc__, rounds=10, seconds=4)
     parser.add_argument("revision", help="what to compare with, as git names it")
     parser.add_argument("--models", nargs="+", default=list(checkpoints.SHAPES), choices=list(checkpoints.SHAPES))
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=4, help="of each measurement")
     parser.add_argument("--connections", type=int, nargs="+", default=[32])
     parser.add_argument("--setting", action="append", default=[], metavar="VIT_NAME=VALUE", help="of both servers")
-    parser.add_argument("--record", type=Path, default=RESULTS / "revisions.json")
     arguments = parser.parse_args()
     files, origin = pictures.ensure()
-    record = Record(arguments.record, dtype="auto", about={"pictures": origin, "settings": arguments.setting})
+    revisions = {"before": git("rev-parse", "--short", arguments.revision), "after": "this tree"}
+    about = {"pictures": origin, "settings": arguments.setting, "revisions": revisions}
+    record = Record(arguments.record, dtype="auto", about=about)
     with tempfile.TemporaryDirectory(prefix="vitserve-revision-") as folder:
         other = Path(folder) / "tree"
         git("worktree", "add", "--detach", str(other), arguments.revision)
         try:
-            servers = {"before": _server(other), "after": _server(checkpoints.REPOSITORY)}
-            record.data["revisions"] = {
-                "before": git("rev-parse", "--short", arguments.revision),
-                "after": "this tree",
+            for library in (checkpoints.REPOSITORY / "model" / "images").glob("*.so"):  # else Pillow resizes there
+                shutil.copy(library, other / "model" / "images")
+            # -P: the folder that it is started in is this tree, whichever is to be measured.
+            start, trees = ("-P", "-m", "service", "serve"), {"before": other, "after": checkpoints.REPOSITORY}
+            servers = {
+                which: Server("vitserve", start, OURS, "vitserve", extra={"PYTHONPATH": str(tree)})
+                for which, tree in trees.items()
             }
             for name in arguments.models:
                 _measure(record, name, servers, files, arguments)
         finally:
             git("worktree", "remove", "--force", str(other))
     _print(record.data["models"])
-    return 0
-
-
-def _server(tree: Path) -> Server:
-    # -P: the folder that it is started in is this tree, whichever is to be measured.
-    return Server("vitserve", ("-P", "-m", "service", "serve"), OURS, "vitserve", extra={"PYTHONPATH": str(tree)})
 
 
 def _measure(
     record: Record, name: str, servers: dict[str, Server], files: list[Path], arguments: argparse.Namespace
 ) -> None:
     model, origin = checkpoints.ensure(checkpoints.SHAPES[name])
-    section = record.section("models", name)
-    section["weights"] = origin
-    loads: dict[str, list[dict[str, Any]]] = section.setdefault("connections", {})
-    rounds = {count: loads.setdefault(str(count), []) for count in arguments.connections}
+    record.section("models", name)["weights"] = origin
+    loads = record.section("models", name, "connections")
     settings = dict(pair.split("=", 1) for pair in arguments.setting)
     first = files[0].read_bytes()
     with (
@@ -74,13 +66,14 @@ def _measure(
         load = Loader(files, OURS)
         started = {"before": before, "after": after}
         for server in started.values():
-            load.closed(server.url, connections=32, seconds=3)
+            load.run(server.url, connections=32, seconds=3)
         for number in range(arguments.rounds):
             order = list(started) if number % 2 == 0 else list(reversed(started))
-            for count, done in rounds.items():
-                done.append({which: _load(started[which], load, count, arguments.seconds) for which in order})
+            for count in arguments.connections:
+                found = {which: _load(started[which], load, count, arguments.seconds) for which in order}
+                loads.setdefault(str(count), []).append(found)
                 record.save()
-                print(f"{name}, {count}, round {len(done)}: {_ratio(done[-1], 'rate'):.3f}", file=sys.stderr)
+                print(f"{name}, {count} connections: {found}", flush=True)
 
 
 def _load(server: Running, load: Loader, connections: int, seconds: float) -> dict[str, Any]:
@@ -88,15 +81,11 @@ def _load(server: Running, load: Loader, connections: int, seconds: float) -> di
     # The nanoseconds that the first thread has run (proc(5)).
     event_loop = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/schedstat")
     cpu, loop = server.processor_seconds(), int(event_loop.read_text().split()[0])
-    found = load.closed(server.url, connections=connections, seconds=seconds)
+    found = load.run(server.url, connections=connections, seconds=seconds)
     cpu, loop = server.processor_seconds() - cpu, int(event_loop.read_text().split()[0]) - loop
     requests = found.rate * seconds
     took = {"cpu_ms": round(1000 * cpu / requests, 3), "loop_ms": round(1e-6 * loop / requests, 3)}
     return {**found.as_json(), **took}
-
-
-def _ratio(round_: dict[str, Any], value: str) -> float:
-    return float(round_["after"][value] / round_["before"][value])
 
 
 def _print(models: dict[str, Any]) -> None:
@@ -105,11 +94,11 @@ def _print(models: dict[str, Any]) -> None:
         for count, rounds in section["connections"].items():
             for value in ("rate", "p50", "cpu_ms", "loop_ms"):
                 medians = [statistics.median(each[which][value] for each in rounds) for which in ("before", "after")]
-                ratios = [_ratio(each, value) for each in rounds]
+                ratios = [each["after"][value] / each["before"][value] for each in rounds]
                 spread = f"{min(ratios):.3f} ... {max(ratios):.3f}"
                 rows.append([f"{name}, {count}, {value}", *medians, f"{statistics.median(ratios):.3f}", spread])
     print(table(["", "before", "after", "ratio", "of all rounds"], rows))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

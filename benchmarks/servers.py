@@ -1,7 +1,5 @@
 """Servers under test: how each is started, asked and stopped. One class, one table."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -27,15 +25,11 @@ from benchmarks.load import Protocol
 
 PEERS = REPOSITORY / "benchmarks" / ".peers"
 _MARK = "VITSERVE_BENCHMARK"
+# Until a server has computed what its callers no longer wait for.
 _DRAIN_SECONDS = 0.6
-"""Until a server has computed what its callers no longer wait for."""
 
+# Environment variables that configure a server.
 Config = Mapping[str, str]
-"""Environment variables that configure a server."""
-
-
-class ServerFailed(Exception):
-    """A server ended, or was not ready in time; the message holds the end of its log."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +73,10 @@ class Running:
         config: its environment, beside what every server gets; without the `VIT_*` of this process.
 
     Attributes:
-        start_seconds: until it was ready, and had compiled.
-        answer_seconds: until its first answer.
+        start_seconds: until it answered, and had compiled.
     """
 
-    start_seconds = answer_seconds = 0.0
+    start_seconds = 0.0
 
     def __init__(self, server: Server, config: Config) -> None:
         port, mark = str(free_port()), uuid.uuid4().hex
@@ -174,36 +167,31 @@ def running(server: Server, model: Path, config: Config, *, picture: bytes, time
         timeout: seconds until it must be ready.
 
     Raises:
-        ServerFailed: it ended, or was not ready in time.
+        RuntimeError: it ended, or was not ready in time; the message holds the end of its log.
     """
     started = time.monotonic()
     found = Running(server, {"PEER_MODEL": str(model), "VIT_CHECKPOINT": str(model), **config})
     try:
-        found.answer_seconds = _wait(server, found, picture, timeout) - started
+        while not _answers(server, found.url, picture):
+            if found.process.poll() is not None or time.monotonic() > started + timeout:
+                raise RuntimeError(f"{server.name} was not ready after {timeout:g} s or has ended:\n{found.log_end()}")
+            time.sleep(0.02)
         found.start_seconds = time.monotonic() - started
         yield found
     finally:
         found.stop()
 
 
-def _wait(server: Server, found: Running, picture: bytes, timeout: float) -> float:
-    """Wait until it answers and has compiled; return the moment of the first answer."""
-    deadline, answered = time.monotonic() + timeout, 0.0
-    while found.process.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            ask(found.url, server.protocol, picture)
-            answered = answered or time.monotonic()
-            if server.distribution != "vitserve" or _compiled(found.url):
-                return answered
-        time.sleep(0.02)
-    why = f"was not ready within {timeout:g} s" if found.process.poll() is None else "ended"
-    raise ServerFailed(f"{server.name} {why}:\n{found.log_end()}")
-
-
-def _compiled(url: str) -> bool:
-    """vitserve compiles on a thread while it already answers."""
-    with urllib.request.urlopen(f"{url}/model", timeout=10) as answer:
-        return not str(json.load(answer)["compiled"]).startswith("compiling")
+def _answers(server: Server, url: str, picture: bytes) -> bool:
+    """Whether it answers and has compiled: vitserve does that on a thread while it already answers."""
+    try:
+        ask(url, server.protocol, picture)
+        if server.distribution != "vitserve":
+            return True
+        with urllib.request.urlopen(f"{url}/model", timeout=10) as answer:
+            return not str(json.load(answer)["compiled"]).startswith("compiling")
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def ask(url: str, protocol: Protocol, picture: bytes) -> int:
@@ -287,6 +275,7 @@ VITSERVE = Server(
     held=False,  # it polls nothing, and its watchdog ends a process that has stood still
 )
 
+# The table of who is measured: ours first. The first word of a configuration is the peer's engine.
 SERVERS = [
     VITSERVE,
     Server(
@@ -342,4 +331,3 @@ SERVERS = [
         held=False,  # it ends where its Python stub does not answer at once
     ),
 ]
-"""The table of who is measured: ours first. The first word of a configuration is the peer's engine."""

@@ -8,50 +8,42 @@ of 8 to 25 Mpx in drewnoakes/metadata-extractor-images@4beba640 that decode, and
 are large enough, so they are measured at a smaller input as well (`--image-size`), where the model is unsure.
 """
 
-from __future__ import annotations
-
-import argparse
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.load import Loader
-from benchmarks.record import RESULTS, Record, table
+from benchmarks.record import Record, command_line, table
 from benchmarks.servers import OURS, VITSERVE, running
 from vitserve.client import Client
 from vitserve.shrinking import shrink
 
 _CONNECTIONS = 8
-_SECONDS = 5.0
 
 
-def main() -> int:
+def main() -> None:
     """Measure each folder, record it and print the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.shrink", description=__doc__)
+    parser = command_line("shrink", __doc__, rounds=6, seconds=5)
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
     parser.add_argument("--checkpoint", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--image-size", default="", metavar="N", help="of the model's input")
-    parser.add_argument("--rounds", type=int, default=6, help="of five seconds for each kind")
-    parser.add_argument("--record", type=Path, default=RESULTS / "shrink.json")
     arguments = parser.parse_args()
     about = {"checkpoint": arguments.checkpoint.name, "connections": _CONNECTIONS}
     record = Record(arguments.record, dtype="auto", about=about)
-    settings = {"VIT_IMAGE_SIZE": arguments.image_size} if arguments.image_size else {}
+    settings = {"VIT_IMAGE_SIZE": arguments.image_size}
     for folder in arguments.folders:
         files = sorted(file for file in folder.iterdir() if file.suffix.lower() in (".jpg", ".jpeg", ".png"))
         with running(VITSERVE, arguments.checkpoint.resolve(), settings, picture=files[0].read_bytes()) as server:
             name = f"{folder.name}, {arguments.image_size or 'own'} size"
-            record.section("folders")[name] = _measure(server.url, files, arguments.rounds)
+            record.section("folders")[name] = _measure(server.url, files, arguments.rounds, arguments.seconds)
         record.save()
     header = ["", "pictures", "shrunk", "MB", "smaller", "same class", "score: median", "worst", "client ms", "rate"]
     print(table(header, map(_row, record.data["folders"].items())))
-    return 0
 
 
-def _measure(url: str, files: list[Path], rounds: int) -> dict[str, Any]:
+def _measure(url: str, files: list[Path], rounds: int, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="vitserve-shrink-") as temporary, Client(url) as client:
         model = client.model()
         found: dict[str, Any] = {"files": len(files), "dtype": model.dtype, "pictures": []}
@@ -65,19 +57,20 @@ def _measure(url: str, files: list[Path], rounds: int) -> dict[str, Any]:
                 pairs[-1][1].write_bytes(sent)
                 first, second = (client.classify(each, top_k=model.classes).predictions for each in pairs[-1])
                 scores = {each.index: each.score for each in second}
-                measured = {
-                    "file": file.name,
-                    "bytes": [len(data), len(sent)],
-                    "client_ms": round(milliseconds, 1),
-                    "same_class": first[0].index == second[0].index,
-                    "margin": round(first[0].score - first[1].score, 4),
-                    "difference": round(max(abs(each.score - scores[each.index]) for each in first), 4),
-                }
-                found["pictures"].append(measured)
+                found["pictures"].append(
+                    {
+                        "file": file.name,
+                        "bytes": [len(data), len(sent)],
+                        "client_ms": round(milliseconds, 1),
+                        "same_class": first[0].index == second[0].index,
+                        "margin": round(first[0].score - first[1].score, 4),
+                        "difference": round(max(abs(each.score - scores[each.index]) for each in first), 4),
+                    }
+                )
         loads = [Loader(paths, OURS) for paths in zip(*pairs, strict=True)]
-        order = (loads if number % 2 == 0 else loads[::-1] for number in range(rounds))
-        for pair in order:
-            rates = {load: load.closed(url, connections=_CONNECTIONS, seconds=_SECONDS).rate for load in pair}
+        for number in range(rounds):
+            order = loads if number % 2 == 0 else reversed(loads)
+            rates = {load: load.run(url, connections=_CONNECTIONS, seconds=seconds).rate for load in order}
             found.setdefault("rates", []).append([round(rates[load], 2) for load in loads])
         return found
 
@@ -97,4 +90,4 @@ def _row(section: tuple[str, dict[str, Any]]) -> list[object]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

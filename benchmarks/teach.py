@@ -7,9 +7,6 @@ bundled model, which was trained on other pictures of these very classes. A figu
 `python -m benchmarks.teach --beside ROUNDS` measures a server that is taught: how soon it knows, and whom it disturbs.
 """
 
-from __future__ import annotations
-
-import argparse
 import itertools
 import time
 from collections.abc import Sequence
@@ -27,7 +24,7 @@ from tqdm import tqdm
 
 from benchmarks.checkpoints import REPOSITORY, shared_folder
 from benchmarks.load import Loader
-from benchmarks.record import RESULTS, Record, table
+from benchmarks.record import Record, command_line
 from benchmarks.servers import OURS, VITSERVE, running
 from model.checkpoint import load_checkpoint
 from model.data.cifar10 import TEST_FILES, read_files
@@ -44,13 +41,13 @@ Numbers = NDArray[np.int64]
 
 _TAUGHT: Final = (10, 20)
 _TESTED: Final = 100
+# Pictures of each class that draws are made from.
 _POOL: Final = 400
-"""Pictures of each class that draws are made from."""
 _WRONG: Final = 0.1
 _KEPT: Final = 0.95
 _GROUPS: Final = {"animals taught": (2, 3, 4, 5, 6, 7), "vehicles taught": (0, 1, 8, 9)}
+# Pictures that a head has, and the seconds after which it gets another one.
 _TEACHING: Final = {"steady": (20, 1.0), "restless": (1000, 0.2)}
-"""Pictures that a head has, and the seconds after which it gets another one."""
 
 
 class Features:
@@ -78,22 +75,20 @@ class Features:
 
     def accuracy(self, taught: int, seed: int) -> dict[str, float]:
         """Return the share of test pictures that are right by ours and by others, and whether our interval holds it."""
-        from sklearn.linear_model import LogisticRegression, LogisticRegressionCV  # noqa: PLC0415  only this needs it
-        from sklearn.neighbors import KNeighborsClassifier  # noqa: PLC0415
-        from sklearn.pipeline import make_pipeline  # noqa: PLC0415
-        from sklearn.preprocessing import StandardScaler  # noqa: PLC0415
+        from sklearn import linear_model, neighbors, pipeline, preprocessing  # noqa: PLC0415  only this needs it
 
         own, others = self.draw(range(10), taught, seed)
         x, y = self.pictures, self.classes
         head, known = learn(x[own], y[own])
         assert known.accuracy is not None
         right = float((answers(head, x[others]) == y[others]).mean())
-        chosen = LogisticRegressionCV(cv=5, max_iter=500)
         models: dict[str, Any] = {
-            "logistic regression": LogisticRegression(max_iter=2000),
-            "logistic regression, cross-validated": make_pipeline(StandardScaler(), chosen),
-            "nearest neighbour": KNeighborsClassifier(1),
-            "five nearest neighbours": KNeighborsClassifier(5),
+            "logistic regression": linear_model.LogisticRegression(max_iter=2000),
+            "logistic regression, cross-validated": pipeline.make_pipeline(
+                preprocessing.StandardScaler(), linear_model.LogisticRegressionCV(cv=5, max_iter=500)
+            ),
+            "nearest neighbour": neighbors.KNeighborsClassifier(1),
+            "five nearest neighbours": neighbors.KNeighborsClassifier(5),
         }
         scores = {name: float(model.fit(x[own], y[own]).score(x[others], y[others])) for name, model in models.items()}
         held = float(known.accuracy.low <= right <= known.accuracy.high)
@@ -170,7 +165,7 @@ class Teacher:
         return time.perf_counter() - begun
 
 
-def beside(model: Path, rounds: int, seconds: float = 4.0) -> dict[str, Any]:
+def beside(model: Path, rounds: int, seconds: float) -> dict[str, Any]:
     """Return the rates of a lone caller beside teaching, as shares of those just before and after, and `known` heads.
 
     `steady`: a head of 20 pictures gets one each second. `restless`: one of 1,000 gets five a second.
@@ -187,7 +182,7 @@ def beside(model: Path, rounds: int, seconds: float = 4.0) -> dict[str, Any]:
         def rate(head: str, pause: float = 0.0) -> float:
             stop = Event()
             teaching = pool.submit(teacher.add, head, 100_000 if pause else 0, pause, stop)
-            measured = caller.closed(server.url, connections=1, seconds=seconds).rate
+            measured = caller.run(server.url, connections=1, seconds=seconds).rate
             stop.set()
             teaching.result()  # raises what it raised
             teacher.known(head)
@@ -208,36 +203,29 @@ def _folder(name: str) -> Path:
 
 
 def main() -> None:
-    """Measure, print tables, and save the record."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.teach", description=__doc__)
-    parser.add_argument("--draws", type=int, default=100)
+    """Measure, print, and save the record. A round is one draw of pictures."""
+    parser = command_line("teach", __doc__, rounds=100, seconds=4)
     parser.add_argument("--beside", type=int, metavar="ROUNDS", help="measure a server that is taught alone")
-    parser.add_argument("--record", type=Path, help="default: teach.json of the results, or teach-beside.json")
     arguments = parser.parse_args()
     about = {"groups": "classes of CIFAR-10, pictures of its test set", "tested": f"{_TESTED} pictures a group"}
-    file = arguments.record or RESULTS / ("teach-beside.json" if arguments.beside else "teach.json")
-    record = Record(file, dtype="auto (bfloat16 where native)", about=about)
+    record = Record(arguments.record, dtype="auto (bfloat16 where native)", about=about)
     deit = shared_folder() / "weights" / "deit_tiny_imagenet"
     models = {} if arguments.beside else {"deit_tiny": Features(str(deit)), "bundled": Features("bundled")}
     for (name, features), taught in itertools.product(models.items(), _TAUGHT):
         kinds = {"accuracy": features.accuracy, "suspects": features.suspects}
         kinds |= {kind: partial(features.strangers, groups) for kind, groups in _GROUPS.items()}
         for kind, measure in kinds.items():
-            rows = [measure(taught, seed) for seed in range(arguments.draws)]
+            rows = [measure(taught, seed) for seed in range(arguments.rounds)]
             means = {each: round(float(np.mean([row[each] for row in rows])), 4) for each in rows[0]}
-            record.section(name, str(taught))[kind] = means | {"draws": len(rows)}
-            record.save()
-            print(table([f"{name}, {taught} pictures a group: {kind}", "mean"], means.items()) + "\n", flush=True)
+            record.note(means | {"draws": len(rows)}, name, str(taught), kind)
     if models:
         both = np.concatenate([features.pictures[::2] for features in models.values()], axis=1)
         fit = partial(learn, both, models["bundled"].classes[::2])
         timers = {"processor seconds": time.process_time, "seconds": time.perf_counter}
         times = {name: round(min(repeat(fit, timer=timer, number=1)), 3) for name, timer in timers.items()}
-        record.data["fit"] = {"pictures": len(both), "features": both.shape[1], **times}
+        record.note({"pictures": len(both), "features": both.shape[1], **times}, "fit")
     else:
-        record.data["beside"] = beside(deit, arguments.beside)
-        print(record.data["beside"])
-    record.save()
+        record.note(beside(deit, arguments.beside, arguments.seconds), "beside")
 
 
 if __name__ == "__main__":

@@ -19,8 +19,6 @@ Sesia & Candes 2020, https://arxiv.org/abs/2006.02544; RAPS: Angelopoulos et al.
 https://arxiv.org/abs/2009.14193) were larger at the same coverage, and hardly ever empty: see docs/training.md.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass

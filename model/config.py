@@ -4,8 +4,6 @@ Both configs travel with the weights. Mean, std, size and interpolation have no 
 stand in for a missing statistic.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Annotated, Any, Literal, Self
@@ -138,7 +136,7 @@ class NetworkConfig(Frozen):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _of_its_kind(cls, fields: Any, handler: ModelWrapValidatorHandler[Self]) -> NetworkConfig:
+    def _of_its_kind(cls, fields: Any, handler: ModelWrapValidatorHandler[Self]) -> "NetworkConfig":
         """Return what fields describe that may be of any network: only a library's say so."""
         if cls is NetworkConfig and isinstance(fields, dict):
             return (LibraryConfig if "library" in fields else ViTConfig).model_validate(fields)

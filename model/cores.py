@@ -1,7 +1,5 @@
 """How many cores this process may use, without torch."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

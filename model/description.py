@@ -1,7 +1,5 @@
 """All of a checkpoint that serving it needs beside its tensors. No torch is needed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated

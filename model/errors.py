@@ -4,8 +4,6 @@
 names the thing and, where there is one, the way out.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -106,7 +104,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
-def first_problem(error: ValidationError) -> str:
+def first_problem(error: "ValidationError") -> str:
     """Return one line on the first problem of a pydantic error: where, and what."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])

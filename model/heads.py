@@ -5,8 +5,6 @@ checkpoint with a text tower (Radford et al. 2021, CLIP, https://arxiv.org/abs/2
 https://arxiv.org/abs/2303.15343). All are scored here.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import math
@@ -14,7 +12,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,7 +134,7 @@ class Known:
     limit: float
 
     @classmethod
-    def of(cls, features: Floats) -> Known:
+    def of(cls, features: Floats) -> Self:
         """Return what is known by features [N, D]: the limit is by the distance of each from the others."""
         rows = np.linspace(0, len(features) - 1, min(len(features), _MOST_KNOWN)).astype(np.int64)
         examples = normalized(features[rows])

@@ -1,11 +1,9 @@
 """The data types of a prediction's input and output; they need no torch, so that every process can use them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, Literal, get_args
+from typing import Final, Literal, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,7 +71,7 @@ class MapRequest:
     by: Linear | None = None
 
     @classmethod
-    def row(cls, layer: int, head: Head = "mean") -> MapRequest:
+    def row(cls, layer: int, head: Head = "mean") -> Self:
         """Return a request for the attention row of a layer."""
         return cls("cls", layer=layer, head=head)
 
@@ -303,10 +301,10 @@ class RequestedOutputs:
     labels: tuple[str, ...] = ()
     label_set: bool = False
     head: str = ""
-    more: tuple[RequestedOutputs, ...] = ()
+    more: "tuple[RequestedOutputs, ...]" = ()
 
     @property
-    def each(self) -> tuple[RequestedOutputs, ...]:
+    def each(self) -> "tuple[RequestedOutputs, ...]":
         """Return what each head is asked for, the first one first."""
         return (self, *self.more)
 
@@ -340,7 +338,7 @@ class Outputs:
     embedding: NDArray[np.float32] | None = None
     finite: bool = True
     label_set: NDArray[np.int64] | None = None
-    more: tuple[Outputs, ...] = ()
+    more: "tuple[Outputs, ...]" = ()
     far: bool = False
     least: NDArray[np.float32] | None = None
 

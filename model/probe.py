@@ -5,11 +5,9 @@ turned to their principal axes, and each axis is scaled by the curvature of the 
 2006, algorithm 7.4) then takes some ten steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,7 +118,7 @@ class Axes(NamedTuple):
     values: NDArray[np.float64]
 
     @classmethod
-    def of(cls, features: Floats) -> Axes:
+    def of(cls, features: Floats) -> Self:
         """Return the axes of features [N, D]."""
         exact = features.astype(np.float64)
         mean = exact.mean(axis=0)

@@ -3,11 +3,9 @@
 weight float32 [C, D], bias float32 [C], known float16 [M, D]; the metadata has the rest as text
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 from safetensors import SafetensorError
@@ -46,7 +44,7 @@ class TaughtHead(NamedTuple):
         return save({"weight": head.weight, "bias": np.asarray(head.bias), "known": head.known.examples}, about)
 
     @classmethod
-    def from_bytes(cls, content: bytes, where: str) -> TaughtHead:
+    def from_bytes(cls, content: bytes, where: str) -> Self:
         """Return the head in a file, which messages call `where`; raises `CheckpointError` where it holds none."""
         try:
             arrays = load(content)

@@ -3,8 +3,6 @@
 Errors of the picture itself come from `model.errors`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 

@@ -8,8 +8,6 @@ is no valid request is answered with a problem document. Bodies are bounded by t
 request that comes before its connection's last answer waits unparsed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy
@@ -92,12 +90,6 @@ class Application(Protocol):
         """Count bytes that never become a request, of which `headers` came, and return status, headers and body."""
 
 
-def connection_of(scope: Scope) -> Connection | None:
-    """Return the connection that a request came over; None under another server."""
-    connection: Connection | None = scope.get("state", {}).get(_CONNECTION)
-    return connection
-
-
 class Exchange:
     """A request and its answer, as ASGI has them.
 
@@ -112,7 +104,7 @@ class Exchange:
         error: of the body, which is then parsed no further.
     """
 
-    def __init__(self, connection: Connection, scope: Scope, *, keep_alive: bool) -> None:
+    def __init__(self, connection: "Connection", scope: Scope, *, keep_alive: bool) -> None:
         headers = dict(scope["headers"])
         self.left = int(headers.get(b"content-length", 0))
         self.is_chunked = b"transfer-encoding" in headers
@@ -271,7 +263,7 @@ class Connection(asyncio.BufferedProtocol):
     transport: asyncio.Transport
 
     def __init__(
-        self, connections: Connections, config: uvicorn.Config, state: ServerState, app_state: dict[str, Any]
+        self, connections: "Connections", config: uvicorn.Config, state: ServerState, app_state: dict[str, Any]
     ) -> None:
         self.connections = connections
         self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -573,6 +565,12 @@ class Connection(asyncio.BufferedProtocol):
 def _address(name: object) -> tuple[str, int] | None:
     """Return host and port of a socket's name; None of one that has none, such as a Unix socket."""
     return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None
+
+
+def connection_of(scope: Scope) -> Connection | None:
+    """Return the connection that a request came over; None under another server."""
+    connection: Connection | None = scope.get("state", {}).get(_CONNECTION)
+    return connection
 
 
 class Connections:

@@ -1,7 +1,5 @@
 """The life of a process: its state, the signals that stop it, its end, and the memory that it gives back."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import logging

@@ -5,8 +5,6 @@ gives each request to one of them, replaces those whose `check_health` fails, an
 they have accepted. No other file imports Ray.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from functools import partial

@@ -1,7 +1,5 @@
 """A web process's server: uvicorn listens, and drains before it stops, as API clients need it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

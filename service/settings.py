@@ -3,8 +3,6 @@
 Each is read once at start-up, from the environment (`VIT_PORT`) or a flag of `vitserve serve` (`--port`), which wins.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import importlib.util

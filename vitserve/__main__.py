@@ -1,7 +1,5 @@
 """`vitserve`: starts the command line of the service, `service.cli.main`, of this installation."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from pathlib import Path

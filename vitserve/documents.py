@@ -1,7 +1,5 @@
 """The documents on the wire, as pydantic models: the schema of the answers, which the client reads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Annotated, Any, Final, Literal

@@ -13,8 +13,6 @@ ClientError
     Unavailable          the service cannot take it now; the client has tried again already
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import httpx

@@ -3,8 +3,6 @@
 file -> decoded at 1/2, 1/4 or 1/8 -> turned upright -> JPEG of quality 95, or PNG where lossless came
 """
 
-from __future__ import annotations
-
 import io
 from typing import NamedTuple, TypeAlias
 

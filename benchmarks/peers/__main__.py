@@ -4,8 +4,6 @@ Servers are started and warmed before the first of them is measured, and all but
 (SIGSTOP): some poll while they are idle. Every measurement is saved as soon as it is made.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import statistics
@@ -24,17 +22,18 @@ from torch import Tensor
 from benchmarks import checkpoints, pictures
 from benchmarks.load import Loader
 from benchmarks.peers.common import GRAPH, Decoder, Options, probabilities_of
-from benchmarks.record import RESULTS, Record, table
-from benchmarks.servers import SERVERS, VITSERVE, Running, ServerFailed, ask, running
+from benchmarks.record import Record, command_line, table
+from benchmarks.servers import SERVERS, VITSERVE, Running, ask, running
 from model.checkpoint import load_checkpoint
 from model.runtime.openvino.tracing import convert
 from model.runtime.torch_pass import Normalise
 
 _OURS = f"{VITSERVE.name}, openvino"
+_CONNECTIONS = 32
+# Least distance of the two best scores of a picture whose best class has to be the same everywhere.
 _MARGIN = 0.02
-"""Least distance of the two best scores of a picture whose best class has to be the same everywhere."""
+# torch.compile takes its time while others use the machine.
 _START_SECONDS = 400
-"""torch.compile takes its time while others use the machine."""
 
 
 class _Logits(torch.nn.Module):
@@ -44,8 +43,7 @@ class _Logits(torch.nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Pictures, uint8 [B, H, W, C], to logits."""
-        logits: Tensor = self.network(self.normalise(images)).logits
-        return logits
+        return self.network(self.normalise(images)).logits
 
 
 def write_graph(folder: Path) -> None:
@@ -71,12 +69,12 @@ def compare(record: Record, name: str, files: Sequence[Path], arguments: argpars
         started = _start(stack, record, model, files, arguments.servers)
         for load, server, held in started.values():
             with server.thawed(held=held):
-                load.closed(server.url, connections=arguments.connections, seconds=arguments.warm_seconds)
+                load.run(server.url, connections=_CONNECTIONS, seconds=arguments.warm_seconds)
         for _ in range(arguments.rounds):
             for row, (load, server, held) in started.items():
                 with server.thawed(held=held):
-                    load.closed(server.url, connections=arguments.connections, seconds=1)
-                    found = load.closed(server.url, connections=arguments.connections, seconds=arguments.seconds)
+                    load.run(server.url, connections=_CONNECTIONS, seconds=1)
+                    found = load.run(server.url, connections=_CONNECTIONS, seconds=arguments.seconds)
                 rounds.setdefault(row, []).append(found.as_json())
                 record.save()
                 print(f"{name}, {row}: {found}", file=sys.stderr, flush=True)
@@ -90,13 +88,12 @@ def _start(
     chosen = [(server, name) for server in SERVERS for name in server.configs if server.name in (VITSERVE.name, *names)]
     for server, name in chosen:
         row, config = f"{server.name}, {name}", {"PEER_ENGINE": name.split(",")[0], **server.configs[name]}
-        one = running(server, model, config, picture=pictures_[0], timeout=_START_SECONDS)
         try:
             record.section("servers")[server.name] = server.version()
+            one = running(server, model, config, picture=pictures_[0], timeout=_START_SECONDS)
             running_ = stack.enter_context(one)
-        except (OSError, subprocess.CalledProcessError, ServerFailed) as error:
-            record.section("models", model.name, "failed")[row] = str(error)[-500:]
-            print(f"{row}: {error}\n(make bench-peers installs the peers)", file=sys.stderr)
+        except (OSError, subprocess.CalledProcessError, RuntimeError) as error:  # make bench-peers installs the peers
+            record.note(str(error)[-500:], "models", model.name, "failed", row)
             continue
         started[row] = (Loader(files, server.protocol), running_, server.held)
         with running_.thawed(held=server.held):
@@ -131,27 +128,21 @@ def report(data: Mapping[str, Any]) -> str:
     return "\n\n".join(lines)
 
 
-def main() -> int:
+def main() -> None:
     """Measure, then print the tables of the record."""
     servers = [server.name for server in SERVERS]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
+    parser = command_line("peers", __doc__, rounds=5, seconds=4)
     parser.add_argument("--models", nargs="+", default=list(checkpoints.SHAPES), choices=list(checkpoints.SHAPES))
     parser.add_argument("--servers", nargs="+", default=servers, choices=servers, help="beside vitserve")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=4)
     parser.add_argument("--warm-seconds", type=float, default=20)
-    parser.add_argument("--connections", type=int, default=32)
-    parser.add_argument("--record", type=Path, default=RESULTS / "peers.json")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # a run that is ended stops its servers
     files, origin = pictures.ensure()
-    about = {"pictures": origin, "connections": arguments.connections}
-    record = Record(arguments.record, dtype="bfloat16", about=about)
+    record = Record(arguments.record, dtype="bfloat16", about={"pictures": origin, "connections": _CONNECTIONS})
     for name in arguments.models:
         compare(record, name, files, arguments)
     print(report(record.data))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,7 +1,5 @@
 """BentoML: one service with an adaptive-batching endpoint that decodes on threads and runs the model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import bentoml

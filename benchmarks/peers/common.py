@@ -3,8 +3,6 @@
 The servers differ in how they bring pictures to the engine, not in the engine.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import sys
@@ -19,11 +17,11 @@ from PIL import Image
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 Pixels = NDArray[np.uint8]
+# uint8 pictures in; the best class of each out, as `{"index": ..., "score": ...}`.
 Classifier = Callable[[Sequence[Pixels]], list[dict[str, float]]]
-"""uint8 pictures in; the best class of each out, as `{"index": ..., "score": ...}`."""
 
+# In a model's folder: vitserve's graph of it, see `benchmarks.peers.__main__`.
 GRAPH = "graph.xml"
-"""In a model's folder: vitserve's graph of it, see `benchmarks.peers.__main__`."""
 
 
 class Options(BaseSettings):
@@ -76,9 +74,8 @@ def probabilities_of(options: Options) -> Callable[[Sequence[Pixels]], NDArray[n
     """Return the engine that the options name, warm: uint8 pictures to the softmax over the classes, float32 [B, K]."""
     config = json.loads((options.model / "preprocessor_config.json").read_text())
     engine = _openvino(options) if options.engine == "openvino" else _torch(options, config)
-    side = int(config["crop_size"]["height"])
     for count in sorted({1, min(2, options.batch), options.batch}):
-        engine([np.zeros((side, side, 3), np.uint8)] * count)
+        engine([np.zeros((*config["crop_size"].values(), 3), np.uint8)] * count)
     return engine
 
 
@@ -122,8 +119,7 @@ def _torch(options: Options, config: dict[str, Any]) -> Callable[[Sequence[Pixel
         with torch.inference_mode():
             pixels = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float()
             logits = model(pixel_values=(pixels * (1 / (255 * std)) - mean / std).to(dtype)).logits
-            result: NDArray[np.float32] = logits.float().softmax(-1).numpy()
-            return result
+            return logits.float().softmax(-1).numpy()
 
     return run
 
@@ -142,7 +138,6 @@ def _openvino(options: Options) -> Callable[[Sequence[Pixels]], NDArray[np.float
     def run(pictures: Sequence[Pixels]) -> NDArray[np.float32]:
         [logits] = request.infer([np.stack(pictures)], share_inputs=True, share_outputs=False).values()
         odds = np.exp(logits - logits.max(-1, keepdims=True))
-        result: NDArray[np.float32] = odds / odds.sum(-1, keepdims=True)
-        return result
+        return odds / odds.sum(-1, keepdims=True)
 
     return run

@@ -1,7 +1,5 @@
 """A hand-written FastAPI app: decoding on threads, a batcher on the event loop, the model on a thread of its own."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor

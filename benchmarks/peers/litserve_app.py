@@ -15,8 +15,7 @@ class Api(ls.LitAPI):
 
     def decode_request(self, request: Request) -> bytes:
         """The upload of a multipart form."""
-        data: bytes = request["file"].file.read()
-        return data
+        return request["file"].file.read()
 
     def predict(self, batch: list[bytes]) -> list[dict[str, float]]:
         """Classify a batch."""

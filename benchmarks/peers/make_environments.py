@@ -5,8 +5,6 @@ requirements that contradict each other can be measured on the same torch. A pee
 told, and the others go on.
 """
 
-from __future__ import annotations
-
 import site
 import subprocess
 import sys

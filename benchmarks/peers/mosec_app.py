@@ -1,7 +1,5 @@
 """mosec: processes that decode and compute a batch each, so that nothing goes from process to process but files."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Triton through pytriton: a dynamic batcher before a Python function that decodes on threads and runs the model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

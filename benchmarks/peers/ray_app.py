@@ -1,7 +1,5 @@
 """Ray Serve: one replica; decoding on threads, `serve.batch` around the model, which runs on a thread too."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import threading
@@ -36,8 +34,7 @@ class Deployment:
         """The JPEG in the body."""
         body = await request.body()
         pixels = await asyncio.get_running_loop().run_in_executor(self.decoders, self.decode, body)
-        answer: dict[str, float] = await self.classify(pixels)
-        return answer
+        return await self.classify(pixels)
 
 
 if __name__ == "__main__":

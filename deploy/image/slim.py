@@ -36,8 +36,8 @@ UNUSED = (
     "numpy/**/tests",
     "sympy/**/tests",
 )
+# Libraries whose symbol tables are large: only debuggers read them. Those of CUDA are left as they are.
 STRIPPED = ("torch/lib/libtorch_cpu.so", "torch/lib/libtorch_python.so", "uvloop/*.so")
-"""Libraries whose symbol tables are large: only debuggers read them. Those of CUDA are left as they are."""
 
 
 def slim(packages: Path) -> None:

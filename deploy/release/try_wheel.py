@@ -4,8 +4,6 @@
 documentation and metrics. The wheel for `any` platform is without the compiled resize.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the site has besides docs/: the repository's files that pages link to, and the reference pages."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -12,8 +10,8 @@ from mkdocs.structure.pages import Page
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)#\s]+)")
+# What `oad`, of essentials-openapi, makes of the OpenAPI document.
 HTTP = REPOSITORY / "dist/http.md"
-"""What `oad`, of essentials-openapi, makes of the OpenAPI document."""
 CLIENT = "# Python client\n\nFields of answers are in the [schemas](http.md#schemas).\n\n::: vitserve.client\n"
 
 
@@ -48,8 +46,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def _place(path: Path) -> str:
     """Return where a file of the repository stands in the site."""
-    inside = path.relative_to(REPOSITORY).as_posix()
-    return inside.removeprefix("docs/")
+    return path.relative_to(REPOSITORY).as_posix().removeprefix("docs/")
 
 
 def _outside(page: Path) -> list[Path]:

@@ -1,7 +1,5 @@
 """Writes the OpenAPI document of the service: `python -m deploy.site.openapi dist/openapi.json`."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path

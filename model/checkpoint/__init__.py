@@ -4,8 +4,6 @@ To add a format, write one module here with `FORMAT`, `recognises(files)` and `r
 and add it to `_READERS`. To add a class of transformers, add one `Family` to `huggingface.families`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from dataclasses import replace

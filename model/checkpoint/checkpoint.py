@@ -3,8 +3,6 @@
 A model is made of its backbone, which others may have as well, and its head, a value of a few kilobytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping
@@ -72,7 +70,7 @@ class Checkpoint(Description):
             if is_there:
                 raise CheckpointError(f"{self.source}: {problem}")
 
-    def resized(self, size: Size) -> Checkpoint:
+    def resized(self, size: Size) -> "Checkpoint":
         """Return the same model for an input of (rows, columns) pixels: position embeddings and preprocessing follow.
 
         Raises:

@@ -4,8 +4,6 @@ Optimisers, schedulers and counters beside the network are left aside, and said 
 the averaged one is served, as is usual: an EMA, or a teacher; where that is not one, the operator names it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple

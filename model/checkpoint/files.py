@@ -3,8 +3,6 @@
 All tensors of a checkpoint, whatever file and format hold them, are read by `Files.tensors`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
@@ -39,7 +37,7 @@ class Files:
 
     revision: str | None = None
     digest: str = ""
-    overlay: Files | None = None
+    overlay: "Files | None" = None
     merge: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
 
     def __init__(self, folder: Path, source: str) -> None:

@@ -5,8 +5,6 @@ and progress bars apply as everywhere. Files are fetched when a reader asks for 
 first: a repository that is not a ViT costs no download of weights.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import ModuleType

@@ -5,8 +5,6 @@ same. The activation is JAX's GELU, the tanh approximation, which the weights we
 and transformers run them with the exact GELU).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ A TOML file. `weights` is the key of the copy of a network that is served, of fi
 dimension; `transpose` turns a matrix; an empty `to` leaves a tensor aside. Other names stay as they are.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Mapping

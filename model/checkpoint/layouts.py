@@ -3,8 +3,6 @@
 Each is exact: a name that its rules do not know stays, and is refused. Names of one's own are mapped by `VIT_KEYS`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple

@@ -8,8 +8,6 @@ of a folder is read only where it lies below that folder once all links are foll
 `models--owner--name/snapshots/REVISION` hold links to `models--owner--name/blobs`.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -3,8 +3,6 @@
 W + B A alpha / r, as `merge_and_unload` of peft/tuners/lora/layer.py. Other kinds of adapters are refused by name.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from pathlib import PurePosixPath

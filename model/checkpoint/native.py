@@ -4,8 +4,6 @@
 folder whose calibration is another model's is refused.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The operator's options for a checkpoint: input size, and the preprocessing and labels that some files lack."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path

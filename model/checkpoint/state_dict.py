@@ -6,8 +6,6 @@ Shapes do not tell the number of heads, the place of the norms, the activation a
 may be one that was lost. All that is neither told nor stated is asked for at once, with the command that states it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

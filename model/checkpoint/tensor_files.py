@@ -3,8 +3,6 @@
 Each is read whole into memory, so that a file that is overwritten afterwards changes nothing of what was read.
 """
 
-from __future__ import annotations
-
 import argparse
 import pathlib
 import pickle

@@ -1,7 +1,5 @@
 """From a file's names and layout of tensors to the model's: rules of renaming, joining, and checks against shapes."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping, Sequence

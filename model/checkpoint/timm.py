@@ -3,8 +3,6 @@
 Source of names and defaults: timm/models/_hub.py and timm/data/transforms_factory.py.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal

@@ -6,8 +6,6 @@ model class, in the words of `VisionTransformer`, so that a name alone says the 
 other parts (parallel blocks, differential attention) are refused by name.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Mapping

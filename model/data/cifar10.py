@@ -3,8 +3,6 @@
 Krizhevsky 2009, https://www.cs.toronto.edu/~kriz/cifar.html.
 """
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Final

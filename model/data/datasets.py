@@ -10,8 +10,6 @@ Classes are the sorted names of the folders. Pictures may lie deeper. Hidden fil
 `desktop.ini` are ignored, and so are files beside the class folders; every other file in a class is a picture.
 """
 
-from __future__ import annotations
-
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Labelled pictures: as files that are not yet open, and decoded into arrays by the code that decodes uploads."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os
@@ -11,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +43,7 @@ class PictureFiles:
     name: Callable[[int], str]
 
     @classmethod
-    def of(cls, paths: list[Path], labels: NDArray[np.int64]) -> PictureFiles:
+    def of(cls, paths: list[Path], labels: NDArray[np.int64]) -> Self:
         """Return the pictures at `paths`."""
 
         def read(number: int) -> bytes:
@@ -56,7 +54,7 @@ class PictureFiles:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def take(self, indices: NDArray[np.int64]) -> PictureFiles:
+    def take(self, indices: NDArray[np.int64]) -> "PictureFiles":
         """Return the pictures at `indices`, in that order."""
         return PictureFiles(
             self.labels[indices],

@@ -1,7 +1,5 @@
 """Evaluation of a served model on labelled pictures, through the same predictor that serves them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -5,8 +5,6 @@ are alive at a time: the pass through the network keeps each block's input alone
 when its weights are needed.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, cast
 
 import torch

@@ -4,8 +4,6 @@ Going back through a block's attention takes its output projection, the scale af
 norm before. Each is linear, and some are as cheap to compute as a few small products; together they are one matrix.
 """
 
-from __future__ import annotations
-
 from typing import Final, NamedTuple
 
 import torch

@@ -6,8 +6,6 @@ in the tokens (Mehri et al., CVPR 2025, "LibraGrad", https://arxiv.org/abs/2411.
 operations, so that they compile and export.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch

@@ -1,7 +1,5 @@
 """Maps over the patch grid, made of rows of attention or of what each token mattered."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final

@@ -4,8 +4,6 @@ Rollout and generic attention explainability follow attention through the blocks
 a file of its own. Each returns how much every token mattered.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any, Final
 

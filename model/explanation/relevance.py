@@ -14,8 +14,6 @@ counts by the root of how much of a token arrives at what the head reads: its sq
 that.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Final, NamedTuple
 

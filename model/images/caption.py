@@ -3,8 +3,6 @@
 The font is the one that comes with Pillow, which has the characters of ASCII and hardly any other.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import unicodedata

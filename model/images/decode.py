@@ -15,8 +15,6 @@ Pillow's own pixel limit is left alone, as it holds for the whole process; ours 
 pixels are allocated. `converter` then makes RGB or grey of any mode, a piece of the picture at a time.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import io

@@ -13,8 +13,6 @@ A job is a header in JSON and the file; an answer is a status, JSON and pixels. 
 other may be in the hands of whoever wrote the picture.
 """
 
-from __future__ import annotations
-
 import errno
 import importlib
 import json

@@ -12,8 +12,6 @@ that serving needs no plotting library. Where they come from:
 * jet, hot, bone, gray: piecewise linear functions of old, as matplotlib computes them.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass

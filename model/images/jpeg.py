@@ -3,8 +3,6 @@
 A multi-picture MPO begins with a whole JPEG and is read as JPEG. `model.images.decode` chooses the scale of decoding.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 import sys

@@ -1,7 +1,5 @@
 """PNG (W3C PNG, third edition, section 5): the header, and the file without what a decoder need not see."""
 
-from __future__ import annotations
-
 import zlib
 
 from model.errors import InvalidImage

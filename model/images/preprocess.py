@@ -7,8 +7,6 @@ transformers' PIL transforms use too. Only the order of the work differs: what t
 resized, and the picture is turned when it is small.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ It runs on x86-64 with AVX2, if there was a C compiler when the package was inst
 `resample_part` returns None for, Pillow resizes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Callable, Iterator

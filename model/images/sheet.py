@@ -1,7 +1,5 @@
 """Several drawings in one picture: maps in a row, or a contact sheet with captions. PIL, never torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """The summary of a checkpoint for people: family, sizes, tokens, pooling, preprocessing, memory."""
 
-from __future__ import annotations
-
 import json
 import math
 from importlib.metadata import version

@@ -3,8 +3,6 @@
 timm is an optional package, and is imported when the first of its networks is made. https://github.com/huggingface/pytorch-image-models
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """The text towers of CLIP and SigLIP: tokens in, features out (transformers' modeling_clip.py, modeling_siglip.py)."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Annotated, cast
 

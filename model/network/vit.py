@@ -5,8 +5,6 @@ Dosovitskiy et al. 2020, https://arxiv.org/abs/2010.11929. Parameter names and s
 the paper's model is chosen by `ViTConfig` and built from `model.network.layers`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple

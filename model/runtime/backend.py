@@ -1,12 +1,10 @@
 """The interface between the predictor and the backends, which run the network. No torch is needed."""
 
-from __future__ import annotations
-
 import enum
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +48,7 @@ class BatchRequest:
     all_tokens: bool = False
 
     @classmethod
-    def of(cls, requests: Sequence[RequestedOutputs], config: NetworkConfig) -> BatchRequest:
+    def of(cls, requests: Sequence[RequestedOutputs], config: NetworkConfig) -> Self:
         """Return what a batch of these requests to a model is computed for."""
         maps = [request.map for request in requests if request.map is not None]
         embeddings = tuple(sorted({request.embedding.pool for request in requests if request.embedding is not None}))
@@ -66,16 +64,16 @@ class BatchRequest:
         )
 
     @property
-    def computed(self) -> BatchRequest:
+    def computed(self) -> Self:
         """Return it without what every pass gives and comes to the host on request: what a CUDA graph is made for."""
         return replace(self, logits=False, embeddings=())
 
     @property
-    def of_network(self) -> BatchRequest:
+    def of_network(self) -> Self:
         """Return it without what is made of the network's output."""
         return replace(self.computed, top_k=1)
 
-    def covers(self, other: BatchRequest) -> bool:
+    def covers(self, other: Self) -> bool:
         """Return whether a network that computes this gives all outputs of another request."""
         return (
             other.layers in ((), self.layers)
@@ -110,7 +108,7 @@ class BatchOutputs(NamedTuple, Generic[T]):
     aimed: T | None = None
 
     @classmethod
-    def of(cls, tensors: Mapping[str, T]) -> BatchOutputs[T]:
+    def of(cls, tensors: Mapping[str, T]) -> Self:
         """Return outputs of these names."""
         return cls._make(tensors.get(name) for name in cls._fields)
 

@@ -1,7 +1,5 @@
 """How a predictor's parts are made of a checkpoint with torch: device, dtype, network and backend."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What backends on a CPU have in common: threads, sizes of batches, memory of the heap, native dtypes."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

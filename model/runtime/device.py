@@ -1,7 +1,5 @@
 """The device and dtype to compute in, chosen by the settings' names from what this machine has."""
 
-from __future__ import annotations
-
 import os
 import re
 

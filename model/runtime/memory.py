@@ -1,7 +1,5 @@
 """What a process has of memory: resident, and allocated on a GPU."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

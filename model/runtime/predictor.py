@@ -4,8 +4,6 @@ One thread owns a predictor: it builds it and warms it up. `predict` may then be
 threads at once as there are streams.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -92,7 +90,7 @@ class Predictor:
     """
 
     def __init__(
-        self, checkpoint: Description, parts: Parts | None = None, **options: Unpack[PredictorOptions]
+        self, checkpoint: Description, parts: Parts | None = None, **options: "Unpack[PredictorOptions]"
     ) -> None:
         self.checkpoint, self.config = checkpoint, checkpoint.config
         self.own = checkpoint.head

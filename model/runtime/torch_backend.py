@@ -1,7 +1,5 @@
 """The backends that run the network in torch: their common base, and the one on the CPU."""
 
-from __future__ import annotations
-
 import logging
 import time
 from abc import abstractmethod

@@ -1,7 +1,5 @@
 """The network's pass in torch, from uint8 pixels to its outputs, uncompiled and compiled."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence

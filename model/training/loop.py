@@ -4,8 +4,6 @@ Each epoch draws all its random numbers from (seed, epoch), so that a resumed ru
 uninterrupted run.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@
 Features are what the head reads, so the new head takes the old one's place.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The optimisers of a recipe and their learning rates."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple

@@ -1,7 +1,5 @@
 """A training recipe: every choice that a run depends on, frozen, read from TOML or JSON, and recorded as JSON."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Mapping
@@ -197,7 +195,7 @@ class Recipe(Frozen):
             raise ValueError("a teacher needs an architecture.conv_stem, which starts as its first layers")
         return self
 
-    def override(self, values: Mapping[str, Any] | None = None, /, **fields: Any) -> Recipe:
+    def override(self, values: Mapping[str, Any] | None = None, /, **fields: Any) -> "Recipe":
         """Return the recipe with some fields replaced and all checked again.
 
         Args:

@@ -3,8 +3,6 @@
 Each file is whole or absent, whenever the process ends. The state to resume from never holds code.
 """
 
-from __future__ import annotations
-
 import csv
 import html
 import json

@@ -8,8 +8,6 @@ the identity and keep their norm, batch norms without scale, and mirroring that 
 The teacher is a part of the recipe: its weights are not served.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time
@@ -84,7 +82,7 @@ class TeacherNet(nn.Module):
         assert self.whitening.bias is not None
         return self.whitening.bias
 
-    def convolutions(self) -> list[_Convolution]:
+    def convolutions(self) -> "list[_Convolution]":
         """Return the layers that Muon trains, in order."""
         return [module for module in self.modules() if isinstance(module, _Convolution)]
 

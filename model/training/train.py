@@ -5,8 +5,6 @@
 The test set is measured after the last choice is made: weights, temperature and recipe are fixed by then.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

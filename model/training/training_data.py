@@ -4,8 +4,6 @@ TrivialAugment: Müller and Hutter 2021, https://arxiv.org/abs/2103.10158, table
 the wide one). What comes into view is black.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 A file's answer is a value, or a text that says why there is none.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time
@@ -78,7 +76,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def answers_from(arguments: argparse.Namespace) -> Iterator[Answers]:
+def answers_from(arguments: argparse.Namespace) -> "Iterator[Answers]":
     """Give what the flags name: the server at `--url`, or a model that is loaded here.
 
     Both classify and embed files, and yield each with its answer or a text that says why there is none. `teach` yields

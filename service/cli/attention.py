@@ -1,7 +1,5 @@
 """`vitserve attention FILE|FOLDER... -o OUT`: maps of where the model looked."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """`vitserve calibrate CHECKPOINT`: its temperature, and what sets of labels are made by, from labelled pictures."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 from pathlib import Path

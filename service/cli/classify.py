@@ -1,7 +1,5 @@
 """`vitserve classify FILE|FOLDER...`: labels of files, in-process or through a server."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

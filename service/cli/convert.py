@@ -1,7 +1,5 @@
 """`vitserve convert CHECKPOINT -o DIR`: any checkpoint that is read, as a native folder."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

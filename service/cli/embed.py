@@ -1,7 +1,5 @@
 """`vitserve embed FILE|FOLDER... -o features.npy`: the embeddings of files, in-process or through a server."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`vitserve evaluate`: accuracy and calibration error on labelled pictures; of pictures of no class, how sure it is."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Final

@@ -1,7 +1,5 @@
 """Image files as the subcommands take them, what they print of answers, and what they write."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`vitserve inspect CHECKPOINT`: a checkpoint's summary, without serving it."""
 
-from __future__ import annotations
-
 import argparse
 
 from service.cli.setting_flags import CHECKPOINT_FLAGS, add_setting_flags, settings_from

@@ -4,8 +4,6 @@ Each subcommand is a module of `service.cli` with `add_arguments` and `run`. Onl
 chosen one is imported, so that `vitserve --help` is quick and `vitserve classify --url` needs no torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

@@ -1,7 +1,5 @@
 """`vitserve serve`: runs the service, in one process or in several."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import gc

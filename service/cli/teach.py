@@ -1,7 +1,5 @@
 """`vitserve teach NAME FOLDER`: a head from a folder of pictures for each label, here or in a running server."""
 
-from __future__ import annotations
-
 import argparse
 import unicodedata
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`vitserve train`: train or fine-tune on CIFAR-10 or any folder of pictures; the result is served at once."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -15,8 +15,6 @@ A worker holds each generation that it was told of until it has released it, so 
 no worker has a request of it left. Only here, and in a service of one process, torch is imported.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import signal

@@ -19,8 +19,6 @@ Arrays are a shape and raw bytes; their dtypes are those of the annotations. Tim
 sides run the same code on one machine, so there are no versions.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -280,7 +278,7 @@ class Connection(asyncio.BufferedProtocol):
         FrameError: by the iteration, at what `encode` never makes.
     """
 
-    def __init__(self, on_made: Callable[[Connection], object] = lambda connection: None) -> None:
+    def __init__(self, on_made: "Callable[[Connection], object]" = lambda connection: None) -> None:
         self._on_made = on_made
         self._transport: asyncio.Transport | None = None
         self._ahead = bytearray(AHEAD_BYTES)

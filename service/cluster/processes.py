@@ -1,7 +1,5 @@
 """Wraps the operating system for the supervisor: a clock, signals, processes by fork, and what these report."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

@@ -6,8 +6,6 @@ last request of it has ended. A swap is led by the worker that is asked for it: 
 when one fails, none does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

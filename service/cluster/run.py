@@ -1,7 +1,5 @@
 """Runs a service of several processes: a process for each engine and each web worker."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

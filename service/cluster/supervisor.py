@@ -18,8 +18,6 @@
 The supervisor is a plain loop without threads or an event loop. So it can fork at any time, and little in it can fail.
 """
 
-from __future__ import annotations
-
 import logging
 import signal
 from collections.abc import Callable, Sequence
@@ -65,7 +63,7 @@ class Child:
     """
 
     name: str
-    main: Callable[[Child], int]
+    main: "Callable[[Child], int]"
     stop: signal.Signals
     link: Link = field(default_factory=Link)
     state: int = 0

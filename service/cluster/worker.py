@@ -3,8 +3,6 @@
 No torch: a worker starts fast and stays small.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import socket

@@ -8,8 +8,6 @@ engine answers for the model, too. The last model that leaves closes it. Which o
 `service.models.registry`.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -44,7 +42,7 @@ class Backbones:
         self.lock = threading.Lock()
         self.on_batch = on_batch
 
-    def engine(self, own: Mapping[str, Any]) -> ModelEngine:
+    def engine(self, own: Mapping[str, Any]) -> "ModelEngine":
         """Return the engine of a model with settings of its own, not started yet."""
         return ModelEngine(self, self.settings.model_copy(update=dict(own)))
 

@@ -1,7 +1,5 @@
 """The protocols of an engine, which the web side calls, and of the model runner, which an engine calls."""
 
-from __future__ import annotations
-
 from collections.abc import MutableMapping, Sequence
 from typing import Any, Protocol
 

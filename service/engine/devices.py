@@ -3,8 +3,6 @@
 Nothing here loads CUDA, which does not survive a fork: the supervisor asks, and its children compute.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

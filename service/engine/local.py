@@ -11,8 +11,6 @@ timer of the event loop, which answers however busy the threads are; the queue l
 computes longer than `batch_seconds` fails the engine, though its thread never comes back.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

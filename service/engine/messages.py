@@ -4,8 +4,6 @@ Only intervals cross from the engine to the web side, never clock readings: two 
 share a clock.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -7,8 +7,6 @@ launched only while no other image waits, or when maps have waited for long. Ima
 load something, as torch, go there too, until that is loaded.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence

@@ -3,8 +3,6 @@
 Requests take turns, a few texts each: one with many new texts delays others by a few of its own at a time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import OrderedDict

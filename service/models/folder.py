@@ -7,8 +7,6 @@
 Names of files in a `NAME.toml` are relative to the folder. Other files, and what begins with a dot, are no entries.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Mapping

@@ -10,8 +10,6 @@ preprocessing. The next generation is loaded beside the one that serves:
 `service.cluster.remote_model` is what web workers have in its place.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -6,8 +6,6 @@
 The folder is the truth: what is loaded or deleted over HTTP lasts until the folder is read again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

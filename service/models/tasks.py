@@ -1,7 +1,5 @@
 """Work that goes on though whoever asked for it is gone."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar

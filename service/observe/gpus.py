@@ -4,8 +4,6 @@ It needs the extra `gpu` (nvidia-ml-py). Without it, or without a driver, the me
 once: a zero would be a lie.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import threading

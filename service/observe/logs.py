@@ -1,7 +1,5 @@
 """The service's log: lines for people, or a JSON object a line."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -7,8 +7,6 @@ With several processes each counts into files of its own in one private folder, 
 them up (`prometheus_client.multiprocess`) and adds what is read instead of counted: engines, model, pictures, GPUs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ It needs the extra `otel`, and is imported only where spans are exported (`servi
 variables `OTEL_...` are read by the SDK.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

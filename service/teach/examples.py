@@ -8,8 +8,6 @@ Methods block for some milliseconds: call them from a thread. Each raises `Heads
 used.
 """
 
-from __future__ import annotations
-
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence

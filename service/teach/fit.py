@@ -3,8 +3,6 @@
 `python -m service.teach.fit FOLDER` fits each head of the folder whose examples have changed.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -6,8 +6,6 @@ The file of examples is all that processes share, so workers and replicas with o
 that the child holds makes it the only one that fits; whatever ends, the next look starts it again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import hashlib

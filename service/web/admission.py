@@ -8,8 +8,6 @@
 A body crawls when it arrives more slowly than `MIN_BODY_RATE`. All of it belongs to one event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time
@@ -69,7 +67,7 @@ class Limiter:
         if self.in_use + count > self.capacity:
             await asyncio.sleep(0)
 
-    def permit(self) -> Permit:
+    def permit(self) -> "Permit":
         """Take one place, and return the permit that holds it; raises `QueueFull` if none is free."""
         permit = Permit(self)
         permit.extend()
@@ -134,7 +132,7 @@ class Body:
 
     end: Callable[[], None]
 
-    def __init__(self, receiving: Receiving) -> None:
+    def __init__(self, receiving: "Receiving") -> None:
         self.size = 0
         self.gave_way = False
         self.began = self.paid_until = 0.0

@@ -1,7 +1,5 @@
 """API keys: which requests need a key, and how many requests each key has in flight."""
 
-from __future__ import annotations
-
 import hmac
 import re
 from collections import Counter

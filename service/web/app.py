@@ -3,8 +3,6 @@
 Engines are handed in: nothing here imports a model or torch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

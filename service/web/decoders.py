@@ -3,8 +3,6 @@
 They start when they are needed, and stay for the next job. What they may do is said in `model.images.decoder_process`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -5,8 +5,6 @@ expires; a sorted set has their ids by age, so that the oldest go first when the
 be stored costs its answer the id and nothing else.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

@@ -10,8 +10,6 @@
 https://doi.org/10.1145/248156.248171.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math
@@ -60,7 +58,7 @@ class Entry:
         charged: seconds of work that its caller is charged for it.
     """
 
-    share: _Share[Any]
+    share: "_Share[Any]"
 
     def __init__(self, size: float, deadline: float) -> None:
         self.size = size
@@ -213,7 +211,7 @@ class Job(Entry, Generic[T]):
     """
 
     def __init__(
-        self, size: float, deadline: float, work: Callable[[], T] | None, leave: Callable[[Job[Any]], object]
+        self, size: float, deadline: float, work: Callable[[], T] | None, leave: "Callable[[Job[Any]], object]"
     ) -> None:
         super().__init__(size, deadline)
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

@@ -7,8 +7,6 @@ RequestContextMiddleware      request id, start time, metrics, log line
         routes
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -58,7 +56,7 @@ def request_id_from(given: str) -> str:
     return given if given and _REQUEST_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
 
 
-def request_context(scope: Scope) -> RequestContext:
+def request_context(scope: Scope) -> "RequestContext":
     """Return the context of a request that came through `RequestContextMiddleware`."""
     context: RequestContext = scope[_CONTEXT]
     return context

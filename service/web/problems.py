@@ -1,7 +1,5 @@
 """The table from errors to HTTP, and the problem documents (RFC 9457) made from it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from http import HTTPStatus

@@ -8,8 +8,6 @@ Everything that a request holds is given back where `admit` ends: its places, th
 model, which stays the same on the whole way.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import itertools
@@ -253,7 +251,7 @@ class Service:
         if free <= self.limiter.capacity // 2:
             self.limiter.check(1 + self.receiving.newcomers(free))
 
-    def admit(self, request: Request, model: Model, *, needs_place: bool = True) -> AdmittedRequest:
+    def admit(self, request: Request, model: Model, *, needs_place: bool = True) -> "AdmittedRequest":
         """Admit a request over HTTP; see `AdmittedRequest`."""
         context, connection = request_context(request.scope), connection_of(request.scope)
         context.model = model.info.name
@@ -344,7 +342,7 @@ class AdmittedRequest:
         self._generations.append(model.generation)
         model.generation.begin()
 
-    def by(self, model: Model) -> AdmittedRequest:
+    def by(self, model: Model) -> Self:
         """Return the same request as another model is to answer it, which it belongs to until it ends."""
         other = copy.copy(self)
         other.choose(model)

@@ -1,7 +1,5 @@
 """Runs a service of one process: web worker and engine share it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from functools import partial

@@ -4,8 +4,6 @@ Nothing is written to disk, and nothing is kept of parts that are no file. A bod
 limit is passed, not when its end is reached.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
@@ -259,7 +257,7 @@ def from_base64(text: str) -> bytearray:
     return data
 
 
-def _form_parser(boundary: bytes, form: _Form) -> Callable[[bytes], object]:
+def _form_parser(boundary: bytes, form: "_Form") -> Callable[[bytes], object]:
     """Return what feeds a form; the form does not hold its parser: a circle would keep the files in memory."""
     parser = MultipartParser(
         boundary,

@@ -48,8 +48,8 @@ def test_the_generator_counts_answers_refusals_and_closed_connections(tmp_path):
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         load = Loader([picture], OURS)
         async with server:
-            opened = await asyncio.to_thread(load.open, url, rate=100, seconds=0.3)
-            return opened, await asyncio.to_thread(load.closed, url, connections=2, seconds=0.2)
+            opened = await asyncio.to_thread(load.run, url, rate=100, seconds=0.3)
+            return opened, await asyncio.to_thread(load.run, url, connections=2, seconds=0.2)
 
     opened, closed = asyncio.run(run())
     assert len(seen) >= opened.rate * 0.3 + opened.refused + opened.broken > 3
@@ -151,7 +151,7 @@ def test_the_bundled_model_is_measured_from_the_command_line(
     for number in range(4):
         colours = np.random.default_rng(number).integers(0, 256, (2, 2, 3), dtype=np.uint8)
         Image.fromarray(colours.repeat(16, axis=0).repeat(16, axis=1)).save(tmp_path / f"{number}.png")
-    assert main(["--data", str(tmp_path), "--steps", "4", "--methods", "cls", "gae"]) == 0
+    main(["--data", str(tmp_path), "--steps", "4", "--methods", "cls", "gae"])
     told = capsys.readouterr().out
     assert "4 pictures, 4 steps" in told
     assert [line.split()[1] for line in told.splitlines() if line.startswith("| ")][2:] == [RANDOM, "cls", "gae"]

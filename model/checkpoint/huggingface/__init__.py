@@ -1,7 +1,5 @@
 """Hugging Face's layout: `config.json`, weights, an image processor's JSON, as `save_pretrained` writes them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from pathlib import PurePosixPath

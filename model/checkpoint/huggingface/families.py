@@ -5,8 +5,6 @@ those that version 5 has in memory, with the model's own part before them (`vit.
 save them. To add a class, add one `Family` to `FAMILIES`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

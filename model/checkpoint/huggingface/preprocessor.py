@@ -5,8 +5,6 @@ done; only where no file names a class is it that of the model's own family. Num
 filter) must be in the file.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field

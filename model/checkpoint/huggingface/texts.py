@@ -5,8 +5,6 @@ times the scale, are the head's rows, so that the model is served as any other. 
 files only data are taken, so that nothing in a checkpoint names code to run.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile
@@ -80,7 +78,7 @@ class Texts(NamedTuple):
 
     labels: tuple[str, ...]
     zero_shot: ZeroShot
-    tower: TextEmbedder
+    tower: "TextEmbedder"
 
 
 def read_texts(

@@ -4,8 +4,6 @@
 perhaps with fewer tokens than k and v, and returns q's shape.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Final, NamedTuple
 

@@ -1,7 +1,5 @@
 """The encoder block and its parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Final, NamedTuple
 

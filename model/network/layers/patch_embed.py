@@ -1,7 +1,5 @@
 """Patch embeddings, which turn pixels into tokens, and PatchDropout, which trains on a random part of these."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

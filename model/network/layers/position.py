@@ -1,7 +1,5 @@
 """Position embeddings of the patches: learned, fixed and relative."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

@@ -4,8 +4,6 @@ Kolesnikov et al. 2019 (BiT, https://arxiv.org/abs/1912.11370); parameter names 
 (`timm/models/resnetv2.py`, `preact=False`).
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 

@@ -4,8 +4,6 @@ Su et al. 2021, https://arxiv.org/abs/2104.09864; for pictures Heo et al. 2024, 
 timm/layers/pos_embed_sincos.py. A score then depends on where the key is from the query. Values are not turned.
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """The backend that runs the network in torch on a GPU, through the batch launcher and its captured graphs."""
 
-from __future__ import annotations
-
 import logging
 import time
 from dataclasses import replace

@@ -11,8 +11,6 @@ them never run at the same time. Nobody waits for the device while holding the l
 Nothing here is particular to CUDA; `model.runtime.cuda.ops` holds what is.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable, Sequence

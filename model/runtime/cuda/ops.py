@@ -4,8 +4,6 @@ See https://docs.pytorch.org/docs/stable/notes/cuda.html (streams, pinned memory
 a machine without a GPU; its tests are skipped there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 

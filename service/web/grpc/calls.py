@@ -1,7 +1,5 @@
 """The server, the methods of the service, and the way of a call, as `service.web.middleware` is that of a request."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping

@@ -4,8 +4,6 @@ A message is bounded before it is parsed: a few bytes may stand for a large obje
 https://protobuf.dev/programming-guides/encoding/
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 

@@ -1,7 +1,5 @@
 """The documents that describe the server and its model: metadata, configuration, statistics."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Final
 

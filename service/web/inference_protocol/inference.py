@@ -1,12 +1,10 @@
 """What becomes of an inference request: its inputs checked, its pictures computed, its outputs chosen."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -161,7 +159,7 @@ class Inference:
     binary: bool
 
     @classmethod
-    def of(cls, request: InferenceRequest, info: ModelInfo, *, limit: int) -> Inference:
+    def of(cls, request: InferenceRequest, info: ModelInfo, *, limit: int) -> Self:
         """Return what a request asks of a model, of at most `limit` pictures.
 
         Raises:

@@ -4,8 +4,6 @@ A BYTES element is preceded by its length, 4 bytes little endian; numbers are li
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """GET and POST /attention: a map of where the model looked, as a picture, JSON or a NumPy file."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Final, Literal

@@ -4,8 +4,6 @@ https://pytorch.org/serve/inference_api.html
 https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-inference-code.html
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace

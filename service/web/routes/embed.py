@@ -1,7 +1,5 @@
 """POST /embed and POST /embed/batch: the embeddings of pictures, as JSON, a NumPy file or base64."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Sequence
 from functools import partial

@@ -5,8 +5,6 @@ cost a request as much of the event loop's time as all of our code. Here the que
 that OpenAPI shows, the function is called, and errors rise to `service.web.middleware.ProblemMiddleware`.
 """
 
-from __future__ import annotations
-
 import difflib
 import io
 import re
@@ -83,7 +81,7 @@ class Application(FastAPI):
         endpoints: by method and path those whose path has no parameters, which are found without matching all paths.
     """
 
-    endpoints: Mapping[tuple[str, str], Endpoint] = MappingProxyType({})
+    endpoints: "Mapping[tuple[str, str], Endpoint]" = MappingProxyType({})
 
     def set_routes(self, routes: Sequence[BaseRoute]) -> None:
         """Set all routes; the first that takes a method and a path answers."""

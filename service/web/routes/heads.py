@@ -3,8 +3,6 @@
 With keys set a key teaches the heads that it began; the admin key teaches all, and deletes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import unicodedata
 from typing import Annotated, Any, Final

@@ -3,8 +3,6 @@
 A model's name may hold slashes, so longer paths come first. Of a function's decorators the lowest is the first.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, Final
 

@@ -3,8 +3,6 @@
 Whoever has it decides what is served. What is named over HTTP lies below VIT_CHECKPOINT_FOLDER.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The routes of operators and their tools: /model, /labels, /healthz, /readyz, /metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from importlib.metadata import version

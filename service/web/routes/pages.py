@@ -3,8 +3,6 @@
 Browsers ask for a file again each time, and are answered with 304 while it is the same.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import re
