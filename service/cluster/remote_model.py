@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from model.images.preprocess import ModelInput
 from service.cluster import frames
-from service.engine.backbones import What
+from service.engine.local import What
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import EngineUnavailable, ServiceError, SwapUnderWay
 from service.models.generation import Generation, ModelState, ServedModel
