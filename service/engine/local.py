@@ -338,9 +338,13 @@ class ModelEngine:
 
     async def close(self) -> None:
         """Leave the backbone, which is closed with its last model; see `LocalEngine.close`."""
-        backbone, pool = self.backbone, self._backbones
+        pool = self._backbones
         with pool.lock:
-            self._closed = True
+            self._closed = True  # its thread hands it over to nobody any more
+        if self._joined is not None:
+            self.changed()  # it has, and the event loop has not seen it yet
+        backbone = self.backbone
+        with pool.lock:
             users = pool.users.get(backbone, [])
             if self in users:
                 users.remove(self)
