@@ -329,7 +329,7 @@ class RemoteModels(Models):
         self.engines = tuple(engines)
         super().__init__({"": RemoteModel(engines)})
         self._known: dict[str, RemoteModel] = {}  # one that is deleted may have requests left
-        self._leads = False
+        self._leading = asyncio.Lock()
 
     def status_of(self, key: str) -> ListedModel:
         """Return the status of the model that stands there in `served`, as the first engine that knows it has it."""
@@ -391,13 +391,10 @@ class RemoteModels(Models):
             await asyncio.sleep(_RELOAD_SECONDS)
 
     async def _lead(self, model: RemoteModel, what: What) -> None:
-        if self._leads:
+        if self._leading.locked():
             raise SwapUnderWay(UNDER_WAY)
-        self._leads = True
-        try:
+        async with self._leading:
             await model.replace(what)
-        finally:
-            self._leads = False
 
     def _changed(self) -> None:
         """Look at the engines, one of which has other models, or another status."""
