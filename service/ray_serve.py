@@ -16,10 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from model.errors import first_problem
-from service.engine.backbones import Backbones, ModelEngine, What
 from service.engine.devices import fit_to_machine
 from service.engine.loading import load_predictor
-from service.engine.local import BATCH_SECONDS, Loader
+from service.engine.local import BATCH_SECONDS, Backbones, Loader, ModelEngine, What
 from service.errors import EngineUnavailable, Forbidden, SettingsError
 from service.lifecycle import freeze_objects, trim_regularly
 from service.models.generation import Generation

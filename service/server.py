@@ -168,9 +168,7 @@ class Server:
             while True:
                 connection, _ = listener.accept()
                 task = loop.create_task(
-                    loop.connect_accepted_socket(
-                        lambda: self.connections.protocol(config, state, self._uvicorn.lifespan.state), connection
-                    )
+                    loop.connect_accepted_socket(lambda: self.connections.protocol(config, state), connection)
                 )
                 self._let_in_last.add(task)
                 task.add_done_callback(self._let_in_last.discard)

@@ -19,9 +19,8 @@ from model.runtime.cuda.backend import Cuda
 from model.runtime.cuda.batch_launcher import DeviceOps
 from model.runtime.cuda.ops import CudaOps
 from model.runtime.device import choose_device, choose_dtype, gpu_identifier
-from model.runtime.openvino.backend import REASON, OpenVino, unsupported_reason
+from model.runtime.openvino.backend import REASON, OpenVino, OpenVinoNetwork, unsupported_reason
 from model.runtime.openvino.kept import Keep
-from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.openvino.tracing import traced_network
 from model.runtime.torch_backend import TorchCpu, TorchOptions
 

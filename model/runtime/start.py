@@ -14,9 +14,8 @@ from model.heads import Floats
 from model.runtime.backend import Parts, ThreadPolicy
 from model.runtime.cpu import default_batch, default_streams
 from model.runtime.memory import Meter
-from model.runtime.openvino.backend import REASON, OpenVino
+from model.runtime.openvino.backend import REASON, OpenVino, OpenVinoNetwork
 from model.runtime.openvino.kept import Entry, Keep, Manifest
-from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.predictor import Predictor
 
 if TYPE_CHECKING:

@@ -30,8 +30,7 @@ from model.errors import NewProcessNeeded
 from service.cluster import frames
 from service.cluster.processes import SERVING, Report
 from service.cluster.supervisor import TRY_AGAIN, Child
-from service.engine.backbones import Backbones, ModelEngine
-from service.engine.local import Loader
+from service.engine.local import Backbones, Loader, ModelEngine
 from service.errors import CheckpointRefused, EngineUnavailable, InferenceFailed, ServiceError
 from service.lifecycle import release_memory, trim_regularly
 from service.models.generation import Generation

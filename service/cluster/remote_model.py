@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from model.images.preprocess import ModelInput
 from service.cluster import frames
-from service.engine.backbones import What
+from service.engine.local import What
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import EngineUnavailable, ServiceError, SwapUnderWay
 from service.models.generation import Generation, ModelState, ServedModel
@@ -327,7 +327,7 @@ class RemoteModels(Models):
         self.engines = tuple(engines)
         super().__init__({"": RemoteModel(engines)})
         self._known: dict[str, RemoteModel] = {}  # one that is deleted may have requests left
-        self._leads = False
+        self._leading = asyncio.Lock()
 
     def status_of(self, key: str) -> ListedModel:
         """Return the status of the model that stands there in `served`, as the first engine that knows it has it."""
@@ -389,13 +389,10 @@ class RemoteModels(Models):
             await asyncio.sleep(_RELOAD_SECONDS)
 
     async def _lead(self, model: RemoteModel, what: What) -> None:
-        if self._leads:
+        if self._leading.locked():
             raise SwapUnderWay(UNDER_WAY)
-        self._leads = True
-        try:
+        async with self._leading:
             await model.replace(what)
-        finally:
-            self._leads = False
 
     def _changed(self) -> None:
         """Look at the engines, one of which has other models, or another status."""

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Generic, Literal, TypeVar
 
-from service.engine.backbones import ModelEngine, What
 from service.engine.base import Engine
+from service.engine.local import ModelEngine, What
 from service.engine.messages import ModelInfo
 from service.models.tasks import Tasks
 

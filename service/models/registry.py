@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from model.heads import Head, with_labels
-from service.engine.backbones import ModelEngine, What
+from service.engine.local import ModelEngine, What
 from service.engine.messages import EngineStatus, ModelInfo
 from service.errors import (
     CheckpointRefused,

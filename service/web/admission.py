@@ -120,7 +120,7 @@ class Permit:
 
 
 class Body:
-    """A request's body; as a context manager it counts while that lasts.
+    """A request's body.
 
     Attributes:
         size: bytes of it that are counted.
@@ -132,17 +132,10 @@ class Body:
 
     end: Callable[[], None]
 
-    def __init__(self, receiving: "Receiving") -> None:
+    def __init__(self) -> None:
         self.size = 0
         self.gave_way = False
         self.began = self.paid_until = 0.0
-        self._receiving = receiving
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._receiving.give_back(self)
 
 
 class Receiving:
@@ -158,10 +151,6 @@ class Receiving:
         self.in_use = 0
         self._clock = clock
         self._arriving: dict[Body, None] = {}
-
-    def body(self) -> Body:
-        """Return a new body, whose bytes count until its context ends."""
-        return Body(self)
 
     @contextlib.contextmanager
     def arriving(self, body: Body, end: Callable[[], None]) -> Iterator[None]:
@@ -200,7 +189,7 @@ class Receiving:
         body.size += count
 
     def give_back(self, body: Body) -> None:
-        """Count the bytes of a body no more."""
+        """Count the bytes of a body no more: its request is answered."""
         self.in_use -= body.size
         body.size = 0
 

@@ -54,7 +54,7 @@ from service.models.registry import Models
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.teach.heads import TaughtHeads
-from service.web.admission import Limiter, Permit, Receiving
+from service.web.admission import Body, Limiter, Permit, Receiving
 from service.web.decoders import Decoded, Decoders
 from service.web.image_stores import ImageStore, id_of_kind, new_image_id
 from service.web.lanes import Deadline, Job, Lane
@@ -303,7 +303,7 @@ class AdmittedRequest:
         self.caller_left = False
         self._needs_place = needs_place
         self._caller = sender.caller
-        self._body = service.receiving.body()
+        self._body = Body()
         self._permit = Permit(service.limiter)
         self._generations: list[Generation[Engine]] = []  # of all models that answer
         self._reading = False

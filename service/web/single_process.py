@@ -6,8 +6,7 @@ from functools import partial
 from pathlib import Path
 from weakref import WeakSet
 
-from service.engine.backbones import Backbones, ModelEngine
-from service.engine.local import Loader
+from service.engine.local import Backbones, Loader, ModelEngine
 from service.engine.messages import ModelInfo
 from service.lifecycle import Lifecycle, Terminal, freeze_objects, release_memory, trim_regularly
 from service.models.generation import Generation

@@ -21,9 +21,8 @@ from model.errors import DeviceError
 from model.outputs import POOLINGS, AttentionMap, EmbeddingRequest, Outputs, RequestedOutputs
 from service.cluster.engine_process import EngineServer
 from service.cluster.remote_model import EngineClient, RemoteModels
-from service.engine.backbones import What
 from service.engine.base import Engine
-from service.engine.local import LocalEngine
+from service.engine.local import LocalEngine, What
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import EngineUnavailable, Forbidden
 from service.models.generation import LocalModel

@@ -43,7 +43,7 @@ from model.description import Description
 from model.errors import first_line
 from model.heads import Head
 from model.runtime.backend import BatchOutputs, BatchRequest
-from model.runtime.openvino.network import NetworkGraph, core, openvino_package
+from model.runtime.openvino.backend import NetworkGraph, core, openvino_package
 
 if TYPE_CHECKING:
     from model.checkpoint import Checkpoint

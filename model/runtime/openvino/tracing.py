@@ -15,7 +15,7 @@ from model.explanation.folded_weights import fold
 from model.network.library import Classifier
 from model.network.vit import VisionTransformer
 from model.runtime.backend import BatchOutputs, BatchRequest, noise_images
-from model.runtime.openvino.network import (
+from model.runtime.openvino.backend import (
     REFERENCE_COUNT,
     NetworkGraph,
     OpenVinoNetwork,

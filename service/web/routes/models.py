@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.engine.backbones import What
+from service.engine.local import What
 from service.errors import Forbidden, InvalidParameter, MalformedRequest, NameTaken, Unauthorized, UnknownModel
 from service.models.folder import PATHS, check_name, model_settings
 from service.settings import Settings

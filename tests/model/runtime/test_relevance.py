@@ -17,9 +17,9 @@ from model.errors import DeviceError
 from model.explanation.methods import explain
 from model.outputs import EmbeddingRequest, MapRequest, Outputs, RequestedOutputs
 from model.runtime.backend import BatchRequest, HostOutputs
-from model.runtime.openvino import network, tracing
-from model.runtime.openvino.backend import OpenVino, unsupported_reason
-from model.runtime.openvino.network import OpenVinoNetwork
+from model.runtime.openvino import backend as openvino_backend
+from model.runtime.openvino import tracing
+from model.runtime.openvino.backend import OpenVino, OpenVinoNetwork, unsupported_reason
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import TorchBackend, TorchCpu
 from model.runtime.torch_pass import Normalise
@@ -127,7 +127,7 @@ class TestOpenVino:
     @pytest.mark.usefixtures("no_explanations")
     def test_its_graph_gives_it(self, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if family != "registers":  # which has a graph for each of some batch sizes; others have one for any
-            monkeypatch.setattr(network, "_FIXED_BYTES", 1)
+            monkeypatch.setattr(openvino_backend, "_FIXED_BYTES", 1)
         predictor = made(family, "openvino")
         backend = predictor._backend
         assert isinstance(backend, OpenVino)
@@ -140,7 +140,7 @@ class TestOpenVino:
         require_explanation(predictor, images, 0, found)
 
     def test_torch_computes_it_until_the_graph_is_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(network, "_FIXED_BYTES", 1)
+        monkeypatch.setattr(openvino_backend, "_FIXED_BYTES", 1)
         predictor = made("plain", "openvino")
         go, calls = threading.Event(), []
 
@@ -163,7 +163,7 @@ class TestOpenVino:
     def test_a_graph_that_gives_another_relevance_is_not_used(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(network, "_FIXED_BYTES", 1)
+        monkeypatch.setattr(openvino_backend, "_FIXED_BYTES", 1)
         predictor = made("plain", "openvino")
         backend, named = predictor._backend, OpenVinoNetwork._named
         assert isinstance(backend, OpenVino)
@@ -180,7 +180,7 @@ class TestOpenVino:
         require_explanation(predictor, images, 1, predict(predictor, images, top_k=1, maps=[None, RELEVANCE]))
 
     def test_its_graphs_share_the_checkpoints_weights(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(network, "_FIXED_BYTES", 1)
+        monkeypatch.setattr(openvino_backend, "_FIXED_BYTES", 1)
         predictor = made("plain", "openvino")
         traced: list[torch.nn.Parameter] = []
 

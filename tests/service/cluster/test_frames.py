@@ -170,7 +170,8 @@ def test_what_is_sent_is_what_arrives_however_the_stream_is_cut(sent: list[frame
 
 @given(sizes=st.lists(st.integers(1, 80_000), max_size=5), cuts=st.lists(st.integers(0, 300_000), max_size=5))
 def test_pictures_longer_and_shorter_than_what_is_read_ahead_arrive(sizes: list[int], cuts: list[int]) -> None:
-    sent = [frames.Call(n, SUBMIT.of("m", n, noise(n, size), RequestedOutputs(1), 1)) for n, size in enumerate(sizes)]
+    images = [InferenceRequest(noise(n, size), RequestedOutputs(1)) for n, size in enumerate(sizes)]
+    sent = [frames.Call(n, SUBMIT.of("m", n, image, 1)) for n, image in enumerate(images)]
     data, places = b"".join(map(frames.encode, sent)), [0, *sorted(cuts), 400_000]
     found = asyncio.run(received(*(data[begin:end] for begin, end in pairwise(places))))
     assert found == sent

@@ -16,8 +16,7 @@ from model.images.preprocess import ModelInput, Region
 from service.cluster import frames
 from service.cluster.engine_process import EngineServer
 from service.cluster.remote_model import EngineClient, RemoteImageStore, RemoteModel, RemoteModels
-from service.engine.backbones import What
-from service.engine.local import LocalEngine
+from service.engine.local import LocalEngine, What
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import CheckpointRefused, EngineUnavailable, SwapUnderWay, UnknownModel
 from service.models.registry import LocalModels, Version

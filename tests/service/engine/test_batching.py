@@ -1,6 +1,7 @@
 """The batch queue against a model of it, with a clock that only the tests move."""
 
 from collections import Counter
+from collections.abc import Hashable
 
 import pytest
 from hypothesis import settings
@@ -38,7 +39,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue: BatchQueue[int] = BatchQueue(capacity=capacity, max_delay=max_delay, clock=self.clock)
         self.put_count = 0
         self.waiting: list[Entry[int]] = []
-        self.turns: list[str] = []
+        self.turns: list[Hashable] = []
         self.known: list[Entry[int]] = []
         self.left: Counter[int] = Counter()
         self.closed = False
@@ -90,7 +91,7 @@ class QueueMachine(RuleBasedStateMachine):
         if self.max_delay and not full and now < release_at:
             assert poll == Poll(wait=release_at - now)
             return poll
-        batch = []
+        batch: list[Entry[int]] = []
         while self.waiting and len(batch) < self.max_batch:
             batch.append(self.of_caller(self.turns[0])[0])
             self.turns.append(self.turns.pop(0))
@@ -110,7 +111,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.clock.now += poll.wait / 2
             self.polled()
 
-    def of_caller(self, caller: str) -> list[Entry[int]]:
+    def of_caller(self, caller: Hashable) -> list[Entry[int]]:
         return [entry for entry in self.waiting if entry.caller == caller]
 
     def expire(self) -> None:

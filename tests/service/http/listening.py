@@ -89,7 +89,7 @@ async def listening(max_connections: int = MAX_CONNECTIONS, **settings: Any) -> 
     config.load()
     state = ServerState()
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: connections.protocol(config, state, {}), "127.0.0.1", 0)
+    server = await loop.create_server(lambda: connections.protocol(config, state), "127.0.0.1", 0)
     try:
         yield Listening(service, server.sockets[0].getsockname()[1], connections)
     finally:

@@ -157,6 +157,9 @@ FORMS: dict[str, Form] = {
     "HTTP/1.0 in chunks": refused(chunked(chunk() + LAST).replace(b"HTTP/1.1", b"HTTP/1.0")),
     "HTTP/2": refused(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
     "an offer of h2c with a body": kept(post(PNG, FITS, b"Connection: upgrade", b"Upgrade: h2c"), 200),
+    "an offer of h2c with a body in chunks": kept(
+        post(chunk() + LAST, b"Transfer-Encoding: chunked", b"Connection: upgrade", b"Upgrade: h2c") + GET, 200, 200
+    ),
     "an offer of WebSocket": kept(
         get(b"Connection: Upgrade", b"Upgrade: websocket", b"Sec-WebSocket-Version: 13"), 200
     ),

@@ -25,7 +25,8 @@ SHORT = [form.sent for form in FORMS.values() if len(form.sent) < 1000 and form.
 
 
 def pass_time(server: Listening, seconds: float) -> None:
-    server.connections.check(asyncio.get_running_loop().time() + seconds)
+    for connection in [*server.connections.open, *server.connections.ending]:
+        connection.check(asyncio.get_running_loop().time() + seconds)
 
 
 async def converse(pieces: list[bytes]) -> tuple[object, ...]:
@@ -146,7 +147,7 @@ async def test_a_head_may_have_64_kib(size: int, status: int) -> None:
 async def test_a_head_that_is_late_is_408_and_who_never_asks_is_closed() -> None:
     async with listening() as server, server.connect() as slow, server.connect() as silent:
         await slow.send(HALF_A_HEAD)
-        await until(lambda: any(guard.head_size for guard in server.connections.open))
+        await until(lambda: any(guard.head for guard in server.connections.open))
         pass_time(server, HEAD_SECONDS - 1)
         assert len(server.connections.open) == 2
         pass_time(server, HEAD_SECONDS + 1)
@@ -307,7 +308,7 @@ async def test_leaving_cancels_the_request_that_is_being_answered() -> None:
         await until(lambda: server.app.metric("vit_cancelled_total") == 1)
         assert server.app.engine.cancelled == 1
         assert service_in(server.app).limiter.in_use == 0
-        assert not server.connections.open and not server.connections.waiting
+        assert not server.connections.open
 
 
 @on_a_loop

@@ -83,7 +83,7 @@ class Wire:
         self.requests: list[Request] = []
         self.socket = Socket()
         self._rest = b""
-        self._guard = connections.protocol(config, ServerState(), {})
+        self._guard = connections.protocol(config, ServerState())
         self._guard.connection_made(self.socket)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

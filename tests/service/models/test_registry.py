@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from model.errors import CheckpointError
-from service.engine.backbones import Backbones
+from service.engine.local import Backbones
 from service.engine.messages import ModelInfo
 from service.errors import (
     CheckpointRefused,
@@ -119,6 +120,22 @@ async def test_models_of_one_backbone_share_its_engine_and_the_last_one_closes_i
         await models.delete("b.1")
         await until(lambda: disk.retired == 2)
         assert other.status.state == "closed"
+
+
+@on_a_loop
+async def test_a_model_that_is_closed_as_its_backbone_is_handed_over_does_not_keep_it() -> None:
+    disk, told = Disk(), list[str]()
+    pool = Backbones(load_settings(), disk.load, lambda _: None)
+    one, two = (pool.engine({"checkpoint": name}) for name in ("a.1", "a.2"))
+    one.start(lambda: None)
+    await until(lambda: one.ready)
+    two.start(lambda: told.append(two.status.state))
+    while len(pool.users[one.backbone]) < 2:  # the event loop stands still: it does not hear of it
+        time.sleep(0.001)
+    await two.close()
+    assert (set(disk.live["a"].heads), told) == ({"a.1"}, ["ready"])
+    await one.close()
+    assert (one.status.state, pool.users) == ("closed", {})
 
 
 @on_a_loop

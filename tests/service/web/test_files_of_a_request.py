@@ -9,8 +9,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from service.engine.backbones import Backbones
 from service.engine.loading import load_predictor
+from service.engine.local import Backbones
 from service.lifecycle import Lifecycle
 from service.models.registry import LocalModels
 from service.observe.metrics import Metrics
@@ -22,7 +22,7 @@ from tests.launcher import until
 from tests.model.images.pictures import encode, noise
 
 REPOSITORY = Path(__file__).parents[3]
-MOST = 26
+MOST = 24
 
 
 class Recorder:

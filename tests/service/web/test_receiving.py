@@ -25,7 +25,8 @@ class Bodies:
         self.stack = ExitStack()
 
     def arrive(self, name: str, size: int = 0) -> Body:
-        body = self.stack.enter_context(self.receiving.body())
+        body = Body()
+        self.stack.callback(self.receiving.give_back, body)
         self.stack.enter_context(self.receiving.arriving(body, lambda: self.ended.append(name)))
         self.receiving.add(body, size)
         return body
@@ -34,7 +35,7 @@ class Bodies:
 def test_a_body_that_has_arrived_leaves_no_circle_to_the_collector() -> None:
     class Request:
         def __init__(self, receiving: Receiving) -> None:
-            self.body = receiving.body()
+            self.body = Body()
             with receiving.arriving(self.body, self.end):
                 receiving.add(self.body, 1)
 
@@ -78,13 +79,14 @@ def test_for_memory_the_largest_that_crawl_give_way_and_no_more_than_must() -> N
 
 def test_a_body_that_is_here_gives_way_to_none_and_its_bytes_count_until_it_is_answered() -> None:
     bodies = Bodies(capacity=100)
-    with bodies.receiving.body() as body:
-        with bodies.receiving.arriving(body, lambda: bodies.ended.append("whole")):
-            bodies.receiving.add(body, 100)
-        bodies.clock.now += 10
-        with pytest.raises(ReceivingFull, match="100 bytes"):
-            bodies.arrive("newcomer", 1)
-        assert bodies.receiving.in_use == 100
+    body = Body()
+    with bodies.receiving.arriving(body, lambda: bodies.ended.append("whole")):
+        bodies.receiving.add(body, 100)
+    bodies.clock.now += 10
+    with pytest.raises(ReceivingFull, match="100 bytes"):
+        bodies.arrive("newcomer", 1)
+    assert bodies.receiving.in_use == 100
+    bodies.receiving.give_back(body)
     assert (bodies.ended, bodies.receiving.in_use) == ([], 0)
 
 
@@ -163,7 +165,7 @@ async def test_bodies_that_have_begun_keep_places_for_a_moment_but_never_all() -
     service = service_in(app(clock=clock, queue_size=4))
     with ExitStack() as stack:
         for _ in range(3):
-            stack.enter_context(service.receiving.arriving(stack.enter_context(service.receiving.body()), lambda: None))
+            stack.enter_context(service.receiving.arriving(Body(), lambda: None))
         service.check_room()  # two of four places are kept, two are free
         with service.limiter.permit():
             service.check_room()

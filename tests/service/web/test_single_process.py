@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from model.heads import ZeroShot
-from service.engine import backbones
+from service.engine import local
 from service.engine.local import LocalEngine
 from service.engine.messages import ModelInfo
 from service.settings import load_settings
@@ -55,7 +55,7 @@ def test_the_hint_names_an_address_that_a_browser_can_open(
 def test_a_batch_that_never_ends_is_503_for_its_caller_and_ends_the_service_with_one(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backbones, "LocalEngine", partial(LocalEngine, batch_seconds=0.2))
+    monkeypatch.setattr(local, "LocalEngine", partial(LocalEngine, batch_seconds=0.2))
     predictor, port = FakePredictor(), free_port()
     predictor.gate.clear()
     settings = load_settings({"port": port, "drain_delay": 600, "drain_timeout": 600})

@@ -15,8 +15,8 @@ from model.checkpoint.local_files import recording
 from model.description import Description
 from model.errors import CheckpointChanged
 from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
+from model.runtime.openvino.backend import CompiledGraph
 from model.runtime.openvino.kept import Entry, Keep
-from model.runtime.openvino.network import CompiledGraph
 from model.runtime.predictor import Predictor
 from model.runtime.start import kept_predictor
 from tests.model.checkpoint import whole_models

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from service.engine.backbones import What
+from service.engine.local import What
 from service.errors import EngineUnavailable, ModelsFull
 from service.models.generation import Generation, LocalModel
 from service.models.registry import AddedHead
