@@ -16,6 +16,7 @@ from model.heads import ZeroShot
 from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
 from service.engine.loading import load_predictor
+from service.errors import QueueFull
 from service.settings import load_settings
 from tests.model.checkpoint import whole_models
 from tests.model.images.pictures import encode
@@ -179,6 +180,18 @@ async def test_a_text_that_waits_past_its_deadline_is_a_504_by_the_service_itsel
     served.engine.embed_texts = never  # type: ignore[method-assign, assignment]
     response = await served.request("POST", "/embed", query="text=cat")
     assert (response.status, response.json["code"]) == (504, "deadline_exceeded")
+
+
+@on_a_loop
+async def test_a_picture_whose_texts_are_refused_costs_no_pass() -> None:
+    served = service()
+
+    async def full(*_: object, **__: object) -> None:
+        raise QueueFull("too many texts wait")
+
+    served.engine.embed_texts = full  # type: ignore[method-assign, assignment]
+    response = await classify(served, labels="cat,dog")
+    assert (response.status, response.json["code"], served.engine.timeouts) == (503, "queue_full", [])
 
 
 @on_a_loop
