@@ -3,7 +3,7 @@
     the head is here        a place must be free, but the request takes none yet; slow callers keep nobody out
     the body arrives        its bytes are counted until the request is answered; bodies that crawl give way
     the body is here        the request takes a place for each image, and releases it with the answer or the error
-    there is no room        it is refused at once, or after a second where refusals themselves are too many
+    there is no room        it is refused at once, or after a second or two where refusals themselves are too many
 
 A body crawls when it arrives more slowly than `MIN_BODY_RATE`. All of it belongs to one event loop.
 """
@@ -28,7 +28,7 @@ PROMISE_SECONDS: Final = 0.1
 """Age up to which a body is expected to be here soon, and to take a place."""
 
 LONGEST_WAIT: Final = 1.0
-"""Seconds that a refusal waits at most: the least that `Retry-After` says."""
+"""Seconds that a refusal waits at most, of a caller that keeps to it: the least that `Retry-After` says."""
 
 RECEIVING_BYTES: Final = 512 << 20
 """Bytes of all bodies of a service that are being received, or wait for their answers: of 4,000 photographs."""
@@ -199,7 +199,7 @@ class RefusalPace:
 
     A refusal costs 0.2 ms, and the picture that is read and discarded as much again. A hundred callers who come back at
     once would take the core that answers others. So a caller that comes back within a second on its connection waits
-    for a second, and so does everyone beyond `_REFUSALS_A_SECOND`. `clock` gives monotonic seconds.
+    for two, and everyone beyond `_REFUSALS_A_SECOND` for one. `clock` gives monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -213,7 +213,7 @@ class RefusalPace:
         earned = (now - self._counted_at) * _REFUSALS_A_SECOND
         self._credit, self._counted_at = min(_REFUSALS_A_SECOND, self._credit + earned), now
         comes_back = connection is not None and now - connection.refused_at < LONGEST_WAIT
-        delay = LONGEST_WAIT if comes_back or self._credit < 1 else 0.0
+        delay = LONGEST_WAIT * (2 if comes_back else self._credit < 1)
         if not delay:
             self._credit -= 1
         if connection is not None:

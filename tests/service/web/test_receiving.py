@@ -182,15 +182,15 @@ class Connection:
     refused_at = float("-inf")
 
 
-def test_who_comes_back_at_once_waits_for_a_second_and_so_do_all_beyond_many() -> None:
+def test_who_comes_back_at_once_waits_for_two_seconds_and_all_beyond_many_for_one() -> None:
     clock = Clock()
     pace = RefusalPace(clock)
     connection: Any = Connection()
     delays = []
-    for seconds in (0.0, 0.9, 1.9, 2.0):
+    for seconds in (0.0, 0.9, 2.9, 3.0):
         clock.now += seconds
         delays.append(pace.delay(connection))
-    assert delays == [0, 1, 1, 0]
+    assert delays == [0, 2, 2, 0]
     clock.now += 10
     assert [pace.delay(None) for _ in range(501)] == [0] * 500 + [1]
     clock.now += 0.5
