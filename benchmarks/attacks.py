@@ -5,8 +5,6 @@ have a process of their own, `python -m benchmarks.attacks NAME URL SECONDS`: wh
 delay the honest ones.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import io
@@ -28,12 +26,12 @@ from benchmarks.load import arrivals
 from benchmarks.servers import free_port
 
 HOSTILE = "127.0.0.2"
+# That the hostile lack; only the service `keys` looks at it.
 KEY = "honest"
-"""That the hostile lack; only the service `keys` looks at it."""
+# Name of the model of a service that has one.
 MODEL = "served"
-"""Name of the model of a service that has one."""
+# Seconds: the service promises an answer within VIT_REQUEST_TIMEOUT (10 s) and a little.
 _PATIENCE = 13.0
-"""Seconds: the service promises an answer within VIT_REQUEST_TIMEOUT (10 s) and a little."""
 
 Ask = Callable[[httpx.AsyncClient, int], Awaitable[str]]
 """Sends the request of a number, and returns the status of its answer, or how else it ended."""
@@ -238,8 +236,8 @@ class Attack:
 
 
 _MAPS = "/attention?class=0,1,2,3,4,5,6,7&size=2048&view=photo"
+# The field `model_name` of a message.
 _NAME = b"\x0a\x01a"
-"""The field `model_name` of a message."""
 
 OTHERS = {
     "webp": lambda: Callers(post(flat("WEBP", 600, quality=80)), "127.0.0.3", rate=2, least=0.95),

@@ -15,8 +15,6 @@ is fair by caller.
 All callers run on the cores of the service, as an attacker's would not, but the hostile in a process of their own.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib
@@ -43,19 +41,19 @@ from benchmarks.attacks import ATTACKS, KEY, MODEL, OTHERS, Callers, attack, att
 from benchmarks.record import RESULTS, Record, table
 from benchmarks.servers import VITSERVE, Running, resident_mib
 
+# Until then after a kill a connection may end without an answer.
 _CUT_SECONDS = 12.0
-"""Until then after a kill a connection may end without an answer."""
+# Sum of differences between the scores of two pictures from which on they are told apart.
 _APART = 0.2
-"""Sum of differences between the scores of two pictures from which on they are told apart."""
+# Such a sum up to which an answer is a picture's: scores depend a little on the batch and on what else it computes.
 _CLOSE = _APART / 2
-"""Such a sum up to which an answer is a picture's: scores depend a little on the batch and on what else it computes."""
 _ADMIN = "admin"
+# Outcomes that must never happen.
 _FAULTS = ("cut", "no answer", "mixed up", "wrong status")
-"""Outcomes that must never happen."""
+# Marks beside an attack: JPEGs that are answered of those that are due; p99 beside that without one.
 _LEAST_JPEG, _LONGEST = 0.995, 3.0
-"""Marks beside an attack: JPEGs that are answered of those that are due; p99 beside that without one."""
+# Seconds of a hurt before honest callers come.
 _HEAD_START = 2.0
-"""Seconds of a hurt before honest callers come."""
 
 Scores = Mapping[int, float]
 
