@@ -98,7 +98,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     if name not in ("", OWN) and runs_in_library(name, "VIT_ARCHITECTURE"):
         return _of_library(files, options, name, given, tensors)
     layout, tensors = in_layout(tensors, where)
-    network = _Network(where, name, given, layout, tensors, {**layout.habits, **given})
+    network = Network(where, name, given, layout, tensors, {**layout.habits, **given})
     if any(len(entry.source) == 1 and ".qkv." in entry.to for entry in files.keys.tensor) and "qkv_order" not in given:
         del network.stated["qkv_order"]  # the map names it, and says nothing of its rows
     label = "" if name else network.torchvisions()
@@ -213,7 +213,7 @@ def _require(
 
 
 @dataclass(frozen=True)
-class _Network:
+class Network:
     """A Vision Transformer whose architecture is put together of tensors, of what is stated, and of habits.
 
     Attributes:
