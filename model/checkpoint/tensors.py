@@ -41,9 +41,10 @@ def renamed(tensors: Mapping[str, Tensor], rules: Rules, where: str) -> dict[str
 
 
 def join(tensors: dict[str, Tensor], names: Sequence[str], joined: str) -> None:
-    """Join tensors of equal shape along their first axis, in place, if all are there."""
+    """Join tensors of equal shape along their first axis, in place, if all are there and the joined one is not."""
     parts = [tensors[name] for name in names if name in tensors]
-    if len(parts) == len(names) and len({part.shape for part in parts}) == 1 and parts[0].ndim:
+    is_whole = len(parts) == len(names) and joined not in tensors
+    if is_whole and len({part.shape for part in parts}) == 1 and parts[0].ndim:
         tensors[joined] = torch.cat(parts)
         for name in names:
             del tensors[name]
