@@ -124,8 +124,6 @@ def _library(
     if arguments.pop("in_chans", channels) != channels:
         raise CheckpointError(f"{where}: model_args.in_chans is not the {channels} of pretrained_cfg.input_size")
     fixed = pretrained.fixed_input_size
-    if fixed is None:
-        fixed = bool(library.published(name).get("fixed_input_size"))
     with validating(where):
         network = library.library_config(name, arguments, classes, channels, (size[0], size[1]), fixed_size=fixed)
     return network, native_tensors(library.renamed_by_library(network, _stored(files)), network, files.place)
