@@ -185,21 +185,14 @@ class LabelSets:
 
         Args:
             temperature: of both.
-            scores: of the right label of each calibration picture, ascending.
+            scores: of the right label of each calibration picture, ascending; `pictures_needed` or more.
             energies: of each, ascending.
             coverage: above 0 and below 1.
             form: of the scores.
-
-        Raises:
-            ValueError: there are fewer pictures than `pictures_needed`.
         """
-        count = len(scores)
         # Rounded, as 40 x 0.975 is not quite 39.
-        rank = math.ceil(round((count + 1) * _level(coverage), 6))
-        if rank > count:
-            needed = pictures_needed(coverage)
-            raise ValueError(f"{count} pictures are too few for a coverage of {coverage:g}: {needed} are enough")
-        return cls(temperature, scores[count - rank], energies[count - rank], form)
+        rank = math.ceil(round((len(scores) + 1) * _level(coverage), 6))
+        return cls(temperature, scores[-rank], energies[-rank], form)
 
     def __call__(self, logits: NDArray[np.float32]) -> list[NDArray[np.int64]]:
         """Return the labels of each picture's set, best first; none of a picture that the model abstains from.
@@ -272,11 +265,12 @@ def label_sets_of(calibration: Calibration | None, coverage: float, source: str)
             f"{source}: is not calibrated, which a coverage of {coverage:g} (VIT_COVERAGE) needs: "
             "`vitserve calibrate CHECKPOINT --data labelled --out folder` writes a folder that has it"
         )
-    try:
-        numbers = calibration.scores, calibration.energies
-        return LabelSets.of(calibration.temperature, *numbers, coverage, calibration.form)
-    except ValueError as error:
-        raise CheckpointError(f"{source}: calibrated on {error}") from None
+    count, needed = len(calibration.scores), pictures_needed(coverage)
+    if count < needed:
+        raise CheckpointError(
+            f"{source}: calibrated on {count} pictures are too few for a coverage of {coverage:g}: {needed} are enough"
+        )
+    return LabelSets.of(calibration.temperature, calibration.scores, calibration.energies, coverage, calibration.form)
 
 
 @dataclass(frozen=True)
