@@ -14,7 +14,7 @@ from model.checkpoint.files import Files, SingleFile
 from model.checkpoint.layouts import Layout
 from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.state_dict import Network
-from model.checkpoint.tensors import Rules, join, join_parts, renamed, shape_of
+from model.checkpoint.tensors import Rules, join_parts, renamed, shape_of
 from model.errors import CheckpointError
 
 FORMAT: Final = "jax"
@@ -74,8 +74,6 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     heads = shape_of(arrays, f"{attention}/query/kernel", where, 3)[1]
     tensors = renamed({name: _transposed(name, array) for name, array in arrays.items()}, _RULES, where)
     join_parts(tensors)
-    for kind in ("weight", "bias"):
-        join(tensors, [f"attn_pool.k.{kind}", f"attn_pool.v.{kind}"], f"attn_pool.kv.{kind}")
     pool = "map" if "attn_pool.latent" in tensors else "token" if "cls_token" in tensors else "avg"
     stated = {**_ALWAYS, "num_heads": heads, "no_embed_class": not is_vit_jax, "global_pool": pool}
     preprocess = options.preprocess_or(None, where)
