@@ -12,10 +12,8 @@ from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.huggingface.families import CLIP, FAMILIES, SIGLIP, Family
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE, PROCESSOR_FILE, carried_preprocess
 from model.checkpoint.huggingface.texts import read_texts
-from model.checkpoint.local_files import validating
 from model.checkpoint.options import CheckpointOptions, indexed_labels
 from model.checkpoint.tensors import renamed
-from model.config import ViTConfig
 from model.errors import CheckpointError
 
 __all__ = ["FAMILIES", "FORMAT", "adapted", "read", "recognises"]
@@ -53,10 +51,6 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     preprocess = options.preprocess_or(carried, files.place, missing)
     tensors, texts = files.tensors(), None
     if family in (CLIP, SIGLIP):
-        if family is CLIP:
-            with validating(where, names={"projection_width": "projection_dim"}):
-                fields = vit.model_dump() | {"projection_width": config.get("projection_dim", 512)}
-                vit = ViTConfig.model_validate(fields)
         tensors, texts = read_texts(tensors, files, options, vit.projection_width or vit.width)
     stored = {name: tensor for name, tensor in tensors.items() if not re.fullmatch(family.unused, name)}
     stored = renamed(stored, family.rules, files.place)

@@ -39,7 +39,8 @@ _ACTIVATIONS: Final[dict[str, Activation]] = {
     "swish": "silu",
 }
 
-# Fields of `ViTConfig`, and what every `config.json` calls them. None has a default: the files on the hub name all.
+# Fields of `ViTConfig`, and what `config.json` calls them. None has a default: the files on the hub name all, but for
+# those that a family computes.
 _FIELDS: Final = {
     "width": "hidden_size",
     "depth": "num_hidden_layers",
@@ -49,8 +50,9 @@ _FIELDS: Final = {
     "image_size": "image_size",
     "patch_size": "patch_size",
     "in_channels": "num_channels",
+    "mlp_width": "intermediate_size",
 }
-_NAMES: Final = {**_FIELDS, "mlp_width": "intermediate_size", "registers": "num_register_tokens"}
+_NAMES: Final = {**_FIELDS, "registers": "num_register_tokens", "projection_width": "projection_dim"}
 
 # ViT, ViT-MSN, I-JEPA, DeiT, DINOv2, BEiT and data2vec-vision.
 ENCODER: Final[Rules] = (
@@ -125,7 +127,7 @@ class Family:
     image_processor: str
     rules: Rules = ENCODER
     unused: str = r".*embeddings\.mask_token|.*pooler\.dense\.(weight|bias)|.*relative_position_index"
-    fields: Callable[[Json, str], dict[str, Any]] = lambda json, where: {"mlp_width": _mlp_width(json, where)}
+    fields: Callable[[Json, str], dict[str, Any]] = lambda json, where: {}
     place: Callable[[Tensors, ViTConfig, Size, str], Placed] | None = None
     architecture: Json = field(default_factory=dict)
     vision_defaults: Json | None = None
@@ -140,7 +142,8 @@ class Family:
             CheckpointError: a field is missing or wrong, beyond the limits, or inconsistent.
         """
         if self.vision_defaults is not None:
-            json = {**self.vision_defaults, **tower_config(json, "vision", where)}
+            of_both = {"projection_dim": json.get("projection_dim", 512)}
+            json = {**self.vision_defaults, **tower_config(json, "vision", where), **of_both}
         own = self.fields(json, where)
         fields = {ours: own.get(ours) or required(json, theirs, where) for ours, theirs in _FIELDS.items()}
         size, patch = fields["image_size"], fields["patch_size"]
@@ -206,10 +209,6 @@ def _flag(json: Json, name: str, where: str) -> bool:
     return value
 
 
-def _mlp_width(json: Json, where: str) -> int:
-    return int(_number(required(json, "intermediate_size", where), "intermediate_size", where))
-
-
 def _dinov2_fields(json: Json, where: str) -> dict[str, Any]:
     ratio = _number(required(json, "mlp_ratio", where), "mlp_ratio", where, float)
     hidden = int(_number(required(json, "hidden_size", where), "hidden_size", where) * ratio)
@@ -246,7 +245,6 @@ def _beit_fields(json: Json, where: str) -> dict[str, Any]:
     if isinstance(size, list) and len(set(size)) != 1:
         raise CheckpointError(f"{where}: image_size: its class reads square sizes only")
     return {
-        "mlp_width": _mlp_width(json, where),
         "position_embedding": "learned" if _flag(json, "use_absolute_position_embeddings", where) else "none",
         "relative_position_bias": any(tables),
         "layer_scale": scale != 0 and _number(scale, "layer_scale_init_value", where, float) > 0,
@@ -346,6 +344,7 @@ CLIP: Final = replace(
     _CLIP,
     class_name="CLIPModel",
     unused=r"vision_model\.embeddings\.position_ids",
+    fields=lambda json, where: {"projection_width": json["projection_dim"]},
     architecture={"patch_bias": False, "norm_before_blocks": True, "normalized_head": True},
 )
 # CLIP and SigLIP whole, SigLIP 2 of one resolution among them.
