@@ -59,10 +59,9 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     classes = head[0] if head else 0
     if not classes and not is_headless:
         raise CheckpointError(f"{files.place}: missing key 'head.weight', its classifier, or it has no classes")
-    update: dict[str, Any] = {"num_classes": classes}
-    if is_backbone and vit.pool == "cls_mean":
-        update["pool"] = "cls"  # the library's own output of such a class
-    vit = vit.model_copy(update=update)
+    # A class without a head gives the CLS token alone.
+    pool = "cls" if is_backbone and vit.pool == "cls_mean" else vit.pool
+    vit = vit.model_copy(update={"num_classes": classes, "pool": pool})
     labels = texts.labels if texts else _labels(config, classes, where, options)
     vit, native = family.native(stored, vit, options.image_size or preprocess.size, files.place)
     if options.image_size is not None and family.resizes:

@@ -114,7 +114,7 @@ class Family:
         rules: from its names of tensors to the model's, queries, keys and values apart.
         unused: pattern of the names of tensors that have no part in classification.
         fields: fields of `ViTConfig` that only its config tells, of the config and its name in messages.
-        place: positions, and what else is not one to one, at an input size; None where it is.
+        place: positions, and what else is not one to one, at an input size.
         architecture: the fields of `ViTConfig` that the class itself fixes.
         vision_defaults: defaults of the nested `vision_config`, where the class has one.
         key_bias: whether keys have a bias where queries and values have one.
@@ -128,7 +128,7 @@ class Family:
     rules: Rules = ENCODER
     unused: str = r".*embeddings\.mask_token|.*pooler\.dense\.(weight|bias)|.*relative_position_index"
     fields: Callable[[Json, str], dict[str, Any]] = lambda json, where: {}
-    place: Callable[[Tensors, ViTConfig, Size, str], Placed] | None = None
+    place: Callable[[Tensors, ViTConfig, Size, str], Placed] = lambda tensors, config, size, where: (config, tensors)
     architecture: Json = field(default_factory=dict)
     vision_defaults: Json | None = None
     key_bias: bool = True
@@ -172,8 +172,6 @@ class Family:
         """
         result = dict(tensors)
         join_parts(result, key_bias=self.key_bias)
-        if self.place is None:
-            return config, result
         return self.place(result, config, size, where)
 
 
