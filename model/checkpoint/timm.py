@@ -72,9 +72,8 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     name = config["architecture"]
     stated = required(config, "pretrained_cfg", where)
     with validating(where, "pretrained_cfg."):
-        if options.preprocess and isinstance(stated, dict):  # which takes its place
-            stated = {**stated, "crop_mode": None}
         own = {key: config[key] for key in ("label_names", "label_descriptions") if config.get(key)}
+        own |= {"crop_mode": None} if options.preprocess else {}  # the operator's takes its place
         pretrained = Pretrained.model_validate({**stated, **own} if isinstance(stated, dict) else stated)
         carried = None if options.preprocess else pretrained.preprocess()
     make = _library if runs_in_library(name, where) else _own
