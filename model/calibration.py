@@ -141,7 +141,7 @@ def pictures_needed(coverage: float) -> int:
     Args:
         coverage: above 0 and below 1.
     """
-    level = _level(coverage)
+    level = (1 + coverage) / 2  # of each of the two parts
     return math.ceil(round(level / (1 - level), 6))
 
 
@@ -190,8 +190,8 @@ class LabelSets:
             coverage: above 0 and below 1.
             form: of the scores.
         """
-        # Rounded, as 40 x 0.975 is not quite 39.
-        rank = math.ceil(round((len(scores) + 1) * _level(coverage), 6))
+        level = (1 + coverage) / 2  # of each of the two
+        rank = math.ceil(round((len(scores) + 1) * level, 6))  # rounded, as 40 x 0.975 is not quite 39
         return cls(temperature, scores[-rank], energies[-rank], form)
 
     def __call__(self, logits: NDArray[np.float32]) -> list[NDArray[np.int64]]:
@@ -424,8 +424,3 @@ def calibration_of(
     scores, energies = scores_and_energies(logits[:MAX_PICTURES], *fit)
     right = scores[np.arange(len(scores)), truth[: len(scores)]]
     return Calibration.of(data, len(truth) + fitted, fit, right, energies)
-
-
-def _level(coverage: float) -> float:
-    """Return the coverage of each of the two parts."""
-    return (1 + coverage) / 2
