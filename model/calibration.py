@@ -141,7 +141,7 @@ def pictures_needed(coverage: float) -> int:
     Args:
         coverage: above 0 and below 1.
     """
-    level = _level(coverage)
+    level = (1 + coverage) / 2  # of each of the two parts
     return math.ceil(round(level / (1 - level), 6))
 
 
@@ -185,21 +185,14 @@ class LabelSets:
 
         Args:
             temperature: of both.
-            scores: of the right label of each calibration picture, ascending.
+            scores: of the right label of each calibration picture, ascending; `pictures_needed` or more.
             energies: of each, ascending.
             coverage: above 0 and below 1.
             form: of the scores.
-
-        Raises:
-            ValueError: there are fewer pictures than `pictures_needed`.
         """
-        count = len(scores)
-        # Rounded, as 40 x 0.975 is not quite 39.
-        rank = math.ceil(round((count + 1) * _level(coverage), 6))
-        if rank > count:
-            needed = pictures_needed(coverage)
-            raise ValueError(f"{count} pictures are too few for a coverage of {coverage:g}: {needed} are enough")
-        return cls(temperature, scores[count - rank], energies[count - rank], form)
+        level = (1 + coverage) / 2  # of each of the two
+        rank = math.ceil(round((len(scores) + 1) * level, 6))  # rounded, as 40 x 0.975 is not quite 39
+        return cls(temperature, scores[-rank], energies[-rank], form)
 
     def __call__(self, logits: NDArray[np.float32]) -> list[NDArray[np.int64]]:
         """Return the labels of each picture's set, best first; none of a picture that the model abstains from.
@@ -272,11 +265,12 @@ def label_sets_of(calibration: Calibration | None, coverage: float, source: str)
             f"{source}: is not calibrated, which a coverage of {coverage:g} (VIT_COVERAGE) needs: "
             "`vitserve calibrate CHECKPOINT --data labelled --out folder` writes a folder that has it"
         )
-    try:
-        numbers = calibration.scores, calibration.energies
-        return LabelSets.of(calibration.temperature, *numbers, coverage, calibration.form)
-    except ValueError as error:
-        raise CheckpointError(f"{source}: calibrated on {error}") from None
+    count, needed = len(calibration.scores), pictures_needed(coverage)
+    if count < needed:
+        raise CheckpointError(
+            f"{source}: calibrated on {count} pictures are too few for a coverage of {coverage:g}: {needed} are enough"
+        )
+    return LabelSets.of(calibration.temperature, calibration.scores, calibration.energies, coverage, calibration.form)
 
 
 @dataclass(frozen=True)
@@ -430,8 +424,3 @@ def calibration_of(
     scores, energies = scores_and_energies(logits[:MAX_PICTURES], *fit)
     right = scores[np.arange(len(scores)), truth[: len(scores)]]
     return Calibration.of(data, len(truth) + fitted, fit, right, energies)
-
-
-def _level(coverage: float) -> float:
-    """Return the coverage of each of the two parts."""
-    return (1 + coverage) / 2

@@ -181,7 +181,8 @@ class LibraryConfig(NetworkConfig):
                 raise ValueError(f"argument {name!r:.100} is none of those that size a network: it is not passed on")
             if _CHOICES.fullmatch(name) and isinstance(value, str) and re.fullmatch("[a-z0-9_]{0,40}", value):
                 continue
-            numbers = _numbers(value)
+            values = value if isinstance(value, list | tuple) else [value]
+            numbers = [number for each in values for number in (each if isinstance(each, list | tuple) else [each])]
             if not all(isinstance(number, int | float) and abs(number) <= _MAX_NUMBER for number in numbers):
                 raise ValueError(f"argument {name} {value!r:.100}: expected numbers up to {_MAX_NUMBER}")
         return arguments
@@ -374,13 +375,6 @@ class ViTConfig(NetworkConfig):
         if self.pool in ("cls", "cls_mean"):
             return "cls"
         return "pool_query" if self.pool == "attention" and self.pool_heads in (None, self.heads) else "patch_mean"
-
-
-def _numbers(value: Any) -> list[Any]:
-    """Return the elements of a value or list, those in lists of a list too."""
-    if not isinstance(value, list | tuple):
-        return [value]
-    return [number for each in value for number in (each if isinstance(each, list | tuple) else [each])]
 
 
 class PreprocessConfig(Frozen):

@@ -88,7 +88,9 @@ class Checkpoint(Description):
                     f"{old.image_size[0]}x{old.image_size[1]}, and is not resized"
                 )
             with validating(self.source):
-                other = library_config(old.architecture, old.arguments, old.num_classes, old.in_channels, size)
+                other = library_config(
+                    old.architecture, old.arguments, old.num_classes, old.in_channels, size, fixed_size=False
+                )
             return replace(self, config=other, preprocess=preprocess)
         old = self.vit
         if size[0] % old.patch_size or size[1] % old.patch_size:
@@ -149,7 +151,7 @@ def backbone_and_head(checkpoint: Checkpoint) -> tuple[str, Head | None]:
     which the network's graph divides by. A head that is no linear layer on the features of an image, as two heads of
     a distilled model, is a part of its backbone; so is a text tower.
     """
-    tensors, config, layer = dict(checkpoint.tensors), checkpoint.config, _head_of(checkpoint)
+    tensors, config, layer = dict(checkpoint.tensors), checkpoint.config, linear_head(checkpoint.config)
     weight, head = tensors.pop(f"{layer}.weight", None), None
     if weight is not None:
         values = weight.float().numpy(), tensors.pop(f"{layer}.bias").float().numpy()
@@ -159,15 +161,6 @@ def backbone_and_head(checkpoint: Checkpoint) -> tuple[str, Head | None]:
     pixels, texts = (checkpoint.preprocess.mean, checkpoint.preprocess.std), checkpoint.zero_shot and checkpoint.content
     parts = digest_of(tensors), config.model_dump_json(), pixels, texts
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16], head
-
-
-def _head_of(checkpoint: Checkpoint) -> str | None:
-    """Return the name of the linear layer that makes logits of the embedding `head`, or None where none does."""
-    config = checkpoint.config
-    if isinstance(config, ViTConfig):
-        return None if config.distillation_head else "head"
-    assert isinstance(config, LibraryConfig)
-    return linear_head(config)
 
 
 def native_tensors(tensors: Mapping[str, Tensor], config: NetworkConfig, where: str) -> dict[str, Tensor]:

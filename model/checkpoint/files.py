@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from model.checkpoint.containers import chosen_state_dict
+from model.checkpoint.containers import Chosen, chosen_state_dict
 from model.checkpoint.key_map import KeyMap
 from model.checkpoint.local_files import read_json, resolved_part
 from model.checkpoint.tensor_files import read_tensor_file
@@ -128,11 +128,10 @@ class SingleFile(Files):
     Attributes:
         file: where it is.
         keys: what `VIT_KEYS` says.
-        notes, assumed: of the file, once it was read; see `containers.Chosen`.
+        chosen: the network within it, once it was read.
     """
 
-    notes: tuple[str, ...] = ()
-    assumed: tuple[str, ...] = ()
+    chosen: Chosen = Chosen({})
 
     def __init__(self, file: Path, source: str, keys: KeyMap) -> None:
         super().__init__(file, source)
@@ -144,6 +143,5 @@ class SingleFile(Files):
 
     def _stored(self) -> Mapping[str, Tensor]:
         """Return the tensors without what training code puts before all their names."""
-        chosen = chosen_state_dict(read_tensor_file(self.file), self.keys.weights, self.place)
-        self.notes, self.assumed = chosen.notes, chosen.assumed
-        return chosen.tensors
+        self.chosen = chosen_state_dict(read_tensor_file(self.file), self.keys.weights, self.place)
+        return self.chosen.tensors

@@ -5,19 +5,16 @@ same. The activation is JAX's GELU, the tanh approximation, which the weights we
 and transformers run them with the exact GELU).
 """
 
-import math
-import re
-from collections.abc import Mapping
 from typing import Final
 
 from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import Files, SingleFile
-from model.checkpoint.local_files import validating
+from model.checkpoint.layouts import Layout
 from model.checkpoint.options import CheckpointOptions
-from model.checkpoint.tensors import Rules, join, join_parts, renamed, shape_of
-from model.config import ViTConfig
+from model.checkpoint.state_dict import Network
+from model.checkpoint.tensors import Rules, join_parts, renamed, shape_of
 from model.errors import CheckpointError
 
 FORMAT: Final = "jax"
@@ -46,6 +43,12 @@ _RULES: Final[Rules] = (
     (r"/", "."),
 )
 
+# What this code always has; an array that is absent was lost.
+_ALWAYS: Final = {
+    **{"act_layer": "gelu_tanh", "norm_order": "pre", "norm_eps": 1e-6, "fc_norm": False},
+    **dict.fromkeys(("patch_bias", "qkv_bias", "final_norm"), True),
+}
+
 
 def recognises(files: Files) -> bool:
     """Return whether it is a single `.npz` file."""
@@ -63,18 +66,25 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     for name in [name for name in arrays if name.startswith(f"{_BLOCK}/") and arrays[name].ndim]:
         for index, array in enumerate(arrays.pop(name)):
             arrays[name.replace(_BLOCK, f"{_BLOCK}_{index}", 1)] = array
-    config = _config(arrays, where)
+    if "conv_root/kernel" in arrays:
+        raise CheckpointError(f"{where}: a hybrid with a ResNet stem is read from timm's layout, not from .npz")
+    # big_vision adds positions to the patches alone, vit_jax to the CLS token too.
+    is_vit_jax = "Transformer/posembed_input/pos_embedding" in arrays
+    attention = f"{_BLOCK}_0/MultiHeadDotProductAttention_{int(is_vit_jax)}"
+    heads = shape_of(arrays, f"{attention}/query/kernel", where, 3)[1]
     tensors = renamed({name: _transposed(name, array) for name, array in arrays.items()}, _RULES, where)
     join_parts(tensors)
-    for kind in ("weight", "bias"):
-        join(tensors, [f"attn_pool.k.{kind}", f"attn_pool.v.{kind}"], f"attn_pool.kv.{kind}")
+    pool = "map" if "attn_pool.latent" in tensors else "token" if "cls_token" in tensors else "avg"
+    stated = {**_ALWAYS, "num_heads": heads, "no_embed_class": not is_vit_jax, "global_pool": pool}
+    preprocess = options.preprocess_or(None, where)
+    config = Network(where, "", {}, Layout(FORMAT, "", _RULES, _ALWAYS), tensors, stated).config(preprocess)
     return Checkpoint(
         name=files.file.stem,
         source=files.source,
         format=FORMAT,
         architecture=f"vit_w{config.width}_d{config.depth}_h{config.heads}_patch{config.patch_size}",
         config=config,
-        preprocess=options.preprocess_or(None, where),
+        preprocess=preprocess,
         labels=options.labels_or(None, config.num_classes, where),
         tensors=native_tensors(tensors, config, where),
     )
@@ -87,37 +97,3 @@ def _transposed(name: str, array: Tensor) -> Tensor:
     if name.endswith("/kernel") and array.ndim > 1:
         return (array.flatten(0, -2) if name.endswith("/out/kernel") else array.flatten(1)).T
     return array.flatten() if name.endswith("/bias") else array
-
-
-def _config(arrays: Mapping[str, Tensor], where: str) -> ViTConfig:
-    """Return the architecture; big_vision adds positions to the patches alone, vit_jax to the CLS token too."""
-    if "conv_root/kernel" in arrays:
-        raise CheckpointError(f"{where}: a hybrid with a ResNet stem is read from timm's layout, not from .npz")
-    vit_jax = "Transformer/posembed_input/pos_embedding" in arrays
-    block = f"{_BLOCK}_0/"
-    position = "Transformer/posembed_input/pos_embedding" if vit_jax else "pos_embedding"
-    kernel = shape_of(arrays, "embedding/kernel", where, 4)
-    query = shape_of(arrays, f"{block}MultiHeadDotProductAttention_{int(vit_jax)}/query/kernel", where, 3)
-    hidden = shape_of(arrays, f"{block}MlpBlock_{3 if vit_jax else 0}/Dense_0/kernel", where, 2)
-    head = shape_of(arrays, "head/kernel", where, 2)
-    positions = shape_of(arrays, position, where, 3)
-    class_token = "cls" in arrays
-    count = positions[1] - int(class_token and vit_jax)
-    edge = math.isqrt(max(count, 0))
-    if edge < 1 or edge * edge != count:
-        raise CheckpointError(f"{where}: {position} has shape {list(positions)}: no square grid")
-    with validating(where):
-        return ViTConfig(
-            image_size=(edge * kernel[0], edge * kernel[0]),
-            patch_size=kernel[0],
-            width=kernel[3],
-            depth=sum(re.fullmatch(rf"{_BLOCK}_\d+/LayerNorm_0/scale", name) is not None for name in arrays),
-            heads=query[1],
-            mlp_width=hidden[1],
-            num_classes=head[1],
-            in_channels=kernel[2],
-            position_prefix=vit_jax,
-            class_token=class_token,
-            activation="gelu_tanh",
-            pool="attention" if "MAPHead_0/probe" in arrays else "cls" if class_token else "mean",
-        )

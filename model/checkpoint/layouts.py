@@ -137,19 +137,18 @@ def in_layout(tensors: Mapping[str, Tensor], where: str) -> tuple[Layout, dict[s
 
 def _of_vit_pytorch(native: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the habits of those of its models that have these tensors."""
-    habits: dict[str, Any] = {}
     token = native.get("cls_token")
-    absent = token is None or not token.numel()
-    if token is None or token.ndim == 2:
+    is_absent = token is None or not token.numel()
+    habits = (
         # Its models of before 2025 have a token [1, 1, D] whichever way they pool.
-        habits["global_pool"] = "avg" if absent else "token"
-    if any(name.endswith(".to_out.weight") for name in names):
-        habits["proj_bias"] = False  # in SimpleViT the projection is a layer of its own, without a bias
-    if absent:
-        habits |= {"class_token": False} | ({} if "pos_embed" in native else {"pos_embed": "sincos2d"})
-    if "fc_norm.weight" in native:
-        habits["fc_norm"] = True
-    return habits
+        ("global_pool", "avg" if is_absent else "token", token is None or token.ndim == 2),
+        # In SimpleViT the projection is a layer of its own, without a bias.
+        ("proj_bias", False, any(name.endswith(".to_out.weight") for name in names)),
+        ("class_token", False, is_absent),
+        ("pos_embed", "sincos2d", is_absent and "pos_embed" not in native),
+        ("fc_norm", True, "fc_norm.weight" in native),
+    )
+    return {argument: value for argument, value, is_so in habits if is_so}
 
 
 def _with_registers(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:

@@ -98,16 +98,14 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     if name not in ("", OWN) and runs_in_library(name, "VIT_ARCHITECTURE"):
         return _of_library(files, options, name, given, tensors)
     layout, tensors = in_layout(tensors, where)
-    network = _Network(where, name, given, layout, tensors, {**layout.habits, **given})
+    network = Network(where, name, given, layout, tensors, {**layout.habits, **given})
     if any(len(entry.source) == 1 and ".qkv." in entry.to for entry in files.keys.tensor) and "qkv_order" not in given:
         del network.stated["qkv_order"]  # the map names it, and says nothing of its rows
     label = "" if name else network.torchvisions()
     asked = network.asked() or ([] if name or label else ["architecture"])
     _require(files, options, name or OWN, given, asked, has_classes=bool(network.classes))
     config = network.config(options.preprocess_or(None, where))
-    return _checkpoint(
-        files, options, label or name, config, network.laid_out(config), (*network.assumed(config), *files.assumed)
-    )
+    return _checkpoint(files, options, label or name, config, network.laid_out(config), network.assumed(config))
 
 
 def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
@@ -154,10 +152,9 @@ def _of_library(
     heads = published.get("classifier") or "head"
     head = f"{heads if isinstance(heads, str) else heads[0]}.weight"
     classes = shape_of(tensors, head, files.place, 1, 2, 4)[0]
-    fixed = bool(published.get("fixed_input_size"))
     with validating(files.place):
-        config = library.library_config(name, given, classes, len(preprocess.mean), preprocess.size, fixed_size=fixed)
-    return _checkpoint(files, options, name, config, library.renamed_by_library(config, tensors), files.assumed)
+        config = library.library_config(name, given, classes, len(preprocess.mean), preprocess.size)
+    return _checkpoint(files, options, name, config, library.renamed_by_library(config, tensors))
 
 
 def _checkpoint(
@@ -166,7 +163,7 @@ def _checkpoint(
     architecture: str,
     config: NetworkConfig,
     tensors: Mapping[str, Tensor],
-    assumed: tuple[str, ...],
+    assumed: tuple[str, ...] = (),
 ) -> Checkpoint:
     return Checkpoint(
         name=files.file.stem,
@@ -177,8 +174,8 @@ def _checkpoint(
         preprocess=options.preprocess_or(None, files.place),
         labels=options.labels_or(None, config.num_classes, files.place),
         tensors=native_tensors(tensors, config, files.place),
-        notes=files.notes,
-        assumed=assumed,
+        notes=files.chosen.notes,
+        assumed=(*assumed, *files.chosen.assumed),
     )
 
 
@@ -213,7 +210,7 @@ def _require(
 
 
 @dataclass(frozen=True)
-class _Network:
+class Network:
     """A Vision Transformer whose architecture is put together of tensors, of what is stated, and of habits.
 
     Attributes:

@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -11,6 +12,14 @@ from model.errors import CheckpointError
 
 # Patterns of names and their replacements, applied in order; `model.network.vit` has the names that they lead to.
 Rules = Sequence[tuple[str, str]]
+
+# Parts of names: what the model has joined, and what files may have apart; queries, keys and values, and the gates and
+# values of a SwiGLU.
+_APART: Final = (
+    (".attn.qkv.", ".attn.q.", ".attn.k.", ".attn.v."),
+    ("attn_pool.kv.", "attn_pool.k.", "attn_pool.v."),
+    (".mlp.fc1.", ".mlp.fc1_g.", ".mlp.fc1_x."),
+)
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
@@ -41,31 +50,30 @@ def renamed(tensors: Mapping[str, Tensor], rules: Rules, where: str) -> dict[str
 
 
 def join(tensors: dict[str, Tensor], names: Sequence[str], joined: str) -> None:
-    """Join tensors of equal shape along their first axis, in place, if all are there."""
+    """Join tensors of equal shape along their first axis, in place, if all are there and the joined one is not."""
     parts = [tensors[name] for name in names if name in tensors]
-    if len(parts) == len(names) and len({part.shape for part in parts}) == 1 and parts[0].ndim:
+    is_whole = len(parts) == len(names) and joined not in tensors
+    if is_whole and len({part.shape for part in parts}) == 1 and parts[0].ndim:
         tensors[joined] = torch.cat(parts)
         for name in names:
             del tensors[name]
 
 
 def join_parts(tensors: dict[str, Tensor], *, key_bias: bool = True) -> None:
-    """Join, in place, projections to queries, keys and values that are apart, and gates and values of a SwiGLU.
+    """Join, in place, what is `_APART`.
 
     Args:
-        tensors: `attn.q`, `attn.k` and `attn.v` become `attn.qkv`; `mlp.fc1_g` and `mlp.fc1_x` become `mlp.fc1`.
+        tensors: by the names that rules lead to.
         key_bias: whether keys have a bias of their own; else it counts as zero.
     """
-    for name in [name for name in tensors if re.search(r"\.attn\.q\.|\.mlp\.fc1_g\.", name)]:
-        parts = [name.replace(".attn.q.", f".attn.{part}.") for part in "qkv"]
-        if not key_bias and name.endswith(".attn.q.bias"):
-            if parts[1] in tensors:
-                continue  # what is not expected stays, and is refused
-            tensors[parts[1]] = torch.zeros_like(tensors[name])
-        if ".attn.q." in name:
-            join(tensors, parts, name.replace(".attn.q.", ".attn.qkv."))
-        else:
-            join(tensors, [name, name.replace(".fc1_g.", ".fc1_x.")], name.replace(".fc1_g.", ".fc1."))
+    for joined, *apart in _APART:
+        for name in [name for name in tensors if apart[0] in name]:
+            parts = [name.replace(apart[0], part) for part in apart]
+            if not key_bias and name.endswith(".attn.q.bias"):
+                if parts[1] in tensors:
+                    continue  # what is not expected stays, and is refused
+                tensors[parts[1]] = torch.zeros_like(tensors[name])
+            join(tensors, parts, name.replace(apart[0], joined))
 
 
 def taken(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], where: str) -> Tensor:

@@ -72,9 +72,8 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     name = config["architecture"]
     stated = required(config, "pretrained_cfg", where)
     with validating(where, "pretrained_cfg."):
-        if options.preprocess and isinstance(stated, dict):  # which takes its place
-            stated = {**stated, "crop_mode": None}
         own = {key: config[key] for key in ("label_names", "label_descriptions") if config.get(key)}
+        own |= {"crop_mode": None} if options.preprocess else {}  # the operator's takes its place
         pretrained = Pretrained.model_validate({**stated, **own} if isinstance(stated, dict) else stated)
         carried = None if options.preprocess else pretrained.preprocess()
     make = _library if runs_in_library(name, where) else _own
@@ -124,8 +123,6 @@ def _library(
     if arguments.pop("in_chans", channels) != channels:
         raise CheckpointError(f"{where}: model_args.in_chans is not the {channels} of pretrained_cfg.input_size")
     fixed = pretrained.fixed_input_size
-    if fixed is None:
-        fixed = bool(library.published(name).get("fixed_input_size"))
     with validating(where):
         network = library.library_config(name, arguments, classes, channels, (size[0], size[1]), fixed_size=fixed)
     return network, native_tensors(library.renamed_by_library(network, _stored(files)), network, files.place)

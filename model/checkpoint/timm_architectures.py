@@ -261,13 +261,7 @@ class EvaArguments(CommonArguments):
         # What is not learned is computed, as by timm.
         kept = {name: t for name, t in tensors.items() if name == "rope.freqs" or not name.startswith("rope.")}
         result = renamed(kept, ((r"\.attn\.([qkv])_proj\.", r".attn.\1."),), where)
-        has_keys = self.attn_type == "rope" or not self.qkv_bias
-        for block in range(self.depth):
-            at = f"blocks.{block}.attn."
-            if not has_keys and f"{at}q_bias" in result:
-                result[f"{at}k_bias"] = torch.zeros_like(result[f"{at}q_bias"])
-                join(result, [f"{at}{part}_bias" for part in "qkv"], f"{at}qkv.bias")
-        join_parts(result, key_bias=has_keys)
+        join_parts(result, key_bias=self.attn_type == "rope" or not self.qkv_bias)
         for name in [name for name in result if ".attn.qkv." in name] if self.use_rot_pos_emb else ():
             if result[name].shape[:1] == (3 * self.embed_dim,):
                 result[name] = self._in_order(result[name])
@@ -344,14 +338,14 @@ def native_names(
     """
     kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("relative_position_index")}
     result = renamed(kept, _RULES, where)
+    for name in [name for name in result if name.endswith(".attn.q_bias")]:  # keys have none then
+        parts = [name.replace("q_bias", f"{part}_bias") for part in "qkv"]
+        result[parts[1]] = torch.zeros_like(result[name])
+        join(result, parts, name.replace("q_bias", "qkv.bias"))
     if isinstance(arguments, EvaArguments):
         return arguments.renamed(result, where)
     join_parts(result)
     blocks = [f"blocks.{index}.attn" for index in range(config.depth if config.relative_position_bias else 0)]
-    for block in blocks:
-        if f"{block}.q_bias" in result:
-            result[f"{block}.k_bias"] = torch.zeros_like(result[f"{block}.q_bias"])
-        join(result, [f"{block}.{part}_bias" for part in "qkv"], f"{block}.qkv.bias")
     for source, targets in (("shared_rel_pos", blocks), *((f"{block}.rel_pos", [block]) for block in blocks)):
         layers = {name: result[name] for name in (f"{source}.mlp.{part}" for part in _MLP) if name in result}
         table = _table_of_mlp(list(layers.values()), config) if targets and len(layers) == len(_MLP) else None

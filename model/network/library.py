@@ -45,19 +45,21 @@ def published(name: str) -> dict[str, Any]:
 
 
 def library_config(
-    name: str, arguments: Mapping[str, Any], classes: int, channels: int, size: Size, *, fixed_size: bool = False
+    name: str, arguments: Mapping[str, Any], classes: int, channels: int, size: Size, *, fixed_size: bool | None = None
 ) -> LibraryConfig:
     """Return the configuration of an architecture; nothing of its size is allocated.
 
     Args:
         name: of timm's, which `knows` it.
         arguments: it is made with these.
-        fixed_size: whether the input size is an argument, too.
+        fixed_size: whether the input size is an argument, too; None: as timm says of it.
 
     Raises:
         pydantic.ValidationError: an argument that is not allowed.
         CheckpointError: timm does not make this network, or it does not take pictures of this size.
     """
+    if fixed_size is None:
+        fixed_size = bool(published(name).get("fixed_input_size"))
     fields = {"library": "timm", "architecture": name, "arguments": dict(arguments), "fixed_size": fixed_size}
     fields |= {"num_classes": classes, "in_channels": channels, "image_size": size}
     config = LibraryConfig.model_validate(fields | {"width": 1})
@@ -140,8 +142,10 @@ def _measured_layer(described: str) -> int:
     return max(largest)
 
 
-def linear_head(config: LibraryConfig) -> str | None:
-    """Return the name of the linear layer that a network ends in, with a bias; None where it ends in something else."""
+def linear_head(config: NetworkConfig) -> str | None:
+    """Return the name of the linear layer, with a bias, that makes logits of the embedding `head`; None without one."""
+    if isinstance(config, ViTConfig):
+        return None if config.distillation_head else "head"
     module: Any = meta_network(config).module
     last = module.get_classifier()
     names: list[str] = [name for name, layer in module.named_modules() if layer is last and type(layer) is nn.Linear]

@@ -1,11 +1,11 @@
 """The optimisers of a recipe and their learning rates."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from model.errors import TrainingError
 from model.network.vit import VisionTransformer
@@ -71,8 +71,16 @@ def set_rates(optimisers: Iterable[torch.optim.Optimizer], factor: float) -> Non
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
 
-def step_all(optimisers: Iterable[torch.optim.Optimizer]) -> None:
-    """Update the weights by their gradients, which are cleared."""
+def as_matrices(filters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    """Return matrices, which Muon asks for, whose rows are the filters of convolutions: the same numbers in memory."""
+    return {each: each.detach().flatten(1) for each in filters}
+
+
+def step_all(optimisers: Iterable[torch.optim.Optimizer], filters: Mapping[Tensor, Tensor]) -> None:
+    """Update the weights by their gradients, which are cleared; those of filters go to their matrices."""
+    for parameter, matrix in filters.items():
+        matrix.grad = None if parameter.grad is None else parameter.grad.flatten(1)
+        parameter.grad = None
     for optimiser in optimisers:
         optimiser.step()
         optimiser.zero_grad()
@@ -89,14 +97,11 @@ class ModelOptimiser:
 
     def __init__(self, model: VisionTransformer, settings: Optimiser) -> None:
         self._model, self._settings = model, settings
-        self._filters = {
-            parameter: parameter.detach().flatten(1)
-            for name, parameter in model.named_parameters()
-            if name.startswith(_STEM) and parameter.ndim == 4
-        }
+        parameters = dict(model.named_parameters())
+        self._filters = as_matrices(p for name, p in parameters.items() if name.startswith(_STEM) and p.ndim == 4)
         adamw: list[dict[str, Any]] = []
         matrices: list[dict[str, Any]] = []
-        for name, parameter in model.named_parameters():
+        for name, parameter in parameters.items():
             scale = settings.layer_decay ** (model.config.depth + 1 - layer_of(name, model.config.depth))
             weight = self._filters.get(parameter, parameter)
             if settings.name == "muon" and weight.ndim == 2 and name.startswith(("blocks.", _STEM)):
@@ -120,7 +125,4 @@ class ModelOptimiser:
         """Update the model by its gradients, which are cleared."""
         if self._settings.clip_norm:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.clip_norm)
-        for parameter, matrix in self._filters.items():
-            matrix.grad = None if parameter.grad is None else parameter.grad.flatten(1)
-            parameter.grad = None
-        step_all(self.all)
+        step_all(self.all, self._filters)

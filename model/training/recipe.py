@@ -205,14 +205,12 @@ class Recipe(Frozen):
         Raises:
             TrainingError: a field is unknown, or its value is not allowed.
         """
-        changed = self.model_dump()
+        changed = self.model_dump(exclude_none=True)
         for name, value in {**(values or {}), **fields}.items():
             *tables, field = name.split(".")
             place: Any = changed
             for table in tables:
-                if place.get(table) is None:
-                    place[table] = {}
-                place = place[table]
+                place = place.setdefault(table, {})
                 if not isinstance(place, dict):
                     raise TrainingError(f"recipe: {name}: {table} is not a table")
             place[field] = value

@@ -11,7 +11,7 @@ The teacher is a part of the recipe: its weights are not served.
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from model.config import ConvolutionalStem
 from model.errors import TrainingError
 from model.network.vit import count_parameters
-from model.training.optimisers import muon, set_rates, step_all
+from model.training.optimisers import as_matrices, muon, set_rates, step_all
 from model.training.recipe import Augmentation, Recipe, Teacher
 from model.training.training_data import Arithmetic, TrainingData
 
@@ -66,7 +66,9 @@ class TeacherNet(nn.Module):
         self.whitening.weight.copy_(torch.cat([filters, -filters]))
         nn.init.zeros_(self.whitening_bias)
         for convolution in self.convolutions():
-            convolution.reset_parameters(generator)
+            bound = 1 / math.sqrt(convolution.weight[0].numel())
+            nn.init.uniform_(convolution.weight, -bound, bound, generator=generator)
+            nn.init.dirac_(convolution.weight[: convolution.in_channels])  # the first filters pass their input on
         nn.init.uniform_(self.head.weight, -math.sqrt(3), math.sqrt(3), generator=generator)  # of deviation 1
 
     def forward(self, pixels: Tensor, learn_whitening_bias: bool = False) -> Tensor:
@@ -82,9 +84,9 @@ class TeacherNet(nn.Module):
         assert self.whitening.bias is not None
         return self.whitening.bias
 
-    def convolutions(self) -> "list[_Convolution]":
+    def convolutions(self) -> list[nn.Conv2d]:
         """Return the layers that Muon trains, in order."""
-        return [module for module in self.modules() if isinstance(module, _Convolution)]
+        return [module for module in self.groups.modules() if isinstance(module, nn.Conv2d)]
 
 
 def whitening_filters(pixels: Tensor, patch_size: int) -> Tensor:
@@ -110,7 +112,7 @@ class _Group(nn.Module):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.conv1, self.conv2 = _Convolution(inputs, outputs), _Convolution(outputs, outputs)
+        self.conv1, self.conv2 = (nn.Conv2d(n, outputs, 3, padding=1, bias=False) for n in (inputs, outputs))
         self.norm1, self.norm2 = (nn.BatchNorm2d(outputs, momentum=0.4) for _ in range(2))
         for norm in (self.norm1, self.norm2):
             norm.weight.requires_grad_(False)
@@ -120,36 +122,14 @@ class _Group(nn.Module):
         return F.gelu(self.norm2(self.conv2(x)))
 
 
-class _Convolution(nn.Module):
-    """A 3 x 3 convolution whose filters are the rows of a matrix, which Muon asks for."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.inputs = inputs
-        self.weight = nn.Parameter(torch.empty(outputs, inputs * 9))
-
-    @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        """Let the first filters pass their input on; the others are random."""
-        bound = 1 / math.sqrt(self.weight.shape[1])
-        nn.init.uniform_(self.weight, -bound, bound, generator=generator)
-        nn.init.dirac_(self.filters()[: self.inputs])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.conv2d(x, self.filters(), padding=1)
-
-    def filters(self) -> Tensor:
-        return self.weight.view(-1, self.inputs, 3, 3)
-
-
-def _folded(convolution: _Convolution, norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
+def _folded(convolution: nn.Conv2d, norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
     """Return a convolution's filters and biases with the batch norm that follows it in evaluation.
 
     A maximum between the two does not matter: the norm's factors are positive.
     """
     assert norm.running_mean is not None and norm.running_var is not None
     scale = norm.weight / (norm.running_var + norm.eps).sqrt()
-    return convolution.filters() * scale[:, None, None, None], norm.bias - norm.running_mean * scale
+    return convolution.weight * scale[:, None, None, None], norm.bias - norm.running_mean * scale
 
 
 def stem_weights(net: TeacherNet, stem: ConvolutionalStem) -> dict[str, Tensor]:
@@ -200,7 +180,8 @@ def train_teacher(net: TeacherNet, recipe: Recipe, data: TrainingData, run: Arit
     sample = data.normalise(torch.from_numpy(data.train.pixels[:_WHITENING_IMAGES]))
     net.reset_parameters(sample, torch.Generator().manual_seed(recipe.seed))
     net.to(run.device)
-    optimisers = _optimisers(net, teacher)
+    filters = as_matrices(convolution.weight for convolution in net.convolutions())
+    optimisers = _optimisers(net, teacher, filters)
     settings = Augmentation(crop_padding=4, flip=False, resample=teacher.resample)
     mirrored_first = np.random.default_rng(recipe.seed).random(len(data.train)) < 0.5
     accuracy, steps = 0.0, len(data.train) // teacher.batch_size
@@ -213,7 +194,7 @@ def train_teacher(net: TeacherNet, recipe: Recipe, data: TrainingData, run: Arit
             pixels[mirrored] = pixels[mirrored].flip(-1)
             normalised = data.normalise(pixels.to(run.device))
             progress = (epoch + step / steps) / teacher.epochs
-            loss_sum += _step(net, optimisers, run, normalised, labels.to(run.device), progress)
+            loss_sum += _step(net, optimisers, filters, run, normalised, labels.to(run.device), progress)
         loss = loss_sum.item() / (steps * teacher.batch_size)
         if not math.isfinite(loss):
             raise TrainingError(f"teacher: epoch {epoch + 1}: the loss is not finite; lower its learning rate")
@@ -229,6 +210,7 @@ def train_teacher(net: TeacherNet, recipe: Recipe, data: TrainingData, run: Arit
 def _step(
     net: TeacherNet,
     optimisers: Sequence[torch.optim.Optimizer],
+    filters: Mapping[Tensor, Tensor],
     run: Arithmetic,
     pixels: Tensor,
     labels: Tensor,
@@ -244,7 +226,7 @@ def _step(
     with torch.no_grad():
         for convolution in net.convolutions():  # a batch norm follows: the norm sets no more than the pace
             convolution.weight.mul_(len(convolution.weight) ** 0.5 / convolution.weight.norm())
-    step_all(optimisers)
+    step_all(optimisers, filters)
     return loss.detach()
 
 
@@ -256,14 +238,14 @@ def answers(net: TeacherNet, pixels: Tensor, run: Arithmetic) -> Tensor:
     return logits.float()
 
 
-def _optimisers(net: TeacherNet, recipe: Teacher) -> list[torch.optim.Optimizer]:
+def _optimisers(net: TeacherNet, recipe: Teacher, filters: Mapping[Tensor, Tensor]) -> list[torch.optim.Optimizer]:
     """Return SGD for biases and head, and Muon for the convolutions; the loss is a sum over the batch."""
     biases = [p for p in net.parameters() if p.requires_grad and p.ndim == 1]
     groups = [
         {"params": biases, "lr": _BIAS_RATE, "weight_decay": _DECAY / _BIAS_RATE},
         {"params": [net.head.weight], "lr": _HEAD_RATE, "weight_decay": _DECAY / _HEAD_RATE},
     ]
-    matrices = [{"params": [convolution.weight for convolution in net.convolutions()], "lr": recipe.learning_rate}]
+    matrices = [{"params": list(filters.values()), "lr": recipe.learning_rate}]
     return [
         torch.optim.SGD(groups, lr=_HEAD_RATE, momentum=0.85, nesterov=True),
         muon(matrices, momentum=0.6, nesterov=True, weight_decay=0.0, ns_steps=3),

@@ -17,11 +17,12 @@ from model.calibration import (
     calibrate,
     choose_fit,
     fit_scores,
+    label_sets_of,
     losses,
     pictures_needed,
     scores_and_energies,
 )
-from model.errors import DatasetError
+from model.errors import CheckpointError, DatasetError
 from model.heads import Form
 
 
@@ -32,8 +33,9 @@ def test_so_many_pictures_are_needed_and_one_less_is_refused(coverage: float, le
     assert pictures_needed(coverage) == least
     numbers = [number / least for number in range(least)]
     assert LabelSets.of(1.0, numbers, numbers, coverage).least_score == 0  # of the fewest pictures, all must fit
-    with pytest.raises(ValueError, match=f"^{least - 1} pictures are too few for .*: {least} are enough$"):
-        LabelSets.of(1.0, numbers[1:], numbers[1:], coverage)
+    fewer = Calibration.of("pictures", least, Fit(1.0), np.array(numbers[1:]), np.array(numbers[1:]))
+    with pytest.raises(CheckpointError, match=f"on {least - 1} pictures are too few for .*: {least} are enough$"):
+        label_sets_of(fewer, coverage, "m")
 
 
 @pytest.mark.parametrize(

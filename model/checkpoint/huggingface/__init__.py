@@ -12,10 +12,8 @@ from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.huggingface.families import CLIP, FAMILIES, SIGLIP, Family
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE, PROCESSOR_FILE, carried_preprocess
 from model.checkpoint.huggingface.texts import read_texts
-from model.checkpoint.local_files import validating
 from model.checkpoint.options import CheckpointOptions, indexed_labels
 from model.checkpoint.tensors import renamed
-from model.config import ViTConfig
 from model.errors import CheckpointError
 
 __all__ = ["FAMILIES", "FORMAT", "adapted", "read", "recognises"]
@@ -53,10 +51,6 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     preprocess = options.preprocess_or(carried, files.place, missing)
     tensors, texts = files.tensors(), None
     if family in (CLIP, SIGLIP):
-        if family is CLIP:
-            with validating(where, names={"projection_width": "projection_dim"}):
-                fields = vit.model_dump() | {"projection_width": config.get("projection_dim", 512)}
-                vit = ViTConfig.model_validate(fields)
         tensors, texts = read_texts(tensors, files, options, vit.projection_width or vit.width)
     stored = {name: tensor for name, tensor in tensors.items() if not re.fullmatch(family.unused, name)}
     stored = renamed(stored, family.rules, files.place)
@@ -65,10 +59,9 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     classes = head[0] if head else 0
     if not classes and not is_headless:
         raise CheckpointError(f"{files.place}: missing key 'head.weight', its classifier, or it has no classes")
-    update: dict[str, Any] = {"num_classes": classes}
-    if is_backbone and vit.pool == "cls_mean":
-        update["pool"] = "cls"  # the library's own output of such a class
-    vit = vit.model_copy(update=update)
+    # A class without a head gives the CLS token alone.
+    pool = "cls" if is_backbone and vit.pool == "cls_mean" else vit.pool
+    vit = vit.model_copy(update={"num_classes": classes, "pool": pool})
     labels = texts.labels if texts else _labels(config, classes, where, options)
     vit, native = family.native(stored, vit, options.image_size or preprocess.size, files.place)
     if options.image_size is not None and family.resizes:

@@ -39,7 +39,8 @@ _ACTIVATIONS: Final[dict[str, Activation]] = {
     "swish": "silu",
 }
 
-# Fields of `ViTConfig`, and what every `config.json` calls them. None has a default: the files on the hub name all.
+# Fields of `ViTConfig`, and what `config.json` calls them. None has a default: the files on the hub name all, but for
+# those that a family computes.
 _FIELDS: Final = {
     "width": "hidden_size",
     "depth": "num_hidden_layers",
@@ -49,8 +50,9 @@ _FIELDS: Final = {
     "image_size": "image_size",
     "patch_size": "patch_size",
     "in_channels": "num_channels",
+    "mlp_width": "intermediate_size",
 }
-_NAMES: Final = {**_FIELDS, "mlp_width": "intermediate_size", "registers": "num_register_tokens"}
+_NAMES: Final = {**_FIELDS, "registers": "num_register_tokens", "projection_width": "projection_dim"}
 
 # ViT, ViT-MSN, I-JEPA, DeiT, DINOv2, BEiT and data2vec-vision.
 ENCODER: Final[Rules] = (
@@ -112,7 +114,7 @@ class Family:
         rules: from its names of tensors to the model's, queries, keys and values apart.
         unused: pattern of the names of tensors that have no part in classification.
         fields: fields of `ViTConfig` that only its config tells, of the config and its name in messages.
-        place: positions, and what else is not one to one, at an input size; None where it is.
+        place: positions, and what else is not one to one, at an input size.
         architecture: the fields of `ViTConfig` that the class itself fixes.
         vision_defaults: defaults of the nested `vision_config`, where the class has one.
         key_bias: whether keys have a bias where queries and values have one.
@@ -125,8 +127,8 @@ class Family:
     image_processor: str
     rules: Rules = ENCODER
     unused: str = r".*embeddings\.mask_token|.*pooler\.dense\.(weight|bias)|.*relative_position_index"
-    fields: Callable[[Json, str], dict[str, Any]] = lambda json, where: {"mlp_width": _mlp_width(json, where)}
-    place: Callable[[Tensors, ViTConfig, Size, str], Placed] | None = None
+    fields: Callable[[Json, str], dict[str, Any]] = lambda json, where: {}
+    place: Callable[[Tensors, ViTConfig, Size, str], Placed] = lambda tensors, config, size, where: (config, tensors)
     architecture: Json = field(default_factory=dict)
     vision_defaults: Json | None = None
     key_bias: bool = True
@@ -140,7 +142,8 @@ class Family:
             CheckpointError: a field is missing or wrong, beyond the limits, or inconsistent.
         """
         if self.vision_defaults is not None:
-            json = {**self.vision_defaults, **tower_config(json, "vision", where)}
+            of_both = {"projection_dim": json.get("projection_dim", 512)}
+            json = {**self.vision_defaults, **tower_config(json, "vision", where), **of_both}
         own = self.fields(json, where)
         fields = {ours: own.get(ours) or required(json, theirs, where) for ours, theirs in _FIELDS.items()}
         size, patch = fields["image_size"], fields["patch_size"]
@@ -169,8 +172,6 @@ class Family:
         """
         result = dict(tensors)
         join_parts(result, key_bias=self.key_bias)
-        if self.place is None:
-            return config, result
         return self.place(result, config, size, where)
 
 
@@ -204,10 +205,6 @@ def _flag(json: Json, name: str, where: str) -> bool:
     if not isinstance(value, bool):
         raise CheckpointError(f"{where}: {name} {value!r:.100}: expected true or false")
     return value
-
-
-def _mlp_width(json: Json, where: str) -> int:
-    return int(_number(required(json, "intermediate_size", where), "intermediate_size", where))
 
 
 def _dinov2_fields(json: Json, where: str) -> dict[str, Any]:
@@ -246,7 +243,6 @@ def _beit_fields(json: Json, where: str) -> dict[str, Any]:
     if isinstance(size, list) and len(set(size)) != 1:
         raise CheckpointError(f"{where}: image_size: its class reads square sizes only")
     return {
-        "mlp_width": _mlp_width(json, where),
         "position_embedding": "learned" if _flag(json, "use_absolute_position_embeddings", where) else "none",
         "relative_position_bias": any(tables),
         "layer_scale": scale != 0 and _number(scale, "layer_scale_init_value", where, float) > 0,
@@ -346,6 +342,7 @@ CLIP: Final = replace(
     _CLIP,
     class_name="CLIPModel",
     unused=r"vision_model\.embeddings\.position_ids",
+    fields=lambda json, where: {"projection_width": json["projection_dim"]},
     architecture={"patch_bias": False, "norm_before_blocks": True, "normalized_head": True},
 )
 # CLIP and SigLIP whole, SigLIP 2 of one resolution among them.

@@ -433,6 +433,6 @@ def test_a_network_that_needs_far_more_memory_than_its_file_is_refused(
     architecture: str, arguments: dict[str, Any], size: tuple[int, int], message: str
 ) -> None:
     timm()
-    config = library.library_config(architecture, arguments, 5, 3, size)
+    config = library.library_config(architecture, arguments, 5, 3, size, fixed_size=False)
     with pytest.raises(CheckpointError, match=message):
         library.meta_tensors(config)
