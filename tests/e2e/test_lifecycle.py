@@ -199,13 +199,13 @@ def test_a_second_server_holds_no_torch_until_something_needs_it(
     def kept() -> int:
         return len(list((tmp_path / "cache" / "graphs").glob("[0-9a-f]*/manifest.json")))
 
-    first = serve(warm=False, cache_dir=tmp_path / "cache")
+    first = serve(warm=False, compile="auto", cache_dir=tmp_path / "cache")
     assert holds_torch(first)
     answers(first)  # which makes the graph of relevance
     until(lambda: kept() == 2)
     content = first.get("/model").json()["content"]
 
-    second = serve(warm=False, cache_dir=tmp_path / "cache")
+    second = serve(warm=False, compile="auto", cache_dir=tmp_path / "cache")
     expected = answers(second)
     until(lambda: answers(first) == expected)  # a graph of relevance computes once it has been compared with torch
     first.process.terminate()
@@ -224,6 +224,6 @@ def test_a_second_server_holds_no_torch_until_something_needs_it(
 
 @needs_openvino
 def test_nothing_is_kept_where_that_is_off(serve: Serve, pictures: Pictures, tmp_path: Path) -> None:
-    server = serve(cache_dir="off")
+    server = serve(compile="auto", cache_dir="off")
     server.classify(pictures.files[0]).raise_for_status()
     assert not list(tmp_path.rglob("manifest.json"))

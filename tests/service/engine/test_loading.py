@@ -221,6 +221,8 @@ def test_another_checkpoint_is_loaded_without_torch_in_the_process_that_serves(t
     folder = write_checkpoint(tmp_path / "m", ("cat", "dog"))
     broken = write_checkpoint(tmp_path / "broken", ("cat", "dog"))
     (broken / "model.safetensors").write_bytes(bytes(100))
+    given = {"device": "cpu", "cache_dir": str(tmp_path / "cache"), "image_size": "24x16"}
+    keep_graph(load_predictor(load_settings(given | {"checkpoint": str(first)}))[0])  # as an earlier start did
     script = """
         import sys
         from model.errors import CheckpointError
@@ -230,7 +232,6 @@ def test_another_checkpoint_is_loaded_without_torch_in_the_process_that_serves(t
         given = {"device": "cpu", "cache_dir": sys.argv[1], "image_size": "24x16"}
         first, other, broken = (load_settings(given | {"checkpoint": each}) for each in sys.argv[2:])
         in_child = loading._keep_in_child
-        in_child(first)  # as an earlier start kept it
         loading._keep_in_child = None  # what is kept needs no child
         serves, _ = load_predictor(first)
         loading._keep_in_child = in_child
