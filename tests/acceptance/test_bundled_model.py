@@ -135,8 +135,10 @@ def as_sent(files: PictureFiles, *, turned: bool) -> PictureFiles:
 def answers(pictures: PictureFiles, offline: NDArray[np.float32]) -> dict[str, NDArray[np.int64]]:
     """The class that each picture is answered with, by how it is sent."""
     predictor = Predictor(load_checkpoint("bundled"), device="cpu", dtype="float32", compile_mode="off")
-    sent = {name: as_sent(pictures, turned=name == "turned") for name in ("JPEG", "turned")}
-    scores = {"as stored": offline[:SENT], **{name: predict_scores(predictor, files) for name, files in sent.items()}}
+    scores = {"as stored": offline[:SENT]}
+    scores |= {
+        name: predict_scores(predictor, as_sent(pictures, turned=name == "turned")) for name in ("JPEG", "turned")
+    }
     return {name: found.argmax(axis=1) for name, found in scores.items()}
 
 

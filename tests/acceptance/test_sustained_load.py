@@ -3,7 +3,6 @@
 Two seconds by default; `VIT_SOAK_SECONDS=60` for longer.
 """
 
-import logging
 import os
 import signal
 import threading
@@ -20,8 +19,6 @@ from tests.e2e.serving import Pictures, client
 from tests.launcher import ServerProcess
 
 pytestmark = pytest.mark.timeout(240)  # servers, checkpoints and many pictures
-
-logger = logging.getLogger(__name__)
 
 SECONDS = float(os.environ.get("VIT_SOAK_SECONDS", "2"))
 CALLERS = 64
@@ -72,7 +69,9 @@ def test_no_answer_is_lost_or_mixed_up_and_a_stop_under_load_loses_nobody(tmp_pa
         for caller in callers:
             caller.start()
         end = time.monotonic() + SECONDS
-        while time.monotonic() < end and not any(caller.error for caller in callers):
+        while not any(caller.error for caller in callers) and (
+            time.monotonic() < end or not all(caller.outcomes["answered"] for caller in callers)
+        ):
             time.sleep(0.1)
         metrics = server.metrics()
         images = metrics['vit_images_total{model="vit-cifar10"}']
@@ -87,13 +86,5 @@ def test_no_answer_is_lost_or_mixed_up_and_a_stop_under_load_loses_nobody(tmp_pa
 
     outcomes = sum((caller.outcomes for caller in callers), Counter())
     assert outcomes["sent away"] == CALLERS
-    assert outcomes["answered"] >= images > CALLERS
+    assert outcomes["answered"] >= images >= CALLERS
     assert metrics["vit_cancelled_total"] == 0
-    batch = metrics['vit_batch_size_sum{device="cpu"}'] / metrics['vit_batch_size_count{device="cpu"}']
-    logger.info(
-        "%d answers in %g s: %.0f a second, mean batch %.1f",
-        images,
-        SECONDS,
-        images / SECONDS,
-        batch,
-    )

@@ -69,7 +69,14 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     named = ["-subj", "/CN=vit.example.org", "-keyout", str(key), "-out", str(certificate)]
     subprocess.run([*command, *named], check=True, capture_output=True)
-    settings = {"checkpoint": checkpoint, "device": "cpu", "queue_size": 1, "drain_delay": 1, "log_format": "json"}
+    settings = {
+        "checkpoint": checkpoint,
+        "device": "cpu",
+        "compile": "off",
+        "queue_size": 1,
+        "drain_delay": 1,
+        "log_format": "json",
+    }
     first, second = (Served(folder / f"{n}.log", wait=False, warm=True, port=free_port(), **settings) for n in "12")
     port = free_port()
     try:

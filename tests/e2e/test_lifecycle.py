@@ -174,14 +174,11 @@ def _listens(server: Served) -> Callable[[], bool]:
     return lambda: not refuses_connections(server)
 
 
-needs_openvino = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
-
-
 def holds_torch(server: Served) -> bool:
     return "libtorch" in Path(f"/proc/{server.process.process.pid}/maps").read_text()
 
 
-@needs_openvino
+@pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
 def test_a_second_server_holds_no_torch_until_something_needs_it(
     serve: Serve, pictures: Pictures, tmp_path: Path
 ) -> None:
@@ -220,10 +217,3 @@ def test_a_second_server_holds_no_torch_until_something_needs_it(
         slow.result().raise_for_status()
     assert holds_torch(second)
     assert answers(second) == expected
-
-
-@needs_openvino
-def test_nothing_is_kept_where_that_is_off(serve: Serve, pictures: Pictures, tmp_path: Path) -> None:
-    server = serve(compile="auto", cache_dir="off")
-    server.classify(pictures.files[0]).raise_for_status()
-    assert not list(tmp_path.rglob("manifest.json"))
