@@ -3,7 +3,6 @@
 import http.client
 import re
 import shutil
-import socket
 import ssl
 import subprocess
 import threading
@@ -17,7 +16,7 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.e2e.checkpoints import write_checkpoint
 from tests.e2e.serving import Served
-from tests.launcher import free_port, until
+from tests.launcher import free_port, listens, until
 from tests.service.fakes import png
 
 pytestmark = [
@@ -54,11 +53,6 @@ class Proxy:
             return answer.status, answer.headers["Content-Type"], answer.headers.get("X-Request-ID", "")
         finally:
             connection.close()
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as caller:
-        return caller.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture(scope="module")
