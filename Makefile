@@ -66,11 +66,13 @@ $(VENV)/.check: $(VENV)/.run
 run: $(VENV)/.run
 	@VIT_TEACH="$${VIT_TEACH-taught}" exec $(BIN)/vitserve serve $(if $(VIT_CHECKPOINT)$(VIT_COVERAGE)$(VIT_IMAGE_SIZE)$(VIT_PREPROCESS),,--coverage 0.9)
 
-# One process a core begins with its half of the tests, long files first (tests/conftest.py), and takes over from the tail of
-# another when it has none left. Four at most: each holds torch and its servers in memory. A test that ends its process
-# fails, and another process goes on; a run that takes 20 minutes ends.
+# One process more than cores, as a test that waits for a server leaves its core to another. Each takes the next file when
+# it has none left, long files first (tests/conftest.py), so that what the tests of a file share is made once. Four at most:
+# each holds torch and its servers in memory. A test that ends its process fails, and another process goes on; a run that
+# takes 20 minutes ends.
 # What Python has compiled it keeps, whatever the environment says: dozens of processes import the same modules.
-TEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal --max-worker-restart 2 --session-timeout 1200
+TEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 \
+	--dist loadfile --no-loadscope-reorder --max-worker-restart 2 --session-timeout 1200
 
 test: $(VENV)/.test
 	$(TEST)

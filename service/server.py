@@ -92,8 +92,8 @@ class Server:
 
     @property
     def is_listening(self) -> bool:
-        """Return whether the server has started."""
-        return self._uvicorn.started
+        """Return whether the server has started, and has not closed its listeners since."""
+        return self._uvicorn.started and all(server.is_serving() for server in self._uvicorn.servers)
 
     @property
     def port(self) -> int:

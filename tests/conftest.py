@@ -12,7 +12,7 @@ from tests import launcher, logging_state
 
 # Before torch loads: threads that spin between operators stall the server processes that tests start beside them.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# One process of several that each have a core: threads of all of them on all cores would wait for one another. The
+# One process of several that share the cores: threads of all of them on all cores would wait for one another. The
 # processes that tests start inherit it.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")

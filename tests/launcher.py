@@ -52,6 +52,12 @@ def free_port() -> int:
     return port
 
 
+def listens(port: int) -> bool:
+    """Whether somebody takes connections to the port of this machine."""
+    with socket.socket() as caller:
+        return caller.connect_ex(("127.0.0.1", port)) == 0
+
+
 def run_vitserve(*arguments: str, **settings: object) -> subprocess.CompletedProcess[str]:
     """Run `vitserve` to its end with its output captured; settings in lower case."""
     return subprocess.run(

@@ -77,7 +77,7 @@ def served_scores(server: ServerProcess, images: Images) -> NDArray[np.float32]:
 def test_the_default_dtype_agrees_wherever_the_margin_is_clear_and_images_share_batches(
     images: Images, offline: NDArray[np.float32], tmp_path: Path
 ) -> None:
-    with ServerProcess(tmp_path / "log") as server:
+    with ServerProcess(tmp_path / "log", warm=True) as server:
         served = served_scores(server, images)
         metrics = server.metrics()
         assert server.terminate() == 0
@@ -132,11 +132,14 @@ def as_sent(files: PictureFiles, *, turned: bool) -> PictureFiles:
 
 
 @pytest.fixture(scope="module")
-def answers(pictures: PictureFiles) -> dict[str, NDArray[np.int64]]:
+def answers(pictures: PictureFiles, offline: NDArray[np.float32]) -> dict[str, NDArray[np.int64]]:
     """The class that each picture is answered with, by how it is sent."""
     predictor = Predictor(load_checkpoint("bundled"), device="cpu", dtype="float32", compile_mode="off")
-    sent = {"as stored": pictures, **{name: as_sent(pictures, turned=name == "turned") for name in ("JPEG", "turned")}}
-    return {name: predict_scores(predictor, files).argmax(axis=1) for name, files in sent.items()}
+    scores = {"as stored": offline[:SENT]}
+    scores |= {
+        name: predict_scores(predictor, as_sent(pictures, turned=name == "turned")) for name in ("JPEG", "turned")
+    }
+    return {name: found.argmax(axis=1) for name, found in scores.items()}
 
 
 @pytest.mark.shared
@@ -191,7 +194,7 @@ def samples(shared: Path) -> list[Sample]:
 @pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("server") / "log"
-    with ServerProcess(log, checkpoint=folder, device="cpu", dtype="float32") as process:
+    with ServerProcess(log, warm=True, checkpoint=folder, device="cpu", dtype="float32") as process:
         yield process
 
 

@@ -12,9 +12,6 @@ from tests.launcher import ServerProcess
 
 pytestmark = pytest.mark.timeout(240)  # servers, checkpoints and many pictures
 
-SIDE = 32
-"""Pixels at which pictures are compared: no more than any model here sees."""
-
 MAX_SECONDS = 2.0
 """Of processor time, for one file."""
 

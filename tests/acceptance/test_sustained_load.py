@@ -1,9 +1,8 @@
 """Sixty-four callers for a while, then a stop under the same load: nobody loses an answer or gets another's.
 
-Four seconds by default; `VIT_SOAK_SECONDS=60` for longer.
+Two seconds by default; `VIT_SOAK_SECONDS=60` for longer.
 """
 
-import logging
 import os
 import signal
 import threading
@@ -21,11 +20,9 @@ from tests.launcher import ServerProcess
 
 pytestmark = pytest.mark.timeout(240)  # servers, checkpoints and many pictures
 
-logger = logging.getLogger(__name__)
-
-SECONDS = float(os.environ.get("VIT_SOAK_SECONDS", "4"))
+SECONDS = float(os.environ.get("VIT_SOAK_SECONDS", "2"))
 CALLERS = 64
-PICTURES = 200
+PICTURES = 100
 DRAIN_DELAY = 2
 
 
@@ -66,13 +63,15 @@ def test_no_answer_is_lost_or_mixed_up_and_a_stop_under_load_loses_nobody(tmp_pa
     predictor = Predictor(load_checkpoint("bundled"), device="cpu", compile_mode="off", dtype="float32", threads=1)
     pictures = Pictures.make(predictor, count=PICTURES, side=32)
     with ServerProcess(
-        tmp_path / "log", device="cpu", dtype="float32", drain_delay=DRAIN_DELAY, request_timeout=60
+        tmp_path / "log", warm=True, device="cpu", dtype="float32", drain_delay=DRAIN_DELAY, request_timeout=60
     ) as server:
         callers = [Caller(number, server.url, pictures) for number in range(CALLERS)]
         for caller in callers:
             caller.start()
         end = time.monotonic() + SECONDS
-        while time.monotonic() < end and not any(caller.error for caller in callers):
+        while not any(caller.error for caller in callers) and (
+            time.monotonic() < end or not all(caller.outcomes["answered"] for caller in callers)
+        ):
             time.sleep(0.1)
         metrics = server.metrics()
         images = metrics['vit_images_total{model="vit-cifar10"}']
@@ -87,13 +86,5 @@ def test_no_answer_is_lost_or_mixed_up_and_a_stop_under_load_loses_nobody(tmp_pa
 
     outcomes = sum((caller.outcomes for caller in callers), Counter())
     assert outcomes["sent away"] == CALLERS
-    assert outcomes["answered"] >= images > CALLERS
+    assert outcomes["answered"] >= images >= CALLERS
     assert metrics["vit_cancelled_total"] == 0
-    batch = metrics['vit_batch_size_sum{device="cpu"}'] / metrics['vit_batch_size_count{device="cpu"}']
-    logger.info(
-        "%d answers in %g s: %.0f a second, mean batch %.1f",
-        images,
-        SECONDS,
-        images / SECONDS,
-        batch,
-    )

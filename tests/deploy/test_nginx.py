@@ -3,7 +3,6 @@
 import http.client
 import re
 import shutil
-import socket
 import ssl
 import subprocess
 import threading
@@ -17,7 +16,7 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.e2e.checkpoints import write_checkpoint
 from tests.e2e.serving import Served
-from tests.launcher import free_port, until
+from tests.launcher import free_port, listens, until
 from tests.service.fakes import png
 
 pytestmark = [
@@ -56,11 +55,6 @@ class Proxy:
             connection.close()
 
 
-def listens(port: int) -> bool:
-    with socket.socket() as caller:
-        return caller.connect_ex(("127.0.0.1", port)) == 0
-
-
 @pytest.fixture(scope="module")
 def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     folder = tmp_path_factory.mktemp("nginx")
@@ -69,7 +63,14 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     named = ["-subj", "/CN=vit.example.org", "-keyout", str(key), "-out", str(certificate)]
     subprocess.run([*command, *named], check=True, capture_output=True)
-    settings = {"checkpoint": checkpoint, "device": "cpu", "queue_size": 1, "drain_delay": 1, "log_format": "json"}
+    settings = {
+        "checkpoint": checkpoint,
+        "device": "cpu",
+        "compile": "off",
+        "queue_size": 1,
+        "drain_delay": 1,
+        "log_format": "json",
+    }
     first, second = (Served(folder / f"{n}.log", wait=False, warm=True, port=free_port(), **settings) for n in "12")
     port = free_port()
     try:

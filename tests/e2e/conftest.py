@@ -26,7 +26,8 @@ def _serve(folder: Path, checkpoint: Path) -> Iterator[Serve]:
     started: list[Served] = []
 
     def serve(**settings: object) -> Served:
-        defaults: dict[str, Any] = {"checkpoint": checkpoint, "device": "cpu", "dtype": "float32"}
+        # Most tests are not of what computes, and a graph takes longer to compile than all else of a start.
+        defaults: dict[str, Any] = {"checkpoint": checkpoint, "device": "cpu", "dtype": "float32", "compile": "off"}
         defaults |= {"request_timeout": 60}  # so that a busy machine refuses nothing that a test wants answered
         server = Served(folder / f"server-{len(started)}.log", **({"warm": True} | defaults | settings))
         started.append(server)

@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import socket
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,8 +13,8 @@ import pytest
 
 from tests.e2e.load import Load
 from tests.e2e.processes import Processes, is_gone, maps
-from tests.e2e.serving import LOG_LINE, Pictures, Raw, Serve, Served, problem
-from tests.launcher import PATIENCE, free_port, run_vitserve, until
+from tests.e2e.serving import LOG_LINE, Pictures, Serve, Served, problem
+from tests.launcher import PATIENCE, free_port, listens, run_vitserve, until
 
 pytestmark = pytest.mark.timeout(180)  # servers start and end
 
@@ -31,14 +30,6 @@ def exit_code(server: Served) -> int:
 def is_draining(server: Served) -> bool:
     response = server.get("/readyz")
     return response.status_code == 503 and problem(response)[1] == "draining"
-
-
-def refuses_connections(server: Served) -> bool:
-    try:
-        Raw(server.host, server.port).socket.close()
-    except ConnectionRefusedError:
-        return True
-    return False
 
 
 def complaint(*arguments: str, **settings: str) -> str:
@@ -75,7 +66,7 @@ def test_it_answers_from_the_first_moment_but_is_ready_only_after_loading(
     port = free_port()
     server = serve(wait=False, port=port)
     server.connect(f"http://127.0.0.1:{port}")
-    until(_listens(server))
+    until(lambda: listens(port))
     response = server.get("/readyz")
     assert problem(response) == problem(server.classify(pictures.files[0])) == (503, "engine_unavailable")
     assert int(response.headers["retry-after"]) >= 1
@@ -140,7 +131,7 @@ def test_it_serves_through_the_delay_and_then_answers_whoever_was_accepted(
         running.more(count=10)
         assert set(running.outcomes) == {"answered"}
         assert server.classify(pictures.files[0]).headers["connection"] == "close"
-        until(lambda: refuses_connections(server))
+        until(lambda: not listens(server.port))
         assert idle.is_closed()
         assert server.process.process.poll() is None
 
@@ -160,28 +151,11 @@ def test_it_serves_through_the_delay_and_then_answers_whoever_was_accepted(
     assert not any(folder.exists() for folder in folders)
 
 
-def test_it_can_be_stopped_while_it_loads(serve: Serve) -> None:
-    port = free_port()
-    server = serve(wait=False, port=port)
-    server.connect(f"http://127.0.0.1:{port}")
-    until(_listens(server))
-    end(server)
-    assert exit_code(server) == 0
-    assert "Traceback" not in server.log
-
-
-def _listens(server: Served) -> Callable[[], bool]:
-    return lambda: not refuses_connections(server)
-
-
-needs_openvino = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
-
-
 def holds_torch(server: Served) -> bool:
     return "libtorch" in Path(f"/proc/{server.process.process.pid}/maps").read_text()
 
 
-@needs_openvino
+@pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
 def test_a_second_server_holds_no_torch_until_something_needs_it(
     serve: Serve, pictures: Pictures, tmp_path: Path
 ) -> None:
@@ -199,13 +173,13 @@ def test_a_second_server_holds_no_torch_until_something_needs_it(
     def kept() -> int:
         return len(list((tmp_path / "cache" / "graphs").glob("[0-9a-f]*/manifest.json")))
 
-    first = serve(warm=False, cache_dir=tmp_path / "cache")
+    first = serve(warm=False, compile="auto", cache_dir=tmp_path / "cache")
     assert holds_torch(first)
     answers(first)  # which makes the graph of relevance
     until(lambda: kept() == 2)
     content = first.get("/model").json()["content"]
 
-    second = serve(warm=False, cache_dir=tmp_path / "cache")
+    second = serve(warm=False, compile="auto", cache_dir=tmp_path / "cache")
     expected = answers(second)
     until(lambda: answers(first) == expected)  # a graph of relevance computes once it has been compared with torch
     first.process.terminate()
@@ -220,10 +194,3 @@ def test_a_second_server_holds_no_torch_until_something_needs_it(
         slow.result().raise_for_status()
     assert holds_torch(second)
     assert answers(second) == expected
-
-
-@needs_openvino
-def test_nothing_is_kept_where_that_is_off(serve: Serve, pictures: Pictures, tmp_path: Path) -> None:
-    server = serve(cache_dir="off")
-    server.classify(pictures.files[0]).raise_for_status()
-    assert not list(tmp_path.rglob("manifest.json"))

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(300)
 HEADS = tuple(f"head{index:02}" for index in range(12))
 OTHER = "other"
 ADMIN = {"Authorization": "Bearer admin"}
-REQUESTS = int(os.environ.get("VIT_TEST_REQUESTS", "300"))
+REQUESTS = int(os.environ.get("VIT_TEST_REQUESTS", "150"))
 """Of the test under loads and unloads; 20,000 are measured with a release."""
 
 

@@ -86,7 +86,7 @@ def reload(server: Served) -> None:
 def test_no_request_is_lost_or_mixed_while_two_models_take_turns(
     serve: Serve, pictures: Pictures, folder: Path
 ) -> None:
-    server = serve(checkpoint=folder / CHECKPOINT_NAME, checkpoint_folder=folder, admin_key="admin")
+    server = serve(checkpoint=folder / CHECKPOINT_NAME, checkpoint_folder=folder, admin_key="admin", compile="auto")
     outcomes = in_turns(server, pictures, folder, swaps=2)
     assert outcomes.total() > 4 * 30
     assert load(server, CHECKPOINT_NAME, OTHER_NAME).status_code == 200
@@ -98,7 +98,9 @@ def test_no_request_is_lost_or_mixed_while_two_models_take_turns(
 def test_workers_turn_to_the_next_engine_together_and_one_that_is_killed_comes_back_with_what_is_served(
     serve: Serve, pictures: Pictures, folder: Path
 ) -> None:
-    server = serve(workers=2, checkpoint=folder / CHECKPOINT_NAME, checkpoint_folder=folder, admin_key="admin")
+    server = serve(
+        workers=2, checkpoint=folder / CHECKPOINT_NAME, checkpoint_folder=folder, admin_key="admin", compile="auto"
+    )
     in_turns(server, pictures, folder, swaps=1)
     until(lambda: len(Processes(server).all) == 3)  # the engines that do not serve have ended
     os.kill(Processes(server).engine, signal.SIGKILL)

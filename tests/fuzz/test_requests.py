@@ -30,7 +30,7 @@ TOKENS = [b"\r\n", b"\n", b"\0", b"\x80", b":", b"\r\n\r\n", b"0\r\n\r\n", b"Con
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess(tmp_path_factory.mktemp("server") / "log", device="cpu") as process:
+    with ServerProcess(tmp_path_factory.mktemp("server") / "log", warm=True, device="cpu", compile="off") as process:
         yield process
 
 

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, Request, Route, e
 
 from tests.launcher import PATIENCE  # noqa: E402
 
-__all__ = ["Browser", "Page", "Route", "Tab", "chromium", "expect", "tab"]
+__all__ = ["Browser", "Page", "Route", "Tab", "audit", "chromium", "expect", "tab"]
 
 BROWSER_PATIENCE = 1000 * PATIENCE
 """Milliseconds after which the browser gives up on what a test waits for."""
@@ -97,3 +97,12 @@ def tab(browser: Browser, url: str, **options: Any) -> Iterator[Tab]:
         found.check()
     finally:
         context.close()
+
+
+def audit(page: Page) -> None:
+    """Fail if axe finds anything in the page as it is now, in light and in dark colours."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        report = axe.run(page)
+        assert report.violations_count == 0, report.generate_report()

@@ -28,10 +28,10 @@ from tests.model.runtime.cuda.device_stand_in import StandInOps
 from tests.model.runtime.predictions import MODES, Predictions, predict
 
 RELEVANCE = MapRequest("relevance")
-MIXED = [RELEVANCE, None, MapRequest.row(0, 1), RELEVANCE, MapRequest.row(3, "max")]
+MIXED = [RELEVANCE, None, MapRequest.row(0, 1), RELEVANCE, MapRequest.row(1, "max")]
 CPU = torch.device("cpu")
 needs_openvino = pytest.mark.skipif(unsupported_reason("float32") is not None, reason="no OpenVINO here")
-SIZES: dict[str, Any] = {"image_size": (48, 56), "depth": 4}
+SIZES: dict[str, Any] = {"image_size": (48, 56), "depth": 2}
 
 
 def checkpoint_of(family: str) -> Checkpoint:
@@ -135,7 +135,7 @@ class TestOpenVino:
         require_mixed(predictor, predictor)  # with rows of an early layer, which torch computes
         monkeypatch.setattr(TorchCpu, "predict", lambda *_, **__: pytest.fail("torch computed it"))
         images = images_for(predictor, 3)
-        maps = [RELEVANCE, None, RELEVANCE if backend._network.request.layers == () else MapRequest.row(3)]
+        maps = [RELEVANCE, None, RELEVANCE if backend._network.request.layers == () else MapRequest.row(1)]
         found = predict(predictor, images, top_k=1, maps=maps)
         require_explanation(predictor, images, 0, found)
 

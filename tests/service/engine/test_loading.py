@@ -194,6 +194,11 @@ def test_a_folder_that_is_served_is_calibrated_for_the_next_start(
     assert "\n" not in str(refused.value)
 
 
+def test_nothing_is_kept_where_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.runtime.openvino.kept.Entry.__init__", lambda *_, **__: pytest.fail("it is kept"))
+    load_predictor(load_settings({"device": "cpu", "cache_dir": "off"}))
+
+
 def test_a_kept_graph_is_made_again_for_settings_that_change_it_and_run_as_the_others_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +226,8 @@ def test_another_checkpoint_is_loaded_without_torch_in_the_process_that_serves(t
     folder = write_checkpoint(tmp_path / "m", ("cat", "dog"))
     broken = write_checkpoint(tmp_path / "broken", ("cat", "dog"))
     (broken / "model.safetensors").write_bytes(bytes(100))
+    kept = {"checkpoint": str(first), "device": "cpu", "cache_dir": str(tmp_path / "cache"), "image_size": "24x16"}
+    keep_graph(load_predictor(load_settings(kept))[0])
     script = """
         import sys
         from model.errors import CheckpointError
@@ -230,7 +237,6 @@ def test_another_checkpoint_is_loaded_without_torch_in_the_process_that_serves(t
         given = {"device": "cpu", "cache_dir": sys.argv[1], "image_size": "24x16"}
         first, other, broken = (load_settings(given | {"checkpoint": each}) for each in sys.argv[2:])
         in_child = loading._keep_in_child
-        in_child(first)  # as an earlier start kept it
         loading._keep_in_child = None  # what is kept needs no child
         serves, _ = load_predictor(first)
         loading._keep_in_child = in_child

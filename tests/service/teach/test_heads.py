@@ -23,6 +23,7 @@ from tests.service.web.fake_engine import FakeEngine
 async def until(found: Callable[[], bool], heads: TaughtHeads) -> None:
     while not found():
         await heads.look()
+        await asyncio.sleep(0.01)  # the process that fits has a core of its own
 
 
 async def end(heads: TaughtHeads) -> None:

@@ -14,7 +14,7 @@ from service.engine.local import LocalEngine
 from service.engine.messages import ModelInfo
 from service.settings import load_settings
 from service.web.single_process import SingleProcess, log_address, run_single_process
-from tests.launcher import free_port, until
+from tests.launcher import free_port, listens, until
 from tests.service.fakes import PATIENCE, FakePredictor, model_info, png
 
 
@@ -75,6 +75,19 @@ def test_a_batch_that_never_ends_is_503_for_its_caller_and_ends_the_service_with
     assert refused.status_code == 503
     assert refused.json()["detail"] == "a batch computed for more than 0.2 s: the device hangs"
     assert [record.levelname for record in caplog.records if record.levelno >= logging.ERROR] == ["CRITICAL"]
+
+
+def test_it_can_be_stopped_while_it_loads(hint: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+
+    def load(_: object) -> tuple[FakePredictor, ModelInfo]:
+        until(lambda: listens(port))
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: not listens(port))
+        return FakePredictor(), model_info()
+
+    assert run_single_process(load_settings({"port": port, "drain_delay": 0}), load) == 0
+    assert "Exception in callback" not in hint.text
 
 
 BARE = model_info(labels=())

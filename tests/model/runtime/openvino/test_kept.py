@@ -23,6 +23,7 @@ from tests.model.checkpoint import whole_models
 from tests.model.runtime.test_predictor import make_checkpoint, make_images
 
 pytest.importorskip("openvino")
+pytestmark = pytest.mark.timeout(120)  # models are compiled
 
 REQUESTS = [
     RequestedOutputs(3),
