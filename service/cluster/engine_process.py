@@ -78,7 +78,6 @@ class EngineServer:
         self._restarts = restarts
         self._on_change = on_change
         self._refresh_seconds = refresh_seconds
-        self._last_status: frames.StatusChanged | None = None
 
     async def start(self, path: Path) -> None:
         """Load the models, and accept connections at a socket of this path."""
@@ -104,8 +103,9 @@ class EngineServer:
         models = self.models
         depth = sum(status.queue_depth for status in models.statuses())
         status = replace(models.default.current.engine.status, restarts=self._restarts, queue_depth=depth)
+        newest = {key: model.current.number for key, model in models.served.items() if model.state == "ready"}
         listed = {key: models.status_of(key) for key in models.served}
-        return frames.StatusChanged(status, self.images.usage(), listed, dict(models.results))
+        return frames.StatusChanged(status, self.images.usage(), newest, listed, dict(models.results))
 
     async def adopted(self, name: str) -> None:
         """Return when all workers give new requests to the current generation of a model, or it is deleted."""
@@ -117,8 +117,7 @@ class EngineServer:
         worker = _Worker(self, connection)
         self.workers.add(worker)
         try:
-            worker.announce()
-            worker.send(self.status)
+            worker.publish(self.status)
             async for frame in connection:
                 worker.handle(frame)
         except frames.FrameError as error:
@@ -128,8 +127,6 @@ class EngineServer:
             await worker.close()
 
     def _changed(self) -> None:
-        for worker in self.workers:
-            worker.announce()
         self.publish_status()
         self._on_change()
 
@@ -139,12 +136,10 @@ class EngineServer:
             self.publish_status()
 
     def publish_status(self) -> None:
-        """Send all workers the status if it has changed."""
+        """Tell all workers what has changed."""
         status = self.status
-        if status != self._last_status:
-            self._last_status = status
-            for worker in self.workers:
-                worker.send(status)
+        for worker in self.workers:
+            worker.publish(status)
 
 
 class _Worker:
@@ -156,28 +151,24 @@ class _Worker:
 
     def __init__(self, server: EngineServer, connection: frames.Connection) -> None:
         self.adopted: dict[str, int] = {}
-        self.send = connection.send
         self._server = server
         self._connection = connection
         self._generations: dict[tuple[str, int], tuple[Generation[ModelEngine], ExitStack]] = {}
-        self._withdrawn: set[tuple[str, int]] = set()
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._last_status: frames.StatusChanged | None = None
 
-    def announce(self) -> None:
-        """Tell the worker of each current generation once it is ready, and hold it for the worker; and of the gone."""
-        served = {(name, model.current.number): model.current for name, model in self._server.models.served.items()}
-        for key, generation in served.items():
+    def publish(self, status: frames.StatusChanged) -> None:
+        """Tell the worker of each current generation once it is ready, and hold it for the worker; then the status."""
+        for name, model in self._server.models.served.items():
+            generation, key = model.current, (name, model.current.number)
             held, _ = self._generations.get(key, (None, None))
             info = generation.engine.info
             if info is not None and generation.engine.ready and held is not generation:
                 self._hold(key, generation, busy=False)
-                self.send(frames.Serving(*key, info))
-        for key, (generation, _) in self._generations.items():
-            # Of one that another generation follows the worker learns by that.
-            is_gone = served[key] is not generation if key in served else key[0] not in self._server.models.served
-            if is_gone and key not in self._withdrawn:
-                self._withdrawn.add(key)
-                self.send(frames.Withdrawn(*key))
+                self._connection.send(frames.Serving(*key, info))
+        if status != self._last_status:
+            self._last_status = status
+            self._connection.send(status)
 
     def _hold(self, key: tuple[str, int], generation: Generation[ModelEngine], *, busy: bool) -> None:
         """Keep a generation for the worker, perhaps for its requests, in place of an unloaded one of its version."""
@@ -188,7 +179,6 @@ class _Worker:
 
     def _release(self, keys: Iterable[tuple[str, int]]) -> None:
         for key in keys:
-            self._withdrawn.discard(key)
             self._generations.pop(key)[1].close()
 
     def handle(self, frame: frames.Frame) -> None:
@@ -245,7 +235,7 @@ class _Worker:
                 error = InferenceFailed("the engine failed on this request")
             self._server.publish_status()  # it has the count of a load that failed
             reply = frames.Failed(id_, frames.ERRORS.index(type(error)), str(error))
-        self.send(reply)
+        self._connection.send(reply)
 
     async def _result(self, request: frames.Request) -> object:
         result: object = None

@@ -4,7 +4,6 @@
     ----------                                  --------------
                                           <--   StatusChanged(status)        at once, and on each change
                                           <--   Serving(model, generation)   once it answers requests
-                                          <--   Withdrawn(model, generation) when it is to answer no new ones
     Uses(model, newest, oldest, busy)     -->                                new requests belong to the newest one
     Call(id, request)                     -->
     Cancel(id)                            -->
@@ -145,27 +144,25 @@ class Uses(_Frame, frozen=True, tag=10):
 
 
 class StatusChanged(_Frame, frozen=True, tag=11):
-    """Publishes the engine's status, the pictures that are kept, the models by their keys, and `Models.results`."""
+    """Publishes the engine's status, the pictures that are kept, the models by their keys, and `Models.results`.
+
+    Attributes:
+        newest: the generation of each model that answers new requests, if one does.
+    """
 
     status: EngineStatus
     kept: StoreUsage
+    newest: dict[str, int]
     models: dict[str, ListedModel]
     tally: dict[str, int]
 
 
 class Serving(_Frame, frozen=True, tag=12):
-    """Describes a generation of a model, which answers new requests from now on."""
+    """Describes a generation of a model, before a status has it as the newest."""
 
     model: str
     generation: int
     info: ModelInfo
-
-
-class Withdrawn(_Frame, frozen=True, tag=19):
-    """Says that a generation of a model is to get no new requests."""
-
-    model: str
-    generation: int
 
 
 class Answer(_Frame, frozen=True, tag=13):
@@ -183,7 +180,7 @@ class Failed(_Frame, frozen=True, tag=14):
     message: str
 
 
-Frame = Call | Cancel | Uses | StatusChanged | Serving | Withdrawn | Answer | Failed
+Frame = Call | Cancel | Uses | StatusChanged | Serving | Answer | Failed
 
 
 def _to_plain(value: Any) -> Any:
