@@ -272,7 +272,7 @@ class RemoteModel(ServedModel):
         self._info = self.info
         previous, self.current = self.current, self._generation(number)
         self._open.append(self.current)
-        self._tasks.begin(self._release(previous))
+        self.retiring.begin(self._release(previous))
 
     def _generation(self, number: int) -> Generation[RemoteEngine]:
         generation = Generation(RemoteEngine(self.engines, self.name, number), number)

@@ -82,7 +82,7 @@ async def running(folder: Path, *names: str, **settings: Any) -> AsyncIterator[t
     models = LocalModels(own, pool.engine, configured_models(own), on_retired=disk.retire)
     models.start(lambda: None)
     try:
-        await until(lambda: not models._tasks._running)
+        await until(lambda: not models._tasks.running)
         yield models, disk
     finally:
         disk.gate.set()
