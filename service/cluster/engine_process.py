@@ -107,12 +107,6 @@ class EngineServer:
         listed = {key: models.status_of(key) for key in models.served}
         return frames.StatusChanged(status, self.images.usage(), newest, listed, dict(models.results))
 
-    async def adopted(self, name: str) -> None:
-        """Return when all workers give new requests to the current generation of a model, or it is deleted."""
-        number = self.models.versions[name].number
-        while name in self.models.served and any(worker.adopted.get(name, 0) < number for worker in self.workers):
-            await asyncio.sleep(_LOOK_SECONDS)
-
     async def _serve(self, connection: frames.Connection) -> None:
         worker = _Worker(self, connection)
         self.workers.add(worker)
@@ -282,9 +276,12 @@ class _Worker:
         if self._server.loader is not self:
             raise CheckpointRefused("the engine was started again before it was to take over")
         self._server.loader = None
-        self._server.models.take_over()
-        await self._server.adopted(model)
-        await self._server.models.fit(model)
+        models = self._server.models
+        models.take_over()
+        number = models.versions[model].number
+        while model in models.served and any(each.adopted.get(model, 0) < number for each in self._server.workers):
+            await asyncio.sleep(_LOOK_SECONDS)  # until all workers give new requests to it
+        await models.fit(model)
 
     async def _discard(self, reason: str) -> None:
         if self._server.loader is self:

@@ -31,6 +31,7 @@ from pydantic import BaseModel
 
 from model.images.preprocess import ModelInput
 from service import errors
+from service.engine.local import What
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 from service.web.image_stores import StoreUsage
 from vitserve.documents import ListedModel
@@ -98,7 +99,7 @@ class Change(_Frame, frozen=True, tag=3):
 
     act: Literal["load", "take_over", "discard", "wake", "unload", "delete", "reload"]
     model: str = ""
-    what: str | dict[str, Any] | None = None
+    what: What = None
 
 
 class Put(_Frame, frozen=True, tag=6):

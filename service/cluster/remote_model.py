@@ -9,7 +9,7 @@ when one fails, none does.
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -245,17 +245,6 @@ class RemoteModel(ServedModel):
         listed = [engine.listed[self.name] for engine in self.engines if self.name in engine.listed]
         return "ready" if self.current.engine.ready else listed[0].state if listed else "loading"
 
-    async def replace(self, checkpoint: What) -> None:
-        """Let all engines load a checkpoint, and then take over; who is cancelled ends it, and it raises as a load."""
-        what = dict(checkpoint) if isinstance(checkpoint, Mapping) else checkpoint
-        try:
-            await ask_all(self.engines, frames.Change("load", self.name, what))
-        except ServiceError as error:
-            discard = frames.Change("discard", what=str(error))
-            await asyncio.gather(*(engine.ask(discard) for engine in self.engines), return_exceptions=True)
-            raise
-        await ask_all(self.engines, frames.Change("take_over", self.name))
-
     def refresh(self) -> None:
         """Adopt the newest generation that an engine serves, or none where no engine serves it any more."""
         ready = [engine for engine in self.engines if engine.status.state == "ready"]
@@ -288,16 +277,6 @@ class RemoteModel(ServedModel):
         await previous.idle()
         self._open.remove(previous)
         self._use()
-
-
-async def ask_all(engines: Sequence[EngineClient], request: frames.Request) -> None:
-    """Ask all engines; raises the first error, and cancels what the others do."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for engine in engines:
-                group.create_task(engine.ask(request))
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None
 
 
 class RemoteModels(Models):
@@ -345,36 +324,50 @@ class RemoteModels(Models):
         """Let all engines load a model, or none; see `Models.put`. A caller who leaves does not end it."""
         key = self.place(name)
         is_new = key not in self.served
-        await asyncio.shield(
-            self._tasks.begin(self._lead(self.served.get(key) or RemoteModel(self.engines, key), what))
-        )
+        await asyncio.shield(self._tasks.begin(self._lead(key, what)))
         return is_new
 
     async def unload(self, name: str) -> None:
         """Let all engines give a model's memory back; see `Models.unload`."""
         self._require_changeable(name)
-        await ask_all(self.engines, frames.Change("unload", name))
+        await self._ask_all(frames.Change("unload", name))
 
     async def delete(self, name: str) -> None:
         """Let all engines remove a model; see `Models.delete`."""
         self._require_changeable(name)
-        await ask_all(self.engines, frames.Change("delete", name))
+        await self._ask_all(frames.Change("delete", name))
 
     async def _read_again(self) -> None:
         try:
             if self.default_name:
-                await ask_all(self.engines, frames.Change("reload"))
+                await self._ask_all(frames.Change("reload"))
             else:
-                await self._lead(self.served[""], None)
+                await self._lead("", None)
         except SwapUnderWay:
             self._reload_again = True
             await asyncio.sleep(_RELOAD_SECONDS)
 
-    async def _lead(self, model: RemoteModel, what: What) -> None:
+    async def _lead(self, key: str, what: What) -> None:
+        """Let all engines load a checkpoint, and then take over; when one fails, none does."""
         if self._leading.locked():
             raise SwapUnderWay(UNDER_WAY)
         async with self._leading:
-            await model.replace(what)
+            try:
+                await self._ask_all(frames.Change("load", key, what))
+            except ServiceError as error:
+                discard = frames.Change("discard", what=str(error))
+                await asyncio.gather(*(engine.ask(discard) for engine in self.engines), return_exceptions=True)
+                raise
+            await self._ask_all(frames.Change("take_over", key))
+
+    async def _ask_all(self, change: frames.Change) -> None:
+        """Ask all engines; raises the first error, and cancels what the others do."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for engine in self.engines:
+                    group.create_task(engine.ask(change))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
 
     def _changed(self) -> None:
         """Look at the engines, one of which has other models, or another status."""
