@@ -212,7 +212,7 @@ def test_a_kept_graph_is_made_again_for_settings_that_change_it_and_run_as_the_o
         assert info.max_batch == kept.max_batch == changes.get("max_batch", 4)
         assert (info.backbone, info.head, info.content) == (made.backbone, made.head, made.content)
     for name, value in (("dtype", "bfloat16"), ("image_size", (24, 24)), ("checkpoint_folder", str(tmp_path))):
-        assert load_predictor(load_settings(given | {name: value})) is again, name  # type: ignore[comparison-overlap]
+        assert load_predictor(load_settings(given | {name: value})) is again, name
 
 
 @pytest.mark.timeout(180)  # torch is imported twice
