@@ -188,8 +188,9 @@ class LocalModel(ServedModel):
         return {engine.info.backbone: engine.size for engine in engines if engine.info is not None and engine.size}
 
     async def leave(self) -> None:
-        """Close it when its last request has ended."""
-        await self._retire(self.current)
+        """Close it when its last request has ended, also those of older generations."""
+        self.retiring.begin(self._retire(self.current))
+        await self.retiring.ended()
         await self.close()
 
     async def close(self) -> None:
