@@ -11,15 +11,17 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
+from weakref import WeakSet
 
 from model.heads import Head, with_labels
+from service.engine.base import Engine
 from service.engine.local import ModelEngine, What
 from service.engine.messages import EngineStatus, ModelInfo
 from service.errors import (
@@ -122,6 +124,7 @@ class Models(ABC):
         self.results: Mapping[str, int] = {}
         self.on_change: Callable[[], None] = lambda: None
         self._tasks = Tasks()
+        self._were_ready: WeakSet[Generation[Engine]] = WeakSet()
         self._reload_again = False
         self._reloading: asyncio.Task[None] | None = None
 
@@ -166,6 +169,14 @@ class Models(ABC):
     def find(self, name: str | None) -> ServedModel:
         """Return the model of a name, None for the default; raises `UnknownModel`."""
         return self.served[self.key(name)]
+
+    def newly_ready(self) -> Iterator[tuple[ServedModel, ModelInfo]]:
+        """Yield each model whose version became ready since this was asked last, and its description."""
+        for model in self.served.values():
+            info = model.current.engine.info
+            if info is not None and model.current.engine.ready and model.current not in self._were_ready:
+                self._were_ready.add(model.current)
+                yield model, info
 
     def describe(self) -> list[ListedModel]:
         """Return the status of each model and head, in the order of names."""
