@@ -97,21 +97,11 @@ class EngineServer:
         for worker in list(self.workers):
             await worker.finish()
 
-    @property
-    def status(self) -> frames.StatusChanged:
-        """Return the status as it is published."""
-        models = self.models
-        depth = sum(status.queue_depth for status in models.statuses())
-        status = replace(models.default.current.engine.status, restarts=self._restarts, queue_depth=depth)
-        newest = {key: model.current.number for key, model in models.served.items() if model.state == "ready"}
-        listed = {key: models.status_of(key) for key in models.served}
-        return frames.StatusChanged(status, self.images.usage(), newest, listed, dict(models.results))
-
     async def _serve(self, connection: frames.Connection) -> None:
         worker = _Worker(self, connection)
         self.workers.add(worker)
         try:
-            worker.publish(self.status)
+            self.publish_status()
             async for frame in connection:
                 worker.handle(frame)
         except frames.FrameError as error:
@@ -131,9 +121,14 @@ class EngineServer:
 
     def publish_status(self) -> None:
         """Tell all workers what has changed."""
-        status = self.status
+        models = self.models
+        depth = sum(status.queue_depth for status in models.statuses())
+        status = replace(models.default.current.engine.status, restarts=self._restarts, queue_depth=depth)
+        newest = {key: model.current.number for key, model in models.served.items() if model.state == "ready"}
+        listed = {key: models.status_of(key) for key in models.served}
+        published = frames.StatusChanged(status, self.images.usage(), newest, listed, dict(models.results))
         for worker in self.workers:
-            worker.publish(status)
+            worker.publish(published)
 
 
 class _Worker:
