@@ -11,21 +11,26 @@ class Tasks:
     """Tasks that are kept until they end: an event loop alone holds none."""
 
     def __init__(self) -> None:
-        self._running: set[asyncio.Task[Any]] = set()
+        self.running: set[asyncio.Task[Any]] = set()
 
     def begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Begin a coroutine and return its task; nobody has to wait for it."""
         task = asyncio.create_task(work)
-        self._running.add(task)
+        self.running.add(task)
         task.add_done_callback(self._ended)
         return task
 
     def cancel(self) -> None:
         """Cancel those that have not ended."""
-        for task in self._running:
+        for task in self.running:
             task.cancel()
 
+    async def ended(self) -> None:
+        """Return when none is left."""
+        while self.running:
+            await asyncio.wait(self.running)
+
     def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._running.discard(task)
+        self.running.discard(task)
         if not task.cancelled():
             task.exception()  # a caller who has left asks for it no more

@@ -4,12 +4,11 @@ import asyncio
 import logging
 from functools import partial
 from pathlib import Path
-from weakref import WeakSet
 
-from service.engine.local import Backbones, Loader, ModelEngine
+from service.engine.base import Engine
+from service.engine.local import Backbones, Loader
 from service.engine.messages import ModelInfo
 from service.lifecycle import Lifecycle, Terminal, freeze_objects, release_memory, trim_regularly
-from service.models.generation import Generation
 from service.models.registry import LocalModels, configured_models
 from service.observe.metrics import Metrics
 from service.server import Server
@@ -40,7 +39,6 @@ class SingleProcess:
         self._settings = settings
         metrics = Metrics()
         self._is_announced = False
-        self._announced: WeakSet[Generation[ModelEngine]] = WeakSet()
         make = Backbones(settings, load, metrics.observe_batch).engine
         self._models = LocalModels(settings, make, configured_models(settings), on_retired=release_memory)
         app = create_app(settings, self._models, metrics, self.lifecycle, self._on_engine_change)
@@ -50,13 +48,10 @@ class SingleProcess:
     def _on_engine_change(self) -> None:
         if self._models.failure:
             self.server.stop(exit_code=1)
-        for model in self._models.served.values():
-            generation = model.current
-            if generation.engine.ready and generation.engine.info is not None and generation not in self._announced:
-                self._announced.add(generation)
-                self._announce(generation.engine, generation.engine.info)
+        for model, info in self._models.newly_ready():
+            self._announce(model.current.engine, info)
 
-    def _announce(self, engine: ModelEngine, info: ModelInfo) -> None:
+    def _announce(self, engine: Engine, info: ModelInfo) -> None:
         """Log what is served, and once where, as soon as the server listens."""
         if not self.server.is_listening:  # a model that loads before the listener is up
             asyncio.get_running_loop().call_later(0.05, self._announce, engine, info)
