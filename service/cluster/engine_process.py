@@ -31,7 +31,7 @@ from service.cluster import frames
 from service.cluster.processes import SERVING, Report
 from service.cluster.supervisor import TRY_AGAIN, Child
 from service.engine.local import Backbones, Loader, ModelEngine
-from service.errors import CheckpointRefused, EngineUnavailable, InferenceFailed
+from service.errors import CheckpointRefused, EngineUnavailable, InferenceFailed, ServiceError
 from service.lifecycle import release_memory, trim_regularly
 from service.models.generation import Generation
 from service.models.registry import LocalModels, Version, configured_models
@@ -219,19 +219,19 @@ class _Worker:
         try:
             reply: frames.Frame = frames.answer(id_, await self._result(request))
         except Exception as error:  # a defect costs its own request alone
-            if type(error) not in frames.ERRORS:
+            if not isinstance(error, ServiceError) or type(error) not in frames.ERRORS:
                 logger.exception("a request failed")
                 error = InferenceFailed("the engine failed on this request")
             self._server.publish_status()  # it has the count of a load that failed
-            reply = frames.Failed(id_, frames.ERRORS.index(type(error)), str(error))
+            reply = frames.Failed.of(id_, error)
         self._connection.send(reply)
 
     async def _result(self, request: frames.Request) -> object:
         result: object = None
         match request:
-            case frames.Submit(model, generation, image, timeout):
-                with self._engine(model, generation) as engine:
-                    result = await engine.infer(image, timeout=timeout)
+            case frames.Submit() as submit:
+                with self._engine(submit.model, submit.generation) as engine:
+                    result = await engine.infer(submit.image, timeout=submit.timeout)
             case frames.EmbedTexts(model, generation, texts, timeout):
                 with self._engine(model, generation) as engine:
                     result = await engine.embed_texts(texts, timeout=timeout)

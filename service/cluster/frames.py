@@ -21,7 +21,7 @@ sides run the same code on one machine, so there are no versions.
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Annotated, Any, Final, Literal, cast
+from typing import Annotated, Any, Final, Literal, Self, cast
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from model.images.preprocess import ModelInput
+from model.outputs import RequestedOutputs
 from service import errors
 from service.engine.local import What
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
@@ -40,6 +41,9 @@ _LENGTH_BYTES: Final = 4
 
 # Bytes of the longest frame: a model may have a million labels.
 MAX_BYTES: Final = 256 << 20
+
+# Bytes that are read ahead from a connection: the answers of a batch arrive together.
+AHEAD_BYTES: Final = 32 << 10
 
 
 class FrameError(Exception):
@@ -69,13 +73,31 @@ class Submit(_Frame, frozen=True, tag=1):
     """Asks for one image to be computed.
 
     Attributes:
+        shape: (H, W, C).
+        data: its bytes, where they were received.
+        caller: see `InferenceRequest`.
         timeout: seconds from now within which it must be launched.
     """
 
     model: str
     generation: int
-    image: InferenceRequest
+    shape: tuple[int, int, int]
+    data: memoryview
+    requested: RequestedOutputs
+    caller: str
     timeout: float
+
+    @classmethod
+    def of(cls, model: str, generation: int, image: InferenceRequest, timeout: float) -> Self:
+        """Return the frame that carries an image."""
+        high, wide, channels = image.pixels.shape
+        data = np.ascontiguousarray(image.pixels).reshape(-1).data
+        return cls(model, generation, (high, wide, channels), data, image.requested, image.caller, timeout)
+
+    @property
+    def image(self) -> InferenceRequest:
+        """Return the image; raises ValueError if its bytes are not as many as its shape says."""
+        return InferenceRequest(np.frombuffer(self.data, np.uint8).reshape(self.shape), self.requested, self.caller)
 
 
 class EmbedTexts(_Frame, frozen=True, tag=2):
@@ -180,6 +202,15 @@ class Failed(_Frame, frozen=True, tag=14):
     kind: Annotated[int, Meta(ge=0, lt=len(ERRORS))]
     message: str
 
+    @classmethod
+    def of(cls, id_: int, error: errors.ServiceError) -> Self:
+        """Return the frame that carries an error."""
+        return cls(id_, ERRORS.index(type(error)), str(error))
+
+    def error(self) -> errors.ServiceError:
+        """Return the error."""
+        return ERRORS[self.kind](self.message)
+
 
 Frame = Call | Cancel | Uses | StatusChanged | Serving | Answer | Failed
 
@@ -233,8 +264,10 @@ def encode(frame: Frame) -> bytearray:
     return buffer
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.BufferedProtocol):
     """One end of a connection: frames are sent, and iterated over until it ends.
+
+    A long frame is received into memory of its own, which its pixels then lie in: a picture is copied once.
 
     Args:
         on_made: called with it once frames can be sent.
@@ -246,7 +279,8 @@ class Connection(asyncio.Protocol):
     def __init__(self, on_made: "Callable[[Connection], object]" = lambda connection: None) -> None:
         self._on_made = on_made
         self._transport: asyncio.Transport | None = None
-        self._received = bytearray()
+        self._ahead = bytearray(AHEAD_BYTES)
+        self._into, self._filled = self._ahead, 0
         self._frames: deque[Frame] = deque()
         self._news = asyncio.Event()
         self._error: FrameError | None = None
@@ -282,25 +316,40 @@ class Connection(asyncio.Protocol):
         self._transport = None
         self._news.set()
 
-    def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
-        self._received += data
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """See `asyncio.BufferedProtocol`."""
+        return memoryview(self._into)[self._filled :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """See `asyncio.BufferedProtocol`."""
+        self._filled += nbytes
         try:
-            while (frame := self._cut()) is not None:
-                self._frames.append(_decoder.decode(frame))
+            if self._into is self._ahead:
+                self._cut()
+            elif self._filled == len(self._into):
+                self._frames.append(_decoder.decode(self._into))
+                self._into, self._filled = self._ahead, 0
         except (FrameError, msgspec.MsgspecError, ValueError) as error:
-            self._error = FrameError(f"not a frame: {error}")
-            self._received.clear()
+            self._error, self._filled = FrameError(f"not a frame: {error}"), 0
             self.close()
         self._news.set()
 
-    def _cut(self) -> bytearray | None:
-        """Take the bytes of the next frame out of those that were received, if all of them are here."""
-        end = _LENGTH_BYTES + int.from_bytes(self._received[:_LENGTH_BYTES], "little")
-        if end > MAX_BYTES:
-            raise FrameError(f"{end} bytes, where {MAX_BYTES} are allowed")
-        if len(self._received) < end:
-            return None
-        frame = self._received[_LENGTH_BYTES:end]
-        del self._received[:end]
-        return frame
+    def _cut(self) -> None:
+        """Take the frames out of what was read ahead; one that is longer gets memory of its own."""
+        ahead, begin = memoryview(self._ahead)[: self._filled], 0
+        while self._filled >= begin + _LENGTH_BYTES:
+            length = int.from_bytes(ahead[begin : begin + _LENGTH_BYTES], "little")
+            if length > MAX_BYTES:
+                raise FrameError(f"{length} bytes, where {MAX_BYTES} are allowed")
+            frame = ahead[begin + _LENGTH_BYTES : begin + _LENGTH_BYTES + length]
+            if len(frame) < length and length > AHEAD_BYTES - _LENGTH_BYTES:
+                self._into, self._filled = bytearray(length), len(frame)
+                self._into[: len(frame)] = frame
+                return
+            if len(frame) < length:
+                break
+            self._frames.append(_decoder.decode(bytes(frame)))
+            begin += _LENGTH_BYTES + length
+        rest = bytes(ahead[begin:])
+        self._ahead[: len(rest)] = rest
+        self._filled = len(rest)

@@ -160,7 +160,7 @@ class EngineClient:
                 if request is None or future is None or future.done():
                     return  # its caller went away
                 if isinstance(frame, frames.Failed):
-                    future.set_exception(frames.ERRORS[frame.kind](frame.message))
+                    future.set_exception(frame.error())
                 else:
                     future.set_result(frames.result_of(frame, request))
             case _:
@@ -208,7 +208,7 @@ class RemoteEngine:
 
     async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
         """See `Engine.infer`."""
-        submit = frames.Submit(self._name, self._generation, request, timeout)
+        submit = frames.Submit.of(self._name, self._generation, request, timeout)
         result: InferenceResult = await self._least_loaded().ask(submit)
         return result
 

@@ -25,6 +25,7 @@ from model.outputs import (
 )
 from service.cluster import frames
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult
+from service.errors import CheckpointRefused, QueueFull
 from service.web.image_stores import StoreUsage
 from tests.service.fakes import LIBRARY, model_info, on_a_loop
 from vitserve.documents import ListedModel
@@ -92,7 +93,7 @@ STATUSES = st.builds(
     SMALL,
 )
 REQUESTS: st.SearchStrategy[frames.Request] = st.one_of(
-    st.builds(frames.Submit, st.text(), SMALL, st.builds(InferenceRequest, PIXELS, REQUESTED, st.text()), SECONDS),
+    st.builds(frames.Submit.of, st.text(), SMALL, st.builds(InferenceRequest, PIXELS, REQUESTED, st.text()), SECONDS),
     st.builds(frames.EmbedTexts, st.text(), SMALL, st.lists(st.text(), max_size=9).map(tuple), SECONDS),
     st.builds(
         frames.Change,
@@ -118,7 +119,7 @@ FRAMES: st.SearchStrategy[frames.Frame] = st.one_of(
     st.builds(frames.Serving, st.text(), SMALL, st.sampled_from([model_info(), model_info(config=LIBRARY, labels=())])),
     st.builds(frames.Failed, IDS, st.integers(0, len(frames.ERRORS) - 1), st.text()),
 )
-SUBMIT = frames.Submit("m", 1, InferenceRequest(np.zeros((1, 1, 3), np.uint8), RequestedOutputs(1)), 1.0)
+SUBMIT = frames.Submit.of("m", 1, InferenceRequest(np.zeros((1, 1, 3), np.uint8), RequestedOutputs(1)), 1.0)
 ANSWERS: st.SearchStrategy[tuple[frames.Request, Any]] = st.one_of(
     st.tuples(st.builds(lambda: SUBMIT), results()),
     st.tuples(st.just(frames.EmbedTexts("m", 1, (), 1.0)), floats((3, 5))),
@@ -148,7 +149,13 @@ def equal(one: Any, other: Any) -> bool:
 async def received(*pieces: bytes | bytearray) -> list[frames.Frame]:
     connection = frames.Connection()
     for piece in pieces:
-        connection.data_received(bytes(piece))
+        begin = 0
+        while begin < len(piece):
+            buffer = connection.get_buffer(-1)
+            part = piece[begin : begin + len(buffer)]
+            buffer[: len(part)] = part
+            connection.buffer_updated(len(part))
+            begin += len(part)
     connection.connection_lost(None)
     return [frame async for frame in connection]
 
@@ -162,13 +169,12 @@ def test_what_is_sent_is_what_arrives_however_the_stream_is_cut(sent: list[frame
 
 
 @given(sizes=st.lists(st.integers(1, 80_000), max_size=5), cuts=st.lists(st.integers(0, 300_000), max_size=5))
-def test_pictures_arrive_in_whatever_pieces(sizes: list[int], cuts: list[int]) -> None:
+def test_pictures_longer_and_shorter_than_what_is_read_ahead_arrive(sizes: list[int], cuts: list[int]) -> None:
     images = [InferenceRequest(noise(n, size), RequestedOutputs(1)) for n, size in enumerate(sizes)]
-    sent = [frames.Call(n, frames.Submit("m", n, image, 1)) for n, image in enumerate(images)]
+    sent = [frames.Call(n, SUBMIT.of("m", n, image, 1)) for n, image in enumerate(images)]
     data, places = b"".join(map(frames.encode, sent)), [0, *sorted(cuts), 400_000]
     found = asyncio.run(received(*(data[begin:end] for begin, end in pairwise(places))))
-    assert all(map(equal, sent, found))
-    assert len(found) == len(sent)
+    assert found == sent
 
 
 def noise(seed: int, size: int) -> Any:
@@ -209,3 +215,9 @@ def test_a_frame_that_is_cut_off_is_none(sent: frames.Frame, missing: int) -> No
 async def test_bytes_that_no_frame_has_are_refused(data: bytes) -> None:
     with pytest.raises(frames.FrameError):
         await received(data)
+
+
+def test_an_error_keeps_its_type_and_its_message() -> None:
+    for error in (QueueFull("all places are taken"), CheckpointRefused("no such file")):
+        found = frames.Failed.of(7, error).error()
+        assert (type(found), str(found)) == (type(error), str(error))
