@@ -48,6 +48,7 @@ _READ = 128 << 10
 _PAUSE_BYTES = 64 << 10  # of a body that the application has not read
 _PIECES_AT_ONCE = 512  # of a body in chunks, before others have their turn at the event loop
 _CHUNK_FRAMING = 6  # bytes of a small chunk
+_MAX_LINE = 1000  # bytes of a size with its extensions, or of a trailer: what has come is copied with each read
 _UNSENT_BYTES = 128 << 10  # of a connection's answers, in the kernel; by itself it takes 2.5 MiB
 _SCOPE = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "scheme": "http", "root_path": ""}
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status} {status.phrase}".encode() for status in HTTPStatus}
@@ -126,8 +127,8 @@ class Exchange:
                 self.on_body(piece)
                 if not self._left:
                     self.on_message_complete()
-            if self.framing // _CHUNK_FRAMING > 64 + self._content // 32:
-                raise MalformedRequest("more than 32 chunks in a KiB of the body")
+            if self.framing // _CHUNK_FRAMING > 64 + self._content // 32 or len(self._line) > _MAX_LINE:
+                raise MalformedRequest(f"more than 32 chunks in a KiB, or {_MAX_LINE} bytes in a line, of the body")
             if at == len(data) or not self.more_body:
                 return data[at:]
         asyncio.get_running_loop().call_soon(self._connection.advance)

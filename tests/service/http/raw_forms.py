@@ -166,6 +166,8 @@ FORMS: dict[str, Form] = {
     "33 chunks a KiB": kept(chunked(b"".join(chunk(PNG[i : i + 31]) for i in range(0, len(PNG), 31)) + LAST), 200),
     "300 chunks of a byte": refused(chunked(300 * chunk(b"x") + LAST)),
     "an extension without end": refused(chunked(b"1;" + b"x" * 1100)),
+    "a long extension behind much": refused(chunked(chunk(bytes(100_000)) + b"1;" + b"x" * 1100)),
+    "a long trailer behind much": refused(chunked(chunk(bytes(100_000)) + b"0\r\nX-A: " + b"b" * 1100)),
     "a trailer without end": refused(chunked(chunk() + b"0\r\nX-A: " + b"b" * 1100)),
     "trailers without end": refused(chunked(chunk() + b"0\r\n" + b"X-A: b\r\n" * 20_000)),
     "headers without end": refused(GET[:-2] + b"X: a\r\n" * 20_000),
