@@ -23,6 +23,8 @@ from model.images.preprocess import preprocess
 from tests.model.images.pictures import encode
 from tests.timm_reference import timm, transformers
 
+pytestmark = pytest.mark.timeout(60)  # libraries of references are imported
+
 BY_CLASS = {family.class_name: family for family in FAMILIES}
 
 OF_PROCESSORS = sorted({family.image_processor: name for name, family in BY_CLASS.items()}.values())
