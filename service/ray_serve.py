@@ -9,6 +9,7 @@ import asyncio
 import logging
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from prometheus_client import Metric
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -17,9 +18,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from model.errors import first_problem
 from service.engine.devices import fit_to_machine
 from service.engine.loading import load_predictor
-from service.engine.local import BATCH_SECONDS, Backbones, Loader, What
+from service.engine.local import BATCH_SECONDS, Backbones, Loader, ModelEngine, What
 from service.errors import EngineUnavailable, Forbidden, SettingsError
 from service.lifecycle import freeze_objects, trim_regularly
+from service.models.generation import Generation
 from service.models.registry import LocalModels, configured_models
 from service.observe import logs
 from service.observe.metrics import Metrics, render_replicas
@@ -114,6 +116,7 @@ class Replica:
         make = Backbones(settings, load, self._metrics.observe_batch).engine
         self._models = _FixedModels(settings, make, configured_models(settings))
         self._loaded = asyncio.Event()
+        self._logged: WeakSet[Generation[ModelEngine]] = WeakSet()
         trim_regularly()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -143,9 +146,11 @@ class Replica:
         engine = self._models.default.current.engine
         if engine.ready or self._models.failure:
             self._loaded.set()
-        for model, info in self._models.newly_ready():
-            freeze_objects()
-            log_model(model.current.engine.status, info)
+        for model in self._models.served.values():
+            if model.info is not None and model.current not in self._logged and model.current.engine.ready:
+                self._logged.add(model.current)
+                freeze_objects()
+                log_model(model.current.engine.status, model.info)
 
 
 class _FixedModels(LocalModels):

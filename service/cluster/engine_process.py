@@ -78,6 +78,7 @@ class EngineServer:
         self._restarts = restarts
         self._on_change = on_change
         self._refresh_seconds = refresh_seconds
+        self._last_status: frames.StatusChanged | None = None
 
     async def start(self, path: Path) -> None:
         """Load the models, and accept connections at a socket of this path."""
@@ -97,11 +98,27 @@ class EngineServer:
         for worker in list(self.workers):
             await worker.finish()
 
+    @property
+    def status(self) -> frames.StatusChanged:
+        """Return the status as it is published."""
+        models = self.models
+        depth = sum(status.queue_depth for status in models.statuses())
+        status = replace(models.default.current.engine.status, restarts=self._restarts, queue_depth=depth)
+        listed = {key: models.status_of(key) for key in models.served}
+        return frames.StatusChanged(status, self.images.usage(), listed, dict(models.results))
+
+    async def adopted(self, name: str) -> None:
+        """Return when all workers give new requests to the current generation of a model, or it is deleted."""
+        number = self.models.versions[name].number
+        while name in self.models.served and any(worker.adopted.get(name, 0) < number for worker in self.workers):
+            await asyncio.sleep(_LOOK_SECONDS)
+
     async def _serve(self, connection: frames.Connection) -> None:
         worker = _Worker(self, connection)
         self.workers.add(worker)
         try:
-            self.publish_status()
+            worker.announce()
+            worker.send(self.status)
             async for frame in connection:
                 worker.handle(frame)
         except frames.FrameError as error:
@@ -111,6 +128,8 @@ class EngineServer:
             await worker.close()
 
     def _changed(self) -> None:
+        for worker in self.workers:
+            worker.announce()
         self.publish_status()
         self._on_change()
 
@@ -120,15 +139,12 @@ class EngineServer:
             self.publish_status()
 
     def publish_status(self) -> None:
-        """Tell all workers what has changed."""
-        models = self.models
-        depth = sum(status.queue_depth for status in models.statuses())
-        status = replace(models.default.current.engine.status, restarts=self._restarts, queue_depth=depth)
-        newest = {key: model.current.number for key, model in models.served.items() if model.state == "ready"}
-        listed = {key: models.status_of(key) for key in models.served}
-        published = frames.StatusChanged(status, self.images.usage(), newest, listed, dict(models.results))
-        for worker in self.workers:
-            worker.publish(published)
+        """Send all workers the status if it has changed."""
+        status = self.status
+        if status != self._last_status:
+            self._last_status = status
+            for worker in self.workers:
+                worker.send(status)
 
 
 class _Worker:
@@ -140,24 +156,28 @@ class _Worker:
 
     def __init__(self, server: EngineServer, connection: frames.Connection) -> None:
         self.adopted: dict[str, int] = {}
+        self.send = connection.send
         self._server = server
         self._connection = connection
         self._generations: dict[tuple[str, int], tuple[Generation[ModelEngine], ExitStack]] = {}
+        self._withdrawn: set[tuple[str, int]] = set()
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._last_status: frames.StatusChanged | None = None
 
-    def publish(self, status: frames.StatusChanged) -> None:
-        """Tell the worker of each current generation once it is ready, and hold it for the worker; then the status."""
-        for name, model in self._server.models.served.items():
-            generation, key = model.current, (name, model.current.number)
+    def announce(self) -> None:
+        """Tell the worker of each current generation once it is ready, and hold it for the worker; and of the gone."""
+        served = {(name, model.current.number): model.current for name, model in self._server.models.served.items()}
+        for key, generation in served.items():
             held, _ = self._generations.get(key, (None, None))
             info = generation.engine.info
             if info is not None and generation.engine.ready and held is not generation:
                 self._hold(key, generation, busy=False)
-                self._connection.send(frames.Serving(*key, info))
-        if status != self._last_status:
-            self._last_status = status
-            self._connection.send(status)
+                self.send(frames.Serving(*key, info))
+        for key, (generation, _) in self._generations.items():
+            # Of one that another generation follows the worker learns by that.
+            is_gone = served[key] is not generation if key in served else key[0] not in self._server.models.served
+            if is_gone and key not in self._withdrawn:
+                self._withdrawn.add(key)
+                self.send(frames.Withdrawn(*key))
 
     def _hold(self, key: tuple[str, int], generation: Generation[ModelEngine], *, busy: bool) -> None:
         """Keep a generation for the worker, perhaps for its requests, in place of an unloaded one of its version."""
@@ -168,6 +188,7 @@ class _Worker:
 
     def _release(self, keys: Iterable[tuple[str, int]]) -> None:
         for key in keys:
+            self._withdrawn.discard(key)
             self._generations.pop(key)[1].close()
 
     def handle(self, frame: frames.Frame) -> None:
@@ -224,7 +245,7 @@ class _Worker:
                 error = InferenceFailed("the engine failed on this request")
             self._server.publish_status()  # it has the count of a load that failed
             reply = frames.Failed.of(id_, error)
-        self._connection.send(reply)
+        self.send(reply)
 
     async def _result(self, request: frames.Request) -> object:
         result: object = None
@@ -271,12 +292,9 @@ class _Worker:
         if self._server.loader is not self:
             raise CheckpointRefused("the engine was started again before it was to take over")
         self._server.loader = None
-        models = self._server.models
-        models.take_over()
-        number = models.versions[model].number
-        while model in models.served and any(each.adopted.get(model, 0) < number for each in self._server.workers):
-            await asyncio.sleep(_LOOK_SECONDS)  # until all workers give new requests to it
-        await models.fit(model)
+        self._server.models.take_over()
+        await self._server.adopted(model)
+        await self._server.models.fit(model)
 
     async def _discard(self, reason: str) -> None:
         if self._server.loader is self:

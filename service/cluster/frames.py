@@ -4,6 +4,7 @@
     ----------                                  --------------
                                           <--   StatusChanged(status)        at once, and on each change
                                           <--   Serving(model, generation)   once it answers requests
+                                          <--   Withdrawn(model, generation) when it is to answer no new ones
     Uses(model, newest, oldest, busy)     -->                                new requests belong to the newest one
     Call(id, request)                     -->
     Cancel(id)                            -->
@@ -32,7 +33,6 @@ from pydantic import BaseModel
 from model.images.preprocess import ModelInput
 from model.outputs import RequestedOutputs
 from service import errors
-from service.engine.local import What
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 from service.web.image_stores import StoreUsage
 from vitserve.documents import ListedModel
@@ -121,7 +121,7 @@ class Change(_Frame, frozen=True, tag=3):
 
     act: Literal["load", "take_over", "discard", "wake", "unload", "delete", "reload"]
     model: str = ""
-    what: What = None
+    what: str | dict[str, Any] | None = None
 
 
 class Put(_Frame, frozen=True, tag=6):
@@ -167,25 +167,27 @@ class Uses(_Frame, frozen=True, tag=10):
 
 
 class StatusChanged(_Frame, frozen=True, tag=11):
-    """Publishes the engine's status, the pictures that are kept, the models by their keys, and `Models.results`.
-
-    Attributes:
-        newest: the generation of each model that answers new requests, if one does.
-    """
+    """Publishes the engine's status, the pictures that are kept, the models by their keys, and `Models.results`."""
 
     status: EngineStatus
     kept: StoreUsage
-    newest: dict[str, int]
     models: dict[str, ListedModel]
     tally: dict[str, int]
 
 
 class Serving(_Frame, frozen=True, tag=12):
-    """Describes a generation of a model, before a status has it as the newest."""
+    """Describes a generation of a model, which answers new requests from now on."""
 
     model: str
     generation: int
     info: ModelInfo
+
+
+class Withdrawn(_Frame, frozen=True, tag=19):
+    """Says that a generation of a model is to get no new requests."""
+
+    model: str
+    generation: int
 
 
 class Answer(_Frame, frozen=True, tag=13):
@@ -212,7 +214,7 @@ class Failed(_Frame, frozen=True, tag=14):
         return ERRORS[self.kind](self.message)
 
 
-Frame = Call | Cancel | Uses | StatusChanged | Serving | Answer | Failed
+Frame = Call | Cancel | Uses | StatusChanged | Serving | Withdrawn | Answer | Failed
 
 
 def _to_plain(value: Any) -> Any:

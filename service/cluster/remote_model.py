@@ -9,7 +9,7 @@ when one fails, none does.
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -43,13 +43,14 @@ class EngineClient:
         device: of the status until the engine says more.
     Attributes:
         models: the model of each generation that the engine has, by its name and number.
+        withdrawn: those of them that are to get no new requests.
         pending: this worker's requests that have no outcome yet.
-        newest, listed, tally, kept: as the engine published them last.
+        listed, tally, kept: as the engine published them last.
     """
 
     def __init__(self, path: Path, device: str) -> None:
         self.models: dict[str, dict[int, ModelInfo]] = {}
-        self.newest: dict[str, int] = {}
+        self.withdrawn: set[tuple[str, int]] = set()
         self.listed: dict[str, ListedModel] = {}
         self.tally: dict[str, int] = {}
         self.status = EngineStatus(device, "loading", "the model is loading", "", None, 0)
@@ -101,11 +102,12 @@ class EngineClient:
     def use(self, name: str, newest: int, oldest: int, *, busy: bool) -> None:
         """Tell the engine once which generations of a model this worker uses, if it has any, and forget older ones."""
         of_model, busy = self.models.get(name, {}), busy and len(self.models) > 1  # one alone is not unloaded
-        is_behind = self.newest.get(name, newest) != newest
-        if of_model and not is_behind and self._uses.get(name) != (newest, oldest, busy):
+        is_known = newest in of_model or any((name, number) in self.withdrawn for number in of_model)
+        if is_known and self._uses.get(name) != (newest, oldest, busy):
             self._uses[name] = newest, oldest, busy
             for number in [number for number in of_model if number < oldest]:
                 del of_model[number]
+                self.withdrawn.discard((name, number))
             self.send(frames.Uses(name, newest, oldest, busy))
 
     async def close(self) -> None:
@@ -129,14 +131,15 @@ class EngineClient:
             except frames.FrameError as error:
                 logger.error("connection to an engine: %s", error)
             finally:
-                connection.close()
                 self._disconnected()
             await asyncio.sleep(_RETRY_SECONDS)
 
     def _disconnected(self) -> None:
+        assert self._connection is not None
+        self._connection.close()
         self._connection = None
         self.models.clear()
-        self.newest.clear()
+        self.withdrawn.clear()
         self._uses.clear()
         for _, future in self.pending.values():
             if not future.done():
@@ -147,14 +150,25 @@ class EngineClient:
 
     def _receive(self, frame: frames.Frame) -> None:
         match frame:
-            case frames.StatusChanged(status, kept, newest, listed, tally):
-                before = self.status.state, self.newest, self.listed.keys(), self.tally
-                self.status, self.kept, self.newest, self.listed, self.tally = status, kept, newest, listed, tally
-                if before != (status.state, newest, listed.keys(), tally):
+            case frames.StatusChanged(status, kept, listed, tally):
+                states = {name: each.state for name, each in listed.items()}
+                changed = (
+                    status.state != self.status.state or states.keys() != self.listed.keys() or tally != self.tally
+                )
+                self.status, self.kept, self.listed, self.tally = status, kept, listed, tally
+                if changed:
                     self._on_change()
             case frames.Serving(model, generation, info):
                 self.models.setdefault(model, {})[generation] = info
+                self.withdrawn.discard((model, generation))
                 self._uses.pop(model, None)
+                if self.status.state == "ready":  # else the status follows
+                    self._on_change()
+            case frames.Withdrawn(model, generation):
+                # And those before it, which it took over from though nobody here has turned to it yet.
+                known = (number for number in self.models.get(model, {}) if number <= generation)
+                self.withdrawn.update((model, number) for number in (*known, generation))
+                self._on_change()
             case frames.Answer() | frames.Failed():
                 request, future = self.pending.get(frame.id, (None, None))
                 if request is None or future is None or future.done():
@@ -200,8 +214,8 @@ class RemoteEngine:
         if self.info is None or self.info.content not in contents:
             self.info = having[0].models[name][number] if having else self.info
         having = [each for each, own in zip(having, contents, strict=True) if self.info and own == self.info.content]
-        # One that has another by now answers what has begun, where no other does.
-        self._serving = [each for each in having if each.newest.get(name) == number] or having
+        # One that withdraws it answers what has begun, where no other does.
+        self._serving = [each for each in having if (name, number) not in each.withdrawn] or having
         infos = [engine.models[name][number] for engine in self._serving]
         if infos:
             self.info = replace(infos[0], device=",".join(info.device for info in infos))
@@ -245,23 +259,38 @@ class RemoteModel(ServedModel):
         listed = [engine.listed[self.name] for engine in self.engines if self.name in engine.listed]
         return "ready" if self.current.engine.ready else listed[0].state if listed else "loading"
 
+    async def replace(self, checkpoint: What) -> None:
+        """Let all engines load a checkpoint, and then take over; who is cancelled ends it, and it raises as a load."""
+        what = dict(checkpoint) if isinstance(checkpoint, Mapping) else checkpoint
+        try:
+            await ask_all(self.engines, frames.Change("load", self.name, what))
+        except ServiceError as error:
+            discard = frames.Change("discard", what=str(error))
+            await asyncio.gather(*(engine.ask(discard) for engine in self.engines), return_exceptions=True)
+            raise
+        await ask_all(self.engines, frames.Change("take_over", self.name))
+
     def refresh(self) -> None:
-        """Adopt the newest generation that an engine serves, or none where no engine serves it any more."""
+        """Adopt the newest generation that an engine serves, or none where it was withdrawn."""
         ready = [engine for engine in self.engines if engine.status.state == "ready"]
-        newest = max((engine.newest.get(self.name, 0) for engine in ready), default=0)
+        newest = max((number for engine in ready for number in self._of(engine)), default=0)
         if newest not in (0, self.current.number):
             self._turn_to(newest)
-        elif not newest and any(self.current.number in engine.models.get(self.name, {}) for engine in ready):
+        elif not newest and any((self.name, self.current.number) in engine.withdrawn for engine in ready):
             self._turn_to(self.current.number + 1)  # which nobody has
         for generation in self._open:
             generation.engine.refresh()
         self._use()
 
+    def _of(self, engine: EngineClient) -> list[int]:
+        """Return the generations that an engine has for new requests."""
+        return [each for each in engine.models.get(self.name, {}) if (self.name, each) not in engine.withdrawn]
+
     def _turn_to(self, number: int) -> None:
         self._info = self.info
         previous, self.current = self.current, self._generation(number)
         self._open.append(self.current)
-        self.retiring.begin(self._release(previous))
+        self._tasks.begin(self._release(previous))
 
     def _generation(self, number: int) -> Generation[RemoteEngine]:
         generation = Generation(RemoteEngine(self.engines, self.name, number), number)
@@ -277,6 +306,16 @@ class RemoteModel(ServedModel):
         await previous.idle()
         self._open.remove(previous)
         self._use()
+
+
+async def ask_all(engines: Sequence[EngineClient], request: frames.Request) -> None:
+    """Ask all engines; raises the first error, and cancels what the others do."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for engine in engines:
+                group.create_task(engine.ask(request))
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
 
 
 class RemoteModels(Models):
@@ -324,61 +363,48 @@ class RemoteModels(Models):
         """Let all engines load a model, or none; see `Models.put`. A caller who leaves does not end it."""
         key = self.place(name)
         is_new = key not in self.served
-        await asyncio.shield(self._tasks.begin(self._lead(key, what)))
+        await asyncio.shield(
+            self._tasks.begin(self._lead(self.served.get(key) or RemoteModel(self.engines, key), what))
+        )
         return is_new
 
     async def unload(self, name: str) -> None:
         """Let all engines give a model's memory back; see `Models.unload`."""
         self._require_changeable(name)
-        await self._ask_all(frames.Change("unload", name))
+        await ask_all(self.engines, frames.Change("unload", name))
 
     async def delete(self, name: str) -> None:
         """Let all engines remove a model; see `Models.delete`."""
         self._require_changeable(name)
-        await self._ask_all(frames.Change("delete", name))
+        await ask_all(self.engines, frames.Change("delete", name))
 
     async def _read_again(self) -> None:
         try:
             if self.default_name:
-                await self._ask_all(frames.Change("reload"))
+                await ask_all(self.engines, frames.Change("reload"))
             else:
-                await self._lead("", None)
+                await self._lead(self.served[""], None)
         except SwapUnderWay:
             self._reload_again = True
             await asyncio.sleep(_RELOAD_SECONDS)
 
-    async def _lead(self, key: str, what: What) -> None:
-        """Let all engines load a checkpoint, and then take over; when one fails, none does."""
+    async def _lead(self, model: RemoteModel, what: What) -> None:
         if self._leading.locked():
             raise SwapUnderWay(UNDER_WAY)
         async with self._leading:
-            try:
-                await self._ask_all(frames.Change("load", key, what))
-            except ServiceError as error:
-                discard = frames.Change("discard", what=str(error))
-                await asyncio.gather(*(engine.ask(discard) for engine in self.engines), return_exceptions=True)
-                raise
-            await self._ask_all(frames.Change("take_over", key))
-
-    async def _ask_all(self, change: frames.Change) -> None:
-        """Ask all engines; raises the first error, and cancels what the others do."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                for engine in self.engines:
-                    group.create_task(engine.ask(change))
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+            await model.replace(what)
 
     def _changed(self) -> None:
         """Look at the engines, one of which has other models, or another status."""
         listed = {name: status for engine in self.engines for name, status in engine.listed.items()}
+        names = {name for engine in self.engines for name in engine.models} | listed.keys() or {""}
         self.results = self.engines[0].tally  # every engine has the same
         self.default_name = next((name for name, status in listed.items() if status.default), self.default_name)
-        for name in listed.keys() - self.served.keys():
+        for name in names - self.served.keys():
             self.served[name] = self._known.setdefault(name, RemoteModel(self.engines, name))
         for model in self.served.values():
             model.refresh()
-        for name in self.served.keys() - (listed.keys() or self.served.keys()):
+        for name in self.served.keys() - (listed.keys() | {self.default_name} if listed else self.served.keys()):
             self.served.pop(name)._info = None  # another one may get its name
         self.on_change()
 

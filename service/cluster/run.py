@@ -9,7 +9,7 @@ import socket
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from prometheus_client import values
 from prometheus_client.multiprocess import mark_process_dead
@@ -38,15 +38,12 @@ def run_cluster(settings: Settings, load: Loader) -> int:
 
     `load` is called in each engine's process, with that engine's device in the settings.
     """
-    cluster = Cluster(settings, load)
-    gc.freeze()  # else the collector would write to pages that the children share, and copy them
-    try:
+    with Cluster(settings, load) as cluster:
+        gc.freeze()  # else the collector would write to pages that the children share, and copy them
         supervisor = Supervisor(
             cluster.workers, cluster.engines, cluster.system, cluster, drain_timeout=settings.drain_timeout
         )
         return supervisor.run()
-    finally:
-        shutil.rmtree(cluster.folder, ignore_errors=True)
 
 
 class Cluster:
@@ -77,6 +74,13 @@ class Cluster:
             Child("engine" if device == "auto" else f"engine {device}", partial(self._be_engine, index), STOP)
             for index, device in enumerate(settings.devices)
         ]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.draining()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     # What the supervisor tells.
 

@@ -60,6 +60,7 @@ def run_web(
     """
     engines = [EngineClient(path, device) for path, device in zip(sockets, settings.devices, strict=True)]
     models, lifecycle = RemoteModels(engines), Lifecycle()
+    logged: dict[str, int] = {}
 
     async def beside() -> None:
         asyncio.get_running_loop().add_signal_handler(RELOAD, models.reload)
@@ -67,12 +68,15 @@ def run_web(
         await child.link.beat(metrics.publish)
 
     def changed() -> None:
-        for model, info in models.newly_ready():
-            if model is models.default:  # for each of many models it would hold the heartbeat back for too long
-                child.link.send(Report(SERVING))
-                freeze_objects()
-            if is_first:
-                log_model(model.current.engine.status, info)
+        for name, model in models.served.items():
+            engine = model.current.engine
+            if engine.info is not None and engine.ready and logged.get(name) != model.current.number:
+                logged[name] = model.current.number
+                if model is models.default:  # for each of many models it would hold the heartbeat back for too long
+                    child.link.send(Report(SERVING))
+                    freeze_objects()
+                if is_first:
+                    log_model(engine.status, engine.info)
 
     app = create_app(settings, models, metrics, lifecycle, changed, image_store=RemoteImageStore(engines[0]))
     server = Server(app, settings, lifecycle, beside, is_supervised=True)

@@ -21,11 +21,11 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -81,9 +81,7 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
     if kept is None and _LIVE and "torch" not in sys.modules and _entry(settings) is not None:
         _keep_in_child(settings)
         kept = _load_kept(settings)
-    loaded = kept or _load(settings)
-    assert loaded is not None, "no other process has it"
-    return loaded
+    return kept or _load(settings)
 
 
 def _keep_in_child(settings: Settings) -> None:
@@ -103,10 +101,12 @@ def _keep_in_child(settings: Settings) -> None:
         # It stays open: the child ends when this process does.
         print(json.dumps([own, list(_LIVE)]), file=child.stdin, flush=True)
         lines = child.stdout.read().splitlines()
-    reason = lines.pop() if child.returncode and lines else f"the process that loaded it ended with {child.returncode}"
+    reason = ""
+    if child.returncode:
+        reason = lines.pop() if lines else f"the process that loaded it ended with {child.returncode}"
     for line in lines:
         logger.warning("%s", line)
-    if child.returncode:
+    if reason:
         raise CheckpointError(reason)
 
 
@@ -118,7 +118,12 @@ def _keep() -> None:
     own, live = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        _load(load_settings(own), live)
+        settings = load_settings(own)
+        read = _read(settings)
+        if read.key in live:
+            read.keep_head("float32")
+        else:
+            _build(settings, read)
     except VitError as error:
         sys.exit(str(error))
 
@@ -136,7 +141,7 @@ def _load_kept(settings: Settings) -> tuple[Predictor, ModelInfo] | None:
     manifest = None if entry is None else entry.manifest()
     if entry is None or manifest is None:
         return None
-    key = f"{manifest.backbone}-{settings.dtype}"
+    key = _key(settings, manifest.backbone)
     if (shared := _LIVE.get(key)) is not None:
         _label_sets(settings, manifest.checkpoint)
         return shared, _described(settings, manifest.checkpoint, shared, key, entry.head(manifest))
@@ -150,12 +155,36 @@ def _load_kept(settings: Settings) -> tuple[Predictor, ModelInfo] | None:
     return None if kept is None else (kept, _described(settings, kept.checkpoint, kept, key))
 
 
-def _load(settings: Settings, elsewhere: Collection[str] = ()) -> tuple[Predictor, ModelInfo] | None:
-    """Return what `load_predictor` does, made of the checkpoint with torch, and keep its graph or its head.
+class _Read(NamedTuple):
+    """A checkpoint that was read, with the key of its backbone, its head, and what keeps its graph."""
 
-    Args:
-        elsewhere: keys of backbones that another process has: of such a one the head is kept, and None returned.
-    """
+    checkpoint: Checkpoint
+    key: str
+    head: Head | None
+    keep: Keep | None
+
+    def keep_head(self, dtype: str, parameters: int = 0) -> None:
+        """Keep the head alone: another model keeps the graph, or this one does when it is loaded without it."""
+        if self.keep is not None:
+            self.keep(None, self.checkpoint, parameters, dtype)
+
+
+def _load(settings: Settings) -> tuple[Predictor, ModelInfo]:
+    """Return what `load_predictor` does, made of the checkpoint with torch."""
+    read = _read(settings)
+    if (shared := _LIVE.get(read.key)) is None:
+        return _build(settings, read)
+    info = _described(settings, read.checkpoint, shared, read.key, read.head)
+    read.keep_head(shared.dtype, info.parameters)
+    return shared, info
+
+
+def _key(settings: Settings, backbone: str) -> str:
+    """Return what models have in common that share a predictor."""
+    return f"{backbone}-{settings.dtype}"
+
+
+def _read(settings: Settings) -> _Read:
     if settings.device.startswith("cuda"):
         _show_alone(settings.device)
     from model.checkpoint.checkpoint import backbone_and_head  # noqa: PLC0415  torch takes seconds to import
@@ -167,37 +196,29 @@ def _load(settings: Settings, elsewhere: Collection[str] = ()) -> tuple[Predicto
         checkpoint = checkpoint_from(settings)
     _label_sets(settings, checkpoint)
     backbone, head = backbone_and_head(checkpoint)
-    key = f"{backbone}-{settings.dtype}"
     keep = None if entry is None else Keep(entry, files, backbone, head)
-    shared = _LIVE.get(key)
-    if shared is None and key not in elsewhere:
-        predictor = _build(settings, checkpoint, keep)
-        return predictor, _described(settings, checkpoint, predictor, key)
-    found = None if shared is None else (shared, _described(settings, checkpoint, shared, key, head))
-    if keep is not None:
-        dtype, parameters = ("float32", 0) if found is None else (found[0].dtype, found[1].parameters)
-        keep(None, checkpoint, parameters, dtype)
-    return found
+    return _Read(checkpoint, _key(settings, backbone), head, keep)
 
 
-def _build(settings: Settings, checkpoint: Checkpoint, keep: Keep | None) -> Predictor:
+def _build(settings: Settings, read: _Read) -> tuple[Predictor, ModelInfo]:
     from model.runtime.device import unusable_reason  # noqa: PLC0415  torch takes seconds to import
     from model.runtime.predictor import Predictor  # noqa: PLC0415
 
+    device = "cuda:0" if settings.device.startswith("cuda") else settings.device
     compile_mode: str = settings.compile  # a process whose capture broke off starts its successor without graphs
     predictor = Predictor(
-        checkpoint,
-        device="cuda:0" if settings.device.startswith("cuda") else settings.device,
+        read.checkpoint,
+        device=device,
         device_name=settings.device if settings.device.startswith("cuda:") else None,
         dtype=settings.dtype,
         compile_mode="auto" if compile_mode == WITHOUT_GRAPHS else settings.compile,
         max_batch=settings.max_batch,
         graphs=compile_mode != WITHOUT_GRAPHS,
-        keep=keep,
+        keep=read.keep,
     )
     if predictor.device == "cpu" and settings.device == "auto" and gpus_are_here():
         logger.error("THE GPU IS NOT USED: %s", unusable_reason())
-    return predictor
+    return predictor, _described(settings, read.checkpoint, predictor, read.key)
 
 
 @functools.cache
@@ -240,16 +261,12 @@ def _described(
         logger.info("%s: assumed: %s", checkpoint.name, assumption)
     for note in checkpoint.notes:
         logger.info("%s: %s", checkpoint.name, note)
+    facts = attributes(ModelInfo.__dataclass_fields__, checkpoint, predictor)
+    facts |= {"name": settings.model_name or checkpoint.name, "loaded_at": int(time.time()), "backbone": key}
     least = _thresholds(settings, checkpoint)
     known_by = "" if least is None else f"-{zlib.crc32(least.tobytes()):x}"
-    facts = attributes(ModelInfo.__dataclass_fields__, checkpoint, predictor) | {
-        "name": settings.model_name or checkpoint.name,
-        "loaded_at": int(time.time()),
-        "backbone": key,
-        "coverage": settings.coverage,
-        "head": f"{checkpoint.content}-{settings.coverage}{known_by}",
-        "has_thresholds": least is not None,
-    }
+    facts |= {"coverage": settings.coverage, "head": f"{checkpoint.content}-{settings.coverage}{known_by}"}
+    facts["has_thresholds"] = least is not None
     if key not in _LIVE:
         if settings.coverage is not None:
             predictor.set_coverage(settings.coverage)

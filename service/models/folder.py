@@ -93,8 +93,7 @@ def _entry(folder: Path, paths: list[Path]) -> Entry:
     if not weights and "checkpoint" not in settings:
         raise InvalidParameter("it names no checkpoint, and no weights of this name lie beside it")
     if weights:
-        parts = weights[0].iterdir() if weights[0].is_dir() else weights
-        if not any(path.suffix.lower() in WEIGHTS or path.name.endswith("config.json") for path in parts):
+        if weights[0].is_dir() and not any(map(_is_part, weights[0].iterdir())):
             raise InvalidParameter("there are neither weights nor a configuration in this folder")
         settings["checkpoint"] = str(weights[0].absolute())
     files = list(paths)
@@ -104,6 +103,11 @@ def _entry(folder: Path, paths: list[Path]) -> Entry:
             settings[setting] = str((folder / given).absolute())
             files.append(folder / given)
     return Entry(settings, dict(_times(files)))
+
+
+def _is_part(path: Path) -> bool:
+    """Return whether a file of a folder makes that a checkpoint's, perhaps a broken one."""
+    return path.suffix.lower() in WEIGHTS or path.name.endswith("config.json")
 
 
 def _read_settings(path: Path) -> dict[str, Any]:

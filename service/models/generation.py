@@ -88,7 +88,6 @@ class ServedModel:
     Attributes:
         current: the generation that requests belong to which begin now.
         unloaded: whether its memory was given back until somebody asks for it.
-        retiring: what waits for the last requests of older generations.
         is_leaving: whether another version is being loaded in its place, for which it waits who asks now.
     """
 
@@ -97,7 +96,7 @@ class ServedModel:
     _info: ModelInfo | None = None
 
     def __init__(self) -> None:
-        self.retiring = Tasks()
+        self._tasks = Tasks()
 
     @property
     def info(self) -> ModelInfo | None:
@@ -149,6 +148,7 @@ class LocalModel(ServedModel):
         self.loaded = 0.0
         self._last_used: float | None = None
         self.on_change: Callable[[], None] = lambda: None
+        self._retiring: asyncio.Task[None] | None = None
 
     @property
     def last_used(self) -> float | None:
@@ -168,40 +168,58 @@ class LocalModel(ServedModel):
         await ended.wait()
         return generation.engine.status.reason
 
+    async def bring(self) -> str:
+        """Load the current version, as it is not loaded; see `load`."""
+        self.unloaded = False
+        if self.current.engine.status.state == "failed":
+            await self.forget(self._renew())
+        return await self.load(self.current)
+
     def take_over(self, following: Generation[ModelEngine]) -> None:
-        """Let a version answer new requests; the one before is closed when its last request has ended."""
-        self._info, self._last_used = self.info, self.last_used
-        self.retiring.begin(self._retire(self.current))
-        self.current, self.unloaded, self.is_leaving = following, False, False
+        """Let a version that is loaded answer new requests; the one before is closed when its last request ended."""
+        previous, self.current, self.unloaded = self.current, following, False
+        self.is_leaving = False
+        self._retiring = self._tasks.begin(self._retire(previous))
 
     async def unload(self) -> None:
-        """Give its memory back, and return when its last request has ended; `load` loads the same version again."""
-        self.take_over(self.generation(self.current.checkpoint, self.current.number))
+        """Give its memory back, and return when its last request has ended; `bring` loads it again."""
+        previous = self._renew()
         self.unloaded = True
         self.on_change()
-        await self.retiring.ended()
+        self._retiring = self._tasks.begin(self._retire(previous))
+        await self.retired()
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """Return the bytes of the backbones that it needs: that of an unloaded one until its last request has ended."""
-        engines = [generation.engine for generation in (self._open if self.unloaded else (self.current,))]
-        return {engine.info.backbone: engine.size for engine in engines if engine.info is not None and engine.size}
+    def is_retiring(self) -> bool:
+        """Return whether an old generation has requests left."""
+        return self._retiring is not None and not self._retiring.done()
+
+    async def retired(self) -> None:
+        """Return when the last requests of the old generation have ended, and it is closed."""
+        if self._retiring is not None:
+            await asyncio.wait([self._retiring])
 
     async def leave(self) -> None:
-        """Close it when its last request has ended, also those of older generations."""
-        self.retiring.begin(self._retire(self.current))
-        await self.retiring.ended()
+        """Close it when its last request has ended."""
+        await self._retire(self.current)
         await self.close()
 
     async def close(self) -> None:
         """Close all generations."""
-        self.retiring.cancel()
+        self._tasks.cancel()
         await asyncio.gather(*(generation.engine.close() for generation in self._open))
 
     async def forget(self, generation: Generation[ModelEngine]) -> None:
         """Close a version that is not to answer any more."""
         await generation.engine.close()
         self._open.discard(generation)
+
+    def _renew(self) -> Generation[ModelEngine]:
+        """Let a generation that is not loaded take the place of the current one, which is returned."""
+        previous, self._last_used = self.current, self.last_used
+        self._info = self.info
+        self.current = self.generation(previous.checkpoint, previous.number)
+        return previous
 
     def _changed(self, generation: Generation[ModelEngine], ended: asyncio.Event) -> None:
         status, self.loaded = generation.engine.status, time.monotonic()

@@ -11,17 +11,15 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
-from weakref import WeakSet
 
 from model.heads import Head, with_labels
-from service.engine.base import Engine
 from service.engine.local import ModelEngine, What
 from service.engine.messages import EngineStatus, ModelInfo
 from service.errors import (
@@ -74,20 +72,12 @@ class AddedHead:
     def info(self, info: ModelInfo) -> ModelInfo:
         """Return the description of the head as a model, by that of the model whose features it scores."""
         assert self.head is not None, "a head that answers is there"
-        return replace(
-            info,
-            name=self.name,
-            labels=self.head.labels,
-            config=with_labels(info.config, self.head.labels),
-            temperature=self.head.temperature,
-            form=self.head.form,
-            taught=True,
-            multi_label=False,
-            zero_shot=None,
-            coverage=None,
-            calibrated_on=None,
-            has_thresholds=False,
+        head, config = self.head, with_labels(info.config, self.head.labels)
+        own = replace(
+            info, name=self.name, labels=head.labels, config=config, temperature=head.temperature, taught=True
         )
+        own = replace(own, form=head.form, multi_label=False, zero_shot=None, coverage=None, calibrated_on=None)
+        return replace(own, has_thresholds=False)
 
 
 class Version(NamedTuple):
@@ -124,7 +114,6 @@ class Models(ABC):
         self.results: Mapping[str, int] = {}
         self.on_change: Callable[[], None] = lambda: None
         self._tasks = Tasks()
-        self._were_ready: WeakSet[Generation[Engine]] = WeakSet()
         self._reload_again = False
         self._reloading: asyncio.Task[None] | None = None
 
@@ -169,14 +158,6 @@ class Models(ABC):
     def find(self, name: str | None) -> ServedModel:
         """Return the model of a name, None for the default; raises `UnknownModel`."""
         return self.served[self.key(name)]
-
-    def newly_ready(self) -> Iterator[tuple[ServedModel, ModelInfo]]:
-        """Yield each model whose version became ready since this was asked last, and its description."""
-        for model in self.served.values():
-            info = model.current.engine.info
-            if info is not None and model.current.engine.ready and model.current not in self._were_ready:
-                self._were_ready.add(model.current)
-                yield model, info
 
     def describe(self) -> list[ListedModel]:
         """Return the status of each model and head, in the order of names."""
@@ -327,13 +308,16 @@ class LocalModels(Models):
         self._under_way: dict[str, asyncio.Task[None]] = {}
         self._sizes: dict[str, int] = {}
         self._waiters: Counter[str] = Counter()
+        self._leaving: set[Generation[ModelEngine]] = set()
 
     @property
     def failure(self) -> str:
         """Return why the process cannot go on, or an empty text: what it serves at least failed, or what served."""
-        failed = [model for model in self.served.values() if model.state == "failed"]
-        is_strict = self._settings.strict or len(failed) == len(self.served)
-        fatal = [model for model in failed if is_strict or model.broke or model.is_default]
+        models = list(self.served.values())
+        failed = [model for model in models if model.state == "failed"]
+        fatal = [model for model in failed if model.broke or model.is_default or self._settings.strict]
+        if len(failed) == len(models):
+            fatal = failed
         return fatal[0].current.engine.status.reason if fatal else ""
 
     def start(self, on_change: Callable[[], None]) -> None:
@@ -425,10 +409,10 @@ class LocalModels(Models):
         while waits or not self._turn.locked():
             await self._turn.acquire()
             model = self.served.get(key)
-            if model is None or not model.retiring.running:
+            if model is None or not model.is_retiring:
                 return
             self._turn.release()
-            await model.retiring.ended()
+            await model.retired()
         raise SwapUnderWay(UNDER_WAY)
 
     def take_over(self) -> str:
@@ -485,7 +469,7 @@ class LocalModels(Models):
         async with self._turn:
             if self.find(name).state != "ready":
                 return
-            leaving = self._tasks.begin(self.served[name].unload())
+            leaving = self._tasks.begin(self._leave([self.served[name]]))
         await asyncio.shield(leaving)
 
     async def delete(self, name: str) -> None:
@@ -530,10 +514,10 @@ class LocalModels(Models):
 
     async def _load(self, key: str, *, at_start: bool) -> None:
         if key in self.served:
-            await self.served[key].retiring.ended()  # a worker that releases the old one would release this version
+            await self.served[key].retired()  # a worker that releases the old one would release the same version
         async with self._turn:
             model = self.served.get(key)
-            if model is None or model.state in ("ready", "failed"):
+            if model is None or model.state == "ready":
                 return
             try:
                 await self._make_room(key)
@@ -542,8 +526,7 @@ class LocalModels(Models):
                 self.results["failed"] += not at_start
                 raise
             model.on_change = self.on_change
-            model.unloaded = False
-            reason = await model.load(model.current)
+            reason = await model.bring()
             self.results["failed" if reason else "loaded"] += 1
             if reason and not model.is_default:
                 logger.error("model %s: %s", key, reason)
@@ -602,11 +585,19 @@ class LocalModels(Models):
 
     def _loaded(self) -> dict[str, int]:
         """Return the bytes of each backbone that is loaded, with those that only end their last requests."""
-        return {backbone: size for model in self.served.values() for backbone, size in model.sizes.items()}
+        engines = (generation.engine for generation in self._leaving)
+        return {engine.info.backbone: engine.size for engine in engines if engine.info} | self.backbones()
+
+    async def _leave(self, models: list[LocalModel]) -> None:
+        """Unload models, whose memory counts until their last requests have ended."""
+        leaving = {model.current for model in models}
+        self._leaving |= leaving
+        await asyncio.gather(*(model.unload() for model in models))
+        self._leaving -= leaving
 
     async def _give_back(self, models: list[LocalModel]) -> None:
         """Unload models, but do not wait long for their last requests: other loads wait for their turn."""
-        await asyncio.wait([self._tasks.begin(model.unload()) for model in models], timeout=_LEAVE_SECONDS)
+        await asyncio.wait([self._tasks.begin(self._leave(models))], timeout=_LEAVE_SECONDS)
 
     async def _make_room(self, key: str) -> None:
         """Unload backbones until a model fits beside the others; raises `ModelsFull`."""

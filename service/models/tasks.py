@@ -11,26 +11,21 @@ class Tasks:
     """Tasks that are kept until they end: an event loop alone holds none."""
 
     def __init__(self) -> None:
-        self.running: set[asyncio.Task[Any]] = set()
+        self._running: set[asyncio.Task[Any]] = set()
 
     def begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Begin a coroutine and return its task; nobody has to wait for it."""
         task = asyncio.create_task(work)
-        self.running.add(task)
+        self._running.add(task)
         task.add_done_callback(self._ended)
         return task
 
     def cancel(self) -> None:
         """Cancel those that have not ended."""
-        for task in self.running:
+        for task in self._running:
             task.cancel()
 
-    async def ended(self) -> None:
-        """Return when none is left."""
-        while self.running:
-            await asyncio.wait(self.running)
-
     def _ended(self, task: asyncio.Task[Any]) -> None:
-        self.running.discard(task)
+        self._running.discard(task)
         if not task.cancelled():
             task.exception()  # a caller who has left asks for it no more

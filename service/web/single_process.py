@@ -4,11 +4,12 @@ import asyncio
 import logging
 from functools import partial
 from pathlib import Path
+from weakref import WeakSet
 
-from service.engine.base import Engine
-from service.engine.local import Backbones, Loader
+from service.engine.local import Backbones, Loader, ModelEngine
 from service.engine.messages import ModelInfo
 from service.lifecycle import Lifecycle, Terminal, freeze_objects, release_memory, trim_regularly
+from service.models.generation import Generation
 from service.models.registry import LocalModels, configured_models
 from service.observe.metrics import Metrics
 from service.server import Server
@@ -39,6 +40,7 @@ class SingleProcess:
         self._settings = settings
         metrics = Metrics()
         self._is_announced = False
+        self._announced: WeakSet[Generation[ModelEngine]] = WeakSet()
         make = Backbones(settings, load, metrics.observe_batch).engine
         self._models = LocalModels(settings, make, configured_models(settings), on_retired=release_memory)
         app = create_app(settings, self._models, metrics, self.lifecycle, self._on_engine_change)
@@ -48,10 +50,13 @@ class SingleProcess:
     def _on_engine_change(self) -> None:
         if self._models.failure:
             self.server.stop(exit_code=1)
-        for model, info in self._models.newly_ready():
-            self._announce(model.current.engine, info)
+        for model in self._models.served.values():
+            generation = model.current
+            if generation.engine.ready and generation.engine.info is not None and generation not in self._announced:
+                self._announced.add(generation)
+                self._announce(generation.engine, generation.engine.info)
 
-    def _announce(self, engine: Engine, info: ModelInfo) -> None:
+    def _announce(self, engine: ModelEngine, info: ModelInfo) -> None:
         """Log what is served, and once where, as soon as the server listens."""
         if not self.server.is_listening:  # a model that loads before the listener is up
             asyncio.get_running_loop().call_later(0.05, self._announce, engine, info)

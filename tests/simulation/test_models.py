@@ -137,7 +137,7 @@ class ModelMachine(RuleBasedStateMachine):
             self.runners[version] = Runner(version, lambda: self.now)
             return self.runners[version], model_info(name=str(version), max_batch=MAX_BATCH)
 
-        engine = LocalEngine(
+        return LocalEngine(
             load,
             device="cpu",
             queue_size=CAPACITY,
@@ -145,8 +145,6 @@ class ModelMachine(RuleBasedStateMachine):
             on_batch=self.reports.append,
             clock=lambda: self.now,
         )
-        engine.last_used = None  # type: ignore[attr-defined]  # which engines of models have
-        return engine
 
     @initialize()
     def start(self) -> None:

@@ -108,11 +108,11 @@ FRAMES: st.SearchStrategy[frames.Frame] = st.one_of(
     st.builds(frames.Call, IDS, REQUESTS),
     st.builds(frames.Cancel, IDS),
     st.builds(frames.Uses, st.text(), SMALL, SMALL, st.booleans()),
+    st.builds(frames.Withdrawn, st.text(), SMALL),
     st.builds(
         frames.StatusChanged,
         STATUSES,
         st.builds(StoreUsage, SMALL, SMALL, SMALL),
-        st.dictionaries(st.text(), SMALL, max_size=3),
         st.dictionaries(st.text(), LISTED, max_size=3),
         st.dictionaries(st.text(), SMALL, max_size=3),
     ),

@@ -474,20 +474,15 @@ async def test_a_peer_that_sends_nonsense_loses_its_connection_alone(caplog: pyt
 
 
 @on_a_loop
-async def test_a_version_that_is_unloaded_as_soon_as_it_serves_gives_nothing_back_to_the_one_before() -> None:
+async def test_a_version_that_is_withdrawn_as_soon_as_it_serves_gives_nothing_back_to_the_one_before() -> None:
     client, uses = EngineClient(Path("nowhere"), "cpu"), list[frames.Frame]()
+    client.status = replace(client.status, state="ready")
     client.send = uses.append  # type: ignore[method-assign, assignment]
-
-    def publish(**newest: int) -> None:
-        client._receive(frames.StatusChanged(replace(client.status, state="ready"), client.kept, newest, {}, {}))
-
     model = RemoteModel([client], "m")
     client._on_change = model.refresh
     client._receive(frames.Serving("m", 1, model_info()))
-    publish(m=1)
     await asyncio.sleep(0)
-    client._receive(frames.Serving("m", 2, model_info()))  # with no turn of the loop before the next frames
-    publish(m=2)
-    publish()
+    client._receive(frames.Serving("m", 2, model_info()))  # with no turn of the loop before the next frame
+    client._receive(frames.Withdrawn("m", 2))
     await until(lambda: model.current.number == 3)
     assert not model.current.engine.ready

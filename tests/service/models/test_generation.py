@@ -54,7 +54,6 @@ class Models:
             on_batch=lambda _: None,
             clock=lambda: self.now,
         )
-        engine.last_used = None  # type: ignore[attr-defined]  # which engines of models have
         self.engines.append(engine)
         return engine
 

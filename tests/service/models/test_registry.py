@@ -82,7 +82,7 @@ async def running(folder: Path, *names: str, **settings: Any) -> AsyncIterator[t
     models = LocalModels(own, pool.engine, configured_models(own), on_retired=disk.retire)
     models.start(lambda: None)
     try:
-        await until(lambda: not models._tasks.running)
+        await until(lambda: not models._tasks._running)
         yield models, disk
     finally:
         disk.gate.set()
@@ -393,18 +393,6 @@ async def test_a_model_that_is_deleted_before_its_next_version_takes_over_is_gon
         assert states(models) == {"a": "ready"}
         assert models.versions["b"].gone
         await until(lambda: engine.status.state == "closed")
-
-
-@on_a_loop
-async def test_a_model_that_is_deleted_answers_who_was_admitted_to_its_version_before(tmp_path: Path) -> None:
-    async with running(tmp_path, "a", "b") as (models, disk):
-        before = models.find("b").current
-        with before.request():
-            await models.put("b", {"checkpoint": "x"})
-            await models.delete("b")
-            await asyncio.sleep(0.01)
-            assert (await before.engine.infer(request_for(1), timeout=PATIENCE)).batch_size == 1
-        await until(lambda: disk.retired == 2)
 
 
 @on_a_loop
