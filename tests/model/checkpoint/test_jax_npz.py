@@ -112,18 +112,27 @@ def test_jax_logits_are_those_of_the_timm_model_that_timm_loads_from_the_same_fi
     assert_same_logits(checkpoint, loaded, f"jax {case}")
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 2])
-def test_the_positions_of_a_jax_file_are_those_of_a_square_behind_the_class_token(tokens: int, tmp_path: Path) -> None:
+POSITIONS = "Transformer/posembed_input/pos_embedding"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        (POSITIONS, (1, 0, 48), r"pos_embed has shape \[1, 0, 48\], expected"),
+        (POSITIONS, (1, 1, 48), r"pos_embed has shape \[1, 1, 48\]: .* no square grid"),
+        (POSITIONS, (1, 2, 48), None),  # one position is a square behind the class token
+        ("Transformer/encoderblock_0/MlpBlock_3/Dense_1/kernel", (48,), r"fc2\.weight"),
+    ],
+)
+def test_an_array_of_a_shape_that_no_model_has_is_refused(
+    name: str, shape: tuple[int, ...], message: str | None, tmp_path: Path
+) -> None:
     model = timm().create_model("vit_tiny_patch16_224", img_size=16, depth=1, embed_dim=48, num_classes=2)
-    arrays = jax_arrays(model)
-    arrays["Transformer/posembed_input/pos_embedding"] = np.zeros((1, tokens, 48), np.float32)
     file = tmp_path / "model.npz"
-    np.savez(file, **arrays)
+    np.savez(file, **(jax_arrays(model) | {name: np.zeros(shape, np.float32)}))
     options: dict[str, Any] = {"preprocess": preprocess_file(tmp_path, 16, 16), "labels": "numbers"}
-    if tokens == 2:
+    if message is None:
         assert load_checkpoint(str(file), **options).vit.grid == (1, 1)
     else:
-        with pytest.raises(
-            CheckpointError, match=rf"pos_embed has shape \[1, {tokens}, 48\](: .* no square grid|, expected)"
-        ):
+        with pytest.raises(CheckpointError, match=message):
             load_checkpoint(str(file), **options)

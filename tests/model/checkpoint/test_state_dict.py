@@ -431,6 +431,18 @@ def test_what_is_absent_has_to_be_stated_and_what_is_there_cannot_be_denied(tmp_
         load(without, tmp_path, PLAIN)
     with pytest.raises(CheckpointError, match=r"final_norm=false, but 'norm\.weight' is there"):
         load(state, tmp_path, f"{PLAIN},final_norm=false")
+    with pytest.raises(CheckpointError, match="no file says its fc_norm"):
+        load(state, tmp_path, PLAIN.replace("token", "avg"))
+
+
+@pytest.mark.parametrize("options", [{"no_embed_class": True}, {"init_values": 0.1}])
+def test_what_the_tensors_of_a_network_of_ones_own_tell_need_not_be_stated(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_classes": 5}
+    model = timm().create_model("vit_tiny_patch16_224", **sizes, **options).eval()
+    randomise(model)
+    assert_same_logits(load(model.state_dict(), tmp_path, PLAIN), model, f"told by tensors: {options}")
 
 
 @pytest.mark.parametrize(("patch", "size"), [(16, 32), (32, 96)])

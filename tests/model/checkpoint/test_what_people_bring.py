@@ -169,6 +169,16 @@ SERVED: Final[dict[str, tuple[Maker, str]]] = {
         saved(lambda m: {n if n.startswith("head.") else f"backbone.{n}": t for n, t in m.state_dict().items()}),
         "",
     ),
+    "linear patches under a prefix": (
+        saved(
+            lambda m: {
+                n if n.startswith("head.") else f"backbone.{n}": t.flatten(1) if t.ndim == 4 else t
+                for n, t in m.state_dict().items()
+            },
+            architecture=f"{PLAIN},patch_order=channels_first",
+        ),
+        "",
+    ),
     "timm_wrapper": (_timm_wrapper, ""),
     "grey, 28 px in patches of 4": (saved(size=28, channels=1), ""),
     "post-norm": (saved(architecture=PLAIN.replace("pre", "post"), norm_first=False), ""),

@@ -339,6 +339,8 @@ def test_no_drawing_is_larger_than_allowed_with_its_caption() -> None:
     below = np.asarray(row)[-caption_height(252) :]
     inked = [(below[:, 256 * place : 256 * (place + 1)] < 90).any() for place in range(8)]
     assert all(inked), "each class has its own"
+    row = draw_maps([of_class()] * 8, ["a"], picture=tall[:, :20], max_width=MAX_SIZE)
+    assert row.width <= MAX_SIZE, "though a caption is wider than the share of its map"
 
 
 def ink(image: Image.Image, top: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
