@@ -98,6 +98,7 @@ def test_a_gpu_is_the_first_that_its_process_sees_and_keeps_its_name(
 ) -> None:
     loading._show_alone.cache_clear()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     made: list[dict[str, Any]] = []
 
     def predictor(_: Any, **options: Any) -> None:
@@ -109,6 +110,7 @@ def test_a_gpu_is_the_first_that_its_process_sees_and_keeps_its_name(
         load_predictor(load_settings({"device": device}))
     assert (made[0]["device"], made[0]["device_name"], made[0]["graphs"]) == (used, name, True)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE", "no thread of torch spins beside those that decode"
 
 
 @pytest.mark.parametrize("here", [True, False])

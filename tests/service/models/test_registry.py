@@ -139,6 +139,19 @@ async def test_a_model_that_is_closed_as_its_backbone_is_handed_over_does_not_ke
 
 
 @on_a_loop
+async def test_who_waits_for_a_model_hears_that_it_was_closed_as_it_loaded() -> None:
+    disk, told = Disk(), list[str]()
+    disk.gate.clear()
+    engine = Backbones(load_settings(), disk.load, lambda _: None).engine({"checkpoint": "a"})
+    engine.start(lambda: told.append(engine.status.state))
+    closing = asyncio.create_task(engine.close())
+    await asyncio.sleep(0)
+    disk.gate.set()
+    await closing
+    assert told == ["closed"]
+
+
+@on_a_loop
 async def test_a_broken_model_is_named_once_and_the_others_serve(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -105,11 +105,20 @@ async def test_classification_joins_value_index_and_label() -> None:
 
 
 @on_a_loop
-@pytest.mark.parametrize("method", ["cls", "relevance", None])
-async def test_attention_is_one_map_a_picture(method: str | None) -> None:
-    parameters = {} if method is None else {"attention": method}
-    response = await infer(app(), encoded(1, 2), outputs=[{"name": "attention"}], parameters=parameters)
-    assert outputs(response.json)["attention"].shape == (2, 2, 2)
+@pytest.mark.parametrize(
+    ("parameters", "beside"),
+    [
+        ({"attention": "cls"}, {}),
+        ({"attention": "relevance"}, {"evidence": [[0.25], [0.25]]}),
+        ({}, {"evidence": [[0.25], [0.25]]}),
+    ],
+)
+async def test_attention_is_one_map_a_picture(parameters: dict[str, str], beside: dict[str, Any]) -> None:
+    wanted = [{"name": name} for name in ("attention", *beside)]
+    response = await infer(app(), encoded(1, 2), outputs=wanted, parameters=parameters)
+    found = outputs(response.json)
+    assert found.pop("attention").shape == (2, 2, 2)
+    assert {name: values.tolist() for name, values in found.items()} == beside
 
 
 @on_a_loop

@@ -179,7 +179,10 @@ async def test_a_request_for_a_model_that_is_not_loaded_waits_and_few_do() -> No
     service, models = several(queue_size=8, request_timeout=60)
     models.engines["few"].state = "loading"
     models.engines["few"].gate.clear()
-    waiting = [service.communicator("POST", "/classify", query="model=few&top_k=1", body=png(1)) for _ in range(2)]
+    waiting = [
+        service.communicator("POST", path, query=query, body=png(1))
+        for path, query in (("/classify", "model=few&top_k=1"), ("/predictions/few", ""))
+    ]
     tasks = [each.start() for each in waiting]
     limiter = service_in(service).limiter
     await until(lambda: limiter.in_use == 2)
