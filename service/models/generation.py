@@ -200,8 +200,9 @@ class LocalModel(ServedModel):
             await asyncio.wait([self._retiring])
 
     async def leave(self) -> None:
-        """Close it when its last request has ended."""
-        await self._retire(self.current)
+        """Close it when its last request has ended, those of older generations too."""
+        older = (generation.idle() for generation in self._open)
+        await asyncio.gather(self._retire(self.current), self.retired(), *older)
         await self.close()
 
     async def close(self) -> None:

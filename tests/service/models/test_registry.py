@@ -409,6 +409,18 @@ async def test_a_model_that_is_deleted_before_its_next_version_takes_over_is_gon
 
 
 @on_a_loop
+async def test_a_model_that_is_deleted_answers_who_was_admitted_to_its_version_before(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b") as (models, disk):
+        before = models.find("b").current
+        with before.request():
+            await models.put("b", {"checkpoint": "x"})
+            await models.delete("b")
+            await asyncio.sleep(0.01)
+            assert (await before.engine.infer(request_for(1), timeout=PATIENCE)).batch_size == 1
+        await until(lambda: disk.retired == 2)
+
+
+@on_a_loop
 async def test_a_model_stays_as_it_is_while_its_entry_is_broken(tmp_path: Path) -> None:
     async with running(tmp_path, "a", "b", "c") as (models, _):
         await models.put("c", {"checkpoint": "x"})
