@@ -268,7 +268,7 @@ def label_sets_of(calibration: Calibration | None, coverage: float, source: str)
     count, needed = len(calibration.scores), pictures_needed(coverage)
     if count < needed:
         raise CheckpointError(
-            f"{source}: calibrated on {count} pictures are too few for a coverage of {coverage:g}: {needed} are enough"
+            f"{source}: calibrated on {count} pictures, too few for a coverage of {coverage:g}: {needed} are enough"
         )
     return LabelSets.of(calibration.temperature, calibration.scores, calibration.energies, coverage, calibration.form)
 

@@ -172,9 +172,7 @@ class Trainer:
         self.best = None if state["best"] is None else BestWeights(**state["best"])
         if self._teacher is not None:
             self.teacher, weights = state["teacher"]
-            # Older versions wrote filters as the rows of matrices.
-            own = self._teacher.state_dict()
-            self._teacher.load_state_dict({name: weight.reshape(own[name].shape) for name, weight in weights.items()})
+            self._teacher.load_state_dict(weights)
 
     def _run_epoch(self) -> EpochMetrics:
         began = time.monotonic()

@@ -213,7 +213,7 @@ class RefusalPace:
         earned = (now - self._counted_at) * _REFUSALS_A_SECOND
         self._credit, self._counted_at = min(_REFUSALS_A_SECOND, self._credit + earned), now
         comes_back = connection is not None and now - connection.refused_at < LONGEST_WAIT
-        delay = LONGEST_WAIT * (2 if comes_back else self._credit < 1)
+        delay = 2 * LONGEST_WAIT if comes_back else LONGEST_WAIT if self._credit < 1 else 0.0
         if not delay:
             self._credit -= 1
         if connection is not None:

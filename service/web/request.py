@@ -14,9 +14,10 @@ import itertools
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from ipaddress import IPv6Address, IPv6Network
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self, TypeVar, cast
 
@@ -124,7 +125,7 @@ class Sender(NamedTuple):
     """Who sends a request.
 
     Attributes:
-        caller: the name of its key, or else its address.
+        caller: the name of its key, or else its address; see `network_of`.
         started: reading of the clock at which the head of the request had been read.
         receive: returns the next part of the body.
         left: done when the caller is gone, or a coroutine that waits for that; None: the request is cancelled then.
@@ -255,10 +256,19 @@ class Service:
         """Admit a request over HTTP; see `AdmittedRequest`."""
         context, connection = request_context(request.scope), connection_of(request.scope)
         context.model = model.info.name
-        caller = context.key_name or (request.client.host if request.client else "")
+        caller = context.key_name or (network_of(request.client.host) if request.client else "")
         left = _disconnected if connection is None else connection.left
         sender = Sender(caller, context.started, request.receive, left, request.headers, context.request_id)
         return AdmittedRequest(self, model, sender, needs_place=needs_place)
+
+
+def network_of(address: str) -> str:
+    """Return an IPv4 address as it is, and the network of an IPv6 address: who has one has all 2^64 of its network."""
+    if address.count(":") > 1:
+        with suppress(ValueError):  # a proxy may send anything
+            given = IPv6Address(address)
+            return str(given.ipv4_mapped or IPv6Network((int(given) >> 64 << 64, 64)))
+    return address
 
 
 def service_of(request: Request) -> Service:

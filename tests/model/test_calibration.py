@@ -34,7 +34,7 @@ def test_so_many_pictures_are_needed_and_one_less_is_refused(coverage: float, le
     numbers = [number / least for number in range(least)]
     assert LabelSets.of(1.0, numbers, numbers, coverage).least_score == 0  # of the fewest pictures, all must fit
     fewer = Calibration.of("pictures", least, Fit(1.0), np.array(numbers[1:]), np.array(numbers[1:]))
-    with pytest.raises(CheckpointError, match=f"on {least - 1} pictures are too few for .*: {least} are enough$"):
+    with pytest.raises(CheckpointError, match=f"on {least - 1} pictures, too few for .*: {least} are enough$"):
         label_sets_of(fewer, coverage, "m")
 
 

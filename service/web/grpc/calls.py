@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf import json_format
@@ -32,7 +33,7 @@ from service.web.inference_protocol.inference import BYTES_A_VALUE, check_versio
 from service.web.lanes import Deadline, Lane
 from service.web.middleware import PROBES, Answered, request_id_from
 from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, problem_of
-from service.web.request import AdmittedRequest, Sender, Service
+from service.web.request import AdmittedRequest, Sender, Service, network_of
 from vitserve import __version__
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ Count = Callable[..., None]
 
 
 class Call:
-    """A call whose message is still to come, from a `caller`: the name of its key, or else its address."""
+    """A call whose message is still to come, from an `address`; `caller` is as that of a `Sender`."""
 
     def __init__(self, context: Any, arrivals: Lane, service: Service) -> None:
         self.started = service.clock()
@@ -76,7 +77,9 @@ class Call:
         # Of repeated headers the first counts.
         self.metadata: dict[str, str | bytes] = dict(reversed(context.invocation_metadata()))
         self.request_id = request_id_from(str(self.metadata.get("x-request-id", "")))
-        self.caller: str = context.peer().rpartition(":")[0]  # without the port
+        peer = unquote(context.peer()).rpartition(":")[0]  # as ipv6:[::1], without the port
+        self.address = peer.partition(":")[2].strip("[]")
+        self.caller = network_of(self.address)
         self._context = context
         self._arrivals = arrivals
 
@@ -139,7 +142,7 @@ class Calls:
         metrics, path = self._service.metrics, f"/{GRPC_SERVICE}/{method}"
         call = Call(context, self._arrivals, self._service)
         trailers = [("x-request-id", call.request_id)]
-        status, name, code, client = CLIENT_DISCONNECTED, None, None, str(call.caller)
+        status, name, code, client = CLIENT_DISCONNECTED, None, None, call.address
         with nullcontext() if path in PROBES else metrics.inflight.track_inprogress():
             try:
                 key = None if path in PROBES else self._guard.find(str(call.metadata.get("authorization", "")))

@@ -33,7 +33,7 @@ def test_a_calibration_gives_temperature_and_sets(folder: Path) -> None:
     checkpoint = load_checkpoint(str(folder))
     assert checkpoint.temperature == 1.5
     assert label_sets_of(checkpoint.calibration, 0.95, "m").least_energy == -1
-    with pytest.raises(CheckpointError, match=r"on 39 pictures are too few for .* 0\.99: 199 are enough"):
+    with pytest.raises(CheckpointError, match=r"on 39 pictures, too few for .* 0\.99: 199 are enough"):
         label_sets_of(checkpoint.calibration, 0.99, "m")
     (folder / CALIBRATION_FILE).unlink()
     with pytest.raises(CheckpointError, match=r"^m: is not calibrated, .*VIT_COVERAGE.*: `vitserve calibrate"):

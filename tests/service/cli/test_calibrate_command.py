@@ -76,7 +76,7 @@ def test_a_calibrated_folder_answers_with_sets_of_any_coverage_that_its_pictures
 
     code, _, err = run(capsys, "classify", picture, "--coverage", "0.99", *model)
     assert (code, err.count("\n")) == (1, 1)
-    assert "calibrated on 60 pictures are too few for a coverage of 0.99: 199 are enough" in err
+    assert "calibrated on 60 pictures, too few for a coverage of 0.99: 199 are enough" in err
 
 
 def test_a_picture_that_is_like_none_is_abstained_from(

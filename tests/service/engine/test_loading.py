@@ -190,7 +190,7 @@ def test_a_folder_that_is_served_is_calibrated_for_the_next_start(
         assert len(answer.label_set) in (1, 2)
     monkeypatch.setattr("model.runtime.start.OpenVinoNetwork", lambda *_, **__: pytest.fail("compiled for nothing"))
     with pytest.raises(
-        CheckpointError, match=r"39 pictures are too few for a coverage of 0\.96: 49 are enough"
+        CheckpointError, match=r"39 pictures, too few for a coverage of 0\.96: 49 are enough"
     ) as refused:
         load_predictor(load_settings(given | {"coverage": 0.96}))
     assert "\n" not in str(refused.value)

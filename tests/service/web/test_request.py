@@ -22,7 +22,7 @@ from service.errors import InferenceFailed
 from service.web import request as request_module
 from service.web.admission import Permit
 from service.web.lanes import Deadline
-from service.web.request import all_of
+from service.web.request import all_of, network_of
 from tests.model.images.pictures import encode, noise
 from tests.service.fakes import PATIENCE, model_info, on_a_loop, png, until
 from tests.service.web.apps import App, Clock, app, budget_of, form, service_in, settle
@@ -359,3 +359,18 @@ async def test_what_inference_over_http_holds_is_counted(request_of: Callable[[b
     service.engine.gate.set()
     assert [(await each).status for each in held] == [200] * len(held)
     assert budget_of(service).in_use == 0
+
+
+@pytest.mark.parametrize(
+    ("address", "caller"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2::", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("::what:a:proxy:sends", "::what:a:proxy:sends"),
+    ],
+)
+def test_who_has_an_address_of_ipv6_has_its_network(address: str, caller: str) -> None:
+    assert network_of(address) == caller
