@@ -10,7 +10,8 @@ It knows no thread, no event loop and no model. Its owner, an engine, brings the
 
 A batch is formed at `poll`, never earlier: an image that is cancelled or expires up to that moment is
 not launched. Each caller has one of its own entries in turn, oldest first: whoever sends many delays itself, and not
-others. With no delay set, whatever waits is launched (`idle`). With a delay, an incomplete batch
+others. Where several callers wait, each has a quarter of a batch at most: whoever sends one picture waits for a short
+batch. With no delay set, whatever waits is launched (`idle`). With a delay, an incomplete batch
 is held back until its oldest entry is that old, counted from that entry's arrival and not from the
 poll that first saw it.
 
@@ -19,15 +20,18 @@ passes, and cancels the entry when it fires. `poll` looks only at the entries th
 one behind them, and with a delay at the oldest of each caller, so its work does not grow with the queue.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from service.engine.messages import Release
 from service.errors import EngineUnavailable, QueueFull
 
 T = TypeVar("T")
+
+# A caller beside others has the largest batch divided by this, at most.
+_MOST_SHARE: Final = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +127,10 @@ class BatchQueue(Generic[T]):
             if now < release_at:
                 return Poll(wait=release_at - now)
         poll: Poll[T] = Poll(release="full" if full else "delay" if self._max_delay > 0 else "idle")
-        while first is not None and len(poll.batch) < max_batch:
+        most = max_batch if len(self._turns) == 1 else max(1, max_batch // _MOST_SHARE)
+        taken: Counter[Hashable] = Counter()
+        while first is not None and len(poll.batch) < max_batch and taken[first.caller] < most:
+            taken[first.caller] += 1
             self._remove(first)
             if first.caller in self._turns:
                 self._turns.move_to_end(first.caller)

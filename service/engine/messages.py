@@ -15,7 +15,7 @@ from model.config import NetworkConfig, PreprocessConfig
 from model.heads import SOFTMAX, Form, ZeroShot
 from model.outputs import Outputs, RequestedOutputs
 
-# Why a batch was launched: it was full, the device was idle, or its oldest image had waited long enough.
+# Why a batch was launched: enough images waited, the device was idle, or the oldest image had waited long enough.
 Release = Literal["full", "idle", "delay"]
 
 # The state of an engine; it takes images only when it is ready.

@@ -32,7 +32,7 @@ class QueueMachine(RuleBasedStateMachine):
     leave it exactly once.
     """
 
-    @initialize(capacity=st.integers(1, 12), max_batch=st.integers(1, 5), max_delay=st.sampled_from([0.0, 0.5, 2.0]))
+    @initialize(capacity=st.integers(1, 12), max_batch=st.integers(1, 9), max_delay=st.sampled_from([0.0, 0.5, 2.0]))
     def build(self, capacity: int, max_batch: int, max_delay: float) -> None:
         self.capacity, self.max_batch, self.max_delay = capacity, max_batch, max_delay
         self.clock = Clock()
@@ -79,7 +79,10 @@ class QueueMachine(RuleBasedStateMachine):
         self.polled()
 
     def polled(self) -> Poll[int]:
-        """Each caller has one of its entries in turn, oldest first; those that are too late are taken out."""
+        """Each caller has one of its entries in turn, oldest first; those that are too late are taken out.
+
+        One of several has a quarter of a batch at most.
+        """
         now = self.clock.now
         poll = self.queue.poll(self.max_batch)
         self.expire()
@@ -92,7 +95,10 @@ class QueueMachine(RuleBasedStateMachine):
             assert poll == Poll(wait=release_at - now)
             return poll
         batch: list[Entry[int]] = []
-        while self.waiting and len(batch) < self.max_batch:
+        most = self.max_batch if len(self.turns) == 1 else max(1, self.max_batch // 4)
+        taken: Counter[Hashable] = Counter()
+        while self.waiting and len(batch) < self.max_batch and taken[self.turns[0]] < most:
+            taken[self.turns[0]] += 1
             batch.append(self.of_caller(self.turns[0])[0])
             self.turns.append(self.turns.pop(0))
             self.leave(batch[-1:], launched=True)
