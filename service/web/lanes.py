@@ -90,11 +90,13 @@ class FairQueue(Generic[E]):
     Args:
         servers: returns how many jobs may be under way.
         clock: monotonic seconds.
+        each: how many of those may be one caller's.
     """
 
-    def __init__(self, servers: Callable[[], int], clock: Callable[[], float]) -> None:
+    def __init__(self, servers: Callable[[], int], clock: Callable[[], float], each: float = math.inf) -> None:
         self._servers = servers
         self._clock = clock
+        self._each = each
         self._shares: dict[Hashable, _Share[E]] = {}
         self._turns: list[tuple[float, int, _Share[E]]] = []
         self._numbers = count()
@@ -123,7 +125,7 @@ class FairQueue(Generic[E]):
         """Return the job that begins now, None if none waits or no server is free; drop those that are too late."""
         while self._turns and self.waiting and self.under_way < self._servers():
             _, turn, share = heappop(self._turns)
-            if turn != share.turn:  # it was charged since, or its last job is gone
+            if turn != share.turn or share.under_way >= self._each:  # charged since, without a job, or with too many
                 continue
             entry = share.waiting[0]
             self._remove(entry)
@@ -158,6 +160,7 @@ class FairQueue(Generic[E]):
             entry.share.under_way -= 1
             self.under_way -= 1
             self._size_under_way -= entry.size
+            self._line_up(entry.share)
 
     @property
     def _pace(self) -> float:
@@ -167,7 +170,11 @@ class FairQueue(Generic[E]):
     def _seconds(self, ahead: float) -> float:
         """Return the seconds until waiting jobs of this size, and half of those under way, have left."""
         held = self._held / self._sizes if self._sizes else 0.0
-        return (ahead + self._size_under_way / 2) * held / max(1, self._servers())
+        servers: float = self._servers()
+        if self._each < servers:
+            callers = sum(bool(share.waiting or share.under_way) for share in self._shares.values())
+            servers = min(servers, self._each * callers)
+        return (ahead + self._size_under_way / 2) * held / max(1, servers)
 
     def _wait(self, share: _Share[E]) -> float:
         """Return the seconds until a further job of a caller would begin."""
@@ -250,6 +257,7 @@ class Lane:
         servers: returns how many jobs may have begun and not been left; None: a job leaves with its thread.
         threads: how many there are.
         clock: monotonic seconds.
+        each: how many of a caller's jobs may have begun and not been left.
     """
 
     def __init__(
@@ -259,13 +267,14 @@ class Lane:
         *,
         threads: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        each: float = math.inf,
     ) -> None:
         self._name = name
         self._clock = clock
         self._leaves_at_once = servers is None
         # Twice as many jobs as there are threads: those that end before the event loop looks have successors.
         self._free = 2 * threads if threads else math.inf
-        self._queue: FairQueue[Job[Any]] = FairQueue(servers or (lambda: 2 * threads), clock)
+        self._queue: FairQueue[Job[Any]] = FairQueue(servers or (lambda: 2 * threads), clock, each)
         self._ended: list[Callable[[], None]] = []
         self._woken: asyncio.AbstractEventLoop | None = None  # the loop that is about to look at what has ended
         self._lock = threading.Lock()

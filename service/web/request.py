@@ -77,8 +77,9 @@ LARGE: Final = 2000
 # Decoding that runs further ahead would take the processors from the batches that are to be answered first.
 _BATCHES_AHEAD: Final = 4
 
-# Requests whose texts the tower computes in turn.
+# Requests whose texts the tower computes in turn, and how many of one caller: more would all be late, not some.
 _TEXTS_AT_ONCE: Final = 8
+_TEXTS_OF_EACH: Final = 2
 
 
 class Lanes:
@@ -96,7 +97,7 @@ class Lanes:
         self.decoders = Lane("decoders", lambda: decoders.processes, clock=clock)
         self.documents = Lane("documents", threads=1, clock=clock)
         self.drawings = Lane("drawing", threads=1, clock=clock)
-        self.texts = Lane("texts", lambda: _TEXTS_AT_ONCE, clock=clock)
+        self.texts = Lane("texts", lambda: _TEXTS_AT_ONCE, clock=clock, each=_TEXTS_OF_EACH)
         self.explanations = Lane("explanations", lambda: ahead(MAX_EXPLANATION_BATCH), clock=clock)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import heapq
+import math
 import sys
 import threading
 import time
@@ -16,7 +17,7 @@ from itertools import count
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from service.errors import DeadlineExceeded, QueueFull
 from service.web.lanes import Deadline, Entry, FairQueue, Lane
@@ -45,11 +46,18 @@ class QueueMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock = Clock()
         self.servers = 2
-        self.queue: FairQueue[Numbered] = FairQueue(lambda: self.servers, self.clock)
         self.number = 0
         self.waiting: dict[int, tuple[str, Numbered]] = {}
-        self.under_way: list[Numbered] = []
+        self.under_way: list[tuple[str, Numbered]] = []
         self.begun: list[int] = []
+
+    @initialize(each=st.sampled_from([1, 2, math.inf]))
+    def build(self, each: float) -> None:
+        self.each = each
+        self.queue: FairQueue[Numbered] = FairQueue(lambda: self.servers, self.clock, each)
+
+    def may_begin(self, caller: str) -> bool:
+        return [whose for whose, _ in self.under_way].count(caller) < self.each
 
     @rule(caller=st.sampled_from("abc"), size=st.integers(1, 100), seconds=st.floats(0.01, 20))
     def add(self, caller: str, size: int, seconds: float) -> None:
@@ -64,7 +72,11 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule()
     def begin(self) -> None:
-        timely = [entry for _, entry in self.waiting.values() if entry.deadline > self.clock.now]
+        timely = [
+            entry
+            for caller, entry in self.waiting.values()
+            if entry.deadline > self.clock.now and self.may_begin(caller)
+        ]
         entry = self.queue.begin()
         for number, (_, each) in list(self.waiting.items()):
             if not each.is_waiting and each is not entry:
@@ -75,14 +87,15 @@ class QueueMachine(RuleBasedStateMachine):
             return
         caller, _ = self.waiting.pop(entry.item)
         assert entry.deadline > self.clock.now, "too late to be answered"
+        assert self.may_begin(caller)
         assert all(entry.item < other for other, (whose, _) in self.waiting.items() if whose == caller)
-        self.under_way.append(entry)
+        self.under_way.append((caller, entry))
         self.begun.append(entry.item)
 
     @rule(seconds=st.floats(0, 5), which=st.integers(0, 9))
     def end(self, seconds: float, which: int) -> None:
         if self.under_way:
-            entry = self.under_way.pop(which % len(self.under_way))
+            _, entry = self.under_way.pop(which % len(self.under_way))
             self.clock.now += seconds
             self.queue.charge(entry, seconds)
             self.queue.leave(entry)
@@ -173,6 +186,28 @@ def test_callers_that_always_wait_have_the_same_seconds_of_work(costs: list[floa
         if max(had.values()) > 4:
             break
     assert max(had.values()) - min(had.values()) <= 3 * max(costs)
+
+
+def test_of_jobs_that_share_a_worker_in_turns_one_caller_has_some_in_time() -> None:
+    clock, answered, left = Clock(), Counter[str](), dict[Arrival, int]()
+    queue: FairQueue[Arrival] = FairQueue(lambda: 8, clock, each=2)
+    start = clock.now
+    for caller in ["many"] * 60 + ["few"] * 2:
+        queue.add(Arrival(caller, 1.5, start, patience=10), caller)
+    while clock.now < start + 10:
+        while (begun := queue.begin()) is not None:
+            left[begun] = 5
+        for job in list(left):
+            clock.now += 0.3
+            left[job] -= 1
+            if not left[job]:
+                del left[job]
+                queue.charge(job, clock.now - job.began)
+                queue.leave(job)
+                answered[job.caller] += 1
+    assert answered == {"many": 4, "few": 2}
+    with pytest.raises(QueueFull):
+        queue.add(Arrival("many", 1.5, clock.now, patience=10), "many")
 
 
 def test_a_caller_that_was_quiet_saves_up_no_turns() -> None:
