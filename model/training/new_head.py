@@ -1,6 +1,6 @@
 """A new head on the features of a checkpoint that stays as it is, from a folder of pictures.
 
-    data -> features, once -> head (see `model.probe`) -> config, weights, confusion matrix
+    data -> features, once -> head (see `model.linear_probe`) -> config, weights, confusion matrix
 
 Features are what the head reads, so the new head takes the old one's place.
 """
@@ -24,8 +24,8 @@ from model.data.pictures import Images, decode
 from model.errors import CheckpointError, DatasetError, TrainingError
 from model.evaluation.evaluate import Evaluation, measure, predict_embeddings
 from model.heads import Head
+from model.linear_probe import fit_head, interval
 from model.network.library import library_config, linear_head
-from model.probe import fit_head, interval
 from model.runtime.device import choose_device
 from model.runtime.predictor import Predictor
 from model.training.recipe import Recipe

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from model.errors import DatasetError, first_line
 from model.heads import Known
-from model.probe import FOLDS, Choice, fit_head, interval
+from model.linear_probe import FOLDS, Choice, fit_head, interval
 from model.taught_heads import TaughtHead
 from service.errors import HeadsUnavailable, SettingsError
 from service.teach.examples import Examples, HeadRow, too_few

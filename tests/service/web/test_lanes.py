@@ -126,6 +126,7 @@ class Simulation:
     """Jobs arrive at moments and take seconds of one server; the outcome of each is counted by caller."""
 
     servers: int = 1
+    each: float = math.inf
     clock: Clock = field(default_factory=Clock)
     answered: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
@@ -133,7 +134,7 @@ class Simulation:
 
     def run(self, arrivals: list[tuple[float, str, float]], *, patience: float = 10.0) -> None:
         """Serve `arrivals` (moment, caller, seconds of work), each with `patience` seconds to begin in."""
-        queue: FairQueue[Arrival] = FairQueue(lambda: self.servers, self.clock)
+        queue: FairQueue[Arrival] = FairQueue(lambda: self.servers, self.clock, self.each)
         numbers, start = count(), self.clock.now
         jobs = [Arrival(caller, seconds, start + moment, patience) for moment, caller, seconds in arrivals]
         events = [(job.moment, next(numbers), job) for job in jobs]
@@ -164,8 +165,11 @@ def test_one_caller_with_costly_work_delays_itself_first() -> None:
     assert simulation.refused["hostile"] > 4000
 
 
-def test_whoever_would_begin_too_late_is_refused_at_once_and_nearly_nobody_waits_in_vain() -> None:
-    simulation = Simulation()
+@pytest.mark.parametrize(("servers", "each"), [(1, math.inf), (4, 1)], ids=["one", "one of four for each caller"])
+def test_whoever_would_begin_too_late_is_refused_at_once_and_nearly_nobody_waits_in_vain(
+    servers: int, each: float
+) -> None:
+    simulation = Simulation(servers, each)
     simulation.run([(0.02 * number, "only", 0.1) for number in range(1000)], patience=2.0)
     assert simulation.refused["only"] > 700
     assert simulation.refused["only"] + simulation.answered["only"] > 980
@@ -186,28 +190,6 @@ def test_callers_that_always_wait_have_the_same_seconds_of_work(costs: list[floa
         if max(had.values()) > 4:
             break
     assert max(had.values()) - min(had.values()) <= 3 * max(costs)
-
-
-def test_of_jobs_that_share_a_worker_in_turns_one_caller_has_some_in_time() -> None:
-    clock, answered, left = Clock(), Counter[str](), dict[Arrival, int]()
-    queue: FairQueue[Arrival] = FairQueue(lambda: 8, clock, each=2)
-    start = clock.now
-    for caller in ["many"] * 60 + ["few"] * 2:
-        queue.add(Arrival(caller, 1.5, start, patience=10), caller)
-    while clock.now < start + 10:
-        while (begun := queue.begin()) is not None:
-            left[begun] = 5
-        for job in list(left):
-            clock.now += 0.3
-            left[job] -= 1
-            if not left[job]:
-                del left[job]
-                queue.charge(job, clock.now - job.began)
-                queue.leave(job)
-                answered[job.caller] += 1
-    assert answered == {"many": 4, "few": 2}
-    with pytest.raises(QueueFull):
-        queue.add(Arrival("many", 1.5, clock.now, patience=10), "many")
 
 
 def test_a_caller_that_was_quiet_saves_up_no_turns() -> None:

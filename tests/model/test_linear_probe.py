@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from model.calibration import fit_scores
-from model.probe import FOLDS, PENALTIES, Axes, Choice, choose_penalty, draw_folds, fit_head, interval
+from model.linear_probe import FOLDS, PENALTIES, Axes, Choice, choose_penalty, draw_folds, fit_head, interval
 
 
 def noise(count: int, width: int = 12) -> NDArray[np.float64]:
