@@ -99,7 +99,7 @@ def create_app(
         Lanes(settings, models, decoders, clock),
         decoders,
         TaughtHeads(taught, folder, models),
-        clock,
+        clock=clock,
     )
     metrics.watch(
         Sources(

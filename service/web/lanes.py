@@ -109,9 +109,8 @@ class FairQueue(Generic[E]):
     def add(self, entry: E, caller: Hashable) -> None:
         """Let a job of a caller wait; raises `QueueFull` if it cannot begin before its deadline."""
         share = self._share(caller)
-        remaining = entry.deadline - self._clock()
-        # What all jobs together take is known at once; what is ahead of one is counted only where that is too long.
-        if self.waiting and self._seconds(self._size_waiting) > remaining and self._wait(share) > remaining:
+        begins = self.under_way < self._servers() and share.under_way < self._each and not share.waiting
+        if self.waiting and not begins and self._wait(share, remaining := entry.deadline - self._clock()) > remaining:
             raise QueueFull("the work that is ahead takes longer than the request's time")
         entry.share, entry.is_waiting = share, True
         share.waiting.append(entry)
@@ -147,16 +146,20 @@ class FairQueue(Generic[E]):
         entry.charged = seconds
         self._line_up(entry.share)
 
-    def leave(self, entry: E) -> None:
-        """Give back the server of a job, or drop it while it waits; a job that is gone stays so."""
+    def leave(self, entry: E, *, worked: bool = True) -> None:
+        """Give back the server of a job, or drop it while it waits; a job that is gone stays so.
+
+        One that has not `worked` tells nothing of what others take.
+        """
         if entry.is_waiting:
             self._remove(entry)
             self._line_up(entry.share)
         elif entry.is_under_way:
             entry.is_under_way = False
-            self._sizes = self._sizes * _DECAY + entry.size
-            self._worked = self._worked * _DECAY + entry.charged
-            self._held = self._held * _DECAY + self._clock() - entry.began
+            if worked:
+                self._sizes = self._sizes * _DECAY + entry.size
+                self._worked = self._worked * _DECAY + entry.charged
+                self._held = self._held * _DECAY + self._clock() - entry.began
             entry.share.under_way -= 1
             self.under_way -= 1
             self._size_under_way -= entry.size
@@ -167,17 +170,21 @@ class FairQueue(Generic[E]):
         """Return the measured seconds of work for a unit of size."""
         return self._worked / self._sizes if self._sizes else 0.0
 
+    @property
+    def _hold(self) -> float:
+        """Return the measured seconds that a server is held for a unit of size."""
+        return self._held / self._sizes if self._sizes else 0.0
+
     def _seconds(self, ahead: float) -> float:
         """Return the seconds until waiting jobs of this size, and half of those under way, have left."""
-        held = self._held / self._sizes if self._sizes else 0.0
-        servers: float = self._servers()
-        if self._each < servers:
-            callers = sum(bool(share.waiting or share.under_way) for share in self._shares.values())
-            servers = min(servers, self._each * callers)
-        return (ahead + self._size_under_way / 2) * held / max(1, servers)
+        return (ahead + self._size_under_way / 2) * self._hold / max(1, self._servers())
 
-    def _wait(self, share: _Share[E]) -> float:
-        """Return the seconds until a further job of a caller would begin."""
+    def _wait(self, share: _Share[E], bound: float) -> float:
+        """Return the seconds until a further job of a caller would begin, or some seconds above or below `bound`."""
+        own = share.size * self._hold / self._each
+        # What all jobs together take is known at once; what is ahead of one is counted only where that is too long.
+        if own > bound or self._seconds(self._size_waiting) <= bound:
+            return own
         pace = self._pace or 1e-9
         turn = share.used + share.size * pace
         others = (other for other in self._shares.values() if other.waiting and other is not share)
@@ -333,7 +340,10 @@ class Lane:
     def _advance(self) -> None:
         """Begin what can begin; threads start at the loop's next turn, as they compete with this one's Python."""
         while self._free and (job := self._queue.begin()) is not None:
-            if job.is_turn:
+            if job.future.done():  # its caller is about to leave
+                self._queue.charge(job, 0.0)
+                self._queue.leave(job, worked=False)
+            elif job.is_turn:
                 job.future.set_result(None)
             else:
                 job.on_thread = True

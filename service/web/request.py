@@ -13,9 +13,10 @@ import copy
 import itertools
 import math
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from ipaddress import IPv6Address, IPv6Network
 from types import TracebackType
@@ -80,6 +81,7 @@ _BATCHES_AHEAD: Final = 4
 # Requests whose texts the tower computes in turn, and how many of one caller: more would all be late, not some.
 _TEXTS_AT_ONCE: Final = 8
 _TEXTS_OF_EACH: Final = 2
+_KNOWN_TEXTS: Final = 4096
 
 
 class Lanes:
@@ -104,6 +106,25 @@ class Lanes:
         """Begin nothing more, without waiting for the threads."""
         for lane in (self.pictures, self.documents, self.drawings):
             lane.close()
+
+
+class KnownTexts:
+    """Texts that text towers have computed lately; an engine stores the features of more."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[str, str], None] = OrderedDict()
+
+    def new(self, content: str, texts: Sequence[str]) -> int:
+        """Return how many texts the model with this content has to compute."""
+        return sum((content, text) not in self._known for text in texts)
+
+    def add(self, content: str, texts: Sequence[str]) -> None:
+        """Add texts as the newest; the oldest are forgotten."""
+        for text in texts:
+            self._known[content, text] = None
+            self._known.move_to_end((content, text))
+        while len(self._known) > _KNOWN_TEXTS:
+            self._known.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +176,7 @@ class Service:
     lanes: Lanes
     decoders: Decoders
     taught: TaughtHeads
+    texts: KnownTexts = field(default_factory=KnownTexts)
     clock: Callable[[], float] = time.monotonic
 
     def model(self, name: str | None = None) -> Model:
@@ -568,10 +590,14 @@ class AdmittedRequest:
         return result
 
     async def embed_texts(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return the features of texts, [N, D]; raises as `load` and `Engine.embed_texts`."""
+        """Return the features of texts, in a turn if some are new; raises as `load` and `Engine.embed_texts`."""
         await self.load()
-        async with self._beside(self.service.lanes.texts, len(texts)):
-            return await self.model.generation.engine.embed_texts(texts, timeout=self.deadline.remaining())
+        known, content = self.service.texts, self.model.info.content
+        new = known.new(content, texts)
+        async with self._beside(self.service.lanes.texts, new) if new else nullcontext():
+            features = await self.model.generation.engine.embed_texts(texts, timeout=self.deadline.remaining())
+        known.add(content, texts)
+        return features
 
     # The answer is written
 

@@ -16,8 +16,9 @@ from service.web.inference_protocol.tensors import InferenceRequest, InputTensor
 
 _Fields = Mapping[int, Any]
 
-_TENSORS: Final[_Fields] = {7: None, 5: {5: {8: None}}}
-"""Numbers of the fields in whose bytes tensors lie: `raw_input_contents`, and `inputs.contents.bytes_contents`."""
+_TENSORS: Final[_Fields] = {7: None, 5: {5: {8: None}}, 6: {}}
+"""Numbers of the fields in whose bytes tensors lie, `raw_input_contents` and `inputs.contents.bytes_contents`, and of
+other messages whose fields are counted: `outputs`."""
 
 _VARINT, _BYTES = 0, 2
 _FIXED: Final = {1: 8, 5: 4}

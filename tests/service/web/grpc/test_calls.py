@@ -391,9 +391,12 @@ def test_whatever_is_no_message_is_refused_as_such(data: bytes) -> None:
         ModelInferRequest(inputs=[{"contents": {"bytes_contents": [b""] * 100_000}}]).SerializeToString(),
         ModelInferRequest(inputs=[{"contents": {"uint_contents": [1] * 1_000_001}}]).SerializeToString(),
         ModelInferRequest(parameters={str(i): InferParameter() for i in range(2_001)}).SerializeToString(),
+        ModelInferRequest(
+            outputs=[{"parameters": {str(i): InferParameter() for i in range(2_001)}}]
+        ).SerializeToString(),
         b"\x7a\x00" * 1_000_000,  # fields that are not known
     ],
-    ids=["inputs", "raw", "elements", "numbers", "parameters", "unknown"],
+    ids=["inputs", "raw", "elements", "numbers", "parameters", "parameters of an output", "unknown"],
 )
 def test_a_message_of_very_many_things_is_refused_before_it_is_parsed(message: bytes) -> None:
     with pytest.raises(UploadTooLarge):

@@ -3,12 +3,14 @@
 import asyncio
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlencode
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from PIL import Image
 
 from model.checkpoint import load_checkpoint
@@ -20,8 +22,8 @@ from service.errors import QueueFull
 from service.settings import load_settings
 from tests.model.checkpoint import whole_models
 from tests.model.images.pictures import encode
-from tests.service.fakes import expected_embedding, model_info, on_a_loop, png, running, text_feature
-from tests.service.web.apps import App, app, form
+from tests.service.fakes import expected_embedding, model_info, on_a_loop, png, running, text_feature, until
+from tests.service.web.apps import App, app, form, service_in
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
 from tests.service.web.routes.test_inference_protocol import encoded, infer, outputs
@@ -192,6 +194,25 @@ async def test_a_picture_whose_texts_are_refused_costs_no_pass() -> None:
     served.engine.embed_texts = full  # type: ignore[method-assign, assignment]
     response = await classify(served, labels="cat,dog")
     assert (response.status, response.json["code"], served.engine.timeouts) == (503, "queue_full", [])
+
+
+@on_a_loop
+async def test_who_asks_for_texts_that_are_known_does_not_wait_behind_new_ones() -> None:
+    served, gate = service(), asyncio.Event()
+
+    async def embed(texts: Sequence[str], **_: object) -> NDArray[np.float32]:
+        if "new" in texts[0]:
+            await gate.wait()
+        return np.stack([text_feature(text) for text in texts])
+
+    served.engine.embed_texts = embed  # type: ignore[method-assign]
+    known = await classify(served, labels=CSV)
+    new = [served.communicator("POST", "/embed", query=f"text=new{number}", body=b"").start() for number in range(4)]
+    lanes = service_in(served).lanes
+    await until(lambda: lanes.texts.waiting == 2)  # two of one caller are computed
+    assert (await classify(served, labels=CSV)).json["predictions"] == known.json["predictions"]
+    gate.set()
+    assert [each.status for each in await asyncio.gather(*new)] == [200] * 4
 
 
 @on_a_loop
