@@ -208,8 +208,7 @@ async def test_who_asks_for_texts_that_are_known_does_not_wait_behind_new_ones()
     served.engine.embed_texts = embed  # type: ignore[method-assign]
     known = await classify(served, labels=CSV)
     new = [served.communicator("POST", "/embed", query=f"text=new{number}", body=b"").start() for number in range(4)]
-    lanes = service_in(served).lanes
-    await until(lambda: lanes.texts.waiting == 2)  # two of one caller are computed
+    await until(lambda: service_in(served).lanes.texts.waiting == 2)  # two of one caller are computed
     assert (await classify(served, labels=CSV)).json["predictions"] == known.json["predictions"]
     gate.set()
     assert [each.status for each in await asyncio.gather(*new)] == [200] * 4
