@@ -263,7 +263,7 @@ ATTACKS = {
     "escaped-json": Attack(_escaped_json),
     "tiny-chunks": Attack(_tiny_chunks),
     "tiny-chunks-without-key": Attack(_tiny_chunks, service="keys"),
-    "grpc-names": Attack(lambda: grpc([_NAME * 1_000_000, _NAME * 1_900]), count=16, service="models"),
+    "grpc-names": Attack(lambda: grpc([_NAME * 1_000_000, _NAME * 900]), count=16, service="models"),
     "grpc-labels": Attack(grpc_labels, count=16, beside=("labels",), service="clip"),
     "texts": Attack(lambda: labelled(66, "label"), count=60, beside=("labels",), service="clip"),
     "relevance-batches": Attack(

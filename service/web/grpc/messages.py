@@ -28,7 +28,7 @@ _MAX_VARINT_BYTES: Final = 10
 
 _MAX_COST: Final = 1_000_000
 """About the time and memory of the largest JSON that is read: each byte costs 1, but for those of tensors."""
-_FIELD_COST: Final = 500
+_FIELD_COST: Final = 1000
 
 M = TypeVar("M", ModelRequest, ModelInferRequest)
 

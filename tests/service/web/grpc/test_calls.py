@@ -390,9 +390,9 @@ def test_whatever_is_no_message_is_refused_as_such(data: bytes) -> None:
         b"\x3a\x00" * 1_000_000,  # raw contents
         ModelInferRequest(inputs=[{"contents": {"bytes_contents": [b""] * 100_000}}]).SerializeToString(),
         ModelInferRequest(inputs=[{"contents": {"uint_contents": [1] * 1_000_001}}]).SerializeToString(),
-        ModelInferRequest(parameters={str(i): InferParameter() for i in range(2_001)}).SerializeToString(),
+        ModelInferRequest(parameters={str(i): InferParameter() for i in range(1_001)}).SerializeToString(),
         ModelInferRequest(
-            outputs=[{"parameters": {str(i): InferParameter() for i in range(2_001)}}]
+            outputs=[{"parameters": {str(i): InferParameter() for i in range(1_001)}}]
         ).SerializeToString(),
         b"\x7a\x00" * 1_000_000,  # fields that are not known
     ],
