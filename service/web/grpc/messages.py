@@ -131,6 +131,8 @@ def _fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
 
 def _varint(message: memoryview, position: int) -> tuple[int, int]:
     """Return a number of variable length, and where it ends."""
+    if position < len(message) and message[position] < 0x80:  # most have one byte
+        return message[position], position + 1
     value = 0
     for shift, byte in enumerate(message[position : position + _MAX_VARINT_BYTES]):
         value |= (byte & 0x7F) << (7 * shift)
