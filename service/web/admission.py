@@ -199,19 +199,19 @@ class RefusalPace:
 
     A refusal costs 0.2 ms, and the picture that is read and discarded as much again. A hundred callers who come back at
     once would take the core that answers others. So a caller that comes back within a second on its connection waits
-    for two, and everyone beyond `_REFUSALS_A_SECOND` for one. `clock` gives monotonic seconds.
+    for two, and everyone beyond `most` refusals a second for one. `clock` gives monotonic seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, most: float = _REFUSALS_A_SECOND) -> None:
         self._clock = clock
-        self._credit: float = _REFUSALS_A_SECOND
+        self._most = self._credit = most
         self._counted_at = clock()
 
     def delay(self, connection: Connection | None) -> float:
         """Return the seconds for which a refusal on this connection is to wait."""
         now = self._clock()
-        earned = (now - self._counted_at) * _REFUSALS_A_SECOND
-        self._credit, self._counted_at = min(_REFUSALS_A_SECOND, self._credit + earned), now
+        earned = (now - self._counted_at) * self._most
+        self._credit, self._counted_at = min(self._most, self._credit + earned), now
         comes_back = connection is not None and now - connection.refused_at < LONGEST_WAIT
         delay = 2 * LONGEST_WAIT if comes_back else LONGEST_WAIT if self._credit < 1 else 0.0
         if not delay:

@@ -18,7 +18,7 @@ from service.errors import MalformedRequest, NotFound, RequestTimeout, Unavailab
 from service.http import MAX_CONNECTIONS
 from service.server import connection_limit
 from service.settings import Settings
-from service.web.admission import RECEIVING_BYTES
+from service.web.admission import RECEIVING_BYTES, RefusalPace
 from service.web.api_keys import KeyGuard
 from service.web.grpc import open_inference_pb2 as messages
 from service.web.grpc.messages import check_cost, decode_request, encode_answer, parse
@@ -63,6 +63,9 @@ _GRACE_SECONDS: Final = 1.0
 """Time in which a message must arrive once others wait."""
 
 _FEWEST_ARRIVALS: Final = 8
+
+_REFUSALS_A_SECOND: Final = 100
+"""More wait: each takes a millisecond of the event loop."""
 
 Count = Callable[..., None]
 """`RequestContextMiddleware.count`."""
@@ -136,6 +139,7 @@ class Calls:
         # As many as largest bodies fit into this worker's part of the bytes to be received.
         most = max(_FEWEST_ARRIVALS, RECEIVING_BYTES // settings.max_request_bytes // settings.workers)
         self._arrivals = Lane("messages", lambda: most, clock=service.clock)
+        self._pace = RefusalPace(service.clock, _REFUSALS_A_SECOND)
 
     async def answer(self, method: str, _: object, context: Any) -> bytes:
         """Answer a call of this method, as grpcio calls it."""
@@ -162,6 +166,7 @@ class Calls:
                 seconds = problem.headers.get("Retry-After")
                 if seconds is not None:  # https://github.com/grpc/proposal/blob/master/A6-client-retries.md#pushback
                     trailers.append(("grpc-retry-pushback-ms", f"{seconds}000"))
+                await asyncio.sleep(self._pace.delay(None))
                 await context.abort(STATUS_CODES[HTTPStatus(status)], problem.detail, tuple(trailers))
                 raise AssertionError("a call that was ended goes on") from error
             finally:

@@ -226,6 +226,17 @@ async def test_keys_are_asked_for_but_for_health_and_have_their_limits() -> None
 
 
 @on_a_loop
+async def test_refusals_beyond_many_wait_and_keep_nobody_else_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_REFUSALS_A_SECOND", 1)
+    async with calling() as caller:
+        await caller.refusal(b"junk")
+        second = asyncio.create_task(caller.refusal(b"junk"))
+        await caller.infer(image(png(1)))
+        assert not second.done()
+        assert (await second).code() == Code.INVALID_ARGUMENT
+
+
+@on_a_loop
 async def test_a_caller_that_leaves_takes_its_picture_out_of_the_queue() -> None:
     async with calling() as caller:
         service = caller.service
