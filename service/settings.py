@@ -287,7 +287,7 @@ class Settings(ModelSettings, BaseSettings):
         None,
         ge=1,
         le=4096,
-        description="largest batch. Default: 4 on the CPU, 64 on CUDA, or less where memory is short",
+        description="largest batch. Default: 8 on the CPU, 64 on CUDA, or less where memory is short",
     )
     max_delay_ms: Annotated[float, Field(ge=0, le=10_000, allow_inf_nan=False)] = Field(
         0, description="hold an incomplete batch back until its oldest image is this old; 0 never waits"

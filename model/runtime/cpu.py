@@ -21,8 +21,8 @@ _KEPT: Final = 2 * _LARGEST_IN_HEAP
 
 _CPUINFO: Final = Path("/proc/cpuinfo")
 
-# Twice as many take as long an image, or a twentieth less, and who comes behind a batch waits for all of it.
-_MAX_BATCH: Final = 4
+# Larger batches are cut to this size (`backend.SIZES`), and who comes behind one waits for all of it.
+_MAX_BATCH: Final = 8
 _STREAMS: Final = 2
 
 

@@ -11,15 +11,16 @@ It knows no thread, no event loop and no model. Its owner, an engine, brings the
 A batch is formed at `poll`, never earlier: an image that is cancelled or expires up to that moment is
 not launched. Each caller has one of its own entries in turn, oldest first: whoever sends many delays itself, and not
 others. Where several callers wait, each has a quarter of a batch at most: whoever sends one picture waits for a short
-batch. With no delay set, whatever waits is launched (`idle`). With a delay, an incomplete batch
-is held back until its oldest entry is that old, counted from that entry's arrival and not from the
-poll that first saw it.
+batch. Where batches are small, as pictures take long, that is so for a second more: the batch before is short, too.
+With no delay set, whatever waits is launched (`idle`). With a delay, an incomplete batch is held back until its oldest
+entry is that old, counted from that entry's arrival and not from the poll that first saw it.
 
 The queue answers nobody. Its owner keeps a timer for each entry, as the engine may be busy when a deadline
 passes, and cancels the entry when it fires. `poll` looks only at the entries that it takes out and at the
 one behind them, and with a delay at the oldest of each caller, so its work does not grow with the queue.
 """
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -32,6 +33,9 @@ T = TypeVar("T")
 
 # A caller beside others has the largest batch divided by this, at most.
 _MOST_SHARE: Final = 4
+# Images of a batch, up to which it counts as shared until no other caller has come for some seconds.
+_SMALL_BATCH: Final = 8
+_SHARED_SECONDS: Final = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +89,8 @@ class BatchQueue(Generic[T]):
         # either, and any other, is taken out in constant time.
         self._turns: OrderedDict[Hashable, OrderedDict[Entry[T], None]] = OrderedDict()
         self._waiting = 0
+        self._last_caller: Hashable = ""
+        self._shared_until = -math.inf
         self._closed = False
 
     def __len__(self) -> int:
@@ -103,6 +109,8 @@ class BatchQueue(Generic[T]):
         if self._waiting >= self._capacity:
             raise QueueFull(f"all {self._capacity} places in the queue are taken")
         entry = Entry(item, self._clock(), deadline, caller)
+        if caller != self._last_caller:
+            self._last_caller, self._shared_until = caller, entry.arrived + _SHARED_SECONDS
         own = self._turns.get(caller)
         if own is None:
             own = self._turns[caller] = OrderedDict()
@@ -127,7 +135,8 @@ class BatchQueue(Generic[T]):
             if now < release_at:
                 return Poll(wait=release_at - now)
         poll: Poll[T] = Poll(release="full" if full else "delay" if self._max_delay > 0 else "idle")
-        most = max_batch if len(self._turns) == 1 else max(1, max_batch // _MOST_SHARE)
+        is_shared = len(self._turns) > 1 or (max_batch <= _SMALL_BATCH and now < self._shared_until)
+        most = max(1, max_batch // _MOST_SHARE) if is_shared else max_batch
         taken: Counter[Hashable] = Counter()
         while first is not None and len(poll.batch) < max_batch and taken[first.caller] < most:
             taken[first.caller] += 1

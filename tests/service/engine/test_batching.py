@@ -40,6 +40,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.put_count = 0
         self.waiting: list[Entry[int]] = []
         self.turns: list[Hashable] = []
+        self.last_caller, self.shared_until = "", 0.0
         self.known: list[Entry[int]] = []
         self.left: Counter[int] = Counter()
         self.closed = False
@@ -54,6 +55,8 @@ class QueueMachine(RuleBasedStateMachine):
                 self.queue.put(-1, deadline=self.clock.now + timeout)
         else:
             entry = self.queue.put(self.put_count, deadline=self.clock.now + timeout, caller=caller)
+            if caller != self.last_caller:
+                self.last_caller, self.shared_until = caller, self.clock.now + 1
             assert entry.item == self.put_count
             assert entry.arrived == self.clock.now
             self.put_count += 1
@@ -81,7 +84,7 @@ class QueueMachine(RuleBasedStateMachine):
     def polled(self) -> Poll[int]:
         """Each caller has one of its entries in turn, oldest first; those that are too late are taken out.
 
-        One of several has a quarter of a batch at most.
+        One of several has a quarter of a batch at most, of a small one for a second more.
         """
         now = self.clock.now
         poll = self.queue.poll(self.max_batch)
@@ -95,7 +98,8 @@ class QueueMachine(RuleBasedStateMachine):
             assert poll == Poll(wait=release_at - now)
             return poll
         batch: list[Entry[int]] = []
-        most = self.max_batch if len(self.turns) == 1 else max(1, self.max_batch // 4)
+        is_alone = len(self.turns) == 1 and (self.max_batch > 8 or now >= self.shared_until)
+        most = self.max_batch if is_alone else max(1, self.max_batch // 4)
         taken: Counter[Hashable] = Counter()
         while self.waiting and len(batch) < self.max_batch and taken[self.turns[0]] < most:
             taken[self.turns[0]] += 1

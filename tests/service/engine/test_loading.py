@@ -215,7 +215,7 @@ def test_a_kept_graph_is_made_again_for_settings_that_change_it_and_run_as_the_o
     for changes in (run, {"model_name": "other", "port": 1}):
         kept, info = load_predictor(load_settings(given | changes))
         assert type(kept.checkpoint) is Description
-        assert info.max_batch == kept.max_batch == changes.get("max_batch", 4)
+        assert info.max_batch == kept.max_batch == changes.get("max_batch", 8)
         assert (info.backbone, info.head, info.content) == (made.backbone, made.head, made.content)
     for name, value in (("dtype", "bfloat16"), ("image_size", (24, 24)), ("checkpoint_folder", str(tmp_path))):
         assert load_predictor(load_settings(given | {name: value})) is None, name

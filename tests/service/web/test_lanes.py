@@ -197,7 +197,7 @@ def test_callers_that_always_wait_have_the_same_seconds_of_work(costs: list[floa
 def test_who_begins_at_once_is_not_refused_for_work_that_waits_behind_its_own() -> None:
     clock = Clock()
     queue: FairQueue[Entry] = FairQueue(lambda: 8, clock, each=2)
-    first, *many = (Entry(250, clock.now + 1000) for _ in range(5))
+    first, one, *many = (Entry(size, clock.now + 10 + size) for size in (250, 1, 250, 250, 250, 250))
     queue.add(first, "many")
     queue.begin()
     clock.now += 10  # a job takes so long
@@ -205,7 +205,6 @@ def test_who_begins_at_once_is_not_refused_for_work_that_waits_behind_its_own() 
     for entry in many:
         queue.add(entry, "many")
         queue.begin()
-    one = Entry(1, clock.now + 1)
     queue.add(one, "one")
     assert queue.begin() is one
 
