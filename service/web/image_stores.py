@@ -32,7 +32,7 @@ T = TypeVar("T")
 _HEADER: Final = struct.Struct("<3I4d")
 """What stands before the pixels: shape and region."""
 
-_ID: Final = re.compile(r"[A-Za-z0-9_-]{22}")
+_ID: Final = re.compile(r"[A-Za-z0-9_-]{22}(\.[A-Za-z0-9_-]{8})?")
 
 _OVERHEAD_IN_REDIS: Final = 512
 """What Redis takes for a picture beside its bytes: two keys, an expiry, an entry of the sorted set."""
@@ -79,13 +79,13 @@ def new_image_id() -> str:
 
 def id_of_kind(image_id: str, preprocess: PreprocessConfig) -> str:
     """Return where the picture of an id is stored as a preprocessing gives it: a model sees no other one's."""
-    digest = hashlib.sha256(f"{image_id} {_kind(preprocess)}".encode()).digest()
-    return base64.urlsafe_b64encode(digest)[:22].decode()
+    return f"{image_id}.{_kind(preprocess)}"
 
 
 @lru_cache
 def _kind(preprocess: PreprocessConfig) -> str:
-    return preprocess.model_dump_json()
+    digest = hashlib.sha256(preprocess.model_dump_json().encode()).digest()
+    return base64.urlsafe_b64encode(digest)[:8].decode()
 
 
 class StoreUsage(NamedTuple):

@@ -147,6 +147,7 @@ def _requested(query: ClassifyQuery, info: ModelInfo, *, cap: bool = False) -> R
         embedding=EmbeddingRequest() if query.embedding else None,
         labels=labels,
         label_set=info.coverage is not None,
+        head=info.head,
     )
 
 
@@ -237,7 +238,7 @@ async def _classify_by_several(request: Request, query: ClassifyQuery) -> Respon
         try:
             if isinstance(model, ServiceError):
                 raise model
-            requested = replace(_requested(query, model.info, cap=True), head=model.info.head)
+            requested = _requested(query, model.info, cap=True)
         except (InputError, ServiceError) as error:
             failed[name] = error
         else:
