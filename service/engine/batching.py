@@ -12,8 +12,9 @@ A batch is formed at `poll`, never earlier: an image that is cancelled or expire
 not launched. Each caller has one of its own entries in turn, oldest first: whoever sends many delays itself, and not
 others. Where several callers wait, each has a quarter of a batch at most: whoever sends one picture waits for a short
 batch. Where batches are small, as pictures take long, that is so for a second more: the batch before is short, too.
-With no delay set, whatever waits is launched (`idle`). With a delay, an incomplete batch is held back until its oldest
-entry is that old, counted from that entry's arrival and not from the poll that first saw it.
+With no delay set, whatever waits is launched (`idle`). With a delay, batches are to be full: nobody's part is bounded,
+and an incomplete batch is held back until its oldest entry is that old, counted from that entry's arrival and not from
+the poll that first saw it.
 
 The queue answers nobody. Its owner keeps a timer for each entry, as the engine may be busy when a deadline
 passes, and cancels the entry when it fires. `poll` looks only at the entries that it takes out and at the
@@ -89,7 +90,7 @@ class BatchQueue(Generic[T]):
         # either, and any other, is taken out in constant time.
         self._turns: OrderedDict[Hashable, OrderedDict[Entry[T], None]] = OrderedDict()
         self._waiting = 0
-        self._last_caller: Hashable = ""
+        self._last_caller: Hashable = None
         self._shared_until = -math.inf
         self._closed = False
 
@@ -110,7 +111,8 @@ class BatchQueue(Generic[T]):
             raise QueueFull(f"all {self._capacity} places in the queue are taken")
         entry = Entry(item, self._clock(), deadline, caller)
         if caller != self._last_caller:
-            self._last_caller, self._shared_until = caller, entry.arrived + _SHARED_SECONDS
+            self._shared_until = -math.inf if self._last_caller is None else entry.arrived + _SHARED_SECONDS
+            self._last_caller = caller
         own = self._turns.get(caller)
         if own is None:
             own = self._turns[caller] = OrderedDict()
@@ -136,7 +138,7 @@ class BatchQueue(Generic[T]):
                 return Poll(wait=release_at - now)
         poll: Poll[T] = Poll(release="full" if full else "delay" if self._max_delay > 0 else "idle")
         is_shared = len(self._turns) > 1 or (max_batch <= _SMALL_BATCH and now < self._shared_until)
-        most = max(1, max_batch // _MOST_SHARE) if is_shared else max_batch
+        most = max(1, max_batch // _MOST_SHARE) if is_shared and not self._max_delay else max_batch
         taken: Counter[Hashable] = Counter()
         while first is not None and len(poll.batch) < max_batch and taken[first.caller] < most:
             taken[first.caller] += 1

@@ -56,7 +56,7 @@ class QueueMachine(RuleBasedStateMachine):
         else:
             entry = self.queue.put(self.put_count, deadline=self.clock.now + timeout, caller=caller)
             if caller != self.last_caller:
-                self.last_caller, self.shared_until = caller, self.clock.now + 1
+                self.last_caller, self.shared_until = caller, self.clock.now + bool(self.last_caller)
             assert entry.item == self.put_count
             assert entry.arrived == self.clock.now
             self.put_count += 1
@@ -84,7 +84,7 @@ class QueueMachine(RuleBasedStateMachine):
     def polled(self) -> Poll[int]:
         """Each caller has one of its entries in turn, oldest first; those that are too late are taken out.
 
-        One of several has a quarter of a batch at most, of a small one for a second more.
+        One of several has a quarter of a batch at most, of a small one for a second more; with a delay it has all.
         """
         now = self.clock.now
         poll = self.queue.poll(self.max_batch)
@@ -99,7 +99,7 @@ class QueueMachine(RuleBasedStateMachine):
             return poll
         batch: list[Entry[int]] = []
         is_alone = len(self.turns) == 1 and (self.max_batch > 8 or now >= self.shared_until)
-        most = self.max_batch if is_alone else max(1, self.max_batch // 4)
+        most = self.max_batch if is_alone or self.max_delay else max(1, self.max_batch // 4)
         taken: Counter[Hashable] = Counter()
         while self.waiting and len(batch) < self.max_batch and taken[self.turns[0]] < most:
             taken[self.turns[0]] += 1
