@@ -109,7 +109,7 @@ class FairQueue(Generic[E]):
     def add(self, entry: E, caller: Hashable) -> None:
         """Let a job of a caller wait; raises `QueueFull` if it cannot begin before its deadline."""
         share = self._share(caller)
-        begins = self.under_way < self._servers() and share.under_way < self._each and not share.waiting
+        begins = share.under_way < self._each < math.inf and self.under_way < self._servers() and not share.waiting
         if self.waiting and not begins and self._wait(share, remaining := entry.deadline - self._clock()) > remaining:
             raise QueueFull("the work that is ahead takes longer than the request's time")
         entry.share, entry.is_waiting = share, True

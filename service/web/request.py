@@ -112,17 +112,17 @@ class KnownTexts:
     """Texts that text towers have computed lately; an engine stores the features of more."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._known: OrderedDict[tuple[int, str], None] = OrderedDict()
 
-    def new(self, content: str, texts: Sequence[str]) -> int:
-        """Return how many texts the model with this content has to compute."""
-        return sum((content, text) not in self._known for text in texts)
+    def new(self, engine: Engine, texts: Sequence[str]) -> int:
+        """Return how many texts an engine has to compute."""
+        return sum((id(engine), text) not in self._known for text in texts)
 
-    def add(self, content: str, texts: Sequence[str]) -> None:
+    def add(self, engine: Engine, texts: Sequence[str]) -> None:
         """Add texts as the newest; the oldest are forgotten."""
         for text in texts:
-            self._known[content, text] = None
-            self._known.move_to_end((content, text))
+            self._known[id(engine), text] = None
+            self._known.move_to_end((id(engine), text))
         while len(self._known) > _KNOWN_TEXTS:
             self._known.popitem(last=False)
 
@@ -340,7 +340,7 @@ class AdmittedRequest:
         self._permit = Permit(service.limiter)
         self._generations: list[Generation[Engine]] = []  # of all models that answer
         self._reading = False
-        self._loading = asyncio.Lock()
+        self._loading, self._embedding = asyncio.Lock(), asyncio.Lock()
         self._watcher: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -592,11 +592,15 @@ class AdmittedRequest:
     async def embed_texts(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return the features of texts, in a turn if some are new; raises as `load` and `Engine.embed_texts`."""
         await self.load()
-        known, content = self.service.texts, self.model.info.content
-        new = known.new(content, texts)
-        async with self._beside(self.service.lanes.texts, new) if new else nullcontext():
-            features = await self.model.generation.engine.embed_texts(texts, timeout=self.deadline.remaining())
-        known.add(content, texts)
+        engine, known, lane = self.model.generation.engine, self.service.texts, self.service.lanes.texts
+        with self._permit.lent():
+            async with self._embedding:  # pictures of a batch ask for the same
+                new = known.new(engine, texts)
+                with lane.turn(self._caller, new, self.deadline) if new else nullcontext() as turn:
+                    if turn is not None:
+                        await turn
+                    features = await engine.embed_texts(texts, timeout=self.deadline.remaining())
+                known.add(engine, texts)
         return features
 
     # The answer is written

@@ -66,9 +66,9 @@ class QueueMachine(RuleBasedStateMachine):
         try:
             self.queue.add(entry, caller)
         except QueueFull:
-            is_first = caller not in [whose for whose, _ in self.waiting.values()]
-            begins = is_first and self.may_begin(caller) and len(self.under_way) < self.servers
-            assert self.waiting and not begins, "whoever begins at once is not refused"
+            callers = [whose for whose, _ in self.waiting.values()]
+            waits = caller in callers or self.each == math.inf or not self.may_begin(caller)
+            assert callers and (waits or len(self.under_way) >= self.servers), "whoever begins at once is not refused"
         else:
             self.waiting[self.number] = caller, entry
 
@@ -379,9 +379,9 @@ async def test_turns_are_taken_one_after_the_other_and_dropped_with_their_caller
         await turn
         with pytest.raises(DeadlineExceeded), lane.turn("c", 1, soon(0.01)) as late:
             await late
-        leaving = asyncio.create_task(work("a4", "a"))
+        tasks.append(asyncio.create_task(work("a4", "a")))
         await settle()
-        leaving.cancel()  # it is still there when its turn comes
+        tasks[-1].cancel()  # it is still there when its turn comes
     await until(lambda: lane.waiting == 0)
 
 

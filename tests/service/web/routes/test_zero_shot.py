@@ -207,9 +207,11 @@ async def test_who_asks_for_texts_that_are_known_does_not_wait_behind_new_ones()
 
     served.engine.embed_texts = embed  # type: ignore[method-assign]
     await classify(served, labels=CSV)
-    new = [served.communicator("POST", "/embed", query=f"text=new{number}", body=b"").start() for number in range(4)]
+    several = ("/classify/batch", "labels=new", form(*map(png, range(6))))  # they are computed once
+    requests = [several, *(("/embed", f"text=new{number}", {"body": b""}) for number in range(3))]
+    new = [served.communicator("POST", path, query=query, **sent).start() for path, query, sent in requests]
     await until(lambda: service_in(served).lanes.texts.waiting == 2)  # two of one caller are computed
-    assert (await classify(served, labels=CSV)).status == 200
+    assert ((await classify(served, labels=CSV)).status, service_in(served).lanes.texts.waiting) == (200, 2)
     gate.set()
     assert [each.status for each in await asyncio.gather(*new)] == [200] * 4
 
