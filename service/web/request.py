@@ -119,10 +119,8 @@ class KnownTexts:
         return sum((id(engine), text) not in self._known for text in texts)
 
     def add(self, engine: Engine, texts: Sequence[str]) -> None:
-        """Add texts as the newest; the oldest are forgotten."""
-        for text in texts:
-            self._known[id(engine), text] = None
-            self._known.move_to_end((id(engine), text))
+        """Add texts that an engine has computed; those that came first are forgotten."""
+        self._known.update(((id(engine), text), None) for text in texts)
         while len(self._known) > _KNOWN_TEXTS:
             self._known.popitem(last=False)
 
@@ -600,7 +598,8 @@ class AdmittedRequest:
                     if turn is not None:
                         await turn
                     features = await engine.embed_texts(texts, timeout=self.deadline.remaining())
-                known.add(engine, texts)
+                if new:
+                    known.add(engine, texts)
         return features
 
     # The answer is written

@@ -91,7 +91,7 @@ def test_the_default_dtype_agrees_wherever_the_margin_is_clear_and_images_share_
     [images_launched] = [value for name, value in sizes.items() if name.startswith("vit_batch_size_sum")]
     [batches] = [value for name, value in sizes.items() if name.startswith("vit_batch_size_count")]
     assert images_launched == metrics['vit_images_total{model="vit-cifar10"}'] == SERVED
-    assert images_launched / batches > 2  # at most 8 share one on a CPU
+    assert images_launched / batches > 4
 
 
 def test_the_model_card_tells_the_accuracy(images: Images, offline: NDArray[np.float32]) -> None:

@@ -1,6 +1,7 @@
 """What GitHub and pre-commit run is what a clone runs; every YAML file can be read by the strictest of its readers."""
 
 import re
+import shlex
 import subprocess
 import tomllib
 
@@ -18,6 +19,16 @@ def test_the_workflow_runs_ci_with_the_cpu_build_on_the_oldest_python():
     assert ".ci/run" in [step.get("run") for step in job["steps"]]
     assert project["requires-python"] == f">={job['strategy']['matrix']['python'][0]}"
     assert f"cpu) index={job['env']['TORCH_INDEX_URL']} ;;" in (REPOSITORY / "Dockerfile").read_text()
+
+
+def test_pre_commit_runs_the_tools_of_make_check():
+    (repository,) = load_document(REPOSITORY / ".pre-commit-config.yaml")["repos"]
+    recipe = (REPOSITORY / "Makefile").read_text().split("\ncheck: ")[1].split("\n\n")[0].splitlines()[1:]
+
+    hooks = [shlex.split(hook["entry"]) for hook in repository["hooks"]]
+    tools = [shlex.split(line.replace("$(BIN)", ".venv/bin")) for line in recipe]
+    # Ruff's subcommand too; the others have none.
+    assert [hook[:2] for hook in hooks] == [tool[:2] for tool in tools]
 
 
 def test_a_release_is_of_the_version_that_its_tag_names_and_every_action_is_pinned():

@@ -4,9 +4,11 @@ import csv
 import importlib
 import io
 import json
+import logging
 import os
 import pkgutil
 import platform
+import struct
 import subprocess
 import sys
 import tomllib
@@ -87,6 +89,22 @@ def test_classify_reports_a_bad_file_and_answers_the_others(
     assert [Path(row["file"]).name for row in rows] == ["a.jpg", "aa.png", "b.PNG", "c.webp"]
     assert [bool(row["error"]) for row in rows] == [False, True, False, False]
     assert all(row["label"] in ("cat", "dog", "bird, flying") for row in rows if not row["error"])
+
+
+def test_pillow_logs_nothing_of_the_files_that_a_command_reads(
+    checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    # 32 x 32 pixels of 65,535 samples, which Pillow calls an error.
+    fields = [(256, 32), (257, 32), (258, 8), (259, 1), (262, 1), (273, 8), (277, 65_535), (279, 1024)]
+    entries = b"".join(struct.pack("<HHLL", tag, 3, 1, value) for tag, value in fields)
+    tiff = tmp_path / "samples.tif"
+    tiff.write_bytes(b"II*\0\x08\0\0\0" + struct.pack("<H", len(fields)) + entries + bytes(2048))
+    caplog.set_level(logging.DEBUG, logger="PIL")
+    code, out, err = run(capfd, "classify", tiff, "--checkpoint", checkpoint)
+    assert code == 1
+    assert "samples per pixel" in out
+    assert err == "vitserve: 1 of 1 files have no answer\n"
+    assert [record.name for record in caplog.records if record.name.startswith("PIL")] == []
 
 
 @pytest.mark.parametrize(

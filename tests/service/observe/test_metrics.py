@@ -8,8 +8,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from prometheus_client import generate_latest, values
 from prometheus_client.parser import text_string_to_metric_families
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser
 
 from service.engine.messages import BatchReport, EngineStatus
+from service.observe import logs
 from service.observe.gpus import GpuReader
 from service.observe.metrics import Metrics, Sources, render_replicas
 from tests.launcher import until
@@ -192,6 +195,17 @@ def test_each_sample_keeps_its_value_and_gets_the_label_of_its_replica():
         ({"endpoint": "/model", "code": "200", "replica": "b"}, 1),
     ]
     assert all("replica" in sample.labels for family in families for sample in family.samples)
+
+
+@pytest.fixture
+def configured(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("text", "info")
+
+
+def test_a_broken_form_writes_no_line_of_the_parsers_own(configured: None, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(FormParserError):
+        MultipartParser(b"boundary", {}).write(b"--bogus\r\n")
+    assert capsys.readouterr().err == ""
 
 
 @pytest.fixture

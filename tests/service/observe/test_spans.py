@@ -104,3 +104,9 @@ def test_the_standards_variables_switch_tracing_on(environment: dict[str, str], 
 def test_an_exporter_that_is_not_there_is_refused() -> None:
     with pytest.raises(SettingsError, match=r"OTEL_EXPORTER_OTLP_PROTOCOL='grpc': expected http/protobuf"):
         exports_spans({**ENDPOINT, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
+
+
+def test_a_wrong_variable_of_the_sdk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4096")
+    with pytest.raises(SettingsError, match="OTEL_"):
+        Tracing()

@@ -1,6 +1,8 @@
 """Places and bytes of requests: how many there are, and who gives way to whom."""
 
 import asyncio
+import gc
+import weakref
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -28,6 +30,24 @@ class Bodies:
         self.stack.enter_context(self.receiving.arriving(body, lambda: self.ended.append(name)))
         self.receiving.add(body, size)
         return body
+
+
+def test_a_body_that_has_arrived_leaves_no_circle_to_the_collector() -> None:
+    class Request:
+        def __init__(self, receiving: Receiving) -> None:
+            self.body = Body()
+            with receiving.arriving(self.body, self.end):
+                receiving.add(self.body, 1)
+
+        def end(self) -> None:
+            """End its body."""
+
+    gc.disable()
+    try:
+        held = weakref.ref(Request(Receiving(10)))
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
