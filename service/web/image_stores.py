@@ -131,16 +131,17 @@ class MemoryImageStore:
 
     async def put(self, picture: ModelInput, image_id: str | None = None) -> str | None:
         """Store a picture; see `ImageStore.put`."""
-        cost = picture.pixels.nbytes + _OVERHEAD_IN_MEMORY
+        cost = _bytes_in_memory(picture)
         if self._ttl == 0 or cost > self._max_bytes:
             return None
-        self._drop_expired()
-        while self._bytes + cost > self._max_bytes:
-            self._drop_oldest()
-            self._evicted += 1
         image_id = image_id or new_image_id()
-        self._pictures[image_id] = (self._clock() + self._ttl, picture)
-        self._bytes += cost
+        self._drop_expired()
+        if image_id in self._pictures:  # two models of one preprocessing store the same picture
+            self._remove(image_id)
+        while self._pictures and self._bytes + cost > self._max_bytes:
+            self._remove(next(iter(self._pictures)))
+            self._evicted += 1
+        self._insert(image_id, picture)
         return image_id
 
     async def get(self, image_id: str) -> ModelInput | None:
@@ -160,12 +161,25 @@ class MemoryImageStore:
     def _drop_expired(self) -> None:
         now = self._clock()
         # All live equally long, so the oldest expires first.
-        while self._pictures and next(iter(self._pictures.values()))[0] <= now:
-            self._drop_oldest()
+        while self._pictures:
+            image_id, (expires, _) = next(iter(self._pictures.items()))
+            if expires > now:
+                return
+            self._remove(image_id)
 
-    def _drop_oldest(self) -> None:
-        _, (_, picture) = self._pictures.popitem(last=False)
-        self._bytes -= picture.pixels.nbytes + _OVERHEAD_IN_MEMORY
+    def _insert(self, image_id: str, picture: ModelInput) -> None:
+        """Add an entry with its bytes; no entry has this id."""
+        self._pictures[image_id] = (self._clock() + self._ttl, picture)
+        self._bytes += _bytes_in_memory(picture)
+
+    def _remove(self, image_id: str) -> None:
+        """Remove an entry with its bytes."""
+        _, picture = self._pictures.pop(image_id)
+        self._bytes -= _bytes_in_memory(picture)
+
+
+def _bytes_in_memory(picture: ModelInput) -> int:
+    return picture.pixels.nbytes + _OVERHEAD_IN_MEMORY
 
 
 class RedisImageStore:

@@ -11,6 +11,7 @@ model, which stays the same on the whole way.
 import asyncio
 import copy
 import itertools
+import logging
 import math
 import time
 from collections import OrderedDict
@@ -63,6 +64,8 @@ from service.web.lanes import Deadline, Job, Lane
 from service.web.middleware import request_context
 from service.web.upload import WHOLE_BODY, Bound, UploadedFile, UploadLimits, read_files, read_whole
 from vitserve.documents import FIELD
+
+logger = logging.getLogger("vitserve")
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -238,7 +241,11 @@ class Service:
     async def keep(self, picture: ModelInput, model: Model, image_id: str | None = None) -> str | None:
         """Store a picture as a model sees it, and return its id, or None; an id may have one of each preprocessing."""
         image_id = image_id or new_image_id()
-        stored = await self.images.put(picture, id_of_kind(image_id, model.info.preprocess))
+        try:
+            stored = await self.images.put(picture, id_of_kind(image_id, model.info.preprocess))
+        except Exception:  # a store is an extension: whatever fails in it costs the answer its id alone
+            logger.exception("the picture is not kept")
+            return None
         return stored and image_id
 
     async def kept(self, image_id: str, model: Model) -> ModelInput | None:

@@ -13,6 +13,7 @@ from service.observe.metrics import Metrics
 from service.settings import Settings, load_settings
 from service.web.admission import Receiving
 from service.web.app import create_app
+from service.web.image_stores import ImageStore
 from service.web.request import Service
 from tests.service.fakes import FixedModels, png
 from tests.service.web.fake_engine import FakeEngine
@@ -41,6 +42,7 @@ class App:
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     clock: Callable[[], float] = time.monotonic
     models: Models | None = None
+    image_store: ImageStore | None = None
 
     def __post_init__(self) -> None:
         self.asgi = create_app(
@@ -49,6 +51,7 @@ class App:
             self.metrics,
             self.lifecycle,
             clock=self.clock,
+            image_store=self.image_store,
         )
 
     def communicator(self, method: str, path: str, **options: Any) -> HttpCommunicator:

@@ -1,6 +1,8 @@
 import asyncio
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from model.images.preprocess import ModelInput, Region
 from service.web.image_stores import MemoryImageStore
@@ -72,3 +74,29 @@ def test_zero_keeps_nothing() -> None:
     for store, _ in (kept(ttl=0), kept(max_bytes=0)):
         assert asyncio.run(store.put(picture(1))) is None
         assert store.usage() == (0, 0, 0)
+
+
+_PUT = st.tuples(st.just("put"), st.integers(0, 5), st.integers(1, 40))
+_WAIT = st.tuples(st.just("wait"), st.just(0), st.integers(1, 40))
+
+
+@given(st.lists(st.one_of(_PUT, _WAIT), max_size=60))
+def test_bytes_are_the_sum_of_all_sizes(steps: list[tuple[str, int, int]]) -> None:
+    store, clock = kept(max_bytes=9_000, ttl=60)
+    of_one = kept()[0]
+    put(of_one, picture(0, side=1))
+    overhead = of_one.usage().size - 3
+    latest: dict[str, tuple[float, ModelInput]] = {}
+    for action, number, amount in steps:
+        if action == "wait":
+            clock.now += amount
+        elif asyncio.run(store.put(picture(number, side=amount), str(number))) is not None:
+            latest[str(number)] = (clock.now + 60, picture(number, side=amount))
+        found = {name: asyncio.run(store.get(name)) for name in latest}
+        held = {name: each for name, each in found.items() if each is not None}
+        assert store.usage().size == sum(each.pixels.nbytes + overhead for each in held.values()) <= 9_000
+        assert store.usage().pictures == len(held)
+        for name, each in held.items():
+            expires, expected = latest[name]
+            assert clock.now < expires
+            assert (each.pixels == expected.pixels).all()

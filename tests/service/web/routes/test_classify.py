@@ -10,10 +10,12 @@ import pytest
 
 from model.errors import InputError
 from model.heads import Head, Known
-from model.images.preprocess import Region
+from model.images.preprocess import ModelInput, Region
 from model.outputs import AttentionMap, MapRequest
 from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
 from service.models.registry import AddedHead
+from service.settings import load_settings
+from service.web.image_stores import MemoryImageStore
 from service.web.routes.attention import map_fields, region_document
 from tests.service.fakes import CLASSES, SIZE, expected_indices, model_info, on_a_loop, png
 from tests.service.web.apps import App, app, form, service_in
@@ -37,6 +39,19 @@ async def test_top_k_is_by_default_the_smaller_of_five_and_the_classes(service: 
     service.engine.info = model_info(config=config)
     assert len((await service.classify()).json["predictions"]) == 3
     assert (await service.classify(query="top_k=4")).code == "invalid_parameter"
+
+
+class FailingStore(MemoryImageStore):
+    async def put(self, picture: ModelInput, image_id: str | None = None) -> str | None:
+        raise KeyError("dictionary is empty")
+
+
+@on_a_loop
+async def test_a_failing_store_costs_the_id_alone() -> None:
+    running = App(load_settings({}), image_store=FailingStore(ttl=60, max_bytes=1 << 20))
+    answer = await running.classify()
+    assert answer.status == 200
+    assert "id" not in answer.json
 
 
 @on_a_loop
