@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     from model.training import new_head, train  # noqa: PLC0415  torch takes seconds to import
     from model.training.recipe import read_recipe  # noqa: PLC0415
 
-    logs.configure("text", "info")
+    logs.configure("text", "info", waits=True)
     recipe = read_recipe(_recipe_path(arguments)).override(_overrides(arguments))
     device = getattr(arguments, "device", None) or os.environ.get(f"{ENV_PREFIX}DEVICE", "auto")
     if arguments.probe:

@@ -22,6 +22,7 @@ from service.engine.local import Loader
 from service.errors import SettingsError
 from service.lifecycle import Terminal
 from service.models.registry import Version
+from service.observe import logs
 from service.observe.metrics import Metrics
 from service.server import address_family
 from service.settings import Settings
@@ -66,6 +67,7 @@ class Cluster:
         self.system = OperatingSystem()
         self.listeners = listen(settings.host, settings.port, settings.workers)
         self.folder = _private_folder()
+        logs.on_drop(self._count_dropped_line)
         self.workers = [
             Child(f"worker {index}", partial(self._be_worker, index), signal.SIGTERM)
             for index in range(settings.workers)
@@ -106,6 +108,10 @@ class Cluster:
         """Let a worker load the configured checkpoint again, unless a terminal was closed."""
         return self._terminal.hang_up(self._reload)
 
+    def _count_dropped_line(self) -> None:
+        """Count a line that the supervisor has dropped; it has no metrics until then."""
+        metrics_in(self.folder).log_lines_dropped.inc()
+
     def _reload(self) -> None:
         running = [child.pid for child in self.workers if child.pid is not None and child.state >= RUNNING]
         if running:
@@ -138,7 +144,9 @@ def metrics_in(folder: Path) -> Metrics:
     """Return the metrics of this process, which counts in files of its own in a folder."""
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
     values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
-    return Metrics(folder)
+    metrics = Metrics(folder)
+    logs.on_drop(metrics.log_lines_dropped.inc)
+    return metrics
 
 
 def listen(host: str, port: int, count: int) -> list[socket.socket]:

@@ -1,12 +1,24 @@
-"""The service's log: lines for people, or a JSON object a line."""
+"""The service's log: lines for people, or a JSON object a line.
 
+    a thread that logs -> a bounded queue -> the writer's thread -> standard error
+
+A pipe without a reader, a stopped terminal and a stalled journal block whoever writes to them. So only the writer's
+thread writes. Lines that find the queue full are dropped and counted.
+"""
+
+import contextlib
 import json
 import logging
+import os
+import queue
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from logging.handlers import QueueHandler
 from types import MappingProxyType
+from typing import Final
 
 trace_ids: ContextVar[Mapping[str, str]] = ContextVar("trace_ids", default=MappingProxyType({}))
 """The ids of the span of the current request, by OpenTelemetry's names; empty without a span."""
@@ -30,13 +42,145 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(document, ensure_ascii=False)
 
 
-def configure(log_format: str, level: str) -> None:
-    """Send all messages to standard error in one form, uvicorn's included."""
-    handler = logging.StreamHandler(sys.stderr)
+STANDARD_ERROR: Final = 2
+
+# Lines that wait for the writer: some MiB, and seconds of a busy service's log.
+CAPACITY: Final = 10_000
+
+# Longest wait, in seconds, for the last lines of a process that ends.
+FLUSH_SECONDS: Final = 1.0
+
+
+class LogWriter(QueueHandler):
+    """Writes lines to a file descriptor on a thread of its own; logging a line never waits.
+
+    The thread is started with the first line, and anew in a forked process.
+
+    Args:
+        descriptor: of the file that lines are written to.
+        capacity: number of lines that may wait.
+
+    Attributes:
+        dropped: number of lines that this process has dropped.
+        on_drop: called for each dropped line.
+    """
+
+    def __init__(self, descriptor: int = STANDARD_ERROR, capacity: int = CAPACITY) -> None:
+        self._descriptor = descriptor
+        self._capacity = capacity
+        self.on_drop: Callable[[], object] | None = None
+        super().__init__(queue.Queue(capacity))
+        self._begin()
+        os.register_at_fork(after_in_child=self._begin)
+
+    def _begin(self) -> None:
+        """Forget the lines and the thread of the process that this one was forked from."""
+        self._lines: queue.Queue[str | None] = queue.Queue(self._capacity)
+        self.queue = self._lines
+        self._thread: threading.Thread | None = None
+        self.dropped = 0
+        self._told = 0
+
+    def prepare(self, record: logging.LogRecord) -> str:  # type: ignore[override]  # a line is all that is queued
+        """Return the record as a line, with what the calling thread knows of it."""
+        return self.format(record)
+
+    def enqueue(self, record: object) -> None:
+        """Hand a line to the writer, or drop it if the queue is full."""
+        if self._thread is None:  # the handler's lock is held
+            self._thread = threading.Thread(target=self._write_lines, name="log-writer", daemon=True)
+            self._thread.start()
+        try:
+            self._lines.put_nowait(str(record))
+        except queue.Full:
+            self.dropped += 1
+            if self.on_drop is not None:
+                self.on_drop()
+
+    def flush(self) -> None:
+        """Wait until all lines are written, at most `FLUSH_SECONDS`."""
+        until = time.monotonic() + FLUSH_SECONDS
+        with self._lines.all_tasks_done:
+            while self._lines.unfinished_tasks and self._thread is not None:
+                remaining = until - time.monotonic()
+                if remaining <= 0:
+                    return
+                self._lines.all_tasks_done.wait(remaining)
+
+    def close(self) -> None:
+        """Let the thread end once all lines are written; do not wait for it."""
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait(None)
+        super().close()
+
+    def _write_lines(self) -> None:
+        lines = self._lines
+        while (line := lines.get()) is not None:
+            try:
+                _write(self._descriptor, line)
+                if self.dropped > self._told:
+                    self._tell_of_dropped()
+            except OSError:  # the reader is gone, or the descriptor is closed: there is nobody to tell
+                pass
+            finally:
+                lines.task_done()
+
+    def _tell_of_dropped(self) -> None:
+        """Write how many lines were dropped since the last such line."""
+        dropped = self.dropped
+        fields = {"dropped": dropped - self._told}
+        text = "%(dropped)d log lines were dropped because nothing read the log"
+        record = logging.LogRecord("vitserve", logging.WARNING, __file__, 0, text, (fields,), None)
+        record.fields = fields
+        _write(self._descriptor, self.format(record))
+        self._told = dropped
+
+
+def _write(descriptor: int, line: str) -> None:
+    rest = memoryview(f"{line}\n".encode(errors="backslashreplace"))
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _log_failed_thread(failure: threading.ExceptHookArgs) -> None:
+    """Log what Python would write to standard error itself, where it would wait for a reader."""
+    if failure.exc_type is SystemExit or failure.exc_value is None:
+        return
+    name = "" if failure.thread is None else failure.thread.name
+    logging.getLogger("vitserve").error("thread %s failed", name, exc_info=failure.exc_value)
+
+
+def _log_unraisable(failure: "sys.UnraisableHookArgs") -> None:
+    """Log what Python would write to standard error itself, where it would wait for a reader."""
+    logging.getLogger("vitserve").error(
+        "%s: %r", failure.err_msg or "ignored exception", failure.object, exc_info=failure.exc_value
+    )
+
+
+def on_drop(called: Callable[[], object]) -> None:
+    """Call a function for each line that this process drops from now on."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, LogWriter):
+            handler.on_drop = called
+
+
+def configure(log_format: str, level: str, *, waits: bool = False) -> None:
+    """Send all messages to standard error in one form, those of uvicorn and of `warnings` included.
+
+    Args:
+        log_format: `json` or `text`.
+        level: the lowest that is logged.
+        waits: whether to wait for a slow reader, as a command does that a person watches.
+    """
+    handler = logging.StreamHandler(sys.stderr) if waits else LogWriter()
     if log_format == "json":
         handler.setFormatter(JsonFormatter())
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
+    if not waits:
+        logging.captureWarnings(True)
+        threading.excepthook = _log_failed_thread
+        sys.unraisablehook = _log_unraisable
     # logging would look these up for each record, and no format shows them.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -112,6 +112,9 @@ class Metrics(Collector):
         self.decoder_restarts = counter(
             "vit_decoder_restarts_total", "Decoder processes that died, or were killed, at a picture"
         )
+        self.log_lines_dropped = counter(
+            "vit_log_lines_dropped_total", "Log lines dropped because nothing read the log"
+        )
         self._images = counter("vit_images_total", "Images classified", ["model"])
         self.batches = counter("vit_batches_total", "Batches launched, by why", ["device", "release"])
         self.batch_size = histogram(

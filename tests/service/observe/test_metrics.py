@@ -23,6 +23,7 @@ COUNTERS = {
     "vit_images_total": {"model"},
     "vit_abstained_total": set(),
     "vit_decoder_restarts_total": set(),
+    "vit_log_lines_dropped_total": set(),
     "vit_batches_total": {"device", "release"},
     "vit_batch_padding_total": {"device"},
     "vit_rejected_total": {"reason"},

@@ -1,0 +1,89 @@
+"""A log that nobody reads costs its own lines, and no request, health check or stop."""
+
+import fcntl
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.serving import together
+from tests.launcher import PATIENCE, free_port, until
+
+pytestmark = pytest.mark.timeout(180)  # servers start and end
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PICTURE = REPOSITORY / "examples" / "dog.jpg"
+REQUESTS = 5_000
+CALLERS = 8
+
+
+@contextmanager
+def unread_pipe() -> Iterator[int]:
+    read_end, write_end = os.pipe()
+    fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, 4096)
+    yield write_end
+    os.close(write_end)
+    os.close(read_end)
+
+
+@contextmanager
+def stopped_terminal() -> Iterator[int]:
+    """A terminal in which somebody has pressed Ctrl-S."""
+    controller, terminal = pty.openpty()
+    termios.tcflow(terminal, termios.TCOOFF)
+    yield terminal
+    os.close(terminal)
+    os.close(controller)
+
+
+@pytest.mark.parametrize(("standard_error", "workers"), [(stopped_terminal, 1), (unread_pipe, 2)])
+def test_nothing_waits_for_a_reader_of_the_log(standard_error: object, workers: int) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    settings = {"VIT_PORT": str(port), "VIT_WORKERS": str(workers), "VIT_DRAIN_DELAY": "0", "VIT_CACHE_DIR": "off"}
+    with standard_error() as descriptor:  # type: ignore[operator]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "service", "serve"],
+            cwd=REPOSITORY,
+            env={**os.environ, **settings},
+            stdin=subprocess.DEVNULL,
+            stdout=descriptor,
+            stderr=descriptor,
+        )
+        try:
+            until(lambda: process.poll() is not None or is_ready(url))
+            answered = sum(together(CALLERS, lambda _: ask_many(url)))
+            assert answered == REQUESTS
+            assert httpx.get(f"{url}/healthz", timeout=10).status_code == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE) == 0
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait(10)
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/readyz", timeout=10).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def ask_many(url: str) -> int:
+    """Return how many of a caller's requests were answered with 200."""
+    answered = 0
+    picture = PICTURE.read_bytes()
+    with httpx.Client(base_url=url, timeout=10) as client:
+        for number in range(REQUESTS // CALLERS):
+            response = client.post("/classify", content=picture) if number % 25 == 0 else client.get("/labels")
+            answered += response.status_code == 200
+    return answered
