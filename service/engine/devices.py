@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from model.errors import DeviceError
+from service.children import output_of
 from service.settings import Settings
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
@@ -79,8 +80,7 @@ def all_gpus(environment: Mapping[str, str] = os.environ, listing: Callable[[], 
 
 def _listing() -> str:
     try:
-        command = ["nvidia-smi", "-L"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        return output_of("nvidia-smi", "-L", timeout_seconds=60)
     except (OSError, subprocess.SubprocessError) as error:
         raise DeviceError(f"device 'all': nvidia-smi -L does not list the GPUs: {error}") from error
 

@@ -34,6 +34,7 @@ from model.errors import CheckpointError, VitError
 from model.heads import Head
 from model.outputs import embedding_width
 from model.runtime.backend import WITHOUT_GRAPHS
+from service.children import COMMON, LOADING, start_python
 from service.engine.devices import VISIBLE, gpus_are_here, visible_devices
 from service.engine.messages import ModelInfo, attributes
 from service.settings import Settings, load_settings
@@ -87,9 +88,9 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
 def _keep_in_child(settings: Settings) -> None:
     """Let a child make the graphs of a checkpoint and keep them; raises `CheckpointError` if it does not load."""
     own = settings.model_dump(mode="json", include={*_MATTER, "cache_dir", "compile", "coverage", "device"})
-    with subprocess.Popen(
-        [sys.executable, "-P", "-m", __name__],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    with start_python(
+        __name__,
+        allowed=(*COMMON, *LOADING),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -99,7 +100,7 @@ def _keep_in_child(settings: Settings) -> None:
         assert child.stdin is not None, "it is a pipe"
         assert child.stdout is not None, "it is a pipe"
         # It stays open: the child ends when this process does.
-        print(json.dumps([own, list(_LIVE)]), file=child.stdin, flush=True)
+        print(json.dumps([own, list(_LIVE), str(Path.cwd())]), file=child.stdin, flush=True)
         lines = child.stdout.read().splitlines()
     reason = ""
     if child.returncode:
@@ -115,7 +116,8 @@ def _keep() -> None:
 
     Of a backbone that the parent has, the head alone.
     """
-    own, live = json.loads(sys.stdin.readline())
+    own, live, folder = json.loads(sys.stdin.readline())
+    os.chdir(folder)  # which the settings' paths are relative to; nothing is imported from it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         settings = load_settings(own)

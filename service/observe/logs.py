@@ -81,7 +81,7 @@ class LogWriter(QueueHandler):
         self.dropped = 0
         self._told = 0
 
-    def prepare(self, record: logging.LogRecord) -> str:  # type: ignore[override]  # a line is all that is queued
+    def prepare(self, record: logging.LogRecord) -> str:  # a line is all that is queued
         """Return the record as a line, with what the calling thread knows of it."""
         return self.format(record)
 

@@ -7,11 +7,11 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,27 +104,45 @@ def _knowledge(
     )
 
 
-def fit_changed(examples: Examples, share: float = 1.0, linger: float = 0.0) -> None:
-    """Fit each head whose examples have changed since it was fitted, the smallest first, until there is none.
+class Clock(NamedTuple):
+    """What the time is, in seconds, how much of it this process computed, and a pause."""
+
+    now: Callable[[], float] = time.monotonic
+    computed: Callable[[], float] = time.process_time
+    sleep: Callable[[float], None] = time.sleep
+
+
+CLOCK: Final = Clock()
+
+
+def fit_changed(examples: Examples, share: float = 1.0, linger: float = 0.0, clock: Clock = CLOCK) -> None:
+    """Fit each head whose examples have changed since it was fitted, until there is none.
+
+    Heads take turns, the smallest first.
 
     Where its examples are too few, it has no fit; where memory is, the one before stays.
 
     Args:
-        share: of the processor's time that the fits of one head take; it rests after each of them.
+        share: of a processor's time that all fits together take; there is a rest after each of them.
         linger: seconds after the last fit in which changes are waited for: a process takes longer to start than to fit.
     """
-    rested, ends = dict[int, float](), 0.0
-    while (stale := [head for head in examples.heads().values() if head.fitted_revision < head.revision]) or (
-        time.monotonic() < ends
-    ):
-        ready = [head for head in stale if time.monotonic() >= rested.get(head.id, 0.0)]
-        if ready:
-            head, begun = min(ready, key=lambda head: sum(examples.state(head)[0].values())), time.process_time()
-            _fit(examples, head)
-            rested[head.id] = time.monotonic() + (time.process_time() - begun) * (1 / share - 1)
-            ends = max(time.monotonic() + linger, *rested.values())
-        else:
-            time.sleep(_LOOK_SECONDS)
+    rests_until = 0.0
+    ends = 0.0
+    fitted_at: dict[int, float] = {}
+    while True:
+        stale = [head for head in examples.heads().values() if head.fitted_revision < head.revision]
+        if not stale and clock.now() >= ends:
+            return
+        if not stale or clock.now() < rests_until:
+            clock.sleep(_LOOK_SECONDS)
+            continue
+        # A head that changes all the time leaves the others their turns.
+        head = min(stale, key=lambda each: (fitted_at.get(each.id, 0.0), sum(examples.state(each)[0].values())))
+        begun = clock.computed()
+        _fit(examples, head)
+        fitted_at[head.id] = clock.now()
+        rests_until = clock.now() + (clock.computed() - begun) * (1 / share - 1)
+        ends = max(clock.now() + linger, rests_until)
 
 
 def _fit(examples: Examples, head: HeadRow) -> None:

@@ -11,7 +11,6 @@ import fcntl
 import hashlib
 import logging
 import os
-import sys
 import time
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from typing import Final, NamedTuple
 
 from model.errors import CheckpointError
 from model.taught_heads import TaughtHead, is_taught_head
+from service.children import start_python_async
 from service.engine.messages import ModelInfo
 from service.errors import HeadsUnavailable, HeadWithoutBackbone, InvalidParameter
 from service.models.folder import check_name
@@ -214,8 +214,10 @@ class TaughtHeads:
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            command, environment = (sys.executable, "-m", "service.teach.fit", str(folder)), os.environ | _ONE_THREAD
-            return await asyncio.create_subprocess_exec(*command, env=environment, stdin=DEVNULL, pass_fds=(lock,))
+            where = str(folder.absolute())
+            return await start_python_async(
+                "service.teach.fit", where, more=_ONE_THREAD, stdin=DEVNULL, pass_fds=(lock,)
+            )
         except BlockingIOError:
             return None
         finally:

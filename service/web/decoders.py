@@ -11,10 +11,8 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -24,6 +22,7 @@ from model.errors import ImageError, ImageTooCostly, InvalidImage
 from model.images.decoder_process import ANSWER, CONFINED, DONE, ERRORS, JOB
 from model.images.heatmap import MAX_SIZE
 from model.images.preprocess import ModelInput, Region
+from service.children import start_python
 from service.errors import DeadlineExceeded, EngineUnavailable
 from service.settings import Settings
 from service.web.lanes import Deadline
@@ -67,19 +66,18 @@ class _Decoder:
     """A process, `is_ready` when it has said so, and `is_slow` once it left the processor to others."""
 
     def __init__(self, bounds: dict[str, Any]) -> None:
-        path = os.pathsep.join(str(Path(each).absolute()) for each in sys.path)
-        kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "model.images.decoder_process", json.dumps(bounds)],
+            self._process = start_python(
+                "model.images.decoder_process",
+                json.dumps(bounds),
+                allowed=_KEPT_VARIABLES,
+                # Each thread of these libraries takes address space, which is what memory is limited by.
+                more={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # libtiff prints there what is wrong with a file
-                cwd="/",
-                # Each thread of these libraries takes address space, which is what memory is limited by.
-                env={"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", **kept},
                 start_new_session=True,  # signals to the service's group are not for those that it still needs
             )
         self.is_ready = self.is_slow = False

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -257,7 +258,9 @@ def test_another_checkpoint_is_loaded_without_torch_in_the_process_that_serves(t
 
 
 def test_a_child_that_loads_ends_with_its_parent(tmp_path: Path) -> None:
-    line = json.dumps([{"checkpoint": str(write_checkpoint(tmp_path / "m", ("cat", "dog"))), "device": "cpu"}, []])
+    line = json.dumps(
+        [{"checkpoint": str(write_checkpoint(tmp_path / "m", ("cat", "dog"))), "device": "cpu"}, [], str(tmp_path)]
+    )
     command = [sys.executable, "-P", "-m", "service.engine.loading"]
     ended = subprocess.run(command, input=line + "\n", capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "")
@@ -312,8 +315,8 @@ def test_no_gpu_at_all_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_driver_is_asked_and_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        assert (command, options.pop("timeout")) == (["nvidia-smi", "-L"], 60)
+    def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        assert (command, options.pop("timeout")) == (("nvidia-smi", "-L"), 60)
         return ended(["sh", "-c", script], **options)
 
     ended = subprocess.run

@@ -16,7 +16,7 @@ from model.heads import Known
 from model.taught_heads import TaughtHead
 from service.teach import fit as module
 from service.teach.examples import Examples
-from service.teach.fit import fit_changed, taught_head
+from service.teach.fit import Clock, fit_changed, taught_head
 from vitserve.documents import Knowledge
 
 LABELS = ("cat", "dog", "cow")
@@ -181,27 +181,28 @@ def test_the_smallest_head_is_fitted_first(tmp_path: Path, monkeypatch: pytest.M
     assert fitted == [6, 15, 27]
 
 
-def test_a_head_that_changes_all_the_time_rests_between_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, clock, begun = Examples(tmp_path), Mock(now=0.0, worked=0.0), list[tuple[int, float]]()
-    clock.monotonic, clock.process_time = (lambda: clock.now), (lambda: clock.worked)
+def test_fits_of_all_heads_rest_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, state, begun = Examples(tmp_path), Mock(now=0.0, worked=0.0), list[tuple[str, float]]()
+    names = ("pets", "cars", "birds")
 
     def sleep(seconds: float) -> None:
-        clock.now += seconds
-        if clock.now < 40:
-            store.add("pets", "cat", pictures(1, seed=int(1000 * clock.now))[0], "", ("b", "deit"))
+        state.now += seconds
+        if state.now < 60:
+            for name in names:
+                store.add(name, "cat", pictures(1, seed=int(1000 * state.now))[0], "", ("b", name))
 
-    def fit(features: NDArray[np.float32], *_: object) -> None:
-        begun.append((len(features), clock.now))
-        clock.now, clock.worked = clock.now + 3, clock.worked + 2  # others had the processor for a second
+    def fit(features: NDArray[np.float32], labels: object, numbers: object, backbone: str, model: str) -> None:
+        begun.append((model, state.now))
+        state.now += 3  # others had the processor for a second
+        state.worked += 2
         raise DatasetError("")
 
-    clock.sleep = sleep
-    monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(module, "_LOOK_SECONDS", 1.0)
     monkeypatch.setattr(module, "taught_head", fit)
-    store.add("pets", "cat", pictures(1)[0], "", ("b", "deit"))
-    fit_changed(store, 0.2, 10.0)
-    starts = [start for _, start in begun]
-    assert np.diff(starts) == pytest.approx(11)
-    assert begun[-1][0] == len(store.training_set(store.head("pets"))[0]), "the last change is fitted, too"
-    assert clock.now == pytest.approx(starts[-1] + 13), "it waits for a change"
+    for name in names:
+        store.add(name, "cat", pictures(1)[0], "", ("b", name))
+    fit_changed(store, 0.2, 10.0, Clock(lambda: state.now, lambda: state.worked, sleep))
+    assert np.diff([start for _, start in begun]) == pytest.approx(11)
+    assert [name for name, _ in begun[:6]] == [*names, *names], "each has its turn"
+    assert all(head.fitted_revision == head.revision for head in store.heads().values())
+    assert state.now == pytest.approx(begun[-1][1] + 13), "it waits for a change"
