@@ -38,6 +38,9 @@ ENV_PREFIX = "VIT_"
 MEMORY = "memory://"
 """Pictures are kept in the memory of the service."""
 
+PATHS = ("checkpoint", "preprocess", "labels", "keys", "base")
+"""Settings of one checkpoint that may name a file."""
+
 _SECRET = frozenset({"admin_key", "api_keys", "recent_url"})
 """Settings whose values are not shown."""
 
@@ -331,7 +334,9 @@ class Settings(ModelSettings, BaseSettings):
         "decides what is served",
     )
     checkpoint_folder: Name | None = Field(
-        None, description="folder below which such a request may name a checkpoint; without it none is named"
+        None,
+        description="folder below which such a request may name a checkpoint; without it none is named. Files that a "
+        "`NAME.toml` of `models` names may lie below it, too",
     )
     metrics_public: bool = Field(True, description="whether /metrics is open when keys are set")
 

@@ -6,6 +6,7 @@ and add it to `_READERS`. To add a class of transformers, add one `Family` to `h
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -37,7 +38,12 @@ _READERS: Final = (native, timm, huggingface, jax_npz, state_dict)
 
 
 def load_checkpoint(
-    source: str, *, base: str | None = None, bases_below: Path | None = None, **fields: Any
+    source: str,
+    *,
+    base: str | None = None,
+    bases_below: Sequence[Path] | None = None,
+    hub_bases: bool = False,
+    **fields: Any,
 ) -> Checkpoint:
     """Read a checkpoint, whatever its format.
 
@@ -47,7 +53,8 @@ def load_checkpoint(
         source: `bundled`, a folder, a file, or a hub id `owner/name[@revision]`; what exists here is
             never looked for on the hub.
         base: what a LoRA folder adapts, instead of what it names; as `source`.
-        bases_below: folder below which what it names has to lie; None where it may lie anywhere.
+        bases_below: folders, below one of which the base that it names has to lie; None where it may lie anywhere.
+        hub_bases: whether it may name a hub id instead.
         fields: of `CheckpointOptions`.
 
     Raises:
@@ -69,7 +76,7 @@ def load_checkpoint(
                 f"whether they are merged: --base {adapter_base(files, None)} (VIT_BASE) reads the adapter; without "
                 f"{ADAPTER_CONFIG} the model is read"
             )
-        adapter, files = files, _base(files, base, bases_below, keys)
+        adapter, files = files, _base(files, base, bases_below, keys, hub_bases=hub_bases)
         adapt(files, adapter)
     reader = next((reader for reader in _READERS if reader.recognises(files)), None)
     if reader is None and not has_config:
@@ -119,13 +126,17 @@ def _open(source: str, keys: KeyMap) -> Files:
     raise CheckpointError(f"{source}: no such folder or file, and not a hub id (owner/name)")
 
 
-def _base(adapter: Files, base: str | None, below: Path | None, keys: KeyMap) -> Files:
+def _base(adapter: Files, base: str | None, below: Sequence[Path] | None, keys: KeyMap, *, hub_bases: bool) -> Files:
     """Return the base of an adapter; what comes from the hub cannot name a folder or file of this machine."""
     named = adapter_base(adapter, base)
-    if base is None and below is not None and not Path(named).resolve().is_relative_to(below):
-        raise CheckpointError(
-            f"{adapter.place}: its base {named!r:.200} does not lie below VIT_CHECKPOINT_FOLDER: set VIT_BASE"
-        )
+    from_hub = hub_bases and is_hub_id(named) and resolved_source(Path(named), named) is None
+    if base is None and below is not None and not from_hub:
+        path = Path(os.path.realpath(named))
+        if not any(path.is_relative_to(os.path.realpath(folder)) for folder in below):
+            raise CheckpointError(
+                f"{adapter.place}: its base {named!r:.200} does not lie below VIT_CHECKPOINT_FOLDER"
+                f"{' or VIT_MODELS' if hub_bases else ''}: set VIT_BASE"
+            )
     of_hub = isinstance(adapter, Repository) or any(part.startswith("models--") for part in Path(adapter.place).parts)
     if base is not None or not of_hub:
         return _open(named, keys)

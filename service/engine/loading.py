@@ -21,7 +21,8 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ from model.runtime.backend import WITHOUT_GRAPHS
 from service.children import COMMON, LOADING, start_python
 from service.engine.devices import VISIBLE, gpus_are_here, visible_devices
 from service.engine.messages import ModelInfo, attributes
-from service.settings import Settings, load_settings
+from service.settings import PATHS, Settings, load_settings
 
 if TYPE_CHECKING:
     from model.calibration import LabelSets
@@ -52,7 +53,7 @@ logger = logging.getLogger(__name__)
 # The settings that change a graph, or what it is compared with, or whether the checkpoint is read at all.
 _MATTER: Final = (
     *("checkpoint", "image_size", "preprocess", "labels", "architecture", "keys", "base"),
-    *("checkpoint_folder", "dtype"),
+    *("models", "checkpoint_folder", "dtype"),
 )
 
 # The predictors of this process, by the keys of their backbones.
@@ -64,11 +65,48 @@ def checkpoint_from(settings: Settings) -> Checkpoint:
     from model.checkpoint import load_checkpoint  # noqa: PLC0415  torch takes seconds to import
     from model.checkpoint.options import CheckpointOptions  # noqa: PLC0415
 
-    folder = None if settings.checkpoint_folder is None else Path(settings.checkpoint_folder).resolve()
-    is_below = folder is not None and Path(settings.checkpoint).resolve().is_relative_to(folder)
+    models = () if settings.models is None else (Path(settings.models).expanduser(),)
+    named = () if settings.checkpoint_folder is None else (Path(settings.checkpoint_folder),)
+    folders = (*models, *named)
+    for name in PATHS:
+        _require_inside(name, getattr(settings, name), folders)
     options = {name: getattr(settings, name) for name in CheckpointOptions.__dataclass_fields__}
-    below = folder if is_below else None
-    return load_checkpoint(settings.checkpoint, base=settings.base, bases_below=below, **options)
+    below = folders if _lies_below(settings.checkpoint, folders) else None
+    return load_checkpoint(
+        settings.checkpoint,
+        base=settings.base,
+        bases_below=below,
+        hub_bases=_lies_below(settings.checkpoint, models),
+        **options,
+    )
+
+
+def _lies_below(source: str, folders: Iterable[Path]) -> bool:
+    """Return whether a checkpoint lies below one of some folders, by its path or once all links are followed."""
+    path = Path(source)
+    with suppress(OSError, RuntimeError):
+        return any(
+            path.absolute().is_relative_to(folder.absolute()) or path.resolve().is_relative_to(folder.resolve())
+            for folder in folders
+        )
+    return True
+
+
+def _require_inside(name: str, value: str | None, folders: Sequence[Path]) -> None:
+    """Refuse a path that begins in one of some folders and leads out of all of them: a link may be set at any time.
+
+    The operator's own settings may name files anywhere.
+
+    Raises:
+        CheckpointError: it leads out.
+    """
+    path = Path(value or "")
+    if not any(path.is_relative_to(folder.absolute()) for folder in folders):
+        return
+    with suppress(OSError, RuntimeError):  # symbolic links in a circle
+        if any(path.resolve().is_relative_to(folder.resolve()) for folder in folders):
+            return
+    raise CheckpointError(f"{name} {value!r:.200}: a symbolic link out of its folder: put the file itself there")
 
 
 def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:

@@ -4,28 +4,44 @@
           /dogs.safetensors a file of weights, perhaps with `dogs.toml` beside it
           /birds.toml       the settings of one model, with the `checkpoint` that it is made of
 
-Names of files in a `NAME.toml` are relative to the folder. Other files, and what begins with a dot, are no entries.
+Names of files in a `NAME.toml` are relative to the folder, and lead to files below it, or below VIT_CHECKPOINT_FOLDER.
+Other files, and what begins with a dot, are no entries.
 """
 
+import os
 import re
+import stat
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from threading import Thread
+from typing import Any, Final, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
 from model.errors import first_problem
 from model.taught_heads import is_taught_head
-from service.errors import InvalidParameter
-from service.settings import ModelSettings
+from service.errors import Forbidden, InvalidParameter
+from service.settings import PATHS, ModelSettings
+
+T = TypeVar("T")
 
 # Suffixes of files of weights.
 WEIGHTS: Final = frozenset({".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl", ".npz"})
-
-# Settings that may name a file.
 _TOML: Final = ".toml"
-PATHS: Final = ("checkpoint", "preprocess", "labels", "keys", "base")
+
+# A reference that names something else where no such file is here.
+_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+_SUFFIX: Final = re.compile(r"\.[A-Za-z0-9]{1,12}\Z")
+
+_MAX_PATH: Final = 4000
+_MAX_TOML_BYTES: Final = 1 << 20
+
+# Files of one entry that are looked at for changes, and seconds in which a folder is read.
+_MAX_FILES: Final = 100_000
+READ_SECONDS: Final = 30.0
 
 _NAME: Final = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}")
 
@@ -59,8 +75,85 @@ def model_settings(written: object) -> dict[str, Any]:
         raise InvalidParameter(first_problem(error)) from None
 
 
-def read_folder(folder: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+def located(setting: str, value: object, folder: Path, others: Sequence[Path] = ()) -> str | None:
+    """Return the absolute path of the file that a setting of `PATHS` names, or None where the value names no file.
+
+    Args:
+        setting: name of the setting.
+        value: as somebody other than the operator wrote it.
+        folder: folder that the value is relative to, and below which the file lies.
+        others: further folders below which it may lie.
+
+    Raises:
+        InvalidParameter: the value cannot be a path.
+        Forbidden: the file does not lie below these folders once all links are followed.
+    """
+    if not isinstance(value, str) or not value.isprintable() or len(value.encode()) > _MAX_PATH:
+        raise InvalidParameter(f"{setting}: expected a path of at most {_MAX_PATH} bytes")
+    is_here = _exists(folder / value)
+    if not is_here and not _names_file(setting, value):
+        return None
+    with suppress(OSError, RuntimeError):  # symbolic links in a circle, a home folder that is not known
+        path = folder / Path(value).expanduser()
+        if any(path.resolve().is_relative_to(each.resolve()) for each in (folder, *others)):
+            return str(path.absolute())
+    below = " or ".join(map(str, (folder, *others)))
+    remedy = "" if others else ", or name a folder that holds it in VIT_CHECKPOINT_FOLDER"
+    raise Forbidden(f"{setting} {value!r:.200}: it does not lie below {below}: put the file there{remedy}")
+
+
+def _names_file(setting: str, value: str) -> bool:
+    """Return whether a value is a path, though there is no such file in the folder."""
+    if setting in ("checkpoint", "base"):
+        is_elsewhere = value != "bundled" and _exists(Path(value))
+        return is_elsewhere or not (value == "bundled" or _HUB_ID.fullmatch(value))
+    if setting == "preprocess" and value.startswith("{"):
+        return False
+    looks_like_path = os.sep in value or value.startswith("~") or _SUFFIX.search(value) is not None
+    return setting == "keys" or looks_like_path or _is_file(Path(value))
+
+
+def _exists(path: Path) -> bool:
+    with suppress(OSError, ValueError):
+        return path.exists()
+    return False
+
+
+def _is_file(path: Path) -> bool:
+    with suppress(OSError, ValueError):
+        return path.is_file()
+    return False
+
+
+def in_time(read: Callable[[], T], what: str) -> T:
+    """Return the result of a function that reads files, which runs on a thread of its own.
+
+    Raises:
+        TimeoutError: it takes longer than `READ_SECONDS`; the thread ends with the process.
+    """
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(read())
+        except BaseException as error:  # noqa: BLE001  it is raised where the result is read
+            result.set_exception(error)
+
+    Thread(target=run, name="read-folder", daemon=True).start()
+    try:
+        return result.result(READ_SECONDS)
+    except TimeoutError:
+        if result.done():
+            raise
+        raise TimeoutError(f"{what} was not read within {READ_SECONDS:g} s: is its file system available?") from None
+
+
+def read_folder(folder: Path, others: Sequence[Path] = ()) -> tuple[dict[str, Entry], dict[str, str]]:
     """Return the models of a folder by name, in order, and a line for each entry that is none.
+
+    Args:
+        folder: the folder of models.
+        others: further folders below which the files of a `NAME.toml` may lie.
 
     Raises:
         OSError: the folder cannot be read.
@@ -74,34 +167,34 @@ def read_folder(folder: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     entries, problems = dict[str, Entry](), dict[str, str]()
     for name, paths in sorted(parts.items()):
         try:
-            entries[check_name(name)] = _entry(folder, paths)
-        except (InvalidParameter, OSError, ValueError) as error:
+            entries[check_name(name)] = _entry(folder, paths, others)
+        except (Forbidden, InvalidParameter, OSError, ValueError) as error:
             problems[name] = f"{paths[0]}: {error}"
     return entries, problems
 
 
-def _entry(folder: Path, paths: list[Path]) -> Entry:
-    """Return the model that is made of some paths; raises InvalidParameter, OSError or ValueError."""
+def _entry(folder: Path, paths: list[Path], others: Sequence[Path]) -> Entry:
+    """Return the model that is made of some paths; raises Forbidden, InvalidParameter, OSError or ValueError."""
     weights = [path for path in paths if path.is_dir() or path.suffix.lower() != _TOML]
     tomls = [path for path in paths if path not in weights]
     for several in (weights, tomls):
         if len(several) > 1:
             raise InvalidParameter(f"there are several models of this name: {', '.join(path.name for path in several)}")
-    settings = _read_settings(tomls[0]) if tomls else {}
+    settings = _read_settings(tomls[0], folder) if tomls else {}
     if weights and "checkpoint" in settings:
         raise InvalidParameter(f"it names a checkpoint, and {weights[0].name} lies beside it")
     if not weights and "checkpoint" not in settings:
         raise InvalidParameter("it names no checkpoint, and no weights of this name lie beside it")
-    if weights:
-        if weights[0].is_dir() and not any(map(_is_part, weights[0].iterdir())):
-            raise InvalidParameter("there are neither weights nor a configuration in this folder")
-        settings["checkpoint"] = str(weights[0].absolute())
+    if weights and weights[0].is_dir() and not any(map(_is_part, weights[0].iterdir())):
+        raise InvalidParameter("there are neither weights nor a configuration in this folder")
     files = list(paths)
-    for setting in PATHS:
-        given = settings.get(setting)
-        if isinstance(given, str) and (folder / given).exists():
-            settings[setting] = str((folder / given).absolute())
-            files.append(folder / given)
+    for setting in (each for each in PATHS if settings.get(each) is not None):
+        path = located(setting, settings[setting], folder, others)
+        if path is not None:
+            settings[setting] = path
+            files.append(Path(path))
+    if weights:  # an operator may let an entry itself be a link out of the folder
+        settings["checkpoint"] = str(weights[0].resolve() if weights[0].is_symlink() else weights[0].absolute())
     return Entry(settings, dict(_times(files)))
 
 
@@ -110,14 +203,32 @@ def _is_part(path: Path) -> bool:
     return path.suffix.lower() in WEIGHTS or path.name.endswith("config.json")
 
 
-def _read_settings(path: Path) -> dict[str, Any]:
-    """Return the settings of a `NAME.toml`; raises InvalidParameter, OSError or ValueError."""
+def _read_settings(path: Path, folder: Path) -> dict[str, Any]:
+    """Return the settings of a `NAME.toml`; raises Forbidden, InvalidParameter, OSError or ValueError."""
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise Forbidden("a symbolic link out of its folder: put the file itself there")
+    # Of a pipe without a writer, a plain `open` would not return.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise InvalidParameter("a device, pipe, socket or folder, expected a regular file")
+        content = file.read(_MAX_TOML_BYTES + 1)
+    if len(content) > _MAX_TOML_BYTES:
+        raise InvalidParameter(f"larger than {_MAX_TOML_BYTES} bytes")
     try:
-        return model_settings(tomllib.loads(path.read_text("utf-8-sig")))
+        return model_settings(tomllib.loads(content.decode("utf-8-sig")))
     except (UnicodeDecodeError, RecursionError):
         raise InvalidParameter("it is not UTF-8, or nested too deeply") from None
 
 
-def _times(paths: list[Path]) -> list[tuple[str, tuple[int, int]]]:
-    every = [path for each in paths for path in (each.rglob("*") if each.is_dir() else [each])]
-    return [(str(path), (path.stat().st_size, path.stat().st_mtime_ns)) for path in sorted(every) if path.is_file()]
+def _times(paths: list[Path]) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Return the size and time of change of each regular file; raises InvalidParameter where they are too many."""
+    count = 0
+    for path in sorted(paths):
+        for file in path.rglob("*") if path.is_dir() else [path]:
+            count += 1
+            if count > _MAX_FILES:
+                raise InvalidParameter(f"it has more than {_MAX_FILES} files")
+            status = file.stat() if file.is_file() else None
+            if status is not None:
+                yield str(file), (status.st_size, status.st_mtime_ns)

@@ -36,7 +36,7 @@ from service.errors import (
     SwapUnderWay,
     UnknownModel,
 )
-from service.models.folder import Entry, read_folder
+from service.models.folder import Entry, in_time, read_folder
 from service.models.generation import Generation, LocalModel, ServedModel
 from service.models.tasks import Tasks
 from service.settings import Settings
@@ -553,7 +553,7 @@ class LocalModels(Models):
     async def _read_again(self) -> None:
         """Bring what is served to what is configured now; a checkpoint that is no entry is loaded again."""
         before, default = self._configured, self.default_name
-        entries = configured_models(self._settings, before)
+        entries = await asyncio.to_thread(configured_models, self._settings, before)
         self._configured = {default: before[default], **entries}
         for name in (before.keys() - self._configured.keys()) & self.served.keys():
             await self.delete(name)
@@ -659,8 +659,10 @@ def configured_models(
     """
     if settings.models is None:
         return {"": Entry({}, {})}
+    folder = Path(settings.models).expanduser()
+    others = () if settings.checkpoint_folder is None else (Path(settings.checkpoint_folder),)
     try:
-        entries, problems = read_folder(Path(settings.models).expanduser())
+        entries, problems = in_time(partial(read_folder, folder, others), "the folder")
     except OSError as error:
         raise SettingsError(f"VIT_MODELS={settings.models!r}: {error.strerror or error}") from None
     for name, problem in problems.items():

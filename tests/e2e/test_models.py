@@ -146,7 +146,7 @@ def test_a_broken_entry_is_named_in_one_line_and_the_others_serve(
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").touch()
     (tmp_path / "half.toml").write_text(f'checkpoint = "{folder / OTHER}"\nlabels = "nowhere.txt"')
-    server = serve(checkpoint="", models=tmp_path)
+    server = serve(checkpoint="", models=tmp_path, checkpoint_folder=folder)
     until(lambda: all(each["state"] != "loading" for each in server.get("/models").json()))
     assert {each["name"]: each["state"] for each in server.get("/models").json()} == {
         HEADS[0]: "ready", HEADS[1]: "ready", "empty": "failed", "half": "failed"

@@ -3,6 +3,7 @@
 Whoever has it decides what is served. What is named over HTTP lies below VIT_CHECKPOINT_FOLDER.
 """
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,8 +16,8 @@ from starlette.responses import Response
 
 from service.engine.local import What
 from service.errors import Forbidden, InvalidParameter, MalformedRequest, NameTaken, Unauthorized, UnknownModel
-from service.models.folder import PATHS, check_name, model_settings
-from service.settings import Settings
+from service.models.folder import check_name, located, model_settings
+from service.settings import PATHS, Settings
 from service.web.api_keys import bearer_token, holds_admin_key
 from service.web.request import Service, service_of
 from service.web.routes.endpoint import NAME, Endpoint, problems, to_json
@@ -27,7 +28,6 @@ router = APIRouter(tags=["models"], route_class=Endpoint)
 T = TypeVar("T")
 
 _MAX_BODY: Final = 64 << 10
-_MAX_PATH: Final = 4000
 _SETTINGS: Final = {
     "parameters": [NAME],
     "requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}},
@@ -148,18 +148,16 @@ def allowed(written: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     return given
 
 
-def _below(name: str, value: str, settings: Settings) -> str:
-    if not isinstance(value, str) or not len(value.encode()) <= _MAX_PATH or not value.isprintable():
-        raise InvalidParameter(f"{name}: expected a path")
-    folder, path = Path(settings.checkpoint_folder or "/").resolve(), Path("/")
+def _below(name: str, value: object, settings: Settings) -> object:
+    """Return the resolved path that a caller names, or the value where it names no file; raises as `allowed`."""
     if name == "checkpoint" and settings.checkpoint_folder is None:
         raise Forbidden("no checkpoint may be named: VIT_CHECKPOINT_FOLDER is not set")
-    with suppress(OSError, RuntimeError):  # symbolic links in a circle lead nowhere
-        path = (folder / value).resolve()
-    is_below = settings.checkpoint_folder is not None and path.is_relative_to(folder)
-    if is_below and (name == "checkpoint" or path.exists()):
-        return str(path)
-    with suppress(OSError, RuntimeError):
-        if name == "checkpoint" or Path(value).expanduser().exists():
-            raise Forbidden(f"{name} {value!r:.200}: it does not lie below VIT_CHECKPOINT_FOLDER")
-    return value  # a preset's name, or what a file would hold
+    # Without a folder no file lies below it.
+    folder = Path(settings.checkpoint_folder or os.devnull)
+    if name == "checkpoint" and isinstance(value, str):
+        value = str(folder / value)  # a hub id or `bundled` is a path, too
+    try:
+        path = located(name, value, folder)
+    except Forbidden:
+        raise Forbidden(f"{name} {value!r:.200}: it does not lie below VIT_CHECKPOINT_FOLDER") from None
+    return value if path is None else str(Path(path).resolve())

@@ -182,3 +182,14 @@ def test_a_base_that_an_adapter_names_lies_below_the_folder_of_checkpoints_as_th
     for name in ("out", "up", "hub"):
         with pytest.raises(CheckpointError, match="does not lie below VIT_CHECKPOINT_FOLDER"):
             loaded(name)
+
+
+def test_an_adapter_of_the_models_may_name_a_hub_id(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    adapter_folder(tmp_path / "models" / "hub", "vitserve-tests/none")
+    adapter_folder(tmp_path / "models" / "out", str(huggingface_folder(tmp_path / "outside")))
+    models = str(tmp_path / "models")
+    for name, message in (("hub", "vitserve-tests/none"), ("out", "does not lie below .* VIT_MODELS")):
+        with pytest.raises(CheckpointError, match=message) as refused:
+            checkpoint_from(Settings(models=models, checkpoint=f"{models}/{name}"))
+        assert ("does not lie below" in str(refused.value)) == (name == "out")

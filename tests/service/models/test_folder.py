@@ -1,15 +1,21 @@
 """The folder of models: what is an entry, what is not, and how broken ones are named."""
 
+import os
+import socket
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
 from model.checkpoint.tensor_files import SUFFIXES
+from model.errors import CheckpointError
+from service.engine.loading import checkpoint_from
 from service.errors import SettingsError
-from service.models.folder import WEIGHTS, read_folder
+from service.models import folder as folder_module
+from service.models.folder import WEIGHTS, in_time, read_folder
 from service.models.registry import configured_models
-from service.settings import load_settings
+from service.settings import PATHS, load_settings
 
 
 def write(folder: Path, **files: str | None) -> None:
@@ -45,8 +51,8 @@ def test_folders_weights_and_settings_are_models_and_nothing_else_is(tmp_path: P
 
 
 def test_settings_may_begin_with_a_mark_and_the_suffix_be_in_capitals(tmp_path: Path) -> None:
-    (tmp_path / "a.TOML").write_text('checkpoint = "b"', "utf-8-sig")
-    assert settings_of(tmp_path) == {"a": {"checkpoint": "b"}}
+    (tmp_path / "a.TOML").write_text('checkpoint = "a/b"', "utf-8-sig")
+    assert settings_of(tmp_path) == {"a": {"checkpoint": "a/b"}}
     (tmp_path / "a.TOML").write_bytes(b'checkpoint = "\xff"')
     assert read_folder(tmp_path)[1] == {"a": f"{tmp_path / 'a.TOML'}: it is not UTF-8, or nested too deeply"}
 
@@ -107,3 +113,95 @@ def test_an_entry_is_another_one_when_a_file_of_it_changes(tmp_path: Path) -> No
     (tmp_path / "labels.txt").write_text("y z")
     after, _ = read_folder(tmp_path)
     assert [name for name in after if after[name] != before[name]] == ["a", "b"]
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """Return a folder of models beside a file with a secret."""
+    (tmp_path / "secret.env").write_text("VIT_ADMIN_KEY=hunter2")
+    (tmp_path / "models").mkdir()
+    return tmp_path / "models"
+
+
+@pytest.mark.parametrize("setting", PATHS)
+@pytest.mark.parametrize(
+    "value", ["../secret.env", "{outside}", "link", "sub/../../secret.env", "linked/secret.env", "/none/late.txt"]
+)
+def test_a_path_out_of_the_models_is_refused(setting: str, value: str, models: Path) -> None:
+    (models / "link").symlink_to(models.parent / "secret.env")
+    (models / "linked").symlink_to(models.parent)
+    others = "" if setting == "checkpoint" else 'checkpoint = "a/b"\n'
+    path = value.format(outside=models.parent / "secret.env")
+    (models / "a.toml").write_text(f'{others}{setting} = "{path}"')
+    entries, problems = read_folder(models)
+    assert entries == {}
+    assert f"{setting} '{path}': it does not lie below {models}" in problems["a"]
+    assert "VIT_CHECKPOINT_FOLDER" in problems["a"]
+    assert "hunter2" not in problems["a"]
+
+
+def test_an_operator_allows_another_folder(models: Path) -> None:
+    (models / "a.toml").write_text('checkpoint = "a/b"\nlabels = "../secret.env"')
+    settings = load_settings({"models": str(models), "checkpoint_folder": str(models.parent)})
+    entry = configured_models(settings)["a"]
+    assert Path(entry.settings["labels"]).samefile(models.parent / "secret.env")
+
+
+def test_settings_are_not_read_through_a_link(models: Path) -> None:
+    (models.parent / "other.toml").write_text('hunter2 = "x"')
+    (models / "a.toml").symlink_to(models.parent / "other.toml")
+    assert read_folder(models)[1] == {
+        "a": f"{models / 'a.toml'}: a symbolic link out of its folder: put the file itself there"
+    }
+
+
+def test_a_link_that_is_set_later_is_refused(models: Path) -> None:
+    write(models, a__toml='checkpoint = "bundled"\nlabels = "labels.txt"', labels__txt="x")
+    settings = load_settings({"models": str(models)})
+    own = settings.model_copy(update=dict(configured_models(settings)["a"].settings))
+    (models / "labels.txt").unlink()
+    (models / "labels.txt").symlink_to(models.parent / "secret.env")
+    with pytest.raises(CheckpointError, match=r"labels .* a symbolic link out of its folder") as refused:
+        checkpoint_from(own)
+    assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.timeout(20)  # a pipe without a writer is never read
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "folder", "huge"])
+def test_only_regular_small_files_are_settings(kind: str, models: Path) -> None:
+    path = models / "x.toml"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.touch()
+        os.truncate(path, 100 << 30)
+    write(models, good=None)
+    entries, problems = read_folder(models)
+    assert list(entries) == ["good"]
+    assert len(problems) == 1
+
+
+@pytest.mark.timeout(20)
+def test_pipes_of_weights_and_of_labels_are_refused(models: Path) -> None:
+    os.mkfifo(models / "a.pth")
+    os.mkfifo(models / "labels.txt")
+    (models / "b.toml").write_text('checkpoint = "bundled"\nlabels = "labels.txt"')
+    settings = load_settings({"models": str(models)})
+    for entry in configured_models(settings).values():
+        with pytest.raises(CheckpointError, match="a device, pipe or socket, expected a regular file"):
+            checkpoint_from(settings.model_copy(update=dict(entry.settings)))
+
+
+def test_a_folder_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_module, "READ_SECONDS", 0.01)
+    answers = Event()
+    with pytest.raises(TimeoutError, match=r"the folder was not read within 0\.01 s"):
+        in_time(answers.wait, "the folder")
+    answers.set()
