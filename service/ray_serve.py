@@ -25,7 +25,7 @@ from service.models.generation import Generation
 from service.models.registry import LocalModels, configured_models
 from service.observe import logs
 from service.observe.metrics import Metrics, render_replicas
-from service.settings import MEMORY, Settings, load_settings, unknown_variables
+from service.settings import MEMORY, Settings, load_settings, variable_warnings
 from service.web.app import create_app, log_model
 
 try:
@@ -72,7 +72,7 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     except ValidationError as error:
         raise SettingsError(f"an argument of the application: {first_problem(error)}") from None
     settings = replica_settings(load_settings(), share)
-    for line in unknown_variables():
+    for line in variable_warnings():
         logger.warning("%s", line)
     if share.replicas > 1 and settings.recent_url.get_secret_value() == MEMORY:
         logger.warning("each replica keeps its own pictures: GET /attention?id=... needs VIT_RECENT_URL=redis://...")

@@ -26,6 +26,7 @@ from pydantic import (
     SecretStr,
     ValidationError,
     ValidationInfo,
+    field_validator,
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
@@ -98,6 +99,46 @@ def _device(value: str) -> str:
     return value
 
 
+_QUOTES = "\"'"
+_NOT_IN_A_KEY = re.compile(r"[\x00-\x20\x7f\"'\u2018-\u201d;,\[\]]")
+"""Characters of a list that was written another way, and those that no header can carry."""
+
+
+def without_quotes(value: str) -> str:
+    """Return a value without the spaces around it and without one pair of enclosing quotes, which env files may keep.
+
+    Several quoted items, as in `"a red car","cat"`, keep their quotes.
+    """
+    text = value.strip()
+    if len(text) < 2 or text[0] not in _QUOTES or text[0] != text[-1]:
+        return text
+    inner = text[1:-1].strip()
+    is_one_item = text[0] not in inner or inner.startswith(("{", "["))
+    return inner if is_one_item else text
+
+
+def _check_key(secret: str) -> None:
+    """Refuse a key that no caller can send, or that is a list written another way; the key itself is not shown."""
+    wrong = _NOT_IN_A_KEY.search(secret)
+    if wrong is not None:
+        raise ValueError(
+            f"a key contains {wrong[0]!r}; separate keys with commas, and use letters, digits and -._~+/= in them"
+        )
+
+
+def _listed_keys(value: str) -> list[str]:
+    """Return the keys of a list that is comma-separated or JSON."""
+    if not value.lstrip().startswith("["):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    try:
+        keys = json.loads(value)
+    except (ValueError, RecursionError):
+        keys = None
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise ValueError('expected keys separated by commas, or a JSON list of them: ["web:KEY1", "KEY2"]')
+    return [key.strip() for key in keys]
+
+
 def parse_keys(value: object) -> list[ApiKey]:
     """Return the keys of `NAME:KEY` or `KEY`; a key without a name is called by its place: `key1` is the first.
 
@@ -105,15 +146,17 @@ def parse_keys(value: object) -> list[ApiKey]:
         ValueError: two keys have the same name, or are the same, or a name has no key: `web:$KEY` of a variable that
             is not set would otherwise be a key that can be guessed. So does `$ONE,$OTHER` not mean that all may call.
     """
-    written: Any = _comma_separated(value)
+    written: Any = _listed_keys(value) if isinstance(value, str) else value
     if value and not written:
         raise ValueError("expected a key")
     keys = []
     for place, text in enumerate(written, start=1):
-        named = _NAMED_KEY.fullmatch(text)
-        keys.append(
-            ApiKey(named[1], named[2].strip().encode(), True) if named else ApiKey(f"key{place}", text.encode())
-        )
+        item = without_quotes(text)
+        named = _NAMED_KEY.fullmatch(item)
+        name = named[1] if named else f"key{place}"
+        secret = without_quotes(named[2]) if named else item
+        _check_key(secret)
+        keys.append(ApiKey(name, secret.encode(), is_named=named is not None))
     if not all(key.secret for key in keys):
         raise ValueError("expected a key after each name, as in NAME:KEY")
     if min(len({key.name for key in keys}), len({key.secret for key in keys})) < len(keys):
@@ -125,6 +168,7 @@ def _admin_key(value: SecretStr, info: ValidationInfo) -> SecretStr:
     key = value.get_secret_value().strip()  # a file's line break, which no header could bring
     if not key:
         raise ValueError("expected a key")
+    _check_key(key)
     if key.encode() in [each.secret for each in info.data.get("api_keys", ())]:
         raise ValueError("expected a key that is none of VIT_API_KEYS: whoever has it decides what is served")
     return SecretStr(key)
@@ -323,7 +367,9 @@ class Settings(ModelSettings, BaseSettings):
 
     # Who may ask.
     api_keys: Annotated[tuple[ApiKey, ...], BeforeValidator(parse_keys), NoDecode] = Field(
-        (), description="comma-separated, each KEY or NAME:KEY; when set, `Authorization: Bearer KEY` is needed"
+        (),
+        description="comma-separated or a JSON list, each KEY or NAME:KEY; when set, `Authorization: Bearer KEY` is "
+        "needed",
     )
     key_max_requests: int = Field(
         0, ge=0, le=1_000_000, description="requests in flight that each key may have, over all workers; 0: no limit"
@@ -367,6 +413,17 @@ class Settings(ModelSettings, BaseSettings):
     )
     log_format: Literal["text", "json"] = Field("text", description="`json`: one object a line")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe message logged")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _without_quotes(cls, value: object) -> object:
+        """Clean every value as an env file may have left it."""
+        if not isinstance(value, str) or not value:
+            return value
+        cleaned = without_quotes(value)
+        if not cleaned:
+            raise ValueError("expected a value; remove the setting to use its default")
+        return cleaned
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -434,13 +491,18 @@ def exports_spans(environment: Mapping[str, str] = os.environ) -> bool:
     return True
 
 
-def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return a line for each variable that starts like a setting but is none, with the setting of the nearest name."""
+def variable_warnings(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return a line for each variable that is not a setting, with the nearest name, and for each with kept quotes."""
     known = [name.upper() for name in Settings.model_fields]
-    given = sorted(name.removeprefix(ENV_PREFIX) for name in environment if name.startswith(ENV_PREFIX))
     lines = []
-    for name in given:
+    for variable in sorted(environment):
+        if not variable.upper().startswith(ENV_PREFIX):
+            continue
+        name = variable.upper().removeprefix(ENV_PREFIX)
+        value = environment[variable].strip()
         if name not in known:
             nearest = "".join(f": did you mean {ENV_PREFIX}{each}?" for each in get_close_matches(name, known, 1, 0.75))
-            lines.append(f"{ENV_PREFIX}{name} is not a setting and is ignored{nearest}")
+            lines.append(f"{variable} is not a setting and is ignored{nearest}")
+        elif without_quotes(value) != value:
+            lines.append(f"{variable}: the quotes around its value are ignored; remove them from the env file")
     return lines

@@ -17,7 +17,7 @@ from service.errors import SettingsError
 from service.lifecycle import NEW_OBJECTS, bound_heaps, exit_now
 from service.models.registry import configured_models
 from service.observe import logs
-from service.settings import Settings, exports_spans, unknown_variables
+from service.settings import Settings, exports_spans, variable_warnings
 
 logger = logging.getLogger("vitserve")
 
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     bound_heaps()
     settings = fit_to_machine(settings_from(arguments))
     logs.configure(settings.log_format, settings.log_level)
-    for line in unknown_variables():
+    for line in variable_warnings():
         logger.warning("%s", line)
     if not settings.api_keys and settings.host not in ("127.0.0.1", "::1", "localhost"):
         logger.warning("VIT_HOST=%s without VIT_API_KEYS: whoever reaches this service may use it", settings.host)

@@ -10,7 +10,7 @@ from pydantic import SecretStr
 
 from service.cli import serve
 from service.errors import SettingsError
-from service.settings import ApiKey, Settings, load_settings, unknown_variables
+from service.settings import ApiKey, Settings, load_settings, variable_warnings
 from tests.deploy.settings_page import PAGE, page
 
 DEFAULTS: dict[str, Any] = {
@@ -177,7 +177,7 @@ def parse(arguments: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("key", ["two", "two\n", "", " "])
 def test_the_admin_key_is_a_key_that_no_other_caller_has(key: str) -> None:
-    with pytest.raises(SettingsError, match=r"^VIT_ADMIN_KEY=\*\*\*: expected a key"):
+    with pytest.raises(SettingsError, match=r"^VIT_ADMIN_KEY=\*\*\*: expected a (key|value)"):
         load_settings({"api_keys": "one,name:two", "admin_key": key})
 
 
@@ -265,8 +265,34 @@ def test_redis_without_its_package_is_refused_at_the_start(monkeypatch: pytest.M
 
 def test_a_slip_of_the_pen_is_noticed() -> None:
     told = "VIT_PROT is not a setting and is ignored: did you mean VIT_PORT?"
-    assert unknown_variables({"VIT_PROT": "1", "VIT_PORT": "1", "HOME": "/"}) == [told]
-    assert unknown_variables({"VIT_TRIM_SECONDS": "1"}) == ["VIT_TRIM_SECONDS is not a setting and is ignored"]
+    assert variable_warnings({"VIT_PROT": "1", "VIT_PORT": "1", "HOME": "/"}) == [told]
+    assert variable_warnings({"VIT_TRIM_SECONDS": "1"}) == ["VIT_TRIM_SECONDS is not a setting and is ignored"]
+
+
+@pytest.mark.parametrize(("name", "text", "value"), GIVEN)
+def test_quotes_of_env_files_change_no_value(name: str, text: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for form in ('"{}"', "'{}'", " {} ", "{}\r", "'{}'\r", '" {} "'):
+        monkeypatch.setenv(f"VIT_{name.upper()}", form.format(text))
+        assert plain(getattr(load_settings(), name)) == value
+
+
+def test_kept_quotes_cause_a_warning() -> None:
+    told = "VIT_TEACH: the quotes around its value are ignored; remove them from the env file"
+    assert variable_warnings({"VIT_TEACH": '"taught"', "VIT_LABELS": '"a red car","cat"'}) == [told]
+
+
+@pytest.mark.parametrize("text", ['["web:K1","K2"]', '"web:K1","K2"', '"web:K1,K2"', "web:'K1',K2", " web:K1 , K2\r"])
+def test_keys_of_every_list_are_the_same(text: str) -> None:
+    web = ApiKey("web", b"K1", is_named=True)
+    assert load_settings({"api_keys": text}).api_keys == (web, ApiKey("key2", b"K2"))
+
+
+@pytest.mark.parametrize("name", ["api_keys", "admin_key"])
+@pytest.mark.parametrize("text", ["K1;K2", "K1 K2", "K1\nK2", "K\x001", '"K1', "“K1”", "['K1','K2']", '""', '{"a": 1}'])
+def test_a_key_that_no_caller_can_send_is_refused(name: str, text: str) -> None:
+    with pytest.raises(SettingsError, match=rf"^VIT_{name.upper()}=\*\*\*: (a key contains|expected)") as raised:
+        load_settings({name: text})
+    assert "K1" not in str(raised.value) or "[" in str(raised.value)  # the example of a list
 
 
 def test_the_documented_table_is_that_of_the_settings() -> None:
