@@ -131,9 +131,11 @@ class ModelLoading(Unavailable):
 
 
 class ModelsFull(Unavailable):
-    """There is no memory for the model beside those that are in use."""
+    """There is no memory for the model beside those that are in use, or were loaded a short time ago."""
 
-    retry_after = 5
+    def __init__(self, message: str = "", retry_after: int = 5) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class HeadsUnavailable(Unavailable):

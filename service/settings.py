@@ -280,7 +280,7 @@ class Settings(ModelSettings, BaseSettings):
     models_bytes: ByteSize | None = Field(
         None,
         gt=0,
-        description="measured memory of all backbones, on each device; beyond it they are unloaded, least recently "
+        description="memory of all backbones, on each device; beyond it they are unloaded, least recently "
         "used first, but the default model's",
     )
     teach: Name | None = Field(

@@ -80,7 +80,7 @@ class Predictor:
         dtype: what it computes in.
         gpu_uuid: identifier of the GPU, whatever its number; None on the CPU.
         backend: what runs the network, with its version; attention of other layers than the last is always torch's.
-        size: bytes that it takes, as measured from its making to the end of its warm-up.
+        size: bytes of its tensors; on a GPU those allocated from its making to the end of its warm-up, if more.
         own: the head whose logits the network's pass gives.
         heads: all heads of the backbone by the names that requests have; without a name a request is to the own one.
 

@@ -34,7 +34,7 @@ from service.engine.local import Backbones, Loader, ModelEngine
 from service.errors import CheckpointRefused, EngineUnavailable, InferenceFailed, ServiceError
 from service.lifecycle import release_memory, trim_regularly
 from service.models.generation import Generation
-from service.models.registry import LocalModels, Version, configured_models
+from service.models.registry import LocalModels, Version, configured_models, load_caller
 from service.models.tasks import Tasks
 from service.observe.metrics import Metrics
 from service.settings import Settings
@@ -276,6 +276,7 @@ class _Worker:
             case "discard":
                 await self._discard(str(change.what))
             case "wake":
+                load_caller.set(change.caller)  # of this call's own task
                 await models.available(model or None)
             case "unload":
                 await models.unload(model)

@@ -117,11 +117,13 @@ class Change(_Frame, frozen=True, tag=3):
 
     Attributes:
         what: of `load`, as `Models.put` has it; the reason of `discard`.
+        caller: of `wake`, see `service.models.registry.load_caller`.
     """
 
     act: Literal["load", "take_over", "discard", "wake", "unload", "delete", "reload"]
     model: str = ""
     what: str | dict[str, Any] | None = None
+    caller: str = ""
 
 
 class Put(_Frame, frozen=True, tag=6):
@@ -198,20 +200,25 @@ class Answer(_Frame, frozen=True, tag=13):
 
 
 class Failed(_Frame, frozen=True, tag=14):
-    """Answers a request with an error: its type's place among `ERRORS`, and its message."""
+    """Answers a request with an error: its type's place among `ERRORS`, its message, and when to try again."""
 
     id: int
     kind: Annotated[int, Meta(ge=0, lt=len(ERRORS))]
     message: str
+    retry_after: int | None = None
 
     @classmethod
     def of(cls, id_: int, error: errors.ServiceError) -> Self:
         """Return the frame that carries an error."""
-        return cls(id_, ERRORS.index(type(error)), str(error))
+        retry_after = error.retry_after if isinstance(error, errors.Unavailable) else None
+        return cls(id_, ERRORS.index(type(error)), str(error), retry_after)
 
     def error(self) -> errors.ServiceError:
         """Return the error."""
-        return ERRORS[self.kind](self.message)
+        error = ERRORS[self.kind](self.message)
+        if isinstance(error, errors.Unavailable) and self.retry_after is not None:
+            error.retry_after = self.retry_after
+        return error
 
 
 Frame = Call | Cancel | Uses | StatusChanged | Serving | Withdrawn | Answer | Failed

@@ -23,7 +23,7 @@ from service.engine.local import What
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import EngineUnavailable, ServiceError, SwapUnderWay
 from service.models.generation import Generation, ModelState, ServedModel
-from service.models.registry import UNDER_WAY, Models
+from service.models.registry import UNDER_WAY, Models, load_caller
 from service.web.image_stores import StoreUsage
 from vitserve.documents import ListedModel
 
@@ -351,7 +351,8 @@ class RemoteModels(Models):
     async def available(self, name: str | None) -> None:
         """Return when an engine has the model; see `Models.available`; raises `UnknownModel` once it is deleted."""
         while True:
-            wake = (engine.ask(frames.Change("wake", self.key(name))) for engine in self.engines)
+            change = frames.Change("wake", self.key(name), caller=load_caller.get())
+            wake = (engine.ask(change) for engine in self.engines)
             errors = [each for each in await asyncio.gather(*wake, return_exceptions=True) if each is not None]
             if self.find(name).current.engine.ready:  # it may have been deleted meanwhile
                 return

@@ -8,11 +8,13 @@ The folder is the truth: what is loaded or deleted over HTTP lasts until the fol
 
 import asyncio
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -52,6 +54,16 @@ LOAD_SECONDS: Final = 600.0
 
 # Seconds in which a load waits for the last requests of what was unloaded for it; then there is no memory for it.
 _LEAVE_SECONDS: Final = 1.0
+
+# Seconds during which a backbone that was loaded for a caller is not unloaded for another request, and between two
+# loads of one caller for which others are unloaded. A load takes all cores for a good part of a second.
+RESIDENCY_SECONDS: Final = 30.0
+
+# A caller of which neither a key nor an address is known, as over a Unix socket.
+UNNAMED: Final = "unnamed"
+
+load_caller: ContextVar[str] = ContextVar("load_caller", default="")
+"""The caller to whose account loads go that begin in this context; empty for the operator's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +291,7 @@ class LocalModels(Models):
         configured: the folder's entries, as `configured_models` gives them.
         versions: what is served instead of what is configured, by name, where another process served it before.
         on_retired: called when an old version of a model is closed and forgotten.
+        clock: monotonic seconds.
 
     Attributes:
         versions: what is served, or deleted, instead of what is configured, by name.
@@ -294,8 +307,12 @@ class LocalModels(Models):
         versions: Mapping[str, Version] | None = None,
         *,
         on_retired: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings, self._make, self._on_retired = settings, make, on_retired
+        self._clock = clock
+        self._resident_until = dict[str, float]()  # by backbone
+        self._charged_until = dict[str, float]()  # by caller
         self._configured = dict(configured or {"": Entry({}, {})})
         named = None if settings.models is None else settings.model_name
         self._default = default = named or next(iter(self._configured))
@@ -519,7 +536,9 @@ class LocalModels(Models):
             model = self.served.get(key)
             if model is None or model.state == "ready":
                 return
+            caller, evicted = load_caller.get(), self.results["evicted"]
             try:
+                self._require_share(caller, self._lacking(key))
                 await self._make_room(key)
             except ModelsFull:
                 model.unloaded = True
@@ -531,7 +550,10 @@ class LocalModels(Models):
             if reason and not model.is_default:
                 logger.error("model %s: %s", key, reason)
                 self._pass_default_on(key)
-            await self._fit(key, evict=not at_start or bool(self._waiters[key]))
+            try:
+                await self._fit(key, evict=not at_start or bool(self._waiters[key]))
+            finally:
+                self._charge(caller, model, has_evicted=self.results["evicted"] > evicted)
 
     def _pass_default_on(self, key: str) -> None:
         """Let the next model be the default, if that is none that was named, and cannot be loaded."""
@@ -599,11 +621,34 @@ class LocalModels(Models):
         """Unload models, but do not wait long for their last requests: other loads wait for their turn."""
         await asyncio.wait([self._tasks.begin(self._leave(models))], timeout=_LEAVE_SECONDS)
 
+    def _lacking(self, key: str) -> int:
+        """Return the bytes that a model lacks beside those that are loaded, 0 if it fits."""
+        most = self._settings.models_bytes
+        if most is None:
+            return 0
+        return max(0, sum(self._loaded().values()) + self._needed(key) - most)
+
+    def _require_share(self, caller: str, lacking: int) -> None:
+        """Raise `ModelsFull` where others would be unloaded again for a caller for whom that was done just now."""
+        seconds = self._charged_until.get(caller, 0.0) - self._clock()
+        if lacking and seconds > 0:
+            raise _full(f"others were unloaded for this caller less than {RESIDENCY_SECONDS:g} s ago", seconds)
+
+    def _charge(self, caller: str, model: LocalModel, *, has_evicted: bool) -> None:
+        """Write a load down, and whether others were unloaded for it, where a caller asked for it."""
+        if not caller:
+            return
+        now = self._clock()
+        self._charged_until = {each: until for each, until in self._charged_until.items() if until > now}
+        if has_evicted:
+            self._charged_until[caller] = now + RESIDENCY_SECONDS
+        if model.info is not None and model.state == "ready":
+            self._resident_until[model.info.backbone] = now + RESIDENCY_SECONDS
+
     async def _make_room(self, key: str) -> None:
         """Unload backbones until a model fits beside the others; raises `ModelsFull`."""
-        most = self._settings.models_bytes
-        while most is not None and (too_much := sum(self._loaded().values()) + self._needed(key) - most) > 0:
-            await self._evict(key, too_much)
+        while lacking := self._lacking(key):
+            await self._evict(key, lacking)
 
     async def _fit(self, key: str, *, evict: bool) -> None:
         """Unload others if there is too much now that a model is loaded, or that model; raises `ModelsFull`."""
@@ -640,11 +685,24 @@ class LocalModels(Models):
         ]
         loaded = self.backbones()
         if sum(loaded.get(backbone, 0) for _, backbone in idle) < too_much:
-            raise ModelsFull("there is no memory for this model beside those that are in use")
+            raise _full("it has no memory beside the models that are in use", ModelsFull("").retry_after)
+        if load_caller.get():  # the operator's loads unload any
+            now = self._clock()
+            stays = {backbone: self._resident_until.get(backbone, now) - now for _, backbone in idle}
+            idle = [(used, backbone) for used, backbone in idle if stays[backbone] <= 0]
+            if sum(loaded.get(backbone, 0) for _, backbone in idle) < too_much:
+                seconds = min(stay for stay in stays.values() if stay > 0)
+                raise _full(f"the others were loaded less than {RESIDENCY_SECONDS:g} s ago", seconds)
         _, backbone = min(idle)
         self.results["evicted"] += 1
         logger.info("backbone %s is unloaded: others need its memory", backbone)
         await self._give_back(users[backbone])
+
+
+def _full(reason: str, seconds: float) -> ModelsFull:
+    """Return the error of a model that is not loaded for want of memory, with the seconds until another try."""
+    retry_after = max(1, math.ceil(seconds))
+    return ModelsFull(f"{reason}: try again in {retry_after} s, or raise VIT_MODELS_BYTES", retry_after)
 
 
 def configured_models(

@@ -53,7 +53,7 @@ from service.errors import (
 from service.http import connection_of
 from service.lifecycle import Lifecycle
 from service.models.generation import Generation, ServedModel
-from service.models.registry import Models
+from service.models.registry import UNNAMED, Models, load_caller
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.teach.heads import TaughtHeads
@@ -403,12 +403,15 @@ class AdmittedRequest:
     async def _load(self, before: Model, share: float) -> None:
         own = before.generation
         if not own.engine.ready:  # else it is loaded, though another one may have its name by now
+            token = load_caller.set(self.sender.caller or UNNAMED)
             try:
                 found = await self.service.loaded_model(before.info.name, self.sender.started, share=share)
                 own = own if own.engine.ready else found.generation
             except ServiceError:
                 if not own.engine.ready:
                     raise
+            finally:
+                load_caller.reset(token)
         info = own.engine.info
         if info is None or (info.content, info.head) != (before.info.content, before.info.head):
             raise EngineUnavailable(f"{before.info.name}: it was replaced while it was unloaded: try again")

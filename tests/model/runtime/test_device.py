@@ -97,7 +97,14 @@ def test_float16_that_was_asked_for_is_kept_and_refused() -> None:
 
 def test_a_torch_that_another_thread_is_importing_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
-    assert Meter().size(1000, "float32") >= 4000
+    assert Meter().size(1000, "float32") == 4000
+
+
+def test_memory_of_the_process_is_not_the_models() -> None:
+    meter = Meter()
+    other = bytearray(b"x") * (64 << 20)
+    assert (meter.size(1000, "float32"), meter.size(1000, "bfloat16")) == (4000, 2000)
+    assert other
 
 
 CORES = 8

@@ -25,7 +25,7 @@ from model.outputs import (
 )
 from service.cluster import frames
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult
-from service.errors import CheckpointRefused, QueueFull
+from service.errors import CheckpointRefused, ModelsFull, QueueFull
 from service.web.image_stores import StoreUsage
 from tests.service.fakes import LIBRARY, model_info, on_a_loop
 from vitserve.documents import ListedModel
@@ -221,3 +221,9 @@ def test_an_error_keeps_its_type_and_its_message() -> None:
     for error in (QueueFull("all places are taken"), CheckpointRefused("no such file")):
         found = frames.Failed.of(7, error).error()
         assert (type(found), str(found)) == (type(error), str(error))
+
+
+def test_an_error_says_when_to_try_again() -> None:
+    error = frames.Failed.of(1, ModelsFull("no memory", 17)).error()
+    assert isinstance(error, ModelsFull)
+    assert (str(error), error.retry_after) == ("no memory", 17)
