@@ -63,6 +63,38 @@ class ApiKey:
         return self.name if self.is_named else f"key-{hashlib.sha256(self.secret).hexdigest()[:16]}"
 
 
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_HOST = re.compile(r"(?:\*\.)?(?:[a-z0-9_-]+\.)*[a-z0-9_-]+|\[[0-9a-f:.]+\]")
+"""The host of an origin: `*.` before it stands for any subdomain."""
+
+
+def _origin(text: str) -> str:
+    """Return an origin as browsers write it: in small letters, without the default port and a slash at its end."""
+    if text in ("*", "null"):
+        return text
+    wrong = f"{text!r} is not an origin; write SCHEME://HOST[:PORT], as in https://example.org or https://*.example.org"
+    scheme, separator, authority = text.lower().rstrip("/").partition("://")
+    host, port = re.fullmatch(r"(.*?)(?::(\d{1,5}))?", authority, re.DOTALL).groups()  # type: ignore[union-attr]
+    if not separator or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
+        raise ValueError(wrong)
+    try:
+        host = host.encode("idna").decode("ascii") if not host.isascii() else host
+    except UnicodeError:
+        raise ValueError(wrong) from None
+    if not _HOST.fullmatch(host) or (port is not None and int(port) > 65535):
+        raise ValueError(wrong)
+    if port is None or int(port) == _DEFAULT_PORTS.get(scheme):
+        return f"{scheme}://{host}"
+    return f"{scheme}://{host}:{int(port)}"
+
+
+def parse_origins(value: object) -> object:
+    """Return the origins of a comma-separated or JSON list, as browsers write them; raises `ValueError`."""
+    if not isinstance(value, str):
+        return value
+    return tuple(_origin(without_quotes(text)) for text in _listed(value, "origins", '["https://example.org"]'))
+
+
 def parse_size(value: object) -> object:
     """Parse `384` or `384x256` (rows x columns)."""
     if not isinstance(value, str | int):
@@ -78,12 +110,6 @@ def _from_json(value: object) -> object:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         raise ValueError('expected JSON like {"cat": 0.4}') from None
-
-
-def _comma_separated(value: object) -> object:
-    if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    return value
 
 
 _GPU = r"(?:\d+|(?:GPU|MIG)-[\w/-]{1,48})"
@@ -126,17 +152,17 @@ def _check_key(secret: str) -> None:
         )
 
 
-def _listed_keys(value: str) -> list[str]:
-    """Return the keys of a list that is comma-separated or JSON."""
+def _listed(value: str, noun: str, example: str) -> list[str]:
+    """Return the items of a list that is comma-separated or JSON."""
     if not value.lstrip().startswith("["):
         return [part.strip() for part in value.split(",") if part.strip()]
     try:
-        keys = json.loads(value)
+        items = json.loads(value)
     except (ValueError, RecursionError):
-        keys = None
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise ValueError('expected keys separated by commas, or a JSON list of them: ["web:KEY1", "KEY2"]')
-    return [key.strip() for key in keys]
+        items = None
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise ValueError(f"expected {noun} separated by commas, or a JSON list of them: {example}")
+    return [item.strip() for item in items]
 
 
 def parse_keys(value: object) -> list[ApiKey]:
@@ -146,7 +172,7 @@ def parse_keys(value: object) -> list[ApiKey]:
         ValueError: two keys have the same name, or are the same, or a name has no key: `web:$KEY` of a variable that
             is not set would otherwise be a key that can be guessed. So does `$ONE,$OTHER` not mean that all may call.
     """
-    written: Any = _listed_keys(value) if isinstance(value, str) else value
+    written: Any = _listed(value, "keys", '["web:KEY1", "KEY2"]') if isinstance(value, str) else value
     if value and not written:
         raise ValueError("expected a key")
     keys = []
@@ -408,8 +434,10 @@ class Settings(ModelSettings, BaseSettings):
         "balancers look away",
     )
     drain_timeout: Seconds = Field(30, description="seconds after SIGTERM at which the process ends at the latest")
-    cors_origins: Annotated[tuple[str, ...], BeforeValidator(_comma_separated), NoDecode] = Field(
-        (), description="comma-separated origins that browsers may call from; `*` for any"
+    cors_origins: Annotated[tuple[str, ...], BeforeValidator(parse_origins), NoDecode] = Field(
+        (),
+        description="comma-separated origins that browsers may call from: `https://example.org`, "
+        "`https://*.example.org` for its subdomains, or `*` for any",
     )
     log_format: Literal["text", "json"] = Field("text", description="`json`: one object a line")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe message logged")

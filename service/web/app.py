@@ -28,6 +28,7 @@ from service.web.api_keys import ApiKeyMiddleware, KeyGuard
 from service.web.decoders import Decoders
 from service.web.image_stores import ImageStore, MemoryImageStore, RedisImageStore
 from service.web.middleware import PROBES, ProblemMiddleware, RequestContextMiddleware
+from service.web.origins import split_origins
 from service.web.request import Lanes, Service
 from service.web.routes import attention, classify, embed, heads, inference_protocol, operations, pages
 from service.web.routes import models as models_routes
@@ -143,11 +144,13 @@ def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
     layers: ASGIApp = ApiKeyMiddleware(app, state.guard, state.public, settings) if state.keys_required else app
     layers = ProblemMiddleware(layers, metrics, RefusalPace(service.clock))
     if settings.cors_origins:
+        exact, pattern = split_origins(settings.cors_origins)
         layers = CORSMiddleware(
             layers,
-            allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST", "PUT", "DELETE"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-ID", "traceparent", "tracestate"],
+            allow_origins=exact,
+            allow_origin_regex=pattern,
+            allow_methods=["GET", "HEAD", "POST", "PUT", "DELETE"],
+            allow_headers=["*"],  # the key protects, not a list of headers
             expose_headers=["X-Request-ID", "Retry-After", "Content-Location", "traceresponse"],
         )
     if state.tracing is not None:

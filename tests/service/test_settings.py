@@ -287,6 +287,40 @@ def test_keys_of_every_list_are_the_same(text: str) -> None:
     assert load_settings({"api_keys": text}).api_keys == (web, ApiKey("key2", b"K2"))
 
 
+@pytest.mark.parametrize(
+    ("text", "origin"),
+    [
+        ("https://a.example/", "https://a.example"),
+        ("HTTPS://A.Example", "https://a.example"),
+        ("https://a.example:443", "https://a.example"),
+        ("http://a.example:080/", "http://a.example"),
+        ("https://a.example:8443", "https://a.example:8443"),
+        (" 'https://a.example' ,", "https://a.example"),
+        ('["https://a.example/"]', "https://a.example"),
+        ("https://münchen.example", "https://xn--mnchen-3ya.example"),
+        ("http://[::1]:3000", "http://[::1]:3000"),
+        ("https://*.Example.org/", "https://*.example.org"),
+        ("chrome-extension://abcdef", "chrome-extension://abcdef"),
+        ("null", "null"),
+        ("*", "*"),
+    ],
+)
+def test_an_origin_is_as_browsers_write_it(text: str, origin: str) -> None:
+    assert load_settings({"cors_origins": text}).cors_origins == (origin,)
+
+
+WRONG_ORIGINS = (
+    "a.example localhost:3000 https:// https://a.example/page https://a.example:99999 https://*example.org "
+    "https://a.*.org https://* https://u@a.example //a.example https://a.example;https://b.example"
+)
+
+
+@pytest.mark.parametrize("text", [*WRONG_ORIGINS.split(), "https://a.example https://b.example"])
+def test_an_origin_that_never_matches_is_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"^VIT_CORS_ORIGINS=.* is not an origin; write SCHEME://HOST"):
+        load_settings({"cors_origins": text})
+
+
 @pytest.mark.parametrize("name", ["api_keys", "admin_key"])
 @pytest.mark.parametrize("text", ["K1;K2", "K1 K2", "K1\nK2", "K\x001", '"K1', "“K1”", "['K1','K2']", '""', '{"a": 1}'])
 def test_a_key_that_no_caller_can_send_is_refused(name: str, text: str) -> None:

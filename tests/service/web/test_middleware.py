@@ -117,6 +117,34 @@ async def test_a_preflight_needs_no_key() -> None:
     assert OURS.fullmatch(response.headers["x-request-id"])
 
 
+@on_a_loop
+@pytest.mark.parametrize("header", ["x-requested-with", "cache-control", "baggage", "inference-header-content-length"])
+async def test_a_preflight_may_ask_for_any_header(header: str) -> None:
+    service = app(cors_origins="https://a.example", api_keys="one")
+    asked = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    asked["access-control-request-headers"] = f"{header},sentry-trace"
+    answer = await service.request("OPTIONS", "/classify", headers=asked)
+    assert (answer.status, answer.headers["access-control-allow-headers"]) == (200, f"{header},sentry-trace")
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("origin", "allowed"),
+    [
+        ("https://a.example.org", True),
+        ("https://b.a.example.org", True),
+        ("https://example.org", False),
+        ("https://a.example.org.evil.example", False),
+        ("https://evil.example/.example.org", False),
+        ("http://a.example.org", False),
+        ("https://a.example.org:444", False),
+    ],
+)
+async def test_a_pattern_allows_subdomains_alone(origin: str, allowed: bool) -> None:
+    answer = await app(cors_origins="https://*.example.org/").get("/healthz", origin=origin)
+    assert (answer.headers.get("access-control-allow-origin") == origin) is allowed
+
+
 # Log lines
 
 
