@@ -6,23 +6,61 @@ from pathlib import Path
 from typing import Final
 
 _SYSTEM: Final = Path("/sys")
+_OWN_GROUPS: Final = Path("/proc/self/cgroup")
 
 
-def usable_cores(system: Path = _SYSTEM) -> int:
+def usable_cores(system: Path = _SYSTEM, own_groups: Path = _OWN_GROUPS) -> int:
     """Return how many threads may work at the same time.
 
-    They are as many as `OMP_NUM_THREADS` says, as for torch; else as the process's affinity and the quota of its
-    control group allow (cgroup v2, as a container sees it).
+    They are as many as `OMP_NUM_THREADS` says, as for torch; else as the process's affinity and the quotas of its
+    control group and of the groups above it allow (cgroup v1 and v2).
+
+    Args:
+        system: where sysfs is mounted.
+        own_groups: file that names the control groups of this process; see cgroups(7).
     """
     chosen = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if chosen.isdecimal() and int(chosen):
         return int(chosen)
-    cores = len(_affinity())
+    quotas = [_quota(folder) for folder in _group_folders(system / "fs/cgroup", own_groups)]
+    allowed = [max(1, math.ceil(cores)) for cores in quotas if cores is not None]
+    return min([len(_affinity()), *allowed])
+
+
+def _group_folders(mount: Path, own_groups: Path) -> set[Path]:
+    """Return the folders of the process's control groups and of all above them, for each mount of the CPU controller.
+
+    A container often sees its own group as the root of the mount, but its path as the host does: then the folders of
+    the path are missing, and the root has the quota.
+    """
     try:
-        quota, period = (system / "fs/cgroup/cpu.max").read_text().split()
-        return min(cores, max(1, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # another version of cgroups, or a quota of "max"
-        return cores
+        lines = own_groups.read_text().splitlines()
+    except OSError:
+        lines = []
+    folders = {mount, mount / "cpu", mount / "cpu,cpuacct"}
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mounts = [mount / controllers, mount / "cpu"] if controllers else [mount, mount / "unified"]
+        group = Path(path.lstrip("/"))
+        if ".." not in group.parts:  # a group outside the namespace, which is not mounted
+            folders.update(root / each for root in mounts for each in (group, *group.parents))
+    return folders
+
+
+def _quota(folder: Path) -> float | None:
+    """Return the cores that a control group may use; None without a quota."""
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota = (folder / "cpu.cfs_quota_us").read_text()
+            period = (folder / "cpu.cfs_period_us").read_text()
+        cores = int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):  # no such folder, or a quota of "max"
+        return None
+    return cores if cores > 0 else None  # cgroup v1 writes -1 for no quota
 
 
 def compute_threads(system: Path = _SYSTEM) -> int:

@@ -141,6 +141,33 @@ def test_affinity_quota_and_physical_cores_bound_the_threads(
     assert (usable_cores(system), compute_threads(system)) == (usable, computing)
 
 
+@pytest.mark.parametrize(
+    ("own", "quotas", "usable"),
+    [
+        ("0::/a.slice/b.service", {"a.slice/b.service/cpu.max": "max 100000", "a.slice/cpu.max": "200000 100000"}, 2),
+        ("0::/a.slice/b.service", {"a.slice/b.service/cpu.max": "300000 100000", "a.slice/cpu.max": "5000 1000"}, 3),
+        ("0::/a.slice", {"other.slice/cpu.max": "100000 100000"}, 8),
+        ("0::/host/path", {"cpu.max": "150000 100000"}, 2),
+        ("0::/../outside", {"cpu.max": "max 100000"}, 8),
+        ("4:cpu,cpuacct:/docker/1", {"cpu,cpuacct/docker/1/cpu.cfs_quota_us": "250000"}, 3),
+        ("4:cpuacct,cpu:/docker/1", {"cpuacct,cpu/docker/cpu.cfs_quota_us": "100000"}, 1),
+        ("4:cpu:/host/path", {"cpu/cpu.cfs_quota_us": "400000"}, 4),
+        ("4:cpu:/a", {"cpu/a/cpu.cfs_quota_us": "-1"}, 8),
+        ("4:cpuset:/a\n0::/b", {"cpuset/a/cpu.cfs_quota_us": "100000", "unified/b/cpu.max": "500000 100000"}, 5),
+    ],
+)
+def test_the_smallest_quota_of_the_path_counts(own: str, quotas: dict[str, str], usable: int, system: Path) -> None:
+    for name, quota in quotas.items():
+        file = system / "fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{quota}\n")
+        if file.name == "cpu.cfs_quota_us":
+            file.with_name("cpu.cfs_period_us").write_text("100000\n")
+    groups = system / "own-groups"
+    groups.write_text(f"1:name=systemd:/a:b\n{own}\n")
+    assert usable_cores(system, groups) == usable
+
+
 def test_openmps_variable_decides_as_it_does_for_torch(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert (usable_cores(system), compute_threads(system)) == (3, 3)
