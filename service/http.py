@@ -34,7 +34,7 @@ Header = tuple[bytes, bytes]
 
 MAX_CONNECTIONS: Final = 2048  # of a process: eight for each place of the usual queue
 HEAD_SECONDS: Final = 30.0
-IDLE_SECONDS: Final = 75.0  # after an answer: load balancers keep idle connections for a minute, and must close first
+IDLE_SECONDS: Final = 75.0  # after an answer, unless set: load balancers often keep idle connections for 60 s
 STALL_SECONDS: Final = 30.0  # in which a caller has to read some of its answer
 LINGER_SECONDS: Final = 10.0  # for the rest of a refused body: to close at once would reset, and may lose the answer
 LAST_CALLERS_SECONDS: Final = 1.0  # after the listener is closed, for who was let in just before
@@ -105,7 +105,8 @@ class Exchange:
         self._parts = [] if self.more_body else [b""]
         self.waiting = self.framing = self._content = 0
         self.answered = self.complete = False
-        self.keep_alive = keep_alive and version == "1.1"
+        self.keep_alive = keep_alive
+        self._names_keep_alive = version == "1.0"
         self.error: ServiceError | None = None
         self.news = asyncio.Event()
         self._head = self._line = b""
@@ -216,6 +217,8 @@ class Exchange:
         has_end = b"content-length" in named or status in (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
         self.keep_alive = self.keep_alive and has_end and not closes and (is_worth_reading or not self.more_body)
         others = [header for header in headers if header[0] != b"connection"]
+        if self.keep_alive and self._names_keep_alive:
+            others.append((b"connection", b"keep-alive"))
         return head_of(status, connection.state.default_headers + others, closes=not self.keep_alive)
 
 
@@ -399,7 +402,7 @@ class Connection(asyncio.BufferedProtocol):
     def answered(self, exchange: Exchange) -> None:
         """Go on after an answer that is written to its end."""
         if exchange.keep_alive and not (self.is_refused or self.connections.is_ending):
-            self._wait(IDLE_SECONDS)
+            self._wait(self.connections.idle_seconds)
             self.advance()
         elif exchange.more_body or self._held:  # more may come, and would reset the connection
             self._linger()
@@ -455,14 +458,16 @@ class Connections:
     """The connections of a process, on one event loop.
 
     Attributes:
+        idle_seconds: how long a connection may be idle after an answer.
         open: those that have room, the one first that has done nothing for longest.
         ending: those beyond the limit: they were refused, or gave way.
         is_ending: each ends with its next answer, or a second after it was to be closed.
         protocol: returns that of a new connection, as uvicorn asks for it.
     """
 
-    def __init__(self, app: Application, most: int = MAX_CONNECTIONS) -> None:
+    def __init__(self, app: Application, most: int = MAX_CONNECTIONS, *, idle_seconds: float = IDLE_SECONDS) -> None:
         self.app = app
+        self.idle_seconds = idle_seconds
         self.buffer = memoryview(bytearray(_READ))  # where any of them reads
         self.open: OrderedDict[Connection, None] = OrderedDict()
         self.ending: set[Connection] = set()

@@ -72,7 +72,7 @@ class Server:
         self._is_supervised = is_supervised
         self._hung_up = False
         self._let_in_last: set[asyncio.Task[Any]] = set()  # the loop itself keeps no task alive
-        self.connections = Connections(app, connection_limit(max_connections))
+        self.connections = Connections(app, connection_limit(max_connections), idle_seconds=settings.keep_alive)
         config = uvicorn.Config(
             app,
             host=settings.host,

@@ -355,6 +355,11 @@ class Settings(ModelSettings, BaseSettings):
         "a GPU half of the cores, at most 8",
     )
 
+    keep_alive: Annotated[float, Field(ge=1, le=86_400, allow_inf_nan=False)] = Field(
+        75,
+        description="seconds that a connection may be idle after an answer: longer than the load balancer keeps it",
+    )
+
     # Batches and the queue.
     max_batch: int | None = Field(
         None,

@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic.json_schema import SkipJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
 from service.errors import InvalidParameter, MethodNotAllowed, NotFound
@@ -90,7 +90,7 @@ class Application(FastAPI):
             (method, route.path): route
             for route in reversed(routes)
             if isinstance(route, Endpoint) and not route.param_convertors
-            for method in route.methods or ()
+            for method in route.allowed_methods
         }
 
     def openapi(self) -> dict[str, Any]:
@@ -123,11 +123,23 @@ class Endpoint(APIRoute):
         self.path_regex = re.compile(self.path_regex.pattern.removesuffix("$") + r"\Z")
         self._query_model: type[BaseModel] | None = get_type_hints(endpoint).get("query")
 
+    @property
+    def allowed_methods(self) -> set[str]:
+        """Return the methods of the route; GET implies HEAD, whose answer the server sends without its body."""
+        methods = set(self.methods or ())
+        return methods | {"HEAD"} if "GET" in methods else methods
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Match HEAD as GET."""
+        if scope["type"] == "http" and scope["method"] == "HEAD" and "GET" in (self.methods or ()):
+            return super().matches({**scope, "method": "GET"})
+        return super().matches(scope)
+
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request to this path; raises `MethodNotAllowed`, and what `parse_query` and the function raise."""
-        if scope["method"] not in (self.methods or ()):
+        if scope["method"] not in self.allowed_methods:
             routes = (route for route in scope["app"].routes if route.path_regex.match(scope["path"]))
-            allowed = sorted(method for route in routes for method in route.methods)
+            allowed = sorted({method for route in routes for method in route.allowed_methods})
             raise MethodNotAllowed(f"{scope['method']} {scope['path']}: no such method on this path", allowed)
         request_context(scope).endpoint = self.path_format
         request = Request(scope, receive)

@@ -99,14 +99,12 @@ async def labels(request: Request, query: Annotated[LooseModelQuery, Query()]) -
     return Labels(model=info.name, labels=list(info.labels))
 
 
-@router.head("/healthz", include_in_schema=False)
 @router.get("/healthz", response_model=Status)
 async def healthz(request: Request) -> Status:
     """Answer as long as the process lives."""
     return Status(status="ok")
 
 
-@router.head("/readyz", include_in_schema=False)
 @router.get("/readyz", response_model=Status, responses=problems(503))
 async def readyz(request: Request) -> Status:
     """Answer 200 only when the model is loaded and warm, and the service is not about to stop."""

@@ -50,7 +50,7 @@ PUBLIC: Final = frozenset({"/openapi.json", *_FILES})
 router = APIRouter(include_in_schema=False, route_class=Endpoint)
 
 
-@router.api_route("/openapi.json", methods=["GET", "HEAD"])
+@router.get("/openapi.json")
 async def openapi(request: Request) -> Response:
     """Describe the service for machines."""
     return JSONResponse(request.app.openapi())
@@ -81,4 +81,4 @@ def _content(path: Path, unpack: bool) -> tuple[bytes, str]:
 
 
 for _url in _FILES:
-    router.add_api_route(_url, file, methods=["GET", "HEAD"])
+    router.add_api_route(_url, file, methods=["GET"])

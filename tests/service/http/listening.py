@@ -84,7 +84,7 @@ class Listening:
 async def listening(max_connections: int = MAX_CONNECTIONS, **settings: Any) -> AsyncIterator[Listening]:
     """Serve on a free port."""
     service = app(**settings)
-    connections = Connections(service.asgi, max_connections)
+    connections = Connections(service.asgi, max_connections, idle_seconds=service.settings.keep_alive)
     config = uvicorn.Config(service.asgi, interface="asgi3", ws="none", lifespan="off", log_config=None)
     config.load()
     state = ServerState()

@@ -391,6 +391,25 @@ async def test_a_caller_that_goes_on_to_send_a_refused_body_makes_room() -> None
 
 
 @on_a_loop
+async def test_an_idle_connection_is_kept_as_set() -> None:
+    async with listening(keep_alive=620) as server, server.connect() as balancer:
+        await balancer.send(GET)
+        await balancer.answer()
+        pass_time(server, 619)
+        await balancer.send(GET)
+        assert (await balancer.answer()).status == 200
+        pass_time(server, 621)
+        assert await balancer.is_closed()
+
+
+@on_a_loop
+async def test_http_1_0_is_told_that_it_may_go_on() -> None:
+    async with listening() as server:
+        answer = await server.ask(b"GET /healthz HTTP/1.0\r\nConnection: Keep-Alive\r\n\r\n")
+        assert answer.headers["connection"] == "keep-alive"
+
+
+@on_a_loop
 async def test_a_body_that_is_on_its_way_for_longest_makes_room_and_is_told_so() -> None:
     async with listening(max_connections=1) as server, server.connect() as crawler:
         await crawler.send(post(bytes(100))[:-50])

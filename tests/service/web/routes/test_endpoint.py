@@ -3,7 +3,7 @@
 import pytest
 
 from tests.service.fakes import CLASSES, on_a_loop, png
-from tests.service.web.apps import App, app
+from tests.service.web.apps import App, app, inside
 
 
 @on_a_loop
@@ -12,15 +12,27 @@ from tests.service.web.apps import App, app
     [
         ("GET", "/classify", "POST"),
         ("PUT", "/classify/batch", "POST"),
-        ("PUT", "/attention", "GET, POST"),
+        ("PUT", "/attention", "GET, HEAD, POST"),
         ("POST", "/healthz", "GET, HEAD"),
-        ("DELETE", "/metrics", "GET"),
+        ("DELETE", "/metrics", "GET, HEAD"),
     ],
 )
 async def test_405_names_every_method_that_the_path_has(method: str, path: str, allow: str) -> None:
     response = await app().request(method, path)
     assert (response.status, response.code) == (405, "method_not_allowed")
     assert response.headers["allow"] == allow
+
+
+@on_a_loop
+async def test_head_is_answered_on_every_get_route() -> None:
+    running = app(teach="taught")
+    routes = [route for route in inside(running).routes if "GET" in route.methods]
+    assert len(routes) > 20
+    for route in routes:
+        path = route.path.replace("{name}", "tiny").replace("{", "").replace("}", "")
+        answers = [await running.request(method, path) for method in ("GET", "HEAD")]
+        assert answers[0].status == answers[1].status, path
+        assert answers[1].status != 405, path
 
 
 @on_a_loop
