@@ -58,7 +58,8 @@ class EngineServer:
     Args:
         restarts: how often the process was started again.
         on_change: called when the state of a model has changed, or another generation has taken over.
-        refresh_seconds: between two looks at changes of the status that no one reports, such as the queue's depth.
+        refresh_seconds: between two signs of life, and looks at changes of the status that no one reports, such as the
+            queue's depth.
     """
 
     def __init__(
@@ -136,6 +137,8 @@ class EngineServer:
     async def _refresh(self) -> None:
         while True:
             await asyncio.sleep(self._refresh_seconds)
+            for worker in self.workers:
+                worker.send(frames.Alive())
             self.publish_status()
 
     def publish_status(self) -> None:

@@ -5,6 +5,7 @@
                                           <--   StatusChanged(status)        at once, and on each change
                                           <--   Serving(model, generation)   once it answers requests
                                           <--   Withdrawn(model, generation) when it is to answer no new ones
+                                          <--   Alive                        again and again
     Uses(model, newest, oldest, busy)     -->                                new requests belong to the newest one
     Call(id, request)                     -->
     Cancel(id)                            -->
@@ -192,6 +193,10 @@ class Withdrawn(_Frame, frozen=True, tag=19):
     generation: int
 
 
+class Alive(_Frame, frozen=True, tag=20):
+    """Says that the event loop of the engine's process turns."""
+
+
 class Answer(_Frame, frozen=True, tag=13):
     """Answers a request with its result, see `result_of`."""
 
@@ -221,7 +226,7 @@ class Failed(_Frame, frozen=True, tag=14):
         return error
 
 
-Frame = Call | Cancel | Uses | StatusChanged | Serving | Withdrawn | Answer | Failed
+Frame = Call | Cancel | Uses | StatusChanged | Serving | Withdrawn | Alive | Answer | Failed
 
 
 def _to_plain(value: Any) -> Any:

@@ -30,9 +30,16 @@ from vitserve.documents import ListedModel
 logger = logging.getLogger(__name__)
 
 CONNECTION_LOST: Final = "the engine ended and is being started again"
+SILENT: Final = "the engine gives no sign of life"
 
 _RETRY_SECONDS: Final = 0.1
 _RELOAD_SECONDS: Final = 0.5
+
+# An engine sends a sign of life every second. After this many looks without one it gets no new requests: 3 s. It is
+# killed later, by the supervisor, as a busy machine delays a healthy engine too. Time for which this process stood
+# still has no looks.
+_LOOK_SECONDS: Final = 0.5
+_MOST_SILENT_LOOKS: Final = 6
 
 
 class EngineClient:
@@ -53,7 +60,8 @@ class EngineClient:
         self.withdrawn: set[tuple[str, int]] = set()
         self.listed: dict[str, ListedModel] = {}
         self.tally: dict[str, int] = {}
-        self.status = EngineStatus(device, "loading", "the model is loading", "", None, 0)
+        self._published = EngineStatus(device, "loading", "the model is loading", "", None, 0)
+        self._silent_looks = 0
         self.kept = StoreUsage()
         self._path = path
         self._on_change: Callable[[], None] = lambda: None
@@ -61,7 +69,19 @@ class EngineClient:
         self._uses: dict[str, tuple[int, int, bool]] = {}
         self.pending: dict[int, tuple[frames.Request, asyncio.Future[Any]]] = {}
         self._ids = itertools.count(1)
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def is_silent(self) -> bool:
+        """Return whether the engine is connected, and has given no sign of life for too long."""
+        return self._silent_looks >= _MOST_SILENT_LOOKS
+
+    @property
+    def status(self) -> EngineStatus:
+        """Return the status as the engine published it last; of a silent one, that it has failed."""
+        if self.is_silent and self._published.state == "ready":
+            return replace(self._published, state="failed", reason=SILENT)
+        return self._published
 
     @property
     def info(self) -> ModelInfo | None:
@@ -72,7 +92,7 @@ class EngineClient:
     def start(self, on_change: Callable[[], None]) -> None:
         """Connect, and connect again whenever the connection ends; `on_change` is called when the status changes."""
         self._on_change = on_change
-        self._task = asyncio.create_task(self._stay_connected())
+        self._tasks = [asyncio.create_task(self._stay_connected()), asyncio.create_task(self._watch())]
 
     def send(self, frame: frames.Frame) -> None:
         """Send a frame; raises `EngineUnavailable` without a connection."""
@@ -84,8 +104,11 @@ class EngineClient:
         """Make a request, and return its result; raises the error that is its answer.
 
         Raises:
-            EngineUnavailable: the engine is gone.
+            EngineUnavailable: the engine is gone, or silent; a load that is given up is discarded even there.
         """
+        is_discard = isinstance(request, frames.Change) and request.act == "discard"
+        if self.is_silent and not is_discard:
+            raise EngineUnavailable(SILENT)
         id_ = next(self._ids)
         self.send(frames.Call(id_, request))
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -112,9 +135,24 @@ class EngineClient:
 
     async def close(self) -> None:
         """Disconnect; requests without an outcome are answered `EngineUnavailable`."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def look(self) -> None:
+        """Count a look since the engine's last sign of life."""
+        if self._connection is None or self.is_silent:
+            return
+        self._silent_looks += 1
+        if self.is_silent:
+            logger.warning("engine %s: no sign of life: it gets no new requests", self._published.device)
+            self._on_change()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            self.look()
 
     async def _stay_connected(self) -> None:
         while True:
@@ -127,6 +165,7 @@ class EngineClient:
             self._connection = connection
             try:
                 async for frame in connection:
+                    self._hear()
                     self._receive(frame)
             except frames.FrameError as error:
                 logger.error("connection to an engine: %s", error)
@@ -141,28 +180,42 @@ class EngineClient:
         self.models.clear()
         self.withdrawn.clear()
         self._uses.clear()
+        self._silent_looks = 0
         for _, future in self.pending.values():
             if not future.done():
                 future.set_exception(EngineUnavailable(CONNECTION_LOST))
-        if self.status.state != "closed":  # else it has said so
-            self.status = replace(self.status, state="failed", reason=CONNECTION_LOST, queue_depth=0)
+        if self._published.state != "closed":  # else it has said so
+            self._published = replace(self._published, state="failed", reason=CONNECTION_LOST, queue_depth=0)
         self._on_change()
+
+    def _hear(self) -> None:
+        """Note a sign of life."""
+        was_silent = self.is_silent
+        self._silent_looks = 0
+        if was_silent:
+            logger.warning("engine %s: it gives signs of life again", self._published.device)
+            self._on_change()
 
     def _receive(self, frame: frames.Frame) -> None:
         match frame:
+            case frames.Alive():
+                pass
             case frames.StatusChanged(status, kept, listed, tally):
                 states = {name: each.state for name, each in listed.items()}
                 changed = (
-                    status.state != self.status.state or states.keys() != self.listed.keys() or tally != self.tally
+                    status.state != self._published.state or states.keys() != self.listed.keys() or tally != self.tally
                 )
-                self.status, self.kept, self.listed, self.tally = status, kept, listed, tally
+                self._published = status
+                self.kept = kept
+                self.listed = listed
+                self.tally = tally
                 if changed:
                     self._on_change()
             case frames.Serving(model, generation, info):
                 self.models.setdefault(model, {})[generation] = info
                 self.withdrawn.discard((model, generation))
                 self._uses.pop(model, None)
-                if self.status.state == "ready":  # else the status follows
+                if self._published.state == "ready":  # else the status follows
                     self._on_change()
             case frames.Withdrawn(model, generation):
                 # And those before it, which it took over from though nobody here has turned to it yet.

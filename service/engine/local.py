@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 # Seconds that one batch may compute; after them the device is taken for hung.
 BATCH_SECONDS: Final = 30.0
 
+# Share of these seconds after which the service is not ready: load balancers look away before the device is given up.
+_STALL_SHARE: Final = 1 / 3
+
 # What is loaded: None for what is configured, a checkpoint in its place, or all settings of one model.
 What = str | Mapping[str, Any] | None
 
@@ -90,6 +93,7 @@ class LocalEngine:
         self._batch_seconds = batch_seconds
         self._state: EngineState = "loading"
         self._reason = "the model is loading"
+        self._batch_age_seconds = 0.0
         self.runner: ModelRunner | None = None
         self._callers: dict[Waiting, asyncio.Future[InferenceResult]] = {}
         deliver = partial(self._call_loop, self._deliver)
@@ -109,6 +113,8 @@ class LocalEngine:
         runner, reason = self.runner, self._reason
         if runner is not None and self._state == "loading" and runner.compiled.startswith("compiling"):
             reason = "the model is compiled, which takes minutes where the cache has no kernels of it"
+        if self._state == "ready" and self._batch_age_seconds > self._batch_seconds * _STALL_SHARE:
+            reason = f"a batch has computed for {self._batch_age_seconds:.0f} s: the device may hang"
         return EngineStatus(
             device=runner.device if runner else self._device,
             state=self._state,
@@ -189,7 +195,8 @@ class LocalEngine:
         if self._state in ("failed", "closed"):
             return
         seconds = min(1.0, self._batch_seconds / 4)
-        if self._streams.look(seconds) <= self._batch_seconds:
+        self._batch_age_seconds = self._streams.look(seconds)
+        if self._batch_age_seconds <= self._batch_seconds:
             self._loop.call_later(seconds, self._look_at_batches)
             return
         reason = f"a batch computed for more than {self._batch_seconds:g} s: the device hangs"

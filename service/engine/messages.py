@@ -121,7 +121,7 @@ class EngineStatus:
 
     Attributes:
         device: on which it runs; until it is loaded, as the settings name it.
-        reason: why it is not ready; empty when it is.
+        reason: why it is not ready, or computes no batch to its end though it is; else empty.
         compiled: `compiled`, `compiling`, or why not.
         batch_sizes: fixed launch sizes, None when any size is launched.
         queue_depth: images waiting.

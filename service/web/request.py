@@ -262,10 +262,17 @@ class Service:
             self.model()
 
     def check_ready(self) -> None:
-        """Raise what `check_open` does, and `Draining` from the moment on at which the process was asked to end."""
+        """Raise what `check_open` does, and where load balancers are to look away though requests are still taken.
+
+        Raises:
+            Draining: the process was asked to end.
+            EngineUnavailable: each engine computes a batch that takes very long.
+        """
         if self.lifecycle.stopping:
             raise Draining("the service is about to stop: try another instance")
-        self.model()
+        reasons = [engine.status.reason for engine in self.model().generation.engine.engines]
+        if all(reasons):
+            raise EngineUnavailable(reasons[0])
 
     def check_room(self) -> None:
         """Raise `QueueFull`, or what `check_open` raises, if a request would get no place; it takes none.

@@ -165,6 +165,24 @@ def test_a_killed_engine_is_an_error_for_whom_it_had_and_is_started_again(servic
     until(service.idle)
 
 
+def test_a_frozen_engine_gets_no_requests_long_before_it_is_killed(service: Served, pictures: Pictures) -> None:
+    processes = Processes(service)
+    victim = processes.engine
+    os.kill(victim, signal.SIGSTOP)
+    try:
+        until(lambda: {answer.status_code for answer in asks_every_worker(service, "/readyz")} == {503})
+        with connection(service) as own:
+            refused = own.post("/classify", content=pictures.files[1], headers={"Content-Type": "image/png"})
+        assert problem(refused) == (503, "engine_unavailable")
+        assert "no sign of life" in refused.json()["detail"]
+        assert victim in processes.all
+        assert "is frozen" not in service.log
+    finally:
+        os.kill(victim, signal.SIGCONT)
+    until(lambda: {answer.status_code for answer in asks_every_worker(service, "/readyz")} == {200})
+    assert processes.engine == victim
+
+
 def test_a_frozen_engine_and_a_frozen_worker_are_replaced(service: Served, pictures: Pictures) -> None:
     processes = Processes(service)
     victims = {processes.engine, min(processes.workers)}

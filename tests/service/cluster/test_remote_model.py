@@ -38,6 +38,7 @@ class Device:
     broken: set[str] = field(default_factory=set)
     gate: threading.Event = field(default_factory=threading.Event)
     predictors: dict[str, FakePredictor] = field(default_factory=dict)
+    refresh_seconds: float = 0.01
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -46,7 +47,7 @@ class Device:
         self.models = LocalModels(load_settings(), self._make, versions={"": Version(generation, served)})
         self.model = self.models.served[""]
         images = MemoryImageStore(ttl=60, max_bytes=1 << 20)
-        self.server = EngineServer(self.models, images, refresh_seconds=0.01)
+        self.server = EngineServer(self.models, images, refresh_seconds=self.refresh_seconds)
         await self.server.start(self.path)
 
     async def die(self) -> None:
@@ -98,9 +99,10 @@ async def load(model: RemoteModels, checkpoint: What) -> None:
 
 
 @asynccontextmanager
-async def running(engines: int = 1) -> AsyncIterator[Service]:
+async def running(engines: int = 1, refresh_seconds: float = 0.01) -> AsyncIterator[Service]:
     with TemporaryDirectory() as folder:
-        service = Service([Device(Path(folder, str(index))) for index in range(engines)])
+        paths = [Path(folder, str(index)) for index in range(engines)]
+        service = Service([Device(path, refresh_seconds=refresh_seconds) for path in paths])
         for device in service.devices:
             await device.start()
         try:
@@ -198,6 +200,53 @@ async def test_images_go_to_the_engine_with_the_fewest_and_around_one_that_died(
         await until(lambda: model.engines[0].status.state == "failed")
         await check([ask(model, red) for red in range(4)], range(4))
         await service.devices[0].start()
+
+
+def show_silence(engine: EngineClient) -> None:
+    """Let 3 s pass in which the engine gives no sign of life."""
+    for _ in range(6):
+        engine.look()
+
+
+@on_a_loop
+async def test_requests_go_around_an_engine_that_is_silent() -> None:
+    async with running(engines=2, refresh_seconds=PATIENCE) as service:
+        model = await service.worker()
+        silent, other = model.engines
+        show_silence(silent)
+        assert (silent.status.state, other.status.state) == ("failed", "ready")
+        await check([ask(model, red) for red in range(4)], range(4))
+        assert service.devices[0].predictors["configured"].launched == []
+        for worker in service.devices[0].server.workers:
+            worker.send(frames.Alive())
+        await until(lambda: silent.status.state == "ready")
+        await check([ask(model, red) for red in range(4)], range(4))
+        assert len(service.devices[0].predictors["configured"].launched) > 0
+
+
+@on_a_loop
+async def test_a_silent_engine_alone_refuses_at_once() -> None:
+    async with running(refresh_seconds=PATIENCE) as service:
+        model = await service.worker()
+        [engine] = model.engines
+        store = RemoteImageStore(engine)
+        assert await store.get("nobody") is None  # all earlier frames have come before the answer
+        show_silence(engine)
+        assert service.changes[-1] == "the engine gives no sign of life"
+        for refused in (ask(model, 1), model.put("other", None), model.available(None)):
+            with pytest.raises(EngineUnavailable, match="no sign of life"):
+                await refused
+
+
+@on_a_loop
+async def test_an_engine_gives_signs_of_life() -> None:
+    async with running() as service:
+        model = await service.worker()
+        [engine] = model.engines
+        for _ in range(3):
+            show_silence(engine)
+            assert engine.is_silent
+            await until(lambda: not engine.is_silent)
 
 
 @on_a_loop
@@ -476,7 +525,7 @@ async def test_a_peer_that_sends_nonsense_loses_its_connection_alone(caplog: pyt
 @on_a_loop
 async def test_a_version_that_is_withdrawn_as_soon_as_it_serves_gives_nothing_back_to_the_one_before() -> None:
     client, uses = EngineClient(Path("nowhere"), "cpu"), list[frames.Frame]()
-    client.status = replace(client.status, state="ready")
+    client._published = replace(client.status, state="ready")
     client.send = uses.append  # type: ignore[method-assign, assignment]
     model = RemoteModel([client], "m")
     client._on_change = model.refresh

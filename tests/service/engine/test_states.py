@@ -167,6 +167,18 @@ async def test_a_batch_that_never_ends_fails_the_engine_and_leaves_nobody_waitin
 
 
 @on_a_loop
+async def test_a_batch_that_takes_long_is_told_of(running: Running) -> None:
+    async with running(batch_seconds=1.0) as rig:
+        task = await rig.keep_busy(0)
+        await until(lambda: rig.engine.status.reason != "")
+        assert rig.engine.status.reason.endswith("the device may hang")
+        rig.predictor.gate.set()
+        await task
+        await until(lambda: rig.engine.status.reason == "")
+        assert rig.engine.ready
+
+
+@on_a_loop
 async def test_what_a_new_process_is_to_do_otherwise_is_known_when_the_engine_has_ended() -> None:
     ops = StandInOps()
     ops.fail_capture = RuntimeError("a kernel cannot be captured")

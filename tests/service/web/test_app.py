@@ -43,6 +43,15 @@ async def test_while_draining_new_work_is_refused_and_every_answer_closes_its_co
 
 
 @on_a_loop
+async def test_a_batch_that_takes_long_ends_readiness() -> None:
+    service = app()
+    service.engine.reason = "a batch has computed for 11 s: the device may hang"
+    response = await service.get("/readyz")
+    assert (response.status, response.code) == (503, "engine_unavailable")
+    assert (await service.classify()).status == 200
+
+
+@on_a_loop
 async def test_without_an_engine_callers_who_come_back_at_once_wait_and_probes_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
