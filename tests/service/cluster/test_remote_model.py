@@ -233,7 +233,8 @@ async def test_a_silent_engine_alone_refuses_at_once() -> None:
         assert await store.get("nobody") is None  # all earlier frames have come before the answer
         show_silence(engine)
         assert service.changes[-1] == "the engine gives no sign of life"
-        for refused in (ask(model, 1), model.put("other", None), model.available(None)):
+        # The load comes last: it is discarded, and the answer to that is a sign of life.
+        for refused in (ask(model, 1), model.available(None), model.put("other", None)):
             with pytest.raises(EngineUnavailable, match="no sign of life"):
                 await refused
 
