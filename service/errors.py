@@ -138,6 +138,10 @@ class ModelsFull(Unavailable):
         self.retry_after = retry_after
 
 
+class ModelFailed(ServiceError):
+    """The model could not be loaded, and is not tried again until somebody changes it: another try is in vain."""
+
+
 class HeadsUnavailable(Unavailable):
     """What is taught cannot be read or written: a full disk, a folder that is gone or locked."""
 

@@ -10,6 +10,7 @@ ClientError
     InvalidParameter     an option is not one that this model or service has
     InferenceFailed      the model gave no answer for this picture
     DeadlineExceeded     the service did not get to it in time
+    ModelFailed          the model could not be loaded: another try is in vain
     Unavailable          the service cannot take it now; the client has tried again already
 """
 
@@ -22,6 +23,9 @@ from vitserve.documents import ProblemDocument
 
 # Statuses that say: later.
 _TEMPORARY = (429, 503)
+
+# Of these, the code of a problem that lasts.
+_MODEL_FAILED = "model_failed"
 
 # Of the seconds in Retry-After; more are no time that anybody waits.
 _MAX_DIGITS = 9
@@ -69,7 +73,7 @@ class ProblemError(ClientError):
         super().__init__(f"{problem.status} {problem.code}: {problem.detail}")
         self.problem, self.status, self.code = problem, problem.status, problem.code
         self.retry_after = retry_after
-        self.temporary = problem.status in _TEMPORARY
+        self.temporary = problem.status in _TEMPORARY and problem.code != _MODEL_FAILED
 
 
 class Unauthorized(ProblemError):
@@ -96,6 +100,10 @@ class DeadlineExceeded(ProblemError):
     """The body did not arrive, or the picture was not computed, within the service's time."""
 
 
+class ModelFailed(ProblemError):
+    """The model could not be loaded; `GET /models` has the reason. Another try is in vain until somebody mends it."""
+
+
 class Unavailable(ProblemError):
     """The service cannot take the request now: it is full, starting or ending."""
 
@@ -109,6 +117,7 @@ _BY_CODE: Mapping[str, type[ProblemError]] = {
     "image_too_costly": ImageRefused,
     "invalid_image": ImageRefused,
     "invalid_parameter": InvalidParameter,
+    _MODEL_FAILED: ModelFailed,
     "inference_failed": InferenceFailed,
     "request_timeout": DeadlineExceeded,
     "deadline_exceeded": DeadlineExceeded,
@@ -124,5 +133,5 @@ def error_of(response: httpx.Response) -> ClientError:
     except ValidationError:
         message = f"{response.status_code} from {response.url}, which is no answer of vitserve"
         return ForeignAnswer(message, response.status_code, retry_after)
-    kind = Unavailable if problem.status in _TEMPORARY else _BY_CODE.get(problem.code, ProblemError)
+    kind = _BY_CODE.get(problem.code, Unavailable if problem.status in _TEMPORARY else ProblemError)
     return kind(problem, retry_after)

@@ -63,6 +63,7 @@ ERRORS: tuple[type[errors.ServiceError], ...] = (
     errors.UnknownModel,
     errors.NameTaken,
     errors.DefaultModel,
+    errors.ModelFailed,
 )
 
 

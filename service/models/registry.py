@@ -31,6 +31,7 @@ from service.errors import (
     Forbidden,
     HeadWithoutBackbone,
     HeadWithoutExamples,
+    ModelFailed,
     ModelsFull,
     NameTaken,
     ServiceError,
@@ -167,6 +168,13 @@ class Models(ABC):
         except UnknownModel:
             return name
 
+    def require_loadable(self, name: str | None) -> None:
+        """Raise `ModelFailed` if a model could not be loaded. The default's failure is the service's."""
+        key = self.key(name)
+        model = self.served[key]
+        if model.state == "failed" and model is not self.default and self.default.current.engine.ready:
+            raise ModelFailed(f"{key}: {self.status_of(key).reason}")
+
     def find(self, name: str | None) -> ServedModel:
         """Return the model of a name, None for the default; raises `UnknownModel`."""
         return self.served[self.key(name)]
@@ -198,7 +206,12 @@ class Models(ABC):
 
     @abstractmethod
     async def available(self, name: str | None) -> None:
-        """Return when the model answers; raises `EngineUnavailable` if it does not, and is not about to."""
+        """Return when the model answers.
+
+        Raises:
+            ModelFailed: it could not be loaded.
+            EngineUnavailable: it does not answer for another reason, and is not about to.
+        """
 
     @abstractmethod
     async def put(self, name: str, what: What) -> bool:
@@ -359,6 +372,7 @@ class LocalModels(Models):
             self._waiters[key] -= 1
         if key not in self.served:
             raise UnknownModel(f"{key!r}: the model was deleted")
+        self.require_loadable(key)
         if self.served[key].state != "ready":
             raise EngineUnavailable(f"{key}: {self.served[key].current.engine.status.reason}".removeprefix(": "))
 

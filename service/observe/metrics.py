@@ -47,6 +47,8 @@ _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _SCORES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
 
 
+MODEL_STATES = ("ready", "loading", "unloaded", "failed")
+
 _OF_MODELS = frozenset({"vit_images", "vit_top1_score"})
 """Families whose samples have the name of a model."""
 
@@ -67,6 +69,7 @@ class Sources:
         names: returns those of all models, None if it does not matter; series of other ones have ended.
         results: see `service.models.registry.Models`.
         backbones: returns the bytes of each that is loaded.
+        states: returns the state of each model, by its name.
     """
 
     statuses: Callable[[], Sequence[EngineStatus]] = tuple
@@ -75,6 +78,7 @@ class Sources:
     names: Callable[[], Container[str] | None] = lambda: None
     results: Callable[[], Mapping[str, int]] = dict
     backbones: Callable[[], Mapping[str, int]] = dict
+    states: Callable[[], Mapping[str, str]] = dict
 
 
 class Metrics(Collector):
@@ -261,6 +265,16 @@ class _StateCollector(Collector):
                 "Measured memory of each backbone that is loaded",
                 ["backbone"],
                 {(name,): size for name, size in self.sources.backbones().items()},
+            ),
+            (
+                "vit_model_state",
+                "1 for the state that a model has, 0 for the others",
+                ["model", "state"],
+                {
+                    (model, state): float(state == present)
+                    for model, present in self.sources.states().items()
+                    for state in MODEL_STATES
+                },
             ),
             *((name, GAUGES[name], ["gpu"], samples) for name, samples in self.gpus.samples().items()),
         ]

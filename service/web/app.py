@@ -110,6 +110,7 @@ def create_app(
             names=lambda: {each.name for each in models.describe()},
             results=lambda: models.results,
             backbones=models.backbones,
+            states=lambda: {each.name: each.state for each in models.describe()},
         )
     )
     for code in problems.CODES:

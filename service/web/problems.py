@@ -75,6 +75,7 @@ TABLE: dict[type[Exception], tuple[int, str]] = {
     errors.EngineUnavailable: (503, "engine_unavailable"),
     errors.ModelLoading: (503, "model_loading"),
     errors.ModelsFull: (503, "models_full"),
+    errors.ModelFailed: (503, "model_failed"),
     errors.HeadsUnavailable: (503, "heads_unavailable"),
     errors.Draining: (503, "draining"),
     errors.DeadlineExceeded: (504, "deadline_exceeded"),

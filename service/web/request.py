@@ -187,6 +187,7 @@ class Service:
 
         Raises:
             UnknownModel: there is no such model.
+            ModelFailed: it could not be loaded.
             EngineUnavailable: it is not ready.
         """
         return self._current(name, self.models.find(name))
@@ -195,6 +196,7 @@ class Service:
         engine = served.current.engine
         info = engine.info
         if info is None or not engine.ready:
+            self.models.require_loadable(name)
             reason = self.models.status_of(self.models.key(name)).reason
             raise EngineUnavailable(reason or engine.status.reason)
         return self._described(name, served.current, info)
@@ -229,6 +231,7 @@ class Service:
         """
         served = self.models.find(name)
         if not served.current.engine.ready and served is not self.models.default:
+            self.models.require_loadable(name)
             deadline = Deadline(started + share * self.settings.request_timeout, self.clock)
             with self.limiter.waiting():
                 try:

@@ -14,6 +14,7 @@ from tests.service.fakes import PATIENCE, on_a_loop
 from tests.vitserve.test_client import CAT, FULL, URL
 from vitserve.client import AsyncClient, Client, ClientError, ImageRefused, Retries
 from vitserve.documents import Classification
+from vitserve.errors import ModelFailed
 
 Step = int | Exception | tuple[int, str]
 """A status, a status with Retry-After, or an error in place of an answer."""
@@ -119,6 +120,14 @@ def test_tries_and_their_time_are_bounded_and_other_refusals_silence_and_a_wrong
     with pytest.raises(ClientError):
         ask(asked, seconds=seconds)
     assert (asked.pauses, asked.steps, asked.now <= seconds) == (pauses, [], True)
+
+
+def test_a_failed_model_is_not_asked_again() -> None:
+    problem = FULL | {"code": "model_failed", "detail": "dogs: it cannot be read"}
+    transport = httpx.MockTransport(lambda _: httpx.Response(503, json=problem))
+    with Client(URL, transport=transport, sleep=pytest.fail) as client, pytest.raises(ModelFailed) as failed:
+        client.labels()
+    assert "dogs: it cannot be read" in str(failed.value)
 
 
 def test_a_server_that_starts_again_is_waited_for(ask: Ask) -> None:

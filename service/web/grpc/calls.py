@@ -14,7 +14,7 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from service.engine.messages import ModelInfo
-from service.errors import MalformedRequest, NotFound, RequestTimeout, Unavailable
+from service.errors import MalformedRequest, ModelFailed, NotFound, RequestTimeout, Unavailable
 from service.http import MAX_CONNECTIONS
 from service.server import connection_limit
 from service.settings import Settings
@@ -167,7 +167,10 @@ class Calls:
                 if seconds is not None:  # https://github.com/grpc/proposal/blob/master/A6-client-retries.md#pushback
                     trailers.append(("grpc-retry-pushback-ms", f"{seconds}000"))
                 await asyncio.sleep(self._pace.delay(None))
-                await context.abort(STATUS_CODES[HTTPStatus(status)], problem.detail, tuple(trailers))
+                number = STATUS_CODES[HTTPStatus(status)]
+                if isinstance(error, ModelFailed):  # clients try UNAVAILABLE again
+                    number = grpc.StatusCode.FAILED_PRECONDITION
+                await context.abort(number, problem.detail, tuple(trailers))
                 raise AssertionError("a call that was ended goes on") from error
             finally:
                 taken = self._service.clock() - call.started

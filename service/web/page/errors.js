@@ -14,6 +14,7 @@ const WORDS = {
   receiving_full: "The service is receiving more than it can take. Try again in a moment.",
   unknown_model: "The service does not have this model any more.",
   model_loading: "The model is being loaded. Try again in a moment.",
+  model_failed: "This model could not be loaded. Whoever runs the service finds the reason in its list of models.",
   models_full: "There is no memory for this model while others are at work. Try again in a moment.",
   engine_unavailable: "The model is not ready yet. Try again in a moment.",
   draining: "The service is about to stop. Try again in a moment.",

@@ -20,6 +20,7 @@ from service.errors import (
     CheckpointRefused,
     DefaultModel,
     EngineUnavailable,
+    ModelFailed,
     ModelsFull,
     NameTaken,
     SwapUnderWay,
@@ -166,6 +167,16 @@ async def test_a_broken_model_is_named_once_and_the_others_serve(
         with pytest.raises(UnknownModel, match="'d': no such model; there is a, b, c"):
             models.find("d")
         assert models.results == {"loaded": 2, "failed": 1}
+
+
+@on_a_loop
+async def test_a_failed_model_is_refused_for_good(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "!b") as (models, disk):
+        with pytest.raises(ModelFailed, match="b: it cannot be read"):
+            await models.available("b")
+        disk.broken.clear()
+        await models.put("b", None)
+        await models.available("b")
 
 
 @on_a_loop

@@ -44,6 +44,7 @@ GAUGES = {
     "vit_model_loaded_timestamp_seconds": {"device"},
     "vit_last_reload_successful": set(),
     "vit_backbone_bytes": {"backbone"},
+    "vit_model_state": {"model", "state"},
     "vit_recent_images": set(),
     "vit_recent_bytes": set(),
     "vit_admitted_images": set(),
@@ -66,7 +67,15 @@ def touched(*devices: str, folder: Path | None = None) -> Metrics:
     """Return metrics that have each series, of engines of which each has a longer queue than the one before."""
     metrics = Metrics(folder)
     engines = [status(device=device, depth=2 * place) for place, device in enumerate(devices)]
-    metrics.watch(Sources(lambda: engines, lambda: (1, 2, 3), lambda: (4, 5), backbones=lambda: {"b": 9}))
+    metrics.watch(
+        Sources(
+            lambda: engines,
+            lambda: (1, 2, 3),
+            lambda: (4, 5),
+            backbones=lambda: {"b": 9},
+            states=lambda: {"cats": "failed"},
+        )
+    )
     metrics.set_models([model_info(device=device) for device in devices], "1.2.3")
     metrics.requests.labels("/classify", "200")
     metrics.request_duration.labels("/classify")
@@ -105,6 +114,17 @@ def test_the_engines_gauges_are_read_at_the_scrape_and_name_its_device_once_it_i
     assert value(metrics, "vit_engine_up", device="auto") is None
     now = status("failed", device="cuda:0")
     assert value(metrics, "vit_engine_up", device="cuda:0") == 0
+
+
+def test_a_model_has_one_state_until_it_is_gone() -> None:
+    states = {"cats": "ready", "dogs": "failed"}
+    metrics = Metrics()
+    metrics.watch(Sources(states=lambda: states))
+    assert value(metrics, "vit_model_state", model="dogs", state="failed") == 1
+    assert value(metrics, "vit_model_state", model="dogs", state="ready") == 0
+    del states["dogs"]
+    assert value(metrics, "vit_model_state", model="dogs", state="failed") is None
+    assert value(metrics, "vit_model_state", model="cats", state="ready") == 1
 
 
 @pytest.fixture

@@ -153,6 +153,7 @@ CONTRACT = {
     (503, "engine_unavailable"),
     (503, "model_loading"),
     (503, "models_full"),
+    (503, "model_failed"),
     (503, "heads_unavailable"),
     (503, "draining"),
     (504, "deadline_exceeded"),

@@ -20,7 +20,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.cli.serve import _check_address, grpc_port_kept
-from service.errors import DeadlineExceeded, InferenceFailed, MalformedRequest, SettingsError, UploadTooLarge
+from service.errors import (
+    DeadlineExceeded,
+    InferenceFailed,
+    MalformedRequest,
+    ModelFailed,
+    SettingsError,
+    UploadTooLarge,
+)
 from service.settings import load_settings
 from service.web.grpc import calls
 from service.web.grpc import open_inference_pb2 as messages
@@ -142,6 +149,7 @@ async def test_what_the_protocol_or_the_model_has_not_is_refused_by_its_status_c
     [
         (DeadlineExceeded("too late"), Code.DEADLINE_EXCEEDED, "504"),
         (InferenceFailed("no finite score"), Code.INTERNAL, "500"),
+        (ModelFailed("dogs: it cannot be read"), Code.FAILED_PRECONDITION, "503"),
         (ValueError("a secret of ours"), Code.INTERNAL, "500"),
     ],
 )

@@ -393,7 +393,7 @@ async def test_models_that_do_not_answer_have_errors_of_their_own_beside_others(
         "unfitted": ("engine_unavailable", "unfitted: it is being fitted"),
         "orphan": ("engine_unavailable", "orphan: no model has its backbone"),
         "few": ("models_full", "there is no memory"),
-        "bare": ("engine_unavailable", "bare: no such file"),
+        "bare": ("model_failed", "bare: no such file"),
     }
 
 
