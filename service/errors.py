@@ -105,9 +105,9 @@ class InferenceFailed(ServiceError):
 
 
 class Unavailable(ServiceError):
-    """The service cannot take the request now; after `retry_after` seconds another try may do better."""
+    """The service cannot take the request now; after `retry_after` seconds another try may do better, if not None."""
 
-    retry_after = 1
+    retry_after: int | None = 1
 
 
 class QueueFull(Unavailable):
@@ -121,7 +121,13 @@ class ReceivingFull(Unavailable):
 class EngineUnavailable(Unavailable):
     """No engine is ready: it is loading, or it failed."""
 
-    retry_after = 5
+    retry_after: int | None = 5
+
+
+class ModelFailed(EngineUnavailable):
+    """The model could not be loaded, and is not tried again until somebody changes it: another try is in vain."""
+
+    retry_after = None
 
 
 class ModelLoading(Unavailable):
@@ -136,10 +142,6 @@ class ModelsFull(Unavailable):
     def __init__(self, message: str = "", retry_after: int = 5) -> None:
         super().__init__(message)
         self.retry_after = retry_after
-
-
-class ModelFailed(ServiceError):
-    """The model could not be loaded, and is not tried again until somebody changes it: another try is in vain."""
 
 
 class HeadsUnavailable(Unavailable):

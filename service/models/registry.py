@@ -699,7 +699,7 @@ class LocalModels(Models):
         ]
         loaded = self.backbones()
         if sum(loaded.get(backbone, 0) for _, backbone in idle) < too_much:
-            raise _full("it has no memory beside the models that are in use", ModelsFull("").retry_after)
+            raise _full("it has no memory beside the models that are in use", 5)
         if load_caller.get():  # the operator's loads unload any
             now = self._clock()
             stays = {backbone: self._resident_until.get(backbone, now) - now for _, backbone in idle}

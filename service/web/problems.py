@@ -103,6 +103,8 @@ def problem_of(error: Exception) -> Problem:
 
 def _headers(error: Exception) -> dict[str, str]:
     match error:
+        case errors.Unavailable(retry_after=None):
+            return {}
         case errors.Unavailable() | errors.TooManyRequests():
             return {"Retry-After": str(error.retry_after)}
         case errors.Unauthorized():

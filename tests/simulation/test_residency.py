@@ -43,6 +43,7 @@ class Simulation:
         try:
             await self.models.available(name)
         except ModelsFull as error:
+            assert error.retry_after is not None
             return error.retry_after
         return 0
 

@@ -125,8 +125,10 @@ def test_tries_and_their_time_are_bounded_and_other_refusals_silence_and_a_wrong
 def test_a_failed_model_is_not_asked_again() -> None:
     problem = FULL | {"code": "model_failed", "detail": "dogs: it cannot be read"}
     transport = httpx.MockTransport(lambda _: httpx.Response(503, json=problem))
-    with Client(URL, transport=transport, sleep=pytest.fail) as client, pytest.raises(ModelFailed) as failed:
+    pauses: list[float] = []
+    with Client(URL, transport=transport, sleep=pauses.append) as client, pytest.raises(ModelFailed) as failed:
         client.labels()
+    assert pauses == []
     assert "dogs: it cannot be read" in str(failed.value)
 
 

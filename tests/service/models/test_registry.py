@@ -19,7 +19,6 @@ from service.engine.messages import ModelInfo
 from service.errors import (
     CheckpointRefused,
     DefaultModel,
-    EngineUnavailable,
     ModelFailed,
     ModelsFull,
     NameTaken,
@@ -162,7 +161,7 @@ async def test_a_broken_model_is_named_once_and_the_others_serve(
             "model b: b: it cannot be read"
         ]
         assert models.failure == ""
-        with pytest.raises(EngineUnavailable, match="b: b: it cannot be read"):
+        with pytest.raises(ModelFailed, match="b: b: it cannot be read"):
             await models.available("b")
         with pytest.raises(UnknownModel, match="'d': no such model; there is a, b, c"):
             models.find("d")
