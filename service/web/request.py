@@ -62,7 +62,18 @@ from service.web.decoders import Decoded, Decoders
 from service.web.image_stores import ImageStore, id_of_kind, new_image_id
 from service.web.lanes import Deadline, Job, Lane
 from service.web.middleware import request_context
-from service.web.upload import WHOLE_BODY, Bound, UploadedFile, UploadLimits, read_files, read_whole
+from service.web.upload import (
+    BYTES_A_VALUE,
+    WHOLE_BODY,
+    Bound,
+    Upload,
+    UploadedFile,
+    UploadLimits,
+    is_text,
+    picture_of_text,
+    read_files,
+    read_whole,
+)
 from vitserve.documents import FIELD
 
 logger = logging.getLogger("vitserve")
@@ -429,30 +440,33 @@ class AdmittedRequest:
 
     # The body is read
 
-    async def read_picture(self, fields: Collection[str] = (FIELD,), *, passes: int = 1) -> bytearray:
-        """Return the only picture in the body, and take a place for each of its passes.
+    async def read_upload(
+        self, parameters: Collection[str] = (), *, several: bool = False, fields: Collection[str] = (FIELD,)
+    ) -> Upload:
+        """Return the pictures in the body, and the form's other fields; no slot is taken yet.
 
-        Its part of a form has one of the names `fields`.
+        Args:
+            parameters: names of the form fields that are parameters of the route.
+            several: whether there may be more than one picture.
+            fields: names of the form fields with pictures.
 
         Raises `QueueFull`, and what `read` and `service.web.upload.read_files` raise.
         """
-        [file] = await self.read_pictures(1, fields, passes=passes)
-        return require_file(file)
-
-    async def read_pictures(
-        self, most: int, fields: Collection[str] = (FIELD,), *, passes: int = 1
-    ) -> list[UploadedFile]:
-        """Return the pictures in the body, at most so many, and take a place for each; see `read_picture`."""
         settings, limiter = self.service.settings, self.service.limiter
-        limits = UploadLimits(settings.max_upload_bytes, settings.max_request_bytes, most, fields)
+        limits = UploadLimits(
+            settings.max_upload_bytes,
+            settings.max_request_bytes,
+            settings.max_images_per_request if several else 1,
+            fields,
+            parameters,
+            "VIT_MAX_IMAGES_PER_REQUEST" if several else "",
+        )
         numbers = itertools.count(2)
-        files = await self.read(
+        return await self.read(
             lambda receive: read_files(
                 self.sender.headers, receive, limits, lambda: limiter.check(next(numbers)), self.write
             )
         )
-        await self.take(passes * len(files))
-        return files
 
     async def read_body(self, limit: int | None = None) -> bytearray:
         """Return the whole body, which is no picture; it takes no place.
@@ -510,6 +524,9 @@ class AdmittedRequest:
         service, config = self.service, self.model.info.preprocess
         if not data:
             raise MissingImage("the picture is empty")
+        if is_text(data):
+            work_on_text = partial(picture_of_text, data, service.settings.max_upload_bytes)
+            data = await self.write(work_on_text, size=len(data) // BYTES_A_VALUE)
         if is_bounded(data):
             work = partial(_decode, data, config, service.settings)
             job: Job[Any] = service.lanes.pictures.work(work, self._caller, len(data), self.deadline)

@@ -4,12 +4,16 @@ Nothing is written to disk, and nothing is kept of parts that are no file. A bod
 limit is passed, not when its end is reached.
 """
 
+import contextlib
+import difflib
 import re
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Final, NamedTuple
+from urllib.parse import unquote
 
 import msgspec
 from python_multipart.exceptions import FormParserError
@@ -17,6 +21,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.datastructures import Headers
 from starlette.types import Receive
 
+from model.errors import UnsupportedImageFormat
 from service.errors import (
     ClientDisconnected,
     MalformedRequest,
@@ -31,23 +36,42 @@ from vitserve.documents import FIELD
 RIGHT_CALL = f"curl -F {FIELD}=@photo.jpg URL, or curl --data-binary @photo.jpg URL"
 """How a picture is sent, for those who sent something else."""
 
-_MAX_OTHER_PARTS: Final = 1000  # a body of nothing but tiny parts would cost the event loop a minute of parsing
+_MAX_FIELDS: Final = 64  # a body of nothing but tiny parts would cost the event loop a minute of parsing
+_MAX_FIELD_BYTES: Final = 1 << 18  # a thousand labels of 256 characters
 _MAX_HEADER_PARAMETERS: Final = 64  # the time of the parser is quadratic in their number
 _PIECE: Final = 1 << 18
 _MAX_ESCAPE: Final = 6
 _BREATH: Final = 1e-4  # seconds in which another thread takes the interpreter
 _MAX_BOUNDARY: Final = 256  # bytes, as the parser has it
-_BYTES_A_VALUE: Final = 32  # of JSON, which are read in the time of a value; of escapes in half as many
+BYTES_A_VALUE: Final = 32  # of JSON, which are read in the time of a value; of escapes in half as many
 
 _STRIPPED: Final = (b"\xff\xd8\xff", b"\x89PNG\x1a")  # the beginnings of a JPEG, and of a PNG without its line breaks
 # Around the text of the picture in a JSON document.
 _BEFORE, _AFTER = (re.compile(each.replace(b" ", rb"\s{0,99}")) for each in (rb' \{ "image" : "', rb'" \} '))
-_DATA_URI: Final = re.compile(r"data:[^,]{0,200};base64,")
+_DATA_URI: Final = re.compile(r"\s*data:[^,]{0,200};base64,", re.IGNORECASE)
+
+# The first bytes of pictures that this service decodes, JSON cannot begin with.
+_MAGIC_OF_ANY: Final = re.compile(rb"\xff\xd8\xff|\x89PNG|GIF8|RIFF.{4}WEBP|II[*+]\0|MM\0[*+]|BM|.{4}ftyp", re.DOTALL)
+
+# Texts that may be a picture in base64, also in its alphabet for URLs, perhaps percent-encoded or as a data URI.
+_TEXT: Final = re.compile(rb"[\s!-~]+")
+_BASE64: Final = re.compile(r"[A-Za-z0-9+/_-]{16,}={0,2}")
+_LOOKED_AT: Final = 256
 
 WHOLE_BODY: Final = " (VIT_MAX_REQUEST_BYTES)"
 
 UploadedFile = bytearray | UploadTooLarge
 """The bytes of one file, or the error that they are too many."""
+
+FormFields = Mapping[str, list[str]]
+"""The values of a form's fields that are not files, by name."""
+
+
+class Upload(NamedTuple):
+    """What a body holds."""
+
+    files: list[UploadedFile]
+    fields: FormFields = MappingProxyType({})
 
 
 class Bound(NamedTuple):
@@ -59,12 +83,23 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UploadLimits:
-    """Limits on the upload of one request: bytes in one file, bytes in the whole body, files, and their fields."""
+    """Limits on the upload of one request.
+
+    Attributes:
+        file_bytes: in one file.
+        body_bytes: in the whole body.
+        files: how many.
+        fields: names of the form fields with files.
+        parameters: names of the form fields that are parameters of the route.
+        setting: the setting that says how many files; empty where a route takes one.
+    """
 
     file_bytes: int
     body_bytes: int
     files: int
     fields: Collection[str] = (FIELD,)
+    parameters: Collection[str] = ()
+    setting: str = ""
 
 
 async def read_files(
@@ -73,8 +108,10 @@ async def read_files(
     limits: UploadLimits,
     on_further_file: Callable[[], None],
     in_turn: Callable[[Callable[[], bytearray], int], Awaitable[bytearray]],
-) -> list[UploadedFile]:
+) -> Upload:
     """Return the files in a body: the raw picture, one in JSON, or at least one part named `file` of a multipart form.
+
+    Other fields of a form are parameters of the route.
 
     `on_further_file` is called before the second and each later file is read, and may refuse it. `in_turn` works on a
     document of so many values, and may refuse to.
@@ -84,7 +121,7 @@ async def read_files(
         MissingImage: the body is empty, or no part is named `file`.
         UnsupportedMediaType: the body is other JSON, is declared as another kind of multipart, or as compressed; or it
             is what `curl -d` leaves of a picture.
-        MalformedRequest: the multipart form or the base64 is broken.
+        MalformedRequest: the multipart form or the base64 is broken, or a field is unknown.
         TooManyImages: there are more files than `limits.files`.
         ClientDisconnected: the caller went away.
     """
@@ -102,11 +139,11 @@ async def read_files(
     await _feed(feed, receive, bound, refusal, at_once=declared > 0)
     if is_form:
         return form.finish()
-    if is_json:
-        return [await in_turn(partial(_json_picture, raw, limits.file_bytes), len(raw) // _BYTES_A_VALUE)]
+    if is_json and not _MAGIC_OF_ANY.match(raw):
+        return Upload([await in_turn(partial(_json_picture, raw, limits.file_bytes), len(raw) // BYTES_A_VALUE)])
     if kind == b"application/x-www-form-urlencoded" and _is_stripped(raw):
         raise UnsupportedMediaType(f"curl -d has taken bytes out of the picture, so send it by {RIGHT_CALL}")
-    return [raw]
+    return Upload([raw])
 
 
 async def _feed(
@@ -216,11 +253,12 @@ def _json_picture(document: bytearray, most: int) -> bytearray:
         own = '{"image": "BASE64"}, and nothing beside it'
         raise UnsupportedMediaType(f"JSON is {own}; or send the picture itself: {RIGHT_CALL}") from None
     prefix = _DATA_URI.match(text)
+    text = unquote(text) if prefix and "%" in text[-_LOOKED_AT:] else text
     text = text[prefix.end() if prefix else 0 :]
     if len(text) // 4 * 3 - 2 > most:
         raise UploadTooLarge(f"more than {most} bytes in one file (VIT_MAX_UPLOAD_BYTES)")
     try:
-        return from_base64(text)
+        return from_base64(standard_base64(text))
     except ValueError:
         raise MalformedRequest("image: not base64; no URL is fetched: send the picture's bytes") from None
 
@@ -243,6 +281,59 @@ def _json_text(document: bytearray) -> Iterator[str]:
         start = stop
         if start < end:
             time.sleep(_BREATH)
+
+
+def standard_base64(text: str) -> str:
+    """Return base64 in the standard alphabet and padded: some senders use that of URLs, or leave the padding out."""
+    if "-" in text or "_" in text:
+        text = text.replace("-", "+").replace("_", "/")
+    return text if len(text) % 4 == 0 else text.rstrip("=") + "=" * (-len(text.rstrip("=")) % 4)
+
+
+def is_text(data: bytearray) -> bool:
+    """Return whether a file is printable ASCII as far as its first bytes tell: no picture begins so."""
+    return bool(data) and _TEXT.fullmatch(data, 0, _LOOKED_AT) is not None and not _MAGIC_OF_ANY.match(data)
+
+
+def picture_of_text(data: bytearray, most: int) -> bytearray:
+    """Return the picture that a text holds in base64, or a data URI does.
+
+    Raises:
+        UnsupportedImageFormat: the text is something else; the message says what was probably meant.
+        UploadTooLarge: the picture has more than `most` bytes.
+    """
+    text = data.decode("ascii", "replace").strip()
+    plain = unquote(text) if "%" in text[:_LOOKED_AT] else text
+    prefix = _DATA_URI.match(plain)
+    encoded = re.sub(r"\s+", "", plain[prefix.end() if prefix else 0 :])
+    if _BASE64.fullmatch(encoded):
+        if len(encoded) // 4 * 3 - 2 > most:
+            raise UploadTooLarge(f"more than {most} bytes in one file (VIT_MAX_UPLOAD_BYTES)")
+        with contextlib.suppress(ValueError):
+            picture = from_base64(standard_base64(encoded))
+            if prefix or _MAGIC_OF_ANY.match(picture):
+                return picture
+    raise UnsupportedImageFormat(_meant(text))
+
+
+def _meant(text: str) -> str:
+    """Return what to do instead of sending a text that is not a picture."""
+    start = text[:100].lower()
+    if start.startswith(("<!doctype", "<html", "<?xml", "<svg")):
+        return f"the body is HTML or XML, not a picture: send the picture's bytes: {RIGHT_CALL}"
+    if start.startswith(("http://", "https://", "s3://", "gs://", "file://")):
+        return f"the body is an address, and none is fetched: send the picture's bytes: {RIGHT_CALL}"
+    if re.fullmatch(r"[^\n]{1,255}\.(jpe?g|png|webp|gif|bmp|tiff?|avif|heic|heif)", start):
+        return f"{text[:50]!r} is a file's name, not its content: curl needs an @: -F {FIELD}=@{text[:50]}"
+    if start.startswith(("{", "[")):
+        return f'the body is JSON: send Content-Type: application/json with {{"image": "BASE64"}}, or {RIGHT_CALL}'
+    return f'the body is text, not a picture: send its bytes: {RIGHT_CALL}, or JSON {{"image": "BASE64"}}'
+
+
+def by_likeness(name: str, known: Iterable[str]) -> list[str]:
+    """Return names, the one most like a given name first."""
+    given = name[:50].lower()
+    return sorted(known, key=lambda each: (-difflib.SequenceMatcher(None, each.lower(), given).ratio(), each))
 
 
 def from_base64(text: str) -> bytearray:
@@ -268,6 +359,7 @@ def _form_parser(boundary: bytes, form: "_Form") -> Callable[[bytes], object]:
             "on_header_end": form.on_header_end,
             "on_headers_finished": form.on_headers_finished,
             "on_part_data": form.on_part_data,
+            "on_part_end": form.on_part_end,
             "on_end": form.on_end,
         },
     )
@@ -287,25 +379,26 @@ class _Form:
         self._limits = limits
         self._on_further_file = on_further_file
         self._files: list[UploadedFile] = []
+        self._fields: dict[str, list[str]] = {}
+        self._parameter: str | None = None
+        self._field_bytes = 0
         self._current: bytearray | None = None
         self._field: bytes | None = None
-        self._parts = 0
         self._ended = False
 
-    def finish(self) -> list[UploadedFile]:
-        """Return the files; raises `MalformedRequest` or `MissingImage`."""
+    def finish(self) -> Upload:
+        """Return the files and the other fields; raises `MalformedRequest` or `MissingImage`."""
         if not self._ended:
             raise MalformedRequest("multipart: the body ends before its last boundary")
         if not self._files:
             raise MissingImage(f"no part is named {FIELD!r}: {RIGHT_CALL}")
-        return self._files
+        return Upload(self._files, self._fields)
 
     def on_part_begin(self) -> None:
-        """Count a part; raises `MalformedRequest`."""
-        self._field = self._current = None
-        self._parts += 1
-        if self._parts > self._limits.files + _MAX_OTHER_PARTS:
-            raise MalformedRequest(f"multipart: more than {_MAX_OTHER_PARTS} parts that are not named {FIELD!r}")
+        """Begin a part, whose name is not known yet."""
+        self._field = None
+        self._current = None
+        self._parameter = None
 
     def on_header_end(self) -> None:
         """Keep the name of the part's field."""
@@ -316,17 +409,60 @@ class _Form:
 
     def on_headers_finished(self) -> None:
         """Begin a file, if the part is one; raises `TooManyImages`, and what `on_further_file` raises."""
-        if self._field is None or self._field.decode("latin-1") not in self._limits.fields:
+        name = "" if self._field is None else self._field.decode("utf-8", "replace")
+        if name not in self._limits.fields:
+            self._begin_parameter(name)
             return
         if len(self._files) >= self._limits.files:
-            raise TooManyImages(f"more than {self._limits.files} file(s) in one request (VIT_MAX_IMAGES_PER_REQUEST)")
+            raise TooManyImages(self._too_many())
         if self._files:
             self._on_further_file()
         self._current = bytearray()
         self._files.append(self._current)
 
+    def _begin_parameter(self, name: str) -> None:
+        """Begin a field that is a parameter of the route; raises `MalformedRequest` if it has no such parameter."""
+        known = self._limits.parameters
+        if name not in known:
+            files = " or ".join(map(repr, self._limits.fields))
+            raise MalformedRequest(
+                f"unknown form field {name[:50]!r}; the picture is the field {files}"
+                + (f"; parameters: {', '.join(by_likeness(name, known))}" if known else "")
+            )
+        if sum(map(len, self._fields.values())) >= _MAX_FIELDS:
+            raise MalformedRequest(f"multipart: more than {_MAX_FIELDS} fields beside the files")
+        self._parameter = name
+        self._fields.setdefault(name, []).append("")
+        self._text = bytearray()
+
+    def _too_many(self) -> str:
+        """Return what is said of a file too many."""
+        if self._limits.files == 1 and not self._limits.setting:
+            return "two files, and this route takes one; the routes that end with /batch take several"
+        return f"more than {self._limits.files} files in one request ({self._limits.setting})"
+
+    def on_part_end(self) -> None:
+        """Keep the value of a field; raises `MalformedRequest` if it is not text."""
+        if self._parameter is None:
+            return
+        try:
+            self._fields[self._parameter][-1] = self._text.decode()
+        except UnicodeDecodeError:
+            raise MalformedRequest(f"{self._parameter}: expected text in UTF-8") from None
+
     def on_part_data(self, data: bytes, start: int, end: int) -> None:
-        """Add to the file; raises `UploadTooLarge` if it is the only one."""
+        """Add to the file or field.
+
+        Raises:
+            UploadTooLarge: the only file is too large.
+            MalformedRequest: the fields are too long.
+        """
+        if self._parameter is not None:
+            self._field_bytes += end - start
+            if self._field_bytes > _MAX_FIELD_BYTES:
+                raise MalformedRequest(f"multipart: more than {_MAX_FIELD_BYTES} bytes in fields beside the files")
+            self._text += data[start:end]
+            return
         if self._current is None:
             return
         self._current += data[start:end]

@@ -43,7 +43,7 @@ def test_a_picture_is_classified_in_every_form_of_body(server: Served, pictures:
         server.client.post("/classify", content=iter([picture[:9], picture[9:]]), headers={"Content-Type": "image/x"}),
         server.client.post("/classify", content=picture, headers={"Content-Type": "application/x-www-form-urlencoded"}),
         server.client.post("/classify", content=picture),
-        server.client.post("/classify", files=[("note", (None, "hello")), *files(picture)]),
+        server.client.post("/classify", files=[("top_k", (None, "5")), *files(picture)]),
     ]
     for answer in answers:
         assert answer.status_code == 200, answer.text
@@ -64,7 +64,7 @@ def test_a_picture_is_classified_in_every_form_of_body(server: Served, pictures:
     [
         ("POST", "/classify", {"files": files(b"")}, (422, "invalid_image")),
         ("POST", "/classify", {}, (422, "invalid_image")),
-        ("POST", "/classify", {"files": [("image", b"x")]}, (422, "invalid_image")),
+        ("POST", "/classify", {"files": [("image", b"x")]}, (400, "malformed_request")),
         ("POST", "/classify", {"files": files(png(10, 10)[:30])}, (422, "invalid_image")),
         ("POST", "/classify", {"files": files(b"<svg></svg>")}, (415, "unsupported_media_type")),
         ("POST", "/classify", {"json": {"picture": "x"}}, (415, "unsupported_media_type")),

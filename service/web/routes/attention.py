@@ -27,6 +27,7 @@ from model.outputs import (
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, NotFound
 from service.web.request import AdmittedRequest, Model, all_of, model_of, service_of
+from service.web.routes.asked import Asked
 from service.web.routes.endpoint import BINARY, ONE_PICTURE, Absent, Endpoint, ModelName, npy_response, problems
 from vitserve.documents import MAPS, AttentionDocument, RegionDocument, significant
 
@@ -134,9 +135,11 @@ async def attention_of_kept_picture(request: Request, query: Annotated[StoredPic
 async def attention(request: Request, query: Annotated[AttentionQuery, Query()]) -> Response:
     """Draw the map of the picture in the body."""
     model = await model_of(request, query.model)
-    requests = _requests(query, model.info)
+    asked = Asked(request, query, model, _requests)
     async with service_of(request).admit(request, model) as admitted:
-        file = await admitted.read_picture()
+        file = await asked.read(admitted)
+        await admitted.take(1)
+        query, requests, model = asked.query, asked.wanted, admitted.model
         decoded, turn = await admitted.decoded(file)
         turn.leave()
         picture = decoded.picture

@@ -20,13 +20,14 @@ from model.errors import ImageError, InputError
 from model.heads import compared, labels_of_request, of_image, with_labels
 from model.outputs import DEFAULT_TOP_K, EmbeddingRequest, RequestedOutputs, parse_maps
 from service.engine.messages import InferenceResult, ModelInfo
-from service.errors import InvalidParameter, MissingImage, ServiceError, UnknownModel
+from service.errors import InvalidParameter, MissingImage, ServiceError, UnknownModel, UploadTooLarge
 from service.web.decoders import Decoded
 from service.web.image_stores import new_image_id
 from service.web.inference_protocol.inference import find_model
 from service.web.middleware import request_context
 from service.web.problems import problem_of
 from service.web.request import AdmittedRequest, Model, all_of, model_of, require_file, service_of
+from service.web.routes.asked import Asked
 from service.web.routes.attention import map_fields, query_of, region_document
 from service.web.routes.endpoint import NAME, ONE_PICTURE, SEVERAL_PICTURES, Absent, Endpoint, ModelQuery, problems
 from service.web.upload import UploadedFile
@@ -52,8 +53,7 @@ _FIELDS: Final = (FIELD, "data", "body")
 """Names that TorchServe's clients give to the part with the picture."""
 
 _PATH: Final = "/predictions/{name:path}"
-_LABELS: Final = {"name": "labels", "in": "query", "schema": {"type": "string"}}
-_PREDICTION: Final = ONE_PICTURE | {"parameters": [NAME, _LABELS]}
+_PREDICTION: Final = ONE_PICTURE | {"parameters": [NAME]}
 _REFUSALS: Final = problems(400, 404, 408, 413, 415, 422, 500, 503, 504)
 
 
@@ -97,13 +97,21 @@ class ClassifyQuery(ModelQuery, frozen=True):
 )
 async def classify(request: Request, query: Annotated[ClassifyQuery, Query()]) -> Response:
     """Classify one picture: a multipart field `file`, or the raw body; by one model, or by several."""
-    if query.names_several:
-        return await _classify_by_several(request, query)
-    model = await model_of(request, query.model)
-    requested = _requested(query, model.info)
+    several = await _several(request, query) if query.names_several else None
+    model = await model_of(request, query.model) if several is None else several.first
+    asked = Asked(request, query, model, _of_one_or_several)
     async with service_of(request).admit(request, model) as admitted:
-        picture = await admitted.read_picture()
-        content = await _answer(admitted, requested, query.min_score, picture)
+        if several is not None:
+            several.hold(admitted)
+        picture = await asked.read(admitted)
+        if asked.wanted is not None:
+            await admitted.take(1)
+            content = await _answer(admitted, asked.wanted, asked.query.min_score, picture)
+        else:
+            if several is None or asked.query is not query:
+                several = await _several(request, asked.query)
+                several.hold(admitted)
+            content = await _answer_by_several(admitted, several, picture, asked.query)
     return Response(content, media_type="application/json")
 
 
@@ -119,10 +127,19 @@ async def classify_batch(request: Request, query: Annotated[ClassifyQuery, Query
     if query.names_several:
         raise InvalidParameter("model: one is expected here; POST /classify takes several")
     model = await model_of(request, query.model)
-    requested = _requested(query, model.info)
+    asked = Asked(request, query, model, _requested)
     async with service_of(request).admit(request, model) as admitted:
-        pictures = await admitted.read_pictures(admitted.service.settings.max_images_per_request)
-        return await answer_each(admitted, pictures, partial(_answer, admitted, requested, query.min_score))
+        pictures = await asked.read_all(admitted)
+        if asked.query.names_several:
+            raise InvalidParameter("model: one is expected here; POST /classify takes several")
+        await admitted.take(len(pictures))
+        answer = partial(_answer, admitted, asked.wanted, asked.query.min_score)
+        return await answer_each(admitted, pictures, answer)
+
+
+def _of_one_or_several(query: ClassifyQuery, info: ModelInfo) -> RequestedOutputs | None:
+    """Return what is asked of the only model, or None if the query names several."""
+    return None if query.names_several else _requested(query, info)
 
 
 def _requested(query: ClassifyQuery, info: ModelInfo, *, cap: bool = False) -> RequestedOutputs:
@@ -221,15 +238,41 @@ def _timings(admitted: AdmittedRequest, passes: Sequence[tuple[Decoded, Inferenc
 _Members = list[tuple[Model, RequestedOutputs]]
 
 
-async def _classify_by_several(request: Request, query: ClassifyQuery) -> Response:
-    """Classify one picture by several models: one pass for each backbone and preprocessing, which takes one place."""
+class _Several(NamedTuple):
+    """The models that are to answer a picture.
+
+    Attributes:
+        names: as they were asked for.
+        groups: the models of each pass.
+        failed: why a model does not answer, by name.
+        first: a model to admit the request with: the default one if none answers.
+    """
+
+    names: list[str]
+    groups: list[_Members]
+    failed: dict[str, Exception]
+    first: Model
+
+    def hold(self, admitted: AdmittedRequest) -> None:
+        """Keep all models until the request ends."""
+        for group in self.groups:
+            for model, _ in group:
+                admitted.by(model)
+
+
+async def _several(request: Request, query: ClassifyQuery) -> _Several:
+    """Return the models that a query names.
+
+    Raises:
+        InvalidParameter: there are too many names, or labels beside them.
+        UnknownModel: a name is unknown.
+    """
     service = service_of(request)
     if query.labels is not None:
-        raise InvalidParameter("labels: they are compared by one model; name one")
-    every = [each.name for each in service.models.describe()]
-    names = every if query.model == "*" else [each.strip() for each in str(query.model).split(",")]
+        raise InvalidParameter("labels: needs exactly one model")
+    names = _names(query, [each.name for each in service.models.describe()])
     for name in names:
-        if name not in service.models.added:  # such a one has an error of its own where it does not answer
+        if name not in service.models.added:  # a head that does not answer has an error of its own
             service.models.find(name)
     found = dict(zip(names, await all_of(_found(request, name) for name in names), strict=True))
     failed: dict[str, Exception] = {}
@@ -244,23 +287,35 @@ async def _classify_by_several(request: Request, query: ClassifyQuery) -> Respon
         else:
             groups.setdefault((model.info.backbone or name, model.info.preprocess), []).append((model, requested))
     members = [each for group in groups.values() for each in group]
-    # Without any model that answers, the default one's request is answered with the errors.
-    async with service.admit(request, members[0][0] if members else service.model()) as admitted:
-        for model, _ in members[1:]:
-            admitted.by(model)  # none is closed while others answer
-        passes: list[_Pass] = []
-        image_id = new_image_id()
-        if members:
-            picture = await admitted.read_picture(passes=len(groups))
-            passes = await all_of(_pass(admitted, picture, group, image_id, query) for group in groups.values())
-        answers = {name: _item(admitted, error) for name, error in failed.items()}
-        answers |= {name: answer for each in passes for name, answer in each.answers.items()}
-        document: dict[str, object] = {"id": image_id} if any(each.is_kept for each in passes) else {}
-        document |= {"models": {name: answers[name] for name in found}}
-        document |= {"timings_ms": _timings(admitted, [each.took for each in passes if each.took is not None])}
-        size = sum(asked.top_k for _, asked in members)
-        content = await admitted.write(partial(msgspec.json.encode, document), size=size)
-    return Response(content, media_type="application/json")
+    return _Several(names, list(groups.values()), failed, members[0][0] if members else service.model())
+
+
+def _names(query: ClassifyQuery, every: Sequence[str]) -> list[str]:
+    """Return the models that a query names, each once; raises `InvalidParameter` of more names than models."""
+    if query.model == "*":
+        return list(every)
+    text = query.model or ""
+    if text.count(",") >= len(every):
+        raise InvalidParameter(f"model: {text.count(',') + 1} names; there are {len(every)} models, and * names all")
+    return list(dict.fromkeys(each.strip() for each in text.split(",")))
+
+
+async def _answer_by_several(
+    admitted: AdmittedRequest, several: _Several, picture: bytearray, query: ClassifyQuery
+) -> bytes:
+    """Return `Classifications` as JSON: one pass for each backbone and preprocessing, which takes one slot."""
+    passes: list[_Pass] = []
+    image_id = new_image_id()
+    if several.groups:
+        await admitted.take(len(several.groups))
+        passes = await all_of(_pass(admitted, picture, group, image_id, query) for group in several.groups)
+    answers = {name: _item(admitted, error) for name, error in several.failed.items()}
+    answers |= {name: answer for each in passes for name, answer in each.answers.items()}
+    document: dict[str, object] = {"id": image_id} if any(each.is_kept for each in passes) else {}
+    document |= {"models": {name: answers[name] for name in several.names}}
+    document |= {"timings_ms": _timings(admitted, [each.took for each in passes if each.took is not None])}
+    size = sum(asked.top_k for group in several.groups for _, asked in group)
+    return await admitted.write(partial(msgspec.json.encode, document), size=size)
 
 
 async def _found(request: Request, name: str) -> Model | ServiceError:
@@ -295,7 +350,7 @@ async def _pass(
         ]
         by_first = admitted.by(first)
         decoded, result = await by_first.classify(picture, replace(asked, more=tuple(others)))
-    except MissingImage:
+    except (MissingImage, UploadTooLarge):  # of the picture, not of a model
         raise
     except ServiceError as error:
         failed = _item(admitted, error)
@@ -354,6 +409,16 @@ def _url(image_id: str, method: str) -> str:
     return f"/attention?id={image_id}" + ("&method=cls" if method == "cls" else "")
 
 
+class PredictionQuery(BaseModel, frozen=True):
+    """The query of POST /predictions."""
+
+    labels: Annotated[str | Absent, Field(description="that of POST /classify")] = None
+
+
+def _of_labels(query: PredictionQuery, info: ModelInfo) -> RequestedOutputs:
+    return _requested(ClassifyQuery(labels=query.labels), info)
+
+
 class Health(BaseModel):
     """The answer of GET /ping."""
 
@@ -382,7 +447,7 @@ async def invocations(request: Request, query: Annotated[ClassifyQuery, Query()]
 @others.post(
     "/predictions/{name:path}", response_model=dict[str, float], openapi_extra=_PREDICTION, responses=_REFUSALS
 )
-async def predictions(request: Request) -> Response:
+async def predictions(request: Request, query: Annotated[PredictionQuery, Query()]) -> Response:
     """Return the scores of the best classes by label, as TorchServe does. Of equal labels the best stays.
 
     With VIT_COVERAGE they are those in the set of labels, with thresholds those that reach theirs: none where the model
@@ -397,11 +462,12 @@ async def predictions(request: Request) -> Response:
         service.models.find(path)
         name, version = path, ""
     model = await find_model(service, name or path, version.removesuffix(".0") if name else "", started)
-    requested = _requested(ClassifyQuery(labels=request.query_params.get("labels")), model.info)
-    names = requested.labels or model.info.labels
+    asked = Asked(request, query, model, _of_labels)
     async with service.admit(request, model) as admitted:
-        picture = await admitted.read_picture(_FIELDS)
-        _, result = await admitted.classify(picture, requested)
+        picture = await asked.read(admitted, fields=_FIELDS)
+        await admitted.take(1)
+        _, result = await admitted.classify(picture, asked.wanted)
+    names = asked.wanted.labels or model.info.labels
     outputs = result.outputs
     service.metrics.count_image(model.info.name, outputs)
     predicted = outputs.predicted() & (not outputs.far)
@@ -414,6 +480,6 @@ async def predictions(request: Request) -> Response:
 
 
 @others.put(_PATH, response_model=dict[str, float], openapi_extra=_PREDICTION, responses=_REFUSALS)
-async def predictions_by_put(request: Request) -> Response:
+async def predictions_by_put(request: Request, query: Annotated[PredictionQuery, Query()]) -> Response:
     """Answer as POST does: TorchServe's examples send the picture by `curl -T`, which is a PUT."""
-    return await predictions(request)
+    return await predictions(request, query)

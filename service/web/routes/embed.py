@@ -14,9 +14,10 @@ from starlette.responses import Response
 
 from model.heads import MAX_TEXTS, checked_texts, normalized
 from model.outputs import Pooling, RequestedOutputs, parse_embedding
-from service.engine.messages import InferenceResult
+from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter
 from service.web.request import AdmittedRequest, Model, model_of, of_each, require_file, service_of
+from service.web.routes.asked import Asked
 from service.web.routes.classify import answer_each
 from service.web.routes.endpoint import (
     BINARY,
@@ -73,12 +74,16 @@ async def embed(request: Request, query: Annotated[EmbedOneQuery, Query()]) -> R
     model = await model_of(request, query.model)
     if query.text:
         return await _embed_texts(request, query, model)
-    requested = RequestedOutputs(1, embedding=parse_embedding(model.info.config, query.pool, query.normalize))
+    asked = Asked(request, query, model, _requested)
     async with service_of(request).admit(request, model) as admitted:
-        picture = await admitted.read_picture()
+        picture = await asked.read(admitted)
+        query = asked.query
+        if query.text:
+            raise InvalidParameter("text: there is a picture, too: send a picture or texts")
+        await admitted.take(1)
         if query.format == "npy":
-            return npy_response((await embed_all(admitted, requested, [picture]))[0])
-        return Response(await _answer(admitted, query, requested, picture), media_type="application/json")
+            return npy_response((await embed_all(admitted, asked.wanted, [picture]))[0])
+        return Response(await _answer(admitted, query, asked.wanted, picture), media_type="application/json")
 
 
 @router.post(
@@ -93,12 +98,18 @@ async def embed_batch(request: Request, query: Annotated[EmbedQuery, Query()]) -
     Each gets its own answer or its own error; with `npy`, the first that fails is the error of the request.
     """
     model = await model_of(request, query.model)
-    requested = RequestedOutputs(1, embedding=parse_embedding(model.info.config, query.pool, query.normalize))
+    asked = Asked(request, query, model, _requested)
     async with service_of(request).admit(request, model) as admitted:
-        pictures = await admitted.read_pictures(admitted.service.settings.max_images_per_request)
-        if query.format == "npy":
-            return npy_response(np.stack(await embed_all(admitted, requested, pictures)))
-        return await answer_each(admitted, pictures, partial(_answer, admitted, query, requested))
+        pictures = await asked.read_all(admitted)
+        await admitted.take(len(pictures))
+        if asked.query.format == "npy":
+            return npy_response(np.stack(await embed_all(admitted, asked.wanted, pictures)))
+        return await answer_each(admitted, pictures, partial(_answer, admitted, asked.query, asked.wanted))
+
+
+def _requested(query: EmbedQuery, info: ModelInfo) -> RequestedOutputs:
+    """Return what a query asks of each picture; raises `InputError`."""
+    return RequestedOutputs(1, embedding=parse_embedding(info.config, query.pool, query.normalize))
 
 
 def embedding_of(admitted: AdmittedRequest, result: InferenceResult) -> NDArray[np.float32]:

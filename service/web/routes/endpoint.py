@@ -5,13 +5,12 @@ cost a request as much of the event loop's time as all of our code. Here the que
 that OpenAPI shows, the function is called, and errors rise to `service.web.middleware.ProblemMiddleware`.
 """
 
-import difflib
 import io
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Annotated, Any, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -29,7 +28,10 @@ from starlette.types import Receive, Scope, Send
 from service.errors import InvalidParameter, MethodNotAllowed, NotFound
 from service.web.middleware import request_context
 from service.web.problems import MEDIA_TYPE
+from service.web.upload import by_likeness
 from vitserve.documents import FIELD, ProblemDocument
+
+Q = TypeVar("Q", bound=BaseModel)
 
 _MAX_PARAMETERS = 64
 
@@ -98,6 +100,7 @@ class Application(FastAPI):
         if self.openapi_schema is None:
             document = super().openapi()
             _describe_keys(document, self.state.public, required=self.state.keys_required)
+            _describe_form_fields(document)
         return super().openapi()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -175,32 +178,57 @@ async def no_such_path(scope: Scope, receive: Receive, send: Send) -> None:
     raise NotFound(f"{scope['path']}: no such path")
 
 
+def parameters_of(model: type[BaseModel]) -> tuple[str, ...]:
+    """Return the names of a query's parameters, as they are sent."""
+    return tuple(field.alias or name for name, field in model.model_fields.items())
+
+
 @lru_cache(maxsize=64)
 def parse_query(model: type[BaseModel], query_string: bytes) -> BaseModel:
-    """Return a request's query as `model`. The last of repeated parameters counts; a tuple has all.
+    """Return a request's query as `model`; raises as `validated`.
 
-    Queries are cached, as most requests have one of a few. Raises `InvalidParameter` if a parameter is missing, unknown
-    or not what the model allows, or if there are too many.
+    Queries are cached, as most requests have one of a few.
     """
     if query_string.count(b"&") >= _MAX_PARAMETERS:
         raise InvalidParameter(f"more than {_MAX_PARAMETERS} parameters")
-    pairs = parse_qsl(query_string.decode("latin-1"), keep_blank_values=True)
-    query: dict[str, Any] = dict(pairs)
-    known = [field.alias or name for name, field in model.model_fields.items()]
+    return validated(model, parse_qsl(query_string.decode("latin-1"), keep_blank_values=True))
+
+
+def validated(model: type[Q], pairs: Sequence[tuple[str, str]]) -> Q:
+    """Return parameters as a query; a tuple has all values of a repeated one.
+
+    Raises:
+        InvalidParameter: a parameter is missing, unknown, given twice or not what the model allows.
+    """
+    query: dict[str, Any] = {}
+    tuples = {name for name, field in model.model_fields.items() if get_origin(field.annotation) is tuple}
+    for name, value in pairs:
+        if name in tuples:
+            query[name] = (*query.get(name, ()), value)
+        elif query.setdefault(name, value) != value:
+            raise InvalidParameter(f"{name:.50}: given as {query[name]!r:.50} and as {value!r:.50}: send one")
+    known = parameters_of(model)
     unknown = next((name for name in query if name not in known), None)
     if unknown is not None and model.model_config.get("extra") != "ignore":
-        given = unknown[:50].lower()
-        known.sort(key=lambda name: (-difflib.SequenceMatcher(None, name, given).ratio(), name))
-        raise InvalidParameter(f"{unknown:.50}: no such parameter; there are {', '.join(known)}")
-    for name, field in model.model_fields.items():
-        if name in query and get_origin(field.annotation) is tuple:
-            query[name] = tuple(value for key, value in pairs if key == name)
+        raise InvalidParameter(f"{unknown:.50}: no such parameter; there are {', '.join(by_likeness(unknown, known))}")
     try:
         return model.model_validate(query)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         message = str(first["msg"])
         raise InvalidParameter(f"{first['loc'][0]}: {message[:1].lower()}{message[1:]}") from None
+
+
+def _describe_form_fields(document: dict[str, Any]) -> None:
+    """Add to an OpenAPI document, in place, that parameters of a query may be fields of its form."""
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            form = operation.get("requestBody", {}).get("content", {}).get("multipart/form-data")
+            parameters = [each for each in operation.get("parameters", ()) if each["in"] == "query"]
+            if form is not None and parameters:
+                fields = {each["name"]: each["schema"] for each in parameters}
+                schema = form["schema"]
+                form["schema"] = {**schema, "properties": {**schema["properties"], **fields}}
 
 
 def _describe_keys(document: dict[str, Any], public: Collection[str], *, required: bool) -> None:

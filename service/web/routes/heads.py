@@ -17,6 +17,7 @@ from starlette.responses import Response
 from model.heads import checked_texts
 from model.outputs import EmbeddingRequest, RequestedOutputs
 from model.taught_heads import TaughtHead
+from service.engine.messages import ModelInfo
 from service.errors import (
     Forbidden,
     HeadWithoutBackbone,
@@ -31,6 +32,7 @@ from service.teach.heads import features_of
 from service.web.api_keys import holds_admin_key
 from service.web.middleware import request_context
 from service.web.request import AdmittedRequest, model_of, service_of
+from service.web.routes.asked import Asked
 from service.web.routes.embed import embed_all, embedding_of
 from service.web.routes.endpoint import BINARY, NAME, SEVERAL_PICTURES, Absent, Endpoint, problems, to_json
 from vitserve.documents import AddedExamples, ExampleCounts, ExampleList, HeadDescription, HeadList, Knowledge
@@ -49,9 +51,10 @@ class LabelQuery(BaseModel, frozen=True):
     label: Annotated[str, Field(description="what is on the pictures")]
 
 
-class ExampleQuery(LabelQuery, frozen=True):
-    """The query of POST /heads/NAME/examples."""
+class ExampleQuery(BaseModel, frozen=True):
+    """The query of POST /heads/NAME/examples, whose parameters may be fields of its form."""
 
+    label: Annotated[str | Absent, Field(description="what is on the pictures; required, here or in the form")] = None
     id: Annotated[
         str | Absent, Field(description="a kept picture, from the answer of /classify, instead of a body")
     ] = None
@@ -85,7 +88,6 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
     name = check_name(request.path_params["name"])
     if name in map(service.models.name_of, service.models.served) or service.taught.is_file(name):
         raise NameTaken(f"{name}: a model has this name: choose another one for the head")
-    label = _label(query)
     head = (await asyncio.to_thread(examples.heads)).get(name)
     known = head and head.id
     key, backbone = request_context(request.scope).key_owner or "", query.backbone
@@ -94,10 +96,11 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
     if head is not None and backbone is None:
         backbone = service.models.name_of(service.taught.base(head))
     model = await model_of(request, backbone)
+    asked = Asked(request, query, model, _checked_label, lambda query: query.backbone or backbone)
     async with service.admit(request, model) as admitted:
-        features = await _features(admitted, query)
-        of = features_of(model.info), model.info.name
-        counts, numbers = await asyncio.to_thread(examples.add, name, label, features, key, of, known)
+        features = await _features(admitted, asked)
+        of = features_of(admitted.model.info), admitted.model.info.name
+        counts, numbers = await asyncio.to_thread(examples.add, name, asked.wanted, features, key, of, known)
     service.taught.changed()
     return AddedExamples(head=name, examples=counts, numbers=numbers)
 
@@ -129,7 +132,7 @@ async def relabel_example(request: Request, query: Annotated[LabelQuery, Query()
     """Put an example of a head under another label, in one step; the head is fitted again."""
     examples, head = await _found(request)
     _require_own(request, head)
-    label = _label(query)
+    label = _label(query.label)
     counts = await asyncio.to_thread(examples.relabel, head, request.path_params["number"], label)
     service_of(request).taught.changed()
     return ExampleCounts(head=head.name, examples=counts)
@@ -220,10 +223,16 @@ async def _found(request: Request) -> tuple[Examples, HeadRow]:
     return examples, await asyncio.to_thread(examples.head, request.path_params["name"])
 
 
-def _label(query: LabelQuery) -> str:
+def _label(text: str) -> str:
     """Return the label of a request, in one form of Unicode; raises `InputError`."""
-    [label] = checked_texts([unicodedata.normalize("NFC", query.label)], "label", 1)
+    [label] = checked_texts([unicodedata.normalize("NFC", text)], "label", 1)
     return label
+
+
+def _checked_label(query: ExampleQuery, _: ModelInfo) -> str:
+    if query.label is None:
+        raise InvalidParameter("label: field required")
+    return _label(query.label)
 
 
 def _require_own(request: Request, head: HeadRow) -> None:
@@ -241,8 +250,9 @@ def _require_admin(request: Request) -> None:
         raise Forbidden("the admin key is needed for this: VIT_ADMIN_KEY has it")
 
 
-async def _features(admitted: AdmittedRequest, query: ExampleQuery) -> NDArray[np.float32]:
+async def _features(admitted: AdmittedRequest, asked: Asked[ExampleQuery, str]) -> NDArray[np.float32]:
     """Return what the head reads of each picture of a request, [N, D], all finite; the first error is the request's."""
+    query = asked.query
     if query.id is not None:
         if await admitted.read_body():
             raise InvalidParameter("id: there is a body, too: send pictures, or the id of a kept one")
@@ -252,7 +262,10 @@ async def _features(admitted: AdmittedRequest, query: ExampleQuery) -> NDArray[n
         await admitted.take(1)
         rows = [embedding_of(admitted, await admitted.infer(picture.pixels, _EMBEDDING))]
     else:
-        pictures = await admitted.read_pictures(admitted.service.settings.max_images_per_request)
+        pictures = await asked.read_all(admitted)
+        if asked.query.id is not None:
+            raise InvalidParameter("id: there are pictures, too: send pictures, or the id of a kept one")
+        await admitted.take(len(pictures))
         rows = await embed_all(admitted, _EMBEDDING, pictures)
     features = np.stack(rows)
     if not np.isfinite(features).all():

@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, cast
 
 from service.lifecycle import Lifecycle
@@ -96,10 +97,12 @@ def budget_of(running: App) -> Receiving:
     return service_in(running).receiving
 
 
-def form(*files: bytes) -> dict[str, Any]:
-    """Headers and body of a multipart request with `file` parts."""
-    head = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'.encode()
-    body = b"".join(head + data + b"\r\n" for data in files) + f"--{BOUNDARY}--\r\n".encode()
+def form(*files: bytes, fields: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """Headers and body of a multipart request with `file` parts, and other fields before them."""
+    head = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="'
+    body = "".join(f'{head}{name}"\r\n\r\n{value}\r\n' for name, value in fields.items()).encode()
+    body += b"".join(f'{head}file"; filename="a"\r\n\r\n'.encode() + data + b"\r\n" for data in files)
+    body += f"--{BOUNDARY}--\r\n".encode()
     return {"headers": {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}, "body": body}
 
 

@@ -57,7 +57,7 @@ FAULTS: list[tuple[str, str, dict[str, Any]]] = [
     ("form", "malformed_request", {"complete": False}),
     ("form", "malformed_request", {"content_type": "multipart/form-data"}),
     ("form", "unsupported_media_type", {"content_type": "application/json"}),
-    ("form", "invalid_image", {"part_name": "image"}),
+    ("form", "malformed_request", {"part_name": "image"}),
     ("kind", "unsupported_media_type", {"picture": b"no picture at all"}),
     ("image", "invalid_image", {"picture": png(7)[:40]}),
     ("image", "invalid_image", {"picture": b""}),

@@ -3,9 +3,10 @@
 import base64
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from hypothesis import example, given
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from starlette.datastructures import Headers
 
+from model.errors import UnsupportedImageFormat
 from service.errors import (
     ClientDisconnected,
     MalformedRequest,
@@ -23,9 +25,21 @@ from service.errors import (
     UploadTooLarge,
 )
 from service.web import upload
-from service.web.upload import Bound, UploadLimits, read_whole
+from service.web.upload import Bound, UploadLimits, is_text, picture_of_text, read_whole
 from tests.model.images.pictures import encode
-from tests.service.web.uploads import BOUNDARY, MULTIPART, Channel, cut, finish, form, part, read
+from tests.service.fakes import png
+from tests.service.web.uploads import (
+    BOUNDARY,
+    MULTIPART,
+    WITH_PARAMETERS,
+    Channel,
+    cut,
+    finish,
+    form,
+    part,
+    read,
+    upload_of,
+)
 
 # Contents made of what is likely to be taken for a boundary.
 CONTENTS = st.lists(
@@ -43,7 +57,8 @@ def is_content(content: bytes) -> bool:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["file", "file", "note", ""]), CONTENTS.filter(is_content)), max_size=6), CUTS
+    st.lists(st.tuples(st.sampled_from(["file", "file", "top_k", "labels"]), CONTENTS.filter(is_content)), max_size=6),
+    CUTS,
 )
 def test_the_files_arrive_whole_and_in_order_however_the_body_is_cut(
     parts: list[tuple[str, bytes]], cuts: list[int]
@@ -52,11 +67,12 @@ def test_the_files_arrive_whole_and_in_order_however_the_body_is_cut(
     files = [content for name, content in parts if name == "file"]
     further: list[None] = []
     chunks = cut(body, cuts)
-    if not files:
-        with pytest.raises((MissingImage, MalformedRequest)):
-            read(chunks)
+    try:
+        found = read(chunks, limits=WITH_PARAMETERS, on_further=lambda: further.append(None))
+    except (MissingImage, MalformedRequest):
+        assert not files or any(name != "file" for name, _ in parts), "a parameter that is not text"
         return
-    assert read(chunks, on_further=lambda: further.append(None)) == files
+    assert found == files
     assert len(further) == len(files) - 1
 
 
@@ -171,9 +187,7 @@ def test_any_other_json_is_refused_with_the_right_call(body: bytes, cuts: list[i
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "text", ["A", "AAA", "AA=A", "AAA=AAAA", "A-A_", "AA A", "data:image/png,AAAA", "https://x/y.jpg"]
-)
+@pytest.mark.parametrize("text", ["A", "AA=A", "AAA=AAAA", "AA A", "data:image/png,AAAA", "https://x/y.jpg"])
 def test_what_is_not_base64_is_malformed(text: str) -> None:
     with pytest.raises(MalformedRequest, match="no URL is fetched"):
         read(b'{"image": "%b"}' % text.encode(), "application/json")
@@ -248,17 +262,79 @@ def test_broken_multipart_is_malformed(broken: bytes) -> None:
         read(broken, limits=UploadLimits(file_bytes=1_000_000, body_bytes=1_000_000, files=8))
 
 
-@pytest.mark.parametrize(("others", "fits"), [(1000, True), (1001, False)])
-def test_a_form_may_have_a_thousand_parts_beside_its_files(others: int, fits: bool) -> None:
-    body = form(*[part(b"", "note")] * others, *[part(b"x")] * 2)
-    limits = UploadLimits(file_bytes=10, body_bytes=1_000_000, files=2)
-    with nullcontext() if fits else pytest.raises(MalformedRequest, match="1000 parts"):
-        assert read(body, limits=limits) == [b"x"] * 2
+@given(st.lists(st.tuples(st.sampled_from(["top_k", "labels"]), st.text(max_size=20)), max_size=6), CUTS)
+def test_other_fields_are_parameters(fields: list[tuple[str, str]], cuts: list[int]) -> None:
+    texts = [(name, text) for name, text in fields if is_content(text.encode())]
+    body = form(*(part(text.encode(), name) for name, text in texts), part(b"x"))
+    upload = upload_of(cut(body, cuts), limits=WITH_PARAMETERS)
+    assert upload.files == [bytearray(b"x")]
+    expected: dict[str, list[str]] = {}
+    for name, text in texts:
+        expected.setdefault(name, []).append(text)
+    assert upload.fields == expected
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([part(b"x", "image")], r"unknown form field 'image'; the picture is the field 'file'"),
+        ([part(b"x"), part(b"3", "topk")], r"unknown form field 'topk'.*; parameters: top_k, labels"),
+        ([part(b"x"), part(b"\xff", "labels")], "labels: expected text in UTF-8"),
+        ([part(b"x"), *[part(b"", "labels")] * 65], "more than 64 fields"),
+        ([part(b"x"), part(b"l" * (1 << 18), "labels"), part(b"m", "labels")], "more than 262144 bytes"),
+    ],
+)
+def test_a_field_without_an_effect_is_refused(parts: list[bytes], message: str) -> None:
+    with pytest.raises(MalformedRequest, match=message):
+        read(form(*parts), limits=WITH_PARAMETERS)
 
 
 def test_a_form_without_a_file_says_which_field_it_wants() -> None:
     with pytest.raises(MissingImage, match=r"^no part is named 'file': curl -F file="):
-        read(form(part(b"x", "image"), part(b"y", "File")))
+        read(form(part(b"3", "top_k")), limits=WITH_PARAMETERS)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [base64.b64encode, base64.urlsafe_b64encode, lambda data: base64.b64encode(data).rstrip(b"=")],
+    ids=["standard", "for URLs", "unpadded"],
+)
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda text: text,
+        lambda text: b"data:image/png;base64," + text,
+        lambda text: b"DATA:Image/PNG;charset=utf-8;BASE64," + text,
+        lambda text: quote(b"data:image/png;base64," + text).encode(),
+        lambda text: b"\r\n".join(text[start : start + 76] for start in range(0, len(text), 76)) + b"\n",
+    ],
+    ids=["bare", "data URI", "capitals", "percent-encoded", "lines"],
+)
+def test_a_picture_may_be_text(write: Callable[[bytes], bytes], wrap: Callable[[bytes], bytes]) -> None:
+    picture = png(7)
+    text = bytearray(wrap(write(picture)))
+    assert is_text(text)
+    assert not is_text(bytearray(picture))
+    assert picture_of_text(text, 10_000) == picture
+    with pytest.raises(UploadTooLarge):
+        picture_of_text(text, len(picture) - 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("dog.jpg", "curl needs an @: -F file=@dog.jpg"),
+        ("https://example.org/dog.jpg", "an address, and none is fetched"),
+        ("<!DOCTYPE html><html></html>", "HTML or XML"),
+        ('{"image": "AAAA"}', "Content-Type: application/json"),
+        ("aGVsbG8gd29ybGQsIHRoaXMgaXMgbm8gcGljdHVyZQ==", "text, not a picture"),
+        ("hello", "text, not a picture"),
+    ],
+)
+def test_other_text_is_refused_with_the_remedy(text: str, remedy: str) -> None:
+    with pytest.raises(UnsupportedImageFormat) as raised:
+        picture_of_text(bytearray(text.encode()), 10_000)
+    assert remedy in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +397,7 @@ def test_the_limit_of_a_file_is_exact(size: int, fits: bool) -> None:
     picture = b"x" * size
     for body, kind in ((form(part(picture)), MULTIPART), (picture, "image/png")):
         with nullcontext() if fits else pytest.raises(UploadTooLarge):
-            assert read(body, kind, limits) == [picture]
+            assert read(body, kind, limits=limits) == [picture]
 
 
 def test_one_file_too_large_does_not_fail_its_neighbours() -> None:
@@ -380,4 +456,4 @@ def test_a_picture_in_json_is_bounded_as_any_other(size: int) -> None:
     limits = UploadLimits(file_bytes=100_000, body_bytes=1_000_000, files=1)
     body = b'{"image": "%b"}' % base64.b64encode(bytes(size))
     with nullcontext() if size < limits.file_bytes else pytest.raises(UploadTooLarge):
-        assert read(body, "application/json", limits) == [bytearray(size)]
+        assert read(body, "application/json", limits=limits) == [bytearray(size)]

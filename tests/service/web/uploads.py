@@ -2,13 +2,15 @@
 
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.datastructures import Headers
 
-from service.web.upload import UploadLimits, read_files
+from service.web.upload import Upload, UploadLimits, read_files
 
 ROOMY = UploadLimits(file_bytes=10_000, body_bytes=100_000, files=8)
+WITH_PARAMETERS = replace(ROOMY, body_bytes=1_000_000, parameters=("top_k", "labels"))
 BOUNDARY = "xYz"
 MULTIPART = f"multipart/form-data; boundary={BOUNDARY}"
 
@@ -43,21 +45,26 @@ async def at_once(work: Callable[[], bytearray], size: int) -> bytearray:
     return work()
 
 
-def read(
+def read(chunks: bytes | Sequence[bytes] | Channel, content_type: str | None = MULTIPART, **options: Any) -> list[Any]:
+    """The files of a body; see `upload_of`."""
+    return list(upload_of(chunks, content_type, **options).files)
+
+
+def upload_of(
     chunks: bytes | Sequence[bytes] | Channel,
     content_type: str | None = MULTIPART,
     limits: UploadLimits = ROOMY,
     on_further: Callable[[], None] = lambda: None,
     **headers: str,
-) -> list[object]:
+) -> Upload:
     if isinstance(chunks, bytes):
         chunks = [chunks]
     channel = chunks if isinstance(chunks, Channel) else Channel(chunks)
     given_headers = {name.replace("_", "-"): value for name, value in headers.items()}
     if content_type is not None:
         given_headers["content-type"] = content_type
-    files: list[object] = finish(read_files(Headers(given_headers), channel, limits, on_further, at_once))
-    return files
+    upload: Upload = finish(read_files(Headers(given_headers), channel, limits, on_further, at_once))
+    return upload
 
 
 def part(content: bytes, name: str = "file", *, extra: str = "") -> bytes:

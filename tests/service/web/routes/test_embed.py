@@ -82,7 +82,7 @@ async def test_a_batch_as_an_array_has_a_row_for_each_picture_or_none_at_all(ser
     )
     refused = await embed_batch(service, png(1), b"no picture", png(3), query="format=npy")
     assert (refused.status, refused.code) == (415, "unsupported_media_type")
-    assert refused.json["detail"].startswith("picture 1: not a picture")
+    assert refused.json["detail"].startswith("picture 1: the body is text")
     large = await embed_batch(app(max_upload_bytes=len(png(1))), png(1), png(1) + b"0", query="format=npy")
     assert (large.status, large.json["detail"][:11]) == (413, "picture 1: ")
 

@@ -1,0 +1,101 @@
+"""Fields of a form beside the file are parameters, or they are refused."""
+
+import base64
+from typing import Any
+
+import pytest
+
+from tests.service.fakes import on_a_loop, png
+from tests.service.web.apps import App, app, form, service_in
+from tests.service.web.http_communicator import HttpCommunicator
+from tests.service.web.routes.test_models import several
+
+
+async def post(service: App, path: str, query: str = "", **fields: str) -> HttpCommunicator:
+    answer = await service.request("POST", path, query=query, **form(png(7), fields=fields))
+    assert service_in(service).limiter.in_use == 0
+    return answer
+
+
+def without_times(document: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in document.items() if name not in ("id", "timings_ms")}
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/classify", {"top_k": "1", "embedding": "true"}),
+        ("/classify", {"model": "few", "min_score": "0.2"}),
+        ("/invocations", {"top_k": "2"}),
+        ("/embed", {"pool": "mean", "normalize": "true", "model": "few"}),
+        ("/attention", {"class": "3", "format": "json"}),
+    ],
+)
+async def test_a_field_counts_as_in_the_query(path: str, fields: dict[str, str]) -> None:
+    service, _ = several()
+    query = "&".join(f"{name}={value}" for name, value in fields.items())
+    by_query, by_form = await post(service, path, query), await post(service, path, **fields)
+    assert by_query.status == by_form.status == 200
+    assert without_times(by_form.json) == without_times(by_query.json)
+    assert without_times((await post(service, path, query, **fields)).json) == without_times(by_query.json)
+
+
+@on_a_loop
+@pytest.mark.parametrize("names", ["few,cats", "*"])
+async def test_a_field_may_name_several_models(names: str) -> None:
+    service, _ = several()
+    by_query = await post(service, "/classify", f"model={names}")
+    by_form = await post(service, "/classify", model=names)
+    assert by_form.json["models"].keys() == by_query.json["models"].keys()
+    assert by_form.json["models"]["few"]["predictions"] == by_query.json["models"]["few"]["predictions"]
+    assert (await post(service, "/classify/batch", model=names)).code == "invalid_parameter"
+
+
+@on_a_loop
+async def test_a_field_may_mend_what_the_query_lacks() -> None:
+    service, models = several()
+    models.default_name = "bare"
+    assert (await post(service, "/classify")).code == "invalid_parameter"
+    assert (await post(service, "/classify", model="few")).status == 200
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("query", "fields", "code", "detail"),
+    [
+        ("top_k=2", {"top_k": "3"}, "malformed_request", "top_k: '2' in the address and '3' in the form: send one"),
+        ("", {"topk": "3"}, "malformed_request", "unknown form field 'topk'"),
+        ("", {"top_k": "x"}, "invalid_parameter", "top_k: input should be a valid integer"),
+        ("", {"top_k": "11"}, "invalid_parameter", "top_k 11: the model has 10 classes"),
+        ("", {"model": "nobody"}, "unknown_model", "nobody"),
+        ("", {"model": "few,nobody"}, "unknown_model", "nobody"),
+    ],
+)
+async def test_a_field_is_refused_with_the_reason(query: str, fields: dict[str, str], code: str, detail: str) -> None:
+    answer = await post(several()[0], "/classify", query, **fields)
+    assert answer.code == code
+    assert detail in answer.json["detail"]
+
+
+@on_a_loop
+async def test_names_are_bounded_before_any_work() -> None:
+    service, _ = several()
+    answer = await post(service, "/classify", "model=" + ",".join(["few"] * 4))
+    assert answer.code == "invalid_parameter"
+    assert "4 names; there are 3 models" in answer.json["detail"]
+    twice = await post(service, "/classify", "model=few,few")
+    assert twice.json["models"].keys() == {"few"}
+
+
+@on_a_loop
+async def test_a_picture_in_base64_is_answered() -> None:
+    service = app()
+    text = base64.b64encode(png(7))
+    expected = (await service.classify(png(7))).json["predictions"]
+    for body in (form(text), {"body": text}, {"body": b"data:image/png;base64," + text}):
+        assert (await service.request("POST", "/classify", **body)).json["predictions"] == expected
+    mixed = await service.request("POST", "/classify/batch", **form(text, b"hello", png(7)))
+    first, second, third = mixed.json["results"]
+    assert first["predictions"] == third["predictions"] == expected
+    assert second["error"]["code"] == "unsupported_media_type"
