@@ -35,7 +35,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from model.errors import ImageTooCostly, ImageTooLarge, InvalidImage, UnsupportedImageFormat
-from model.images import jpeg, png
+from model.images import jpeg, png, tiff
 from model.images.jpeg import UPRIGHT, read_orientation
 
 # Pillow's classes that decode each format; None where this installation has no codec for it.
@@ -63,6 +63,11 @@ _HEIC_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b
 
 # Bytes of the file that a decoder gets at a time: most pictures at once.
 _PIECE_BYTES = 262_144
+
+RAW = (
+    "raw photos are not decoded, nor TIFFs that begin with a thumbnail: it would be classified in place of the photo; "
+    "export the photo as JPEG"
+)
 
 Converter = Callable[[Image.Image], Image.Image]
 
@@ -178,10 +183,14 @@ def _format_of(data: bytes | bytearray) -> str:
     """
     if not data:
         raise InvalidImage("the picture is empty: 0 bytes")
+    if tiff.is_raw(data):
+        raise UnsupportedImageFormat(RAW)
     match = _MAGIC.match(data)
     if match is None:
         raise UnsupportedImageFormat("not a picture of an allowed format: JPEG, PNG, WebP, GIF, BMP, TIFF or AVIF")
     name = _brand(data) if match.lastgroup == "ISO" else str(match.lastgroup)
+    if name == "TIFF" and tiff.is_thumbnail(data):
+        raise UnsupportedImageFormat(RAW)
     if _READERS[name] is None:
         hint = ": pip install 'vitserve[heic]' adds them" if name == "HEIF" else " by this Pillow"
         raise UnsupportedImageFormat(f"{name} pictures are not supported{hint}")
