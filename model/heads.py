@@ -126,11 +126,11 @@ class Known:
     of `LEVEL` or more is nearer.
 
     Attributes:
-        examples: float16 [M, D], divided by their norms; some of them where there are very many.
+        examples: float32 [M, D] of float16 values, divided by their norms; some of them where there are very many.
         limit: the distance above which a picture is far.
     """
 
-    examples: NDArray[np.float16]
+    examples: Floats
     limit: float
 
     @classmethod
@@ -141,7 +141,7 @@ class Known:
         examples = examples[first_equal(examples) == np.arange(len(rows))]  # a copy is no neighbour
         distances = _distances(examples, examples, alone=False)
         rank = min(len(examples), math.ceil(round((len(examples) + 1) * LEVEL, 6)))
-        return cls(examples.astype(np.float16), float(np.sort(distances)[rank - 1]))
+        return cls(examples.astype(np.float16).astype(np.float32), float(np.sort(distances)[rank - 1]))
 
     def far(self, features: Floats) -> NDArray[np.bool_]:
         """Return whether pictures are far from all examples, bool [B], by their features [B, D]."""
@@ -149,7 +149,7 @@ class Known:
 
     def distances(self, features: Floats) -> Floats:
         """Return the distance of pictures from the nearest examples, float32 [B], by their features [B, D]."""
-        return _distances(normalized(features), self.examples.astype(np.float32))
+        return _distances(normalized(features), self.examples)
 
 
 def _distances(features: Floats, examples: Floats, *, alone: bool = True) -> Floats:
@@ -195,6 +195,12 @@ class Head:
         assert self.weight is not None, "the backbone's pass gives them"
         logits: Floats = (normalized(features) if self.normalized else features) @ self.weight.T + np.float32(self.bias)
         return logits
+
+    @property
+    def cost(self) -> int:
+        """Return the number of multiplications that scoring one picture's features takes."""
+        weights = 0 if self.weight is None else self.weight.size
+        return weights + (0 if self.known is None else self.known.examples.size)
 
     @property
     def linear(self) -> Linear:
@@ -357,7 +363,7 @@ def compared(outputs: Outputs, head: Head, requested: RequestedOutputs) -> Outpu
         found,
         logits[0] if requested.logits else None,
         (outputs.more or (outputs,))[0].embedding if requested.embedding else None,
-        outputs.finite,
+        outputs.finite and bool(best.finite[0]),
         far=head.known is not None and bool(head.known.far(features)[0]),
     )
 

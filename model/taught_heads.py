@@ -41,7 +41,8 @@ class TaughtHead(NamedTuple):
         about = {"format": FORMAT, "version": _VERSION, "backbone": self.backbone, "model": self.model}
         about |= {"statistics": self.statistics, "labels": json.dumps(head.labels)}
         about |= {"temperature": repr(head.temperature), "limit": repr(head.known.limit)}
-        return save({"weight": head.weight, "bias": np.asarray(head.bias), "known": head.known.examples}, about)
+        known = head.known.examples.astype(np.float16)
+        return save({"weight": head.weight, "bias": np.asarray(head.bias), "known": known}, about)
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str) -> Self:
@@ -55,7 +56,7 @@ class TaughtHead(NamedTuple):
             labels = tuple(map(str, json.loads(about["labels"])))
             if weight.shape != (len(labels), known.shape[1]) or bias.shape != (len(labels),):
                 raise ValueError
-            limit = Known(known.astype(np.float16), float(about["limit"]))
+            limit = Known(known.astype(np.float16).astype(np.float32), float(about["limit"]))
             found = Head(labels, False, float(about["temperature"]), weight=weight, bias=bias, known=limit)
             return cls(found, about["backbone"], about["model"], about["statistics"])
         except (SafetensorError, LookupError, ValueError, TypeError):

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -67,7 +67,7 @@ load_caller: ContextVar[str] = ContextVar("load_caller", default="")
 """The caller to whose account loads go that begin in this context; empty for the operator's."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AddedHead:
     """A head beside the models, which scores the features of one of them.
 
@@ -81,9 +81,15 @@ class AddedHead:
     head: Head | None
     key: str | None
     reason: str
+    _described: tuple[ModelInfo, ModelInfo] | None = field(default=None, init=False, repr=False, compare=False)
 
     def info(self, info: ModelInfo) -> ModelInfo:
         """Return the description of the head as a model, by that of the model whose features it scores."""
+        if self._described is None or self._described[0] is not info:
+            self._described = info, self._of(info)
+        return self._described[1]
+
+    def _of(self, info: ModelInfo) -> ModelInfo:
         assert self.head is not None, "a head that answers is there"
         head, config = self.head, with_labels(info.config, self.head.labels)
         own = replace(
@@ -157,7 +163,7 @@ class Models(ABC):
         if name is None or (name and name not in self.served and name == self.name_of(self.default_name)):
             return self.default_name
         if not name or name not in self.served:
-            names = ", ".join(sorted([*map(self.name_of, self.served), *self.added]))
+            names = ", ".join(self.names())
             raise UnknownModel(f"{name!r:.200}: no such model; there is {names:.2000}")
         return name
 
@@ -178,6 +184,10 @@ class Models(ABC):
     def find(self, name: str | None) -> ServedModel:
         """Return the model of a name, None for the default; raises `UnknownModel`."""
         return self.served[self.key(name)]
+
+    def names(self) -> list[str]:
+        """Return the names of all models and heads, in order."""
+        return sorted([*map(self.name_of, self.served), *self.added])
 
     def describe(self) -> list[ListedModel]:
         """Return the status of each model and head, in the order of names."""

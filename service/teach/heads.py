@@ -115,8 +115,15 @@ class TaughtHeads:
         Raises:
             HeadWithoutBackbone: no model that was loaded has it.
         """
+        return self._base(head, self._features())
+
+    def _features(self) -> dict[str, str]:
+        """Return what names the features of each model that was loaded, by its key."""
         served = self._models.served.items()
-        found = [key for key, model in served if model.info is not None and features_of(model.info) == head.backbone]
+        return {key: features_of(model.info) for key, model in served if model.info is not None}
+
+    def _base(self, head: HeadRow, features: Mapping[str, str]) -> str:
+        found = [key for key, name in features.items() if name == head.backbone]
         if not found:
             raise HeadWithoutBackbone(f"no model is served with the backbone of {head.model}, as it was taught on")
         return min(found, key=lambda key: self._models.name_of(key) != head.model)
@@ -132,15 +139,18 @@ class TaughtHeads:
         self._hidden = hidden
         for name in sorted(hidden - before):
             logger.error("head %s: another model, or a head of VIT_TEACH, has this name and answers instead", name)
-        self._models.added = {name: self._added(taught) for name, taught in self.heads.items() if name not in names}
+        features = self._features()
+        shown = {name: taught for name, taught in self.heads.items() if name not in names}
+        self._models.added = {name: self._added(taught, features) for name, taught in shown.items()}
 
-    def _added(self, taught: Taught) -> AddedHead:
+    def _added(self, taught: Taught, features: Mapping[str, str]) -> AddedHead:
         row, key, head = taught.row, None, None if taught.fitted is None else taught.fitted.head
         try:
-            key, reason = self.base(row), "" if head is not None else row.reason
+            key, reason = self._base(row, features), "" if head is not None else row.reason
         except HeadWithoutBackbone as error:
             reason = row.reason or str(error)
-        return AddedHead(row.name, head, key, reason)
+        added, before = AddedHead(row.name, head, key, reason), self._models.added.get(row.name)
+        return before if before == added else added
 
     def changed(self) -> None:
         """Look at the heads at once: this process has changed them."""

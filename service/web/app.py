@@ -107,7 +107,7 @@ def create_app(
             statuses=models.statuses,
             recent=images.usage,
             places=lambda: (service.limiter.in_use, service.limiter.capacity),
-            names=lambda: {each.name for each in models.describe()},
+            names=lambda: set(models.names()),
             results=lambda: models.results,
             backbones=models.backbones,
             states=lambda: {each.name: each.state for each in models.describe()},

@@ -35,7 +35,7 @@ from model.errors import ImageError
 from model.heads import Head, compared, of_image
 from model.images.decode import is_bounded
 from model.images.preprocess import ModelInput, Region, model_input
-from model.outputs import RequestedOutputs
+from model.outputs import Outputs, RequestedOutputs
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from service.engine.streams import MAX_EXPLANATION_BATCH
@@ -44,6 +44,7 @@ from service.errors import (
     DeadlineExceeded,
     Draining,
     EngineUnavailable,
+    InferenceFailed,
     MissingImage,
     ModelLoading,
     RequestTimeout,
@@ -97,6 +98,9 @@ _TEXTS_AT_ONCE: Final = 8
 _TEXTS_OF_EACH: Final = 2
 _KNOWN_TEXTS: Final = 4096
 
+# Multiplications from which on a thread scores heads; it takes 0.1 ms of the event loop to hand them over.
+_LARGE_SCORES: Final = 1 << 18
+
 
 class Lanes:
     """The queues of a web process before everything that is scarce."""
@@ -113,12 +117,13 @@ class Lanes:
         self.decoders = Lane("decoders", lambda: decoders.processes, clock=clock)
         self.documents = Lane("documents", threads=1, clock=clock)
         self.drawings = Lane("drawing", threads=1, clock=clock)
+        self.heads = Lane("heads", threads=1, clock=clock)
         self.texts = Lane("texts", lambda: _TEXTS_AT_ONCE, clock=clock, each=_TEXTS_OF_EACH)
         self.explanations = Lane("explanations", lambda: ahead(MAX_EXPLANATION_BATCH), clock=clock)
 
     def close(self) -> None:
         """Begin nothing more, without waiting for the threads."""
-        for lane in (self.pictures, self.documents, self.drawings):
+        for lane in (self.pictures, self.documents, self.drawings, self.heads):
             lane.close()
 
 
@@ -593,7 +598,8 @@ class AdmittedRequest:
         if head is None:
             return first or await self._infer(pixels, requested)
         result = first or await self._infer(pixels, of_image(requested, head))
-        return replace(result, outputs=compared(result.outputs, head, requested))
+        outputs = await self.score(partial(scored, result.outputs, head, requested), cost=head.cost)
+        return replace(result, outputs=outputs)
 
     async def _head(self, requested: RequestedOutputs) -> Head | None:
         """Return the head that scores an embedding: a taught one, or that of the request's labels."""
@@ -602,7 +608,7 @@ class AdmittedRequest:
         zero_shot = self.model.info.zero_shot
         assert zero_shot is not None, "routes refuse labels for other models"
         texts = await self.embed_texts(zero_shot.prompts(requested.labels))
-        return zero_shot.head(requested.labels, texts)
+        return await self.score(partial(zero_shot.head, requested.labels, texts), cost=texts.size)
 
     async def _infer(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
         """Infer in a turn beside other maps with a pass of their own, or beside other pictures."""
@@ -638,6 +644,13 @@ class AdmittedRequest:
                 if new:
                     known.add(engine, texts)
         return features
+
+    async def score(self, work: Callable[[], T], *, cost: int) -> T:
+        """Return the scores of heads that `work` returns: here, or from a thread if they are many multiplications."""
+        if cost < _LARGE_SCORES:
+            return work()
+        with self._permit.lent(), self.service.lanes.heads.work(work, self._caller, cost, self.deadline) as job:
+            return await job
 
     # The answer is written
 
@@ -680,6 +693,14 @@ class AdmittedRequest:
             generation.end()
         self._permit.close()
         self.service.receiving.give_back(self._body)
+
+
+def scored(outputs: Outputs, head: Head, requested: RequestedOutputs) -> Outputs:
+    """Return what a head answers, see `compared`; raises `InferenceFailed` if its scores are not finite."""
+    answer = compared(outputs, head, requested)
+    if not answer.finite:
+        raise InferenceFailed("the head gave no finite score for this image")
+    return answer
 
 
 async def _held(job: Job[T]) -> T:

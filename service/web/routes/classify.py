@@ -4,6 +4,7 @@ https://pytorch.org/serve/inference_api.html
 https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-inference-code.html
 """
 
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,16 +18,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from model.errors import ImageError, InputError
-from model.heads import compared, labels_of_request, of_image, with_labels
-from model.outputs import DEFAULT_TOP_K, EmbeddingRequest, RequestedOutputs, parse_maps
+from model.heads import labels_of_request, of_image, with_labels
+from model.outputs import DEFAULT_TOP_K, EmbeddingRequest, Outputs, RequestedOutputs, parse_maps
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, MissingImage, ServiceError, UnknownModel, UploadTooLarge
 from service.web.decoders import Decoded
 from service.web.image_stores import new_image_id
 from service.web.inference_protocol.inference import find_model
 from service.web.middleware import request_context
-from service.web.problems import problem_of
-from service.web.request import AdmittedRequest, Model, all_of, model_of, require_file, service_of
+from service.web.problems import INTERNAL_ERROR, problem_of
+from service.web.request import AdmittedRequest, Model, all_of, model_of, require_file, scored, service_of
 from service.web.routes.asked import Asked
 from service.web.routes.attention import map_fields, query_of, region_document
 from service.web.routes.endpoint import NAME, ONE_PICTURE, SEVERAL_PICTURES, Absent, Endpoint, ModelQuery, problems
@@ -42,6 +43,8 @@ from vitserve.documents import (
     set_fields,
     significant,
 )
+
+logger = logging.getLogger("vitserve")
 
 router = APIRouter(tags=["classify"], route_class=Endpoint)
 others = APIRouter(tags=["other servers"], route_class=Endpoint)
@@ -270,7 +273,7 @@ async def _several(request: Request, query: ClassifyQuery) -> _Several:
     service = service_of(request)
     if query.labels is not None:
         raise InvalidParameter("labels: needs exactly one model")
-    names = _names(query, [each.name for each in service.models.describe()])
+    names = _names(query, service.models.names())
     for name in names:
         if name not in service.models.added:  # a head that does not answer has an error of its own
             service.models.find(name)
@@ -350,17 +353,34 @@ async def _pass(
         ]
         by_first = admitted.by(first)
         decoded, result = await by_first.classify(picture, replace(asked, more=tuple(others)))
-    except (MissingImage, UploadTooLarge):  # of the picture, not of a model
+        cost = sum(model.taught.cost for model, _ in members if model.taught is not None)
+        scores = await by_first.score(partial(_scored, members, result.outputs), cost=cost)
+    except (ImageError, MissingImage, UploadTooLarge):  # of the picture, not of a model
         raise
-    except ServiceError as error:
+    except Exception as error:  # noqa: BLE001  it becomes the answer of the models of this pass
         failed = _item(admitted, error)
         return _Pass(answers | {model.info.name: failed for model, _ in members})
     kept = await admitted.service.keep(decoded.picture, first, image_id)
-    for (model, wanted), outputs in zip(members, (result.outputs, *result.outputs.more), strict=True):
-        own = replace(result, outputs=compared(outputs, model.taught, wanted) if model.taught else outputs)
-        admitted.service.metrics.count_image(model.info.name, own.outputs)
-        answers[model.info.name] = _fields(admitted, model, wanted, decoded, own, kept, query.min_score)
+    for (model, wanted), outputs in zip(members, scores, strict=True):
+        name = model.info.name
+        if isinstance(outputs, Exception):
+            answers[name] = _item(admitted, outputs)
+            continue
+        admitted.service.metrics.count_image(name, outputs)
+        own = replace(result, outputs=outputs)
+        answers[name] = _fields(admitted, model, wanted, decoded, own, kept, query.min_score)
     return _Pass(answers, (decoded, result), kept is not None)
+
+
+def _scored(members: _Members, outputs: Outputs) -> list[Outputs | Exception]:
+    """Return what each model of a pass answers, or why it does not: a head that fails costs itself alone."""
+    answers: list[Outputs | Exception] = []
+    for (model, wanted), own in zip(members, (outputs, *outputs.more), strict=True):
+        try:
+            answers.append(own if model.taught is None else scored(own, model.taught, wanted))
+        except Exception as error:  # noqa: BLE001  it becomes the answer of this head
+            answers.append(error)
+    return answers
 
 
 async def _load(
@@ -385,6 +405,8 @@ async def _load(
 def _item(admitted: AdmittedRequest, error: Exception) -> dict[str, Any]:
     """Return the problem of one of several answers, and count it."""
     problem = problem_of(error)
+    if problem.code == INTERNAL_ERROR:
+        logger.error("request %s failed in part", admitted.sender.request_id, exc_info=error)
     admitted.service.metrics.rejected.labels(problem.code).inc()
     return {"error": problem.document(admitted.sender.request_id).model_dump()}
 

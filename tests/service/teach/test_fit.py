@@ -103,7 +103,10 @@ def test_a_file_holds_all_of_a_head(tmp_path: Path) -> None:
     read = TaughtHead.from_bytes(written.to_bytes(), "pets")
     features = pictures(5, seed=3)[0]
     assert np.array_equal(read.head.logits(features), written.head.logits(features))
-    assert np.array_equal(read.head.known.far(features), written.head.known.far(features))  # type: ignore[union-attr]
+    assert read.head.known is not None
+    assert written.head.known is not None
+    assert np.array_equal(read.head.known.distances(features), written.head.known.distances(features))
+    assert read.head.known.examples.dtype == np.float32, "it is not converted for each picture"
     assert (read.head.labels, read.head.temperature) == (LABELS, written.head.temperature)
     assert read[1:] == written[1:]
     content = written.to_bytes()

@@ -87,7 +87,9 @@ class FakeEngine:
         embedding = None if requested.embedding is None else expected_embedding(red, requested.embedding)
         label_set = np.array(expected_indices(red, red % CLASSES)) if requested.label_set else None
         least = None if self.least is None else self.least[indices]
-        outputs = Outputs(scores, indices, found, logits, embedding, label_set=label_set, least=least)
+        others = [await self.infer(replace(request, requested=each), timeout=timeout) for each in requested.more]
+        more = tuple(each.outputs for each in others)
+        outputs = Outputs(scores, indices, found, logits, embedding, label_set=label_set, least=least, more=more)
         return InferenceResult(outputs, 1, 0.001, 0.002)
 
     async def embed_texts(self, texts: Sequence[str], *, timeout: float) -> NDArray[np.float32]:

@@ -267,7 +267,7 @@ async def test_the_inference_protocol_has_the_size_of_the_set_over_http_and_grpc
 async def test_the_inference_protocol_says_that_a_taught_head_abstains_over_http_and_grpc(
     limit: float, is_far: bool
 ) -> None:
-    known = Known(np.ones((2, 8), np.float16), limit)
+    known = Known(np.ones((2, 8), np.float32), limit)
     head = Head(("a", "b"), independent=False, weight=np.eye(2, 8, dtype=np.float32), known=known)
     async with calling(FakeEngine(model_info())) as caller:
         service_in(caller.service).models.added = {"pets": AddedHead("pets", head, "", "")}

@@ -1,0 +1,78 @@
+"""Taught heads over HTTP: where they are scored, and what one that fails costs the others."""
+
+import threading
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from model.heads import Head, Known
+from service.models.registry import AddedHead
+from tests.service.fakes import model_info, on_a_loop
+from tests.service.web.apps import App, app, service_in
+
+WIDTH = 8
+"""Width of the fake engine's embedding."""
+
+
+class NotingKnown(Known):
+    """Notes the threads that compare a picture with its examples."""
+
+    threads: ClassVar[list[int]] = []
+
+    def far(self, features: NDArray[np.float32]) -> NDArray[np.bool_]:
+        self.threads.append(threading.get_ident())
+        return super().far(features)
+
+
+def head(examples: int = 2, width: int = WIDTH, scale: float = 1.0) -> Head:
+    known = NotingKnown(np.ones((examples, width), np.float32), 10.0)
+    weight = np.float32(scale) * np.eye(2, width, dtype=np.float32)
+    return Head(("a", "b"), independent=False, weight=weight, bias=np.zeros(2, np.float32), known=known)
+
+
+def with_heads(**heads: Head) -> App:
+    """Return an application whose only model has these heads."""
+    service = app()
+    service.engine.info = model_info(backbone="backbone")
+    added = {name: AddedHead(name, head, "", "") for name, head in heads.items()}
+    service_in(service).models.added = added
+    return service
+
+
+@on_a_loop
+@pytest.mark.parametrize(("query", "count"), [("model=large", 1), ("model=large,small", 2), ("model=small", 0)])
+async def test_large_heads_are_scored_on_a_thread(query: str, count: int) -> None:
+    NotingKnown.threads.clear()
+    service = with_heads(large=head(40_000), small=head())
+    assert (await service.classify(query=query)).status == 200
+    others = [each for each in NotingKnown.threads if each != threading.get_ident()]
+    assert len(others) == count
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("broken", "code"),
+    [(head(width=5), "internal_error"), (head(scale=np.nan), "inference_failed")],
+    ids=["width", "nan"],
+)
+async def test_a_head_that_fails_costs_itself_alone(broken: Head, code: str) -> None:
+    service = with_heads(broken=broken, sound=head())
+    answer = await service.classify(query="model=*")
+    assert answer.status == 200
+    models = answer.json["models"]
+    assert models["broken"]["error"]["code"] == code
+    assert [len(models[name]["predictions"]) for name in ("fake", "sound")] == [5, 2]
+    assert (await service.classify(query="model=broken")).code == code
+
+
+@on_a_loop
+async def test_many_heads_are_one_job_of_the_lane() -> None:
+    NotingKnown.threads.clear()
+    heads = {f"head{number}": head(2_000) for number in range(20)}
+    service = with_heads(**heads)
+    answer = await service.classify(query="model=*")
+    assert len(answer.json["models"]) == 21
+    assert len(set(NotingKnown.threads)) == 1
+    assert threading.get_ident() not in NotingKnown.threads
