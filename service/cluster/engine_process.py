@@ -106,7 +106,8 @@ class EngineServer:
         depth = sum(status.queue_depth for status in models.statuses())
         status = replace(models.default.current.engine.status, restarts=self._restarts, queue_depth=depth)
         listed = {key: models.status_of(key) for key in models.served}
-        return frames.StatusChanged(status, self.images.usage(), listed, dict(models.results))
+        refused = frozenset(models.refused)
+        return frames.StatusChanged(status, self.images.usage(), listed, dict(models.results), refused)
 
     async def adopted(self, name: str) -> None:
         """Return when all workers give new requests to the current generation of a model, or it is deleted."""
@@ -341,7 +342,9 @@ async def _run(
     asyncio.get_running_loop().add_signal_handler(STOP, over.set)
     make = Backbones(settings, load, metrics.observe_batch).engine
     models = LocalModels(settings, make, configured_models(settings), versions, on_retired=release_memory)
-    images = MemoryImageStore(ttl=settings.recent_ttl, max_bytes=settings.recent_bytes)
+    images = MemoryImageStore(
+        ttl=settings.recent_ttl, max_bytes=settings.recent_bytes, on_evicted=metrics.recent_evicted_age.observe
+    )
     server = EngineServer(models, images, restarts=child.restarts, on_change=changed)
     beating = asyncio.create_task(child.link.beat())
     await server.start(path)

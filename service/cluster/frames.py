@@ -171,12 +171,13 @@ class Uses(_Frame, frozen=True, tag=10):
 
 
 class StatusChanged(_Frame, frozen=True, tag=11):
-    """Publishes the engine's status, the pictures that are kept, the models by their keys, and `Models.results`."""
+    """Publishes the engine's status, the kept pictures, the models by their keys, `Models.results` and `refused`."""
 
     status: EngineStatus
     kept: StoreUsage
     models: dict[str, ListedModel]
     tally: dict[str, int]
+    refused: frozenset[str] = frozenset()
 
 
 class Serving(_Frame, frozen=True, tag=12):

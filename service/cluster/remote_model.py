@@ -52,7 +52,7 @@ class EngineClient:
         models: the model of each generation that the engine has, by its name and number.
         withdrawn: those of them that are to get no new requests.
         pending: this worker's requests that have no outcome yet.
-        listed, tally, kept: as the engine published them last.
+        listed, tally, refused, kept: as the engine published them last.
     """
 
     def __init__(self, path: Path, device: str) -> None:
@@ -60,6 +60,7 @@ class EngineClient:
         self.withdrawn: set[tuple[str, int]] = set()
         self.listed: dict[str, ListedModel] = {}
         self.tally: dict[str, int] = {}
+        self.refused: frozenset[str] = frozenset()
         self._published = EngineStatus(device, "loading", "the model is loading", "", None, 0)
         self._silent_looks = 0
         self.kept = StoreUsage()
@@ -200,7 +201,7 @@ class EngineClient:
         match frame:
             case frames.Alive():
                 pass
-            case frames.StatusChanged(status, kept, listed, tally):
+            case frames.StatusChanged(status, kept, listed, tally, refused):
                 states = {name: each.state for name, each in listed.items()}
                 changed = (
                     status.state != self._published.state or states.keys() != self.listed.keys() or tally != self.tally
@@ -209,6 +210,7 @@ class EngineClient:
                 self.kept = kept
                 self.listed = listed
                 self.tally = tally
+                self.refused = refused
                 if changed:
                     self._on_change()
             case frames.Serving(model, generation, info):
@@ -453,6 +455,7 @@ class RemoteModels(Models):
         listed = {name: status for engine in self.engines for name, status in engine.listed.items()}
         names = {name for engine in self.engines for name in engine.models} | listed.keys() or {""}
         self.results = self.engines[0].tally  # every engine has the same
+        self.refused = {key for engine in self.engines for key in engine.refused}
         self.default_name = next((name for name, status in listed.items() if status.default), self.default_name)
         for name in names - self.served.keys():
             self.served[name] = self._known.setdefault(name, RemoteModel(self.engines, name))

@@ -121,7 +121,8 @@ class Models(ABC):
 
     Attributes:
         results: how many loads ended how, and how many backbones were unloaded for others; how many of the loads were
-            swaps that were `served` or `refused`, and whether the last one was, `last_refused`.
+            swaps that were `served` or `refused`.
+        refused: the keys in `served` of models whose last swap was refused.
         added: heads that are answered beside the models, by names that no model has.
     """
 
@@ -131,6 +132,7 @@ class Models(ABC):
         self.served = dict(served)
         self.default_name = default
         self.results: Mapping[str, int] = {}
+        self.refused: set[str] = set()
         self.on_change: Callable[[], None] = lambda: None
         self._tasks = Tasks()
         self._reload_again = False
@@ -198,6 +200,10 @@ class Models(ABC):
         """Return the bytes of each backbone that is loaded."""
         every = map(self.status_of, self.served)
         return {each.backbone: each.bytes for each in every if each.state == "ready" and each.backbone}
+
+    def reloads(self) -> dict[str, bool]:
+        """Return whether the last swap of each model was served, or there was none, by its name."""
+        return {self.name_of(key): key not in self.refused for key in self.served}
 
     def statuses(self) -> list[EngineStatus]:
         """Return those of all engines that compute, the default's first."""
@@ -465,7 +471,7 @@ class LocalModels(Models):
         else:
             model.take_over(following)
             self.results["served"] += 1
-            self.results["last_refused"] = 0
+            self.refused.discard(key)
         if key in self.served:  # else it was deleted meanwhile
             self.versions[key] = Version(model.current.number, model.current.checkpoint)
         self.results["loaded"] += 1
@@ -476,14 +482,14 @@ class LocalModels(Models):
     async def discard(self, reason: str, error: BaseException | None = None) -> None:
         """Give up what was prepared, or failed to be, for a reason."""
         if self._prepared is not None:
-            (_, model, following), self._prepared = self._prepared, None
+            (key, model, following), self._prepared = self._prepared, None
             if following is model.current:
                 await model.close()
             else:
                 if not isinstance(error, asyncio.CancelledError):
                     logger.error("the next checkpoint is refused, and the old one goes on: %s", reason)
                 self.results["refused"] += 1
-                self.results["last_refused"] = 1
+                self.refused.add(key)
                 await model.forget(following)
         for each in self.served.values():
             each.is_leaving = False
@@ -519,6 +525,7 @@ class LocalModels(Models):
         await self.answer_waiting(name)
         self._require_changeable(name)  # it may be gone meanwhile
         model = self.served.pop(name)
+        self.refused.discard(name)
         self.versions[name] = Version(model.current.number, gone=True)
         self._tasks.begin(model.leave())
         self.on_change()

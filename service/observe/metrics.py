@@ -43,13 +43,14 @@ stage_seconds: ContextVar[dict[str, float] | None] = ContextVar("stage_seconds",
 """Seconds of each stage of the current request, summed over its images, for its line in the log."""
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_AGES = (1, 5, 15, 30, 60, 120, 300, 600, 1800, 3600, 86_400)
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _SCORES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
 
 
 MODEL_STATES = ("ready", "loading", "unloaded", "failed")
 
-_OF_MODELS = frozenset({"vit_images", "vit_top1_score"})
+_OF_MODELS = frozenset({"vit_images", "vit_top1_score", "vit_image_duration_seconds"})
 """Families whose samples have the name of a model."""
 
 _MODEL = ["model", "architecture", "device", "dtype", "version", "checkpoint", "content"]
@@ -70,6 +71,8 @@ class Sources:
         results: see `service.models.registry.Models`.
         backbones: returns the bytes of each that is loaded.
         states: returns the state of each model, by its name.
+        reloads: returns whether the last swap of each model succeeded, by its name.
+        recent_ttl: seconds that a picture is kept.
     """
 
     statuses: Callable[[], Sequence[EngineStatus]] = tuple
@@ -79,6 +82,8 @@ class Sources:
     results: Callable[[], Mapping[str, int]] = dict
     backbones: Callable[[], Mapping[str, int]] = dict
     states: Callable[[], Mapping[str, str]] = dict
+    reloads: Callable[[], Mapping[str, bool]] = dict
+    recent_ttl: float = 0.0
 
 
 class Metrics(Collector):
@@ -145,8 +150,19 @@ class Metrics(Collector):
         self._top1_score = histogram(
             "vit_top1_score", "Score of the first class of each answer", ["model"], buckets=_SCORES
         )
+        self._image_duration = histogram(
+            "vit_image_duration_seconds",
+            "From a request's head to the answer for each image, without maps of /attention",
+            ["model"],
+            buckets=_SECONDS,
+        )
+        self.recent_evicted_age = histogram(
+            "vit_recent_evicted_age_seconds", "Age of pictures that were pushed out before their time", buckets=_AGES
+        )
         # A child is looked up under a lock.
-        self._of_model = lru_cache(maxsize=256)(lambda name: (self._images.labels(name), self._top1_score.labels(name)))
+        self._of_model = lru_cache(maxsize=256)(
+            lambda name: (self._images.labels(name), self._top1_score.labels(name), self._image_duration.labels(name))
+        )
         self.abstained = counter(
             "vit_abstained_total",
             "Pictures for which no label fits, of a model with a VIT_COVERAGE, or of a taught head",
@@ -162,10 +178,18 @@ class Metrics(Collector):
         if record is not None:
             record(stage, seconds, batch_size)
 
-    def count_image(self, model: str, outputs: Outputs | None = None) -> None:
-        """Count a picture that a model answered, and what the answer says of its classes, where it is of these."""
-        images, top1_score = self._of_model(model)
+    def count_image(self, model: str, outputs: Outputs | None = None, seconds: float | None = None) -> None:
+        """Count a picture that a model answered.
+
+        Args:
+            model: name of the model.
+            outputs: the answer, if it is of the model's classes.
+            seconds: time from the request's head to the answer; None if it is not measured, as for maps.
+        """
+        images, top1_score, duration = self._of_model(model)
         images.inc()
+        if seconds is not None:
+            duration.observe(seconds)
         if outputs is not None:
             top1_score.observe(float(outputs.scores[0]))
             if outputs.abstains:
@@ -254,11 +278,12 @@ class _StateCollector(Collector):
             ),
             ("vit_recent_images", "Pictures kept for GET /attention", [], {(): pictures}),
             ("vit_recent_bytes", "Memory of the kept pictures", [], {(): size}),
+            ("vit_recent_ttl_seconds", "Seconds that a picture is kept", [], {(): self.sources.recent_ttl}),
             (
                 "vit_last_reload_successful",
-                "0 when the last checkpoint that was to take over was refused, else 1",
-                [],
-                {(): float(not results.get("last_refused"))},
+                "0 when the last checkpoint that was to take over from the model's was refused, else 1",
+                ["model"],
+                {(model,): float(succeeded) for model, succeeded in self.sources.reloads().items()},
             ),
             (
                 "vit_backbone_bytes",

@@ -55,7 +55,12 @@ def image_store_of(settings: Settings, metrics: Metrics, clock: Callable[[], flo
     """Return the image store of the settings: in Redis, or in memory of this process; raises `SettingsError`."""
     url = settings.recent_url.get_secret_value()
     if url == MEMORY:
-        return MemoryImageStore(ttl=settings.recent_ttl, max_bytes=settings.recent_bytes, clock=clock)
+        return MemoryImageStore(
+            ttl=settings.recent_ttl,
+            max_bytes=settings.recent_bytes,
+            clock=clock,
+            on_evicted=metrics.recent_evicted_age.observe,
+        )
     return RedisImageStore(
         url,
         name=settings.models or settings.model_name or settings.checkpoint,
@@ -111,6 +116,8 @@ def create_app(
             results=lambda: models.results,
             backbones=models.backbones,
             states=lambda: {each.name: each.state for each in models.describe()},
+            reloads=models.reloads,
+            recent_ttl=settings.recent_ttl,
         )
     )
     for code in problems.CODES:

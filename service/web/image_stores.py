@@ -118,13 +118,22 @@ class ImageStore(Protocol):
 class MemoryImageStore:
     """Stores at most `max_bytes` of pictures, each for `ttl` seconds of the monotonic `clock`; the oldest goes first.
 
-    A limit of 0 stores nothing. Belongs to one event loop.
+    A limit of 0 stores nothing. Belongs to one event loop. `on_evicted` is called with the age in seconds of each
+    picture that is pushed out before its time.
     """
 
-    def __init__(self, *, ttl: float, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        ttl: float,
+        max_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        on_evicted: Callable[[float], object] = lambda _: None,
+    ) -> None:
         self._ttl = ttl
         self._max_bytes = max_bytes
         self._clock = clock
+        self._on_evicted = on_evicted
         self._pictures: OrderedDict[str, tuple[float, ModelInput]] = OrderedDict()
         self._bytes = 0
         self._evicted = 0
@@ -139,8 +148,11 @@ class MemoryImageStore:
         if image_id in self._pictures:  # two models of one preprocessing store the same picture
             self._remove(image_id)
         while self._pictures and self._bytes + cost > self._max_bytes:
-            self._remove(next(iter(self._pictures)))
+            oldest = next(iter(self._pictures))
+            expires, _ = self._pictures[oldest]
+            self._remove(oldest)
             self._evicted += 1
+            self._on_evicted(self._clock() + self._ttl - expires)
         self._insert(image_id, picture)
         return image_id
 

@@ -443,6 +443,10 @@ class AdmittedRequest:
             raise EngineUnavailable(f"{before.info.name}: it was replaced while it was unloaded: try again")
         self.choose(replace(before, generation=own, unloaded=False))
 
+    def count_image(self, model: str, outputs: Outputs | None = None) -> None:
+        """Count a picture that a model answered just now; see `Metrics.count_image`."""
+        self.service.metrics.count_image(model, outputs, self.service.clock() - self.sender.started)
+
     # The body is read
 
     async def read_upload(

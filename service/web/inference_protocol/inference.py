@@ -299,7 +299,7 @@ async def infer(
     await admitted.take(len(asked.pictures))
     results = await of_each(partial(_compute, admitted, asked), list(asked.pictures))
     for result in results:
-        admitted.service.metrics.count_image(info.name, result.outputs if info.config.num_classes else None)
+        admitted.count_image(info.name, result.outputs if info.config.num_classes else None)
 
     def answer() -> T:
         return encode(info.name, asked.id, make_outputs(results, asked, info.labels))

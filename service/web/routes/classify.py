@@ -177,7 +177,7 @@ async def _answer(
     """Return a picture's `Classification` as JSON; the picture is put into the image store."""
     decoded, result = await admitted.classify(picture, requested)
     image_id, model = await admitted.service.keep(decoded.picture, admitted.model), admitted.model
-    admitted.service.metrics.count_image(model.info.name, result.outputs)
+    admitted.count_image(model.info.name, result.outputs)
 
     def write() -> bytes:
         fields = _fields(admitted, model, requested, decoded, result, image_id, min_score)
@@ -366,7 +366,7 @@ async def _pass(
         if isinstance(outputs, Exception):
             answers[name] = _item(admitted, outputs)
             continue
-        admitted.service.metrics.count_image(name, outputs)
+        admitted.count_image(name, outputs)
         own = replace(result, outputs=outputs)
         answers[name] = _fields(admitted, model, wanted, decoded, own, kept, query.min_score)
     return _Pass(answers, (decoded, result), kept is not None)

@@ -114,7 +114,7 @@ def _requested(query: EmbedQuery, info: ModelInfo) -> RequestedOutputs:
 
 def embedding_of(admitted: AdmittedRequest, result: InferenceResult) -> NDArray[np.float32]:
     """Return the embedding, float32 [D], of a picture that was computed, and count the picture."""
-    admitted.service.metrics.count_image(admitted.model.info.name)
+    admitted.count_image(admitted.model.info.name)
     assert result.outputs.embedding is not None, "the engine answers each request for an embedding"
     return result.outputs.embedding
 

@@ -149,10 +149,12 @@ async def test_a_checkpoint_that_cannot_be_read_leaves_the_old_model_serving(cap
         assert [record[1:] for record in caplog.record_tuples] == [(logging.ERROR, refusal)]
         assert (models.changes, models.all.results) == (
             ["configured"],
-            {"loaded": 1, "failed": 1, "refused": 1, "last_refused": 1},
+            {"loaded": 1, "failed": 1, "refused": 1},
         )
+        assert list(models.all.reloads().values()) == [False]
         await load(models, "good")
-        assert models.all.results == {"loaded": 2, "failed": 1, "refused": 1, "served": 1, "last_refused": 0}
+        assert models.all.results == {"loaded": 2, "failed": 1, "refused": 1, "served": 1}
+        assert list(models.all.reloads().values()) == [True]
         assert swap.current.engine.info is not None
         assert swap.current.engine.info.name == "good"
 

@@ -42,11 +42,12 @@ GAUGES = {
     "vit_engine_up": {"device"},
     "vit_model_info": {"model", "architecture", "device", "dtype", "version", "checkpoint", "content"},
     "vit_model_loaded_timestamp_seconds": {"device"},
-    "vit_last_reload_successful": set(),
+    "vit_last_reload_successful": {"model"},
     "vit_backbone_bytes": {"backbone"},
     "vit_model_state": {"model", "state"},
     "vit_recent_images": set(),
     "vit_recent_bytes": set(),
+    "vit_recent_ttl_seconds": set(),
     "vit_admitted_images": set(),
     "vit_key_inflight_requests": {"key"},
     "vit_admitted_images_limit": set(),
@@ -56,6 +57,8 @@ HISTOGRAMS = {
     "vit_stage_duration_seconds": {"stage"},
     "vit_batch_size": {"device"},
     "vit_top1_score": {"model"},
+    "vit_image_duration_seconds": {"model"},
+    "vit_recent_evicted_age_seconds": set(),
 }
 
 
@@ -74,6 +77,7 @@ def touched(*devices: str, folder: Path | None = None) -> Metrics:
             lambda: (4, 5),
             backbones=lambda: {"b": 9},
             states=lambda: {"cats": "failed"},
+            reloads=lambda: {"cats": True},
         )
     )
     metrics.set_models([model_info(device=device) for device in devices], "1.2.3")
@@ -114,6 +118,29 @@ def test_the_engines_gauges_are_read_at_the_scrape_and_name_its_device_once_it_i
     assert value(metrics, "vit_engine_up", device="auto") is None
     now = status("failed", device="cuda:0")
     assert value(metrics, "vit_engine_up", device="cuda:0") == 0
+
+
+def test_the_latency_of_a_model_ends_with_it() -> None:
+    names = ["cats", "dogs"]
+    metrics = Metrics()
+    metrics.watch(Sources(names=lambda: names))
+    metrics.count_image("cats", seconds=0.3)
+    metrics.count_image("dogs", seconds=0.4)
+    metrics.count_image("dogs")
+    assert scraped(metrics, "vit_image_duration_seconds_count", model="dogs") == 1
+    assert scraped(metrics, "vit_image_duration_seconds_sum", model="cats") == 0.3
+    names.remove("dogs")
+    assert "dogs" not in generate_latest(metrics).decode()
+
+
+def test_a_refusal_is_of_one_model_until_it_loads() -> None:
+    reloads = {"cats": False, "dogs": True}
+    metrics = Metrics()
+    metrics.watch(Sources(reloads=lambda: reloads))
+    assert value(metrics, "vit_last_reload_successful", model="cats") == 0
+    assert value(metrics, "vit_last_reload_successful", model="dogs") == 1
+    del reloads["cats"]
+    assert value(metrics, "vit_last_reload_successful", model="cats") is None
 
 
 def test_a_model_has_one_state_until_it_is_gone() -> None:

@@ -100,3 +100,17 @@ def test_bytes_are_the_sum_of_all_sizes(steps: list[tuple[str, int, int]]) -> No
             expires, expected = latest[name]
             assert clock.now < expires
             assert (each.pixels == expected.pixels).all()
+
+
+def test_pictures_that_are_pushed_out_tell_their_age() -> None:
+    clock = Clock()
+    ages: list[float] = []
+    size = kept()[0]
+    put(size, picture(0))
+    store = MemoryImageStore(ttl=60, max_bytes=size.usage().size, clock=clock, on_evicted=ages.append)
+    put(store, picture(1))
+    clock.now += 12.5
+    put(store, picture(2))
+    clock.now += 60  # this one has had its time
+    put(store, picture(3))
+    assert ages == [12.5]
