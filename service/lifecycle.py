@@ -5,12 +5,12 @@ import gc
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
 
 from model.cores import usable_cores
+from service.background import supervised_thread
 
 logger = logging.getLogger("vitserve")
 
@@ -80,7 +80,7 @@ def trim_regularly() -> None:
     resident: most of it is free, below a small object that is not. `malloc_trim` returns whole pages from the middle,
     too, without the interpreter's lock; it delays allocations from the same heap by milliseconds.
     """
-    threading.Thread(target=_trim_forever, name="trim-heap", daemon=True).start()
+    supervised_thread("trim-heap", _trim_forever).start()
 
 
 def _trim_forever() -> None:

@@ -113,6 +113,7 @@ class Replica:
         logs.configure(settings.log_format, settings.log_level)
         self._settings = settings
         self._metrics = _MetricsOfAll()
+        self._metrics.observe_process()
         make = Backbones(settings, load, self._metrics.observe_batch).engine
         self._models = _FixedModels(settings, make, configured_models(settings))
         self._loaded = asyncio.Event()

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import uvicorn
 
+from service.background import Tasks, keep_running
 from service.http import LAST_CALLERS_SECONDS, MAX_CONNECTIONS, Application, Connections
 from service.lifecycle import Lifecycle, exit_now, log_end, stop_signals
 from service.settings import Settings
@@ -71,7 +72,7 @@ class Server:
         self._on_hang_up = on_hang_up
         self._is_supervised = is_supervised
         self._hung_up = False
-        self._let_in_last: set[asyncio.Task[Any]] = set()  # the loop itself keeps no task alive
+        self._let_in_last = Tasks()
         self.connections = Connections(app, connection_limit(max_connections), idle_seconds=settings.keep_alive)
         config = uvicorn.Config(
             app,
@@ -110,7 +111,9 @@ class Server:
         """Serve on the running event loop, see `run`."""
         loop, numbers = asyncio.get_running_loop(), stop_signals()
         serving = loop.create_task(self._uvicorn.serve(sockets))
-        beside = [loop.create_task(each()) for each in (self._beside, self.connections.watch) if each is not None]
+        beside = [keep_running("connections", self.connections.watch)]
+        if self._beside is not None:
+            beside.append(keep_running("heartbeat", self._beside))
         await asyncio.sleep(0)  # uvicorn has taken the signals: they are taken from it
         for number in numbers:
             loop.add_signal_handler(number, self._on_signal, number)
@@ -167,11 +170,9 @@ class Server:
         with listener, contextlib.suppress(OSError):  # there is nobody left, or no file for one more
             while True:
                 connection, _ = listener.accept()
-                task = loop.create_task(
+                self._let_in_last.begin(
                     loop.connect_accepted_socket(lambda: self.connections.protocol(config, state), connection)
                 )
-                self._let_in_last.add(task)
-                task.add_done_callback(self._let_in_last.discard)
 
     def _give_up(self) -> None:
         logger.warning("not everything was answered within %g s: ending", self._settings.drain_timeout)

@@ -27,6 +27,7 @@ from typing import Final
 import uvloop
 
 from model.errors import NewProcessNeeded
+from service.background import Tasks, keep_running
 from service.cluster import frames
 from service.cluster.processes import SERVING, Report
 from service.cluster.supervisor import TRY_AGAIN, Child
@@ -35,7 +36,6 @@ from service.errors import CheckpointRefused, EngineUnavailable, InferenceFailed
 from service.lifecycle import release_memory, trim_regularly
 from service.models.generation import Generation
 from service.models.registry import LocalModels, Version, configured_models, load_caller
-from service.models.tasks import Tasks
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.web.image_stores import MemoryImageStore
@@ -88,7 +88,7 @@ class EngineServer:
             lambda: frames.Connection(lambda connection: self._serving.begin(self._serve(connection))), str(path)
         )
         self.models.start(self._changed)
-        self._refresher = asyncio.create_task(self._refresh())
+        self._refresher = keep_running("engine-status", self._refresh)
 
     async def close(self) -> None:
         """Close the models; the requests that they have are answered before the connections end."""
@@ -346,7 +346,7 @@ async def _run(
         ttl=settings.recent_ttl, max_bytes=settings.recent_bytes, on_evicted=metrics.recent_evicted_age.observe
     )
     server = EngineServer(models, images, restarts=child.restarts, on_change=changed)
-    beating = asyncio.create_task(child.link.beat())
+    beating = keep_running("heartbeat", child.link.beat)
     await server.start(path)
     await over.wait()
     failed, failure = bool(models.failure), models.served[models.default_name].current.engine.backbone.failure

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.images.preprocess import ModelInput
+from service.background import keep_running
 from service.cluster import frames
 from service.engine.local import What
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
@@ -93,7 +94,10 @@ class EngineClient:
     def start(self, on_change: Callable[[], None]) -> None:
         """Connect, and connect again whenever the connection ends; `on_change` is called when the status changes."""
         self._on_change = on_change
-        self._tasks = [asyncio.create_task(self._stay_connected()), asyncio.create_task(self._watch())]
+        self._tasks = [
+            keep_running("engine-connection", self._stay_connected),
+            keep_running("engine-silence", self._watch),
+        ]
 
     def send(self, frame: frames.Frame) -> None:
         """Send a frame; raises `EngineUnavailable` without a connection."""

@@ -145,7 +145,7 @@ def metrics_in(folder: Path) -> Metrics:
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
     values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
     metrics = Metrics(folder)
-    logs.on_drop(metrics.log_lines_dropped.inc)
+    metrics.observe_process()
     return metrics
 
 

@@ -29,6 +29,7 @@ from functools import partial
 from typing import Any, Final, Self
 
 from model.errors import VitError
+from service.background import keep_running
 from service.engine.base import ModelRunner
 from service.engine.messages import BatchReport, EngineState, EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 from service.engine.streams import Outcome, Streams, Waiting, reason_of
@@ -94,6 +95,7 @@ class LocalEngine:
         self._state: EngineState = "loading"
         self._reason = "the model is loading"
         self._batch_age_seconds = 0.0
+        self._watching: asyncio.Task[None] | None = None
         self.runner: ModelRunner | None = None
         self._callers: dict[Waiting, asyncio.Future[InferenceResult]] = {}
         deliver = partial(self._call_loop, self._deliver)
@@ -134,7 +136,7 @@ class LocalEngine:
         self._loop = asyncio.get_running_loop()
         self._on_change = on_change
         self._thread.start()
-        self._look_at_batches()
+        self._watching = keep_running("batch-watch", self._watch_batches)
 
     async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
         """Return one image's result; see `Engine.infer`."""
@@ -190,18 +192,17 @@ class LocalEngine:
         if report is not None:
             self._on_batch(report)
 
-    def _look_at_batches(self) -> None:
-        """Fail the engine if a batch has computed for too long; else look again soon."""
-        if self._state in ("failed", "closed"):
-            return
+    async def _watch_batches(self) -> None:
+        """Look at the batches until the engine has ended; fail it if one has computed for too long."""
         seconds = min(1.0, self._batch_seconds / 4)
-        self._batch_age_seconds = self._streams.look(seconds)
-        if self._batch_age_seconds <= self._batch_seconds:
-            self._loop.call_later(seconds, self._look_at_batches)
-            return
-        reason = f"a batch computed for more than {self._batch_seconds:g} s: the device hangs"
-        self._streams.stop()
-        self._end("failed", reason)
+        while self._state not in ("failed", "closed"):
+            self._batch_age_seconds = self._streams.look(seconds)
+            if self._batch_age_seconds > self._batch_seconds:
+                self._streams.stop()
+                reason = f"a batch computed for more than {self._batch_seconds:g} s: the device hangs"
+                self._end("failed", reason)
+                return
+            await asyncio.sleep(seconds)
 
     def _end(self, state: EngineState, reason: str) -> None:
         """Answer whoever waits still, and take nothing more."""
@@ -214,6 +215,8 @@ class LocalEngine:
         self._state, self._reason, self.info = state, reason, info or self.info
         if state != "ready":
             self._texts.close()
+            if self._watching is not None:
+                self._watching.cancel()
         self._on_change()
 
     # The engine thread's side.

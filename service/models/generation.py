@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Generic, Literal, TypeVar
 
+from service.background import Tasks
 from service.engine.base import Engine
 from service.engine.local import ModelEngine, What
 from service.engine.messages import ModelInfo
-from service.models.tasks import Tasks
 
 logger = logging.getLogger("vitserve")
 

@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from model.heads import Head, with_labels
+from service.background import Tasks
 from service.engine.local import ModelEngine, What
 from service.engine.messages import EngineStatus, ModelInfo
 from service.errors import (
@@ -41,7 +42,6 @@ from service.errors import (
 )
 from service.models.folder import Entry, in_time, read_folder
 from service.models.generation import Generation, LocalModel, ServedModel
-from service.models.tasks import Tasks
 from service.settings import Settings
 from vitserve.documents import ListedModel
 

@@ -6,11 +6,13 @@ once: a zero would be a lie.
 
 import importlib
 import logging
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
+
+from service.background import supervised_thread
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +56,7 @@ class GpuReader:
         if uuid is None or uuid in self._watched:
             return
         self._watched.add(uuid)
-        arguments = device.removeprefix("cuda:"), uuid
-        threading.Thread(target=self._read, args=arguments, name="gpu-metrics", daemon=True).start()
+        supervised_thread("gpu-metrics", partial(self._read, device.removeprefix("cuda:"), uuid)).start()
 
     def samples(self) -> dict[str, dict[tuple[str, ...], float]]:
         """Return the last readings and their age, by metric and GPU; what a GPU or its driver lacks is left out."""

@@ -20,6 +20,8 @@ from logging.handlers import QueueHandler
 from types import MappingProxyType
 from typing import Final
 
+from service.background import supervised_thread
+
 trace_ids: ContextVar[Mapping[str, str]] = ContextVar("trace_ids", default=MappingProxyType({}))
 """The ids of the span of the current request, by OpenTelemetry's names; empty without a span."""
 
@@ -88,7 +90,7 @@ class LogWriter(QueueHandler):
     def enqueue(self, record: object) -> None:
         """Hand a line to the writer, or drop it if the queue is full."""
         if self._thread is None:  # the handler's lock is held
-            self._thread = threading.Thread(target=self._write_lines, name="log-writer", daemon=True)
+            self._thread = supervised_thread("log-writer", self._write_lines)
             self._thread.start()
         try:
             self._lines.put_nowait(str(record))

@@ -31,7 +31,9 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from model.outputs import Outputs
+from service import background
 from service.engine.messages import BatchReport, EngineStatus, ModelInfo, Release
+from service.observe import logs
 from service.observe.gpus import GAUGES, GpuReader
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -123,6 +125,9 @@ class Metrics(Collector):
         )
         self.log_lines_dropped = counter(
             "vit_log_lines_dropped_total", "Log lines dropped because nothing read the log"
+        )
+        self.task_restarts = counter(
+            "vit_task_restarts_total", "Background tasks that failed and were started again", ["task"]
         )
         self._images = counter("vit_images_total", "Images classified", ["model"])
         self.batches = counter("vit_batches_total", "Batches launched, by why", ["device", "release"])
@@ -218,6 +223,11 @@ class Metrics(Collector):
         batches.inc()
         size.observe(report.size)
         padding.inc(report.padding)
+
+    def observe_process(self) -> None:
+        """Count the log lines that this process drops from now on, and the background tasks that it starts again."""
+        logs.on_drop(self.log_lines_dropped.inc)
+        background.on_restart(lambda task: self.task_restarts.labels(task).inc())
 
     async def gather(self) -> bytes:
         """Return all metrics of the service in Prometheus' text format; a subclass may ask other replicas."""

@@ -3,7 +3,6 @@
 Engines are handed in: nothing here imports a model or torch.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -15,6 +14,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from service.background import keep_running
 from service.engine.messages import EngineStatus, ModelInfo
 from service.lifecycle import Lifecycle
 from service.models.registry import Models
@@ -187,7 +187,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
             grpc = serving(service, state.guard, state.outermost.count, service.settings.grpc_port)
             await beside.enter_async_context(grpc)
-        watching = asyncio.create_task(service.taught.watch())
+        watching = keep_running("taught-heads", service.taught.watch)
         yield
     watching.cancel()
     await service.models.close()

@@ -22,9 +22,9 @@ from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from queue import SimpleQueue
-from threading import Thread
 from typing import Any, Final, Generic, Self, TypeVar
 
+from service.background import supervised_thread
 from service.errors import DeadlineExceeded, QueueFull
 
 T = TypeVar("T")
@@ -287,7 +287,7 @@ class Lane:
         self._lock = threading.Lock()
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         work = partial(_work_through, self._jobs)
-        self._threads = [Thread(target=work, name=f"{name}_{number}", daemon=True) for number in range(threads)]
+        self._threads = [supervised_thread(name, work, name=f"{name}_{number}") for number in range(threads)]
         self._unstarted = list(self._threads)
 
     @property

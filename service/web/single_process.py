@@ -11,7 +11,6 @@ from service.engine.messages import ModelInfo
 from service.lifecycle import Lifecycle, Terminal, freeze_objects, release_memory, trim_regularly
 from service.models.generation import Generation
 from service.models.registry import LocalModels, configured_models
-from service.observe import logs
 from service.observe.metrics import Metrics
 from service.server import Server
 from service.settings import Settings
@@ -40,7 +39,7 @@ class SingleProcess:
         self.lifecycle = Lifecycle()
         self._settings = settings
         metrics = Metrics()
-        logs.on_drop(metrics.log_lines_dropped.inc)
+        metrics.observe_process()
         self._is_announced = False
         self._announced: WeakSet[Generation[ModelEngine]] = WeakSet()
         make = Backbones(settings, load, metrics.observe_batch).engine

@@ -14,6 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from model.config import LibraryConfig, ViTConfig
 from model.outputs import MapRequest, RequestedOutputs, methods_of
+from service.background import Tasks
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, attributes
 from service.errors import ServiceError
@@ -28,6 +29,7 @@ logger = logging.getLogger("vitserve")
 _PREPARE_SECONDS: Final = 60.0
 """Seconds within which a model must begin with the map that prepares the others."""
 
+_preparing = Tasks()
 _prepared: WeakKeyDictionary[Generation[Engine], asyncio.Task[None] | None] = WeakKeyDictionary()
 
 
@@ -80,7 +82,7 @@ def _prepare_maps(generation: Generation[Engine]) -> None:
     if "relevance" in methods_of(info.config):
         requested = RequestedOutputs(1, MapRequest("relevance"))
         picture = InferenceRequest(np.zeros(info.input_shape, np.uint8), requested)
-        _prepared[generation] = asyncio.create_task(_compute(generation, picture))
+        _prepared[generation] = _preparing.begin(_compute(generation, picture))
 
 
 async def _compute(generation: Generation[Engine], picture: InferenceRequest) -> None:

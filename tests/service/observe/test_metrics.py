@@ -24,6 +24,7 @@ COUNTERS = {
     "vit_abstained_total": set(),
     "vit_decoder_restarts_total": set(),
     "vit_log_lines_dropped_total": set(),
+    "vit_task_restarts_total": {"task"},
     "vit_batches_total": {"device", "release"},
     "vit_batch_padding_total": {"device"},
     "vit_rejected_total": {"reason"},
@@ -87,6 +88,7 @@ def touched(*devices: str, folder: Path | None = None) -> Metrics:
     metrics.rejected.labels("queue_full")
     metrics.key_requests.labels("key1", "200")
     metrics.key_inflight.labels("key1")
+    metrics.task_restarts.labels("heartbeat")
     metrics.observe_batch(BatchReport(devices[0], 0, 0, "idle"))
     return metrics
 
