@@ -259,6 +259,11 @@ class ModelSettings(BaseModel):
         description="file or preset's name, for formats that carry no labels; with a text tower also names, "
         'comma-separated: `cat,dog,"a red car"`. Default: the checkpoint\'s',
     )
+    activation: Literal["softmax", "sigmoid"] | None = Field(
+        None,
+        description="what makes scores of logits: `sigmoid` for a model of several labels a picture, whose files do "
+        "not say so. Default: the checkpoint's",
+    )
     architecture: Name | None = Field(
         None,
         description="for plain state dicts: timm's name of the architecture, or `vit` for the tensors' own sizes, and "

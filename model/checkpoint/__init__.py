@@ -26,6 +26,7 @@ from model.checkpoint.options import (
     read_labels,
     read_preprocess,
 )
+from model.checkpoint.stated_head import activated
 from model.errors import CheckpointError
 from model.taught_heads import is_taught_head
 
@@ -91,7 +92,7 @@ def load_checkpoint(
     given = next((name for name, value in of_state_dicts.items() if value is not None), None)
     if given is not None and reader is not state_dict:
         raise CheckpointError(f"{files.place}: says its own architecture and names; {given} is for plain state dicts")
-    checkpoint: Checkpoint = reader.read(files, options)
+    checkpoint: Checkpoint = activated(reader.read(files, options), options.activation)
     notes = checkpoint.notes
     if files.overlay is not None:
         notes += (f"the LoRA adapter {files.overlay.place} is merged into {files.place}",)
@@ -106,6 +107,7 @@ def load_checkpoint(
         checkpoint.temperature,
         checkpoint.form,
         checkpoint.calibration,
+        checkpoint.multi_label,
     )
     content = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
     checkpoint = replace(checkpoint, notes=notes, content=content)

@@ -32,6 +32,7 @@ class CheckpointOptions:
         preprocess: one of `PREPROCESS_PRESETS` or a JSON file, instead of the checkpoint's own; needed for
             formats that carry none.
         labels: one of `LABEL_PRESETS` or a file, likewise.
+        activation: `softmax` or `sigmoid`, which makes scores of logits, instead of the checkpoint's own.
         architecture: a timm name, for plain state dicts, e.g. `vit_base_patch16_224`, or `vit` for a network whose
             sizes are its tensors'.
         keys: TOML file that maps names of tensors and says which copy of a network is meant; see `key_map`.
@@ -40,6 +41,7 @@ class CheckpointOptions:
     image_size: Size | None = None
     preprocess: str | None = None
     labels: str | None = None
+    activation: str | None = None
     architecture: str | None = None
     keys: str | None = None
 

@@ -200,6 +200,7 @@ def _require(
     command += ["--preprocess", options.preprocess or "deit-224"]
     command += ["--labels", options.labels or "numbers"] if needs_labels or options.labels else []
     command += ["--keys", options.keys] if options.keys else []
+    command += ["--activation", options.activation] if options.activation else []
     hint = "what stands here is only usual; a name of timm says all of it"
     hint += f"; {_PRESETS}" if options.preprocess is None else ""
     hint += "; num_classes=0 is a network without a head, which gives embeddings" if "num_classes" in asked else ""

@@ -14,6 +14,7 @@ from model.checkpoint.checkpoint import Checkpoint, native_tensors, resized_conf
 from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.local_files import required, validating
 from model.checkpoint.options import CheckpointOptions, imagenet_labels
+from model.checkpoint.stated_head import Labels, StatedHead, stated_head
 from model.checkpoint.timm_architectures import architectures, native_names, parse_arguments, runs_in_library
 from model.config import Interpolation, NetworkConfig, PreprocessConfig
 from model.errors import CheckpointError
@@ -44,8 +45,6 @@ class Pretrained(BaseModel):
     std: tuple[float, ...]
     tag: str | None = None
     fixed_input_size: bool | None = None
-    label_names: tuple[str, ...] | None = None
-    label_descriptions: dict[str, str] | None = None
 
     def preprocess(self) -> PreprocessConfig:
         """Return the preprocessing, as timm's evaluation transforms compute it; raises pydantic.ValidationError."""
@@ -72,13 +71,13 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     name = config["architecture"]
     stated = required(config, "pretrained_cfg", where)
     with validating(where, "pretrained_cfg."):
-        own = {key: config[key] for key in ("label_names", "label_descriptions") if config.get(key)}
-        own |= {"crop_mode": None} if options.preprocess else {}  # the operator's takes its place
+        own = {"crop_mode": None} if options.preprocess else {}  # the operator's takes its place
         pretrained = Pretrained.model_validate({**stated, **own} if isinstance(stated, dict) else stated)
         carried = None if options.preprocess else pretrained.preprocess()
+    head = stated_head(_described(config, stated), where, options)
     make = _library if runs_in_library(name, where) else _own
     network, tensors = make(files, config, pretrained)
-    labels, assumed = _labels(where, pretrained, network.num_classes, options)
+    labels = _labels(head, pretrained, network.num_classes, options)
     return Checkpoint(
         name=f"{name}.{pretrained.tag}" if pretrained.tag else name,
         source=files.source,
@@ -86,10 +85,12 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         architecture=name,
         config=network,
         preprocess=options.preprocess_or(carried, where),
-        labels=labels,
+        labels=labels.names,
         tensors=tensors,
+        multi_label=head.multi_label,
         revision=files.revision,
-        assumed=assumed,
+        notes=labels.notes,
+        assumed=labels.assumed,
     )
 
 
@@ -148,18 +149,19 @@ def _given(where: str, config: Mapping[str, Any], demanded: tuple[str, ...]) -> 
     return arguments
 
 
-def _labels(
-    where: str, pretrained: Pretrained, classes: int, options: CheckpointOptions
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return labels and what was assumed: human descriptions where the config has them, else its label names.
+def _described(config: Mapping[str, Any], pretrained: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config that describe its head, which may stand within `pretrained_cfg` instead."""
+    keys = ("problem_type", "label_names", "label_descriptions")
+    within = {key: pretrained[key] for key in keys if pretrained.get(key)}
+    return within | {key: value for key, value in config.items() if value}
 
-    timm's own ImageNet-1k checkpoints carry none; their tag says what they were trained on.
-    """
-    names, tag = pretrained.label_names, pretrained.tag
-    if options.labels is not None or not classes:
-        return options.labels_or(None, classes, where), ()
-    if names is not None:
-        return tuple((pretrained.label_descriptions or {}).get(name, name) for name in names), ()
-    if classes == 1000 and (tag or "").endswith("in1k"):
-        return imagenet_labels(), (f"labels: imagenet-1k, for its tag {tag!r} (VIT_LABELS)",)
-    return options.labels_or(None, classes, f"{where}: label_names is missing"), ()
+
+def _labels(head: StatedHead, pretrained: Pretrained, classes: int, options: CheckpointOptions) -> Labels:
+    """Return the config's labels, or those that its tag tells: timm's own ImageNet-1k checkpoints carry none."""
+    labels = head.labels(classes, options)
+    if labels is not None:
+        return labels
+    tag = pretrained.tag or ""
+    if classes == 1000 and tag.endswith("in1k"):
+        return Labels(imagenet_labels(), assumed=(f"labels: imagenet-1k, for its tag {tag!r} (VIT_LABELS)",))
+    return Labels(options.labels_or(None, classes, f"{head.where}: label_names is missing"))

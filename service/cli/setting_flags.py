@@ -16,7 +16,7 @@ from service.settings import ENV_PREFIX, Settings, described, load_settings
 if TYPE_CHECKING:
     from model.runtime.predictor import Predictor
 
-CHECKPOINT_FLAGS = ("image_size", "preprocess", "labels", "architecture", "base", "keys")
+CHECKPOINT_FLAGS = ("image_size", "preprocess", "labels", "activation", "architecture", "base", "keys")
 MODEL_FLAGS = ("checkpoint", *CHECKPOINT_FLAGS, "device", "dtype")
 
 

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 # The settings that change a graph, or what it is compared with, or whether the checkpoint is read at all.
 _MATTER: Final = (
-    *("checkpoint", "image_size", "preprocess", "labels", "architecture", "keys", "base"),
+    *("checkpoint", "image_size", "preprocess", "labels", "activation", "architecture", "keys", "base"),
     *("models", "checkpoint_folder", "dtype"),
 )
 

@@ -12,7 +12,8 @@ from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.huggingface.families import CLIP, FAMILIES, SIGLIP, Family
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE, PROCESSOR_FILE, carried_preprocess
 from model.checkpoint.huggingface.texts import read_texts
-from model.checkpoint.options import CheckpointOptions, indexed_labels
+from model.checkpoint.options import CheckpointOptions
+from model.checkpoint.stated_head import Labels, StatedHead, stated_head
 from model.checkpoint.tensors import renamed
 from model.errors import CheckpointError
 
@@ -38,9 +39,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a folder as `save_pretrained` writes it."""
     where, config = files.where(CONFIG_FILE), files.config
     family, is_backbone = _family(config, where)
-    problem = config.get("problem_type")
-    if problem not in (None, "single_label_classification", "multi_label_classification"):
-        raise CheckpointError(f"{where}: problem_type {problem!r:.100} is not classification")
+    stated = stated_head(config, where, options)
     # Everything that needs no weights is checked before they are fetched.
     vit = family.vit_config(config, 1, where)
     carried = None if options.preprocess else carried_preprocess(files, family)
@@ -62,7 +61,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     # A class without a head gives the CLS token alone.
     pool = "cls" if is_backbone and vit.pool == "cls_mean" else vit.pool
     vit = vit.model_copy(update={"num_classes": classes, "pool": pool})
-    labels = texts.labels if texts else _labels(config, classes, where, options)
+    labels = Labels(texts.labels) if texts else _labels(stated, classes, options)
     vit, native = family.native(stored, vit, options.image_size or preprocess.size, files.place)
     if options.image_size is not None and family.resizes:
         preprocess = resized_preprocess(preprocess, vit.image_size)
@@ -73,13 +72,15 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         architecture=config["architectures"][0],
         config=vit,
         preprocess=preprocess,
-        labels=labels,
+        labels=labels.names,
         tensors=native_tensors(native, vit, files.place),
-        multi_label=texts.zero_shot.independent if texts else problem == "multi_label_classification",
+        multi_label=texts.zero_shot.independent if texts else stated.multi_label,
         zero_shot=texts and texts.zero_shot,
         embed_texts=texts and texts.tower,
         revision=files.revision,
         antialias=family.antialias,
+        notes=labels.notes,
+        assumed=labels.assumed,
     )
 
 
@@ -101,6 +102,7 @@ def adapted(
     labels = config.get("id2label")
     if classes is not None and isinstance(labels, dict) and len(labels) != classes:
         del config["id2label"]
+        config.pop("num_labels", None)
     family, _ = _family(config, files.where(CONFIG_FILE))
     return lambda tensors: renamed(tensors, family.rules, files.place)
 
@@ -124,13 +126,11 @@ def _family(config: dict[str, Any], where: str) -> tuple[Family, bool]:
     return family, name not in _BY_CLASS
 
 
-def _labels(config: dict[str, Any], classes: int, where: str, options: CheckpointOptions) -> tuple[str, ...]:
-    mapping = config.get("id2label")
-    if options.labels is not None or not classes or mapping is None:
-        return options.labels_or(None, classes, where if options.labels else f"{where}: id2label is missing")
-    if not isinstance(mapping, dict):
-        raise CheckpointError(f"{where}: id2label: expected an object from index to label")
-    return indexed_labels(mapping, classes, f"{where}: id2label")
+def _labels(stated: StatedHead, classes: int, options: CheckpointOptions) -> Labels:
+    labels = stated.labels(classes, options)
+    if labels is None:
+        return Labels(options.labels_or(None, classes, f"{stated.where}: id2label is missing"))
+    return labels
 
 
 def _name(config: dict[str, Any], files: Files) -> str:
