@@ -54,8 +54,22 @@ _SCOPE = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "sc
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status} {status.phrase}".encode() for status in HTTPStatus}
 
 
+class AnswerRoom(Protocol):
+    """Bounds the unsent bytes of answers; may end the connections of slow readers."""
+
+    def add_reader(self, connection: "Connection") -> None:
+        """Count the unsent bytes of a connection whose caller does not keep up with its answer."""
+
+    def remove_reader(self, connection: "Connection") -> None:
+        """Stop counting the unsent bytes of a connection. No effect if they are not counted."""
+
+
 class Application(Protocol):
     """The application behind a server."""
+
+    @property
+    def answer_room(self) -> AnswerRoom:
+        """Return the room for unsent answers."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
@@ -297,14 +311,18 @@ class Connection(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         """Begin to watch a caller that does not read its answers."""
-        self._since, self._unread = self._loop.time(), self.transport.get_write_buffer_size()
+        self._since, self._unread = self._loop.time(), self.unsent_bytes
         self.drained = asyncio.Event()
+        self.connections.app.answer_room.add_reader(self)
 
     def resume_writing(self) -> None:
         """Watch a caller that reads again no longer."""
         if self.drained is not None:
+            self.connections.app.answer_room.remove_reader(self)
             self.drained.set()
             self.drained, self._since = None, self._loop.time()
+            if not self.is_refused:
+                self.advance()
 
     # It parses:
 
@@ -314,6 +332,8 @@ class Connection(asyncio.BufferedProtocol):
             while self._held and not self.is_refused:
                 exchange = self.exchange
                 if exchange is None or (exchange.complete and not exchange.more_body):
+                    if self.drained is not None:
+                        break  # a second answer would wait in memory behind the unread one
                     self._take_head()
                 elif exchange.more_body and exchange.is_wanted and exchange.waiting <= _PAUSE_BYTES:
                     self._held = exchange.take(self._held)
@@ -389,6 +409,15 @@ class Connection(asyncio.BufferedProtocol):
     # It answers, and ends:
 
     @property
+    def unsent_bytes(self) -> int:
+        """Return the number of bytes of answers that wait in this process for the caller to read."""
+        return self.transport.get_write_buffer_size()
+
+    def give_way(self) -> None:
+        """Drop the unsent bytes, and close the connection: its answer stays incomplete."""
+        self.transport.abort()
+
+    @property
     def request(self) -> Exchange | None:
         """Return the request that is being answered, if there is one."""
         return None if self.exchange is None or self.exchange.complete else self.exchange
@@ -442,7 +471,7 @@ class Connection(asyncio.BufferedProtocol):
         """End the connection if a head is late, or if its caller is idle, or reads nothing of an answer."""
         most = self._patience
         if self.drained is not None:
-            unread, most = self.transport.get_write_buffer_size(), STALL_SECONDS
+            unread, most = self.unsent_bytes, STALL_SECONDS
             if unread < self._unread:
                 self._since, self._unread = now, unread
         elif self.request is not None and not self.transport.is_closing():

@@ -3,6 +3,7 @@
     the head is here        a place must be free, but the request takes none yet; slow callers keep nobody out
     the body arrives        its bytes are counted until the request is answered; bodies that crawl give way
     the body is here        the request takes a place for each image, and releases it with the answer or the error
+    the answer is sent      bytes that its caller does not read count like those of bodies; the slowest reader gives way
     there is no room        it is refused at once, or after a second or two where refusals themselves are too many
 
 A body crawls when it arrives more slowly than `MIN_BODY_RATE`. All of it belongs to one event loop.
@@ -12,11 +13,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice, takewhile
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 from service.errors import ModelLoading, QueueFull, ReceivingFull
-from service.http import Connection
+from service.http import AnswerRoom, Connection
 
 MIN_BODY_RATE: Final = 4096
 """Bytes a second below which a body crawls."""
@@ -31,7 +33,7 @@ LONGEST_WAIT: Final = 1.0
 """Seconds that a refusal waits at most, of a caller that keeps to it: the least that `Retry-After` says."""
 
 RECEIVING_BYTES: Final = 512 << 20
-"""Bytes of all bodies of a service that are being received, or wait for their answers: of 4,000 photographs."""
+"""Bytes of all bodies of a service that are not answered yet, and of all unsent answers: of 4,000 photographs."""
 
 _REFUSALS_A_SECOND: Final = 500
 """Refusals that go out at once: a tenth of a core."""
@@ -138,11 +140,31 @@ class Body:
         self.began = self.paid_until = 0.0
 
 
-class Receiving:
-    """The bodies that arrive, and `in_use`, the bytes of all whose requests are not answered yet.
+class Reader(Protocol):
+    """A connection whose caller does not keep up with its answer."""
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Return the number of bytes that wait in this process; it only falls while the reader is slow."""
+
+    def give_way(self) -> None:
+        """Drop the unsent bytes at once."""
+
+
+@dataclass(slots=True)
+class _Reading:
+    """What a reader had left to read at its begin, and when last looked at."""
+
+    began: float
+    first_bytes: int
+    unsent_bytes: int
+
+
+class Receiving(AnswerRoom):
+    """The bytes that callers make a process keep: `in_use` of bodies without an answer yet, and unsent ones of answers.
 
     Args:
-        capacity: bytes that they may have together.
+        capacity: bytes that bodies and unsent answers may have together.
         clock: gives monotonic seconds.
     """
 
@@ -151,6 +173,8 @@ class Receiving:
         self.in_use = 0
         self._clock = clock
         self._arriving: dict[Body, None] = {}
+        self._readers: dict[Reader, _Reading] = {}
+        self._unsent = 0  # the sum over `_readers` when last looked at, so never too small
 
     @contextlib.contextmanager
     def arriving(self, body: Body, end: Callable[[], None]) -> Iterator[None]:
@@ -171,14 +195,19 @@ class Receiving:
         return sum(1 for _ in islice(recent, most))
 
     def add(self, body: Body, count: int) -> None:
-        """Count bytes that arrived; raises `ReceivingFull` if there is no room even when bodies that crawl give way."""
+        """Count bytes that arrived.
+
+        Bodies that crawl give way, then slow readers. Raises `ReceivingFull` if there is still no room.
+        """
         now = self._clock()
         body.paid_until = min(body.paid_until + count / MIN_BODY_RATE, now + GRACE_SECONDS)
-        while self.in_use + count > self.capacity:
+        while self._is_short_of(count):
             crawling = [other for other in self._arriving if other.paid_until < now and other.size]
             slowest = max(
                 (other for other in crawling if other is not body), key=lambda other: other.size, default=None
             )
+            if slowest is None and self._end_slowest_reader():
+                continue
             if slowest is None:
                 raise ReceivingFull(f"{self.capacity} bytes of pictures are being received already")
             del self._arriving[slowest]
@@ -192,6 +221,50 @@ class Receiving:
         """Count the bytes of a body no more: its request is answered."""
         self.in_use -= body.size
         body.size = 0
+
+    def add_reader(self, connection: Reader) -> None:
+        """Count the unsent bytes of a connection; if there is no room for them, end slow readers, else this one."""
+        unsent_bytes = connection.unsent_bytes
+        self._readers[connection] = _Reading(self._clock(), unsent_bytes, unsent_bytes)
+        self._unsent += unsent_bytes
+        while self._is_short_of(0) and connection in self._readers:
+            if not self._end_slowest_reader():
+                self._end_reader(connection)
+
+    def remove_reader(self, connection: Reader) -> None:
+        """Stop counting the unsent bytes of a connection. No effect if they are not counted."""
+        reading = self._readers.pop(connection, None)
+        if reading is not None:
+            self._unsent -= reading.unsent_bytes
+
+    def _is_short_of(self, count: int) -> bool:
+        """Return whether there is no room for `count` bytes; looks at the readers only when room is short."""
+        if self.in_use + self._unsent + count <= self.capacity:
+            return False
+        for reader, reading in self._readers.items():
+            reading.unsent_bytes = reader.unsent_bytes
+        self._unsent = sum(reading.unsent_bytes for reading in self._readers.values())
+        return self.in_use + self._unsent + count > self.capacity
+
+    def _end_slowest_reader(self) -> bool:
+        """End the reader of the lowest rate, if any has had the time to show one; return whether there was one."""
+        now = self._clock()
+        known = {reader: reading for reader, reading in self._readers.items() if now - reading.began >= GRACE_SECONDS}
+
+        def bytes_a_second(reader: Reader) -> float:
+            reading = known[reader]
+            return (reading.first_bytes - reading.unsent_bytes) / (now - reading.began)
+
+        slowest = min(known, key=bytes_a_second, default=None)
+        if slowest is None:
+            return False
+        self._end_reader(slowest)
+        return True
+
+    def _end_reader(self, reader: Reader) -> None:
+        """Stop counting a reader, and close its connection."""
+        self.remove_reader(reader)
+        reader.give_way()
 
 
 class RefusalPace:

@@ -164,7 +164,9 @@ def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
     if state.tracing is not None:
         layers = state.tracing.around(layers, PROBES)
     endpoints = {route.path for route in app.router.routes if isinstance(route, Endpoint)}
-    return RequestContextMiddleware(layers, metrics, endpoints, service.lifecycle, clock=service.clock)
+    return RequestContextMiddleware(
+        layers, metrics, endpoints, service.lifecycle, service.receiving, clock=service.clock
+    )
 
 
 def _publish_model(service: Service, on_engine_change: Callable[[], None]) -> None:

@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.errors import ClientDisconnected, EngineUnavailable, QueueFull, ServiceError, Unauthorized
-from service.http import Header, connection_of
+from service.http import AnswerRoom, Header, connection_of
 from service.lifecycle import Lifecycle
 from service.observe.metrics import Metrics, stage_seconds
 from service.web import problems
@@ -203,6 +203,7 @@ class RequestContextMiddleware:
     Args:
         endpoints: paths that may become label values; any other is `other`.
         lifecycle: when the process is about to end, every answer closes its connection.
+        answer_room: the room for unsent answers, see `service.http.Application`.
     """
 
     def __init__(
@@ -211,6 +212,7 @@ class RequestContextMiddleware:
         metrics: Metrics,
         endpoints: Iterable[str],
         lifecycle: Lifecycle,
+        answer_room: AnswerRoom,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -222,6 +224,7 @@ class RequestContextMiddleware:
         self._key_requests = lru_cache(maxsize=512)(metrics.key_requests.labels)
         self._endpoints = frozenset(endpoints)
         self._lifecycle = lifecycle
+        self.answer_room = answer_room
         self._clock = clock
         self.log = RequestLog()
 

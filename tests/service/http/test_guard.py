@@ -20,6 +20,7 @@ from tests.service.http.wire import Wire
 from tests.service.web.apps import service_in
 
 HALF_A_HEAD = b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: "
+LONG_ANSWER = GET.replace(b"/healthz", b"/docs/swagger-ui-bundle.js")
 OFFER = FORMS["an offer of h2c with a body"].sent
 SHORT = [form.sent for form in FORMS.values() if len(form.sent) < 1000 and form.sent != OFFER]
 
@@ -214,6 +215,29 @@ async def test_a_caller_that_asks_and_does_not_read_is_let_go() -> None:
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await until(lambda: server.app.metric("vit_inflight_requests") == 0)
+
+
+@on_a_loop
+async def test_no_request_begins_behind_unread_answer() -> None:
+    async with listening() as server, server.connect() as connection:
+        connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await connection.send(LONG_ANSWER * 9)
+        await until(lambda: len(server.connections.open) == 1 and server.guard.drained is not None)
+        for _ in range(30):
+            await asyncio.sleep(0)
+        assert server.guard.request is None
+        connection.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        assert [(await connection.answer()).status for _ in range(9)] == [200] * 9
+
+
+@on_a_loop
+async def test_answer_without_room_for_it_is_cut() -> None:
+    async with listening() as server, server.connect() as connection:
+        service_in(server.app).receiving.capacity = 1 << 16
+        connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        connection.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        await connection.send(LONG_ANSWER * 9)
+        await until(lambda: server.app.metric("vit_requests_total") > 0 and not server.connections.open)
 
 
 @on_a_loop

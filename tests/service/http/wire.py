@@ -11,6 +11,7 @@ from uvicorn.server import ServerState
 
 from service.errors import MalformedRequest, ServiceError
 from service.http import Connections, Header
+from service.web.admission import Receiving
 
 Request = tuple[str, str, bytes]
 """Method, path and body."""
@@ -75,6 +76,7 @@ class Wire:
     """
 
     def __init__(self) -> None:
+        self.answer_room = Receiving(1 << 20)
         connections = Connections(self)
         config = uvicorn.Config(
             self, interface="asgi3", ws="none", lifespan="off", log_config=None, proxy_headers=False

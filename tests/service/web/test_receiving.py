@@ -32,6 +32,50 @@ class Bodies:
         return body
 
 
+class Reader:
+    """A connection with bytes that its caller has not read yet."""
+
+    def __init__(self, unsent_bytes: int) -> None:
+        self.unsent_bytes = unsent_bytes
+        self.is_cut = False
+
+    def give_way(self) -> None:
+        self.is_cut = True
+
+
+def test_the_slowest_reader_makes_room_for_an_answer() -> None:
+    bodies = Bodies(capacity=100)
+    slow = Reader(40)
+    steady = Reader(50)
+    for reader in (steady, slow):
+        bodies.receiving.add_reader(reader)
+    bodies.clock.now += 10
+    slow.unsent_bytes -= 5
+    steady.unsent_bytes -= 10
+    newcomer = Reader(30)
+    bodies.receiving.add_reader(newcomer)
+    assert (slow.is_cut, steady.is_cut, newcomer.is_cut) == (True, False, False)
+    too_large = Reader(101)
+    bodies.receiving.add_reader(too_large)
+    assert (steady.is_cut, newcomer.is_cut, too_large.is_cut) == (True, False, True)
+
+
+def test_unread_answers_leave_room_for_bodies() -> None:
+    bodies = Bodies(capacity=100)
+    reader = Reader(80)
+    bodies.receiving.add_reader(reader)
+    with pytest.raises(ReceivingFull):  # a reader of less than a second is not known to be slow
+        bodies.arrive("early", 30)
+    bodies.clock.now += 2
+    bodies.arrive("in time", 90)
+    assert reader.is_cut
+    other = Reader(5)
+    bodies.receiving.add_reader(other)
+    bodies.receiving.remove_reader(other)
+    bodies.arrive("last", 10)
+    assert not other.is_cut
+
+
 def test_a_body_that_has_arrived_leaves_no_circle_to_the_collector() -> None:
     class Request:
         def __init__(self, receiving: Receiving) -> None:
