@@ -8,7 +8,16 @@ import math
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 # (rows, columns) in pixels or patches.
 Size = tuple[Annotated[int, Field(ge=1, le=16384)], Annotated[int, Field(ge=1, le=16384)]]
@@ -17,6 +26,7 @@ Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "ham
 Pool = Literal["cls", "mean", "max", "mean_max", "cls_mean", "attention"]
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu", "tanh"]
 AttentionSource = Literal["cls", "patch_mean", "pool_query"]
+CropShare = Annotated[float, Field(ge=0.01, le=1)]
 Mean = Annotated[float, Field(ge=-1e3, le=1e3)]
 # Standard deviation of pixels of 0...1. Divided by less, pixels would overflow in the network.
 Deviation = Annotated[float, Field(ge=1e-3, le=1e3)]
@@ -377,6 +387,11 @@ class ViTConfig(NetworkConfig):
         return "pool_query" if self.pool == "attention" and self.pool_heads in (None, self.heads) else "patch_mean"
 
 
+def cropped_from(size: Size, crop_pct: float) -> tuple[int, int]:
+    """Return the (rows, columns) that a picture is resized to before a crop of `size`, rounded as timm rounds them."""
+    return math.floor(size[0] / crop_pct), math.floor(size[1] / crop_pct)
+
+
 class PreprocessConfig(Frozen):
     """Preprocessing of an upright RGB picture of any size into the model's input.
 
@@ -394,6 +409,9 @@ class PreprocessConfig(Frozen):
     resize: Literal["shortest_edge", "squash"]
     # (rows, columns) before the centre crop; each at least `size`.
     resize_size: Size
+    # Share of the resized picture that the crop keeps, as timm states it: `resize_size` is floor(size / crop_pct), here
+    # and at every other size. None where only the sizes are stated.
+    crop_pct: CropShare | None = None
     interpolation: Interpolation
     # How the start of the crop is rounded if the margin is odd: as in torchvision or as in transformers.
     crop_rounding: Literal["half_even", "down"] = "half_even"
@@ -401,8 +419,24 @@ class PreprocessConfig(Frozen):
     mean: Annotated[tuple[Mean, ...], Field(min_length=1, max_length=4)]
     std: Annotated[tuple[Deviation, ...], Field(min_length=1, max_length=4)]
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_resize_size(cls, fields: Any) -> Any:
+        """Return fields with the `resize_size` that `crop_pct` means, unless they state it."""
+        if not isinstance(fields, dict) or "resize_size" in fields or fields.get("crop_pct") is None:
+            return fields
+        try:
+            share = TypeAdapter(CropShare).validate_python(fields["crop_pct"])
+            size = TypeAdapter(Size).validate_python(fields.get("size"))
+        except ValidationError:  # which the fields themselves raise again, by their names
+            return fields | {"resize_size": (1, 1)}
+        return fields | {"resize_size": cropped_from(size, share)}
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        stated = None if self.crop_pct is None else cropped_from(self.size, self.crop_pct)
+        if stated not in (None, self.resize_size):
+            raise ValueError(f"resize_size {self.resize_size} is not floor(size / crop_pct), {stated}")
         if len(self.mean) != len(self.std):
             raise ValueError(f"mean has {len(self.mean)} channels, std has {len(self.std)}")
         if self.resize_size[0] < self.size[0] or self.resize_size[1] < self.size[1]:

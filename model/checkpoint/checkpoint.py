@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from model.checkpoint.local_files import validating
 from model.checkpoint.tensors import checked, digest_of
-from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, Size, ViTConfig
+from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, Size, ViTConfig, cropped_from
 from model.description import Description
 from model.errors import CheckpointError
 from model.heads import Head
@@ -208,7 +208,13 @@ def resized_positions(
 
 
 def resized_preprocess(preprocess: PreprocessConfig, size: Size) -> PreprocessConfig:
-    """Return `preprocess` for another input size; the share of the picture that the crop keeps stays as it was."""
+    """Return `preprocess` for another input size; the share of the picture that the crop keeps stays as it was.
+
+    The share is `crop_pct` where that is stated: `resize_size` is rounded and tells it only nearly.
+    """
+    if preprocess.crop_pct is not None:
+        resize_size = cropped_from(size, preprocess.crop_pct)
+        return preprocess.model_copy(update={"size": size, "resize_size": resize_size})
     kept = [have / total for have, total in zip(preprocess.size, preprocess.resize_size, strict=True)]
-    resize_size = tuple(max(n, int(n / share)) for n, share in zip(size, kept, strict=True))
-    return preprocess.model_copy(update={"size": size, "resize_size": resize_size})
+    sizes = tuple(max(n, int(n / share)) for n, share in zip(size, kept, strict=True))
+    return preprocess.model_copy(update={"size": size, "resize_size": sizes})

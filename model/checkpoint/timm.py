@@ -3,7 +3,6 @@
 Source of names and defaults: timm/models/_hub.py and timm/data/transforms_factory.py.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
@@ -16,7 +15,7 @@ from model.checkpoint.local_files import required, validating
 from model.checkpoint.options import CheckpointOptions, imagenet_labels
 from model.checkpoint.stated_head import Labels, StatedHead, stated_head
 from model.checkpoint.timm_architectures import architectures, native_names, parse_arguments, runs_in_library
-from model.config import Interpolation, NetworkConfig, PreprocessConfig
+from model.config import CropShare, Interpolation, NetworkConfig, PreprocessConfig
 from model.errors import CheckpointError
 from model.network import library
 
@@ -38,7 +37,7 @@ class Pretrained(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     input_size: tuple[Count, Count, Count]
-    crop_pct: Annotated[float, Field(ge=0.01, le=1)]
+    crop_pct: CropShare
     crop_mode: Literal["center", "squash"] | None = None
     interpolation: Interpolation
     mean: tuple[float, ...]
@@ -52,10 +51,9 @@ class Pretrained(BaseModel):
         fields = {
             "size": (rows, columns),
             "resize": _RESIZE[self.crop_mode or "center"],  # as timm takes it
-            # Truncated as timm does it: math.floor(x / crop_pct).
-            "resize_size": (math.floor(rows / self.crop_pct), math.floor(columns / self.crop_pct)),
         }
-        return PreprocessConfig.model_validate(fields | self.model_dump(include={"interpolation", "mean", "std"}))
+        stated = self.model_dump(include={"crop_pct", "interpolation", "mean", "std"})
+        return PreprocessConfig.model_validate(fields | stated)
 
 
 def recognises(files: Files) -> bool:
@@ -70,6 +68,11 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     where, config = files.where(CONFIG_FILE), files.config
     name = config["architecture"]
     stated = required(config, "pretrained_cfg", where)
+    if isinstance(stated, dict) and stated.get("crop_mode") == "border" and not options.preprocess:
+        raise CheckpointError(
+            f"{where}: pretrained_cfg.crop_mode 'border' pads pictures, which this version does not compute: set "
+            "VIT_PREPROCESS to another preprocessing"
+        )
     with validating(where, "pretrained_cfg."):
         own = {"crop_mode": None} if options.preprocess else {}  # the operator's takes its place
         pretrained = Pretrained.model_validate({**stated, **own} if isinstance(stated, dict) else stated)

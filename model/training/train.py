@@ -216,7 +216,8 @@ def _training_size(recipe: Recipe, start: Start, dataset: Dataset) -> Preprocess
     if not recipe.augmentation.resized_crop:
         return preprocess
     rows, columns = dataset.image_size or tuple(round(side * MARGIN) for side in preprocess.size)
-    return preprocess.model_copy(update={"size": (rows, columns), "resize_size": (rows, columns)})
+    size = (rows, columns)
+    return preprocess.model_copy(update={"size": size, "resize_size": size, "crop_pct": None})
 
 
 def _measure(logits: NDArray[np.float32], images: Images, checkpoint: Checkpoint) -> Evaluation:

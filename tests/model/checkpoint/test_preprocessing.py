@@ -12,6 +12,8 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from model.checkpoint import load_checkpoint, native
+from model.checkpoint.checkpoint import resized_preprocess
 from model.checkpoint.files import Files
 from model.checkpoint.huggingface import FAMILIES
 from model.checkpoint.huggingface.families import Family
@@ -20,6 +22,8 @@ from model.checkpoint.timm import Pretrained
 from model.config import PreprocessConfig
 from model.errors import CheckpointError
 from model.images.preprocess import preprocess
+from tests.model.checkpoint.folders import put, refusal, timm_folder
+from tests.model.checkpoint.parity import preprocess_file
 from tests.model.images.pictures import encode
 from tests.timm_reference import timm, transformers
 
@@ -210,6 +214,42 @@ def test_the_image_processor_within_another_is_preferred_as_by_transformers(case
 def test_pixels_are_those_of_timms_transforms(case: str) -> None:
     config, reference = timm_case(case)
     assert max(largest_difference(config, reference, data) for data in generated()) <= 1
+
+
+@pytest.mark.parametrize("crop_mode", ["center", "squash"])
+def test_every_share_is_rounded_as_by_timm(crop_mode: str) -> None:
+    fields: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic", "crop_mode": crop_mode}
+    for percent, size in itertools.product(range(800, 1001, 5), ((224, 224), (384, 384), (448, 336), (97, 518))):
+        stated = fields | {"crop_pct": percent / 1000, "input_size": [3, 224, 224]}
+        transform = timm().data.create_transform(**stated | {"input_size": [3, *size]}, is_training=False)
+        expected = transform.transforms[0].size
+        expected = (expected, expected) if isinstance(expected, int) else tuple(expected)
+        assert resized_preprocess(Pretrained.model_validate(stated).preprocess(), size).resize_size == expected
+
+
+def test_a_share_is_kept_by_a_converted_folder(tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(str(timm_folder(tmp_path / "timm")))
+    native.write(tmp_path / "native", checkpoint)
+    resized = load_checkpoint(str(tmp_path / "native"), image_size=(40, 40))
+    assert resized.preprocess == load_checkpoint(str(tmp_path / "timm"), image_size=(40, 40)).preprocess
+    assert resized.preprocess.resize_size == (44, 44)
+
+
+def test_an_operators_share_stands_for_a_size(tmp_path: Path) -> None:
+    folder = str(timm_folder(tmp_path))
+    fields = {"size": [16, 16], "resize": "shortest_edge", "interpolation": "bicubic", "mean": [0], "std": [1]}
+    told = {"mean": [0.5] * 3, "std": [0.5] * 3, "crop_pct": 0.9}
+    assert load_checkpoint(folder, preprocess=json.dumps(fields | told)).preprocess.resize_size == (17, 17)
+    with pytest.raises(CheckpointError, match=r"is not floor\(size / crop_pct\), \(17, 17\)"):
+        load_checkpoint(folder, preprocess=json.dumps(fields | told | {"resize_size": [18, 18]}))
+    with pytest.raises(CheckpointError, match="crop_pct"):
+        load_checkpoint(folder, preprocess=json.dumps(fields | told | {"crop_pct": 90}))
+
+
+def test_timms_border_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    put(timm_folder(tmp_path) / "config.json", "pretrained_cfg.crop_mode", "border")
+    assert "set VIT_PREPROCESS" in refusal(tmp_path)
+    assert load_checkpoint(str(tmp_path), preprocess=preprocess_file(tmp_path, 16, 16)).labels
 
 
 @pytest.mark.shared

@@ -188,6 +188,7 @@ async def test_the_model_is_described_by_exactly_these_names_and_values(service:
             "resize_size": [8, 8],
             "interpolation": "nearest",
             "crop_rounding": "half_even",
+            "crop_pct": None,
             "mean": [0.5, 0.5, 0.5],
             "std": [0.5, 0.5, 0.5],
         },
