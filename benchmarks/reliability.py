@@ -342,7 +342,7 @@ def _settings(kind: str, folder: Path, arguments: argparse.Namespace) -> dict[st
     of_kind = {
         "vit": {"VIT_ADMIN_KEY": _ADMIN, "VIT_CHECKPOINT_FOLDER": str(first.parent)},
         "keys": {"VIT_API_KEYS": KEY},
-        "models": {"VIT_MODELS": str(first.parent)},
+        "models": {"VIT_MODELS": str(first.parent), "VIT_CHECKPOINT": ""},
         "clip": {"VIT_LABELS": "cat,dog,car,tree,sky,house,street,apple,person,night"},
     }
     settings = {"VIT_WORKERS": str(arguments.workers), "VIT_DRAIN_DELAY": "0", "VIT_GRPC_PORT": str(grpc_port())}

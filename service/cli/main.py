@@ -49,8 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
         options = re.findall(r"--[a-z-]+", chosen.format_help())
-        near = get_close_matches(unknown[0].partition("=")[0], options, 1)
-        chosen.error(f"{unknown[0]} is none of its options" + "".join(f": did you mean {each}?" for each in near))
+        given = unknown[0].partition("=")[0]
+        longer = sorted({each for each in options if given.startswith("--") and each.startswith(given)})
+        near = longer[:5] or get_close_matches(given, options, 1)
+        meant = f": did you mean {' or '.join(near)}?" if near else ""
+        chosen.error(f"{unknown[0]} is none of its options{meant}")
     import logging  # noqa: PLC0415  `--help` is quicker without
 
     # Pillow describes each file that it reads; what is wrong with one is in the answer to its sender.
@@ -94,7 +97,8 @@ def _parser(chosen: str) -> tuple[argparse.ArgumentParser, argparse.ArgumentPars
     subparsers = parser.add_subparsers(metavar="COMMAND")
     of_chosen: argparse.ArgumentParser = parser
     for name, summary in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=summary)
+        # An abbreviation would mean another option, or none, as soon as an option with the same beginning is added.
+        subparser = subparsers.add_parser(name, help=summary, allow_abbrev=False)
         if name == chosen:
             of_chosen = subparser
             _command(name).add_arguments(subparser)

@@ -15,7 +15,7 @@ from service.engine.devices import fit_to_machine, uses_gpu
 from service.engine.loading import load_predictor
 from service.errors import SettingsError
 from service.lifecycle import NEW_OBJECTS, bound_heaps, exit_now
-from service.models.registry import configured_models
+from service.models.registry import configured_models, notes_on_folder
 from service.observe import logs
 from service.settings import Settings, exports_spans, variable_warnings
 
@@ -39,7 +39,9 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         logger.warning("VIT_HOST=%s without VIT_API_KEYS: whoever reaches this service may use it", settings.host)
     exports_spans()  # a wrong variable ends the start
     _check_address(settings)
-    configured_models(settings, log=logging.DEBUG)  # a wrong folder ends the start
+    entries = configured_models(settings, log=logging.DEBUG)  # a wrong folder ends the start
+    for line in notes_on_folder(settings, entries):
+        logger.warning("%s", line)
     logger.info("loading %s", settings.models or settings.checkpoint)
     with grpc_port_kept(settings) as settings:
         if settings.one_process and not uses_gpu(settings):

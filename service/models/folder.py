@@ -15,12 +15,14 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from threading import Thread
 from typing import Any, Final, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
+from model.data.junk import is_junk
 from model.errors import first_problem
 from model.taught_heads import is_taught_head
 from service.errors import Forbidden, InvalidParameter
@@ -31,6 +33,9 @@ T = TypeVar("T")
 # Suffixes of files of weights.
 WEIGHTS: Final = frozenset({".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl", ".npz"})
 _TOML: Final = ".toml"
+
+# Files that the folder of one model has, and a folder of models has not.
+_OF_ONE_MODEL: Final = ("config.json", "adapter_config.json", "preprocessor_config.json")
 
 # A reference that names something else where no such file is here.
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
@@ -72,7 +77,17 @@ def model_settings(written: object) -> dict[str, Any]:
     try:
         return ModelSettings.model_validate(written).model_dump(include=set(written))
     except ValidationError as error:
-        raise InvalidParameter(first_problem(error)) from None
+        raise InvalidParameter(first_problem(error) + _nearest_setting(error)) from None
+
+
+def _nearest_setting(error: ValidationError) -> str:
+    """Return what was meant by the unknown name that an error tells of, or an empty text where it tells another one."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    if first["type"] != "extra_forbidden":
+        return ""
+    known = list(ModelSettings.model_fields)
+    near = get_close_matches(str(first["loc"][0]).lower().replace("-", "_"), known, 1)
+    return f": did you mean {near[0]}?" if near else f"; available: {', '.join(known)}"
 
 
 def located(setting: str, value: object, folder: Path, others: Sequence[Path] = ()) -> str | None:
@@ -148,6 +163,40 @@ def in_time(read: Callable[[], T], what: str) -> T:
         raise TimeoutError(f"{what} was not read within {READ_SECONDS:g} s: is its file system available?") from None
 
 
+def unread_names(folder: Path, entries: Mapping[str, Entry]) -> list[str]:
+    """Return the names of what lies in a folder of models and is not read, junk aside; raises `OSError`."""
+    read = {Path(path) for entry in entries.values() for path in entry.files}
+    names = []
+    for path in sorted(folder.iterdir()):
+        is_one = path.is_dir() or path.suffix.lower() in {*WEIGHTS, _TOML}
+        if path.absolute() in {each.absolute() for each in read} or is_junk(path.name):
+            continue
+        if not is_one or _is_key_map(path):
+            names.append(path.name)
+    return names
+
+
+def _is_key_map(path: Path) -> bool:
+    """Return whether a file is a map of a state dict's names, which `keys` of a `NAME.toml` names."""
+    if path.suffix.lower() != _TOML:
+        return False
+    try:
+        written = _toml(path, path.parent)
+    except (Forbidden, InvalidParameter, OSError, ValueError):
+        return False
+    return bool(written) and written.keys() <= {"weights", "tensor"}
+
+
+def _require_folder_of_models(folder: Path) -> None:
+    """Raise `InvalidParameter` where a folder is that of one model."""
+    part = next((name for name in _OF_ONE_MODEL if (folder / name).is_file()), None)
+    if part is not None:
+        raise InvalidParameter(
+            f"this is the folder of one model, with its {part}: --checkpoint {folder} (VIT_CHECKPOINT) serves it; "
+            "a folder of models has a folder or a file for each"
+        )
+
+
 def read_folder(folder: Path, others: Sequence[Path] = ()) -> tuple[dict[str, Entry], dict[str, str]]:
     """Return the models of a folder by name, in order, and a line for each entry that is none.
 
@@ -157,12 +206,14 @@ def read_folder(folder: Path, others: Sequence[Path] = ()) -> tuple[dict[str, En
 
     Raises:
         OSError: the folder cannot be read.
+        InvalidParameter: it is the folder of one model.
     """
+    _require_folder_of_models(folder)
     parts: dict[str, list[Path]] = {}
     for path in sorted(folder.iterdir()):
         name = path.name if path.is_dir() else path.stem
         is_one = path.is_dir() or path.suffix.lower() in {*WEIGHTS, _TOML}
-        if is_one and not path.name.startswith(".") and not is_taught_head(path):
+        if is_one and not is_junk(path.name) and not is_taught_head(path) and not _is_key_map(path):
             parts.setdefault(name, []).append(path)
     entries, problems = dict[str, Entry](), dict[str, str]()
     for name, paths in sorted(parts.items()):
@@ -180,7 +231,7 @@ def _entry(folder: Path, paths: list[Path], others: Sequence[Path]) -> Entry:
     for several in (weights, tomls):
         if len(several) > 1:
             raise InvalidParameter(f"there are several models of this name: {', '.join(path.name for path in several)}")
-    settings = _read_settings(tomls[0], folder) if tomls else {}
+    settings = model_settings(_toml(tomls[0], folder)) if tomls else {}
     if weights and "checkpoint" in settings:
         raise InvalidParameter(f"it names a checkpoint, and {weights[0].name} lies beside it")
     if not weights and "checkpoint" not in settings:
@@ -203,8 +254,8 @@ def _is_part(path: Path) -> bool:
     return path.suffix.lower() in WEIGHTS or path.name.endswith("config.json")
 
 
-def _read_settings(path: Path, folder: Path) -> dict[str, Any]:
-    """Return the settings of a `NAME.toml`; raises Forbidden, InvalidParameter, OSError or ValueError."""
+def _toml(path: Path, folder: Path) -> dict[str, Any]:
+    """Return the content of a `NAME.toml`; raises Forbidden, InvalidParameter, OSError or ValueError."""
     if not path.resolve().is_relative_to(folder.resolve()):
         raise Forbidden("a symbolic link out of its folder: put the file itself there")
     # Of a pipe without a writer, a plain `open` would not return.
@@ -216,7 +267,7 @@ def _read_settings(path: Path, folder: Path) -> dict[str, Any]:
     if len(content) > _MAX_TOML_BYTES:
         raise InvalidParameter(f"larger than {_MAX_TOML_BYTES} bytes")
     try:
-        return model_settings(tomllib.loads(content.decode("utf-8-sig")))
+        return tomllib.loads(content.decode("utf-8-sig"))
     except (UnicodeDecodeError, RecursionError):
         raise InvalidParameter("it is not UTF-8, or nested too deeply") from None
 

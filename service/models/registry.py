@@ -32,6 +32,7 @@ from service.errors import (
     Forbidden,
     HeadWithoutBackbone,
     HeadWithoutExamples,
+    InvalidParameter,
     ModelFailed,
     ModelsFull,
     NameTaken,
@@ -40,9 +41,9 @@ from service.errors import (
     SwapUnderWay,
     UnknownModel,
 )
-from service.models.folder import Entry, in_time, read_folder
+from service.models.folder import Entry, in_time, read_folder, unread_names
 from service.models.generation import Generation, LocalModel, ServedModel
-from service.settings import Settings
+from service.settings import PATHS, ModelSettings, Settings
 from vitserve.documents import ListedModel
 
 logger = logging.getLogger("vitserve")
@@ -748,12 +749,21 @@ def configured_models(
     """
     if settings.models is None:
         return {"": Entry({}, {})}
+    if settings.checkpoint != ModelSettings.model_fields["checkpoint"].default:
+        raise SettingsError(
+            f"VIT_CHECKPOINT={settings.checkpoint!r}: VIT_MODELS={settings.models!r} names the models already: "
+            "set one of them"
+        )
     folder = Path(settings.models).expanduser()
     others = () if settings.checkpoint_folder is None else (Path(settings.checkpoint_folder),)
     try:
         entries, problems = in_time(partial(read_folder, folder, others), "the folder")
-    except OSError as error:
-        raise SettingsError(f"VIT_MODELS={settings.models!r}: {error.strerror or error}") from None
+    except NotADirectoryError:
+        remedy = "expected a folder of models; --checkpoint (VIT_CHECKPOINT) serves one file"
+        raise SettingsError(f"VIT_MODELS={settings.models!r}: {remedy}") from None
+    except (OSError, InvalidParameter) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise SettingsError(f"VIT_MODELS={settings.models!r}: {reason or error}") from None
     for name, problem in problems.items():
         logger.log(log, "no model: %s", problem)
         entries |= {name: before[name]} if name in before else {}
@@ -765,3 +775,19 @@ def configured_models(
         names = ", ".join(entries)
         raise SettingsError(f"VIT_MODEL_NAME={settings.model_name!r}: expected a model of VIT_MODELS: {names:.1000}")
     return entries
+
+
+def notes_on_folder(settings: Settings, entries: Mapping[str, Entry]) -> list[str]:
+    """Return lines for an operator on what of the settings and the folder of models has no effect."""
+    if settings.models is None:
+        return []
+    lines = []
+    names = in_time(partial(unread_names, Path(settings.models).expanduser(), entries), "the folder")
+    if names:
+        lines.append(f"VIT_MODELS={settings.models!r}: not read: {', '.join(names):.1000}")
+    for setting in PATHS:
+        of_its_own = [name for name, entry in entries.items() if entry.settings.get(setting) is not None]
+        if setting != "checkpoint" and getattr(settings, setting) is not None and of_its_own:
+            variable = f"VIT_{setting.upper()}"
+            lines.append(f"{variable} is not read for {', '.join(of_its_own):.1000}: they have {setting} of their own")
+    return lines

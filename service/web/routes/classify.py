@@ -491,7 +491,7 @@ async def predictions(request: Request, query: Annotated[PredictionQuery, Query(
         _, result = await admitted.classify(picture, asked.wanted)
     names = asked.wanted.labels or model.info.labels
     outputs = result.outputs
-    service.metrics.count_image(model.info.name, outputs)
+    admitted.count_image(model.info.name, outputs)
     predicted = outputs.predicted() & (not outputs.far)
     if outputs.label_set is not None:
         predicted[len(outputs.label_set) :] = False  # it has the best ones

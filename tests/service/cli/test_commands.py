@@ -216,6 +216,8 @@ def test_every_subcommand_is_in_the_table() -> None:
         (["--prot", "9000"], "--port"),
         (["serve", "--queu-size=3"], "--queue-size"),
         (["classify", "--tok", "3"], "--top-k"),
+        (["serve", "--model", "cats"], "--model-name or --models or --models-bytes"),
+        (["serve", "--work", "2"], "--workers"),
     ],
 )
 def test_an_unknown_option_is_answered_with_the_nearest_and_no_usage(

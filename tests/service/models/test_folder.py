@@ -14,7 +14,7 @@ from service.engine.loading import checkpoint_from
 from service.errors import SettingsError
 from service.models import folder as folder_module
 from service.models.folder import WEIGHTS, in_time, read_folder
-from service.models.registry import configured_models
+from service.models.registry import configured_models, notes_on_folder
 from service.settings import PATHS, load_settings
 
 
@@ -66,7 +66,9 @@ def test_weights_are_what_checkpoints_may_be() -> None:
     [
         ({"a__pth": "", "a__safetensors": ""}, "there are several models of this name: a.pth, a.safetensors"),
         ({"a": None, "a__pt": ""}, "there are several models of this name: a, a.pt"),
-        ({"a__toml": 'nonsense = "x"\ncheckpoint = "b"'}, "nonsense: unknown name"),
+        ({"a__toml": 'nonsense = "x"\ncheckpoint = "b"'}, "nonsense: unknown name; available: checkpoint, "),
+        ({"a__toml": 'lables = "x"\ncheckpoint = "b"'}, "lables: unknown name: did you mean labels?"),
+        ({"a__toml": 'Image-Size = 1\ncheckpoint = "b"'}, "Image-Size: unknown name: did you mean image_size?"),
         ({"a__toml": f"labels = {'[' * 9999}"}, "a.toml: it is not UTF-8, or nested too deeply"),
         ({"a__toml": 'checkpoint = "b"', "a__TOML": ""}, "there are several models of this name: a.TOML, a.toml"),
         ({"a__toml": "not toml"}, "Expected '=' after a key in a key/value pair (at line 1, column 5)"),
@@ -205,3 +207,49 @@ def test_a_folder_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPat
     with pytest.raises(TimeoutError, match=r"the folder was not read within 0\.01 s"):
         in_time(answers.wait, "the folder")
     answers.set()
+
+
+JUNK = ("__MACOSX", ".ipynb_checkpoints", "lost+found", "Thumbs.db", ".DS_Store", "desktop.ini", "a.toml~")
+
+
+def test_junk_in_the_folder_is_skipped_silently(models: Path) -> None:
+    for name in JUNK:
+        (models / name).mkdir()
+        (models / name / "._config.json").touch()
+    write(models, good=None)
+    assert read_folder(models)[1] == {}
+    settings = load_settings({"models": str(models)})
+    assert notes_on_folder(settings, configured_models(settings)) == []
+
+
+def test_what_is_not_read_is_named_in_one_line(models: Path) -> None:
+    write(models, good=None, notes__txt="x", names__txt="a", spare__toml='weights = "ema"')
+    write(models, used__toml='[[tensor]]\nfrom = "a"\nto = "b"')
+    write(models, b__toml='checkpoint = "a/b"\nlabels = "names.txt"\nkeys = "used.toml"')
+    settings = load_settings({"models": str(models), "labels": "imagenet-1k"})
+    entries = configured_models(settings)
+    assert list(entries) == ["b", "good"]
+    assert notes_on_folder(settings, entries) == [
+        f"VIT_MODELS='{models}': not read: notes.txt, spare.toml",
+        "VIT_LABELS is not read for b: they have labels of their own",
+    ]
+
+
+@pytest.mark.parametrize("part", ["config.json", "adapter_config.json"])
+def test_the_folder_of_one_model_is_refused(part: str, models: Path) -> None:
+    write(models, model__safetensors="")
+    (models / part).touch()
+    with pytest.raises(SettingsError, match=f"the folder of one model, .*: --checkpoint {models} "):
+        configured_models(load_settings({"models": str(models)}))
+
+
+def test_a_file_is_not_a_folder_of_models(models: Path) -> None:
+    write(models, model__safetensors="")
+    with pytest.raises(SettingsError, match="expected a folder of models; --checkpoint"):
+        configured_models(load_settings({"models": str(models / "model.safetensors")}))
+
+
+def test_one_checkpoint_beside_models_is_refused(models: Path) -> None:
+    write(models, good=None)
+    with pytest.raises(SettingsError, match=r"VIT_CHECKPOINT='cats': VIT_MODELS=.* set one of them"):
+        configured_models(load_settings({"models": str(models), "checkpoint": "cats"}))
