@@ -256,8 +256,8 @@ class ModelSettings(BaseModel):
     )
     labels: Name | None = Field(
         None,
-        description="file or preset's name, for formats that carry no labels; with a text tower also names, "
-        'comma-separated: `cat,dog,"a red car"`. Default: the checkpoint\'s',
+        description='names, comma-separated (`cat,dog,"a red car"`) or a JSON array; a file with one a line, JSON, CSV '
+        "or a data set's YAML; `imagenet-1k` or `numbers`. Default: the checkpoint's",
     )
     activation: Literal["softmax", "sigmoid"] | None = Field(
         None,

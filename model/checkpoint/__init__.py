@@ -17,15 +17,10 @@ from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files, SingleFile
 from model.checkpoint.hub import Repository, is_hub_id
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE
 from model.checkpoint.key_map import KeyMap, read_key_map
+from model.checkpoint.labels import LABEL_PRESETS, read_labels
 from model.checkpoint.local_files import resolved_source
 from model.checkpoint.lora import ADAPTER_CONFIG, adapt, adapter_base
-from model.checkpoint.options import (
-    LABEL_PRESETS,
-    PREPROCESS_PRESETS,
-    CheckpointOptions,
-    read_labels,
-    read_preprocess,
-)
+from model.checkpoint.options import PREPROCESS_PRESETS, CheckpointOptions, read_preprocess
 from model.checkpoint.stated_head import activated
 from model.errors import CheckpointError
 from model.taught_heads import is_taught_head
@@ -65,7 +60,7 @@ def load_checkpoint(
     # A file that is not there is refused before the weights are read, which may take minutes; names may be labels.
     if options.preprocess is not None:
         read_preprocess(options.preprocess)
-    if options.labels is not None and (os.sep in options.labels or Path(options.labels).suffix in (".txt", ".json")):
+    if options.labels not in (None, "numbers"):
         read_labels(options.labels, None)
     keys = read_key_map(options.keys)
     files = _open(source, keys)

@@ -8,6 +8,7 @@ of a folder is read only where it lies below that folder once all links are foll
 `models--owner--name/snapshots/REVISION` hold links to `models--owner--name/blobs`.
 """
 
+import codecs
 import errno
 import json
 import os
@@ -111,12 +112,16 @@ def open_file(path: Path, where: str) -> BufferedReader:
 
 
 def read_text_file(path: Path, where: str) -> str:
-    """Return the text of a small file in UTF-8; raises `CheckpointError` where it is none."""
+    """Return the text of a small file; raises `CheckpointError` unless it is UTF-8, or UTF-16 with a byte order mark.
+
+    A byte order mark, as Windows' editors write it, is not part of the text.
+    """
     with open_file(path, where) as file, reading(where, "not a UTF-8 text file", UnicodeDecodeError):
         data = file.read(_MAX_TEXT_BYTES + 1)
         if len(data) > _MAX_TEXT_BYTES:
             raise CheckpointError(f"{where}: larger than {_MAX_TEXT_BYTES} bytes")
-        return data.decode()
+        is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        return data.decode("utf-16" if is_utf16 else "utf-8-sig")
 
 
 def read_json(path: Path, where: str) -> Any:

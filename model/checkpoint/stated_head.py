@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.options import CheckpointOptions, indexed_labels
+from model.checkpoint.labels import indexed_labels
+from model.checkpoint.options import CheckpointOptions
 from model.errors import CheckpointError
 from model.heads import SOFTMAX
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors, resized_config, resized_positions
 from model.checkpoint.files import CONFIG_FILE, Files
+from model.checkpoint.labels import imagenet_labels
 from model.checkpoint.local_files import required, validating
-from model.checkpoint.options import CheckpointOptions, imagenet_labels
+from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.stated_head import Labels, StatedHead, stated_head
 from model.checkpoint.timm_architectures import architectures, native_names, parse_arguments, runs_in_library
 from model.config import CropShare, Interpolation, NetworkConfig, PreprocessConfig

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.huggingface.families import CLIP, activation, tower_config
+from model.checkpoint.labels import read_labels
 from model.checkpoint.local_files import validating
-from model.checkpoint.options import CheckpointOptions, read_labels
+from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.tensors import checked, join_parts, renamed, taken
-from model.errors import CheckpointError, InputError, first_line
-from model.heads import DEFAULT_TEMPLATE, ZeroShot, is_list, parse_labels
+from model.errors import CheckpointError, first_line
+from model.heads import DEFAULT_TEMPLATE, ZeroShot
 from model.network.text_tower import TextConfig, TextTower
 
 _PREFIXES: Final = ("text_model.", "text_projection.")
@@ -196,14 +197,9 @@ def _scalar(tensors: dict[str, Tensor], name: str, where: str) -> float:
 
 def _labels(labels: str | None) -> tuple[str, ...]:
     """Return the labels of VIT_LABELS; without it, or with numbers, which say nothing, a request brings its labels."""
-    if labels in (None, "numbers"):
+    if labels is None or labels == "numbers":
         return ()
-    if not is_list(labels):
-        return read_labels(labels, None)
-    try:
-        return parse_labels(labels, "VIT_LABELS", most=100_000)
-    except InputError as error:
-        raise CheckpointError(str(error)) from None
+    return read_labels(labels, None)
 
 
 def _tokenizer(files: Files, model_type: str) -> Any:

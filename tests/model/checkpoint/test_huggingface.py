@@ -457,7 +457,7 @@ def test_a_whole_checkpoint_that_lacks_something_is_refused_in_one_line(case: st
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"labels": "nowhere.txt"}, "VIT_LABELS 'nowhere.txt': neither a file nor"),
+        ({"labels": "nowhere.txt"}, "VIT_LABELS 'nowhere.txt': neither a file, nor"),
         ({"labels": "cat,,dog"}, "VIT_LABELS: '', number 2"),
     ],
 )

@@ -185,7 +185,7 @@ def test_labels_come_from_a_file_of_lines_or_json(content: str, suffix: str, tin
         ),
         ({"preprocess": "nothing", "labels": "numbers"}, "neither a file nor one of"),
         ({"preprocess": "FILE"}, "no file says its labels: .* --labels numbers "),
-        ({"preprocess": "FILE", "labels": "nothing"}, "neither a file nor one of"),
+        ({"preprocess": "FILE", "labels": "nothing"}, "neither a file, nor names"),
         ({"preprocess": "FILE", "labels": "imagenet-1k"}, "1000 labels for 3 classes"),
     ],
 )
@@ -209,7 +209,7 @@ def test_what_a_format_lacks_is_asked_for(options: dict[str, Any], message: str,
         ),
         ({"architecture": "vit,norm_epz=1"}, "did you mean norm_eps"),
         ({"architecture": "eva02_base_patch14_448,pre_norm=true"}, "has no argument 'pre_norm'"),
-        ({"labels": "not/there.txt"}, "^VIT_LABELS 'not/there.txt': neither a file nor one of"),
+        ({"labels": "not/there.txt"}, "^VIT_LABELS 'not/there.txt': neither a file, nor names"),
         ({"preprocess": "not/there.json"}, "^VIT_PREPROCESS 'not/there.json': neither a file nor one of"),
     ],
 )
