@@ -153,5 +153,10 @@ def test_a_broken_entry_is_named_in_one_line_and_the_others_serve(
     }  # fmt: skip
     assert server.log.count("model empty: ") == server.log.count("model half: ") == 1
     server.classify(pictures.files[0], f"model={HEADS[1]}&top_k=1").raise_for_status()
+    refused = server.classify(pictures.files[0], "model=empty")
+    assert (refused.status_code, refused.json()["code"]) == (503, "model_failed")
+    assert "retry-after" not in refused.headers
+    assert server.metric("vit_model_state", model="empty", state="failed") == 1
+    assert server.metric("vit_model_state", model=HEADS[0], state="failed") == 0
     strict = serve(checkpoint="", models=tmp_path, strict="true", wait=False)
     assert strict.process.process.wait(100) == 1
