@@ -31,6 +31,10 @@ LOADING: Final = (
 )
 
 
+# The folder of the packages `service` and `model`.
+_PACKAGES: Final = Path(__file__).resolve().parents[1]
+
+
 def environment(allowed: Collection[str] = COMMON, **more: str) -> dict[str, str]:
     """Return the environment of a child.
 
@@ -96,6 +100,18 @@ def _python(module: str, *arguments: str) -> tuple[str, ...]:
 
 
 def _importing(more: dict[str, str] | None) -> dict[str, str]:
-    """Return variables with which a child imports from where this process does, but for the working directory."""
-    folders = [str(Path(entry).absolute()) for entry in sys.path if entry]
-    return {"PYTHONPATH": os.pathsep.join(folders), **(more or {})}
+    """Return variables with which a child imports from where this process does.
+
+    The working directory is left out, unless the packages of this service lie in it.
+    """
+    left_out = {_working_directory()} - {_PACKAGES}
+    folders = [entry for entry in sys.path if entry and Path(entry).resolve() not in left_out]
+    return {"PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in folders), **(more or {})}
+
+
+def _working_directory() -> Path | None:
+    """Return the working directory; None if it is gone."""
+    try:
+        return Path.cwd().resolve()
+    except FileNotFoundError:
+        return None

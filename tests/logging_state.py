@@ -1,13 +1,14 @@
 """Put logging back after a test: commands that run in its process set it up for good."""
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Restore the levels of all loggers, the root's handlers and what `logging` finds out for a line.
+    """Restore the levels of all loggers, the root's handlers, what `logging` finds out for a line, and the streams.
 
     The next test in this process may be any one, and may count the lines. A handler that is left over would also
     write to a standard error that pytest has closed.
@@ -15,6 +16,7 @@ def restored() -> Iterator[None]:
     root = logging.getLogger()
     handlers = root.handlers[:]
     facts = (logging.logThreads, logging.logProcesses, logging.logMultiprocessing)
+    streams = (sys.stdout, sys.stderr)
     levels = {logger: logger.level for logger in _loggers()}
     try:
         yield
@@ -23,6 +25,7 @@ def restored() -> Iterator[None]:
             if logger.level != levels.get(logger, logging.NOTSET):  # setting a level clears all loggers' caches
                 logger.setLevel(levels.get(logger, logging.NOTSET))
         root.handlers[:] = handlers
+        sys.stdout, sys.stderr = streams
         logging.logThreads, logging.logProcesses, logging.logMultiprocessing = facts
 
 

@@ -33,6 +33,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     bound_heaps()
     settings = fit_to_machine(settings_from(arguments))
     logs.configure(settings.log_format, settings.log_level)
+    logs.never_wait()
     for line in variable_warnings():
         logger.warning("%s", line)
     if not settings.api_keys and settings.host not in ("127.0.0.1", "::1", "localhost"):

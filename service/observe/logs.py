@@ -7,6 +7,8 @@ thread writes. Lines that find the queue full are dropped and counted.
 """
 
 import contextlib
+import faulthandler
+import io
 import json
 import logging
 import os
@@ -157,6 +159,67 @@ def _log_unraisable(failure: "sys.UnraisableHookArgs") -> None:
     logging.getLogger("vitserve").error(
         "%s: %r", failure.err_msg or "ignored exception", failure.object, exc_info=failure.exc_value
     )
+
+
+class Printed(io.TextIOBase):
+    """A standard stream whose lines are written as the log's are: nothing that prints waits for a reader.
+
+    What Python itself prints goes through it too: errors that nobody caught, and the last words of `sys.exit`.
+    """
+
+    encoding = "utf-8"
+
+    def __init__(self, writer: LogWriter) -> None:
+        self._writer = writer
+        self._rest = ""
+
+    def write(self, text: str) -> int:
+        """Hand all whole lines to the writer."""
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._hand_over(line)
+        return len(text)
+
+    def flush(self) -> None:
+        """Hand over a line that has no end yet; do not wait until it is written."""
+        if self._rest:
+            self._hand_over(self._rest)
+        self._rest = ""
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def fileno(self) -> int:
+        """Return the descriptor of standard error."""
+        return STANDARD_ERROR
+
+    def _hand_over(self, line: str) -> None:
+        lock = self._writer.lock
+        assert lock is not None, "a handler has one"
+        with lock:
+            self._writer.enqueue(line)
+
+
+def never_wait() -> None:
+    """Let what this process prints and dumps from now on not wait for a reader, as its log does not.
+
+    A library in C that writes to the descriptor of standard error itself still does.
+    """
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, LogWriter):
+            sys.stdout = Printed(handler)
+            sys.stderr = Printed(handler)
+    if faulthandler.is_enabled():
+        with contextlib.suppress(OSError):  # a socket cannot be opened once more
+            # Not to wait is a property of what is opened, which other processes may share.
+            faulthandler.enable(os.open(f"/proc/self/fd/{STANDARD_ERROR}", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK))
+
+
+def format_in_use() -> str:
+    """Return the log format of this process, `json` or `text`; see `configure`."""
+    is_json = any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+    return "json" if is_json else "text"
 
 
 def on_drop(called: Callable[[], object]) -> None:

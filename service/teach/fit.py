@@ -1,8 +1,10 @@
 """The fit of a taught head to its examples, and what the head then knows of itself; no torch.
 
-`python -m service.teach.fit FOLDER` fits each head of the folder whose examples have changed.
+`python -m service.teach.fit FOLDER [json|text]` fits each head of the folder whose examples have changed. Its log
+has the format of the service's, and waits for no reader: it holds the lock of the folder.
 """
 
+import logging
 import os
 import sys
 import time
@@ -21,8 +23,11 @@ from model.heads import Known
 from model.linear_probe import FOLDS, Choice, fit_head, interval
 from model.taught_heads import TaughtHead
 from service.errors import HeadsUnavailable, SettingsError
+from service.observe import logs
 from service.teach.examples import Examples, HeadRow, too_few
 from vitserve.documents import Accuracy, Confusion, Knowledge, Suspect
+
+logger = logging.getLogger("vitserve")
 
 # A label with fewer pictures needs more, and so does one of which less than half are answered right.
 _FEW: Final = 5
@@ -157,7 +162,10 @@ def _fit(examples: Examples, head: HeadRow) -> None:
 
 if __name__ == "__main__":
     os.nice(_NICENESS)
+    logs.configure(sys.argv[2] if len(sys.argv) > 2 else "text", "warning")
+    logs.never_wait()
     try:
         fit_changed(Examples(Path(sys.argv[1])), _SHARE, _LINGER_SECONDS)
     except (HeadsUnavailable, SettingsError) as error:
-        sys.exit(str(error))
+        logger.error("%s", error)
+        sys.exit(1)

@@ -25,6 +25,7 @@ from service.engine.messages import ModelInfo
 from service.errors import HeadsUnavailable, HeadWithoutBackbone, InvalidParameter
 from service.models.folder import check_name
 from service.models.registry import AddedHead, Models
+from service.observe import logs
 from service.teach.examples import Examples, HeadRow, kept_on_disk
 
 logger = logging.getLogger("vitserve")
@@ -226,7 +227,13 @@ class TaughtHeads:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             where = str(folder.absolute())
             return await start_python_async(
-                "service.teach.fit", where, more=_ONE_THREAD, stdin=DEVNULL, pass_fds=(lock,)
+                "service.teach.fit",
+                where,
+                logs.format_in_use(),
+                more=_ONE_THREAD,
+                stdin=DEVNULL,
+                stdout=DEVNULL,
+                pass_fds=(lock,),
             )
         except BlockingIOError:
             return None

@@ -4,16 +4,22 @@ import fcntl
 import json
 import logging
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from service.observe import logs
-from service.observe.logs import JsonFormatter, LogWriter
+from service.observe.logs import JsonFormatter, LogWriter, Printed
 from tests.launcher import until
+
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 class Log:
@@ -81,6 +87,12 @@ def test_a_line_keeps_the_fields_of_its_record(log: Log) -> None:
     assert json.loads(line)["status"] == 200
 
 
+@pytest.mark.parametrize("log_format", ["json", "text"])
+def test_a_child_can_log_in_the_same_format(log_format: str) -> None:
+    logs.configure(log_format, "info")
+    assert logs.format_in_use() == log_format
+
+
 def test_the_end_waits_for_lines_for_a_moment(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     log.log("last words")
     log.writer.flush()
@@ -104,3 +116,43 @@ def test_a_forked_process_writes_its_own_lines(log: Log) -> None:
     assert os.waitpid(child, 0)[1] == 0
     log.log("of the parent again")
     assert log.read_lines(3) == ["of the parent", "of the child", "of the parent again"]
+
+
+def run_unread(script: str) -> int:
+    """Run a script with a full pipe as its output, which nobody reads, and return its exit code."""
+    read_end, write_end = os.pipe()
+    fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(write_end, b"x" * 4096)
+    code = f"from service.observe import logs\nlogs.configure('text', 'info')\n{script}"
+    command = [sys.executable, "-X", "faulthandler", "-c", code]
+    try:
+        with subprocess.Popen(command, cwd=REPOSITORY, stdout=write_end, stderr=write_end) as process:
+            try:
+                return process.wait(60)
+            finally:
+                process.kill()
+    finally:
+        os.close(write_end)
+        os.close(read_end)
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("print('much ' * 20_000, flush=True)", 0),
+        ("import sys; sys.stderr.write('much ' * 20_000 + '\\n')", 0),
+        ("import sys; sys.exit('much ' * 20_000)", 1),
+        ("raise ValueError('much ' * 20_000)", 1),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", -signal.SIGSEGV),
+    ],
+    ids=["print", "write", "exit", "error", "dump"],
+)
+def test_what_is_printed_waits_for_nobody(script: str, code: int) -> None:
+    assert run_unread(f"logs.never_wait()\n{script}") == code
+
+
+def test_printed_lines_are_in_the_log(log: Log) -> None:
+    printed = Printed(log.writer)
+    print("one\ntwo", file=printed)
+    print("three", end="", file=printed, flush=True)
+    assert log.read_lines(3) == ["one", "two", "three"]

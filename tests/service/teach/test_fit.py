@@ -167,7 +167,7 @@ def test_a_folder_that_cannot_be_used_is_told_in_one_line(tmp_path: Path) -> Non
     command = [sys.executable, "-m", "service.teach.fit", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
-    assert ended.stderr.startswith("taught heads cannot be read or written: no such column: ")
+    assert "ERROR   taught heads cannot be read or written: no such column: " in ended.stderr
 
 
 def test_the_smallest_head_is_fitted_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
