@@ -29,6 +29,9 @@ MAX_EXAMPLES: Final = 20_000
 # Of the features of a head; the bounds above but the first are of one head, too.
 MAX_BYTES: Final = 64 * 2**20
 
+PAGE: Final = 1000
+"""Examples that a page of a list has at most."""
+
 _FILE: Final = "heads.sqlite3"
 # How long a change waits for another one to end; each takes milliseconds.
 _LOCKED_SECONDS: Final = 10.0
@@ -213,10 +216,11 @@ class Examples:
             raise NotFound(f"{name}: there is no such head")
         return found
 
-    def listed(self, head: HeadRow) -> list[ExampleDocument]:
-        """Return the examples of a head, the first one first."""
+    def listed(self, head: HeadRow, after: int = 0) -> list[ExampleDocument]:
+        """Return a page of a head's examples: the first `PAGE` whose number is above `after`, in order."""
+        query = "SELECT number, label, time, who FROM examples WHERE head = ? AND number > ? ORDER BY number LIMIT ?"
         with self._transaction("BEGIN") as db:
-            rows = db.execute("SELECT number, label, time, who FROM examples WHERE head = ? ORDER BY number", [head.id])
+            rows = db.execute(query, [head.id, min(after, _NO_NUMBER), PAGE])
             return [
                 ExampleDocument(number=number, label=label, time=datetime.fromtimestamp(seconds, UTC), who=who or None)
                 for number, label, seconds, who in rows

@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 
 from model.errors import CheckpointError
 from model.taught_heads import TaughtHead, is_taught_head
+from service.background import Tasks
 from service.children import start_python_async
 from service.engine.messages import ModelInfo
 from service.errors import HeadsUnavailable, HeadWithoutBackbone, InvalidParameter
@@ -107,6 +108,8 @@ class TaughtHeads:
         self._files: dict[Path, tuple[tuple[int, ...], Taught | None]] = {}
         self._beaten, self._hidden = set[str](), set[str]()
         self._look, self._turn = asyncio.Event(), asyncio.Lock()
+        self._tasks = Tasks()
+        self._next_look: asyncio.Task[None] | None = None
         self.child: Process | None = None
         self._failed: tuple[object, float] = None, 0.0
 
@@ -173,13 +176,23 @@ class TaughtHeads:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._look.wait(), _LOOK_SECONDS)
         finally:
+            self._tasks.cancel()
             if self.child is not None:
                 with suppress(ProcessLookupError):
                     self.child.kill()
 
     async def look(self) -> None:
-        """Read the heads if they have changed, and start the fit of those whose examples have."""
+        """Read the heads if they have changed, and start the fit of those whose examples have.
+
+        Callers that wait share the next look, which goes on if they leave.
+        """
+        if self._next_look is None:
+            self._next_look = self._tasks.begin(self._look_in_turn())
+        await asyncio.shield(self._next_look)
+
+    async def _look_in_turn(self) -> None:
         async with self._turn:
+            self._next_look = None
             heads = await asyncio.to_thread(self._read)
             if heads is not self.heads:
                 self.heads = heads

@@ -98,6 +98,9 @@ _TEXTS_AT_ONCE: Final = 8
 _TEXTS_OF_EACH: Final = 2
 _KNOWN_TEXTS: Final = 4096
 
+# Threads that read and write the examples of taught heads: while a writer waits for another process, one reads on.
+_EXAMPLE_THREADS: Final = 2
+
 # Multiplications from which on a thread scores heads; it takes 0.1 ms of the event loop to hand them over.
 _LARGE_SCORES: Final = 1 << 18
 
@@ -118,12 +121,13 @@ class Lanes:
         self.documents = Lane("documents", threads=1, clock=clock)
         self.drawings = Lane("drawing", threads=1, clock=clock)
         self.heads = Lane("heads", threads=1, clock=clock)
+        self.examples = Lane("examples", threads=_EXAMPLE_THREADS, clock=clock)
         self.texts = Lane("texts", lambda: _TEXTS_AT_ONCE, clock=clock, each=_TEXTS_OF_EACH)
         self.explanations = Lane("explanations", lambda: ahead(MAX_EXPLANATION_BATCH), clock=clock)
 
     def close(self) -> None:
         """Begin nothing more, without waiting for the threads."""
-        for lane in (self.pictures, self.documents, self.drawings, self.heads):
+        for lane in (self.pictures, self.documents, self.drawings, self.heads, self.examples):
             lane.close()
 
 
@@ -273,11 +277,11 @@ class Service:
         # What another replica stored may be anything.
         return picture if picture is not None and picture.pixels.shape == model.info.input_shape else None
 
-    def check_open(self) -> None:
+    def check_open(self, *, needs_engine: bool = True) -> None:
         """Raise `Draining` or `EngineUnavailable` if the service takes no requests."""
         if self.lifecycle.draining:
             raise Draining("the service is about to stop: try another instance")
-        if not self.models.default.current.engine.ready:
+        if needs_engine and not self.models.default.current.engine.ready:
             self.model()
 
     def check_ready(self) -> None:
@@ -293,23 +297,24 @@ class Service:
         if all(reasons):
             raise EngineUnavailable(reasons[0])
 
-    def check_room(self) -> None:
+    def check_room(self, *, needs_engine: bool = True) -> None:
         """Raise `QueueFull`, or what `check_open` raises, if a request would get no place; it takes none.
 
         Bodies that have just begun to arrive will take places. Without counting them, many callers would be admitted
         for each free place, and most of them refused when their bodies are here. Such bodies keep at most half of the
         places, as a caller can begin a body and never end it.
         """
-        self.check_open()
+        self.check_open(needs_engine=needs_engine)
         self.limiter.check()
         free = self.limiter.capacity - self.limiter.in_use
         if free <= self.limiter.capacity // 2:
             self.limiter.check(1 + self.receiving.newcomers(free))
 
-    def admit(self, request: Request, model: Model, *, needs_place: bool = True) -> "AdmittedRequest":
+    def admit(self, request: Request, model: Model | None = None, *, needs_place: bool = True) -> "AdmittedRequest":
         """Admit a request over HTTP; see `AdmittedRequest`."""
         context, connection = request_context(request.scope), connection_of(request.scope)
-        context.model = model.info.name
+        if model is not None:
+            context.model = model.info.name
         caller = context.key_name or (network_of(request.client.host) if request.client else "")
         left = _disconnected if connection is None else connection.left
         sender = Sender(caller, context.started, request.receive, left, request.headers, context.request_id)
@@ -341,6 +346,7 @@ class AdmittedRequest:
     Its places are taken when its body is here. A generator would cost the event loop more.
 
     Args:
+        model: that answers it; None: it asks none, or `choose` names the model later.
         needs_place: refuse it now if there is none.
 
     Attributes:
@@ -357,10 +363,11 @@ class AdmittedRequest:
     """
 
     task: asyncio.Task[Any]
+    model: Model
 
-    def __init__(self, service: Service, model: Model, sender: Sender, *, needs_place: bool = True) -> None:
+    def __init__(self, service: Service, model: Model | None, sender: Sender, *, needs_place: bool = True) -> None:
         self.service = service
-        self.model = model
+        self._first_model = model
         self.sender = sender
         self.deadline = Deadline(sender.started + service.settings.request_timeout, service.clock)
         self.limit = asyncio.timeout(None)
@@ -377,11 +384,12 @@ class AdmittedRequest:
     async def __aenter__(self) -> Self:
         if self._needs_place:
             await self.service.limiter.settle()
-            self.service.check_room()
+            self.service.check_room(needs_engine=self._first_model is not None)
         task = asyncio.current_task()
         assert task is not None, "a request is a task"
         self.task = task
-        self.choose(self.model)
+        if self._first_model is not None:
+            self.choose(self._first_model)
         await self.limit.__aenter__()
         return self
 
@@ -654,6 +662,11 @@ class AdmittedRequest:
         if cost < _LARGE_SCORES:
             return work()
         with self._permit.lent(), self.service.lanes.heads.work(work, self._caller, cost, self.deadline) as job:
+            return await job
+
+    async def with_examples(self, work: Callable[[], T]) -> T:
+        """Return what `work` reads from, or writes to, the examples of taught heads, on a thread."""
+        with self._permit.lent(), self.service.lanes.examples.work(work, self._caller, 1, self.deadline) as job:
             return await job
 
     # The answer is written

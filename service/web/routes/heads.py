@@ -3,8 +3,10 @@
 With keys set a key teaches the heads that it began; the admin key teaches all, and deletes.
 """
 
-import asyncio
 import unicodedata
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -64,11 +66,20 @@ class ExampleQuery(BaseModel, frozen=True):
     ] = None
 
 
-@router.get("/heads", response_model=HeadList, responses=problems(503))
+class PageQuery(BaseModel, frozen=True):
+    """The query of GET /heads/NAME/examples."""
+
+    after: Annotated[
+        Annotated[int, Field(ge=0)], Field(description="list examples with higher numbers: the last one of a page")
+    ] = 0
+
+
+@router.get("/heads", response_model=HeadList, responses=problems(503, 504))
 async def list_heads(request: Request) -> HeadList:
     """List the heads that are taught here; GET /models has all that answer."""
     examples = service_of(request).taught.examples
-    heads = [] if examples is None else sorted(await asyncio.to_thread(examples.heads))
+    async with _admitted(request) as admitted:
+        heads = [] if examples is None else sorted(await admitted.with_examples(examples.heads))
     return HeadList(enabled=examples is not None, heads=heads)
 
 
@@ -88,19 +99,23 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
     name = check_name(request.path_params["name"])
     if name in map(service.models.name_of, service.models.served) or service.taught.is_file(name):
         raise NameTaken(f"{name}: a model has this name: choose another one for the head")
-    head = (await asyncio.to_thread(examples.heads)).get(name)
-    known = head and head.id
+    if query.label is not None:
+        _label(query.label)  # an error of the query is raised before there must be room
     key, backbone = request_context(request.scope).key_owner or "", query.backbone
-    if head is not None:
-        _require_own(request, head)
-    if head is not None and backbone is None:
-        backbone = service.models.name_of(service.taught.base(head))
-    model = await model_of(request, backbone)
-    asked = Asked(request, query, model, _checked_label, lambda query: query.backbone or backbone)
-    async with service.admit(request, model) as admitted:
+    async with service.admit(request) as admitted:
+        head = (await admitted.with_examples(examples.heads)).get(name)
+        known = head and head.id
+        if head is not None:
+            _require_own(request, head)
+        if head is not None and backbone is None:
+            backbone = service.models.name_of(service.taught.base(head))
+        model = await model_of(request, backbone)
+        admitted.choose(model)
+        asked = Asked(request, query, model, _checked_label, lambda query: query.backbone or backbone)
         features = await _features(admitted, asked)
         of = features_of(admitted.model.info), admitted.model.info.name
-        counts, numbers = await asyncio.to_thread(examples.add, name, asked.wanted, features, key, of, known)
+        add = partial(examples.add, name, asked.wanted, features, key, of, known)
+        counts, numbers = await admitted.with_examples(add)
     service.taught.changed()
     return AddedExamples(head=name, examples=counts, numbers=numbers)
 
@@ -110,30 +125,34 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
     response_model=ExampleList,
     response_model_exclude_none=True,
     openapi_extra={"parameters": [NAME]},
-    responses=problems(404, 503),
+    responses=problems(404, 422, 503, 504),
 )
-async def list_examples(request: Request) -> Response:
-    """List the examples of a head, without their features: the pictures themselves are not kept."""
-    examples, head = await _found(request)
+async def list_examples(request: Request, query: Annotated[PageQuery, Query()]) -> Response:
+    """List the examples of a head, without their features, in pages of 1,000: the pictures are not kept."""
+    examples = _examples(request)
 
     def write() -> bytes:
-        return to_json(ExampleList(head=head.name, examples=examples.listed(head)))
+        head = examples.head(request.path_params["name"])
+        return to_json(ExampleList(head=head.name, examples=examples.listed(head, query.after)))
 
-    return Response(await asyncio.to_thread(write), media_type="application/json")
+    async with _admitted(request) as admitted:
+        return Response(await admitted.with_examples(write), media_type="application/json")
 
 
 @router.put(
     "/heads/{name}/examples/{number:int}",
     response_model=ExampleCounts,
     openapi_extra={"parameters": [NAME, _NUMBER]},
-    responses=problems(403, 404, 409, 422, 503),
+    responses=problems(403, 404, 409, 422, 503, 504),
 )
 async def relabel_example(request: Request, query: Annotated[LabelQuery, Query()]) -> ExampleCounts:
     """Put an example of a head under another label, in one step; the head is fitted again."""
-    examples, head = await _found(request)
-    _require_own(request, head)
-    label = _label(query.label)
-    counts = await asyncio.to_thread(examples.relabel, head, request.path_params["number"], label)
+    examples, label = _examples(request), _label(query.label)
+    async with _admitted(request) as admitted:
+        head = await admitted.with_examples(partial(examples.head, request.path_params["name"]))
+        _require_own(request, head)
+        change = partial(examples.relabel, head, request.path_params["number"], label)
+        counts = await admitted.with_examples(change)
     service_of(request).taught.changed()
     return ExampleCounts(head=head.name, examples=counts)
 
@@ -142,15 +161,20 @@ async def relabel_example(request: Request, query: Annotated[LabelQuery, Query()
     "/heads/{name}/examples/{number:int}",
     response_model=ExampleCounts,
     openapi_extra={"parameters": [NAME, _NUMBER]},
-    responses=problems(403, 404, 503),
+    responses=problems(403, 404, 503, 504),
 )
 async def delete_example(request: Request) -> ExampleCounts:
     """Remove an example of a head, which is fitted again."""
     _require_admin(request)
-    examples, head = await _found(request)
-    counts = await asyncio.to_thread(examples.remove, head, request.path_params["number"])
+    examples, name = _examples(request), request.path_params["name"]
+
+    def remove() -> dict[str, int]:
+        return examples.remove(examples.head(name), request.path_params["number"])
+
+    async with _admitted(request) as admitted:
+        counts = await admitted.with_examples(remove)
     service_of(request).taught.changed()
-    return ExampleCounts(head=head.name, examples=counts)
+    return ExampleCounts(head=name, examples=counts)
 
 
 @router.get(
@@ -158,23 +182,31 @@ async def delete_example(request: Request) -> ExampleCounts:
     response_model=HeadDescription,
     response_model_exclude_none=True,
     openapi_extra={"parameters": [NAME]},
-    responses=problems(404, 503),
+    responses=problems(404, 503, 504),
 )
 async def describe_head(request: Request) -> HeadDescription:
     """Describe a head: its examples, how often it is right, what it takes for what, and which labels look wrong."""
-    await service_of(request).taught.look()  # so that what is described here is what answers here
-    examples, head = await _found(request)
-    counts, content = await asyncio.to_thread(examples.state, head)
-    facts: dict[str, Any] = {"head": head.name, "examples": counts, "backbone": head.backbone, "model": head.model}
-    facts |= {"reason": head.reason or None, "up_to_date": head.fitted_revision == head.revision}
+    examples, name = _examples(request), request.path_params["name"]
+    async with _admitted(request) as admitted:
+        await service_of(request).taught.look()  # so that what is described here is what answers here
+        head, facts = await admitted.with_examples(partial(_described, examples, name))
     try:
         service_of(request).taught.base(head)
     except HeadWithoutBackbone as error:
         facts |= {"reason": str(error)}
-    if content is not None:
-        taught = await asyncio.to_thread(TaughtHead.from_bytes, content, head.name)
-        facts |= dict(Knowledge.model_validate_json(taught.statistics))
     return HeadDescription.model_validate(facts)
+
+
+def _described(examples: Examples, name: str) -> tuple[HeadRow, dict[str, Any]]:
+    """Return a head, and the fields of its description; raises `NotFound`."""
+    head = examples.head(name)
+    counts, content = examples.state(head)
+    facts: dict[str, Any] = {"head": head.name, "examples": counts, "backbone": head.backbone, "model": head.model}
+    facts |= {"reason": head.reason or None, "up_to_date": head.fitted_revision == head.revision}
+    if content is not None:
+        taught = TaughtHead.from_bytes(content, head.name)
+        facts |= dict(Knowledge.model_validate_json(taught.statistics))
+    return head, facts
 
 
 @router.delete(
@@ -182,13 +214,14 @@ async def describe_head(request: Request) -> HeadDescription:
     status_code=204,
     response_class=Response,
     openapi_extra={"parameters": [NAME]},
-    responses=problems(403, 404, 503),
+    responses=problems(403, 404, 503, 504),
 )
 async def delete_head(request: Request) -> Response:
     """Remove a head with all its examples; requests that were admitted are answered."""
     _require_admin(request)
-    examples, head = await _found(request)
-    await asyncio.to_thread(examples.remove, head)
+    examples, name = _examples(request), request.path_params["name"]
+    async with _admitted(request) as admitted:
+        await admitted.with_examples(lambda: examples.remove(examples.head(name)))
     service_of(request).taught.changed()
     return Response(status_code=204)
 
@@ -197,16 +230,25 @@ async def delete_head(request: Request) -> Response:
     "/heads/{name}/export",
     response_class=Response,
     openapi_extra={"parameters": [NAME]},
-    responses={200: _FILE, **problems(404, 503)},
+    responses={200: _FILE, **problems(404, 503, 504)},
 )
 async def export_head(request: Request) -> Response:
     """Return a head as one file, which a folder of models takes beside its backbone."""
-    examples, head = await _found(request)
-    _, content = await asyncio.to_thread(examples.state, head)
+    examples, name = _examples(request), request.path_params["name"]
+    async with _admitted(request) as admitted:
+        _, content = await admitted.with_examples(lambda: examples.state(examples.head(name)))
     if content is None:
-        raise NotFound(f"{head.name}: it is not fitted yet")
-    name = f'attachment; filename="{head.name}.safetensors"'
-    return Response(content, headers={"Content-Disposition": name}, media_type="application/octet-stream")
+        raise NotFound(f"{name}: it is not fitted yet: GET /heads/{name} says why")
+    file_name = f'attachment; filename="{name}.safetensors"'
+    return Response(content, headers={"Content-Disposition": file_name}, media_type="application/octet-stream")
+
+
+@asynccontextmanager
+async def _admitted(request: Request) -> AsyncIterator[AdmittedRequest]:
+    """Admit a request that asks no model, with a slot, until its answer is written or its caller leaves."""
+    async with service_of(request).admit(request) as admitted:
+        await admitted.take(1)
+        yield admitted
 
 
 def _examples(request: Request) -> Examples:
@@ -215,12 +257,6 @@ def _examples(request: Request) -> Examples:
     if examples is None:
         raise NotFound("nothing is taught here: the service was started without VIT_TEACH")
     return examples
-
-
-async def _found(request: Request) -> tuple[Examples, HeadRow]:
-    """Return the head of a path, and where its examples are; raises `NotFound`."""
-    examples = _examples(request)
-    return examples, await asyncio.to_thread(examples.head, request.path_params["name"])
 
 
 def _label(text: str) -> str:

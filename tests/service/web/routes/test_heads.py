@@ -1,0 +1,112 @@
+"""The routes of taught heads: each takes a slot, has a deadline, and ends when its caller leaves."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from service.teach import examples as examples_module
+from service.web.lanes import Deadline
+from service.web.routes.endpoint import Endpoint
+from tests.service.fakes import PATIENCE, on_a_loop, png, until
+from tests.service.web.apps import App, app, inside, service_in
+from tests.service.web.http_communicator import HttpCommunicator
+
+QUERIES = {("PUT", "/heads/{name}/examples/{number:int}"): "label=cat", ("POST", "/heads/{name}/examples"): "label=cat"}
+
+
+def routes_of_heads() -> list[tuple[str, str]]:
+    """Return method and path of every route of taught heads."""
+    routes = [route for route in inside(app()).router.routes if isinstance(route, Endpoint)]
+    own = [route for route in routes if route.path.startswith("/heads")]
+    return [(method, route.path) for route in own for method in route.methods or ()]
+
+
+def asking(service: App, method: str, path: str) -> HttpCommunicator:
+    body = png(1) if method == "POST" else b""
+    filled = path.replace("{name}", "pets").replace("{number:int}", "1")
+    return service.communicator(method, filled, query=QUERIES.get((method, path), ""), body=body)
+
+
+async def teach(service: App, count: int, label: str = "cat") -> None:
+    for red in range(count):
+        body = png(red + 1 if label == "cat" else 200 - red)
+        answer = await service.request("POST", "/heads/pets/examples", query=f"label={label}", body=body)
+        assert answer.status == 201
+
+
+@contextmanager
+def busy_lane(service: App) -> Iterator[None]:
+    """Keep the two threads of the lane of examples at work."""
+    lane, gate = service_in(service).lanes.examples, threading.Event()
+    deadline = Deadline(service_in(service).clock() + PATIENCE)
+    jobs = [lane.work(lambda: gate.wait(PATIENCE), "other", 1, deadline) for _ in range(4)]  # two jobs a thread begin
+    try:
+        yield
+    finally:
+        gate.set()
+        for job in jobs:
+            job.__exit__()
+
+
+@pytest.mark.parametrize(("method", "path"), routes_of_heads())
+@on_a_loop
+async def test_every_route_of_heads_takes_a_slot(tmp_path: Path, method: str, path: str) -> None:
+    service = app(teach=str(tmp_path), queue_size=1)
+    await teach(service, 1)
+    with service_in(service).limiter.permit():
+        answer = await asking(service, method, path).run()
+    assert (answer.status, answer.code) == (503, "queue_full")
+
+
+@pytest.mark.parametrize(("method", "path"), routes_of_heads())
+@on_a_loop
+async def test_a_caller_that_left_counts_as_cancelled(tmp_path: Path, method: str, path: str) -> None:
+    service = app(teach=str(tmp_path))
+    await teach(service, 1)
+    lane = service_in(service).lanes.examples
+    with busy_lane(service):
+        asked = asking(service, method, path)
+        if method == "POST":
+            asked.inbox.get_nowait()
+        running = asked.start()
+        await until(lambda: bool(lane.waiting))
+        if method == "POST":
+            running.cancel()
+        asked.disconnect()
+        await until(running.done)
+        assert lane.waiting == 0
+    assert not asked.answered
+    assert service.metric("vit_requests_total", code="499") == 1
+    assert service_in(service).limiter.in_use == 0
+
+
+@on_a_loop
+async def test_a_busy_lane_of_examples_ends_in_504(tmp_path: Path) -> None:
+    service = app(teach=str(tmp_path), request_timeout=0.2)
+    with busy_lane(service):
+        answer = await service.get("/heads")
+    assert (answer.status, answer.code) == (504, "deadline_exceeded")
+
+
+@on_a_loop
+async def test_heads_are_listed_while_no_model_is_ready(tmp_path: Path) -> None:
+    service = app(teach=str(tmp_path))
+    await teach(service, 1)
+    service.engine.state = "loading"
+    assert (await service.get("/heads")).json["heads"] == ["pets"]
+    refused = await service.request("POST", "/heads/pets/examples", query="label=cat", body=png(3))
+    assert (refused.status, refused.code) == (503, "engine_unavailable")
+
+
+@on_a_loop
+async def test_examples_are_listed_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examples_module, "PAGE", 2)
+    service = app(teach=str(tmp_path))
+    await teach(service, 3)
+    await teach(service, 2, "dog")
+    pages = [(await service.get("/heads/pets/examples", f"after={after}")).json for after in (0, 2, 4, 10**30)]
+    assert [[each["number"] for each in page["examples"]] for page in pages] == [[1, 2], [3, 4], [5], []]
+    assert (await service.get("/heads/pets/examples", "after=-1")).code == "invalid_parameter"
