@@ -136,6 +136,32 @@ def raw(headers: bytes, pieces: Iterable[bytes], pause: float = 0.0) -> Ask:
     return ask
 
 
+def slow_reader(piece_bytes: int, pause: float) -> Ask:
+    """Return a request for a large map of noise, whose answer is read in pieces, each some seconds after the other."""
+    buffer = io.BytesIO()
+    noise = np.random.default_rng(0).integers(0, 256, (2048, 2048, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(buffer, "JPEG", quality=50)
+    picture = buffer.getvalue()
+    head = b"POST /attention?size=2048&view=photo HTTP/1.1\r\nHost: vitserve\r\nContent-Length: %d\r\n\r\n"
+    sent = head % len(picture) + picture
+
+    async def ask(client: httpx.AsyncClient, number: int) -> str:
+        port = client.base_url.port
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(HOSTILE, 0))
+        try:
+            writer.write(sent)
+            first = await asyncio.wait_for(reader.read(piece_bytes), _PATIENCE)
+            piece = first
+            while piece:
+                await asyncio.sleep(pause)
+                piece = await reader.read(piece_bytes)
+            return first[9:12].decode() or "closed"
+        finally:
+            writer.close()
+
+    return ask
+
+
 def grpc_port() -> int:
     """Return the port of gRPC of the services that are attacked, one after the other, from all processes."""
     return int(os.environ.setdefault("VITSERVE_BENCHMARK_GRPC_PORT", str(free_port())))
@@ -259,6 +285,8 @@ ATTACKS = {
     "drawings": Attack(lambda: post(flat("JPEG", 300), _MAPS), count=64, beside=("webp", "maps")),
     # A byte a second of a body that never comes.
     "crawlers": Attack(lambda: raw(b"Content-Length: 100000", [b"x"] * 6, pause=1), count=300),
+    # 80 KiB of some megabytes in 10 s.
+    "slow-readers": Attack(lambda: slow_reader(80 << 10, pause=10), count=300, beside=("webp", "maps")),
     # 3 MB of line breaks as base64.
     "escaped-json": Attack(_escaped_json),
     "tiny-chunks": Attack(_tiny_chunks),
