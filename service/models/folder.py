@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
+import model
 from model.data.junk import is_junk
 from model.errors import first_problem
 from model.taught_heads import is_taught_head
@@ -36,6 +37,9 @@ _TOML: Final = ".toml"
 
 # Files that the folder of one model has, and a folder of models has not.
 _OF_ONE_MODEL: Final = ("config.json", "adapter_config.json", "preprocessor_config.json")
+
+# The checkpoints that come with the service, which a `NAME.toml` may name by their paths.
+_PACKAGED: Final = Path(model.__file__).resolve().parent / "weights"
 
 # A reference that names something else where no such file is here.
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
@@ -240,7 +244,8 @@ def _entry(folder: Path, paths: list[Path], others: Sequence[Path]) -> Entry:
         raise InvalidParameter("there are neither weights nor a configuration in this folder")
     files = list(paths)
     for setting in (each for each in PATHS if settings.get(each) is not None):
-        path = located(setting, settings[setting], folder, others)
+        is_packaged = setting == "checkpoint" and Path(os.path.realpath(settings[setting])).is_relative_to(_PACKAGED)
+        path = None if is_packaged else located(setting, settings[setting], folder, others)
         if path is not None:
             settings[setting] = path
             files.append(Path(path))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from model.checkpoint import BUNDLED
 from model.checkpoint.tensor_files import SUFFIXES
 from model.errors import CheckpointError
 from service.engine.loading import checkpoint_from
@@ -253,3 +254,10 @@ def test_one_checkpoint_beside_models_is_refused(models: Path) -> None:
     write(models, good=None)
     with pytest.raises(SettingsError, match=r"VIT_CHECKPOINT='cats': VIT_MODELS=.* set one of them"):
         configured_models(load_settings({"models": str(models), "checkpoint": "cats"}))
+
+
+def test_the_bundled_checkpoint_is_named_by_its_path(models: Path) -> None:
+    (models / "a.toml").write_text(f'checkpoint = "{BUNDLED}"')
+    assert settings_of(models) == {"a": {"checkpoint": str(BUNDLED)}}
+    (models / "a.toml").write_text(f'checkpoint = "{BUNDLED}/../../../pyproject.toml"')
+    assert "it does not lie below" in read_folder(models)[1]["a"]
