@@ -27,6 +27,7 @@ from model.outputs import (
     Linear,
     Method,
     Outputs,
+    Pooling,
     RequestedOutputs,
     require_classes,
 )
@@ -173,6 +174,7 @@ class Head:
         form: of the scores, unless these are independent.
         weight, bias: float32 [C, D] and [C]; None where the backbone's own pass gives the logits.
         normalized: whether features are divided by their L2 norm first: logits are scaled cosines.
+        features: which embedding of an image it reads, D values.
         label_sets: gives the sets of labels of logits [B, C], where the head is calibrated and they are asked for; see
             `model.calibration.LabelSets`.
         known: the examples of a taught head, which abstains from a picture that is far from all of them.
@@ -186,6 +188,7 @@ class Head:
     weight: Floats | None = None
     bias: Floats | float = 0.0
     normalized: bool = False
+    features: Pooling = "head"
     label_sets: Callable[[Floats], list[NDArray[np.int64]]] | None = None
     known: Known | None = None
     thresholds: Floats | None = None
@@ -206,7 +209,7 @@ class Head:
     def linear(self) -> Linear:
         """Return what gives the logits of features."""
         assert self.weight is not None, "the backbone's pass gives them"
-        return Linear(self.weight, np.asarray(self.bias, np.float32), self.normalized)
+        return Linear(self.weight, np.asarray(self.bias, np.float32), self.normalized, self.features)
 
     def scores(self, logits: Floats) -> Floats:
         """Return the score of each class, float32 [B, C], 0...1, from logits [B, C]; not finite where these are not."""
@@ -339,9 +342,10 @@ def of_image(requested: RequestedOutputs, head: Head | None) -> RequestedOutputs
     asked, more = requested.map, tuple[RequestedOutputs, ...]()
     if asked is not None and asked.method in CLASS_SPECIFIC:
         asked = None if head is None else replace(asked, by=head.linear)
-    if requested.embedding not in (None, EmbeddingRequest()):  # the head reads another one
+    read = EmbeddingRequest("head" if head is None else head.features)
+    if requested.embedding not in (None, read):  # the head reads another one
         more = (RequestedOutputs(1, embedding=requested.embedding),)
-    return RequestedOutputs(1, asked, embedding=EmbeddingRequest(), head=requested.head, more=more)
+    return RequestedOutputs(1, asked, embedding=read, head=requested.head, more=more)
 
 
 def compared(outputs: Outputs, head: Head, requested: RequestedOutputs) -> Outputs:

@@ -37,20 +37,25 @@ MAX_CLASSES: Final = 8
 
 # How an image's tokens become its embedding.
 #
-# What the head reads, the CLS token, or the mean of the patch tokens; all after the final norm.
-Pooling = Literal["head", "cls", "mean"]
+# `head`, what the head reads; `cls`, the CLS token; `mean`, the mean of the patch tokens; all after the final norm.
+# `transfer`, what classifiers of other labels read: see `model.network.transfer`.
+Pooling = Literal["head", "cls", "mean", "transfer"]
 
 # All of them, the default first.
 POOLINGS: Final[tuple[Pooling, ...]] = get_args(Pooling)
 
+# The last blocks that transfer features are read from; a network of fewer blocks has fewer.
+TRANSFER_BLOCKS: Final = 3
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Linear:
-    """What scores labels that are none of the model's: see `model.heads.Head`, whose weight, bias and norm it has."""
+    """A linear classifier that a request brings; its fields are those of `model.heads.Head`."""
 
     weight: NDArray[np.float32]
     bias: NDArray[np.float32]
     normalized: bool
+    features: Pooling = "head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +238,9 @@ class EmbeddingRequest:
     normalize: bool = False
 
 
+TRANSFER: Final = EmbeddingRequest("transfer")
+
+
 def parse_embedding(config: NetworkConfig, pool: object = "head", normalize: object = False) -> EmbeddingRequest:
     """Return the embedding that a caller asks for.
 
@@ -241,6 +249,8 @@ def parse_embedding(config: NetworkConfig, pool: object = "head", normalize: obj
     """
     if pool not in POOLINGS:
         raise InputError("pool", f"pool {pool!r:.50}: expected one of {', '.join(POOLINGS)}")
+    if pool == "transfer":
+        pool = transfer_pool(config)
     if pool != "head" and not isinstance(config, ViTConfig):
         raise InputError("pool", f"pool {pool!r}: {config.kind} gives what its head reads alone; expected head")
     if pool == "cls" and isinstance(config, ViTConfig) and not config.class_token:
@@ -250,9 +260,21 @@ def parse_embedding(config: NetworkConfig, pool: object = "head", normalize: obj
     return EmbeddingRequest(pool, normalize)
 
 
+def transfer_pool(config: NetworkConfig) -> Pooling:
+    """Return the embedding that new classifiers read: a network of another library has no blocks to read."""
+    return "transfer" if isinstance(config, ViTConfig) else "head"
+
+
 def embedding_width(config: NetworkConfig, pool: Pooling = "head") -> int:
-    """Return how many values an embedding has: those of a token, of two where the head reads two, or a projection's."""
-    if pool != "head" or not isinstance(config, ViTConfig):
+    """Return the number of values of an embedding.
+
+    That is the width of a token, of two if the head reads two, of a projection, or of all transfer features.
+    """
+    if not isinstance(config, ViTConfig):
+        return config.width
+    if pool == "transfer":
+        return (min(TRANSFER_BLOCKS, config.depth) + config.class_token) * config.width
+    if pool != "head":
         return config.width
     return config.projection_width or (2 * config.width if config.pool == "cls_mean" else config.width)
 

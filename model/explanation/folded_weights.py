@@ -45,24 +45,33 @@ class FoldedWeights(NamedTuple):
 @torch.no_grad()
 def fold(model: VisionTransformer) -> FoldedWeights:
     """Return the weights for `model.explanation.relevance`: as many as a third of a block has."""
-    blocks, width = blocks_of(model), model.config.width
-    through = blocks[:-1] if model.config.pool == "cls" else blocks
-    hops = [_projection(block) for block in reversed(through[-hops_of(model.config) :])]
-    joined = torch.cat(hops) if hops else model.head.weight.new_zeros(0, width)
+    if model.config.pool == "cls":
+        return fold_at_block(model, blocks_of(model))
+    folded = fold_at_tokens(model, blocks_of(model))
+    if model.attn_pool is None:
+        return folded
+    return folded._replace(last=_transposed(model.attn_pool.proj.weight))
+
+
+def fold_at_tokens(model: VisionTransformer, blocks: list[Block]) -> FoldedWeights:
+    """Return the weights where relevance begins at the output of the last of these blocks."""
+    hops = [_projection(block) for block in reversed(blocks[-hops_of(model.config) :])]
+    joined = torch.cat(hops) if hops else model.head.weight.new_zeros(0, model.config.width)
     rivals = min(RIVALS, model.config.logits - 1)
     largest = torch.stack([head.weight.abs().amax() for head in heads_of(model)]).amax().float()
     margin = torch.tensor([[1.0], *[[-1 / max(rivals, 1)]] * rivals]).to(joined.device)
     margin = margin / largest.clamp_min(torch.finfo(torch.float32).tiny)
     smoothing = _smoothing(model.config, joined.device) if is_coarse(model.config) else None
-    if model.attn_pool is not None:
-        return FoldedWeights(margin, _transposed(model.attn_pool.proj.weight), None, joined, smoothing)
-    if model.config.pool != "cls":
-        return FoldedWeights(margin, None, None, joined, smoothing)
+    return FoldedWeights(margin, None, None, joined, smoothing)
+
+
+def fold_at_block(model: VisionTransformer, blocks: list[Block]) -> FoldedWeights:
+    """Return the weights where relevance begins at the first tokens of the last of these blocks' output."""
     last = blocks[-1]
     weight = last.attn.qkv.weight
     values = through_norm_unscaled(last.norm1, weight[2 * model.config.inner_width :].float())
-    by_head = values.reshape(model.config.heads, -1, width).to(weight.dtype)
-    return FoldedWeights(margin, _projection(last), by_head, joined, smoothing)
+    by_head = values.reshape(model.config.heads, -1, model.config.width).to(weight.dtype)
+    return fold_at_tokens(model, blocks[:-1])._replace(last=_projection(last), values=by_head)
 
 
 def hops_of(config: ViTConfig) -> int:

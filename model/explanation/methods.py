@@ -24,8 +24,10 @@ from model.explanation.explicit_forward import (
 from model.explanation.folded_weights import FoldedWeights, fold
 from model.explanation.maps import sharpened_maps, token_maps
 from model.explanation.relevance import kept_blocks, token_relevance
+from model.explanation.transfer_relevance import seeds_of
+from model.network.layers.block import Block
 from model.network.vit import VisionTransformer
-from model.outputs import METHODS, MapRequest, Method
+from model.outputs import METHODS, MapRequest, Method, Pooling
 
 # Bound on the bytes of one block's attention weights that are alive at once; a pass has a few tensors of that size.
 _WEIGHTS_BYTES: Final = 64 << 20
@@ -66,13 +68,50 @@ def gae(model: VisionTransformer, pixels: Tensor, classes: Tensor) -> Tensor:
     x = block_inputs(model, pixels, output=True)
     row, gradient = _last_row(model, x.pop(), classes)
     for block, entering in zip(reversed(blocks_of(model)), reversed(x), strict=True):
-        with torch.enable_grad():
-            leaf = entering.detach().requires_grad_()
-            weighed = weigh(block, leaf)
-            left = finish(block, leaf, weighed)
-            to_weights, gradient = torch.autograd.grad(left, (weighed.weights, leaf), gradient)
-        row = row + (row.unsqueeze(1) @ _positive_mean(weighed.weights.detach(), to_weights)).squeeze(1)
+        row, gradient = _through(block, entering, row, gradient)
     return row
+
+
+def gae_of_transfer(model: VisionTransformer, pixels: Tensor, directions: Tensor) -> Tensor:
+    """Return what `gae` does for a class of a head that reads transfer features: float32 [B, N].
+
+    The row and the gradient of each part are added after the block that it is read from.
+
+    Args:
+        directions: the class's row of the head, floats [B, `embedding_width` of `transfer`].
+    """
+    config = model.config
+    x = block_inputs(model, pixels, output=True)
+    parts = list(zip(seeds_of(config), torch.split(directions.to(pixels.dtype), config.width, dim=1), strict=True))
+    row = torch.zeros(x[0].shape[:2], device=pixels.device)
+    gradient = torch.zeros_like(x[0])
+    for index in reversed(range(config.depth)):
+        for seed, direction in parts:
+            if seed.block == index:
+                share = seed.share(x[index + 1], config)
+                row = row + share
+                gradient = gradient + _of_part(model, x[index + 1], share, direction)
+        row, gradient = _through(blocks_of(model)[index], x[index], row, gradient)
+    return row
+
+
+def _of_part(model: VisionTransformer, x: Tensor, share: Tensor, direction: Tensor) -> Tensor:
+    """Return the gradient of a part of the transfer features along a direction with respect to tokens x [B, N, D]."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        pooled = model.fc_norm((model.norm(leaf) * share.unsqueeze(2).to(leaf.dtype)).sum(dim=1))
+        (gradient,) = torch.autograd.grad((pooled * direction).sum(), leaf)
+    return gradient
+
+
+def _through(block: Block, entering: Tensor, row: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the row and the gradient before a block, from those after it and the tokens that enter it."""
+    with torch.enable_grad():
+        leaf = entering.detach().requires_grad_()
+        weighed = weigh(block, leaf)
+        left = finish(block, leaf, weighed)
+        to_weights, before = torch.autograd.grad(left, (weighed.weights, leaf), gradient)
+    return row + (row.unsqueeze(1) @ _positive_mean(weighed.weights.detach(), to_weights)).squeeze(1), before
 
 
 def _last_row(model: VisionTransformer, x: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,6 +152,7 @@ def explain(
     targets: Tensor,
     request: MapRequest,
     folded: FoldedWeights | None = None,
+    features: Pooling = "head",
 ) -> tuple[Tensor, Tensor]:
     """Return a map for each image, of its class where the method is class-specific.
 
@@ -122,6 +162,7 @@ def explain(
             the request's.
         request: of a method in `EXPLANATIONS`.
         folded: `fold` of the model; None folds the weights for this call.
+        features: what the head of the targets reads, where they are rows.
 
     Returns:
         float32 [B, rows, columns] on the CPU, not negative, each map summing to 1; where a method finds nothing, the
@@ -134,6 +175,8 @@ def explain(
     def tokens_of(part: Tensor, each: Tensor) -> Tensor:
         if request.method == "rollout":
             return rollout(model, part)
+        if request.method == "gae" and features == "transfer":
+            return gae_of_transfer(model, part, each)
         if request.method == "gae":
             return gae(*(_with_rows(model, part, each) if each.is_floating_point() else (model, part, each)))
         return token_relevance(model, model(part, keep=kept_blocks(config)), folded or fold(model), each)

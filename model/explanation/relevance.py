@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ViTConfig
-from model.explanation.explicit_forward import blocks_of, mix, over_all_tokens, readout, tokens_read, weigh_pool
+from model.explanation.explicit_forward import blocks_of, mix, over_all_tokens, readout, weigh_pool
 from model.explanation.folded_weights import FoldedWeights, heads_of, hops_of
 from model.explanation.frozen_gradients import (
     inverse_deviation,
@@ -41,7 +41,7 @@ from model.network.vit import AttentionPool, VisionTransformer, ViTOutput
 _STRONGEST: Final = 16
 
 
-class _Start(NamedTuple):
+class Start(NamedTuple):
     """The relevance of all tokens, and the strongest of them with their gradients.
 
     Attributes:
@@ -87,7 +87,8 @@ def token_relevance(
     relevance = _of_tokens(model, blocks, kept, tokens, weights, margins)
     if weights.smoothing is None:
         return relevance
-    return (relevance @ weights.smoothing) * _arriving(model.config, blocks, kept).sqrt()
+    read = readout(model.config, kept[-1].x)
+    return (relevance @ weights.smoothing) * arriving(read, blocks, kept).sqrt()
 
 
 def _of_tokens(
@@ -100,27 +101,40 @@ def _of_tokens(
 ) -> Tensor:
     """Return the relevance of each token by the blocks that were kept, [B, N]; for `margins` see `_margins`."""
     if model.config.pool == "cls":
-        start = _start_at_block(model, weights, blocks[-1], kept[-1], tokens, margins)
+        read, gradient = margins.shape[1], margins
+        # One token's scale does not matter, as all relevance goes through it; of two it decides between them.
+        if read > 1 and isinstance(model.norm, nn.LayerNorm):
+            gradient = gradient * inverse_deviation(model.norm, tokens[:, :read])
+        start = start_at_block(weights, blocks[-1], kept[-1], gradient)
         blocks, kept = blocks[:-1], kept[:-1]
     elif model.attn_pool is not None:
         assert weights.last is not None
         start = _start_at_pool(model, weights.last, model.attn_pool, tokens, margins)
     else:
         to_tokens = through_pooling(model.norm(tokens), margins, model.config)
-        start = _start(tokens, through_norm(model.norm, tokens, to_tokens))
-    hops = list(zip(blocks, kept, strict=True))[: -hops_of(model.config) - 1 : -1]
+        start = start_at_tokens(tokens, through_norm(model.norm, tokens, to_tokens))
+    return with_moved(model.config, weights, blocks, kept, start)
+
+
+def with_moved(
+    config: ViTConfig, weights: FoldedWeights, blocks: list[Block], kept: list[Kept], start: Start
+) -> Tensor:
+    """Return the relevance of each token once it is moved through the last of these blocks, float32 [B, N]."""
+    hops = list(zip(blocks, kept, strict=True))[: -hops_of(config) - 1 : -1]
     if not hops:
         return start.relevance
     moved = _moved(weights.hops, [block.attn for block, _ in hops], [of_block for _, of_block in hops], start)
     return (start.relevance + moved.sum(dim=1)).scatter_add(1, start.strongest, -moved.sum(dim=2))
 
 
-def _arriving(config: ViTConfig, blocks: list[Block], kept: list[Kept]) -> Tensor:
-    """Return how much of each token arrives at what the head reads, through these blocks, float32 [B, N].
+def arriving(row: Tensor, blocks: list[Block], kept: list[Kept]) -> Tensor:
+    """Return how much of each token arrives through these blocks at what is read, float32 [B, N].
 
     It is the rollout of `model.explanation.methods`, but no further back.
+
+    Args:
+        row: share of each token of the last block's output in what is read, float32 [B, N].
     """
-    row = readout(config, kept[-1].x)
     for block, of_block in zip(reversed(blocks), reversed(kept), strict=True):
         bias, queries = block.attn.bias(), of_block.q.shape[2]
         attention = _softmax(block.attn, of_block.q, of_block.k, None if bias is None else bias[:, :, :queries])
@@ -128,22 +142,16 @@ def _arriving(config: ViTConfig, blocks: list[Block], kept: list[Kept]) -> Tenso
     return row
 
 
-def _start_at_block(
-    model: VisionTransformer, weights: FoldedWeights, block: Block, kept: Kept, output: Tensor, margins: Tensor
-) -> _Start:
-    """Go back from the tokens that the head reads through the last block, whose input has the relevance.
+def start_at_block(weights: FoldedWeights, block: Block, kept: Kept, gradient: Tensor) -> Start:
+    """Go back from the first tokens of a block's output through the block, whose input has the relevance.
 
     Args:
-        output: the last block's output of these tokens, perhaps of more, [B, read or more, D].
-        margins: see `_margins`.
+        weights: `last` and `values` are of this block.
+        gradient: with respect to these tokens, float32 [B, read, D].
     """
     assert weights.last is not None
     assert weights.values is not None
-    attention, read, bias = block.attn, tokens_read(model.config) or 0, block.attn.bias()
-    # One token's scale does not matter, as all relevance goes through it; of two it decides between them.
-    gradient = margins  # [B, read, D]
-    if read > 1 and isinstance(model.norm, nn.LayerNorm):
-        gradient = gradient * inverse_deviation(model.norm, output[:, :read])
+    attention, read, bias = block.attn, int(gradient.shape[1]), block.attn.bias()
     attended, hidden = kept.attended[:, :read], kept.hidden
     hidden = block.mlp.fc1(block.norm2(attended)) if hidden is None else hidden[:, :read]
     to_mlp = through_mlp(block.mlp, hidden, through_scale(block.ls2, gradient))
@@ -163,7 +171,7 @@ def _start_at_block(
     is_read = strongest.unsqueeze(2) == torch.arange(read, device=strongest.device)
     shares = torch.cat((shares, is_read.to(shares.dtype)), dim=2)
     onward = shares @ torch.cat((to_values, gradient.to(to_values.dtype)), dim=1)
-    return _Start(of_tokens, strongest, places, onward)
+    return Start(of_tokens, strongest, places, onward)
 
 
 def _direction(head: nn.Linear, ranked: Tensor, weights: FoldedWeights) -> Tensor:
@@ -194,7 +202,7 @@ def _margins(model: VisionTransformer, directions: list[Tensor]) -> Tensor:
     return through_norm_unscaled(model.norm, joined) if model.config.pool == "cls" else joined
 
 
-def _start_at_pool(model: VisionTransformer, folded: Tensor, pool: AttentionPool, x: Tensor, margins: Tensor) -> _Start:
+def _start_at_pool(model: VisionTransformer, folded: Tensor, pool: AttentionPool, x: Tensor, margins: Tensor) -> Start:
     """Go back from the pooling query's vector to the tokens that it looked at."""
     weighed = weigh_pool(pool, model.norm(x))
     pooled = pool.proj(mix(weighed))
@@ -205,16 +213,17 @@ def _start_at_pool(model: VisionTransformer, folded: Tensor, pool: AttentionPool
         pool.kv, (weighed.weights.transpose(-2, -1) @ to_heads).transpose(1, 2).flatten(2), slice(x.shape[2], None)
     )
     to_tokens = over_all_tokens(to_values.transpose(1, 2), model.config).transpose(1, 2)
-    return _start(x, through_norm(model.norm, x, to_tokens))
+    return start_at_tokens(x, through_norm(model.norm, x, to_tokens))
 
 
-def _start(x: Tensor, gradient: Tensor) -> _Start:
+def start_at_tokens(x: Tensor, gradient: Tensor) -> Start:
+    """Begin at tokens x, [B, N, D], with the gradient with respect to them."""
     of_tokens = _dot(gradient, x.float())
     strongest, rows = _strongest(of_tokens)
-    return _Start(of_tokens, strongest, rows, _at(gradient, rows))
+    return Start(of_tokens, strongest, rows, _at(gradient, rows))
 
 
-def _moved(weight: Tensor, attentions: list[Attention], kept: list[Kept], start: _Start) -> Tensor:
+def _moved(weight: Tensor, attentions: list[Attention], kept: list[Kept], start: Start) -> Tensor:
     """Return what blocks' attention moves from the strongest tokens to those that they took it from, [B, S, N].
 
     Args:
@@ -267,7 +276,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _strongest(of_tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `strongest` and `rows` (see `_Start`) of the tokens with the highest relevance for or against.
+    """Return `strongest` and `rows` (see `Start`) of the tokens with the highest relevance for or against.
 
     They are an eighth of all, and at most 16.
     """

@@ -93,10 +93,11 @@ class LibraryNetwork(nn.Module):
                 config.architecture, pretrained=False, pretrained_cfg=described, **config.arguments
             )
 
-    def forward(
-        self, pixels: Tensor, attention_layers: object = (), keep: int = 0, all_tokens: bool = False
-    ) -> ViTOutput:
-        """Return logits and what the head reads, of normalised pixels [B, C, H, W] in the model's dtype."""
+    def forward(self, pixels: Tensor, *_: object) -> ViTOutput:
+        """Return logits and what the head reads, of normalised pixels [B, C, H, W] in the model's dtype.
+
+        What else is asked of a Vision Transformer's pass has no effect: `parse_embedding` and `parse_maps` refuse it.
+        """
         module: Any = self.module
         features = module.forward_features(pixels)
         return ViTOutput(

@@ -18,7 +18,8 @@ from model.network.layers.attention import norm_or_none
 from model.network.layers.block import Block, Kept, Mlp
 from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed, drop_patches
 from model.network.layers.position import sincos2d_position_embedding
-from model.outputs import Pooling
+from model.network.transfer import transfer_features
+from model.outputs import TRANSFER_BLOCKS, Pooling
 
 
 class KeptPass(NamedTuple):
@@ -42,7 +43,7 @@ class ViTOutput(NamedTuple):
             is a softmax over all N tokens, prefix tokens first.
         kept: what an explanation needs of the pass, or None when nothing was to be kept.
         embeddings: [B, `embedding_width`], in the model's dtype. That of the CLS token is missing where there is none,
-            and the mean of the patches where the last block did not compute them.
+            the mean of the patches where the last block did not compute them, and `transfer` unless it is asked for.
     """
 
     logits: Tensor
@@ -183,7 +184,12 @@ class VisionTransformer(nn.Module):
         return normed
 
     def forward(
-        self, pixels: Tensor, attention_layers: Sequence[int] = (), keep: int = 0, all_tokens: bool = False
+        self,
+        pixels: Tensor,
+        attention_layers: Sequence[int] = (),
+        keep: int = 0,
+        all_tokens: bool = False,
+        transfer: bool = False,
     ) -> ViTOutput:
         """Return logits, embeddings and the attention rows of `attention_layers`.
 
@@ -193,6 +199,7 @@ class VisionTransformer(nn.Module):
             keep: of how many of the last blocks to keep what an explanation needs; see `KeptPass`.
             all_tokens: whether the last block computes the tokens, too, that the head does not read. Without them 10/12
                 of its arithmetic are saved where that is the CLS token alone.
+            transfer: whether to return the embedding `transfer`, which takes all tokens.
 
         Returns:
             See `ViTOutput`. With attention pooling the last layer's row is the pooling query's.
@@ -203,8 +210,9 @@ class VisionTransformer(nn.Module):
             x = drop_patches(x, self.patch_dropout, self.config.prefix_tokens)
         rows: dict[int, Tensor] = {}
         kept: list[Kept] = []
+        outputs: list[Tensor] = []
         # The head reads the CLS token; a distilled model's second head reads the token beside it.
-        spared = self.config.pool == "cls" and not all_tokens
+        spared = self.config.pool == "cls" and not (all_tokens or transfer)
         read = 1 + self.config.distillation_token if spared else None
         for index, block in enumerate(self.blocks):
             with_row = index in attention_layers and not (index == last and of_query)
@@ -213,17 +221,17 @@ class VisionTransformer(nn.Module):
                 rows[index] = row
             if of_block is not None:
                 kept.append(of_block)
+            if transfer and index > last - TRANSFER_BLOCKS:
+                outputs.append(x)
         normed = self.norm(x)
         pooled, row = self._pool(normed, of_query and last in attention_layers)
         if row is not None:
             rows[last] = row
         attention = torch.stack([rows[i] for i in attention_layers], dim=1) if attention_layers else None
-        return ViTOutput(
-            self._classify(normed, pooled),
-            attention,
-            KeptPass(kept, x) if keep else None,
-            self._embeddings(normed, pooled, with_patches=not spared),
-        )
+        embeddings = self._embeddings(normed, pooled, with_patches=not spared)
+        if transfer:
+            embeddings["transfer"] = transfer_features(outputs, self.config, self.norm, self.fc_norm)
+        return ViTOutput(self._classify(normed, pooled), attention, KeptPass(kept, x) if keep else None, embeddings)
 
     def read(self, x: Tensor) -> Tensor:
         """Map the last block's output, [B, N, D] or only the tokens that the head reads, to logits [B, num_classes]."""

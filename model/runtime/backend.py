@@ -16,9 +16,24 @@ from model.outputs import CLASS_SPECIFIC, RIVALS, MapRequest, Pooling, Requested
 
 T = TypeVar("T")
 
-# Relevance of another head's class, by an image's place in its batch, and what makes of the image's features, [D],
-# the direction that the relevance begins with, float32 [D]; see `Head.target`.
-Aim = tuple[int, Callable[[NDArray[np.float32]], NDArray[np.float32]]]
+
+class Aim(NamedTuple):
+    """A request for the relevance of another head's class.
+
+    Attributes:
+        place: of the image in its batch.
+        features: what the head reads.
+        direction: makes of these features of the image, [D], what the relevance begins with, float32 [D]; see
+            `Head.target`.
+    """
+
+    place: int
+    features: Pooling
+    direction: Callable[[NDArray[np.float32]], NDArray[np.float32]]
+
+
+# The graphs that OpenVINO computes, each a network of its own: a picture pays only for what is asked of its batch.
+GraphKind = Literal["plain", "relevance", "transfer"]
 
 # A batch: uint8 [B, H, W, C], or B of uint8 [H, W, C] that lie anywhere.
 Images = NDArray[np.uint8] | Sequence[NDArray[np.uint8]]
@@ -38,6 +53,7 @@ class BatchRequest:
         relevance: whether to return the relevance of each image's best class.
         embeddings: which to return, sorted.
         all_tokens: whether one of them needs tokens of the last block that the head does not read.
+        transfer: whether one of them is `transfer`, which takes outputs of several blocks.
     """
 
     top_k: int = 1
@@ -46,12 +62,15 @@ class BatchRequest:
     relevance: bool = False
     embeddings: tuple[Pooling, ...] = ()
     all_tokens: bool = False
+    transfer: bool = False
 
     @classmethod
     def of(cls, requests: Sequence[RequestedOutputs], config: NetworkConfig) -> Self:
         """Return what a batch of these requests to a model is computed for."""
         maps = [request.map for request in requests if request.map is not None]
-        embeddings = tuple(sorted({request.embedding.pool for request in requests if request.embedding is not None}))
+        pools = {request.embedding.pool for request in requests if request.embedding is not None}
+        pools |= {each.by.features for each in maps if each.by is not None}
+        embeddings = tuple(sorted(pools))
         return cls(
             top_k=max(request.top_k for request in requests),
             # The evidence of a class is made of all logits, and so is a set of labels.
@@ -60,8 +79,29 @@ class BatchRequest:
             layers=tuple(sorted({each.layer for each in maps if each.layer is not None})),
             relevance=any(each.of_best_class for each in maps),
             embeddings=embeddings,
-            all_tokens="mean" in embeddings and isinstance(config, ViTConfig) and config.pool == "cls",
+            all_tokens=not {"mean", "transfer"}.isdisjoint(embeddings)
+            and isinstance(config, ViTConfig)
+            and config.pool == "cls",
+            transfer="transfer" in embeddings,
         )
+
+    @classmethod
+    def of_graph(cls, kind: "GraphKind", config: NetworkConfig) -> Self:
+        """Return what a graph of OpenVINO computes for a model."""
+        # A mean over the patch queries takes all scores of a block: torch computes it where it is asked for.
+        layers: tuple[int, ...] = ()
+        if isinstance(config, ViTConfig) and config.attention_source != "patch_mean":
+            layers = (config.depth - 1,)
+        is_transfer = kind == "transfer"
+        all_tokens = is_transfer and isinstance(config, ViTConfig) and config.pool == "cls"
+        return cls(layers=layers, relevance=kind == "relevance", all_tokens=all_tokens, transfer=is_transfer)
+
+    @property
+    def graph_kind(self) -> "GraphKind":
+        """Return which graph may give this; `covers` says whether it does."""
+        if self.relevance:
+            return "relevance"
+        return "transfer" if self.transfer or self.all_tokens else "plain"
 
     @property
     def computed(self) -> Self:
@@ -79,6 +119,7 @@ class BatchRequest:
             other.layers in ((), self.layers)
             and other.relevance <= self.relevance
             and other.all_tokens <= self.all_tokens
+            and other.transfer <= self.transfer
         )
 
 
@@ -91,7 +132,7 @@ class BatchOutputs(NamedTuple, Generic[T]):
         logits: [B, num_classes], before the temperature.
         attention: rows of the layers that were asked for, or of more, float32 [B, layers, heads, N].
         relevance: `token_relevance` of the best class, float32 [B, N].
-        head, cls, mean: embeddings of these names, [B, `embedding_width`]; see `ViTOutput.embeddings`.
+        head, cls, mean, transfer: embeddings of these names, [B, `embedding_width`]; see `ViTOutput.embeddings`.
         scores, indices, finite: see `model.heads.Best`.
         aimed: `token_relevance` of each aim, float32 [aims, N].
     """
@@ -102,6 +143,7 @@ class BatchOutputs(NamedTuple, Generic[T]):
     head: T | None = None
     cls: T | None = None
     mean: T | None = None
+    transfer: T | None = None
     scores: T | None = None
     indices: T | None = None
     finite: T | None = None
@@ -206,7 +248,12 @@ WITHOUT_GRAPHS: Final = "no-graphs"
 # Largest norm of the difference between two ways of computing an output of one image, relative to the output's own
 # norm: in float32, and in dtypes of fewer bits. A way that lost something is off by its own norm. ViT-Ti/16 in bfloat16
 # is off by 0.01, and by 0.1 in relevance, which is a difference of large numbers: by 0.26 in one of 128 of noise.
-_TOLERANCES: Final = {"logits": (1e-3, 0.1), "attention": (0.01, 0.3), "relevance": (0.05, 0.9)}
+_TOLERANCES: Final = {
+    "logits": (1e-3, 0.1),
+    "attention": (0.01, 0.3),
+    "relevance": (0.05, 0.9),
+    "transfer": (1e-3, 0.1),
+}
 
 
 class CompilationState(enum.Enum):
@@ -268,7 +315,11 @@ class Backend(Protocol):
         """Return what `predict` does, and from the same pass the relevance of aims; always torch's, as `explain`."""
 
     def explain(
-        self, images: NDArray[np.uint8], targets: NDArray[np.int64] | NDArray[np.float32], request: MapRequest
+        self,
+        images: NDArray[np.uint8],
+        targets: NDArray[np.int64] | NDArray[np.float32],
+        request: MapRequest,
+        features: Pooling = "head",
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return `model.explanation.methods.explain` of a batch; always torch's.
 

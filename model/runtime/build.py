@@ -13,7 +13,7 @@ from model.cores import compute_threads
 from model.errors import DeviceError
 from model.network.library import largest_layer
 from model.network.vit import count_parameters
-from model.runtime.backend import Backend, CompileMode, Parts, ThreadPolicy, captured_sizes
+from model.runtime.backend import Backend, CompileMode, GraphKind, Parts, ThreadPolicy, captured_sizes
 from model.runtime.cpu import default_batch, default_streams
 from model.runtime.cuda.backend import Cuda
 from model.runtime.cuda.batch_launcher import DeviceOps
@@ -45,6 +45,7 @@ class PredictorOptions(TypedDict, total=False):
     streams: int | None
     launch_sizes: Sequence[int] | None
     graphs: bool
+    transfer: bool
     ops: DeviceOps | None
     keep: Keep | None
 
@@ -75,7 +76,7 @@ def build(checkpoint: Checkpoint, options: PredictorOptions) -> Parts:
     streams = options.get("streams") or (default_streams(threads.count) if on_cpu else _GPU_STREAMS)
     model, mode, graphs = checkpoint.network(), options.get("compile_mode", "auto"), options.get("graphs", True)
     parameters = count_parameters(model)
-    run = TorchOptions(model, checkpoint, device, dtype, mode, sizes, graphs)
+    run = TorchOptions(model, checkpoint, device, dtype, mode, sizes, graphs, options.get("transfer", False))
     if ops is None and not on_cpu:
         ops = CudaOps(device)
     backend: Backend
@@ -98,17 +99,17 @@ def build(checkpoint: Checkpoint, options: PredictorOptions) -> Parts:
 def _openvino(run: TorchOptions, threads: ThreadPolicy, streams: int, parameters: int, keep: Keep | None) -> OpenVino:
     """Return the backend; raises DeviceError where OpenVINO does not compute what torch does."""
 
-    def network(model: TorchOptions, *, relevance: bool) -> OpenVinoNetwork:
-        return traced_network(model, parameters, keep, relevance=relevance, threads=threads.count, streams=streams)
+    def network(model: TorchOptions, kind: GraphKind) -> OpenVinoNetwork:
+        return traced_network(model, parameters, keep, kind, threads=threads.count, streams=streams)
 
-    def with_relevance() -> OpenVinoNetwork:
+    def further(kind: GraphKind) -> OpenVinoNetwork:
         torch.set_num_threads(1)  # of the calling thread
         # Of the checkpoint's own tensors, which are the constants of the first network's graphs already.
-        return network(replace(run, model=run.checkpoint.build()), relevance=True)
+        return network(replace(run, model=run.checkpoint.build()), kind)
 
-    plain = network(run, relevance=False)
+    plain = network(run, "plain")
     made = OpenVino(
-        plain, run.checkpoint.head, threads, lambda: TorchCpu(replace(run, compile_mode="off"), threads), with_relevance
+        plain, run.checkpoint.head, threads, lambda: TorchCpu(replace(run, compile_mode="off"), threads), further
     )
     made.load_torch()
     return made

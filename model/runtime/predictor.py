@@ -28,10 +28,12 @@ from model.outputs import (
     EmbeddingRequest,
     MapRequest,
     Outputs,
+    Pooling,
     RequestedOutputs,
 )
 from model.runtime.backend import (
     SIZES,
+    Aim,
     BatchRequest,
     Compilation,
     Images,
@@ -68,6 +70,7 @@ class Predictor:
         threads: threads that compute on the CPU; None: as `compute_threads` says, and one beside a GPU.
         streams: batches under way at the same time; None for the device's default.
         graphs: whether launch sizes become CUDA graphs, where they do.
+        transfer: whether transfer features have graphs too; without them they are computed uncompiled on CUDA.
         launch_sizes: the batch sizes to compile for, instead of powers of two, or finer ones on CUDA; the largest is
             `max_batch`.
         ops: a device that batches are launched on in CUDA's place; for tests.
@@ -232,7 +235,7 @@ class Predictor:
                 found.update(zip(places, of_kind, strict=True))
             return [found[place] for place in range(len(images))]
         flat = [(place, each) for place, asked in enumerate(requests) for each in asked.each]
-        aims = {number: (place, aim) for number, (place, each) in enumerate(flat) if (aim := self._aim(each))}
+        aims = {number: (place, *aim) for number, (place, each) in enumerate(flat) if (aim := self._aim(each))}
         arrays, aimed = self._compute(images, request, aims)
         if not self._has_others(requests):
             return self._outputs(images, request, requests, arrays, self.own, aimed)
@@ -245,7 +248,7 @@ class Predictor:
             of_head = {key: values[places] for key, values in arrays.items()}
             head = self._head(name)
             if head is not self.own:
-                logits = head.logits(of_head["head"])
+                logits = head.logits(of_head[head.features])
                 best = head.best(logits, max(each.top_k for each in asked))
                 of_head |= {"logits": logits, **best._asdict()}
             of_head_images = [images[place] for place in places]
@@ -255,15 +258,15 @@ class Predictor:
         return [replace(next(ordered), more=tuple(islice(ordered, len(each.more)))) for each in requests]
 
     def _compute(
-        self, images: Images, request: BatchRequest, aims: Mapping[int, tuple[int, _Target]]
+        self, images: Images, request: BatchRequest, aims: Mapping[int, tuple[int, Head, _Target]]
     ) -> tuple[dict[str, NDArray[Any]], dict[int, AttentionMap]]:
         """Return what a pass gives of a batch, and the maps of aims by their numbers, without score and evidence."""
         if not aims or not isinstance(self.config, ViTConfig):
             return self._backend.predict(images, request).tensors(), {}
-        directed = [(place, lambda features, target=target: target(features)[1]) for place, target in aims.values()]
+        directed = [Aim(place, head.features, partial(_direction, target)) for place, head, target in aims.values()]
         arrays = self._backend.aim(images, request, directed).tensors()
         values, kept_mass = sharpened_maps(arrays.pop("aimed"), self.config)
-        labels = (target(arrays["head"][place])[0] for place, target in aims.values())
+        labels = (target(arrays[head.features][place])[0] for place, head, target in aims.values())
         requests = (MapRequest("relevance", label) for label in labels)
         return arrays, dict(zip(aims, map(AttentionMap, requests, values, kept_mass.tolist()), strict=True))
 
@@ -272,16 +275,18 @@ class Predictor:
         by = None if asked.map is None else asked.map.by
         if by is None:
             return self._head(asked.head)
-        return Head((), independent=False, weight=by.weight, bias=by.bias, normalized=by.normalized)
+        return Head(
+            (), independent=False, weight=by.weight, bias=by.bias, normalized=by.normalized, features=by.features
+        )
 
-    def _aim(self, asked: RequestedOutputs) -> _Target | None:
-        """Return what gives the class of a map of relevance, and its direction, by the own features of an image, [D].
+    def _aim(self, asked: RequestedOutputs) -> tuple[Head, _Target] | None:
+        """Return the head of a map of relevance, and what gives its class and direction by the features of an image.
 
         None where no such map is asked for, or the own head's.
         """
         if asked.map is None or asked.map.method != "relevance" or (head := self._scorer(asked)) is self.own:
             return None
-        return partial(head.target, method="relevance", label=asked.map.class_index)
+        return head, partial(head.target, method="relevance", label=asked.map.class_index)
 
     def _head(self, name: str) -> Head:
         """Return the head of a name; ValueError where there is none: no other one answers in its place."""
@@ -403,7 +408,7 @@ class Predictor:
         arrays: Mapping[str, NDArray[Any]],
     ) -> dict[int, AttentionMap]:
         """Return the maps that need passes of their own, each of its request's class or of the best one."""
-        passes: dict[tuple[MapRequest, bool], list[int]] = {}
+        passes: dict[tuple[MapRequest, Pooling | None], list[int]] = {}
         targets: dict[int, Floats] = {}
         classes = arrays["indices"][:, 0].copy()
         for place, each in enumerate(requests):
@@ -411,15 +416,19 @@ class Predictor:
                 continue
             if each.map.class_index is not None:
                 classes[place] = each.map.class_index
+            features_read: Pooling | None = None
             if each.map.method in CLASS_SPECIFIC and (scorer := self._scorer(each)) is not self.own:
-                features, label = arrays["head"][place], each.map.class_index
+                features_read = scorer.features
+                features, label = arrays[scorer.features][place], each.map.class_index
                 classes[place], targets[place] = scorer.target(features, each.map.method, label)
-            passes.setdefault((replace(each.map, class_index=None, by=None), place in targets), []).append(place)
+            passes.setdefault((replace(each.map, class_index=None, by=None), features_read), []).append(place)
         maps: dict[int, AttentionMap] = {}
-        for (request, is_directed), places in passes.items():
+        for (request, features_read), places in passes.items():
             pixels, labels = np.stack([images[place] for place in places]), classes[places]
-            of_places: NDArray[Any] = np.stack([targets[place] for place in places]) if is_directed else labels
-            values, kept_mass = self._backend.explain(pixels, of_places, request)
+            of_places: NDArray[Any] = labels
+            if features_read is not None:
+                of_places = np.stack([targets[place] for place in places])
+            values, kept_mass = self._backend.explain(pixels, of_places, request, features_read or "head")
             is_of_class = request.method in CLASS_SPECIFIC
             made = (replace(request, class_index=label if is_of_class else None) for label in labels.tolist())
             maps |= zip(places, map(AttentionMap, made, values, kept_mass.tolist()), strict=True)
@@ -442,6 +451,10 @@ class Predictor:
         """Return raw logits, before the temperature: float32 [B, num_classes]; for parity tests and calibration."""
         logits: Floats = self._backend.predict(images, BatchRequest(logits=True)).tensors()["logits"]
         return logits
+
+
+def _direction(target: _Target, features: Floats) -> Floats:
+    return target(features)[1]
 
 
 def _of_backbone(asked: RequestedOutputs) -> RequestedOutputs:

@@ -11,7 +11,7 @@ from model.cores import compute_threads
 from model.description import Description
 from model.errors import CheckpointChanged, DeviceError, VitError
 from model.heads import Floats
-from model.runtime.backend import Parts, ThreadPolicy
+from model.runtime.backend import GraphKind, Parts, ThreadPolicy
 from model.runtime.cpu import default_batch, default_streams
 from model.runtime.memory import Meter
 from model.runtime.openvino.backend import REASON, OpenVino, OpenVinoNetwork
@@ -75,9 +75,9 @@ class _Torch:
 
         return TorchCpu(options, self._threads)
 
-    def with_relevance(self) -> OpenVinoNetwork:
-        """Return the network that gives relevance: of a graph that was kept, or made now and kept then."""
-        manifest, kept = self._manifest, self._entry.load(relevance=True)
+    def network(self, kind: GraphKind) -> OpenVinoNetwork:
+        """Return another network than the plain one: of a graph that was kept, or made now and kept then."""
+        manifest, kept = self._manifest, self._entry.load(kind=kind)
         # Another process may have kept a graph of other weights, which took the place of these on disk.
         if kept is not None and kept[0].files == manifest.files:
             return OpenVinoNetwork(kept[1], manifest.dtype, threads=self._threads.count, streams=self._streams)
@@ -87,9 +87,7 @@ class _Torch:
         with recording() as files:
             options = self.options()
         keep, threads = Keep(self._entry, files), self._threads.count
-        return traced_network(
-            options, manifest.parameters, keep, relevance=True, threads=threads, streams=self._streams
-        )
+        return traced_network(options, manifest.parameters, keep, kind, threads=threads, streams=self._streams)
 
 
 def kept_predictor(
@@ -125,7 +123,7 @@ def kept_predictor(
     torch = _Torch(entry, manifest, read, policy, streams)
     if checkpoint.zero_shot is not None:
         checkpoint = replace(checkpoint, embed_texts=torch.embed_texts)
-    backend = OpenVino(network, checkpoint.head, policy, torch.backend, torch.with_relevance)
+    backend = OpenVino(network, checkpoint.head, policy, torch.backend, torch.network)
     largest = max_batch or default_batch(manifest.largest_layer)
     parts = Parts("cpu", manifest.dtype, None, manifest.parameters, largest, streams, backend, REASON)
     predictor = Predictor(checkpoint, parts)

@@ -22,7 +22,7 @@ from model.network.layers.patch_embed import PatchEmbed
 from model.network.layers.rotary import Rotary
 from model.network.library import Classifier
 from model.network.vit import VisionTransformer
-from model.outputs import MapRequest
+from model.outputs import TRANSFER, MapRequest, Pooling, RequestedOutputs
 from model.runtime.backend import (
     SIZES,
     Aim,
@@ -64,6 +64,7 @@ class TorchOptions:
         model: float32, on the CPU; moved to the device.
         sizes: batch sizes to launch on CUDA, ascending.
         graphs: whether they become CUDA graphs.
+        transfer: whether transfer features are compiled and captured too, for a service that is taught.
     """
 
     model: Classifier
@@ -73,6 +74,7 @@ class TorchOptions:
     compile_mode: CompileMode
     sizes: tuple[int, ...]
     graphs: bool = True
+    transfer: bool = False
 
     @property
     def dtype_name(self) -> str:
@@ -104,6 +106,8 @@ class TorchBackend(Backend):
         self.usual: tuple[BatchRequest, ...] = (BatchRequest(),)
         if isinstance(self.config, ViTConfig):
             self.usual += BatchRequest(layers=(self.config.depth - 1,)), BatchRequest(relevance=True)
+            if options.transfer:
+                self.usual += (BatchRequest.of([RequestedOutputs(1, embedding=TRANSFER)], self.config).of_network,)
         self.compilation = plan_compilation(options.compile_mode, options.device)
         self._options = options
         self._device, self._head = options.device, options.checkpoint.head
@@ -134,12 +138,16 @@ class TorchBackend(Backend):
         return with_best(outputs, self._head, request.top_k)
 
     def explain(
-        self, images: NDArray[np.uint8], targets: NDArray[np.int64] | NDArray[np.float32], request: MapRequest
+        self,
+        images: NDArray[np.uint8],
+        targets: NDArray[np.int64] | NDArray[np.float32],
+        request: MapRequest,
+        features: Pooling = "head",
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """See `Backend.explain`."""
         assert isinstance(self._plain, VisionTransformer), "of others no map is asked for: see `parse_maps`"
         pixels = self._normalise(self.upload(images))
-        maps, kept_mass = explain(self._plain, pixels, self.upload(targets), request, self._folded)
+        maps, kept_mass = explain(self._plain, pixels, self.upload(targets), request, self._folded, features)
         return maps.numpy(), kept_mass.numpy()
 
     def compile(self) -> None:
@@ -205,12 +213,16 @@ class TorchCpu(TorchBackend):
             return super().aim(images, request, aims)
 
     def explain(
-        self, images: NDArray[np.uint8], targets: NDArray[np.int64] | NDArray[np.float32], request: MapRequest
+        self,
+        images: NDArray[np.uint8],
+        targets: NDArray[np.int64] | NDArray[np.float32],
+        request: MapRequest,
+        features: Pooling = "head",
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """See `Backend.explain`; it takes one thread, and leaves the others to the batches that are classified."""
         with self.threads:
             torch.set_num_threads(1)  # of the calling thread
-            return super().explain(images, targets, request)
+            return super().explain(images, targets, request, features)
 
     def _take_compiled(self) -> None:
         compiled = compiled_network(self._plain, self._normalise, self._folded, any_batch=False)

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from model.config import PreprocessConfig
 from model.explanation.folded_weights import FoldedWeights
 from model.explanation.relevance import kept_blocks, token_relevance
+from model.explanation.transfer_relevance import kept_for_transfer, transfer_relevance
 from model.network.layers.block import Kept
 from model.network.library import Classifier
 from model.network.vit import KeptPass, VisionTransformer, ViTOutput
+from model.outputs import Pooling
 from model.runtime.backend import (
     Aim,
     BatchOutputs,
@@ -61,11 +63,14 @@ def run_network(
         folded: see `token_relevance`.
     """
     if not (request.relevance or aims):
-        output = model(pixels, request.layers, 0, request.all_tokens)
+        output = model(pixels, request.layers, 0, request.all_tokens, request.transfer)
         return BatchOutputs(output.logits, output.attention, **output.embeddings)
     assert isinstance(model, VisionTransformer), "of others no map is asked for: see `parse_maps`"
     assert folded is not None
-    output = model(pixels, request.layers, kept_blocks(model.config), request.all_tokens)
+    keep = kept_blocks(model.config)
+    if any(aim.features == "transfer" for aim in aims):
+        keep = kept_for_transfer(model.config)
+    output = model(pixels, request.layers, keep, request.all_tokens, request.transfer)
     with one_thread():
         relevance = token_relevance(model, output, folded) if request.relevance else None
         aimed = _aimed(model, output, folded, aims) if aims else None
@@ -75,13 +80,30 @@ def run_network(
 def _aimed(model: VisionTransformer, output: ViTOutput, folded: FoldedWeights, aims: Sequence[Aim]) -> Tensor:
     """Return the relevance of aims at the images of a pass, [aims, N]."""
     assert output.kept is not None
-    features, (kept, tokens) = output.embeddings["head"], output.kept
-    on_host = features.float().cpu().numpy()
-    directions = torch.from_numpy(np.stack([aim(on_host[place]) for place, aim in aims])).to(features.device)
-    places = torch.tensor([place for place, _ in aims], device=features.device)
-    chosen = [Kept._make(None if each is None else each[places] for each in of_block) for of_block in kept]
-    output = output._replace(kept=KeptPass(chosen, tokens[places]), embeddings={"head": features[places]})
-    return token_relevance(model, output, folded, directions)
+    features = {pool: output.embeddings[pool].float().cpu().numpy() for pool in {aim.features for aim in aims}}
+    found = torch.empty((len(aims), model.config.tokens), device=output.logits.device)
+    for pool in features:
+        numbers = [number for number, aim in enumerate(aims) if aim.features == pool]
+        chosen = [aims[number] for number in numbers]
+        directions = np.stack([aim.direction(features[pool][aim.place]) for aim in chosen])
+        on_device = torch.from_numpy(directions).to(found.device)
+        part = _at_places(output, [aim.place for aim in chosen], pool)
+        if pool == "transfer":
+            found[numbers] = transfer_relevance(model, part, on_device)
+        else:
+            last = kept_blocks(model.config)
+            part = part._replace(kept=part.kept and part.kept._replace(blocks=part.kept.blocks[-last:]))
+            found[numbers] = token_relevance(model, part, folded, on_device)
+    return found
+
+
+def _at_places(output: ViTOutput, places: Sequence[int], pool: Pooling) -> ViTOutput:
+    """Return what a pass gave of some of its images."""
+    assert output.kept is not None
+    rows = torch.tensor(places, device=output.logits.device)
+    blocks = [Kept._make(None if each is None else each[rows] for each in of_block) for of_block in output.kept.blocks]
+    kept = KeptPass(blocks, output.kept.tokens[rows])
+    return output._replace(kept=kept, embeddings={pool: output.embeddings[pool][rows]})
 
 
 @contextmanager

@@ -114,7 +114,8 @@ class Cuda(TorchBackend):
             DeviceError: they differ by more than rounding explains.
         """
         for size in self._options.sizes:
-            for turn, request in enumerate(replace(usual, logits=True) for usual in self.usual):
+            for turn, usual in enumerate(self.usual):
+                request = replace(usual, logits=True, embeddings=("transfer",) if usual.transfer else ())
                 images = noise_images(size, (*self.config.image_size, self.config.in_channels), seed=turn)
                 outputs = self._launch(images, request)
                 expected = self._launch(images, request, self._uncompiled)

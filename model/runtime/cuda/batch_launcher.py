@@ -28,7 +28,7 @@ from model.runtime.backend import BatchRequest, Images
 Compute = Callable[[Tensor, BatchRequest], dict[str, Tensor]]
 
 # Outputs that every pass gives, and that come to the host only where they are asked for.
-_ON_REQUEST: Final = frozenset({"logits", "head", "cls", "mean"})
+_ON_REQUEST: Final = frozenset({"logits", "head", "cls", "mean", "transfer"})
 
 
 class DeviceOps(Protocol):

@@ -25,13 +25,14 @@ from numpy.typing import NDArray
 
 from model.errors import DeviceError, VitError
 from model.heads import Head
-from model.outputs import MapRequest
+from model.outputs import MapRequest, Pooling
 from model.runtime.backend import (
     SIZES,
     Aim,
     Backend,
     BatchOutputs,
     BatchRequest,
+    GraphKind,
     HostOutputs,
     Images,
     ThreadPolicy,
@@ -302,16 +303,17 @@ def weights_bytes(model: openvino.Model, dtype: str) -> int:
 class OpenVino(Backend):
     """Computes all but rows of other layers than the last, some embeddings, and explanations, which are torch's.
 
-    Relevance has a network of its own, which shares the float32 weights. It is made on a thread when it is first asked
-    for. Until then, or if that fails, torch computes; where torch is not loaded, `defers` says so beforehand.
+    Relevance and transfer features each have a network of their own, which shares the float32 weights. It is made on a
+    thread when it is first asked for. Until then, or if that fails, torch computes; where torch is not loaded, `defers`
+    says so beforehand.
 
     Args:
-        network: gives no relevance.
+        network: the plain one.
         head: the checkpoint's.
         threads: counts the batches under way.
         make_torch: imports torch, which takes a second and 180 MiB, and returns its backend, which takes the same
             threads; called by one thread when torch is first needed.
-        with_relevance: returns the network that gives it; raises DeviceError or RuntimeError.
+        make_network: returns another network; raises DeviceError or RuntimeError.
     """
 
     def __init__(
@@ -320,28 +322,31 @@ class OpenVino(Backend):
         head: Head,
         threads: ThreadPolicy,
         make_torch: Callable[[], Backend],
-        with_relevance: Callable[[], OpenVinoNetwork],
+        make_network: Callable[[GraphKind], OpenVinoNetwork],
     ) -> None:
         keep_freed_memory()
         self.name = f"openvino {network.version}"
         self.largest_tried = 1  # for others it compiles behind the service
         self.usual = (BatchRequest(), network.request)
         self._network, self._head, self._threads, self._make_torch = network, head, threads, make_torch
-        self._with_relevance = with_relevance
-        self._relevance: OpenVinoNetwork | None = None
-        self._prepared = self._in_service = False
+        self._make_network = make_network
+        self._networks: dict[GraphKind, OpenVinoNetwork] = {"plain": network}
+        self._begun: set[GraphKind] = {"plain"}
+        self._prepared: set[GraphKind] = {"plain"}
+        self._in_service = False
         self._preparing = threading.Lock()
         self._loading = threading.Lock()
         self._torch: Backend | None = None
 
     def predict(self, images: Images, request: BatchRequest) -> HostOutputs:
         """See `Backend.predict`."""
-        if request.relevance and not self._prepared:
-            if self._torch is None:
-                self.prepare()
-            else:
-                # Not a daemon: a thread that ends within OpenVINO's own code takes the process with it.
-                threading.Thread(target=self.prepare, name="openvino-prepare").start()
+        kind = request.graph_kind
+        if self._torch is None:
+            self.prepare(kind)
+        elif kind not in self._begun:
+            self._begun.add(kind)
+            # Not a daemon: a thread that ends within OpenVINO's own code takes the process with it.
+            threading.Thread(target=self.prepare, args=(kind,), name="openvino-prepare").start()
         network = self._network_of(request)
         if network is not None:
             try:
@@ -363,7 +368,7 @@ class OpenVino(Backend):
 
     def _network_of(self, request: BatchRequest) -> OpenVinoNetwork | None:
         """Return the network that gives all that is asked for, if there is one."""
-        network = self._relevance if request.relevance else self._network
+        network = self._networks.get(request.graph_kind)
         return network if network is not None and network.request.covers(request) else None
 
     def covers(self, request: BatchRequest) -> bool:
@@ -374,29 +379,35 @@ class OpenVino(Backend):
         """See `Backend.defers`."""
         return self._torch is None and self._network_of(request) is None
 
-    def prepare(self) -> None:
-        """Make the network that gives relevance, once; torch computes it where that fails."""
+    def prepare(self, kind: GraphKind) -> None:
+        """Make a network, once; torch computes what it would give if that fails."""
+        if kind in self._prepared:
+            return
         with self._preparing:
-            if self._prepared:
+            if kind in self._prepared:
                 return
             try:
-                network = self._with_relevance()
+                network = self._make_network(kind)
                 if self._in_service:  # a few pictures do without the graphs of other sizes
                     network.complete(*SIZES)
-                self._relevance = network
+                self._networks[kind] = network
             except (DeviceError, RuntimeError) as error:
-                logger.warning("torch computes relevance: %s", error)
-            self._prepared = True
+                logger.warning("torch computes %s: %s", kind, error)
+            self._prepared.add(kind)
 
     def aim(self, images: Images, request: BatchRequest, aims: Sequence[Aim]) -> HostOutputs:
         """See `Backend.aim`: the graph with relevance begins it with the own head's weights."""
         return self.load_torch().aim(images, request, aims)
 
     def explain(
-        self, images: NDArray[np.uint8], targets: NDArray[np.int64] | NDArray[np.float32], request: MapRequest
+        self,
+        images: NDArray[np.uint8],
+        targets: NDArray[np.int64] | NDArray[np.float32],
+        request: MapRequest,
+        features: Pooling = "head",
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """See `Backend.explain`."""
-        return self.load_torch().explain(images, targets, request)
+        return self.load_torch().explain(images, targets, request, features)
 
     def compile(self) -> None:
         """Compile for the other sizes, on a thread: nobody waits for them."""

@@ -42,7 +42,7 @@ from model.calibration import CALIBRATION_FILE
 from model.description import Description
 from model.errors import first_line
 from model.heads import Head
-from model.runtime.backend import BatchOutputs, BatchRequest
+from model.runtime.backend import BatchOutputs, BatchRequest, GraphKind
 from model.runtime.openvino.backend import NetworkGraph, core, openvino_package
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ class Manifest(BaseModel):
         times: size and time of change of these files; where they are the same, and not of just now, nothing is hashed.
         backbone: see `model.checkpoint.checkpoint`.
         graph: hashes of the files beside this one.
-        outputs, layers, relevance: see `NetworkGraph`.
+        kind: what the graph computes; see `BatchRequest.of_graph`.
+        outputs: see `NetworkGraph`.
         dtype: that it was found to agree with torch in.
         largest_layer: see `model.network.library.largest_layer`.
     """
@@ -89,8 +90,7 @@ class Manifest(BaseModel):
     backbone: str
     graph: dict[str, str]
     outputs: tuple[str, ...] = ()
-    layers: tuple[int, ...] = ()
-    relevance: bool = False
+    kind: GraphKind = "plain"
     checkpoint: Description
     parameters: int
     dtype: str
@@ -120,13 +120,13 @@ class Entry:
         facts = {"settings": dict(settings), "versions": _versions(), "code": _code(), "machine": _machine()}
         self.facts = json.dumps(facts, sort_keys=True, default=str)
 
-    def place(self, *, relevance: bool) -> Path:
-        """Return the folder of the graph that gives relevance, or does not."""
-        return self._folder / hashlib.sha256(f"{self.facts}{relevance}".encode()).hexdigest()[:40]
+    def place(self, kind: GraphKind = "plain") -> Path:
+        """Return the folder of a graph."""
+        return self._folder / hashlib.sha256(f"{self.facts}{kind}".encode()).hexdigest()[:40]
 
-    def manifest(self, *, relevance: bool = False) -> Manifest | None:
+    def manifest(self, kind: GraphKind = "plain") -> Manifest | None:
         """Return what was kept, or None where there is nothing that may be used; one line of the log says why."""
-        place = self.place(relevance=relevance)
+        place = self.place(kind)
         if not place.exists():
             return None
         try:
@@ -146,18 +146,16 @@ class Entry:
             return None
         return manifest
 
-    def load(
-        self, manifest: Manifest | None = None, *, relevance: bool = False
-    ) -> tuple[Manifest, NetworkGraph] | None:
+    def load(self, manifest: Manifest | None = None, kind: GraphKind = "plain") -> tuple[Manifest, NetworkGraph] | None:
         """Return a graph that was kept, or None as `manifest`, by which it was just looked at, or where only a head is.
 
         A head alone is as good as nothing where no process has its backbone.
         """
-        found, place = manifest or self.manifest(relevance=relevance), self.place(relevance=relevance)
+        found, place = manifest or self.manifest(kind), self.place(kind)
         if found is None or _GRAPH not in found.graph:
             return None
         try:
-            request = BatchRequest(layers=found.layers, relevance=found.relevance)
+            request = BatchRequest.of_graph(found.kind, found.checkpoint.config)
             reference = BatchOutputs.of(load_file(place / _REFERENCE))
             model = core().read_model(place / _GRAPH)  # its weights are mapped, and not copied
         except (OSError, RuntimeError, ValueError) as error:
@@ -169,7 +167,7 @@ class Entry:
         """Return the head that was kept; None where the model has none of its own. Raises OSError or RuntimeError."""
         if _HEAD not in manifest.graph:
             return None
-        arrays = load_file(self.place(relevance=False) / _HEAD)
+        arrays = load_file(self.place() / _HEAD)
         return replace(manifest.checkpoint.head, weight=arrays["weight"], bias=arrays["bias"])
 
     def put(self, graph: NetworkGraph | None, facts: Mapping[str, object], head: Head | None) -> NetworkGraph | None:
@@ -184,7 +182,8 @@ class Entry:
         """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _require_own(self._folder)
-        place = self.place(relevance=graph is not None and graph.request.relevance)
+        kind: GraphKind = "plain" if graph is None else graph.request.graph_kind
+        place = self.place(kind)
         # A file that who writes an entry has locked: the kernel unlocks it when the process ends.
         with (self._folder / "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -197,8 +196,7 @@ class Entry:
                 if graph is not None:
                     openvino_package().save_model(graph.model, written / _GRAPH, compress_to_fp16=False)
                     save_file(graph.reference.tensors(), written / _REFERENCE)
-                    of_graph = {"layers": graph.request.layers, "relevance": graph.request.relevance}
-                    of_graph |= {"outputs": graph.outputs}
+                    of_graph = {"kind": kind, "outputs": graph.outputs}
                 if head is not None and head.weight is not None:
                     save_file({"weight": head.weight, "bias": np.asarray(head.bias, np.float32)}, written / _HEAD)
                 digests = {file.name: _digest(file) for file in written.iterdir()}
@@ -209,9 +207,9 @@ class Entry:
                 written.rename(place)
         return graph and graph._replace(model=core().read_model(place / _GRAPH))
 
-    def remove(self, *, relevance: bool) -> None:
+    def remove(self, kind: GraphKind) -> None:
         """Remove a graph that is not what torch computes."""
-        shutil.rmtree(self.place(relevance=relevance), ignore_errors=True)
+        shutil.rmtree(self.place(kind), ignore_errors=True)
 
     def _make_room(self, size: int) -> None:
         """Remove the entries that are unused for longest until so many bytes fit; raises OSError where they do not."""

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.jit import TracerWarning  # type: ignore[attr-defined]  # it does not say that it exports it
 
-from model.config import ViTConfig
 from model.errors import DeviceError
 from model.explanation.folded_weights import fold
 from model.network.library import Classifier
 from model.network.vit import VisionTransformer
-from model.runtime.backend import BatchOutputs, BatchRequest, noise_images
+from model.runtime.backend import BatchOutputs, BatchRequest, GraphKind, noise_images
 from model.runtime.openvino.backend import (
     REFERENCE_COUNT,
     NetworkGraph,
@@ -35,22 +34,18 @@ warnings.filterwarnings("ignore", category=TracerWarning)
 warnings.filterwarnings("ignore", module=r"torch\.jit")
 
 
-def trace(options: TorchOptions, *, relevance: bool = False) -> NetworkGraph:
+def trace(options: TorchOptions, kind: GraphKind = "plain") -> NetworkGraph:
     """Return a network as a graph, in float32, with torch's own outputs for some images.
 
     Args:
         options: the model, which is read and not kept.
-        relevance: whether to compute that beside logits, embeddings and the last layer's attention row.
+        kind: what to compute beside logits, embeddings and the last layer's attention row.
 
     Raises:
         DeviceError: OpenVINO does not read this model, or torch's scores are not finite.
     """
     config = options.model.config
-    # A mean over the patch queries takes all scores of a block: torch computes it where it is asked for.
-    layers: tuple[int, ...] = ()
-    if isinstance(config, ViTConfig) and config.attention_source != "patch_mean":
-        layers = (config.depth - 1,)
-    request = BatchRequest(layers=layers, relevance=relevance)
+    request = BatchRequest.of_graph(kind, config)
     module = _Traced(options.model, Normalise(options.checkpoint.preprocess), request)
     images = noise_images(REFERENCE_COUNT, (*config.image_size, config.in_channels))
     with torch.inference_mode():
@@ -65,7 +60,7 @@ def trace(options: TorchOptions, *, relevance: bool = False) -> NetworkGraph:
 
 
 def traced_network(
-    options: TorchOptions, parameters: int, keep: Keep | None, *, relevance: bool, threads: int, streams: int
+    options: TorchOptions, parameters: int, keep: Keep | None, kind: GraphKind, *, threads: int, streams: int
 ) -> OpenVinoNetwork:
     """Return a network whose graph is traced now, and kept.
 
@@ -76,14 +71,14 @@ def traced_network(
     Raises:
         DeviceError: as `trace` and `OpenVinoNetwork`.
     """
-    graph = trace(options, relevance=relevance)
+    graph = trace(options, kind)
     if keep is not None:
         graph = keep(graph, options.checkpoint, parameters, options.dtype_name)
     try:
         return OpenVinoNetwork(graph, options.dtype_name, threads=threads, streams=streams)
     except DeviceError:
         if keep is not None:
-            keep.entry.remove(relevance=relevance)
+            keep.entry.remove(kind)
         raise
 
 

@@ -4,6 +4,7 @@ Nothing of `model.explanation` is used here. The network's own layers are.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,18 +24,69 @@ def plain_relevance(model: VisionTransformer, pixels: Tensor, classes: Tensor) -
 
 
 def _of_image(model: VisionTransformer, pixels: Tensor, label: int) -> Tensor:
+    entering = _entering(model, pixels)
+
+    def margin(x: Tensor) -> Tensor:
+        logits = _frozen_read(model, x)[0]
+        others = sorted((logit for at, logit in enumerate(logits) if at != label), key=Tensor.item, reverse=True)[:10]
+        return logits[label] - (sum(others) / len(others) if others else 0)
+
+    found = _found(model, entering, margin, is_token=model.config.pool == "cls")
+    return _sharpened(found, model, _arriving(model, entering, first_row(model.config, 1)[0]))
+
+
+def plain_transfer_relevance(model: VisionTransformer, pixels: Tensor, directions: Tensor) -> Tensor:
+    """Return the relevance of each token along directions of the transfer features, before it is sharpened: [B, N]."""
+    return torch.stack([_along(model, one.unsqueeze(0), each) for one, each in zip(pixels, directions, strict=True)])
+
+
+def _along(model: VisionTransformer, pixels: Tensor, direction: Tensor) -> Tensor:
+    config, entering = model.config, _entering(model, pixels)
+    read = range(max(0, config.depth - 3), config.depth)
+    parts = [(block, config.class_token) for block in read]
+    if config.class_token:
+        parts.append((config.depth - 1, False))
+    total = torch.zeros(config.tokens, dtype=pixels.dtype)
+    for (block, is_token), part in zip(parts, direction.split(config.width), strict=True):
+
+        def along(x: Tensor, is_token: bool = is_token, part: Tensor = part) -> Tensor:
+            normed = _frozen_norm(model.norm, x)
+            pooled = normed[:, 0] if is_token else normed[:, config.prefix_tokens :].mean(1)
+            return (_frozen_norm(model.fc_norm, pooled)[0] * part).sum()
+
+        found = _found(model, entering[: block + 2], along, is_token=is_token).to(total.dtype)
+        if min(config.grid) <= 8:
+            row = torch.zeros(config.tokens, dtype=pixels.dtype)
+            row[0 if is_token else slice(config.prefix_tokens, None)] = 1 / (1 if is_token else math.prod(config.grid))
+            arriving = _arriving(model, entering[: block + 2], row)
+            found = torch.cat((found[: config.prefix_tokens], _smoothed(found, model))) * arriving.sqrt()
+        total += found
+    return total
+
+
+def _entering(model: VisionTransformer, pixels: Tensor) -> list[Tensor]:
+    """Return what enters each block, and what leaves the last."""
     entering = [model.embed(pixels)]
     for block in blocks(model):
         entering.append(block(entering[-1])[0])
-    through = blocks(model)[-1:] if model.config.pool == "cls" else []
+    return entering
+
+
+def _found(
+    model: VisionTransformer, entering: list[Tensor], objective: Callable[[Tensor], Tensor], *, is_token: bool
+) -> Tensor:
+    """Return the relevance of each token for an objective of the first tokens, or of all, of what leaves a block.
+
+    `entering` ends with what leaves it.
+    """
+    until = blocks(model)[: len(entering) - 1]
+    through = until[-1:] if is_token else []
     leaf = entering[-1 - len(through)].detach().requires_grad_()
     x, residual, attended = leaf, leaf.detach().clone().requires_grad_(), torch.zeros(())
     for block in through:
         attended = attention_weights(block.attn, block.norm1(leaf)).detach().requires_grad_()
         x = _frozen_block(block, leaf, residual, attended)
-    logits = _frozen_read(model, x)[0]
-    ranked = sorted((logit for index, logit in enumerate(logits) if index != label), key=Tensor.item, reverse=True)[:10]
-    (logits[label] - (sum(ranked) / len(ranked) if ranked else 0)).backward()
+    objective(x).backward()
     gradient = leaf.grad
     assert gradient is not None
     entered = leaf.detach()[0]
@@ -48,7 +100,7 @@ def _of_image(model: VisionTransformer, pixels: Tensor, label: int) -> Tensor:
     found = scores.tolist()
     order = sorted(range(len(found)), key=lambda token: abs(found[token]), reverse=True)
     strongest = order[: min(16, math.ceil(len(found) / 8))]
-    before = blocks(model)[: -1 if through else None]
+    before = until[: -1 if through else None]
     hops = 3 if min(model.config.grid) <= 8 else 2
     for place in range(len(before) - 1, max(-1, len(before) - 1 - hops), -1):
         given = _contributions(before[place], entering[place], strongest, gradient[0])
@@ -56,13 +108,13 @@ def _of_image(model: VisionTransformer, pixels: Tensor, label: int) -> Tensor:
             for giver, share in enumerate(row):
                 found[giver] += share
                 found[taker] -= share
-    return _sharpened(torch.tensor(found), model, _arriving(model, entering, hops + 1))
+    return torch.tensor(found)
 
 
-def _arriving(model: VisionTransformer, entering: list[Tensor], count: int) -> Tensor:
-    """Return how much of each token arrives at what the head reads through so many of the last blocks."""
-    [row] = first_row(model.config, 1)
-    for block, x in reversed(list(zip(blocks(model), entering[:-1], strict=True))[-count:]):
+def _arriving(model: VisionTransformer, entering: list[Tensor], row: Tensor) -> Tensor:
+    """Return how much of each token arrives at what is read through the last blocks."""
+    count = (3 if min(model.config.grid) <= 8 else 2) + 1
+    for block, x in reversed(list(zip(blocks(model), entering[:-1], strict=False))[-count:]):
         row = (row + row @ attention_weights(block.attn, block.norm1(x))[0].mean(0)) / 2
     return torch.as_tensor(row).detach()
 
@@ -137,6 +189,18 @@ def _sharpened(found: Tensor, model: VisionTransformer, arriving: Tensor) -> Ten
 
     On a coarse grid all tokens count by the root of what arrives of them before they are squared.
     """
+    prefix = model.config.prefix_tokens
+    coarse = min(model.config.grid) <= 8
+    weights = arriving.sqrt() if coarse else torch.ones_like(arriving)
+    positive = _smoothed(found, model).clamp(min=0) * weights[prefix:]
+    squared = positive**2
+    return torch.cat(
+        [found[:prefix].clamp(min=0) * weights[:prefix], squared * positive.sum() / max(float(squared.sum()), 1e-30)]
+    )
+
+
+def _smoothed(found: Tensor, model: VisionTransformer) -> Tensor:
+    """Return the patches smoothed by a Gaussian whose weights sum to 1 inside of the grid: [patches]."""
     prefix, (rows, columns) = model.config.prefix_tokens, model.config.grid
     coarse = min(rows, columns) <= 8
     patches, sigma = found[prefix:].reshape(rows, columns), 0.64 if coarse else min(rows, columns) / 32
@@ -145,9 +209,4 @@ def _sharpened(found: Tensor, model: VisionTransformer, arriving: Tensor) -> Ten
     for place in places.reshape(-1, 2):
         near = (-((places - place) ** 2).sum(-1) / (2 * sigma**2)).exp()
         smooth.append((near * patches).sum() / near.sum())
-    weights = arriving.sqrt() if coarse else torch.ones_like(arriving)
-    positive = torch.stack(smooth).clamp(min=0) * weights[prefix:]
-    squared = positive**2
-    return torch.cat(
-        [found[:prefix].clamp(min=0) * weights[:prefix], squared * positive.sum() / max(float(squared.sum()), 1e-30)]
-    )
+    return torch.stack(smooth).to(found.dtype)

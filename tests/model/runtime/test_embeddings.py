@@ -65,7 +65,7 @@ def reference(checkpoint: Checkpoint, images: np.ndarray) -> dict[Pooling, np.nd
     """Each embedding of each image, of the plain network."""
     with torch.inference_mode():
         pixels = Normalise(checkpoint.preprocess)(torch.from_numpy(images))
-        output = checkpoint.build()(pixels, (), 0, True)
+        output = checkpoint.build()(pixels, (), 0, True, True)
     pools = [pool for pool in POOLINGS if pool != "cls" or checkpoint.vit.class_token]
     return {pool: output.embeddings[pool].numpy() for pool in pools}
 

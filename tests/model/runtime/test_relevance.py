@@ -14,9 +14,12 @@ from model.checkpoint import Checkpoint
 from model.checkpoint.checkpoint import backbone_and_head
 from model.config import PreprocessConfig
 from model.errors import DeviceError
+from model.explanation.maps import sharpened_maps
 from model.explanation.methods import explain
-from model.outputs import EmbeddingRequest, MapRequest, Outputs, RequestedOutputs
-from model.runtime.backend import BatchRequest, HostOutputs
+from model.explanation.transfer_relevance import kept_for_transfer, transfer_relevance
+from model.heads import Head
+from model.outputs import TRANSFER, EmbeddingRequest, MapRequest, Outputs, RequestedOutputs, embedding_width
+from model.runtime.backend import BatchRequest, GraphKind, HostOutputs
 from model.runtime.openvino import backend as openvino_backend
 from model.runtime.openvino import tracing
 from model.runtime.openvino.backend import OpenVino, OpenVinoNetwork, unsupported_reason
@@ -131,7 +134,7 @@ class TestOpenVino:
         predictor = made(family, "openvino")
         backend = predictor._backend
         assert isinstance(backend, OpenVino)
-        backend.prepare()
+        backend.prepare("relevance")
         require_mixed(predictor, predictor)  # with rows of an early layer, which torch computes
         monkeypatch.setattr(TorchCpu, "predict", lambda *_, **__: pytest.fail("torch computed it"))
         images = images_for(predictor, 3)
@@ -139,17 +142,34 @@ class TestOpenVino:
         found = predict(predictor, images, top_k=1, maps=maps)
         require_explanation(predictor, images, 0, found)
 
+    @pytest.mark.parametrize("family", ["registers", "cls_mean", "attention", "relative_without_cls"])
+    def test_a_graph_gives_transfer_features(self, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        predictor, plain = made(family, "openvino"), made(family)
+        images = images_for(predictor, 3)
+        row = MapRequest.row(1) if BatchRequest.of_graph("plain", plain.config).layers else None
+        asked = [RequestedOutputs(2, row, embedding=TRANSFER), RequestedOutputs(2)]
+        expected: list[Any] = plain.predict(images, [asked[0], asked[1], asked[0]])
+        backend = predictor._backend
+        assert isinstance(backend, OpenVino)
+        backend.prepare("transfer")
+        monkeypatch.setattr(TorchCpu, "predict", lambda *_, **__: pytest.fail("torch computed it"))
+        found: list[Any] = predictor.predict(images, [asked[0], asked[1], asked[0]])
+        for ours, theirs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(ours.scores, theirs.scores, atol=1e-4)
+            if theirs.embedding is not None:
+                np.testing.assert_allclose(ours.embedding, theirs.embedding, rtol=1e-3, atol=1e-3)
+
     def test_torch_computes_it_until_the_graph_is_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(openvino_backend, "_FIXED_BYTES", 1)
         predictor = made("plain", "openvino")
         go, calls = threading.Event(), []
 
-        def slow() -> OpenVinoNetwork:
+        def slow(_: GraphKind) -> OpenVinoNetwork:
             calls.append(1)
             go.wait(30)
             raise DeviceError("it cannot be made")
 
-        monkeypatch.setattr(predictor._backend, "_with_relevance", slow)
+        monkeypatch.setattr(predictor._backend, "_make_network", slow)
         images = images_for(predictor, 2)
         for _ in range(2):
             require_explanation(predictor, images, 0, predict(predictor, images, top_k=1, maps=[RELEVANCE, None]))
@@ -174,7 +194,7 @@ class TestOpenVino:
 
         monkeypatch.setattr(OpenVinoNetwork, "_named", wrong)
         with caplog.at_level(logging.WARNING):
-            backend.prepare()
+            backend.prepare("relevance")
         assert "torch computes relevance: OpenVINO's relevance of an image are" in caplog.text
         images = images_for(predictor, 2)
         require_explanation(predictor, images, 1, predict(predictor, images, top_k=1, maps=[None, RELEVANCE]))
@@ -191,7 +211,7 @@ class TestOpenVino:
         monkeypatch.setattr(tracing, "convert", spy)
         backend = predictor._backend
         assert isinstance(backend, OpenVino)
-        backend.prepare()
+        backend.prepare("relevance")
         assert isinstance(predictor.checkpoint, Checkpoint)
         shared = {tensor.data_ptr() for tensor in predictor.checkpoint.tensors.values()}
         assert {parameter.data_ptr() for parameter in traced} <= shared
@@ -339,6 +359,34 @@ def test_relevance_of_another_heads_class_comes_out_of_the_one_pass(mode: str, l
     for name in ("scores", "logits"):
         assert getattr(mixed, name).tobytes() == getattr(own, name).tobytes()
     assert mixed.map.values.tobytes() == own.map.values.tobytes()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["plain", "cls_mean", "attention"])
+def test_a_map_begins_where_its_head_reads(family: str, mode: str) -> None:
+    predictor = made(family, mode)
+    images = images_for(predictor, 3)
+    width = embedding_width(predictor.config, "transfer")
+    weight = np.random.default_rng(3).standard_normal((2, width)).astype(np.float32)
+    head = Head(("a", "b"), False, weight=weight, bias=np.zeros(2, np.float32), features="transfer")
+    of_class = MapRequest("relevance", 1, by=head.linear)
+    asked = RequestedOutputs(1, of_class, embedding=TRANSFER)
+    of_row = RequestedOutputs(1, MapRequest("relevance"))
+    found: list[Any] = predictor.predict(images, [asked, of_row, replace(asked, map=replace(of_class, method="gae"))])
+    checkpoint = predictor.checkpoint
+    assert isinstance(checkpoint, Checkpoint)
+    network, pixels = checkpoint.build(), Normalise(checkpoint.preprocess)(torch.from_numpy(images))
+    with torch.no_grad():
+        output = network(pixels, keep=kept_for_transfer(network.config), transfer=True)
+    features = output.embeddings["transfer"].numpy()
+    np.testing.assert_allclose(found[0].embedding, features[0], rtol=1e-3, atol=1e-3)
+    directions = np.stack([head.target(each, "relevance", 1)[1] for each in features])
+    relevance = transfer_relevance(network, output, torch.from_numpy(directions)).numpy()
+    expected, _ = sharpened_maps(relevance, network.config)
+    np.testing.assert_allclose(found[0].map.values, expected[0], atol=1e-4)
+    rows = torch.from_numpy(weight[[1]].repeat(3, axis=0))
+    of_gae, _ = explain(network, pixels, rows, MapRequest("gae"), features="transfer")
+    np.testing.assert_allclose(found[2].map.values, of_gae[2].numpy(), atol=1e-4)
 
 
 def test_no_other_head_answers_for_one_that_is_gone() -> None:

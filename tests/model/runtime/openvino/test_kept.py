@@ -131,7 +131,7 @@ def test_an_entry_that_is_not_what_was_written_is_not_used(
     change: Callable[[Path], object], checkpoint: Path, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first_start(checkpoint, folder)
-    change(Entry(folder, {}).place(relevance=False))
+    change(Entry(folder, {}).place())
     assert later_start(checkpoint, folder) is None
     assert "a graph that is not used and is made again" in caplog.text
 
@@ -161,7 +161,7 @@ def test_entries_are_bounded_and_the_one_unused_for_longest_goes(checkpoint: Pat
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     first_start(checkpoint, folder, number=2)
     for number, used in ((1, 2_000_000_000), (2, 1_000_000_000)):
-        os.utime(Entry(folder, {"number": number}).place(relevance=False), (used, used))
+        os.utime(Entry(folder, {"number": number}).place(), (used, used))
     first_start(checkpoint, folder, number=3, limit=2 * size + size // 2)
     kept = [number for number in (1, 2, 3) if later_start(checkpoint, folder, number=number) is not None]
     assert kept == [1, 3]

@@ -1,0 +1,40 @@
+"""Transfer features: what a classifier of other labels reads of a network.
+
+The last block of a network that was trained with labels keeps little but what tells its own classes apart. Earlier
+blocks and the patches still have the rest, so classifiers of other labels read these too, as in the linear evaluation
+of DINOv2 (Oquab et al. 2023, https://arxiv.org/abs/2304.07193, appendix B.3).
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from model.config import ViTConfig
+
+
+def transfer_features(
+    outputs: Sequence[Tensor],
+    config: ViTConfig,
+    norm: Callable[[Tensor], Tensor],
+    pooled_norm: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Return the transfer features of images, [B, `embedding_width(config, "transfer")`], in the dtype of the outputs.
+
+    They are the CLS token after each of the last `TRANSFER_BLOCKS` blocks, the earliest first, and then the mean of the
+    last block's patch tokens: [B, 4 D]. A network without a CLS token gives the mean of the patch tokens after each of
+    these blocks: [B, 3 D]. Every part is taken after the final norm.
+
+    Args:
+        outputs: of these blocks, the earliest first, [B, N, D]; of all but the last, the CLS token is enough.
+        config: the architecture.
+        norm: the final norm of tokens, [B, N, D].
+        pooled_norm: the final norm of pooled tokens, [B, D]. One of the two norms is the identity.
+    """
+    if not config.class_token:
+        means = [norm(output)[:, config.prefix_tokens :].mean(dim=1) for output in outputs]
+        return torch.cat([pooled_norm(mean) for mean in means], dim=1)
+    normed = norm(outputs[-1])
+    tokens = [pooled_norm(norm(output[:, :1])[:, 0]) for output in outputs[:-1]]
+    patches = normed[:, config.prefix_tokens :].mean(dim=1)
+    return torch.cat((*tokens, pooled_norm(normed[:, 0]), pooled_norm(patches)), dim=1)

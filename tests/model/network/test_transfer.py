@@ -1,0 +1,34 @@
+"""Transfer features are what a plain pass over the blocks gives."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.network.vit import VisionTransformer
+from model.outputs import embedding_width
+from tests.model.explanation.test_methods import FAMILIES, model_of, pictures
+
+
+def plain_features(model: VisionTransformer, pixels: Tensor) -> Tensor:
+    x, outputs, config = model.embed(pixels), [], model.config
+    for block in model.blocks:
+        x = block(x)[0]
+        outputs.append(model.norm(x))
+    means = [model.fc_norm(output[:, config.prefix_tokens :].mean(1)) for output in outputs[-3:]]
+    if not config.class_token:
+        return torch.cat(means, dim=1)
+    return torch.cat([*(model.fc_norm(output[:, 0]) for output in outputs[-3:]), means[-1]], dim=1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sizes", [{"depth": 5}, {"depth": 2}], ids=["deep", "shallow"])
+def test_features_are_those_of_a_plain_pass(family: str, sizes: dict[str, Any]) -> None:
+    model = model_of(family, **sizes)
+    pixels = pictures(model)
+    with torch.no_grad():
+        output = model(pixels, transfer=True)
+        torch.testing.assert_close(output.embeddings["transfer"], plain_features(model, pixels))
+        torch.testing.assert_close(output.logits, model(pixels).logits)
+    assert output.embeddings["transfer"].shape == (3, embedding_width(model.config, "transfer"))
