@@ -26,6 +26,10 @@ class Forbidden(ServiceError):
     """The request is not allowed here, with whatever key."""
 
 
+class UnknownHost(ServiceError):
+    """The request names a host that is not this service's."""
+
+
 class NotFound(ServiceError):
     """The path is unknown, or an id is unknown or expired."""
 

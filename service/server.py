@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
 import uvicorn
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from service.background import Tasks, keep_running
 from service.http import LAST_CALLERS_SECONDS, MAX_CONNECTIONS, Application, Connections
@@ -20,6 +21,19 @@ from service.settings import Settings
 logger = logging.getLogger(__name__)
 
 _OTHER_FILES: Final = 128
+
+TRUSTED_PROXY: Final = "vit.trusted_proxy"
+"""Key of a request's scope: whether its headers `X-Forwarded-...` are believed."""
+
+
+class TrustedProxies(ProxyHeadersMiddleware):
+    """Marks requests of the proxies of FORWARDED_ALLOW_IPS, uvicorn's own variable, and believes `X-Forwarded-For`."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve one ASGI connection."""
+        peer = scope.get("client")
+        scope[TRUSTED_PROXY] = (peer[0] if peer else None) in self.trusted_hosts
+        await super().__call__(scope, receive, send)
 
 
 def connection_limit(configured: int = MAX_CONNECTIONS) -> int:
@@ -74,8 +88,9 @@ class Server:
         self._hung_up = False
         self._let_in_last = Tasks()
         self.connections = Connections(app, connection_limit(max_connections), idle_seconds=settings.keep_alive)
+        trusted = os.environ.get("FORWARDED_ALLOW_IPS")
         config = uvicorn.Config(
-            app,
+            app if trusted is None else TrustedProxies(app, trusted),  # type: ignore[arg-type]  # uvicorn's own types
             host=settings.host,
             port=settings.port,
             http=self.connections.protocol,  # type: ignore[arg-type]  # it is called as a class is
@@ -86,7 +101,7 @@ class Server:
             log_level="error",  # its warnings repeat what callers send
             access_log=False,
             server_header=False,
-            proxy_headers="FORWARDED_ALLOW_IPS" in os.environ,  # uvicorn's own variable: X-Forwarded-For is believed
+            proxy_headers=False,
             timeout_graceful_shutdown=None,  # uvicorn would cut requests off; `_give_up` ends the process instead
         )
         self._uvicorn = uvicorn.Server(config)

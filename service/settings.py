@@ -6,6 +6,7 @@ Each is read once at start-up, from the environment (`VIT_PORT`) or a flag of `v
 import hashlib
 import importlib.metadata
 import importlib.util
+import ipaddress
 import json
 import os
 import re
@@ -93,6 +94,17 @@ def parse_origins(value: object) -> object:
     if not isinstance(value, str):
         return value
     return tuple(_origin(without_quotes(text)) for text in _listed(value, "origins", '["https://example.org"]'))
+
+
+def parse_hosts(value: object) -> object:
+    """Return the names of a comma-separated or JSON list in small letters; raises `ValueError`."""
+    if not isinstance(value, str):
+        return value
+    hosts = [without_quotes(text).lower().removesuffix(".") for text in _listed(value, "hosts", '["vit.example.org"]')]
+    for host in hosts:
+        if host != "*" and not _HOST.fullmatch(host):
+            raise ValueError(f"{host!r} is not a host's name; write it without scheme, port and path: vit.example.org")
+    return tuple(host.strip("[]") for host in hosts)
 
 
 def parse_size(value: object) -> object:
@@ -422,6 +434,13 @@ class Settings(ModelSettings, BaseSettings):
     )
     metrics_public: bool = Field(True, description="whether /metrics is open when keys are set")
 
+    allowed_hosts: Annotated[tuple[str, ...], BeforeValidator(parse_hosts), NoDecode] = Field(
+        (),
+        description="comma-separated names in `Host` that are served besides IP addresses, else 421: "
+        "`vit.example.org`, `*.example.org`, or `*` for any. Default: `localhost` and `*.localhost` where `host` is a "
+        "loopback address, else any",
+    )
+
     # Pictures that are kept.
     recent_ttl: Seconds = Field(
         600,
@@ -469,9 +488,28 @@ class Settings(ModelSettings, BaseSettings):
         return tuple(self.device.split(","))
 
     @property
+    def is_local(self) -> bool:
+        """Return whether the service listens on loopback addresses alone."""
+        return self.host == "localhost" or _is_loopback(self.host)
+
+    @property
+    def served_hosts(self) -> tuple[str, ...]:
+        """Return the names in `Host` that are served; see `service.web.origins`."""
+        if self.allowed_hosts:
+            return self.allowed_hosts
+        return ("localhost", "*.localhost") if self.is_local else ("*",)
+
+    @property
     def one_process(self) -> bool:
         """Return whether web worker and engine share the only process."""
         return self.workers == 1 and len(self.devices) == 1
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def described(name: str) -> tuple[str, str]:

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     logs.never_wait()
     for line in variable_warnings():
         logger.warning("%s", line)
-    if not settings.api_keys and settings.host not in ("127.0.0.1", "::1", "localhost"):
+    if not settings.api_keys and not settings.is_local:
         logger.warning("VIT_HOST=%s without VIT_API_KEYS: whoever reaches this service may use it", settings.host)
     exports_spans()  # a wrong variable ends the start
     _check_address(settings)

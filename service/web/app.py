@@ -28,7 +28,7 @@ from service.web.api_keys import ApiKeyMiddleware, KeyGuard
 from service.web.decoders import Decoders
 from service.web.image_stores import ImageStore, MemoryImageStore, RedisImageStore
 from service.web.middleware import PROBES, ProblemMiddleware, RequestContextMiddleware
-from service.web.origins import split_origins
+from service.web.origins import OriginMiddleware, split_origins
 from service.web.request import Lanes, Service
 from service.web.routes import attention, classify, embed, heads, inference_protocol, operations, pages
 from service.web.routes import models as models_routes
@@ -150,6 +150,7 @@ def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
     """Return the application inside its middleware, see `service.web.middleware`."""
     state, settings, metrics = app.state, service.settings, service.metrics
     layers: ASGIApp = ApiKeyMiddleware(app, state.guard, state.public, settings) if state.keys_required else app
+    layers = OriginMiddleware(layers, settings)
     layers = ProblemMiddleware(layers, metrics, RefusalPace(service.clock))
     if settings.cors_origins:
         exact, pattern = split_origins(settings.cors_origins)

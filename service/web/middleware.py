@@ -3,6 +3,7 @@
 RequestContextMiddleware      request id, start time, metrics, log line
   (CORSMiddleware)            Starlette's
     ProblemMiddleware         errors become problem documents
+      OriginMiddleware        Host and Origin, see `service.web.origins`
       ApiKeyMiddleware        Authorization: Bearer, see `service.web.api_keys`
         routes
 """

@@ -57,6 +57,7 @@ TABLE: dict[type[Exception], tuple[int, str]] = {
     errors.HeadWithoutBackbone: (409, "head_without_backbone"),
     errors.HeadWithoutExamples: (409, "head_without_examples"),
     errors.NameTaken: (409, "name_taken"),
+    errors.UnknownHost: (421, "unknown_host"),
     errors.UploadTooLarge: (413, "upload_too_large"),
     model_errors.ImageTooLarge: (413, "image_too_large"),
     errors.TooManyImages: (413, "too_many_images"),

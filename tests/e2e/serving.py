@@ -107,7 +107,7 @@ class Raw:
 
     def post(self, body: bytes, *, path: str = "/classify", sent: int | None = None, headers: str = "") -> None:
         """A request whose body is sent up to `sent` bytes."""
-        lines = f"Host: x\r\nContent-Type: image/png\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
+        lines = f"Host: localhost\r\nContent-Type: image/png\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
         self.send(f"POST {path} HTTP/1.1\r\n{lines}".encode() + body[:sent])
 
     def answer(self) -> tuple[int, dict[str, str], bytes]:

@@ -15,16 +15,17 @@ pytestmark = pytest.mark.timeout(0)  # `make fuzz` takes its time
 
 PICTURE = png(1)
 REQUESTS = [
-    b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"HEAD / HTTP/1.0\r\n\r\n",
-    b"POST /classify HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(PICTURE), PICTURE),
-    b"POST /classify HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
-    b"POST /classify HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\nabc",
-    b'POST /classify HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 13\r\n\r\n{"image": ""}',
-    b"POST /classify/batch HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\n"
+    b"POST /classify HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(PICTURE), PICTURE),
+    b"POST /classify HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
+    b"POST /classify HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\nabc",
+    b"POST /classify HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b'Content-Length: 13\r\n\r\n{"image": ""}',
+    b"POST /classify/batch HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=b\r\n"
     b'Content-Length: 66\r\n\r\n--b\r\nContent-Disposition: form-data; name="file"\r\n\r\nabc\r\n--b--\r\n',
 ]
-LAST = b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+LAST = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 TOKENS = [b"\r\n", b"\n", b"\0", b"\x80", b":", b"\r\n\r\n", b"0\r\n\r\n", b"Content-Length: 5\r\n", b"HTTP/1.0", b"%"]
 
 

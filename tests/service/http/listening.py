@@ -102,10 +102,10 @@ async def listening(max_connections: int = MAX_CONNECTIONS, **settings: Any) -> 
 
 
 def post(body: bytes, *headers: str, path: str = "/classify", length: bool = True) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: image/png", *headers]
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: image/png", *headers]
     if length:
         lines.append(f"Content-Length: {len(body)}")
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
-GET = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+GET = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"

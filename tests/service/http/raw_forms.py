@@ -34,7 +34,7 @@ def refused(sent: bytes) -> Form:
 
 def get(*headers: bytes, line: bytes = b"GET /healthz HTTP/1.1", end: bytes = b"\r\n") -> bytes:
     """A request without a body."""
-    return end.join([line, b"Host: x", *headers, b"", b""])
+    return end.join([line, b"Host: localhost", *headers, b"", b""])
 
 
 def post(body: bytes, *headers: bytes, path: bytes = b"/classify") -> bytes:

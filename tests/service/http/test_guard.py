@@ -19,8 +19,8 @@ from tests.service.http.raw_forms import FORMS
 from tests.service.http.wire import Wire
 from tests.service.web.apps import service_in
 
-HALF_A_HEAD = b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: "
 LONG_ANSWER = GET.replace(b"/healthz", b"/docs/swagger-ui-bundle.js")
+HALF_A_HEAD = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
 OFFER = FORMS["an offer of h2c with a body"].sent
 SHORT = [form.sent for form in FORMS.values() if len(form.sent) < 1000 and form.sent != OFFER]
 
@@ -247,7 +247,7 @@ async def test_a_caller_that_leaves_the_last_bytes_of_its_last_answer_is_let_go(
         connection.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         await until(lambda: len(server.connections.open) == 1)
         guard = server.guard
-        for form in [b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"] * 100:
+        for form in [b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"] * 100:
             if guard.transport.get_write_buffer_size():
                 break
             await connection.send(form)

@@ -146,7 +146,7 @@ async def test_what_a_slow_reader_leaves_waits_in_the_process() -> None:
         with socket.socket() as reader:
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             reader.connect(("127.0.0.1", server.port))
-            reader.send(b"GET /docs/swagger-ui-bundle.js HTTP/1.1\r\nHost: x\r\n\r\n")
+            reader.send(b"GET /docs/swagger-ui-bundle.js HTTP/1.1\r\nHost: localhost\r\n\r\n")
             await until(lambda: len(server.connections.open) == 1)
             [guard] = server.connections.open
             await until(lambda: guard.transport.get_write_buffer_size() > 200_000)

@@ -208,7 +208,7 @@ async def test_what_is_answered_otherwise_always_has_its_line(caplog: pytest.Log
     ("sent", "status", "code"),
     [
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, "malformed_request"),  # TLS
-        (b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", 400, "malformed_request"),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n", 400, "malformed_request"),
         (b"GET /" + b"a" * (65 << 10), 400, "malformed_request"),
         (b"GET / HTTP/1.1\r\n\r\n", 400, "malformed_request"),
     ],

@@ -141,6 +141,7 @@ CONTRACT = {
     (409, "name_taken"),
     (413, "image_too_large"),
     (413, "too_many_images"),
+    (421, "unknown_host"),
     (422, "image_too_costly"),
     (415, "unsupported_media_type"),
     (422, "invalid_image"),
