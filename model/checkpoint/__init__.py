@@ -106,7 +106,7 @@ def load_checkpoint(
     )
     content = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
     checkpoint = replace(checkpoint, notes=notes, content=content)
-    return checkpoint if options.image_size is None else checkpoint.resized(options.image_size)
+    return checkpoint.of_one_size() if options.image_size is None else checkpoint.resized(options.image_size)
 
 
 def _open(source: str, keys: KeyMap) -> Files:

@@ -46,7 +46,7 @@ class Checkpoint(Description):
         """Refuse parts that contradict each other.
 
         Raises:
-            CheckpointError: labels, input size or channels disagree with the architecture, or a label or the name
+            CheckpointError: labels or channels disagree with the architecture, or a label or the name
                 is longer than `MAX_TEXT`, has characters of `_CONTROL`, or cannot be written as UTF-8.
         """
         config, preprocess, labels = self.config, self.preprocess, enumerate(self.labels)
@@ -58,9 +58,6 @@ class Checkpoint(Description):
             f"{long} has {len(texts.get(long or '', ''))} characters, at most {MAX_TEXT} are allowed": long is not None,
             f"{unprintable}, {texts.get(unprintable or '', '')!a:.100}, has control characters or cannot be written as "
             "UTF-8": unprintable is not None,
-            f"preprocessing gives {preprocess.size}, the model takes {config.image_size}": (
-                preprocess.size != config.image_size
-            ),
             f"mean and std have {len(preprocess.mean)} channels, the model takes {config.in_channels}": (
                 len(preprocess.mean) != config.in_channels
             ),
@@ -73,14 +70,16 @@ class Checkpoint(Description):
     def resized(self, size: Size) -> "Checkpoint":
         """Return the same model for an input of (rows, columns) pixels: position embeddings and preprocessing follow.
 
+        Only the one that is of another size changes.
+
         Raises:
             CheckpointError: `size` is no multiple of the patch size, too large, or the model's
                 positions cannot be resized.
         """
         old = self.config
+        preprocess = self.preprocess if size == self.preprocess.size else resized_preprocess(self.preprocess, size)
         if size == old.image_size:
-            return self
-        preprocess = resized_preprocess(self.preprocess, size)
+            return replace(self, preprocess=preprocess)
         if isinstance(old, LibraryConfig):
             if old.fixed_size:
                 raise CheckpointError(
@@ -102,6 +101,17 @@ class Checkpoint(Description):
         config = resized_config(old, size, self.source)
         tensors = resized_positions(self.tensors, old, config, antialias=self.antialias)
         return replace(self, config=config, preprocess=preprocess, tensors=tensors)
+
+    def of_one_size(self) -> "Checkpoint":
+        """Return the checkpoint; raises `CheckpointError` if its pictures are not of the size that the model takes."""
+        given = _by(self.preprocess.size)
+        taken = _by(self.config.image_size)
+        if given != taken:
+            raise CheckpointError(
+                f"{self.source}: the preprocessing gives {given} pixels, the model takes {taken}: --image-size {given} "
+                f"(VIT_IMAGE_SIZE) resizes the model's positions, --image-size {taken} resizes the pictures instead"
+            )
+        return self
 
     @property
     def vit(self) -> ViTConfig:
@@ -205,6 +215,11 @@ def resized_positions(
         if name.endswith(".relative_position_bias_table"):
             resized[name] = resize_relative_table(tensors[name], old.grid, new.grid)
     return resized
+
+
+def _by(size: Size) -> str:
+    """Return (rows, columns) as VIT_IMAGE_SIZE takes them."""
+    return f"{size[0]}x{size[1]}"
 
 
 def resized_preprocess(preprocess: PreprocessConfig, size: Size) -> PreprocessConfig:

@@ -20,6 +20,7 @@ CONFIG_FILE: Final = "config.json"
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 PICKLE_FILE: Final = "pytorch_model.bin"
+PICKLE_INDEX_FILE: Final = "pytorch_model.bin.index.json"
 
 
 class Files:
@@ -101,20 +102,22 @@ class Files:
 
     def _stored(self) -> Mapping[str, Tensor]:
         """Return all tensors, whichever of the usual files hold them: safetensors, sharded, or a pickle."""
-        for name in (WEIGHTS_FILE, INDEX_FILE, PICKLE_FILE):
-            if self.path(name) is not None:
-                return self._sharded() if name == INDEX_FILE else self.part(name)
-        raise CheckpointError(f"{self.place}: no weights ({WEIGHTS_FILE}, {INDEX_FILE} or {PICKLE_FILE})")
+        names = (WEIGHTS_FILE, INDEX_FILE, PICKLE_FILE, PICKLE_INDEX_FILE)  # in the order of transformers
+        name = next((name for name in names if self.path(name) is not None), None)
+        if name is None:
+            raise CheckpointError(f"{self.place}: no weights ({', '.join(names[:-1])} or {names[-1]})")
+        return self._sharded(name) if name in (INDEX_FILE, PICKLE_INDEX_FILE) else self.part(name)
 
-    def _sharded(self) -> dict[str, Tensor]:
-        where = self.where(INDEX_FILE)
-        index = self.json(INDEX_FILE).get("weight_map")
+    def _sharded(self, name: str) -> dict[str, Tensor]:
+        where = self.where(name)
+        suffix = ".safetensors" if name == INDEX_FILE else ".bin"
+        index = self.json(name).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(shard, str) for shard in index.values()):
             raise CheckpointError(f"{where}: weight_map: expected an object from tensor to file name")
         tensors: dict[str, Tensor] = {}
         for shard in sorted(set(index.values())):
-            if PurePosixPath(shard).name != shard or not shard.endswith(".safetensors"):
-                raise CheckpointError(f"{where}: {shard!r} is not the name of a safetensors file beside it")
+            if PurePosixPath(shard).name != shard or not shard.endswith(suffix):
+                raise CheckpointError(f"{where}: {shard!r:.100} is not the name of a {suffix} file beside it")
             tensors |= self.part(shard)
         if tensors.keys() != index.keys():
             odd = min(tensors.keys() ^ index.keys())

@@ -107,9 +107,9 @@ def _own(files: Files, config: Mapping[str, Any], pretrained: Pretrained) -> tup
         made = parse_arguments(arguments)
         vit = made.vit_config()
     taken = pretrained.input_size[1:]
-    if taken != vit.image_size and (not made.dynamic_img_size or vit.relative_position_bias):
-        raise CheckpointError(f"{where}: pretrained_cfg.input_size {taken} disagrees with img_size {vit.image_size}")
     tensors = native_tensors(native_names(_stored(files), made, vit, files.place), vit, files.place)
+    if not made.dynamic_img_size or vit.relative_position_bias:
+        return vit, tensors
     # What timm's `dynamic_img_size` does at each forward pass is done once.
     network = resized_config(vit, taken, files.source)
     return network, tensors if taken == vit.image_size else resized_positions(tensors, vit, network)

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from model.checkpoint.checkpoint import Checkpoint, native_tensors, resized_preprocess
+from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.huggingface.families import CLIP, FAMILIES, SIGLIP, Family
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE, PROCESSOR_FILE, carried_preprocess
@@ -47,7 +47,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         f"neither {PREPROCESSOR_FILE} nor {PROCESSOR_FILE}: save the processor into this folder: "
         "processor.save_pretrained(FOLDER), or"
     )
-    preprocess = options.preprocess_or(carried, files.place, missing)
+    preprocess = options.preprocess_or(carried and carried.preprocess, files.place, missing)
     tensors, texts = files.tensors(), None
     if family in (CLIP, SIGLIP):
         tensors, texts = read_texts(tensors, files, options, vit.projection_width or vit.width)
@@ -63,8 +63,6 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     vit = vit.model_copy(update={"num_classes": classes, "pool": pool})
     labels = Labels(texts.labels) if texts else _labels(stated, classes, options)
     vit, native = family.native(stored, vit, options.image_size or preprocess.size, files.place)
-    if options.image_size is not None and family.resizes:
-        preprocess = resized_preprocess(preprocess, vit.image_size)
     return Checkpoint(
         name=_name(config, files),
         source=files.source,
@@ -80,7 +78,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         revision=files.revision,
         antialias=family.antialias,
         notes=labels.notes,
-        assumed=labels.assumed,
+        assumed=(carried.assumed if carried else ()) + labels.assumed,
     )
 
 

@@ -1,11 +1,10 @@
 """An image processor's JSON, as transformers' PIL image processors read it (image_processing_backends.py).
 
-What a file leaves open is the attribute of the class that it names, where the attribute says what is
-done; only where no file names a class is it that of the model's own family. Numbers (size, mean, std,
-filter) must be in the file.
+What a file leaves open is the attribute of the class that it names; only where no file names a class is it that of the
+model's own family. Sizes, filter and statistics that come from a class are listed as assumed.
 """
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -23,21 +22,44 @@ PROCESSOR_FILE: Final = "processor_config.json"
 _RESAMPLING: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 
 
-# Defaults of a class for fields that the file leaves out (models/*/image_processing_*.py): whether a centre is cut out,
-# and whether a `size` that is one number means a square, or the shorter edge (`default_to_square`).
+_HALF: Final = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+_OPENAI: Final = {
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+_SQUARE: Final = {"height": 224, "width": 224}
+_SHORTEST: Final = {"shortest_edge": 224}
+
+
+class _Defaults(NamedTuple):
+    """Attributes of a class for fields that the file leaves out (models/*/image_processing_*.py).
+
+    Attributes:
+        center_crop: whether a centre is cut out.
+        square: whether a `size` that is one number means a square, or the shorter edge (`default_to_square`).
+        numbers: sizes, filter and statistics.
+    """
+
+    center_crop: bool
+    square: bool
+    numbers: dict[str, Any]
+
+
 _PROCESSORS: Final = {
-    "ViT": (False, True),
-    "DeiT": (True, True),
-    "Bit": (True, False),
-    "Beit": (False, True),
-    "CLIP": (True, False),
-    "Siglip": (False, False),
+    "ViT": _Defaults(False, True, _HALF | {"size": _SQUARE, "resample": 2}),
+    "DeiT": _Defaults(True, True, _HALF | {"size": {"height": 256, "width": 256}, "crop_size": _SQUARE, "resample": 3}),
+    "Bit": _Defaults(True, False, _OPENAI | {"size": _SHORTEST, "crop_size": _SQUARE, "resample": 3}),
+    "Beit": _Defaults(False, True, _HALF | {"size": _SQUARE, "crop_size": _SQUARE, "resample": 3}),
+    "CLIP": _Defaults(True, False, _OPENAI | {"size": _SHORTEST, "crop_size": _SQUARE, "resample": 3}),
+    "Siglip": _Defaults(False, False, _HALF | {"size": _SQUARE, "resample": 3}),
 }
 # Files of transformers 4 name classes that transformers 5 no longer has: FeatureExtractor and Fast.
 _SUFFIXES: Final = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")
 _CLASSES: Final = {name + suffix: attributes for name, attributes in _PROCESSORS.items() for suffix in _SUFFIXES}
 
 Edge = Annotated[int, Field(ge=1)]
+Pair = Annotated[list[Edge], Field(min_length=2, max_length=2)]  # (rows, columns)
+Statistic = float | list[float]
 Resized = tuple[Literal["squash", "shortest_edge"], tuple[int, int]]
 
 
@@ -65,51 +87,67 @@ class _Processor(BaseModel):
     use_square_size: Literal[False] | None = None
     default_to_square: bool | None = None
     rescale_factor: Annotated[float, Field(ge=0.999999 / 255, le=1.000001 / 255)] = 1 / 255
-    size: Edge | _Sides
-    crop_size: Edge | _Sides | None = None
+    size: Edge | Pair | _Sides
+    crop_size: Edge | Pair | _Sides | None = None
     resample: Annotated[int, Field(ge=0, le=5)]
-    image_mean: list[float] | None = None
-    image_std: list[float] | None = None
+    image_mean: Statistic | None = None
+    image_std: Statistic | None = None
 
 
-def carried_preprocess(files: Files, family: Family) -> PreprocessConfig | None:
+class Carried(NamedTuple):
+    """The preprocessing of a folder, and what of it no file states; see `Description.assumed`."""
+
+    preprocess: PreprocessConfig
+    assumed: tuple[str, ...]
+
+
+def carried_preprocess(files: Files, family: Family) -> Carried | None:
     """Return the preprocessing that a folder carries, or None where no file describes one.
 
     An image processor within `processor_config.json` is preferred to `preprocessor_config.json`, as
     transformers prefers it (image_processing_base.py).
 
     Raises:
-        CheckpointError: a processor or step that is not read here, or a number that is missing.
+        CheckpointError: a processor, a step or a number that is not read here.
     """
     if files.overlay is not None and (files.overlay.path(PROCESSOR_FILE) or files.overlay.path(PREPROCESSOR_FILE)):
         files = files.overlay
     if files.path(PROCESSOR_FILE) is not None:
         nested = files.json(PROCESSOR_FILE).get("image_processor")
         if isinstance(nested, dict):
-            return read_preprocessor(nested, family, files, f"{files.where(PROCESSOR_FILE)}: image_processor")
+            return _read(nested, family, files, f"{files.where(PROCESSOR_FILE)}: image_processor")
     if files.path(PREPROCESSOR_FILE) is None:
         return None
-    return read_preprocessor(files.json(PREPROCESSOR_FILE), family, files, files.where(PREPROCESSOR_FILE))
+    return _read(files.json(PREPROCESSOR_FILE), family, files, files.where(PREPROCESSOR_FILE))
 
 
-def read_preprocessor(json: dict[str, Any], family: Family, files: Files, where: str) -> PreprocessConfig:
+def _read(json: dict[str, Any], family: Family, files: Files, where: str) -> Carried:
+    """Return what an image processor's JSON describes; the refusal names the setting that takes its place."""
+    try:
+        return read_preprocessor(json, family, files, where)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; VIT_PREPROCESS sets the preprocessing instead") from None
+
+
+def read_preprocessor(json: dict[str, Any], family: Family, files: Files, where: str) -> Carried:
     """Return the preprocessing that an image processor's JSON describes; `where` is what messages call it.
 
     Raises:
-        CheckpointError: a processor or step that is not read here, or a number that is missing.
+        CheckpointError: a processor, a step or a number that is not read here.
     """
     named = [json.get(key) for key in ("image_processor_type", "feature_extractor_type")]
     named += [files.config.get("image_processor_type"), family.image_processor]
     kind = next(name for name in named if name is not None)
     if not isinstance(kind, str) or kind not in _CLASSES:
         raise CheckpointError(f"{where}: image_processor_type {kind!r:.100} is not read by this version")
-    center_crop, square = _CLASSES[kind]
+    defaults = _CLASSES[kind]
     with validating(where):
-        processor = _Processor.model_validate(json)
-    is_square = square if processor.default_to_square is None else processor.default_to_square
+        processor = _Processor.model_validate(defaults.numbers | json)
+    is_square = defaults.square if processor.default_to_square is None else processor.default_to_square
     resize, resize_size = _sized(processor.size, is_square, f"{where}: size")
     size = resize_size
-    if center_crop if processor.do_center_crop is None else processor.do_center_crop:
+    has_crop = defaults.center_crop if processor.do_center_crop is None else processor.do_center_crop
+    if has_crop:
         crop, size = _sized(processor.crop_size, True, f"{where}: crop_size")
         if crop == "shortest_edge":
             raise CheckpointError(f"{where}: crop_size is a shortest_edge: expected a number, or height and width")
@@ -122,17 +160,31 @@ def read_preprocessor(json: dict[str, Any], family: Family, files: Files, where:
         "resize_size": resize_size,
         "interpolation": _RESAMPLING[processor.resample],
         "crop_rounding": "down",
-        "mean": (0.0, 0.0, 0.0) if is_raw else processor.image_mean,
-        "std": (1.0, 1.0, 1.0) if is_raw else processor.image_std,
+        "mean": (0.0, 0.0, 0.0) if is_raw else _of_channels(processor.image_mean, files),
+        "std": (1.0, 1.0, 1.0) if is_raw else _of_channels(processor.image_std, files),
     }
+    used = {"size", "resample"} | ({"crop_size"} if has_crop else set())
+    used |= set() if is_raw else {"image_mean", "image_std"}
+    names = ", ".join(name for name in defaults.numbers if name in used - json.keys())
+    assumed = (f"preprocessing: {names} of {kind}, because {where} does not state it (VIT_PREPROCESS)",)
     with validating(where, "image_"):
-        return PreprocessConfig.model_validate(fields)
+        return Carried(PreprocessConfig.model_validate(fields), assumed if names else ())
 
 
-def _sized(value: int | _Sides | None, square: bool, where: str) -> Resized:
+def _of_channels(value: Statistic | None, files: Files) -> list[float] | None:
+    """Return a statistic of each channel, where one number is that of all."""
+    if not isinstance(value, float):
+        return value
+    channels = files.config.get("num_channels", 3)
+    return [value] * (channels if channels in (1, 3) else 3)
+
+
+def _sized(value: int | list[int] | _Sides | None, square: bool, where: str) -> Resized:
     """Return how a picture is resized, and to what (rows, columns)."""
     if isinstance(value, int):
         return ("squash" if square else "shortest_edge"), (value, value)
+    if isinstance(value, list):
+        return "squash", (value[0], value[1])
     sides = value or _Sides()
     if sides.height and sides.width and sides.shortest_edge is None:
         return "squash", (sides.height, sides.width)

@@ -111,7 +111,7 @@ def test_an_index_that_its_shards_contradict_or_that_leads_outside_is_refused(tm
     index.write_text(json.dumps({"weight_map": dict.fromkeys([*names, "more"], "part.safetensors")}))
     assert "'more' is in the index or in the shards, but not in both" in refusal(folder)
     index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "../part.safetensors")}))
-    assert "is not the name of a safetensors file beside it" in refusal(folder)
+    assert "is not the name of a .safetensors file beside it" in refusal(folder)
 
 
 JSON = st.recursive(

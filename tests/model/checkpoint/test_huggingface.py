@@ -190,6 +190,30 @@ def test_a_pickled_state_dict_is_read_as_data_where_there_is_no_safetensors(tmp_
     assert_same_logits(load_checkpoint(str(tmp_path)), lambda pixels: model(pixels).logits, "pytorch_model.bin")
 
 
+def test_sharded_pickles_are_read_by_their_index(tmp_path: Path) -> None:
+    model = make("vit", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    names = {name: f"pytorch_model-0000{1 + index % 2}-of-00002.bin" for index, name in enumerate(tensors)}
+    for file in set(names.values()):
+        torch.save({name: tensor for name, tensor in tensors.items() if names[name] == file}, tmp_path / file)
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
+    assert_same_logits(load_checkpoint(str(tmp_path)), lambda pixels: model(pixels).logits, "sharded pickles")
+    put(tmp_path / "pytorch_model.bin.index.json", "weight_map.x", "../x.bin")
+    assert "is not the name of a .bin file beside it" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("wanted", [(48, 48), (32, 32)])
+def test_a_size_mends_a_processor_of_another(wanted: tuple[int, int], tmp_path: Path) -> None:
+    model = make("vit", tmp_path)
+    write_preprocessor(tmp_path, 48, 48)
+    assert "the preprocessing gives 48x48 pixels" in refusal(tmp_path)
+    checkpoint = load_checkpoint(str(tmp_path), image_size=wanted)
+    assert checkpoint.config.image_size == checkpoint.preprocess.size == wanted
+    reference = lambda pixels: model(pixels, interpolate_pos_encoding=True).logits  # noqa: E731
+    assert_same_logits(checkpoint, reference, f"vit at {wanted}")
+
+
 @pytest.mark.parametrize(
     ("case", "size"),
     [

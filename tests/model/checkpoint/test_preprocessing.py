@@ -22,7 +22,7 @@ from model.checkpoint.timm import Pretrained
 from model.config import PreprocessConfig
 from model.errors import CheckpointError
 from model.images.preprocess import preprocess
-from tests.model.checkpoint.folders import put, refusal, timm_folder
+from tests.model.checkpoint.folders import huggingface_folder, put, refusal, timm_folder
 from tests.model.checkpoint.parity import preprocess_file
 from tests.model.images.pictures import encode
 from tests.timm_reference import timm, transformers
@@ -70,6 +70,7 @@ SIZES: dict[str, Any] = {
     "number": 96,
     "height-width": {"height": 90, "width": 120},
     "shortest-edge": {"shortest_edge": 96},
+    "list": [90, 120],
 }
 
 NUMBERS = {"crop_size": 80, "resample": 3, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
@@ -105,9 +106,9 @@ def huggingface_case(case: str, folder: Path) -> tuple[PreprocessConfig, Any]:
     name, family, options = PROCESSORS[case]
     processor = getattr(transformers(), name)(**options)
     processor.save_pretrained(folder)
-    config = carried_preprocess(Files(folder, str(folder)), BY_CLASS[family])
-    assert config is not None
-    return config, resized_by(processor)
+    carried = carried_preprocess(Files(folder, str(folder)), BY_CLASS[family])
+    assert carried is not None
+    return carried.preprocess, resized_by(processor)
 
 
 def resized_by(processor: Any) -> Any:
@@ -168,8 +169,9 @@ def assert_carried_as_by_transformers(family: Family, folder: Path) -> None:
         with pytest.raises(CheckpointError, match="no one input size"):
             carried_preprocess(Files(folder, str(folder)), family)
         return
-    read = carried_preprocess(Files(folder, str(folder)), family)
-    assert read is not None
+    carried = carried_preprocess(Files(folder, str(folder)), family)
+    assert carried is not None
+    read = carried.preprocess
     assert max(largest_difference(read, reference, data) for data in (wide, tall)) <= 1
     assert (read.mean, read.std) == (processor.image_mean, processor.image_std)
 
@@ -183,6 +185,20 @@ def test_what_a_file_leaves_open_is_what_the_class_that_it_names_does(
 ) -> None:
     named = {} if name is None else {"feature_extractor_type": f"{name}FeatureExtractor"}
     assert_read_as_by_transformers(NUMBERS | {"size": SIZES[size]} | named, BY_CLASS[family], tmp_path)
+
+
+@pytest.mark.parametrize("missing", ["size", "crop_size", "resample", "image_mean", "image_std", "all"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_missing_number_is_that_of_the_class(name: str, missing: str, tmp_path: Path) -> None:
+    file = {} if missing == "all" else {k: v for k, v in (NUMBERS | {"size": 256}).items() if k != missing}
+    family = BY_CLASS["ViTForImageClassification"]
+    assert_read_as_by_transformers(file | {"image_processor_type": f"{name}ImageProcessor"}, family, tmp_path)
+
+
+def test_a_missing_number_is_listed_as_assumed(tmp_path: Path) -> None:
+    put(huggingface_folder(tmp_path) / "preprocessor_config.json", "resample")
+    (assumed,) = load_checkpoint(str(tmp_path)).assumed
+    assert "resample of ViTImageProcessor" in assumed
 
 
 NESTED: dict[str, dict[str, Any]] = {

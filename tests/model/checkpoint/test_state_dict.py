@@ -181,7 +181,7 @@ def test_labels_come_from_a_file_of_lines_or_json(content: str, suffix: str, tin
         ({}, "no file says its preprocessing, labels: "),
         (
             {"preprocess": "google-224", "labels": "numbers"},
-            r"preprocessing gives \(224, 224\), the model takes \(48, 48\)",
+            "the preprocessing gives 224x224 pixels, the model takes 48x48: --image-size 224x224",
         ),
         ({"preprocess": "nothing", "labels": "numbers"}, "neither a file nor one of"),
         ({"preprocess": "FILE"}, "no file says its labels: .* --labels numbers "),

@@ -23,7 +23,7 @@ from model.outputs import RequestedOutputs, methods_of, parse_embedding, parse_m
 from model.runtime.predictor import Predictor
 from model.runtime.torch_pass import Normalise
 from tests.model.blocks import blocks
-from tests.model.checkpoint.folders import edit, edit_tensors, timm_folder
+from tests.model.checkpoint.folders import edit, edit_tensors, put, timm_folder
 from tests.model.checkpoint.parity import (
     assert_same_embeddings,
     assert_same_logits,
@@ -195,6 +195,15 @@ def test_another_input_size_agrees_with_set_input_size(case: str, tmp_path: Path
     else:
         model.set_input_size((96, 64))
     assert_same_logits(load_checkpoint(str(tmp_path), image_size=(96, 64)), model, f"timm {case} at another size")
+
+
+def test_a_size_mends_an_input_size_of_another(tmp_path: Path) -> None:
+    model = make("vit", tmp_path)
+    put(tmp_path / "config.json", "pretrained_cfg.input_size", [3, 96, 96])
+    own = load_checkpoint(str(tmp_path), image_size=(64, 64))
+    assert_same_logits(own, model, "the model's own size")
+    model.set_input_size((96, 96))
+    assert_same_logits(load_checkpoint(str(tmp_path), image_size=(96, 96)), model, "the input's size")
 
 
 def test_the_pooling_querys_row_is_the_last_layers_map(tmp_path: Path) -> None:
