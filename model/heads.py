@@ -62,7 +62,7 @@ LEVEL: Final = 0.95
 _NEAREST: Final = 3
 
 # Examples that a head keeps: to compare a picture with them takes less than a millisecond.
-_MOST_KNOWN: Final = 2000
+MOST_KNOWN: Final = 2000
 
 # Cosine from which on features of equal length are of one picture: batches of other sizes round them differently.
 _EQUAL: Final = 1 - 1e-6
@@ -137,7 +137,7 @@ class Known:
     @classmethod
     def of(cls, features: Floats) -> Self:
         """Return what is known by features [N, D]: the limit is by the distance of each from the others."""
-        rows = np.linspace(0, len(features) - 1, min(len(features), _MOST_KNOWN)).astype(np.int64)
+        rows = np.linspace(0, len(features) - 1, min(len(features), MOST_KNOWN)).astype(np.int64)
         examples = normalized(features[rows])
         examples = examples[first_equal(examples) == np.arange(len(rows))]  # a copy is no neighbour
         distances = _distances(examples, examples, alone=False)

@@ -4,19 +4,27 @@ weight float32 [C, D], bias float32 [C], known float16 [M, D]; the metadata has 
 """
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from model.errors import CheckpointError
-from model.heads import Head, Known
+from model.errors import CheckpointError, InputError
+from model.heads import MOST_KNOWN, Head, Known, checked_texts
 
 FORMAT: Final = "vitserve-head"
 _VERSION: Final = "1"
 _MOST_METADATA: Final = 4 << 20
+# Of a file: 1,000 labels and 2,000 examples of 8,192 features take half.
+_MOST_BYTES: Final = 128 << 20
+_MOST_LABELS: Final = 100_000
+
+Array = NDArray[Any]
 
 
 class TaughtHead(NamedTuple):
@@ -46,21 +54,61 @@ class TaughtHead(NamedTuple):
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str) -> Self:
-        """Return the head in a file, which messages call `where`; raises `CheckpointError` where it holds none."""
+        """Return the head in a file, which messages call `where`.
+
+        Raises:
+            CheckpointError: it holds none, or one that cannot answer: of other shapes or dtypes, or not finite.
+        """
+        damaged = f"{where}: not a taught head, or damaged"
         try:
             arrays = load(content)
             about = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
             if (about["format"], about["version"]) != (FORMAT, _VERSION):
                 raise ValueError
-            weight, bias, known = arrays["weight"], arrays["bias"], arrays["known"]
-            labels = tuple(map(str, json.loads(about["labels"])))
-            if weight.shape != (len(labels), known.shape[1]) or bias.shape != (len(labels),):
-                raise ValueError
-            limit = Known(known.astype(np.float16).astype(np.float32), float(about["limit"]))
-            found = Head(labels, False, float(about["temperature"]), weight=weight, bias=bias, known=limit)
-            return cls(found, about["backbone"], about["model"], about["statistics"])
-        except (SafetensorError, LookupError, ValueError, TypeError):
-            raise CheckpointError(f"{where}: not a taught head, or damaged") from None
+            labels = checked_texts(json.loads(about["labels"]), "labels", most=_MOST_LABELS)
+            weight, bias, known = (arrays[name] for name in ("weight", "bias", "known"))
+            temperature, limit = float(about["temperature"]), float(about["limit"])
+            backbone, model, statistics = about["backbone"], about["model"], about["statistics"]
+        except InputError as error:
+            raise CheckpointError(f"{damaged}: {error}") from None
+        except (SafetensorError, LookupError, ValueError, TypeError, RecursionError):
+            raise CheckpointError(damaged) from None
+        if problem := _problem(labels, weight, bias, known) or _problem_of_numbers(temperature, limit):
+            raise CheckpointError(f"{damaged}: {problem}")
+        distances = Known(known.astype(np.float32), limit)
+        head = Head(labels, False, temperature, weight=weight, bias=bias, known=distances)
+        return cls(head, backbone, model, statistics)
+
+    @classmethod
+    def from_file(cls, path: Path) -> Self:
+        """Return the head in a file; raises OSError, and `CheckpointError` as `from_bytes` or of a file too large."""
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            size = path.stat().st_size
+            raise CheckpointError(f"{path.name}: {size} bytes: a taught head has at most {_MOST_BYTES}")
+        return cls.from_bytes(content, path.name)
+
+
+def _problem(labels: Sequence[str], weight: Array, bias: Array, known: Array) -> str:
+    """Return what is wrong with the arrays of a head, or an empty text."""
+    if len(set(labels)) < len(labels):
+        return "a label comes twice"
+    if [each.dtype.name for each in (weight, bias, known)] != ["float32", "float32", "float16"]:
+        return f"weight, bias and known are {weight.dtype}, {bias.dtype} and {known.dtype}, not float32 and float16"
+    if weight.ndim != 2 or known.ndim != 2 or not 1 <= len(known) <= MOST_KNOWN:
+        return f"weight and known have shapes {weight.shape} and {known.shape}"
+    if weight.shape != (len(labels), known.shape[1]) or bias.shape != (len(labels),):
+        return f"weight, bias and known of {len(labels)} labels have shapes {weight.shape}, {bias.shape}, {known.shape}"
+    if not all(np.isfinite(each).all() for each in (weight, bias, known)):
+        return "numbers are not finite"
+    return ""
+
+
+def _problem_of_numbers(temperature: float, limit: float) -> str:
+    if not (math.isfinite(temperature) and temperature > 0):
+        return f"temperature is {temperature}, not a positive number"
+    return "" if math.isfinite(limit) else f"limit is {limit}, not a finite number"
 
 
 def is_taught_head(path: Path) -> bool:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from model.errors import CheckpointError
+from model.outputs import embedding_width
 from model.taught_heads import TaughtHead, is_taught_head
 from service.background import Tasks
 from service.children import start_python_async
@@ -39,10 +40,16 @@ _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_
 
 
 class Taught(NamedTuple):
-    """A head as it is kept, and as it answers; None before its first fit."""
+    """A head as it is kept, and as it answers.
+
+    Attributes:
+        fitted: None before its first fit, and if it cannot be read.
+        problem: why it cannot be read; empty if it can.
+    """
 
     row: HeadRow
     fitted: TaughtHead | None
+    problem: str = ""
 
 
 def features_of(info: ModelInfo) -> str:
@@ -69,23 +76,35 @@ def _of_file(path: Path) -> Taught | None:
         if not is_taught_head(path):
             return None
         check_name(path.stem)
-        fitted = TaughtHead.from_bytes(path.read_bytes(), path.name)
+        fitted = TaughtHead.from_file(path)
     except (InvalidParameter, OSError) as error:
         logger.error("no model: %s: %s", path, error)
         return None
     except CheckpointError as error:
         logger.error("model %s: %s", path.stem, error)
-        return Taught(row._replace(reason=str(error)), None)
+        return Taught(row, None, str(error))
+    except Exception as error:  # whatever is wrong with a file costs its head alone
+        logger.exception("model %s", path.stem)
+        return Taught(row, None, f"{path.name}: cannot be read: {type(error).__name__}")
     return Taught(row._replace(backbone=fitted.backbone, model=fitted.model), fitted)
 
 
-def _loaded(content: bytes | None, where: str) -> TaughtHead | None:
-    """Return the head in a file, None without one; of what is damaged the log tells."""
+def _loaded(row: HeadRow, content: bytes | None) -> Taught:
+    """Return a head as it was fitted, if it was."""
     try:
-        return None if content is None else TaughtHead.from_bytes(content, where)
+        return Taught(row, None if content is None else TaughtHead.from_bytes(content, row.name))
     except CheckpointError as error:
         logger.error("%s", error)
-        return None
+        return Taught(row, None, f"{error}: add or remove an example, and it is fitted again")
+
+
+def _problem_of_width(taught: TaughtHead, info: ModelInfo | None) -> str:
+    """Return why a model's features do not fit a head, or an empty text."""
+    assert taught.head.weight is not None, "a taught head has weights"
+    width = taught.head.weight.shape[1]
+    if info is None or width == embedding_width(info.config):
+        return ""
+    return f"it reads {width} features, and its backbone gives {embedding_width(info.config)}"
 
 
 class TaughtHeads:
@@ -148,13 +167,21 @@ class TaughtHeads:
         self._models.added = {name: self._added(taught, features) for name, taught in shown.items()}
 
     def _added(self, taught: Taught, features: Mapping[str, str]) -> AddedHead:
-        row, key, head = taught.row, None, None if taught.fitted is None else taught.fitted.head
-        try:
-            key, reason = self._base(row, features), "" if head is not None else row.reason
-        except HeadWithoutBackbone as error:
-            reason = row.reason or str(error)
-        added, before = AddedHead(row.name, head, key, reason), self._models.added.get(row.name)
+        """Return how a head answers beside the models, or why it does not."""
+        added, before = self._answering(taught, features), self._models.added.get(taught.row.name)
         return before if before == added else added
+
+    def _answering(self, taught: Taught, features: Mapping[str, str]) -> AddedHead:
+        row, fitted = taught.row, taught.fitted
+        head = None if fitted is None else fitted.head
+        try:
+            key = self._base(row, features)
+        except HeadWithoutBackbone as error:
+            return AddedHead(row.name, head, None, taught.problem or row.reason or str(error))
+        if fitted is None:
+            return AddedHead(row.name, None, key, taught.problem or row.reason)
+        problem = _problem_of_width(fitted, self._models.served[key].info)
+        return AddedHead(row.name, head, None if problem else key, problem)
 
     def changed(self) -> None:
         """Look at the heads at once: this process has changed them."""
@@ -197,7 +224,8 @@ class TaughtHeads:
             if heads is not self.heads:
                 self.heads = heads
                 self.renew()
-            stale = [row[:6] for row, _ in heads.values() if row.fitted_revision < row.revision]
+            rows = [taught.row for taught in heads.values()]
+            stale = [row[:6] for row in rows if row.fitted_revision < row.revision]
             failed, ended = self._failed
             waits = stale == failed and time.monotonic() < ended + _PAUSE_SECONDS
             if self.examples is not None and stale and not waits and self.child is None:
@@ -227,7 +255,7 @@ class TaughtHeads:
         for row in rows.values():
             before = self.heads.get(row.name)
             if before is None or (before.row.id, before.row.fitted_revision) != (row.id, row.fitted_revision):
-                before = Taught(row, _loaded(examples.state(row)[1], row.name) if examples else None)
+                before = _loaded(row, examples.state(row)[1] if examples else None)
             heads[row.name] = before._replace(row=row)
         self._seen = seen
         return heads

@@ -12,10 +12,11 @@ from typing import Annotated, Any, Final
 import numpy as np
 from fastapi import APIRouter, Query
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from model.errors import CheckpointError
 from model.heads import checked_texts
 from model.outputs import EmbeddingRequest, RequestedOutputs
 from model.taught_heads import TaughtHead
@@ -204,8 +205,11 @@ def _described(examples: Examples, name: str) -> tuple[HeadRow, dict[str, Any]]:
     facts: dict[str, Any] = {"head": head.name, "examples": counts, "backbone": head.backbone, "model": head.model}
     facts |= {"reason": head.reason or None, "up_to_date": head.fitted_revision == head.revision}
     if content is not None:
-        taught = TaughtHead.from_bytes(content, head.name)
-        facts |= dict(Knowledge.model_validate_json(taught.statistics))
+        try:
+            taught = TaughtHead.from_bytes(content, head.name)
+            facts |= dict(Knowledge.model_validate_json(taught.statistics))
+        except (CheckpointError, ValidationError):
+            facts |= {"reason": "its fit is damaged: add or remove an example, and it is fitted again"}
     return head, facts
 
 

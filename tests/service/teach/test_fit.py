@@ -116,7 +116,7 @@ def test_a_file_holds_all_of_a_head(tmp_path: Path) -> None:
     header = json.dumps(other).encode()
     fewer = len(header).to_bytes(8, "little") + header + content[8 + size :]
     for damaged in (b"", content[:100], content[:-1], fewer):
-        with pytest.raises(CheckpointError, match=r"^pets: not a taught head, or damaged$"):
+        with pytest.raises(CheckpointError, match=r"^pets: not a taught head, or damaged"):
             TaughtHead.from_bytes(damaged, "pets")
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import fcntl
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save
+from safetensors.numpy import load, save
 
+from service.errors import HeadWithoutBackbone
 from service.models.generation import LocalModel
 from service.teach import heads as module
 from service.teach.examples import Examples
-from service.teach.heads import TaughtHeads
+from service.teach.heads import TaughtHeads, features_of
 from tests.service.fakes import FixedModels, on_a_loop
 from tests.service.teach.test_fit import taught, teach
 from tests.service.web.fake_engine import FakeEngine
@@ -129,6 +131,85 @@ async def test_files_of_heads_are_read_as_they_are_now(tmp_path: Path, caplog: p
     path.write_bytes(b"")
     await heads.look()
     assert states(models) == {}
+
+
+def written(**changes: Any) -> bytes:
+    """The file of a head with some of its arrays and texts replaced."""
+    content = taught()[0].to_bytes()
+    with_metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+    arrays = load(content) | {name: each for name, each in changes.items() if isinstance(each, np.ndarray)}
+    return save(arrays, with_metadata | {name: each for name, each in changes.items() if isinstance(each, str)})
+
+
+NOT_FINITE = np.full((3, 24), np.nan, np.float32)
+BAD_HEADS = {
+    "deep": (written(labels="[" * 5_000 + "]" * 5_000), ""),
+    "no text": (written(labels='["cat", "dog", 3]'), ": labels: '', number 3: expected 1 to 256 characters"),
+    "twice": (written(labels='["cat", "dog", "cat"]'), ": a label comes twice"),
+    "controls": (written(labels='["cat", "dog", "\\u0007"]'), "characters that print"),
+    "nan weight": (written(weight=NOT_FINITE), ": numbers are not finite"),
+    "float64": (
+        written(weight=NOT_FINITE.astype(np.float64)),
+        "weight, bias and known are float64, float32 and float16",
+    ),
+    "nan temperature": (written(temperature="nan"), ": temperature is nan, not a positive number"),
+    "no temperature": (written(temperature="0"), ": temperature is 0.0, not a positive number"),
+    "infinite limit": (written(limit="inf"), ": limit is inf, not a finite number"),
+    "no examples": (written(known=np.zeros((0, 24), np.float16)), "known have shapes (3, 24) and (0, 24)"),
+    "one dimension": (written(known=np.zeros(24, np.float16)), "known have shapes (3, 24) and (24,)"),
+    "other width": (written(known=np.zeros((2, 25), np.float16)), "have shapes (3, 24), (3,), (2, 25)"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_HEADS)
+@on_a_loop
+async def test_a_bad_file_costs_its_own_head_alone(tmp_path: Path, kind: str) -> None:
+    content, reason = BAD_HEADS[kind]
+    models = FixedModels({})
+    heads = TaughtHeads(None, tmp_path, models)
+    (tmp_path / "bad.safetensors").write_bytes(content)
+    (tmp_path / "good.safetensors").write_bytes(taught()[0].to_bytes())
+    await heads.look()
+    state, told = states(models)["bad"]
+    assert state == "failed"
+    assert told.startswith("bad.safetensors: not a taught head, or damaged")
+    assert reason in told
+    assert heads.heads["good"].fitted is not None
+
+
+@on_a_loop
+async def test_a_sparse_file_is_not_read_to_its_end(tmp_path: Path) -> None:
+    models, path = FixedModels({}), tmp_path / "bad.safetensors"
+    path.write_bytes(taught()[0].to_bytes())
+    os.truncate(path, 100 << 30)
+    await TaughtHeads(None, tmp_path, models).look()
+    told = "bad.safetensors: 107374182400 bytes: a taught head has at most 134217728"
+    assert states(models) == {"bad": ("failed", told)}
+
+
+@on_a_loop
+async def test_a_head_of_another_width_is_failed(tmp_path: Path) -> None:
+    engine: Any = FakeEngine()
+    models = FixedModels({"model": LocalModel(lambda _: engine)})
+    backbone = features_of(engine.info)
+    (tmp_path / "wide.safetensors").write_bytes(taught()[0]._replace(backbone=backbone).to_bytes())
+    await TaughtHeads(None, tmp_path, models).look()
+    assert states(models)["wide"] == ("failed", "it reads 24 features, and its backbone gives 8")
+    with pytest.raises(HeadWithoutBackbone, match="wide: it reads 24 features"):
+        models.find("wide")
+
+
+@on_a_loop
+async def test_a_damaged_fit_is_not_waited_for(tmp_path: Path) -> None:
+    engine: Any = FakeEngine()
+    models = FixedModels({"model": LocalModel(lambda _: engine)})
+    store = Examples(tmp_path)
+    store.add("pets", "cat", np.ones((1, 8), np.float32), "", (features_of(engine.info), "model"))
+    store.keep(store.head("pets"), written(temperature="nan"))
+    await TaughtHeads(store, None, models).look()
+    state, told = states(models)["pets"]
+    assert state == "failed"
+    assert told.endswith("add or remove an example, and it is fitted again")
 
 
 @on_a_loop
