@@ -2,13 +2,14 @@
 
 import logging
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Restore the levels of all loggers, the root's handlers, what `logging` finds out for a line, and the streams.
+    """Restore the levels of all loggers, the root's handlers, what `logging` finds out for a line, streams and hooks.
 
     The next test in this process may be any one, and may count the lines. A handler that is left over would also
     write to a standard error that pytest has closed.
@@ -17,6 +18,7 @@ def restored() -> Iterator[None]:
     handlers = root.handlers[:]
     facts = (logging.logThreads, logging.logProcesses, logging.logMultiprocessing)
     streams = (sys.stdout, sys.stderr)
+    hooks = (threading.excepthook, sys.unraisablehook)
     levels = {logger: logger.level for logger in _loggers()}
     try:
         yield
@@ -26,6 +28,8 @@ def restored() -> Iterator[None]:
                 logger.setLevel(levels.get(logger, logging.NOTSET))
         root.handlers[:] = handlers
         sys.stdout, sys.stderr = streams
+        threading.excepthook, sys.unraisablehook = hooks
+        logging.captureWarnings(False)
         logging.logThreads, logging.logProcesses, logging.logMultiprocessing = facts
 
 
