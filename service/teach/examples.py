@@ -29,6 +29,8 @@ MAX_EXAMPLES: Final = 20_000
 # Of the features of a head; the bounds above but the first are of one head, too.
 MAX_BYTES: Final = 64 * 2**20
 
+_REMEDY: Final = "delete one (with keys set, VIT_ADMIN_KEY does), or teach one that is there"
+
 PAGE: Final = 1000
 """Examples that a page of a list has at most."""
 
@@ -39,6 +41,7 @@ _LOCKED_SECONDS: Final = 10.0
 # The largest integer that SQLite takes.
 _NO_NUMBER: Final = 2**63 - 1
 
+# Files of a version before some column or table are given it when they are opened; that version goes on to use them.
 _VERSION: Final = 1
 _TABLES: Final = f"""
 BEGIN IMMEDIATE;
@@ -50,7 +53,14 @@ CREATE TABLE IF NOT EXISTS heads (
 CREATE TABLE IF NOT EXISTS examples (
     head INTEGER NOT NULL REFERENCES heads ON DELETE CASCADE, number INTEGER NOT NULL, label TEXT NOT NULL,
     time REAL NOT NULL, who TEXT NOT NULL, features BLOB NOT NULL, UNIQUE (head, number));
+CREATE INDEX IF NOT EXISTS examples_by_label ON examples (head, label, number);
 PRAGMA user_version = {_VERSION};
+COMMIT;
+"""
+_CREATOR: Final = """
+BEGIN IMMEDIATE;
+ALTER TABLE heads ADD COLUMN creator TEXT NOT NULL DEFAULT '';
+UPDATE heads SET creator = owner;
 COMMIT;
 """
 
@@ -104,6 +114,7 @@ class Examples:
             if version not in (0, _VERSION):
                 raise OSError("it is of another version of vitserve")
             self._watching.executescript(_TABLES)
+            self._add_columns()
         except (OSError, sqlite3.Error) as error:
             raise SettingsError(f"VIT_TEACH: {self.path}: cannot be used: {error}") from None
 
@@ -124,6 +135,7 @@ class Examples:
         who: str,
         backbone: tuple[str, str],
         known: int | None = None,
+        creator: str = "",
     ) -> tuple[dict[str, int], list[int]]:
         """Add an example for each row of features [N, D], all or none; return the labels' counts, and their numbers.
 
@@ -134,18 +146,18 @@ class Examples:
             who: the name of the caller's key, or a digest.
             backbone: what the features are of, and the name of its model.
             known: the id of the head as the caller was allowed to teach it; None: there was none.
+            creator: who begins the head, to whose share it counts: a key or an address; empty for the operator.
 
         Raises:
             NotFound: that head is deleted.
             Forbidden: another key has begun one meanwhile.
             HeadWithoutBackbone: the head's other examples are of another backbone.
-            HeadFull: there are too many heads, or labels or examples of this one.
+            HeadFull: there are too many heads, or of this creator, or labels or examples of this one.
         """
         with self._transaction() as db:
-            made = [name, *backbone, who]
-            db.execute("INSERT OR IGNORE INTO heads (name, backbone, model, owner) VALUES (?, ?, ?, ?)", made)
-            if db.execute("SELECT count(*) FROM heads").fetchone()[0] > MAX_HEADS:
-                raise HeadFull(f"{name}: there are {MAX_HEADS} heads already: delete one first")
+            columns = "INSERT OR IGNORE INTO heads (name, backbone, model, owner, creator) VALUES (?, ?, ?, ?, ?)"
+            if db.execute(columns, [name, *backbone, who, creator]).rowcount:
+                _require_share(db, name, creator)
             query = "SELECT id, backbone, numbers, owner FROM heads WHERE name = ?"
             head, features_of, numbers, owner = db.execute(query, [name]).fetchone()
             if known not in (None, head):
@@ -250,6 +262,18 @@ class Examples:
             row = db.execute("SELECT fitted FROM heads WHERE id = ?", [head.id]).fetchone()
             return _counts(db, head.id), row and row[0]
 
+    def _add_columns(self) -> None:
+        """Add the columns that a file of an earlier version lacks."""
+        columns = [row[1] for row in self._watching.execute("PRAGMA table_info(heads)")]
+        if "creator" in columns:
+            return
+        try:
+            self._watching.executescript(_CREATOR)
+        except sqlite3.OperationalError as error:
+            if "duplicate column" not in str(error):  # another process has added it meanwhile
+                raise
+            self._watching.rollback()
+
     def _connect(self) -> sqlite3.Connection:
         db = sqlite3.connect(self.path, timeout=_LOCKED_SECONDS, isolation_level=None, check_same_thread=False)
         db.executescript("PRAGMA foreign_keys = ON; PRAGMA secure_delete = ON")
@@ -272,6 +296,20 @@ def too_few(counts: Mapping[str, int]) -> str:
     """Return why numbers of examples by label give no head, or an empty text."""
     enough = sum(count >= 2 for count in counts.values()) >= 2
     return "" if enough else "two labels with two pictures each are needed at least"
+
+
+def _require_share(db: sqlite3.Connection, name: str, creator: str) -> None:
+    """Raise `HeadFull` if there are too many heads, or a creator leaves fewer to the others than it has.
+
+    The head of this name is among them.
+    """
+    [count] = db.execute("SELECT count(*) FROM heads").fetchone()
+    if count > MAX_HEADS:
+        raise HeadFull(f"{name}: there are {MAX_HEADS} heads already: {_REMEDY}")
+    [own] = db.execute("SELECT count(*) FROM heads WHERE creator = ?", [creator]).fetchone()
+    if creator and own > max(1, MAX_HEADS - count):
+        share = f"{own - 1} of {MAX_HEADS} heads were begun by this key or address, and the rest is for others"
+        raise HeadFull(f"{name}: {share}: {_REMEDY}")
 
 
 def _changed(db: sqlite3.Connection, head: int, added: int | None = None) -> dict[str, int]:

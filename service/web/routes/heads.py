@@ -115,7 +115,8 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
         asked = Asked(request, query, model, _checked_label, lambda query: query.backbone or backbone)
         features = await _features(admitted, asked)
         of = features_of(admitted.model.info), admitted.model.info.name
-        add = partial(examples.add, name, asked.wanted, features, key, of, known)
+        creator = "" if _holds_admin_key(request) else key or admitted.sender.caller
+        add = partial(examples.add, name, asked.wanted, features, key, of, known, creator)
         counts, numbers = await admitted.with_examples(add)
     service.taught.changed()
     return AddedExamples(head=name, examples=counts, numbers=numbers)
@@ -286,8 +287,12 @@ def _require_admin(request: Request) -> None:
     """Raise `Forbidden` where keys are set, and the request has not the admin key."""
     settings = service_of(request).settings
     is_open = not settings.api_keys and settings.admin_key is None
-    if not (is_open or holds_admin_key(request.headers.get("authorization", ""), settings)):
+    if not (is_open or _holds_admin_key(request)):
         raise Forbidden("the admin key is needed for this: VIT_ADMIN_KEY has it")
+
+
+def _holds_admin_key(request: Request) -> bool:
+    return holds_admin_key(request.headers.get("authorization", ""), service_of(request).settings)
 
 
 async def _features(admitted: AdmittedRequest, asked: Asked[ExampleQuery, str]) -> NDArray[np.float32]:

@@ -191,6 +191,36 @@ def test_there_are_only_so_many_heads(store: Examples, monkeypatch: pytest.Monke
     assert set(store.heads()) == {"one", "two"}
 
 
+def begin(store: Examples, creator: str, count: int) -> int:
+    """Begin heads until one is refused; how many there are now of this creator."""
+    for number in range(count):
+        try:
+            store.add(f"{creator}{number}", "cat", rows(1), creator, BACKBONE, creator=creator)
+        except HeadFull as error:
+            assert "and the rest is for others: delete one" in str(error)
+            return number
+    return count
+
+
+def test_one_creator_leaves_heads_to_the_others(store: Examples) -> None:
+    assert begin(store, "alice", 64) == 32
+    assert begin(store, "bob", 64) == 16
+    store.remove(store.head("alice0"))
+    assert store.add("alice0", "cat", rows(1), "alice", BACKBONE, creator="carol") == ({"cat": 1}, [1])
+    assert begin(store, "", 16) == 16, "the operator has the rest"
+
+
+def test_a_file_of_the_version_before_is_used(tmp_path: Path) -> None:
+    store = Examples(tmp_path)
+    add(store)
+    with sqlite3.connect(store.path) as db:
+        db.execute("ALTER TABLE heads DROP COLUMN creator")
+        db.execute("DROP INDEX examples_by_label")
+    again = Examples(tmp_path)
+    assert add(again) == {"cat": 2}
+    assert begin(again, "alice", 64) == 31, "her head of before counts"
+
+
 def test_two_who_add_at_once_lose_nothing(store: Examples) -> None:
     def several(label: str) -> None:
         for _ in range(15):

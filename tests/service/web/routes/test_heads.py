@@ -102,6 +102,21 @@ async def test_heads_are_listed_while_no_model_is_ready(tmp_path: Path) -> None:
 
 
 @on_a_loop
+async def test_a_key_takes_no_more_than_its_share_of_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examples_module, "MAX_HEADS", 4)
+    service = app(teach=str(tmp_path), api_keys="alice:KEY1,bob:KEY2", admin_key="ADMIN")
+
+    async def begin(key: str, head: str) -> int:
+        headers = {"authorization": f"Bearer {key}"}
+        path = f"/heads/{head}/examples"
+        return (await service.request("POST", path, query="label=cat", body=png(1), headers=headers)).status
+
+    assert [await begin("KEY1", f"a{number}") for number in range(3)] == [201, 201, 409]
+    assert [await begin("KEY2", f"b{number}") for number in range(2)] == [201, 409]
+    assert [await begin("ADMIN", f"c{number}") for number in range(2)] == [201, 409]
+
+
+@on_a_loop
 async def test_examples_are_listed_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examples_module, "PAGE", 2)
     service = app(teach=str(tmp_path))
