@@ -24,6 +24,11 @@ class Labels:
     notes: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
 
+    @property
+    def has_names(self) -> bool:
+        """Whether they are more than the numbers that transformers gives classes without names."""
+        return not all(map(_UNNAMED.fullmatch, self.names))
+
 
 @dataclass(frozen=True)
 class StatedHead:
@@ -104,7 +109,7 @@ class StatedHead:
         return self._noted(names)
 
     def _noted(self, names: tuple[str, ...]) -> Labels:
-        if not all(map(_UNNAMED.fullmatch, names)):
+        if Labels(names).has_names:
             return Labels(names)
         return Labels(names, notes=(f"its classes have numbers only, {names[0]} to {names[-1]}: {_NAME_THEM}",))
 

@@ -3,6 +3,7 @@
 Source of names and defaults: timm/models/_hub.py and timm/data/transforms_factory.py.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
@@ -14,15 +15,21 @@ from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.labels import imagenet_labels
 from model.checkpoint.local_files import required, validating
 from model.checkpoint.options import CheckpointOptions
-from model.checkpoint.stated_head import Labels, StatedHead, stated_head
+from model.checkpoint.stated_head import Labels, stated_head
 from model.checkpoint.timm_architectures import architectures, native_names, parse_arguments, runs_in_library
-from model.config import CropShare, Interpolation, NetworkConfig, PreprocessConfig
+from model.config import CropShare, Interpolation, NetworkConfig, PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
 from model.network import library
 
 FORMAT: Final = "timm"
 
 _RESIZE: Final = {"center": "shortest_edge", "squash": "squash"}
+# Architectures whose released weights are towers of CLIP and its kind.
+_CLIP_TOWER: Final = re.compile("_clip_|_pe_core_")
+_PROJECTION: Final = (
+    "its head is the projection of a tower of CLIP, for its bias of zeros: it gives the embedding, and there are no "
+    "classes (VIT_LABELS)"
+)
 _WRAPPER: Final = "timm_wrapper"  # the `model_type` of transformers' wrapper around timm's models
 # Arguments that change training or checks, never an answer.
 _UNUSED_ARGS: Final = frozenset(
@@ -81,7 +88,11 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     head = stated_head(_described(config, stated), where, options)
     make = _library if runs_in_library(name, where) else _own
     network, tensors = make(files, config, pretrained)
-    labels = _labels(head, pretrained, network.num_classes, options)
+    labels = head.labels(network.num_classes, options)
+    if _is_projection(name, network, tensors) and (labels is None or not labels.has_names):
+        network, tensors = _projecting(network, tensors)
+        labels = Labels(assumed=(_PROJECTION,))
+    labels = labels or _assumed_labels(where, pretrained, network.num_classes, options)
     return Checkpoint(
         name=f"{name}.{pretrained.tag}" if pretrained.tag else name,
         source=files.source,
@@ -160,12 +171,27 @@ def _described(config: Mapping[str, Any], pretrained: Mapping[str, Any]) -> dict
     return within | {key: value for key, value in config.items() if value}
 
 
-def _labels(head: StatedHead, pretrained: Pretrained, classes: int, options: CheckpointOptions) -> Labels:
-    """Return the config's labels, or those that its tag tells: timm's own ImageNet-1k checkpoints carry none."""
-    labels = head.labels(classes, options)
-    if labels is not None:
-        return labels
+def _is_projection(architecture: str, network: NetworkConfig, tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether the head is the projection of a tower of CLIP, which timm stores as a head with a bias of zeros.
+
+    A classifier that was trained has another bias.
+    """
+    bias = tensors.get("head.bias")
+    is_own = isinstance(network, ViTConfig) and not network.distillation_head
+    return is_own and _CLIP_TOWER.search(architecture) is not None and bias is not None and not bias.any()
+
+
+def _projecting(network: NetworkConfig, tensors: Mapping[str, Tensor]) -> tuple[NetworkConfig, Mapping[str, Tensor]]:
+    """Return the network without classes, which gives what its head gave as its embedding."""
+    projected = {name: tensor for name, tensor in tensors.items() if not name.startswith("head.")}
+    projected["projection.weight"] = tensors["head.weight"]
+    fields = {"num_classes": 0, "projection_width": network.num_classes}
+    return network.model_copy(update=fields), projected
+
+
+def _assumed_labels(where: str, pretrained: Pretrained, classes: int, options: CheckpointOptions) -> Labels:
+    """Return the labels that the tag tells: timm's own ImageNet-1k checkpoints carry none."""
     tag = pretrained.tag or ""
     if classes == 1000 and tag.endswith("in1k"):
         return Labels(imagenet_labels(), assumed=(f"labels: imagenet-1k, for its tag {tag!r} (VIT_LABELS)",))
-    return Labels(options.labels_or(None, classes, f"{head.where}: label_names is missing"))
+    return Labels(options.labels_or(None, classes, f"{where}: label_names is missing"))

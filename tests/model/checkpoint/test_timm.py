@@ -243,6 +243,22 @@ def test_a_folder_of_timm_without_a_head(tmp_path: Path) -> None:
     assert torch.equal(ours, expected)
 
 
+@pytest.mark.parametrize("case", ["clip", "eva02-clip", "pe-core"])
+def test_a_clip_towers_projection_is_its_embedding(case: str, tmp_path: Path) -> None:
+    model = make(case, tmp_path)
+    edit(tmp_path / "config.json", lambda config: config.pop("label_names"))
+    with pytest.raises(CheckpointError, match="no labels for its"):
+        load_checkpoint(str(tmp_path))
+    torch.nn.init.zeros_(model.head.bias)
+    edit_tensors(tmp_path, lambda tensors: tensors["head.bias"].zero_())
+    checkpoint = load_checkpoint(str(tmp_path))
+    assert checkpoint.config.num_classes == 0
+    pixels = pictures(checkpoint)
+    with torch.inference_mode():
+        assert_same_embeddings(checkpoint, pixels, {"head": model(pixels)})
+    assert load_checkpoint(str(tmp_path), labels="numbers").config.num_classes == model.num_classes
+
+
 EXACT = 1e-5
 SMALL: dict[str, Any] = {"depths": (1, 1, 1, 1)}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
