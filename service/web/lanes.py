@@ -60,6 +60,11 @@ class Entry:
 
     share: "_Share[Any]"
 
+    @property
+    def delays_own(self) -> bool:
+        """Return whether other jobs of its caller wait."""
+        return bool(self.share.waiting)
+
     def __init__(self, size: float, deadline: float) -> None:
         self.size = size
         self.deadline = deadline
@@ -164,6 +169,11 @@ class FairQueue(Generic[E]):
             self.under_way -= 1
             self._size_under_way -= entry.size
             self._line_up(entry.share)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Return whether jobs wait though their callers may begin another one."""
+        return self.waiting > 0 and self.under_way >= self._servers()
 
     @property
     def _pace(self) -> float:
@@ -294,6 +304,11 @@ class Lane:
     def waiting(self) -> int:
         """Return how many jobs wait."""
         return self._queue.waiting
+
+    @property
+    def is_crowded(self) -> bool:
+        """Return whether jobs wait because every server is busy, and not only behind their own caller's."""
+        return self._queue.is_crowded
 
     def turn(self, caller: Hashable, size: float, deadline: Deadline) -> Job[None]:
         """Return a turn that waits; raises `QueueFull` if it cannot begin in time, see `FairQueue.add`.

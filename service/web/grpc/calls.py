@@ -51,6 +51,7 @@ STATUS_CODES: Final = {
     # As the library itself says of a message that is too large.
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
     HTTPStatus.UNSUPPORTED_MEDIA_TYPE: grpc.StatusCode.INVALID_ARGUMENT,
+    HTTPStatus.MISDIRECTED_REQUEST: grpc.StatusCode.PERMISSION_DENIED,
     HTTPStatus.UNPROCESSABLE_ENTITY: grpc.StatusCode.INVALID_ARGUMENT,
     HTTPStatus.TOO_MANY_REQUESTS: grpc.StatusCode.RESOURCE_EXHAUSTED,
     HTTPStatus.INTERNAL_SERVER_ERROR: grpc.StatusCode.INTERNAL,
@@ -59,8 +60,14 @@ STATUS_CODES: Final = {
 }
 """The status code of each status that `service.web.problems` gives to an error of a call."""
 
-_GRACE_SECONDS: Final = 1.0
-"""Time in which a message must arrive once others wait."""
+_GRACE_SECONDS: Final = 0.25
+"""Time in which a message must arrive once other callers' messages wait for its turn."""
+
+_OWN_GRACE_SECONDS: Final = 1.0
+"""The same once only messages of its own caller wait."""
+
+_ARRIVALS_OF_EACH: Final = 2
+"""Messages of one caller that arrive at the same time: callers that send none leave the other turns free."""
 
 _FEWEST_ARRIVALS: Final = 8
 
@@ -90,7 +97,7 @@ class Call:
         """Return the message, when it is its turn to arrive.
 
         The library holds the bytes of a message until it is whole, and does not count them. So few messages arrive at
-        the same time. One that takes longer than a second gives way when others wait.
+        the same time, and two of one caller. A slow one gives way when others wait.
 
         Raises:
             MalformedRequest: there is none.
@@ -99,14 +106,16 @@ class Call:
         with self._arrivals.turn(self.caller, 1, self.deadline) as turn:
             await turn
             arrival = asyncio.ensure_future(self._context.read())
-            last = asyncio.get_running_loop().time() + _GRACE_SECONDS
+            began = asyncio.get_running_loop().time()
             try:
                 while not arrival.done():
                     if not self.deadline.remaining():
                         raise RequestTimeout("the message did not arrive in time")
-                    if self._arrivals.waiting and asyncio.get_running_loop().time() > last:
+                    seconds = asyncio.get_running_loop().time() - began
+                    is_late = self._arrivals.is_crowded and seconds > _GRACE_SECONDS
+                    if is_late or (turn.delays_own and seconds > _OWN_GRACE_SECONDS):
                         raise RequestTimeout("the message came too slowly while others waited")
-                    await asyncio.wait({arrival}, timeout=min(self.deadline.remaining(), _GRACE_SECONDS / 16))
+                    await asyncio.wait({arrival}, timeout=min(self.deadline.remaining(), _GRACE_SECONDS / 4))
             finally:
                 arrival.cancel()
         if arrival.result() is grpc.aio.EOF:
@@ -138,7 +147,7 @@ class Calls:
         settings = service.settings
         # As many as largest bodies fit into this worker's part of the bytes to be received.
         most = max(_FEWEST_ARRIVALS, RECEIVING_BYTES // settings.max_request_bytes // settings.workers)
-        self._arrivals = Lane("messages", lambda: most, clock=service.clock)
+        self._arrivals = Lane("messages", lambda: most, clock=service.clock, each=_ARRIVALS_OF_EACH)
         self._pace = RefusalPace(service.clock, _REFUSALS_A_SECOND)
 
     async def answer(self, method: str, _: object, context: Any) -> bytes:

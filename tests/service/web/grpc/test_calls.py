@@ -188,8 +188,21 @@ async def test_a_message_that_does_not_arrive_is_not_waited_for(method: str) -> 
 
 
 @on_a_loop
-async def test_messages_that_do_not_come_give_way_to_those_of_another_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_that_do_not_come_leave_turns_to_another_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_OWN_GRACE_SECONDS", 3 * PATIENCE)
+    async with calling(api_keys="slow:one,quick:two", key_max_requests=100) as caller:
+        crowd = [caller.stream("ModelInfer", metadata=(("authorization", "Bearer one"),)) for _ in range(40)]
+        await until(lambda: caller.service.metric("vit_inflight_requests") == 40)
+        await caller.infer(image(png(1)), metadata=(("authorization", "Bearer two"),))
+        assert caller.service.metric("vit_rejected_total", reason="request_timeout") == 0
+        for call in crowd:
+            call.cancel()
+
+
+@on_a_loop
+async def test_messages_that_do_not_come_give_way_to_those_of_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(calls, "_ARRIVALS_OF_EACH", 8)
     async with calling(api_keys="slow:one,quick:two", key_max_requests=100) as caller:
         crowd = [caller.stream("ModelInfer", metadata=(("authorization", "Bearer one"),)) for _ in range(40)]
         await until(lambda: caller.service.metric("vit_rejected_total", reason="request_timeout") > 0)
