@@ -45,6 +45,20 @@ class Files:
         self.source, self.place, self.folder = source, str(folder), folder
         self._config: dict[str, Any] | None = None
 
+    @property
+    def name(self) -> str:
+        """The model's name: the folder's, or the repository's where it came from a hub; an adapter has its own.
+
+        The names that a config holds are those of the model that the training began with.
+        """
+        if self.overlay is not None:
+            return self.overlay.name
+        place = self.folder.resolve() if self.folder.name in ("", "..") else self.folder.absolute()
+        repository = place.parent.parent.name  # of the hub's cache: models--owner--name/snapshots/COMMIT
+        if place.parent.name == "snapshots" and repository.startswith("models--"):
+            return repository.removeprefix("models--").replace("--", "/")
+        return place.name or str(place)
+
     def path(self, name: str) -> Path | None:
         """Return the resolved path of the part called `name`, or None where there is none.
 

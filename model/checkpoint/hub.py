@@ -64,6 +64,11 @@ class Repository(Files):
         self.folder, self.revision = Path(found), Path(found).name
         self.place += f" (from the cache: {self.from_cache})"
 
+    @property
+    def name(self) -> str:
+        """The repository's name."""
+        return self._repository
+
     def path(self, name: str) -> Path | None:
         """Return the file's path in the local cache; it is fetched if it is not there yet.
 

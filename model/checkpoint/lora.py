@@ -5,7 +5,6 @@ W + B A alpha / r, as `merge_and_unload` of peft/tuners/lora/layer.py. Other kin
 
 import re
 from collections.abc import Callable, Mapping
-from pathlib import PurePosixPath
 from typing import Any, Final
 
 import torch.nn.functional as F
@@ -76,7 +75,7 @@ def adapt(base: Files, adapter: Files) -> None:
         class_name = mapping.get("base_model_class") if isinstance(mapping, dict) else None
         head = next((tensor for name, tensor in changes.items() if name.endswith("classifier.weight")), None)
         classes = None if head is None or not head.ndim else head.shape[0]
-        renaming = huggingface.adapted(base, PurePosixPath(adapter.place).name, class_name, classes)
+        renaming = huggingface.adapted(base, class_name, classes)
     base.merge = lambda tensors: _merged(renaming(tensors), changes, config, renaming, where)
 
 

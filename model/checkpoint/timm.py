@@ -94,7 +94,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         labels = Labels(assumed=(_PROJECTION,))
     labels = labels or _assumed_labels(where, pretrained, network.num_classes, options)
     return Checkpoint(
-        name=f"{name}.{pretrained.tag}" if pretrained.tag else name,
+        name=files.name,
         source=files.source,
         format=FORMAT,
         architecture=name,

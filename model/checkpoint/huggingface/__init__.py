@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Mapping
-from pathlib import PurePosixPath
 from typing import Any, Final
 
 from torch import Tensor
@@ -64,7 +63,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     labels = Labels(texts.labels) if texts else _labels(stated, classes, options)
     vit, native = family.native(stored, vit, options.image_size or preprocess.size, files.place)
     return Checkpoint(
-        name=_name(config, files),
+        name=files.name,
         source=files.source,
         format=FORMAT,
         architecture=config["architectures"][0],
@@ -83,18 +82,16 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
 
 
 def adapted(
-    files: Files, name: str, class_name: str | None, classes: int | None
+    files: Files, class_name: str | None, classes: int | None
 ) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
     """Prepare a base for an adapter: its head may be the adapter's; return the renaming of both's tensors.
 
     Args:
         files: of the base.
-        name: of the adapter.
         class_name: the class that the adapter was trained with; None where it does not say.
         classes: of the head that the adapter brings, None where it brings none.
     """
     config = files.config
-    config["_name_or_path"] = name
     if class_name in _BY_CLASS:
         config["architectures"] = [class_name]
     labels = config.get("id2label")
@@ -129,17 +126,3 @@ def _labels(stated: StatedHead, classes: int, options: CheckpointOptions) -> Lab
     if labels is None:
         return Labels(options.labels_or(None, classes, f"{stated.where}: id2label is missing"))
     return labels
-
-
-def _name(config: dict[str, Any], files: Files) -> str:
-    """Return the name the model was trained under, else the folder's or repository's."""
-    name = config.get("_name_or_path")
-    if isinstance(name, str) and 0 < len(name) <= 200 and name.isprintable() and not name.startswith((".", "/")):
-        return name
-    if files.revision:
-        return files.source.split("@")[0]
-    place = PurePosixPath(files.place)
-    repository = place.parent.parent.name  # of the hub's cache: models--owner--name/snapshots/COMMIT
-    if place.parent.name == "snapshots" and repository.startswith("models--"):
-        return repository.removeprefix("models--").replace("--", "/")
-    return place.name or files.place

@@ -66,7 +66,7 @@ def test_an_adapter_is_merged_as_peft_merges_it(kind: str, tmp_path: Path) -> No
     expected = merged.state_dict()
     name = next(n for n in expected if n.endswith("layers.0.attention.q_proj.weight"))
     assert torch.equal(checkpoint.tensors["blocks.0.attn.qkv.weight"][:32], expected[name])
-    assert checkpoint.notes == (f"the LoRA adapter {tmp_path / 'adapter'} is merged into {tmp_path / 'base'}",)
+    assert checkpoint.notes[-1] == f"the LoRA adapter {tmp_path / 'adapter'} is merged into {tmp_path / 'base'}"
 
 
 def saved(adapted: Any, folder: Path, base: str, fan_in_fan_out: bool = False) -> Path:

@@ -1,0 +1,35 @@
+"""A model is named as its folder or repository, and not as the model that its training began with."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from model.checkpoint import load_checkpoint
+from tests.model.checkpoint.folders import adapter_folder, huggingface_folder, put, timm_folder
+
+
+def test_a_timm_folder_is_named_as_itself(tmp_path: Path) -> None:
+    assert load_checkpoint(str(timm_folder(tmp_path / "birds"))).name == "birds"
+
+
+def test_a_transformers_folder_is_named_as_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = huggingface_folder(tmp_path / "birds")
+    put(folder / "config.json", "_name_or_path", "google/vit-base-patch16-224")
+    assert load_checkpoint(str(folder)).name == "birds"
+    monkeypatch.chdir(folder)
+    assert load_checkpoint(os.curdir).name == "birds"
+
+
+@pytest.mark.parametrize("make", [timm_folder, huggingface_folder])
+def test_a_snapshot_is_named_as_its_repository(make: object, tmp_path: Path) -> None:
+    folder = tmp_path / "models--me--birds" / "snapshots" / "abc"
+    folder.parent.mkdir(parents=True)
+    assert callable(make)
+    make(folder)
+    assert load_checkpoint(str(folder)).name == "me/birds"
+
+
+def test_an_adapter_is_named_as_itself(tmp_path: Path) -> None:
+    base = huggingface_folder(tmp_path / "base")
+    assert load_checkpoint(str(adapter_folder(tmp_path / "mine", str(base)))).name == "mine"
