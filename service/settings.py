@@ -117,6 +117,11 @@ def parse_size(value: object) -> object:
     return int(match[1]), int(match[2] or match[1])
 
 
+def _as_text(value: object) -> object:
+    """Return a list, as TOML and JSON may have it, as the text that environment variables hold."""
+    return json.dumps(value) if isinstance(value, list) else value
+
+
 def _from_json(value: object) -> object:
     try:
         return json.loads(value) if isinstance(value, str) else value
@@ -266,7 +271,7 @@ class ModelSettings(BaseModel):
         description="JSON, a file of it, or a preset's name, for formats that carry no preprocessing. "
         "Default: the checkpoint's",
     )
-    labels: Name | None = Field(
+    labels: Annotated[Name | None, BeforeValidator(_as_text)] = Field(
         None,
         description='names, comma-separated (`cat,dog,"a red car"`) or a JSON array; a file with one a line, JSON, CSV '
         "or a data set's YAML; `imagenet-1k` or `numbers`. Default: the checkpoint's",

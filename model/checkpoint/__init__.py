@@ -57,7 +57,7 @@ def load_checkpoint(
         CheckpointError: nothing there, no format recognised, or not exactly what the format demands.
     """
     options = CheckpointOptions(**fields)
-    # A file that is not there is refused before the weights are read, which may take minutes; names may be labels.
+    # A file that is not there is refused before the weights are read, which may take minutes.
     if options.preprocess is not None:
         read_preprocess(options.preprocess)
     if options.labels not in (None, "numbers"):

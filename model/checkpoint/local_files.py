@@ -26,6 +26,14 @@ from model.errors import CheckpointError, first_problem
 
 # Of a JSON file or a file of labels: what is larger is another file.
 _MAX_TEXT_BYTES: Final = 10 << 20
+# Byte order marks that editors write, and what decodes a text after them; UTF-32's begins as UTF-16's.
+_MARKS: Final = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
 
 # Of a file or folder: its number, size and time of change in nanoseconds; None where there is nothing.
 Signature = tuple[int, int, int] | None
@@ -112,16 +120,26 @@ def open_file(path: Path, where: str) -> BufferedReader:
 
 
 def read_text_file(path: Path, where: str) -> str:
-    """Return the text of a small file; raises `CheckpointError` unless it is UTF-8, or UTF-16 with a byte order mark.
-
-    A byte order mark, as Windows' editors write it, is not part of the text.
-    """
-    with open_file(path, where) as file, reading(where, "not a UTF-8 text file", UnicodeDecodeError):
+    """Return the text of a small file without its byte order mark; raises `CheckpointError` as `decoded`."""
+    with open_file(path, where) as file, reading(where):
         data = file.read(_MAX_TEXT_BYTES + 1)
-        if len(data) > _MAX_TEXT_BYTES:
-            raise CheckpointError(f"{where}: larger than {_MAX_TEXT_BYTES} bytes")
-        is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        return data.decode("utf-16" if is_utf16 else "utf-8-sig")
+    if len(data) > _MAX_TEXT_BYTES:
+        raise CheckpointError(f"{where}: larger than {_MAX_TEXT_BYTES} bytes")
+    return decoded(data, where)
+
+
+def decoded(data: bytes, where: str) -> str:
+    """Return a text without its byte order mark: UTF-8, or UTF-16 or UTF-32 whose mark says so.
+
+    Raises:
+        CheckpointError: it is in another encoding; UTF-16 without a mark is named.
+    """
+    encoding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8")
+    if encoding == "utf-8" and b"\0" in data[:4]:
+        raise CheckpointError(f"{where}: UTF-16 without a byte order mark, or no text: save it as UTF-8")
+    refusal = f"not a {encoding.removesuffix('-sig').upper()} text file: save it as UTF-8"
+    with reading(where, refusal, UnicodeDecodeError):
+        return data.decode(encoding)
 
 
 def read_json(path: Path, where: str) -> Any:

@@ -1,18 +1,16 @@
 """What a config says of a head: its activation and its labels, read alike for transformers' and timm's folders."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.labels import indexed_labels
+from model.checkpoint.labels import UNNAMED, indexed_labels
 from model.checkpoint.options import CheckpointOptions
 from model.errors import CheckpointError
 from model.heads import SOFTMAX
 
 _MULTI_LABEL: Final = {None: False, "single_label_classification": False, "multi_label_classification": True}
-_UNNAMED: Final = re.compile(r"LABEL_\d+")
 _NAME_THEM: Final = "name the labels with --labels FILE (VIT_LABELS)"
 
 
@@ -27,7 +25,7 @@ class Labels:
     @property
     def has_names(self) -> bool:
         """Whether they are more than the numbers that transformers gives classes without names."""
-        return not all(map(_UNNAMED.fullmatch, self.names))
+        return not all(map(UNNAMED.fullmatch, self.names))
 
 
 @dataclass(frozen=True)
@@ -87,10 +85,10 @@ class StatedHead:
     def _compared(self, names: tuple[str, ...]) -> Labels:
         """Return the labels of `id2label`, which `label2id` has to agree with; defaults of either are not compared."""
         indices = self.config.get("label2id")
-        if not isinstance(indices, dict) or all(map(_UNNAMED.fullmatch, indices)):
+        if not isinstance(indices, dict) or all(map(UNNAMED.fullmatch, indices)):
             return self._noted(names)
         named = {str(index): label for label, index in indices.items()}
-        if all(map(_UNNAMED.fullmatch, names)) and named.keys() == {str(index) for index in range(len(names))}:
+        if all(map(UNNAMED.fullmatch, names)) and named.keys() == {str(index) for index in range(len(names))}:
             inverse = tuple(named[str(index)] for index in range(len(names)))
             return Labels(inverse, assumed=("labels: those of label2id, because id2label has none (VIT_LABELS)",))
         stated = {str(index): label for index, label in enumerate(names)}

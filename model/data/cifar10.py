@@ -71,7 +71,7 @@ def read_labels(folder: Path) -> tuple[str, ...]:
     """
     path = folder / LABELS_FILE
     try:
-        labels = tuple(path.read_text(encoding="utf-8").split())
+        labels = tuple(path.read_text(encoding="utf-8-sig").split())
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"{path}: cannot be read: {error}") from error
     if len(labels) != CLASSES:

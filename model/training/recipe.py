@@ -224,7 +224,7 @@ def read_recipe(path: Path) -> Recipe:
         TrainingError: the file cannot be read, or holds what a recipe may not.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise TrainingError(f"{path}: cannot be read: {error.strerror}") from error

@@ -17,8 +17,9 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
+from model.checkpoint.labels import read_labels
 from model.errors import InputError
-from model.heads import first_equal, is_list, labels_of_request, parse_labels
+from model.heads import first_equal, labels_of_request
 from model.images.preprocess import ModelInput
 from model.outputs import (
     POOLINGS,
@@ -210,8 +211,8 @@ class _ServerAnswers:
         self._client, self._arguments, self._model = client, arguments, arguments.model
 
     def classify(self, files: Sequence[Path], top_k: int) -> Iterator[tuple[Path, dict[str, Any] | str]]:
-        text = getattr(self._arguments, "labels", "")
-        labels = parse_labels(text, "--labels") if is_list(text) else None
+        text = getattr(self._arguments, "labels", None)
+        labels = None if text is None else read_labels(text, None)
         top_k = min(top_k, len(labels) if labels else self._client.model(self._model).classes)
 
         def ask(file: Path) -> dict[str, Any]:

@@ -126,7 +126,7 @@ def _names_file(setting: str, value: str) -> bool:
     if setting in ("checkpoint", "base"):
         is_elsewhere = value != "bundled" and _exists(Path(value))
         return is_elsewhere or not (value == "bundled" or _HUB_ID.fullmatch(value))
-    if setting == "preprocess" and value.startswith("{"):
+    if setting in ("preprocess", "labels") and value.startswith(("{", "[")):
         return False
     looks_like_path = os.sep in value or value.startswith("~") or _SUFFIX.search(value) is not None
     return setting == "keys" or looks_like_path or _is_file(Path(value))

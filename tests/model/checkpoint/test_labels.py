@@ -1,91 +1,133 @@
-"""Labels are read in every form in which people have them, or refused with the reason."""
+"""Labels, in the forms in which libraries and people write them."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from model.checkpoint.labels import read_labels
-from model.checkpoint.local_files import read_json
 from model.errors import CheckpointError
 
-RIGHT = ("cat", "dog", "red fox")
-FORMS: dict[str, str] = {
-    "lines.txt": "cat\ndog\nred fox\n",
-    "spaces.txt": "\n  cat\r\ndog \r\n\r\nred fox\r\n\r\n",
-    "list.json": '["cat", "dog", "red fox"]',
-    "id2label.json": '{"id2label": {"0": "cat", "1": "dog", "2": "red fox"}}',
-    "index.json": '{"2": "red fox", "0": "cat", "1": "dog"}',
-    "keras.json": '{"0": ["n00", "cat"], "1": ["n01", "dog"], "2": ["n02", "red fox"]}',
-    "class_to_idx.json": '{"cat": 0, "dog": 1, "red fox": 2}',
-    "label2id.json": '{"label2id": {"red fox": 2, "cat": 0, "dog": 1}}',
-    "coco.json": '{"categories": [{"id": 0, "name": "cat"}, {"id": 1, "name": "dog"}, {"id": 2, "name": "red fox"}]}',
-    "json.txt": '["cat", "dog", "red fox"]',
-    "header.csv": "index,label\n0,cat\n1,dog\n2,red fox\n",
-    "reversed.csv": "class_name,class_id\nred fox,2\ncat,0\ndog,1\n",
-    "bare.csv": '0,cat\n1,"dog"\n2,red fox\n',
-    "semicolon.csv": "id;name\n0;cat\n1;dog\n2;red fox\n",
-    "table.tsv": "0\tcat\n1\tdog\n2\tred fox\n",
-    "more.csv": "index,wnid,label\n0,n00,cat\n1,n01,dog\n2,n02,red fox\n",
-    "one.csv": "label\ncat\ndog\nred fox\n",
+LABELS = ("cat", "dog", "red fox")
+
+FORMS = {
+    "text.txt": "cat\ndog\nred fox\n",
+    "spaces.txt": "  cat\ndog  \nred fox\n\n\n",
     "table.txt": "0,cat\n1,dog\n2,red fox\n",
+    "json.txt": '["cat", "dog", "red fox"]',
+    "old-mac.txt": "cat\rdog\rred fox",
+    "teachable.txt": "0 cat\n1 dog\n2 red fox\n",
+    "numbered.txt": "1: dog\n0: cat\n2: red fox\n",
+    "python.txt": "{0: 'cat', 1: 'dog',\n 2: 'red fox'}",
+    "one-line.txt": 'cat,dog,"red fox"\n',
+    "list.json": '["cat", "dog", "red fox"]',
+    "indexed.json": '{"2": "red fox", "0": "cat", "1": "dog"}',
+    "keras.json": '{"0": ["n00", "cat"], "1": ["n01", "dog"], "2": ["n02", "red fox"]}',
+    "class_to_idx.json": '{"red fox": 2, "cat": 0, "dog": 1}',
+    "config.json": '{"id2label": {"0": "cat", "1": "dog", "2": "red fox"}, "label2id": {"LABEL_0": 0}, "size": 3}',
+    "label2id.json": '{"label2id": {"cat": "0", "dog": "1", "red fox": "2"}}',
+    "native.json": '{"format": "vitserve", "labels": ["cat", "dog", "red fox"]}',
+    "coco.json": '{"categories": [{"id": 1, "name": "dog"}, {"id": 0, "name": "cat"}, {"id": 2, "name": "red fox"}]}',
+    "headed.csv": "index,label\n0,cat\n1,dog\n2,red fox\n",
+    "turned.csv": 'label,index\n"dog",1\n"cat",0\n"red fox",2\n',
+    "bare.csv": "0,cat\n1,dog\n2,red fox\n",
+    "semicolons.csv": "id;class name\n0;cat\n1;dog\n2;red fox\n",
+    "tabs.tsv": "cat\t0\ndog\t1\nred fox\t2\n",
+    "described.csv": "class_id,name,supercategory\n0,cat,pet\n1,dog,pet\n2,red fox,wild\n",
+    "named.csv": "index,wnid,label\n0,n00,cat\n1,n01,dog\n2,n02,red fox\n",
+    "column.csv": "label\ncat\ndog\nred fox\n",
     "data.yaml": "nc: 3\nnames: ['cat', 'dog', 'red fox']\n",
-    "names.yml": "path: x\nnames:\n  0: cat\n  1: dog\n  2: red fox\n",
+    "names.yml": "path: ../x\nnames:\n  0: cat\n  1: dog\n  2: red fox\n",
+    "plain.yaml": "- cat\n- dog\n- red fox\n",
 }
-ENCODINGS = ["utf-8", "utf-8-sig", "utf-16"]
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 @pytest.mark.parametrize("name", FORMS)
-def test_a_file_is_read_in_any_form(name: str, encoding: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    path.write_bytes(FORMS[name].encode(encoding))
-    assert read_labels(str(path), 3) == RIGHT
-    with pytest.raises(CheckpointError, match="3 labels for 4 classes"):
-        read_labels(str(path), 4)
+def test_labels_are_read_in_each_form(name: str, encoding: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_bytes(FORMS[name].replace("\n", "\r\n").encode(encoding))
+    assert read_labels(str(file), 3) == LABELS
+    assert read_labels(str(file), None) == LABELS
 
 
-@pytest.mark.parametrize("text", ["cat,dog,red fox", 'cat, dog, "red fox"', '["cat", "dog", "red fox"]'])
-def test_names_are_read_where_a_file_is(text: str) -> None:
-    assert read_labels(text, 3) == RIGHT
+def test_files_of_the_field_are_read(shared: Path) -> None:
+    names = ("class_to_idx.json", "data.yaml", "id2label.json", "imagenet_class_index.json", "labels.csv")
+    for name in (*names, "labels_bom.txt"):
+        assert read_labels(str(shared / "data" / "field" / name), 3) == LABELS, name
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("gap.csv", "0,cat\n2,dog\n", "class 1 has none"),
-        ("twice.csv", "0,cat\n0,dog\n", "class 0 has two labels: 'cat' and 'dog'"),
-        ("gap.json", '{"0": "cat", "2": "dog"}', "class 1 has none"),
-        ("number.json", '{"0": 7.5, "1": "dog"}', "a label must be text"),
-        ("key.json", '{"a": "cat", "b": "dog"}', "expected a class index and its label"),
-        ("other.json", "[1, 2]", "no labels that are known: expected a list, an object"),
-        ("damaged.json", '["cat", ', "not JSON"),
-        ("damaged.yaml", "names: [cat, ", "not YAML"),
-        ("nothing.txt", "", "0 labels"),
-    ],
-)
-def test_another_form_is_refused_with_the_reason(name: str, text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    path.write_text(text)
-    with pytest.raises(CheckpointError, match=message):
-        read_labels(str(path), None)
+@pytest.mark.parametrize("text", ['cat,dog,"red fox"', '["cat", "dog", "red fox"]', '{"cat":0,"dog":1,"red fox":2}'])
+def test_labels_may_stand_in_the_setting(text: str) -> None:
+    assert read_labels(text, 3) == LABELS
 
 
 def test_what_is_neither_a_file_nor_names_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"'cats.txt': neither a file, nor names like cat,dog, nor one of"):
-        read_labels("cats.txt", 3)
+    for name in ("cats.txt", "cats, dogs.csv", "cats"):
+        with pytest.raises(CheckpointError, match="neither a file, nor names like cat,dog, nor one of imagenet-1k"):
+            read_labels(name, 2)
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_json_may_have_a_byte_order_mark(encoding: str, tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_bytes(json.dumps({"a": 1}).encode(encoding))
-    assert read_json(path, "config.json") == {"a": 1}
+def test_words_and_numbers_of_a_form_stay_labels(tmp_path: Path) -> None:
+    (tmp_path / "data.yaml").write_text("names: [no, on, 1.0, ~]\n")
+    assert read_labels(str(tmp_path / "data.yaml"), 4) == ("no", "on", "1.0", "~")
+    (tmp_path / "digits.csv").write_text("index,label\n0,1\n1,0\n")
+    assert read_labels(str(tmp_path / "digits.csv"), 2) == ("1", "0")
+    (tmp_path / "digits.json").write_text('{"1": 0, "0": 1}')
+    assert read_labels(str(tmp_path / "digits.json"), 2) == ("1", "0")
+    (tmp_path / "engines.txt").write_text("2 stroke\n4 stroke\n")
+    assert read_labels(str(tmp_path / "engines.txt"), 2) == ("2 stroke", "4 stroke")
+    (tmp_path / "synonyms.txt").write_text("tench, Tinca tinca\n7,5 ton truck\n")
+    assert read_labels(str(tmp_path / "synonyms.txt"), 2) == ("tench, Tinca tinca", "7,5 ton truck")
 
 
-@pytest.mark.shared
-def test_files_of_the_field_are_read_as_they_say(shared: Path) -> None:
-    names: list[Any] = ["labels_bom.txt", "imagenet_class_index.json", "class_to_idx.json", "id2label.json"]
-    for name in (*names, "labels.csv", "data.yaml"):
-        assert read_labels(str(shared / "data/field" / name), 3) == RIGHT, name
+REFUSED = {
+    "gap.json": ('{"0": "cat", "2": "dog"}', "2 labels, expected one for each of 0...1"),
+    "twice.json": ('{"0": "cat", "0": "dog"}', "'0' is there twice: 'cat' and 'dog'"),
+    "shared.json": ('{"cat": 0, "dog": 0}', "index 0 is 'cat' and 'dog'; give each index once"),
+    "contradiction.json": (
+        '{"id2label": {"0": "cat", "1": "dog"}, "label2id": {"cat": 1, "dog": 0}}',
+        "label2id has 'cat' at 1, where id2label has 'dog'",
+    ),
+    "other.json": ('{"a": {"b": 1}}', "neither from index to label nor from label to index"),
+    "empty-list.json": ("[]", "holds no labels"),
+    "numbers.json": ("[1, 2]", "entry 0: 1: a label must be text"),
+    "damaged.json": ('["cat", ', "not JSON"),
+    "key.json": ('{"a": "cat", "b": "dog"}', "neither from index to label nor from label to index"),
+    "gap.csv": ("index,label\n0,cat\n2,dog\n", "no label for index 1: its 2 labels have the indices 0 to 2"),
+    "twice.csv": ("index,label\n0,cat\n0,dog\n", "line 3: index 0 is 'cat' and 'dog'"),
+    "from-one.csv": ("1,cat\n2,dog\n", "no label for index 0.*count from 0"),
+    "from-one.txt": ("1 cat\n2 dog\n", "no label for index 0.*count from 0"),
+    "no-index.csv": ("n01440764,tench\nn01443537,goldfish\n", "do not tell which are index and label"),
+    "cells.csv": ("index,label\n0,cat\n1,dog,x\n", "line 3 has 3 cells, expected 2"),
+    "unlabelled.csv": ("index,label\n0,cat\n1,\n", "line 3: '': a label must be text that is not empty"),
+    "hole.csv": ("index,label\n0,cat\n\n1,dog\n", "line 3 has 0 cells, expected 2"),
+    "hole.txt": ("cat\n\ndog\n", "line 2 is empty"),
+    "nothing.txt": (" \n", "holds no labels"),
+    "more.txt": ("cat\ndog\nfox\n", "3 labels for 2 classes"),
+    "broken.yaml": ("names: [cat, dog\n", "not YAML"),
+    "twice.yaml": ("names:\n  0: cat\n  0: dog\n", "'0' is there twice"),
+    "circle.yaml": ("names: &a [*a, *a]\n", "line 1: write the values out instead of an alias"),
+    "unnamed.yaml": ("nc: 3\n", "no label for index 0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_form_leaves_open_is_refused(name: str, tmp_path: Path) -> None:
+    text, message = REFUSED[name]
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(CheckpointError, match=message) as refusal:
+        read_labels(str(file), 2)
+    assert str(file) in str(refusal.value)
+
+
+def test_other_encodings_are_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "labels.txt"
+    for content, message in (
+        ("cat\ndog\n".encode("utf-16-le"), "UTF-16 without a byte order mark"),
+        ("Kätzchen\ndog\n".encode("cp1252"), "not a UTF-8 text file: save it as UTF-8"),
+        ("cat\n".encode("utf-16")[:-1], "not a UTF-16 text file"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError, match=message):
+            read_labels(str(file), 2)

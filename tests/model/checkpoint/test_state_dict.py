@@ -163,7 +163,7 @@ def test_an_architecture_that_the_tensors_contradict_is_refused(
 
 @pytest.mark.parametrize(
     ("content", "suffix"),
-    [("a\nb\n\nc\n", ".txt"), ('["a", "b", "c"]', ".json"), ('{"0": "a", "2": "c", "1": "b"}', ".json")],
+    [("a\nb\nc\n\n", ".txt"), ('["a", "b", "c"]', ".json"), ('{"0": "a", "2": "c", "1": "b"}', ".json")],
 )
 def test_labels_come_from_a_file_of_lines_or_json(content: str, suffix: str, tiny: Path, tmp_path: Path) -> None:
     labels = tmp_path / f"labels{suffix}"

@@ -58,6 +58,11 @@ def test_settings_may_begin_with_a_mark_and_the_suffix_be_in_capitals(tmp_path: 
     assert read_folder(tmp_path)[1] == {"a": f"{tmp_path / 'a.TOML'}: it is not UTF-8, or nested too deeply"}
 
 
+def test_labels_of_an_entry_may_be_a_list(tmp_path: Path) -> None:
+    write(tmp_path, a__toml='checkpoint = "a/b"\nlabels = ["cup/mug", "dog"]')
+    assert settings_of(tmp_path) == {"a": {"checkpoint": "a/b", "labels": '["cup/mug", "dog"]'}}
+
+
 def test_weights_are_what_checkpoints_may_be() -> None:
     assert set(SUFFIXES) == WEIGHTS
 
