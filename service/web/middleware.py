@@ -35,7 +35,10 @@ logger = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 PROBES = frozenset({"/healthz", "/readyz", "/ping", "/metrics", "/v2/health/live", "/v2/health/ready"}) | {
-    f"/inference.GRPCInferenceService/{method}" for method in ("ServerLive", "ServerReady")
+    "/inference.GRPCInferenceService/ServerLive",
+    "/inference.GRPCInferenceService/ServerReady",
+    "/grpc.health.v1.Health/Check",
+    "/grpc.health.v1.Health/Watch",
 }
 """Paths that machines ask all the time: logged for debugging only, and no load worth a number."""
 

@@ -279,6 +279,8 @@ def test_the_component_opens_the_port_in_pod_service_and_policy(overlay: str, tm
     ports = {port["name"]: port["containerPort"] for port in container(manifests)["ports"]}
     values = settings_of(manifests)
     assert Settings(grpc_port=int(values["VIT_GRPC_PORT"])).grpc_port == ports["grpc"] != ports["http"]
+    probe = container(manifests)["readinessProbe"]
+    assert (probe["grpc"], "httpGet" in probe) == ({"port": ports["grpc"]}, False)
     service = one(manifests, "Service")
     assert [(port["name"], port["targetPort"]) for port in service["spec"]["ports"]] == [("http",) * 2, ("grpc",) * 2]
     policy = one(manifests, "NetworkPolicy")

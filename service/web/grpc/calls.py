@@ -2,16 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
 import grpc
 from google.protobuf import json_format
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from service.engine.messages import ModelInfo
 from service.errors import MalformedRequest, ModelFailed, NotFound, RequestTimeout, Unavailable
@@ -20,8 +20,10 @@ from service.server import connection_limit
 from service.settings import Settings
 from service.web.admission import RECEIVING_BYTES, RefusalPace
 from service.web.api_keys import KeyGuard
+from service.web.grpc import health, reflection
 from service.web.grpc import open_inference_pb2 as messages
 from service.web.grpc.messages import check_cost, decode_request, encode_answer, parse
+from service.web.grpc.standard import HEALTH_SERVICE
 from service.web.inference_protocol import GRPC_SERVICE
 from service.web.inference_protocol.descriptions import (
     model_configuration,
@@ -74,6 +76,15 @@ _FEWEST_ARRIVALS: Final = 8
 _REFUSALS_A_SECOND: Final = 100
 """More wait: each takes a millisecond of the event loop."""
 
+_WATCHES: Final = 64
+"""Callers that watch the health at once, and how many of them may be one caller's."""
+_WATCHES_OF_EACH: Final = 8
+
+_REFLECTIONS: Final = 8
+"""Callers that ask about services at once."""
+
+T = TypeVar("T")
+
 Count = Callable[..., None]
 """`RequestContextMiddleware.count`."""
 
@@ -122,6 +133,19 @@ class Call:
             raise MalformedRequest("the call has no message")
         return bytes(arrival.result())
 
+    async def next_message(self) -> bytes | None:
+        """Return the next message of a stream, None at its end; raises `RequestTimeout`."""
+        try:
+            async with asyncio.timeout(self.deadline.remaining()):
+                message = await self._context.read()
+        except TimeoutError:
+            raise RequestTimeout("the stream's time is up: call again") from None
+        return None if message is grpc.aio.EOF else bytes(message)
+
+    async def send(self, message: bytes) -> None:
+        """Send a message of an answer that is a stream."""
+        await self._context.write(message)
+
     async def receive(self) -> dict[str, Any]:
         """Return the message in the form of an ASGI request's body; see `message`."""
         return {"type": "http.request", "body": await self.message(), "more_body": False}
@@ -147,12 +171,26 @@ class Calls:
         settings = service.settings
         # As many as largest bodies fit into this worker's part of the bytes to be received.
         most = max(_FEWEST_ARRIVALS, RECEIVING_BYTES // settings.max_request_bytes // settings.workers)
+        self.watches = Lane("watchers", lambda: _WATCHES, clock=service.clock, each=_WATCHES_OF_EACH)
+        self.reflections = Lane("reflection", lambda: _REFLECTIONS, clock=service.clock, each=_ARRIVALS_OF_EACH)
         self._arrivals = Lane("messages", lambda: most, clock=service.clock, each=_ARRIVALS_OF_EACH)
         self._pace = RefusalPace(service.clock, _REFUSALS_A_SECOND)
 
-    async def answer(self, method: str, _: object, context: Any) -> bytes:
-        """Answer a call of this method, as grpcio calls it."""
-        metrics, path = self._service.metrics, f"/{GRPC_SERVICE}/{method}"
+    async def answer(self, path: str, _: object, context: Any) -> bytes:
+        """Answer a call of this method by a message, as grpcio calls it."""
+        return await self._handled(path, context, partial(METHODS[path], self._service))
+
+    async def converse(self, path: str, _: object, context: Any) -> None:
+        """Answer a call of this method by a stream of messages, as grpcio calls it."""
+        await self._handled(path, context, partial(STREAMS[path], self))
+
+    @property
+    def service(self) -> Service:
+        """Return the service that is called."""
+        return self._service
+
+    async def _handled(self, path: str, context: Any, work: Callable[[Call], Awaitable[T]]) -> T:
+        metrics = self._service.metrics
         call = Call(context, self._arrivals, self._service)
         trailers = [("x-request-id", call.request_id)]
         status, name, code, client = CLIENT_DISCONNECTED, None, None, call.address
@@ -162,7 +200,7 @@ class Calls:
                 if key is not None:
                     name = call.caller = key.name
                 with self._guard.request(key):
-                    answer = await METHODS[method](self._service, call)
+                    answer = await work(call)
                 context.set_trailing_metadata(trailers)
                 status = HTTPStatus.OK
                 return answer
@@ -242,7 +280,43 @@ async def _model_infer(service: Service, call: Call) -> bytes:
         return await infer(admitted, await read(admitted, body, lambda _: request), encode_answer)
 
 
-METHODS: Final[dict[str, Method]] = {
+async def _check(service: Service, call: Call) -> bytes:
+    name = _asked(health.REQUEST, await call.message()).get("service", "")
+    return _encode({"status": health.status_of(service, name)}, health.RESPONSE())
+
+
+async def _watch(calls: Calls, call: Call) -> None:
+    name = _asked(health.REQUEST, await call.message()).get("service", "")
+
+    async def send(status: str) -> None:
+        await call.send(_encode({"status": status}, health.RESPONSE()))
+
+    with calls.watches.turn(call.caller, 1, call.deadline) as turn:
+        await turn
+        await health.watch(calls.service, name, send)
+
+
+async def _reflect(calls: Calls, call: Call) -> None:
+    """Answer questions about the services of this port, until the caller ends or the time of a request is up."""
+    with calls.reflections.turn(call.caller, 1, call.deadline) as turn:
+        await turn
+        while (message := await call.next_message()) is not None:
+            await call.send(_encode(reflection.answer(_asked(reflection.REQUEST, message)), reflection.RESPONSE()))
+
+
+def _asked(kind: type[Message], data: bytes) -> dict[str, Any]:
+    """Return a message of a standard service as a dictionary; raises `MalformedRequest` and `UploadTooLarge`."""
+    check_cost(memoryview(data), {})
+    message = kind()
+    try:
+        message.ParseFromString(data)
+    except DecodeError as error:
+        raise MalformedRequest(f"not the message of this method: {error}") from None
+    asked: dict[str, Any] = json_format.MessageToDict(message, preserving_proto_field_name=True)
+    return asked
+
+
+_PROTOCOL: Final[dict[str, Method]] = {
     "ServerLive": _server_live,
     "ServerReady": _server_ready,
     "ModelReady": _model_ready,
@@ -254,6 +328,30 @@ METHODS: Final[dict[str, Method]] = {
     ),
     "ModelInfer": _model_infer,
 }
+
+METHODS: Final = {f"/{GRPC_SERVICE}/{name}": method for name, method in _PROTOCOL.items()} | {
+    f"/{HEALTH_SERVICE}/Check": _check
+}
+"""The methods that answer one message, by path."""
+
+STREAMS: Final[dict[str, Callable[[Calls, Call], Awaitable[None]]]] = {
+    f"/{HEALTH_SERVICE}/Watch": _watch,
+    **dict.fromkeys(reflection.PATHS, _reflect),
+}
+"""The methods that answer a stream, by path."""
+
+
+def _handlers(calls: Calls) -> Iterator[grpc.GenericRpcHandler]:
+    """Yield the handler of each service.
+
+    On the wire a single message is the same as a stream of messages with one element. grpcio reads a stream when the
+    method does, so that a call is refused before its message arrives.
+    """
+    handlers = {path: grpc.stream_unary_rpc_method_handler(partial(calls.answer, path)) for path in METHODS}
+    handlers |= {path: grpc.stream_stream_rpc_method_handler(partial(calls.converse, path)) for path in STREAMS}
+    for service in sorted({path.split("/")[1] for path in handlers}):
+        own = {path.split("/")[2]: each for path, each in handlers.items() if path.split("/")[1] == service}
+        yield grpc.method_handlers_generic_handler(service, own)
 
 
 def _options(settings: Settings) -> list[tuple[str, int]]:
@@ -283,11 +381,8 @@ async def serving(service: Service, guard: KeyGuard, count: Count, port: int) ->
     Raises `RuntimeError` if the port is not available.
     """
     settings, calls = service.settings, Calls(service, guard, count)
-    # On the wire a single message is the same as a stream of messages with one element. grpcio reads a stream when the
-    # method does, so that a call is refused before its message arrives.
-    handlers = {name: grpc.stream_unary_rpc_method_handler(partial(calls.answer, name)) for name in METHODS}
     server = grpc.aio.server(options=_options(settings), maximum_concurrent_rpcs=MAX_CONNECTIONS)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(GRPC_SERVICE, handlers),))
+    server.add_generic_rpc_handlers(tuple(_handlers(calls)))
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     server.add_insecure_port(f"{host}:{port}")
     await server.start()
