@@ -109,6 +109,19 @@ def test_plain_state_dicts(case: str, tmp_path: Path) -> None:
     assert_read_exactly(model, state, tmp_path / f"weights{suffix}", given, (size, size))
 
 
+def test_a_size_mends_a_state_dict_of_another(tmp_path: Path) -> None:
+    model = timm().create_model("vit_small_patch14_dinov2", **SMALL, img_size=70, num_classes=4).eval()
+    randomise(model)
+    torch.save(model.state_dict(), tmp_path / "dinov2.pth")
+    given = "vit_small_patch14_dinov2,norm_order=pre" + "".join(f",{key}={value}" for key, value in SMALL.items())
+    options: dict[str, Any] = {"architecture": given, "preprocess": preprocess_file(tmp_path, 28, 28)}
+    with pytest.raises(CheckpointError, match="gives 28x28 pixels, the model takes 70x70: --image-size 28x28"):
+        load_checkpoint(str(tmp_path / "dinov2.pth"), labels="numbers", **options)
+    checkpoint = load_checkpoint(str(tmp_path / "dinov2.pth"), labels="numbers", image_size=(28, 28), **options)
+    model.set_input_size((28, 28))
+    assert_same_logits(checkpoint, model, "a state dict at 28")
+
+
 def test_dinov2s_own_names_with_registers(tmp_path: Path) -> None:
     model = (
         timm().create_model("vit_giant_patch14_reg4_dinov2", embed_dim=48, depth=2, img_size=42, num_classes=4).eval()
