@@ -76,6 +76,9 @@ _TINY: Final = 1e-30
 # Classes from which on the spread of a picture's logits tells how much speaks for one of them.
 _MANY: Final = 50
 
+# Share of the evidence that is left where a head abstains: below `LITTLE`, whatever it was.
+_ABSTAINED: Final = 0.1
+
 # Standard deviations above the mean logit at which nothing, and all, speaks for a class.
 _ABSENT: Final = 1.5
 _PRESENT: Final = 4.0
@@ -238,22 +241,49 @@ class Head:
         finite = np.asarray(np.isfinite(scores).all(axis=-1))
         return Best(np.take_along_axis(scores, indices, axis=1), indices, finite)
 
-    def evidence(self, logits: Floats, classes: NDArray[np.int64]) -> tuple[Floats, Floats]:
+    def abstains(self, logits: Floats, features: Floats | None = None) -> NDArray[np.bool_]:
+        """Return whether none of the labels is given of each image, bool [B].
+
+        Args:
+            logits: [B, C].
+            features: that a taught head reads, [B, D].
+        """
+        abstains = np.zeros(len(logits), bool)
+        if self.label_sets is not None:
+            abstains |= [not len(each) for each in self.label_sets(logits)]
+        if self.thresholds is not None:
+            abstains |= ~(self.scores(logits) >= self.thresholds).any(axis=1)
+        if self.known is not None and features is not None:
+            abstains |= self.known.far(features)
+        return abstains
+
+    def evidence(
+        self, logits: Floats, classes: NDArray[np.int64], abstains: NDArray[np.bool_] | None = None
+    ) -> tuple[Floats, Floats]:
         """Return the score of one class of each image, and how much speaks for it on a scale common to its classes.
 
-        Where scores are independent of each other, the evidence is the score. Else, among 50 classes and more, it is
-        how far the class's logit lies above the mean of all logits: 0 at 1.5 of their standard deviations, and 1 at 4.
-        Fewer have no spread to measure by. There it is that distance relative to the best class's, squared; or the
-        class's score relative to the best one's where that is more, so of two classes that share the score, each has
-        the whole evidence. It does not depend on a constant that is added to all logits.
+        If scores are independent of each other, the evidence is the score. Else, among 50 classes and more, it is how
+        far the class's logit lies above the mean of all logits: 0 at 1.5 of their standard deviations, and 1 at 4.
+        Fewer classes have no spread to measure by. There it is that distance relative to the best class's, squared, or
+        the class's score relative to the best one's if that is more; times the best score, so that it is 1 only if the
+        score is. It does not depend on a constant that is added to all logits.
+
+        Little speaks for any class of an image of which the head abstains.
 
         Args:
             logits: [B, C].
             classes: int64 [B].
+            abstains: bool [B], see `abstains`; None: of none.
 
         Returns:
             float32 [B], 0...1, twice.
         """
+        score, evidence = self._evidence(logits, classes)
+        if abstains is not None:
+            evidence = np.where(abstains, np.float32(_ABSTAINED) * evidence, evidence)
+        return score, evidence
+
+    def _evidence(self, logits: Floats, classes: NDArray[np.int64]) -> tuple[Floats, Floats]:
         scores, places = self.scores(logits), np.arange(len(logits))
         score = scores[places, classes]
         if self.independent:
@@ -265,8 +295,9 @@ class Head:
             spread = (above / np.maximum(exact.std(axis=1), _TINY) - _ABSENT) / (_PRESENT - _ABSENT)
             return score, np.clip(spread, 0, 1).astype(np.float32)
         above /= np.maximum(best - mean, _TINY)
-        relative = score / np.maximum(scores.max(axis=1), np.float32(_TINY))
-        return score, np.clip(np.maximum(np.square(above).astype(np.float32), relative), 0, 1)
+        highest = scores.max(axis=1)
+        relative = score / np.maximum(highest, np.float32(_TINY))
+        return score, np.clip(highest * np.maximum(np.square(above).astype(np.float32), relative), 0, 1)
 
     def target(self, features: Floats, method: Method, label: int | None) -> tuple[int, Floats]:
         """Return a class, None being the best one of features [D], and what its map begins with, float32 [D].
@@ -358,9 +389,11 @@ def compared(outputs: Outputs, head: Head, requested: RequestedOutputs) -> Outpu
     features = outputs.embedding[np.newaxis]
     logits = head.logits(features)
     best, found = head.best(logits, requested.top_k), outputs.map
+    abstains = head.abstains(logits, features)
     if found is not None and found.request.class_index is not None:
-        [score], [evidence] = (each.tolist() for each in head.evidence(logits, np.array([found.request.class_index])))
-        found = replace(found, score=score, evidence=evidence)
+        classes = np.array([found.request.class_index])
+        [score], [evidence] = (each.tolist() for each in head.evidence(logits, classes, abstains))
+        found = replace(found, score=score, evidence=evidence, abstained=bool(abstains[0]))
     return Outputs(
         best.scores[0],
         best.indices[0],
@@ -368,7 +401,7 @@ def compared(outputs: Outputs, head: Head, requested: RequestedOutputs) -> Outpu
         logits[0] if requested.logits else None,
         (outputs.more or (outputs,))[0].embedding if requested.embedding else None,
         outputs.finite and bool(best.finite[0]),
-        far=head.known is not None and bool(head.known.far(features)[0]),
+        far=head.known is not None and bool(abstains[0]),
     )
 
 

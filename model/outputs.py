@@ -23,8 +23,9 @@ METHODS: Final[tuple[Method, ...]] = get_args(Method)
 # Methods whose map is of a class.
 CLASS_SPECIFIC: Final[frozenset[Method]] = frozenset({"relevance", "gae"})
 
-# Evidence below which a drawing says in words that little speaks for its class.
+# Evidence below which a drawing says in words that little speaks for its class, and from which on that much does.
 LITTLE: Final = 0.2
+MUCH: Final = 0.6
 
 # How many other classes relevance compares a class with; a model of fewer classes has fewer.
 RIVALS: Final = 10
@@ -291,6 +292,7 @@ class AttentionMap:
         score: of the class, with a class-specific method.
         evidence: how much speaks for the class, 0 ... 1, with a class-specific method; see `model.heads.Head.evidence`.
             A drawing fades with it.
+        abstained: whether the head abstains of the image, with a class-specific method.
     """
 
     request: MapRequest
@@ -298,6 +300,7 @@ class AttentionMap:
     kept_mass: float
     score: float | None = None
     evidence: float | None = None
+    abstained: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,8 +374,15 @@ class Outputs:
         least = 0.0 if self.least is None else self.least
         return self.scores >= np.maximum(least, np.float32(min_score or 0))
 
+    def abstained_by(self, min_score: float | None = None) -> Literal["coverage", "distance", "min_score"] | None:
+        """Return why no label is given of the image, or None: its distance, its set of labels, or its scores."""
+        if self.far:
+            return "distance"
+        if self.label_set is not None and not len(self.label_set):
+            return "coverage"
+        return None if self.predicted(min_score).any() else "min_score"
+
     @property
     def abstains(self) -> bool:
-        """Return whether no label is given of the image: by its distance, by its set of labels, or by its scores."""
-        no_set = self.label_set is not None and not len(self.label_set)
-        return self.far or no_set or (self.least is not None and not self.predicted().any())
+        """Return whether no label is given of the image, by its head alone."""
+        return self.abstained_by() is not None

@@ -37,6 +37,9 @@ def ranked(labels: Sequence[str], indices: Iterable[int], scores: Iterable[float
     return [{"label": labels[index], "index": index, "score": significant(score)} for index, score in pairs]
 
 
+AbstainedBy = Literal["coverage", "distance", "min_score"]
+"""Why a model abstains."""
+
 # Labels of the largest set that an answer spells out: more say little, and fewer would not have the coverage.
 MAX_SET: Final = 100
 
@@ -48,8 +51,6 @@ def set_fields(labels: Sequence[str], indices: Sequence[int] | None) -> dict[str
     fields: dict[str, Any] = {"set_size": len(indices)}
     if len(indices) <= MAX_SET:
         fields["set"] = [labels[index] for index in indices]
-    if not indices:
-        fields |= {"abstained": True, "abstained_by": "coverage"}
     return fields
 
 
@@ -75,6 +76,9 @@ class _Map(BaseModel):
     evidence: Annotated[
         float | None,
         Field(description="0...1: how much speaks for that class in this picture; drawings fade with it"),
+    ] = None
+    abstained: Annotated[
+        Literal[True] | None, Field(description="the model abstains: little speaks for any of its classes")
     ] = None
     layer: Annotated[int | None, Field(description="`cls`: 0 is the first")] = None
     head: Annotated[int | Literal["mean", "max"] | None, Field(description="`cls`: how heads are combined")] = None
@@ -123,10 +127,15 @@ class ModelClassification(BaseModel):
         Field(description="with VIT_COVERAGE: labels that hold the right one so often, best first; absent beyond 100"),
     ] = None
     set_size: Annotated[int | None, Field(description="with VIT_COVERAGE: labels in the set, however many")] = None
-    abstained: Annotated[Literal[True] | None, Field(description="no label fits")] = None
+    abstained: Annotated[
+        bool, Field(description="no label fits; `predictions` has the nearest, but for those below a least score")
+    ] = False
     abstained_by: Annotated[
-        Literal["coverage", "min_score", "distance"] | None,
-        Field(description="unlike the pictures of the calibration; every score below `min_score` or a threshold"),
+        AbstainedBy | None,
+        Field(
+            description="`coverage`: unlike the pictures of the calibration; `distance`: unlike all examples of a "
+            "taught head; `min_score`: every score is below it, or below the label's threshold"
+        ),
     ] = None
     attention: Attention | None = None
     embedding: Annotated[list[float] | None, Field(description="what the head reads, float32")] = None

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from model.outputs import LITTLE, AttentionMap
+from model.outputs import LITTLE, MUCH, AttentionMap
 
 # Longer side in pixels of a drawing, at least, that has a caption: a smaller one has no room for words.
 _MIN_CAPTIONED: Final = 160
@@ -38,8 +38,16 @@ def caption_of(attention: AttentionMap, labels: Sequence[str]) -> tuple[str, str
     label, evidence = drawable(labels[request.class_index]), attention.evidence
     named = label if label.strip("? ,") else f"class {request.class_index}"
     score = f"{attention.score:.1%}" if attention.score >= 0.0005 else "< 0.1%"
-    words = f"evidence {evidence:.2f}" if evidence >= LITTLE else f"little speaks for it here ({evidence:.2f})"
+    words = f"{_amount(evidence)} speaks for it here ({evidence:.2f})"
+    if attention.abstained:
+        words = "the model abstains: none of its labels fits"
     return f"{named}: {score}", f"{request.method}, {words}"
+
+
+def _amount(evidence: float) -> str:
+    if evidence >= MUCH:
+        return "much"
+    return "some" if evidence >= LITTLE else "little"
 
 
 def drawable(text: str) -> str:

@@ -475,8 +475,11 @@ def _with_evidence(
     if not classes:
         return {}
     assert logits is not None
-    both = zip(*head.evidence(logits[[*classes]], np.array([*classes.values()])), strict=True)
+    own = logits[[*classes]]
+    abstains = head.abstains(own)
+    scores, evidences = head.evidence(own, np.array([*classes.values()]), abstains)
+    found_of = zip(classes, scores.tolist(), evidences.tolist(), abstains.tolist(), strict=True)
     return {
-        place: replace(maps[place], score=float(score), evidence=float(evidence))
-        for place, (score, evidence) in zip(classes, both, strict=True)
+        place: replace(maps[place], score=score, evidence=evidence, abstained=abstained)
+        for place, score, evidence, abstained in found_of
     }

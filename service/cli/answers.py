@@ -38,7 +38,7 @@ from vitserve.client import Client, ClientError, ProblemError, Unauthorized, Unr
 from vitserve.documents import HeadDescription, Knowledge, ranked, set_fields
 
 # The fields of a set of labels.
-SET: Final = ("set", "set_size", "abstained")
+SET: Final = ("set", "set_size", "abstained", "abstained_by")
 
 # Consecutive files without an answer after which the server is taken for gone.
 _LOST_IN_A_ROW: Final = 8
@@ -125,8 +125,10 @@ class LocalAnswers:
             kept = each.predicted()
             predictions = ranked(info.labels, each.indices[kept].tolist(), each.scores[kept].tolist())
             label_set = None if each.label_set is None else each.label_set.tolist()
-            abstained = {"abstained": True} if each.abstains else {}
-            return {"predictions": predictions, **abstained, **set_fields(info.labels, label_set)}
+            answered = {"predictions": predictions, "abstained": each.abstains, **set_fields(info.labels, label_set)}
+            if each.abstains:
+                answered["abstained_by"] = each.abstained_by()
+            return answered
 
         return self._answers(files, [requested], answer)
 

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tqdm import tqdm
 
@@ -71,12 +71,19 @@ def _rows(file: Path, answer: Answer) -> Iterator[dict[str, Any]]:
         yield {"file": file, "rank": rank, **prediction, **fields}
 
 
+_WHY: Final = {
+    "coverage": "unlike the pictures of its classes",
+    "distance": "unlike all its examples",
+    "min_score": "every score is below its threshold",
+}
+
+
 def _text(file: Path, answer: Answer) -> str:
     if "error" in answer:
         return f"{file}\n  error: {answer['error']}"
     lines = [str(file), *(f"{each['score']:8.2%}  {each['label']}" for each in answer["predictions"])]
-    if "abstained" in answer:
-        lines.append("  abstained: unlike the pictures of its classes")
+    if answer.get("abstained"):
+        lines.append(f"  abstained: {_WHY[answer.get('abstained_by', 'coverage')]}")
     elif "set" in answer:
         lines.append(f"  one of: {'; '.join(answer['set'])}")
     elif "set_size" in answer:

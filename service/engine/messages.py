@@ -110,6 +110,11 @@ class ModelInfo:
     has_thresholds: bool = False
 
     @property
+    def can_abstain(self) -> bool:
+        """Return whether its head may say of a picture that none of its labels fits."""
+        return self.taught or self.coverage is not None or self.has_thresholds
+
+    @property
     def input_shape(self) -> tuple[int, int, int]:
         """Return (rows, columns, channels) of the images that the model takes."""
         return (*self.preprocess.size, len(self.preprocess.mean))

@@ -8,8 +8,18 @@ from model.calibration import scores_and_energies
 from model.config import ViTConfig
 from model.errors import InputError
 from model.explanation.frozen_gradients import with_rivals
-from model.heads import MAX_CHARACTERS, MAX_TEXTS, Form, Head, ZeroShot, compared, labels_of_request, parse_labels
-from model.outputs import Outputs, RequestedOutputs
+from model.heads import (
+    MAX_CHARACTERS,
+    MAX_TEXTS,
+    Form,
+    Head,
+    Known,
+    ZeroShot,
+    compared,
+    labels_of_request,
+    parse_labels,
+)
+from model.outputs import LITTLE, Outputs, RequestedOutputs
 from model.runtime.backend import BatchOutputs
 from model.runtime.cuda.backend import with_best
 
@@ -160,13 +170,29 @@ def test_the_host_and_a_device_score_alike_and_tell_what_is_not_finite(independe
         np.testing.assert_allclose(head.scores(logits)[sound], of_sets[sound], atol=1e-6)
 
 
-def test_evidence_of_the_best_class_is_whole_unless_classes_are_independent() -> None:
+def test_evidence_among_few_is_whole_only_if_the_score_is() -> None:
     logits = np.array([[4.0, 4.0, -8.0], [1.0, 3.0, 2.0]], np.float32)
     score, evidence = Head(tuple("abc"), independent=False).evidence(logits, np.array([1, 0]))
     np.testing.assert_allclose(score, [0.5, 0.0900], atol=1e-4)
-    np.testing.assert_allclose(evidence, [1, 0.1353], atol=1e-4)
+    np.testing.assert_allclose(evidence, [0.5, 0.0900], atol=1e-4)
+    sure = np.array([[40.0, 0.0, 0.0]], np.float32)
+    assert Head(tuple("abc"), independent=False).evidence(sure, np.array([0]))[1].item() == 1
     score, evidence = Head(tuple("abc"), independent=True).evidence(logits, np.array([1, 0]))
     assert score.tolist() == evidence.tolist()
+
+
+def test_little_speaks_for_any_class_if_a_head_abstains() -> None:
+    logits = np.array([[40.0, 0.0], [0.0, 40.0]], np.float32)
+    of_sets = Head(("a", "b"), False, label_sets=lambda rows: [np.flatnonzero(row[:1] > 1) for row in rows])
+    assert of_sets.abstains(logits).tolist() == [False, True]
+    of_thresholds = Head(("a", "b"), False, thresholds=np.array([0.9, 2.0], np.float32))
+    assert of_thresholds.abstains(logits).tolist() == [False, True]
+    features = np.array([[1.0, 0.0], [0.0, 1.0]], np.float32)
+    taught = Head(("a", "b"), False, known=Known(features[:1], 0.5))
+    assert taught.abstains(logits, features).tolist() == [False, True]
+    _, evidence = taught.evidence(logits, np.array([0, 1]), taught.abstains(logits, features))
+    assert evidence[0] == 1
+    assert evidence[1] < LITTLE
 
 
 def test_among_many_classes_evidence_is_measured_by_the_spread_of_their_logits() -> None:

@@ -103,7 +103,7 @@ OUTPUTS: Final[Mapping[str, Output]] = {
         "BOOL",
         lambda info: [1],
         lambda outputs, _: np.array([outputs.abstains]),
-        lambda info: info.taught or info.coverage is not None or info.has_thresholds,
+        lambda info: info.can_abstain,
     ),
 }
 _BY_DEFAULT: Final[tuple[str, ...]] = ("label", "index", "score")

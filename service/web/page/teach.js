@@ -215,8 +215,9 @@ export class Teaching {
     out.textContent = "Looking …";
     try {
       const { predictions, abstained } = await sendPatiently("POST", "classify", { query: { model: this.name }, file, signal });
-      out.textContent = abstained ? `${file.name}: unlike all its examples, so it does not say.`
-        : `${file.name}: ${predictions.map(({ label, score }) => `${label} ${percent(score)}`).join(", ")}`;
+      const labels = predictions.map(({ label, score }) => `${label} ${percent(score)}`).join(", ");
+      out.textContent = abstained ? `${file.name}: unlike all its examples, so it does not say (nearest: ${labels}).`
+        : `${file.name}: ${labels}`;
     } catch (error) {
       out.textContent = why(error, file);
     }

@@ -210,15 +210,13 @@ def _fields(
         attention = Attention(url=url, region=region, **map_fields(outputs.map, labels))
     predicted = outputs.predicted(min_score)
     predictions = ranked(labels, outputs.indices[predicted].tolist(), outputs.scores[predicted].tolist())
-    of_set: dict[str, Any] = {**set_fields(labels, None if outputs.label_set is None else outputs.label_set.tolist())}
-    if outputs.far:
-        predictions, of_set = [], {"abstained": True, "abstained_by": "distance"}
-    if not predictions and "abstained" not in of_set:
-        of_set |= {"abstained": True, "abstained_by": "min_score"}
+    abstained_by = outputs.abstained_by(min_score)
     fields = {
         "model": model.info.name,
         "predictions": predictions,
-        **of_set,
+        **set_fields(labels, None if outputs.label_set is None else outputs.label_set.tolist()),
+        "abstained": abstained_by is not None,
+        "abstained_by": abstained_by,
         "attention": None if attention is None else attention.model_dump(exclude_none=True, by_alias=True),
         "embedding": None if outputs.embedding is None else outputs.embedding.tolist(),
         "batch_size": result.batch_size,

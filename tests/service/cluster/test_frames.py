@@ -57,7 +57,8 @@ def results(draw: st.DrawFn) -> InferenceResult:
     found = None
     if draw(st.booleans()):
         grid = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
-        found = AttentionMap(draw(MAPS), draw(floats(grid)), *(draw(st.floats(0, 1)) for _ in range(3)))
+        kept, score, evidence = (draw(st.floats(0, 1)) for _ in range(3))
+        found = AttentionMap(draw(MAPS), draw(floats(grid)), kept, score, evidence, draw(st.booleans()))
     indices = draw(arrays.arrays(np.int64, top_k, elements=SMALL))
     times = draw(SECONDS), draw(SECONDS)
     logits, embedding = draw(st.none() | floats(20)), draw(st.none() | floats(12))

@@ -199,6 +199,7 @@ def test_a_map_is_told_to_seven_decimals() -> None:
         "evidence": None,
         "values": [[0.3333333, 0.25]],
         "kept_mass": 0.6666667,
+        "abstained": None,
     }
     fields = map_fields(AttentionMap(MapRequest("relevance", 1), values, 1.0, 0.1 + 0.2, 1 / 3), LABELS)
     assert [fields[name] for name in ("label", "score", "evidence")] == ["dog", 0.3, 0.3333333]
@@ -213,7 +214,8 @@ def with_coverage() -> App:
 
 FIELDS = ("set", "set_size", "abstained")
 ABSTAINED = {"set": [], "set_size": 0, "abstained": True}
-THREE = {"set": ["label 3", "label 4", "label 5"], "set_size": 3}
+OF_THREE = {"set": ["label 3", "label 4", "label 5"], "set_size": 3}
+THREE = {**OF_THREE, "abstained": False}
 
 
 def fields(answer: dict[str, Any]) -> dict[str, Any]:
@@ -234,7 +236,7 @@ async def test_an_answer_has_its_set_or_abstains_whatever_top_k(path: str, red: 
 @on_a_loop
 async def test_predictions_are_those_in_the_set() -> None:
     service = with_coverage()
-    assert list((await service.classify(png(3), path="/predictions/fake")).json) == THREE["set"]
+    assert list((await service.classify(png(3), path="/predictions/fake")).json) == OF_THREE["set"]
     assert (await service.classify(png(0), path="/predictions/fake")).json == {}
     assert service.metric("vit_abstained_total") == 1
 
@@ -312,7 +314,7 @@ def test_a_set_of_many_labels_is_a_number_alone_and_the_client_reads_it() -> Non
     answer = {"model": "m", "predictions": [], "timings_ms": timings, "batch_size": 1}
     read = Classification.model_validate(answer | ABSTAINED)
     assert (read.set, read.set_size, read.abstained) == ([], 0, True)
-    assert Classification.model_validate(answer).abstained is None
+    assert Classification.model_validate(answer).abstained is False
 
 
 @on_a_loop
