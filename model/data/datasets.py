@@ -1,33 +1,18 @@
-"""Data to train on and to measure on, of both kinds: CIFAR-10's binary files and folders of pictures; their splits.
-
-A folder of pictures has a folder for each class. Either all in one place, to be split, or split already:
-
-    root/cat/1.jpg          root/train/cat/1.jpg
-    root/dog/2.png          root/val/cat/7.jpg         `val` or `validation`; without it `train` is split
-                            root/test/cat/9.jpg        optional: measured once, when all choices are made
-
-Classes are the sorted names of the folders. Pictures may lie deeper. Hidden files and folders, `Thumbs.db` and
-`desktop.ini` are ignored, and so are files beside the class folders; every other file in a class is a picture.
-"""
+"""Data to train on and to measure on: CIFAR-10's binary files and folders of pictures (`model.data.folders`)."""
 
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from model.config import Size
 from model.data import cifar10
+from model.data.folders import TEST, TRAIN, VALIDATION, PictureFolder, find_pictures
 from model.data.pictures import PictureFiles
 from model.errors import DatasetError
-
-_TRAIN: Final = "train"
-_VALIDATION: Final = ("val", "validation")
-_TEST: Final = "test"
-_IGNORED: Final = frozenset({"thumbs.db", "desktop.ini"})
 
 
 @dataclass(frozen=True)
@@ -41,6 +26,7 @@ class Dataset:
         test: not for training, nor for any choice made while training; None where there is none.
         own_validation: whether the validation set was given, and not split off.
         image_size: (rows, columns) of all pictures; None where they differ.
+        notes: a line each on which split is used for what, and on what is left out.
     """
 
     name: str
@@ -50,6 +36,7 @@ class Dataset:
     test: PictureFiles | None
     own_validation: bool = False
     image_size: Size | None = None
+    notes: tuple[str, ...] = ()
 
     def split(self) -> dict[str, list[str]]:
         """Return the names of the pictures of each set."""
@@ -70,13 +57,28 @@ def open_dataset(root: Path, validation: int | float, seed: int) -> Dataset:
     """
     if cifar10.is_cifar10(root):
         labels = cifar10.read_labels(root)
-        test, train = (cifar10.read_files(root, names) for names in (cifar10.TEST_FILES, cifar10.TRAIN_FILES))
-        parts = stratify(train, labels, validation, seed)
-        return Dataset("CIFAR-10", labels, *parts, test, image_size=cifar10.IMAGE_SIZE)
-    labels, sets = find_pictures(root)
-    own = sets.get("validation")
-    parts = stratify(sets[_TRAIN], labels, validation, seed) if own is None else (sets[_TRAIN], own)
-    return Dataset(root.resolve().name, labels, *parts, sets.get(_TEST), own_validation=own is not None)
+        cifar_test = cifar10.read_files(root, cifar10.TEST_FILES)
+        every = cifar10.read_files(root, cifar10.TRAIN_FILES)
+        kept, aside = stratify(every, labels, validation, seed)
+        return Dataset("CIFAR-10", labels, kept, aside, cifar_test, image_size=cifar10.IMAGE_SIZE)
+    folder = find_pictures(root)
+    chosen, notes = folder.choose([TRAIN], "train")
+    if folder.folders:
+        notes = (_uses(folder), *folder.notes)
+    train = folder.sets[chosen]
+    own = folder.sets.get(VALIDATION)
+    parts = stratify(train, folder.labels, validation, seed) if own is None else (train, own)
+    test = folder.sets.get(TEST)
+    name = root.resolve().name
+    return Dataset(name, folder.labels, *parts, test, own_validation=own is not None, notes=notes)
+
+
+def _uses(folder: PictureFolder) -> str:
+    """Return one line on what each split is used for in training."""
+    names = folder.folders
+    validated = f"{names[VALIDATION]}/ validates" if VALIDATION in names else "a part of it validates"
+    measured = f", {names[TEST]}/ is measured at the end" if TEST in names else ""
+    return f"{folder.root}: {names[TRAIN]}/ is trained on, {validated}{measured}"
 
 
 def stratify(
@@ -115,12 +117,14 @@ class EvaluationSet:
         split: `test`, `validation`, or empty where the data are not split.
         names: names of the classes, in index order.
         files: the pictures; their labels are indices of `names`.
+        notes: a line each on the split that is used, and on what is left out.
     """
 
     source: str
     split: str
     names: tuple[str, ...]
     files: PictureFiles
+    notes: tuple[str, ...] = ()
 
     def truth(self, labels: Sequence[str], model: str) -> NDArray[np.int64]:
         """Return the right class of each picture as an index of the model's labels: int64 [N].
@@ -132,93 +136,33 @@ class EvaluationSet:
         Raises:
             DatasetError: a class that the model does not know, or knows twice.
         """
-        unknown = [name for name in self.names if list(labels).count(name) != 1]
+        known = [unicodedata.normalize("NFC", label) for label in labels]
+        unknown = [name for name in self.names if known.count(name) != 1]
         if unknown:
             raise DatasetError(
                 f"{self.source}: classes that are not those of the model {model}, by name: "
                 f"{', '.join(unknown[:5])}{', …' if len(unknown) > 5 else ''}"
             )
-        return np.array([list(labels).index(name) for name in self.names], dtype=np.int64)[self.files.labels]
+        return np.array([known.index(name) for name in self.names], dtype=np.int64)[self.files.labels]
 
 
-def open_evaluation_set(root: Path) -> EvaluationSet:
-    """Open CIFAR-10's test set, or the test set (else the validation set, else all) of a folder of classes.
+def open_evaluation_set(
+    root: Path, wanted: Sequence[str] = (TEST, VALIDATION), purpose: str = "measure"
+) -> EvaluationSet:
+    """Open CIFAR-10's test set, or one split of a folder of classes, or all of a folder without splits.
+
+    Args:
+        root: the folder.
+        wanted: splits in order of preference.
+        purpose: verb that says what the pictures are for, for messages.
 
     Raises:
-        DatasetError: neither, or not readable.
+        DatasetError: neither, not readable, or without these splits.
     """
     if cifar10.is_cifar10(root):
         files = cifar10.read_files(root, cifar10.TEST_FILES)
-        return EvaluationSet(str(root), "test", cifar10.read_labels(root), files)
-    labels, sets = find_pictures(root)
-    split = next((name for name in (_TEST, "validation") if name in sets), "")
-    return EvaluationSet(str(root), split, labels, sets[split or _TRAIN])
-
-
-def find_pictures(root: Path) -> tuple[tuple[str, ...], dict[str, PictureFiles]]:
-    """Return the names of the classes of a folder, and its pictures by their set; no file is opened.
-
-    Of `train`, `validation` and `test` the first is always there: all pictures where the folder is not split.
-
-    Raises:
-        DatasetError: no such folder, nothing in it, one class, an empty class, classes that differ by case only,
-            or a split whose classes are not those of `train`.
-    """
-    folders = {folder.name: folder for folder in _folders(root)}
-    if _TRAIN not in folders or not _folders(folders[_TRAIN]):
-        labels, train = _read_classes(root)
-        return labels, {_TRAIN: train}
-    for name, folder in folders.items():
-        if name not in (_TRAIN, *_VALIDATION, _TEST):
-            raise DatasetError(f"{folder}: beside {_TRAIN}/ only {', '.join((*_VALIDATION, _TEST))} are expected")
-    labels, train = _read_classes(folders[_TRAIN])
-    sets = {_TRAIN: train}
-    for name in sorted(folders.keys() - {_TRAIN}):
-        found, pictures = _read_classes(folders[name])
-        if found != labels:
-            odd = min(set(found) ^ set(labels))
-            raise DatasetError(f"{folders[name]}: its classes are not those of {_TRAIN}/: {odd!r} is in one alone")
-        if sets.setdefault(name if name == _TEST else "validation", pictures) is not pictures:
-            raise DatasetError(f"{root}: has both {' and '.join(_VALIDATION)}; keep one")
-    return labels, sets
-
-
-def _read_classes(root: Path) -> tuple[tuple[str, ...], PictureFiles]:
-    folders = _folders(root)
-    if not folders:
-        raise DatasetError(f"{root}: no pictures: expected one folder of them for each class")
-    if len(folders) == 1:
-        raise DatasetError(f"{root}: one class ({folders[0].name!r}): two are needed to tell apart")
-    seen: dict[str, str] = {}
-    paths: list[list[Path]] = []
-    for folder in folders:
-        if not folder.name.isprintable():  # it becomes a label, in answers, tables and pictures
-            raise DatasetError(f"{root}: the name {folder.name!a} has characters that cannot be printed")
-        other = seen.setdefault(unicodedata.normalize("NFC", folder.name).casefold(), folder.name)
-        if other != folder.name:
-            raise DatasetError(f"{root}: the classes {other!r} and {folder.name!r} differ by case alone")
-        paths.append(_files(folder))
-        if not paths[-1]:
-            raise DatasetError(f"{folder}: the class has no pictures")
-    labels = np.repeat(np.arange(len(folders), dtype=np.int64), [len(files) for files in paths])
-    return tuple(folder.name for folder in folders), PictureFiles.of(
-        [file for files in paths for file in files], labels
-    )
-
-
-def _folders(root: Path) -> list[Path]:
-    """List the visible folders in `root`, links to folders included, sorted by name."""
-    try:
-        return sorted((entry for entry in root.iterdir() if not _hidden(entry.name) and entry.is_dir()), key=str)
-    except OSError as error:
-        raise DatasetError(f"{root}: cannot be read: {error.strerror}") from error
-
-
-def _files(folder: Path) -> list[Path]:
-    """List every file of a class, at any depth, sorted; a link to a folder or to nothing is a file that is bad."""
-    paths = (path for path in folder.rglob("*") if path.is_file() or path.is_symlink())
-    return sorted(path for path in paths if not any(map(_hidden, path.relative_to(folder).parts)))
-
-
-def _hidden(name: str) -> bool:
-    return name.startswith(".") or name.lower() in _IGNORED
+        return EvaluationSet(str(root), TEST, cifar10.read_labels(root), files)
+    folder = find_pictures(root)
+    chosen, notes = folder.choose(wanted, purpose)
+    split = chosen if folder.folders else ""
+    return EvaluationSet(str(root), split, folder.labels, folder.sets[chosen], notes)

@@ -3,7 +3,17 @@
 from typing import Final
 
 _NAMES: Final = frozenset(
-    {"thumbs.db", "ehthumbs.db", "desktop.ini", "__macosx", "lost+found", "__pycache__", "$recycle.bin", "icon\r"}
+    {
+        "thumbs.db",
+        "_ds_store",
+        "ehthumbs.db",
+        "desktop.ini",
+        "__macosx",
+        "lost+found",
+        "__pycache__",
+        "$recycle.bin",
+        "icon\r",
+    }
     | {"system volume information", "@eadir", "#recycle"}
 )
 

@@ -57,6 +57,8 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
         raise TrainingError("recipe: checkpoint: a probe needs one, for its features")
     dataset = open_dataset(data, recipe.validation, recipe.seed)
     prepare_folder(out, data, resume=False)
+    for note in dataset.notes:
+        logger.info("%s", note)
     start = rounded(read_start(recipe, recipe.checkpoint))
     heads = head_names(start.config)
     dtype, threads = recipe.precision, recipe.threads or None

@@ -95,6 +95,8 @@ def run(data: Path, out: Path, recipe: Recipe, *, resume: bool = False, device: 
     start = start_from(recipe, len(dataset.labels), dataset.image_size)
     if (count := len(dataset.train)) < recipe.batch_size:
         raise TrainingError(f"recipe: batch_size {recipe.batch_size}: there are only {count} training images")
+    for note in dataset.notes:
+        logger.info("%s", note)
     sizes = (len(dataset.labels), len(dataset.train), len(dataset.validation))
     logger.info("%s: %d classes, %d images to train on, %d to validate on", data, *sizes)
     run_folder.record_start(out, recipe, dataset)

@@ -9,9 +9,10 @@ import numpy as np
 
 from model.calibration import Calibrated, Fit, calibrate, require_pictures
 from model.data.datasets import open_evaluation_set
+from model.data.folders import TEST, VALIDATION
 from model.errors import InputError
 from model.outputs import require_classes
-from service.cli.image_files import require_empty, writing
+from service.cli.image_files import print_notes, require_empty, writing
 from service.cli.setting_flags import CHECKPOINT_FLAGS, add_setting_flags, serve_command, settings_from
 from service.engine.loading import checkpoint_from, load_predictor
 from service.settings import Settings
@@ -56,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     from model.checkpoint import native  # noqa: PLC0415  torch takes seconds to import
     from model.evaluation.evaluate import predict_logits  # noqa: PLC0415
 
-    pictures = open_evaluation_set(arguments.data)
+    pictures = open_evaluation_set(arguments.data, (VALIDATION, TEST), "calibrate")
+    print_notes(pictures.notes)
     require_pictures(len(pictures.files), coverage, pictures.source)
     predictor, info = load_predictor(settings.model_copy(update={"coverage": None}))
     checkpoint = predictor.checkpoint

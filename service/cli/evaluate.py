@@ -11,7 +11,7 @@ from model.data.datasets import open_evaluation_set
 from model.data.pictures import PictureFiles
 from model.errors import InputError
 from model.outputs import RequestedOutputs, require_classes
-from service.cli.image_files import find_images
+from service.cli.image_files import find_images, print_notes
 from service.cli.setting_flags import MODEL_FLAGS, add_setting_flags, predictor_from
 
 CIFAR10_HOME: Final = "https://www.cs.toronto.edu/~kriz/cifar.html"
@@ -48,6 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"they are the binary version at {CIFAR10_HOME}, to be unpacked",
         )
     known = None if arguments.data is None else open_evaluation_set(arguments.data)
+    print_notes([] if known is None else known.notes)
     unknown = [] if arguments.unknown is None else find_images(arguments.unknown)
     files = PictureFiles.of(unknown, np.zeros(len(unknown), np.int64)) if known is None else known.files
     from model.evaluation.evaluate import measure, outputs_of, scores_and_members  # noqa: PLC0415  torch is slow

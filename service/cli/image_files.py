@@ -9,20 +9,17 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from model.config import PreprocessConfig
+from model.data.folders import PICTURE_SUFFIXES
+from model.data.junk import is_junk
 from model.errors import ImageError, InputError
 from model.images.preprocess import ModelInput, model_input
 from service.settings import Settings
 
 _Answer = TypeVar("_Answer")
 
-_SUFFIXES = frozenset(
-    {".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".webp", ".gif", ".bmp", ".dib", ".tif", ".tiff"}
-    | {".avif", ".heic", ".heif"}
-)
-
 
 def find_images(paths: Iterable[Path]) -> list[Path]:
-    """Return the files as they are named, and the images below each folder, sorted.
+    """Return the files as they are named, and the images below each folder, sorted, but for junk (`__MACOSX`).
 
     Raises:
         InputError: a path does not exist, or a folder holds no images.
@@ -30,7 +27,7 @@ def find_images(paths: Iterable[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            images = sorted(p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
+            images = sorted(p for p in path.rglob("*") if _is_image(p, path))
             if not images:
                 raise InputError("path", f"{path}: no pictures in this folder")
             files += images
@@ -39,6 +36,19 @@ def find_images(paths: Iterable[Path]) -> list[Path]:
         else:
             raise InputError("path", f"{path}: no such file or folder")
     return files
+
+
+def _is_image(file: Path, folder: Path) -> bool:
+    """Return whether a file below a folder is named like a picture, and nothing on the way to it like junk."""
+    if file.suffix.lower() not in PICTURE_SUFFIXES or any(map(is_junk, file.relative_to(folder).parts)):
+        return False
+    return file.is_file()
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Print a line each on stderr on what of a folder is used, and on what is left out."""
+    for note in notes:
+        print(f"vitserve: {note}", file=sys.stderr)  # noqa: T201
 
 
 def read_input(file: Path, config: PreprocessConfig, settings: Settings) -> ModelInput | str:

@@ -1,12 +1,12 @@
 """`vitserve teach NAME FOLDER`: a head from a folder of pictures for each label, here or in a running server."""
 
 import argparse
-import unicodedata
 from pathlib import Path
 
+from model.data.folders import TRAIN, find_pictures, visible_folders
 from model.errors import InputError
 from service.cli.answers import add_server_flags, answers_from
-from service.cli.image_files import find_images, handle_answers
+from service.cli.image_files import handle_answers, print_notes
 from service.cli.setting_flags import add_setting_flags
 from service.models.folder import check_name
 from vitserve.documents import Knowledge
@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     So it does if there is no head then, or none that is fitted to all of them yet.
     """
     name, output = check_name(arguments.name), Path(f"{arguments.name}.safetensors")
-    labels = _labelled(arguments.folder)
+    labels = _labelled(arguments.folder, name)
     with answers_from(arguments) as source:
         answers = source.teach(name, labels)
         files: dict[int, Path] = {}
@@ -47,14 +47,23 @@ def run(arguments: argparse.Namespace) -> int:
     return int(code or known.accuracy is None or not getattr(known, "up_to_date", True))
 
 
-def _labelled(folder: Path) -> dict[Path, str]:
-    """Return the label of each picture, which is the name of its folder; raises `InputError`."""
+def _labelled(folder: Path, name: str) -> dict[Path, str]:
+    """Return the label of each picture, which is the name of its folder; of splits the training one is read.
+
+    Raises:
+        DatasetError: a folder that `train` would refuse, but for one of a single class.
+        InputError: no folder, or no folders in it.
+    """
     if not folder.is_dir():
         raise InputError("path", f"{folder}: no such folder")
-    folders = sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
-    if not folders:
+    if not visible_folders(folder):
         raise InputError("path", f"{folder}: expected one folder of pictures for each label")
-    return {file: unicodedata.normalize("NFC", each.name) for each in folders for file in find_images([each])}
+    pick = f"vitserve teach {name}"
+    pictures = find_pictures(folder, least_classes=1, pick=pick)
+    chosen, notes = pictures.choose([TRAIN], "teach", pick)
+    print_notes(notes)
+    files = pictures.sets[chosen]
+    return {Path(files.name(number)): pictures.labels[label] for number, label in enumerate(files.labels)}
 
 
 def _in_words(known: Knowledge) -> str:

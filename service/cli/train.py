@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="DIR",
-        help="one folder of pictures a class, in DIR or in DIR/train, DIR/val, DIR/test; or CIFAR-10's binary files",
+        help="one folder of pictures a class, in DIR or in splits (DIR/train, DIR/val); or CIFAR-10's binary files",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="result; serve it with --checkpoint DIR")
     parser.add_argument(

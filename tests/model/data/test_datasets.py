@@ -1,5 +1,4 @@
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +10,8 @@ from PIL import Image
 
 from model.data import cifar10, pictures
 from model.data.cifar10 import TEST_FILES, TRAIN_FILES, read, read_labels
-from model.data.datasets import find_pictures, open_dataset, stratify
+from model.data.datasets import open_dataset, stratify
+from model.data.folders import find_pictures
 from model.data.pictures import PictureFiles, decode
 from model.errors import DatasetError
 from model.images.preprocess import preprocess
@@ -100,8 +100,7 @@ def test_pictures_are_those_that_the_service_would_see(
     turned = Image.Exif()
     turned[0x0112] = 6
     Image.effect_noise((50, 30), 60).convert("RGB").save(root / "blue" / "turned.jpg", exif=turned)
-    _, sets = find_pictures(root)
-    files = sets["train"]
+    files = find_pictures(root).sets["train"]
     images = decode(files, CONFIG, tmp_path)
     assert images.pixels.shape == (len(files), 3, 16, 24)
     for number, pixels in enumerate(images.pixels):
@@ -120,7 +119,7 @@ def test_all_bad_files_are_told_at_once_with_their_reasons_and_many_are_counted(
     (root / "green" / "loop").symlink_to(root)
     os.mkfifo(root / "blue" / "pipe.png")  # neither read nor waited for
     with pytest.raises(DatasetError) as caught:
-        decode(find_pictures(root)[1]["train"], CONFIG, tmp_path)
+        decode(find_pictures(root).sets["train"], CONFIG, tmp_path)
     first, *rest = str(caught.value).splitlines()
     assert first == "5 files in class folders cannot be read as pictures:"
     named = dict(line.strip().split(": ", 1) for line in rest)
@@ -131,105 +130,7 @@ def test_all_bad_files_are_told_at_once_with_their_reasons_and_many_are_counted(
     for number in range(30):
         (root / "red" / f"bad{number}.png").write_bytes(b"x")
     with pytest.raises(DatasetError, match=r"35 files(.*\n){21}  and 15 more$"):
-        decode(find_pictures(root)[1]["train"], CONFIG, tmp_path)
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return write_folder(tmp_path / "data", 3)
-
-
-def split_root(tmp_path: Path, *names: str) -> Path:
-    for name in names:
-        write_folder(tmp_path / "data" / name, 2)
-    return tmp_path / "data"
-
-
-def test_classes_are_the_sorted_names_of_the_folders(root: Path) -> None:
-    labels, sets = find_pictures(root)
-    assert labels == ("blue", "green", "red")
-    assert sets.keys() == {"train"}
-    assert sets["train"].labels.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert [sets["train"].name(number) for number in (3, 4)] == [str(root / "green" / f"00{n}.png") for n in range(2)]
-
-
-@pytest.mark.parametrize("validation", ["val", "validation"])
-def test_splits_that_are_given_are_kept(tmp_path: Path, validation: str) -> None:
-    root = split_root(tmp_path, "train", validation, "test")
-    _, sets = find_pictures(root)
-    assert sets.keys() == {"train", "validation", "test"}
-    for name, files in sets.items():
-        paths = [Path(files.name(number)) for number in range(len(files))]
-        assert {path.relative_to(root).parts[0] for path in paths} == {validation if name == "validation" else name}
-        assert files.labels.tolist() == [0, 0, 1, 1, 2, 2]
-
-
-def test_pictures_may_lie_deeper_and_linked_files_and_classes_count(root: Path, tmp_path: Path) -> None:
-    write_class(root / "red" / "more" / "still", "red", 1)
-    elsewhere = write_class(tmp_path / "elsewhere", "blue", 2)
-    (root / "cyan").symlink_to(tmp_path / "elsewhere")
-    (root / "blue" / "linked.png").symlink_to(elsewhere[0])
-    labels, sets = find_pictures(root)
-    assert labels == ("blue", "cyan", "green", "red")
-    assert sets["train"].labels.tolist() == [0] * 4 + [1] * 2 + [2] * 3 + [3] * 4
-
-
-def test_what_is_hidden_or_beside_the_classes_is_passed_over(root: Path) -> None:
-    before = len(find_pictures(root)[1]["train"])
-    for name in ("red/.DS_Store", "red/Thumbs.db", "red/desktop.ini", ".git/config", "red/.thumbs/1.png", "README.md"):
-        (root / name).parent.mkdir(exist_ok=True)
-        (root / name).write_text("x")
-    assert len(find_pictures(root)[1]["train"]) == before
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda root: (root / "empty").mkdir(), "empty: the class has no pictures"),
-        (lambda root: (root / "junk" / ".git").mkdir(parents=True), "junk: the class has no pictures"),
-        (lambda root: [(root / name).rename(root.parent / name) for name in ("blue", "green")], "one class"),
-        (lambda root: write_class(root / "Red", "red", 1), "'Red' and 'red' differ by case alone"),
-        (shutil.rmtree, "data: cannot be read: No such file"),
-        (
-            lambda root: (root.rename(root.parent / "other"), write_class(root, "red", 2)),
-            "data: no pictures: expected one folder of them for each class",
-        ),
-        # A Path would need the surrogate spelled out.
-        (lambda root: os.mkdir(os.fsencode(root) + b"/\xff"), "cannot be printed"),  # noqa: PTH102
-    ],
-    ids=["empty class", "hidden files", "one class", "case", "no folder", "no classes", "a name that is no text"],
-)
-def test_a_folder_that_cannot_be_trained_on_is_refused(
-    root: Path, damage: Callable[[Path], object], message: str
-) -> None:
-    damage(root)
-    with pytest.raises(DatasetError, match=message) as caught:
-        find_pictures(root)
-    assert "\n" not in str(caught.value)
-
-
-def test_splits_must_have_the_same_classes(tmp_path: Path) -> None:
-    root = split_root(tmp_path, "train", "val")
-    for path in (root / "val" / "red").iterdir():
-        path.unlink()
-    with pytest.raises(DatasetError, match=r"val/red: the class has no pictures"):
-        find_pictures(root)
-    (root / "val" / "red").rmdir()
-    with pytest.raises(DatasetError, match="val: its classes are not those of train/: 'red' is in one alone"):
-        find_pictures(root)
-    write_class(root / "val" / "red", "red", 1)
-    write_class(root / "val" / "pink", "red", 1)
-    with pytest.raises(DatasetError, match="'pink' is in one alone"):
-        find_pictures(root)
-
-
-def test_a_folder_beside_the_splits_and_two_validation_splits_are_refused(tmp_path: Path) -> None:
-    root = split_root(tmp_path, "train", "val", "validation")
-    with pytest.raises(DatasetError, match="both val and validation"):
-        find_pictures(root)
-    (root / "validation").rename(root / "extra")
-    with pytest.raises(DatasetError, match=r"extra: beside train/ only val, validation, test are expected"):
-        find_pictures(root)
+        decode(find_pictures(root).sets["train"], CONFIG, tmp_path)
 
 
 def write_record(path: Path, label: int, pixels: np.ndarray) -> None:

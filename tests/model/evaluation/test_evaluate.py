@@ -63,16 +63,21 @@ def test_calibration_error_of_known_cases(
 
 
 def test_a_folder_is_measured_on_its_test_set_or_else_its_validation_set_or_all(tmp_path: Path) -> None:
+    root = tmp_path / "splits"
     for name, count in (("train", 4), ("val", 3), ("test", 2)):
-        write_folder(tmp_path / name, count)
-    for split, count in (("test", 6), ("validation", 9), ("", 12)):
-        found = open_evaluation_set(tmp_path)
+        write_folder(root / name, count)
+    for split, count in (("test", 6), ("validation", 9)):
+        found = open_evaluation_set(root)
         assert (found.split, len(found.files), found.names) == (split, count, ("blue", "green", "red"))
-        for name in {"test": ["test"], "validation": ["val"], "": []}[split]:
-            shutil.rmtree(tmp_path / name)
+        shutil.rmtree(root / {"test": "test", "validation": "val"}[split])
+    with pytest.raises(DatasetError, match="train/: no test or validation split to measure; to use another split, nam"):
+        open_evaluation_set(root)
+    root /= "train"
+    found = open_evaluation_set(root)
+    assert (found.split, len(found.files), found.notes) == ("", 12, ())
     assert found.truth(("red", "x", "green", "blue"), "m").tolist() == [3] * 4 + [2] * 4 + [0] * 4
-    bad = tmp_path / "train" / "blue" / "000.png"
+    bad = root / "blue" / "000.png"
     bad.write_bytes(bad.read_bytes()[:60])
     predictor = Predictor(load_checkpoint("bundled"), device="cpu", compile_mode="off")
     with pytest.raises(DatasetError, match=r"000\.png: "):
-        predict_scores(predictor, open_evaluation_set(tmp_path).files)
+        predict_scores(predictor, open_evaluation_set(root).files)

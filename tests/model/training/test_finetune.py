@@ -9,7 +9,7 @@ import torch
 
 from model.checkpoint import Checkpoint, load_checkpoint, native
 from model.config import PreprocessConfig, ViTConfig
-from model.data.datasets import find_pictures
+from model.data.folders import find_pictures
 from model.errors import CheckpointError, TrainingError
 from model.images.preprocess import preprocess
 from model.network.vit import VisionTransformer
@@ -177,6 +177,6 @@ def test_a_folder_is_learned_from_scratch_and_its_test_split_measured(tmp_path: 
     assert result["test"]["accuracy"] > 0.9
     preprocess_of = load_checkpoint(str(tmp_path / "out")).preprocess
     assert preprocess_of.size == (16, 24)
-    train = find_pictures(root)[1]["train"]
+    train = find_pictures(root).sets["train"]
     pixels = [preprocess(train.read(number), preprocess_of) / 255 for number in range(len(train))]
     assert preprocess_of.mean == pytest.approx(np.mean(pixels, axis=(0, 1, 2)), abs=1e-4)

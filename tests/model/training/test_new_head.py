@@ -100,6 +100,7 @@ def test_a_folder_becomes_a_model_that_answers_as_it_was_measured(
         write_folder(data / split, count, seed=seed)
     caplog.set_level(logging.INFO)
     measured = run(data, tmp_path / "out", probe_of(start), device="cpu")
+    assert f"{data}: train/ is trained on, a part of it validates, test/ is measured at the end" in caplog.text
     assert "of 18 test pictures right (for pictures like these" in caplog.text
     served = load_checkpoint(str(tmp_path / "out"))
     before = load_checkpoint(str(start))

@@ -7,7 +7,7 @@ import pytest
 from model.taught_heads import TaughtHead
 from service.cli.main import main
 from tests.model.data.picture_folders import COLOURS, write_folder
-from tests.service.cli.command_line import write_checkpoint
+from tests.service.cli.command_line import run, write_checkpoint
 
 
 def test_a_folder_becomes_the_file_of_a_head(
@@ -30,6 +30,22 @@ def test_a_folder_becomes_the_file_of_a_head(
     assert main(["inspect", "colours.safetensors"]) == 1
     assert "colours.safetensors: a taught head: a folder of --models takes it" in capsys.readouterr().err
     assert Path("other name").read_bytes() == b"before", "whoever reads the file meanwhile has all of it"
+
+
+def test_of_splits_only_the_training_one_is_taught(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for seed, (name, count) in enumerate({"seg_train": 4, "seg_test": 3}.items()):
+        write_folder(tmp_path / "photos" / name, count, seed=seed)
+    checkpoint = write_checkpoint(tmp_path / "start", "abcde")
+    code, out, err = run(capsys, "teach", "colours", "photos", "--checkpoint", checkpoint, "--device", "cpu")
+    assert (code, "of 12 pictures right" in out) == (0, True)
+    assert "vitserve: photos: seg_train/ is used to teach; seg_test/ not used\n" in err
+    (tmp_path / "photos" / "seg_train").rename(tmp_path / "photos" / "seg_val")
+    code, _, err = run(capsys, "teach", "colours", "photos", "--checkpoint", checkpoint)
+    assert (code, "no train split to teach" in err) == (1, True)
+    assert "name it: vitserve teach colours photos/seg_val\n" in err
 
 
 @pytest.mark.parametrize(
