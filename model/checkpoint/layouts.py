@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor
 
 from model.checkpoint.huggingface.families import ENCODER
+from model.checkpoint.own_heads import with_head
 from model.checkpoint.tensors import Rules, join_parts, renamed, taken
 from model.errors import CheckpointError
 
@@ -76,7 +77,6 @@ LAYOUTS: Final = (
             (r"^encoder\.layers\.encoder_layer_(\d+)\.mlp\.(?:0|linear_1)\.", r"blocks.\1.mlp.fc1."),
             (r"^encoder\.layers\.encoder_layer_(\d+)\.mlp\.(?:3|linear_2)\.", r"blocks.\1.mlp.fc2."),
             (r"^encoder\.ln\.", "norm."),
-            (r"^heads\.head\.", "head."),
         ),
         {"norm_order": "pre", "act_layer": "gelu", "norm_eps": 1e-6, "global_pool": "token", "qkv_order": "3hd"},
     ),
@@ -92,14 +92,13 @@ LAYOUTS: Final = (
             (r"^(?:cls|class)_token$|^cls$", "cls_token"),
             (r"^pos(?:itional)?_embed(?:ding)?s?$", "pos_embed"),
             (r"^(?:patch_embed(?:ding)?|conv_proj)\.(?:proj\.)?", "patch_embed.proj."),
-            (r"^(?:head|classifier|fc|mlp_head)\.(?:\d\.)?", "head."),
         ),
         {"norm_eps": 1e-5, "qkv_order": "3hd"},
     ),
     Layout(
         "timm",
         r"blocks\.0\.attn\.(qkv|q_proj|q)\.weight",
-        ((r"^(?:heads?|fc|classifier|linear)\.(?:\w+\.)?(?=weight$|bias$)", "head."),),
+        (),
         {"qkv_order": "3hd"},
     ),
 )
@@ -132,7 +131,19 @@ def in_layout(tensors: Mapping[str, Tensor], where: str) -> tuple[Layout, dict[s
     for name in ("cls_token", "pos_embed"):
         if name in native and native[name].ndim == 2:
             native[name] = native[name].unsqueeze(0)
+    native = with_head(native, where)
+    if _reads_mean(native):
+        layout = layout._replace(habits={**layout.habits, "global_pool": "cls_mean"})
     return layout, native
+
+
+def _reads_mean(native: Mapping[str, Tensor]) -> bool:
+    """Return whether the head reads twice the width: CLS and the mean of the patches, as DINOv2's classifiers."""
+    head = native.get("head.weight")
+    norm = native.get("blocks.0.norm1.weight")
+    if head is None or norm is None or head.ndim != 2 or norm.ndim != 1:
+        return False
+    return head.shape[1] == 2 * len(norm)
 
 
 def _of_vit_pytorch(native: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -305,11 +305,11 @@ class Network:
         """Return the values that neither a tensor nor the operator states, each with whose code has it so."""
         values = {key: getattr(config, field) for key, field in _UNSAID.items()}
         values["global_pool"] = next((theirs for theirs, ours in POOL.items() if ours == config.pool), config.pool)
-        whose = self.layout.name if self.is_own else self.name
+        whose = dict.fromkeys(values, f"as {self.layout.name if self.is_own else self.name} has it")
+        if config.pool == "cls_mean":
+            whose["global_pool"] = f"because the head reads 2 x {config.width} features"
         return tuple(
-            f"{key}={value}, as {whose} has it (VIT_ARCHITECTURE)"
-            for key, value in values.items()
-            if key not in self.given
+            f"{key}={value}, {whose[key]} (VIT_ARCHITECTURE)" for key, value in values.items() if key not in self.given
         )
 
     def laid_out(self, config: ViTConfig) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.labels import imagenet_labels
 from model.checkpoint.local_files import required, validating
 from model.checkpoint.options import CheckpointOptions
+from model.checkpoint.own_heads import with_head
 from model.checkpoint.stated_head import Labels, stated_head
 from model.checkpoint.timm_architectures import architectures, native_names, parse_arguments, runs_in_library
 from model.config import CropShare, Interpolation, NetworkConfig, PreprocessConfig, ViTConfig
@@ -118,7 +119,8 @@ def _own(files: Files, config: Mapping[str, Any], pretrained: Pretrained) -> tup
         made = parse_arguments(arguments)
         vit = made.vit_config()
     taken = pretrained.input_size[1:]
-    tensors = native_tensors(native_names(_stored(files), made, vit, files.place), vit, files.place)
+    stored = with_head(_stored(files), files.place, "head") if vit.num_classes else _stored(files)
+    tensors = native_tensors(native_names(stored, made, vit, files.place), vit, files.place)
     if not made.dynamic_img_size or vit.relative_position_bias:
         return vit, tensors
     # What timm's `dynamic_img_size` does at each forward pass is done once.

@@ -23,13 +23,15 @@ from model.config import Activation, Frozen, Pool, ResNetStem, RotaryPositions, 
 from model.errors import CheckpointError
 from model.network import library
 
-TimmPool = Literal["token", "avg", "max", "avgmax", "map"]
+# `cls_mean` is not timm's: DINOv2's classifiers read CLS and the mean of the patches.
+TimmPool = Literal["token", "avg", "max", "avgmax", "map", "cls_mean"]
 POOL: Final[dict[TimmPool, Pool]] = {
     "token": "cls",
     "avg": "mean",
     "max": "max",
     "avgmax": "mean_max",
     "map": "attention",
+    "cls_mean": "cls_mean",
 }
 Pair = Annotated[Size, BeforeValidator(lambda value: (value, value) if type(value) is int else value)]
 

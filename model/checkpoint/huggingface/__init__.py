@@ -12,6 +12,7 @@ from model.checkpoint.huggingface.families import CLIP, FAMILIES, SIGLIP, Family
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE, PROCESSOR_FILE, carried_preprocess
 from model.checkpoint.huggingface.texts import read_texts
 from model.checkpoint.options import CheckpointOptions
+from model.checkpoint.own_heads import with_head
 from model.checkpoint.stated_head import Labels, StatedHead, stated_head
 from model.checkpoint.tensors import renamed
 from model.errors import CheckpointError
@@ -52,6 +53,8 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         tensors, texts = read_texts(tensors, files, options, vit.projection_width or vit.width)
     stored = {name: tensor for name, tensor in tensors.items() if not re.fullmatch(family.unused, name)}
     stored = renamed(stored, family.rules, files.place)
+    if texts is None and not is_backbone:
+        stored = with_head(stored, files.place, "classifier")
     is_headless = is_backbone or bool(texts and not texts.labels)
     head = () if is_headless or "head.weight" not in stored else stored["head.weight"].shape
     classes = head[0] if head else 0

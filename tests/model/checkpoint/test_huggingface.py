@@ -505,3 +505,25 @@ def test_without_the_extra_the_message_says_how_to_install_it(whole: Path, monke
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(CheckpointError, match=re.escape("needs transformers: pip install 'vitserve[text]'")):
         load_checkpoint(str(whole), labels="cat,dog")
+
+
+def call_the_head(folder: Path, name: str) -> None:
+    def change(state: dict[str, torch.Tensor]) -> None:
+        for kind in ("weight", "bias"):
+            state[f"{name}.{kind}"] = state.pop(f"classifier.{kind}")
+
+    edit_tensors(folder, change)
+
+
+@pytest.mark.parametrize("name", ["classifier.1", "head", "fc"])
+def test_a_folder_with_a_head_of_its_own_is_read(name: str, tmp_path: Path) -> None:
+    model = make("vit", tmp_path)
+    call_the_head(tmp_path, name)
+    assert_same_logits(load_checkpoint(str(tmp_path)), lambda pixels: model(pixels).logits, f"head {name}")
+
+
+def test_a_likely_head_of_a_folder_is_named(tmp_path: Path) -> None:
+    make("vit", tmp_path)
+    call_the_head(tmp_path, "species")
+    with pytest.raises(CheckpointError, match=r"'species.weight' .* is likely the head: .* save the layer as 'classif"):
+        load_checkpoint(str(tmp_path))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -19,6 +20,9 @@ from model.checkpoint.layouts import in_layout
 from model.checkpoint.timm_architectures import architectures
 from model.errors import CheckpointError
 from model.network.vit import count_parameters
+from model.outputs import RequestedOutputs
+from model.runtime.predictor import Predictor
+from model.runtime.torch_pass import Normalise
 from tests.model.checkpoint import test_huggingface
 from tests.model.checkpoint.home_made import PLAIN, load, made
 from tests.model.checkpoint.parity import (
@@ -29,6 +33,7 @@ from tests.model.checkpoint.parity import (
     randomise,
     relative_error,
 )
+from tests.model.runtime.predictions import MODES
 from tests.timm_reference import declare_torchvision_operators, timm, torchvision
 
 
@@ -501,3 +506,81 @@ def test_torchvisions_published_transforms_are_those_of_the_presets() -> None:
             published = weights.transforms()
             sizes = published.crop_size[0], published.resize_size[0], published.interpolation.value
             assert (*sizes, tuple(published.mean), tuple(published.std)) in presets, weights
+
+
+HEADS = ("heads", "heads.1", "heads.head", "head.1", "classifier", "classifier.1", "fc", "linear_head", "mlp_head.1")
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_linear_head_is_read_under_its_name(name: str, tmp_path: Path) -> None:
+    model = made()
+    state = {n.replace("head.", f"{name}."): t for n, t in model.state_dict().items()}
+    assert_same_logits(load(state, tmp_path, PLAIN), model, f"head {name}")
+
+
+def test_a_new_head_on_torchvisions_model_is_read(tmp_path: Path) -> None:
+    model = torchvision().models.VisionTransformer(32, 16, 2, 4, 48, 96).eval()
+    for number, heads in enumerate((nn.Linear(48, 3), nn.Sequential(nn.Dropout(), nn.Linear(48, 3)).eval())):
+        model.heads = heads
+        randomise(model)
+        preprocess = preprocess_file(tmp_path, 32, 32)
+        checkpoint = load(model.state_dict(), tmp_path, "vit,num_heads=4", preprocess=preprocess)
+        assert_same_logits(checkpoint, model, f"torchvision with heads {number}")
+
+
+def test_a_likely_head_is_named_with_its_key_map(tmp_path: Path) -> None:
+    model = made()
+    state = {n.replace("head.", "species.top."): t for n, t in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"'species.top.weight' \[5, 48\] is likely the head") as refusal:
+        load(state, tmp_path)
+    (tmp_path / "keys.toml").write_text(str(refusal.value).partition("(VIT_KEYS): ")[2])
+    checkpoint = load(state, tmp_path, PLAIN, keys=str(tmp_path / "keys.toml"))
+    assert_same_logits(checkpoint, model, "a head by its key map")
+
+
+def test_a_head_that_is_not_computed_is_refused_by_name(tmp_path: Path) -> None:
+    body = {name: tensor for name, tensor in made().state_dict().items() if not name.startswith("head.")}
+    layers = {"classifier.0.weight": torch.zeros(9, 48), "classifier.2.weight": torch.zeros(5, 9)}
+    with pytest.raises(CheckpointError, match=r"several layers, 'classifier.0.weight' .* vitserve train --probe"):
+        load(body | layers, tmp_path, PLAIN)
+    with pytest.raises(CheckpointError, match=r"'linear_head.weight' \[5, 240\] reads 5 x 48 features"):
+        load(body | {"linear_head.weight": torch.zeros(5, 240)}, tmp_path, PLAIN)
+
+
+class LinearClassifier(nn.Module):
+    """DINOv2's, of one layer (dinov2/hub/classifiers.py, `_LinearClassifierWrapper`)."""
+
+    def __init__(self, registers: int) -> None:
+        super().__init__()
+        name = "vit_small_patch14_reg4_dinov2" if registers else "vit_small_patch14_dinov2"
+        self.backbone = timm().create_model(name, embed_dim=48, depth=2, num_heads=3, img_size=42, num_classes=0)
+        self.prefix = 1 + registers
+        self.linear_head = nn.Linear(96, 5)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        tokens = self.backbone.forward_features(pixels)
+        logits: Tensor = self.linear_head(torch.cat((tokens[:, 0], tokens[:, self.prefix :].mean(dim=1)), dim=1))
+        return logits
+
+
+@pytest.mark.parametrize("registers", [0, 4])
+@pytest.mark.parametrize("pool", ["", ",global_pool=cls_mean"])
+def test_dinov2s_linear_head_reads_cls_and_the_mean(registers: int, pool: str, tmp_path: Path) -> None:
+    model = LinearClassifier(registers).eval()
+    randomise(model)
+    name = "vit_small_patch14_reg4_dinov2" if registers else "vit_small_patch14_dinov2"
+    given = f"{name},embed_dim=48,depth=2,num_heads=3,norm_order=pre{pool}"
+    checkpoint = load(model.state_dict(), tmp_path, given, preprocess=preprocess_file(tmp_path, 42, 42))
+    assert checkpoint.vit.pool == "cls_mean"
+    said = "global_pool=cls_mean, because the head reads 2 x 48 features (VIT_ARCHITECTURE)"
+    assert (said in checkpoint.assumed) == (not pool)
+    assert_same_logits(checkpoint, model, f"DINOv2's linear head, {registers} registers")
+    if pool:
+        return
+    pytest.importorskip("openvino")
+    predictor = Predictor(checkpoint, device="cpu", dtype="float32", compile_mode=MODES["openvino"], max_batch=2)
+    images = np.random.default_rng(0).integers(0, 256, (2, 42, 42, 3), np.uint8)
+    with torch.inference_mode():
+        expected = model(Normalise(checkpoint.preprocess)(torch.from_numpy(images)))
+    found = [outputs.logits for outputs in predictor.predict(images, RequestedOutputs(2, logits=True))]
+    assert relative_error(torch.from_numpy(np.array(found)), expected) < TOLERANCE
