@@ -465,3 +465,9 @@ def checked_texts(values: Sequence[object], name: str, most: int) -> tuple[str, 
                 name, f"{name}: {each!r:.50}, number {number}: expected 1 to {MAX_CHARACTERS} characters that print"
             )
     return tuple(texts)
+
+
+def checked_label(text: str) -> str:
+    """Return a label of an example in one form of Unicode, without spaces around it; raises `InputError`."""
+    [label] = checked_texts([unicodedata.normalize("NFC", text)], "label", 1)
+    return label

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from model.data.folders import TRAIN, find_pictures, visible_folders
 from model.errors import InputError
+from model.heads import checked_label
 from service.cli.answers import add_server_flags, answers_from
 from service.cli.image_files import handle_answers, print_notes
 from service.cli.setting_flags import add_setting_flags
@@ -63,7 +64,15 @@ def _labelled(folder: Path, name: str) -> dict[Path, str]:
     chosen, notes = pictures.choose([TRAIN], "teach", pick)
     print_notes(notes)
     files = pictures.sets[chosen]
-    return {Path(files.name(number)): pictures.labels[label] for number, label in enumerate(files.labels)}
+    labels = [_label(folder, each) for each in pictures.labels]
+    return {Path(files.name(number)): labels[label] for number, label in enumerate(files.labels)}
+
+
+def _label(folder: Path, name: str) -> str:
+    try:
+        return checked_label(name)
+    except InputError as error:
+        raise InputError("path", f"{folder}: a folder's name is its label: {error}") from None
 
 
 def _in_words(known: Knowledge) -> str:

@@ -7,6 +7,10 @@ import { percent } from "./heatmap.js";
 const AT_ONCE = 4;
 const LOOK = 400; // milliseconds between two looks whether the head is fitted
 const NAME = /^[A-Za-z0-9._-]{1,128}$/; // of a model, as the service takes it
+// Of a label, as the service takes it: no control characters, and not unseen ones alone.
+const LABEL = /^(?=.*[^\p{Cf}\p{Mn}\p{Zs}])[^\p{Cc}\u2028-\u202e\u2066-\u2069\ufffd]{1,256}$/u;
+const BAD_LABEL = "A label has 1 to 256 characters that print.";
+const labelOf = (id) => byId(id).value.normalize("NFC").trim();
 const byId = (id) => document.getElementById(id);
 const make = (tag, attributes) => Object.assign(document.createElement(tag), attributes);
 const counted = (count, one, many = `${one}s`) => `${count} ${count === 1 ? one : many}`;
@@ -23,7 +27,7 @@ export class Teaching {
     this.heads = [];
     byId("head-form").addEventListener("submit", (event) => { event.preventDefault(); this.open(); });
     byId("head-name").addEventListener("change", () => this.open());
-    byId("label-form").addEventListener("submit", (event) => { event.preventDefault(); this.addLabel(byId("new-label").value.trim(), true); });
+    byId("label-form").addEventListener("submit", (event) => { event.preventDefault(); this.newLabel(); });
     byId("try-head").addEventListener("click", () => byId("try-file").click());
     byId("try-file").addEventListener("change", (event) => {
       if (event.target.files.length) this.try(event.target.files[0]);
@@ -74,6 +78,13 @@ export class Teaching {
     byId("tryout").hidden = true;
     byId("head-curl").textContent = curl(this.name);
     if (this.heads.includes(this.name)) await this.look();
+  }
+
+  newLabel() {
+    const label = labelOf("new-label");
+    byId("new-label").setAttribute("aria-invalid", !LABEL.test(label));
+    if (!LABEL.test(label)) return this.tell(BAD_LABEL);
+    return this.addLabel(label, true);
   }
 
   addLabel(label, byHand = false) {
@@ -231,8 +242,12 @@ export class Teaching {
   }
 
   async correct() {
-    const label = byId("right-label").value.trim();
-    if (!label || !this.answer?.id) return;
+    const label = labelOf("right-label");
+    if (!this.answer?.id) return;
+    if (!LABEL.test(label)) {
+      byId("corrected").textContent = BAD_LABEL;
+      return;
+    }
     const head = this.name;
     if (this.misnamed) {
       byId("corrected").textContent = this.misnamed;

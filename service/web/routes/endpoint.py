@@ -156,6 +156,18 @@ class Endpoint(APIRoute):
         await answer(scope, receive, send)
 
 
+class StrictEndpoint(Endpoint):
+    """A route that refuses parameters if it has none, as others refuse those that they do not have."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request as `Endpoint`; raises `InvalidParameter` too."""
+        if self._query_model is None and scope["method"] in self.allowed_methods:
+            sent = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+            if sent:
+                raise InvalidParameter(f"{sent[0][0]:.50}: no such parameter; {self.path_format} has none")
+        await super().handle(scope, receive, send)
+
+
 def json_response(document: Any) -> Response:
     """Return what msgspec encodes as JSON, as the documents of the Open Inference Protocol are."""
     return Response(msgspec.json.encode(document), media_type="application/json")

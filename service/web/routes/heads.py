@@ -3,7 +3,6 @@
 With keys set a key teaches the heads that it began; the admin key teaches all, and deletes.
 """
 
-import unicodedata
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -17,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from model.errors import CheckpointError
-from model.heads import checked_texts
+from model.heads import checked_label
 from model.outputs import EmbeddingRequest, RequestedOutputs
 from model.taught_heads import TaughtHead
 from service.engine.messages import ModelInfo
@@ -37,10 +36,10 @@ from service.web.middleware import request_context
 from service.web.request import AdmittedRequest, model_of, service_of
 from service.web.routes.asked import Asked
 from service.web.routes.embed import embed_all, embedding_of
-from service.web.routes.endpoint import BINARY, NAME, SEVERAL_PICTURES, Absent, Endpoint, problems, to_json
+from service.web.routes.endpoint import BINARY, NAME, SEVERAL_PICTURES, Absent, StrictEndpoint, problems, to_json
 from vitserve.documents import AddedExamples, ExampleCounts, ExampleList, HeadDescription, HeadList, Knowledge
 
-router = APIRouter(tags=["teaching"], route_class=Endpoint)
+router = APIRouter(tags=["teaching"], route_class=StrictEndpoint)
 
 _NUMBER: Final = {"name": "number", "in": "path", "required": True, "schema": {"type": "integer"}}
 _PICTURES: Final = {"requestBody": SEVERAL_PICTURES["requestBody"] | {"required": False}, "parameters": [NAME]}
@@ -75,7 +74,7 @@ class PageQuery(BaseModel, frozen=True):
     ] = 0
 
 
-@router.get("/heads", response_model=HeadList, responses=problems(503, 504))
+@router.get("/heads", response_model=HeadList, responses=problems(422, 503, 504))
 async def list_heads(request: Request) -> HeadList:
     """List the heads that are taught here; GET /models has all that answer."""
     examples = service_of(request).taught.examples
@@ -101,7 +100,7 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
     if name in map(service.models.name_of, service.models.served) or service.taught.is_file(name):
         raise NameTaken(f"{name}: a model has this name: choose another one for the head")
     if query.label is not None:
-        _label(query.label)  # an error of the query is raised before there must be room
+        checked_label(query.label)  # an error of the query is raised before there must be room
     key, backbone = request_context(request.scope).key_owner or "", query.backbone
     async with service.admit(request) as admitted:
         head = (await admitted.with_examples(examples.heads)).get(name)
@@ -149,7 +148,7 @@ async def list_examples(request: Request, query: Annotated[PageQuery, Query()]) 
 )
 async def relabel_example(request: Request, query: Annotated[LabelQuery, Query()]) -> ExampleCounts:
     """Put an example of a head under another label, in one step; the head is fitted again."""
-    examples, label = _examples(request), _label(query.label)
+    examples, label = _examples(request), checked_label(query.label)
     async with _admitted(request) as admitted:
         head = await admitted.with_examples(partial(examples.head, request.path_params["name"]))
         _require_own(request, head)
@@ -163,7 +162,7 @@ async def relabel_example(request: Request, query: Annotated[LabelQuery, Query()
     "/heads/{name}/examples/{number:int}",
     response_model=ExampleCounts,
     openapi_extra={"parameters": [NAME, _NUMBER]},
-    responses=problems(403, 404, 503, 504),
+    responses=problems(403, 404, 422, 503, 504),
 )
 async def delete_example(request: Request) -> ExampleCounts:
     """Remove an example of a head, which is fitted again."""
@@ -184,7 +183,7 @@ async def delete_example(request: Request) -> ExampleCounts:
     response_model=HeadDescription,
     response_model_exclude_none=True,
     openapi_extra={"parameters": [NAME]},
-    responses=problems(404, 503, 504),
+    responses=problems(404, 422, 503, 504),
 )
 async def describe_head(request: Request) -> HeadDescription:
     """Describe a head: its examples, how often it is right, what it takes for what, and which labels look wrong."""
@@ -219,7 +218,7 @@ def _described(examples: Examples, name: str) -> tuple[HeadRow, dict[str, Any]]:
     status_code=204,
     response_class=Response,
     openapi_extra={"parameters": [NAME]},
-    responses=problems(403, 404, 503, 504),
+    responses=problems(403, 404, 422, 503, 504),
 )
 async def delete_head(request: Request) -> Response:
     """Remove a head with all its examples; requests that were admitted are answered."""
@@ -235,7 +234,7 @@ async def delete_head(request: Request) -> Response:
     "/heads/{name}/export",
     response_class=Response,
     openapi_extra={"parameters": [NAME]},
-    responses={200: _FILE, **problems(404, 503, 504)},
+    responses={200: _FILE, **problems(404, 422, 503, 504)},
 )
 async def export_head(request: Request) -> Response:
     """Return a head as one file, which a folder of models takes beside its backbone."""
@@ -264,16 +263,10 @@ def _examples(request: Request) -> Examples:
     return examples
 
 
-def _label(text: str) -> str:
-    """Return the label of a request, in one form of Unicode; raises `InputError`."""
-    [label] = checked_texts([unicodedata.normalize("NFC", text)], "label", 1)
-    return label
-
-
 def _checked_label(query: ExampleQuery, _: ModelInfo) -> str:
     if query.label is None:
-        raise InvalidParameter("label: field required")
-    return _label(query.label)
+        raise InvalidParameter("label: it is missing: send ?label=cat, or a field of the form")
+    return checked_label(query.label)
 
 
 def _require_own(request: Request, head: HeadRow) -> None:

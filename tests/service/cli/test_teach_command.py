@@ -66,3 +66,13 @@ def test_what_cannot_be_taught_is_told_in_one_line(
     monkeypatch.chdir(tmp_path)
     assert main(["teach", *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [[], ["--url", "http://127.0.0.1:9"]], ids=["here", "server"])
+def test_a_folder_whose_name_is_no_label_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    photos = write_folder(tmp_path / "photos", 2)
+    (photos / "red").rename(photos / "a\x07b")
+    assert main(["teach", "pets", str(photos), *options]) == 1
+    assert "photos: a folder's name is its label: label: 'a\\x07b'" in capsys.readouterr().err

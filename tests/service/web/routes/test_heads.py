@@ -125,3 +125,27 @@ async def test_examples_are_listed_in_pages(tmp_path: Path, monkeypatch: pytest.
     pages = [(await service.get("/heads/pets/examples", f"after={after}")).json for after in (0, 2, 4, 10**30)]
     assert [[each["number"] for each in page["examples"]] for page in pages] == [[1, 2], [3, 4], [5], []]
     assert (await service.get("/heads/pets/examples", "after=-1")).code == "invalid_parameter"
+
+
+@pytest.mark.parametrize(("method", "path"), routes_of_heads())
+@on_a_loop
+async def test_unknown_parameters_of_heads_are_refused(tmp_path: Path, method: str, path: str) -> None:
+    service = app(teach=str(tmp_path))
+    await teach(service, 1)
+    asked = asking(service, method, path)
+    asked.scope["query_string"] += b"&labell=cat"
+    answer = await asked.run()
+    assert (answer.status, answer.code) == (422, "invalid_parameter")
+    assert "labell: no such parameter" in answer.json["detail"]
+
+
+@pytest.mark.parametrize("label", ["", "%20%09", "a%07b", "%E2%80%8B", "a" * 257])
+@pytest.mark.parametrize("method", ["POST", "PUT"])
+@on_a_loop
+async def test_labels_that_do_not_print_are_refused(tmp_path: Path, method: str, label: str) -> None:
+    service = app(teach=str(tmp_path))
+    await teach(service, 1)
+    path = "/heads/pets/examples" + ("/1" if method == "PUT" else "")
+    answer = await service.request(method, path, query=f"label={label}", body=png(2))
+    assert (answer.status, answer.code) == (422, "invalid_parameter")
+    assert "1 to 256 characters that print" in answer.json["detail"]
