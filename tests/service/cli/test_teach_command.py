@@ -73,6 +73,6 @@ def test_a_folder_whose_name_is_no_label_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
     photos = write_folder(tmp_path / "photos", 2)
-    (photos / "red").rename(photos / "a\x07b")
+    (photos / "red").rename(photos / "a\ufffdb")
     assert main(["teach", "pets", str(photos), *options]) == 1
-    assert "photos: a folder's name is its label: label: 'a\\x07b'" in capsys.readouterr().err
+    assert "photos: a folder's name is its label: label: 'a\ufffdb'" in capsys.readouterr().err
