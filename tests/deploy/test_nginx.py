@@ -1,5 +1,6 @@
 """The file for nginx, by a real nginx in front of two real servers."""
 
+import asyncio
 import http.client
 import re
 import shutil
@@ -10,14 +11,17 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
+from service.web.routes.endpoint import Endpoint
 from tests.conftest import REPOSITORY
 from tests.e2e.checkpoints import write_checkpoint
 from tests.e2e.serving import Served
 from tests.launcher import free_port, listens, until
 from tests.service.fakes import png
+from tests.service.web.apps import app, inside
 
 pytestmark = [
     pytest.mark.timeout(60),  # processes start
@@ -32,6 +36,15 @@ http {{
     client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/f;
     uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
     {documented}
+    limit_req_zone $vitserve_caller zone=slow:1m rate=1r/m;
+    server {{
+        listen 127.0.0.1:{limited_port};
+        set_real_ip_from 127.0.0.1;
+        real_ip_header X-Real-IP;
+        limit_req zone=slow;
+        limit_req_status 429;
+        location / {{ try_files /none =404; }}
+    }}
 }}
 """
 
@@ -39,8 +52,10 @@ http {{
 class Proxy:
     """An nginx with the documented file, before two servers."""
 
-    def __init__(self, port: int, servers: tuple[Served, Served]) -> None:
-        self.port, self.servers = port, servers
+    def __init__(self, port: int, limited_port: int, servers: tuple[Served, Served]) -> None:
+        self.port = port
+        self.limited_port = limited_port
+        self.servers = servers
 
     def ask(self, method: str, path: str, body: bytes = b"", request_id: str = "") -> tuple[int, str, str]:
         """The answer's status, the kind of its body, and the id of its request, empty where it is nginx's own."""
@@ -53,6 +68,13 @@ class Proxy:
             return answer.status, answer.headers["Content-Type"], answer.headers.get("X-Request-ID", "")
         finally:
             connection.close()
+
+    def status_for(self, address: str) -> int:
+        """The status for a caller of an address, of which one request a minute passes."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.limited_port, timeout=20)
+        with closing(connection):
+            connection.request("GET", "/", headers={"X-Real-IP": address})
+            return connection.getresponse().status
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +95,7 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     }
     first, second = (Served(folder / f"{n}.log", wait=False, warm=True, port=free_port(), **settings) for n in "12")
     port = free_port()
+    limited_port = free_port()
     try:
         until(lambda: all("ready: " in server.log for server in (first, second)))
         ports = [re.findall(r"ready: http://[\d.]+:(\d+)", server.log)[0] for server in (first, second)]
@@ -81,15 +104,16 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
         documented = (
             re.sub(r"server 127.0.0.1:8000[^;]*;", upstream, DOCUMENTED)
             .replace("listen 443 ssl;", f"listen 127.0.0.1:{port} ssl;")
+            .replace("    listen [::]:443 ssl;\n", "")
             .replace("/etc/ssl/vit.example.org", str(folder))
             .replace("rate=20r/s", "rate=5000r/s")  # all callers of a test have one address
             .replace("burst=40", "burst=5000")
         )
         file = folder / "nginx.conf"
-        file.write_text(NGINX.format(folder=folder, documented=documented))
+        file.write_text(NGINX.format(folder=folder, documented=documented, limited_port=limited_port))
         nginx = subprocess.Popen(["nginx", "-c", file, "-p", folder])
         try:
-            proxy = Proxy(port, (first, second))
+            proxy = Proxy(port, limited_port, (first, second))
             until(lambda: listens(port) or nginx.poll() is not None)
             yield proxy
         finally:
@@ -153,10 +177,52 @@ def test_under_overload_and_while_a_server_stops_callers_see_answers_and_refusal
     assert seen[200, "application/json"] > 50
 
 
+def test_no_admin_route_passes_the_proxy(proxy: Proxy) -> None:
+    for method, path in admin_routes():
+        assert proxy.ask(method, path) == (404, "text/html", ""), (method, path)
+        for written in (f"/{path}", f"/x/..{path}", path.replace("e", "%65")):
+            assert proxy.ask(method, written) == (404, "text/html", ""), (method, written)
+    for method, path in (("GET", "/models"), ("GET", "/heads/a"), ("PUT", "/heads/a/examples/1")):
+        assert proxy.ask(method, path)[1] != "text/html", (method, path)
+
+
+def test_limits_count_the_64_of_an_ipv6_caller(proxy: Proxy) -> None:
+    keys = set(re.findall(r"^limit_(?:req|conn)_zone (\S+) ", DOCUMENTED, re.MULTILINE))
+    assert keys == {"$vitserve_caller"}
+    asked = ["2001:db8:a:a::1", "2001:db8:a:a:9:8:7:a0a", "2001:db8:a:b::1", "::ffff:192.0.2.1", "::ffff:192.0.2.2"]
+    assert [proxy.status_for(address) for address in [*asked, "192.0.2.2"]] == [404, 429, 404, 404, 404, 429]
+
+
+def admin_routes() -> list[tuple[str, str]]:
+    """The methods and paths that refuse an ordinary key and ask for that of the operator."""
+    running = app(api_keys="web:KEY", admin_key="ADMIN")
+    routes = [route for route in inside(running).router.routes if isinstance(route, Endpoint)]
+    every = [
+        (method, re.sub(r"\{[^}]*\}", "1", route.path)) for route in routes for method in sorted(route.allowed_methods)
+    ]
+
+    async def refused(method: str, path: str) -> bool:
+        answer = await running.request(method, path, headers={"authorization": "Bearer KEY"})
+        return answer.status == 403 and "the admin key is needed" in str(answer.json)
+
+    async def refusing() -> list[tuple[str, str]]:
+        return [(method, path) for method, path in every if await refused(method, path)]
+
+    found = asyncio.run(refusing())
+    assert ("DELETE", "/heads/1") in found
+    return found
+
+
 def test_caddys_file_closes_the_same_paths() -> None:
-    [caddy] = re.findall(
-        r"^```caddyfile\n(.*?)^```", (REPOSITORY / "docs/deployment.md").read_text(), re.MULTILINE | re.DOTALL
-    )
-    closed = re.findall(r"location (?:= )?(\S+) \{ return 404; \}", DOCUMENTED)
-    [paths] = re.findall(r"@inside path (.*)\n\s*respond @inside 404", caddy)
-    assert [path.removesuffix("*") for path in paths.split()] == closed
+    page = (REPOSITORY / "docs/deployment.md").read_text()
+    [caddy] = re.findall(r"^```caddyfile\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    closed = set(re.findall(r"respond (@\w+) 404", caddy))
+    [of_any_method] = re.findall(r"(@\w+) path (.*)\n", caddy)
+    by_method = re.findall(r"(@\w+) \{\n\s*method (.*)\n\s*path (.*)\n", caddy)
+    matchers = [(of_any_method[0], "[A-Z]+", of_any_method[1]), *by_method]
+    assert closed == {name for name, _, _ in matchers}
+    ours = {
+        (path.removesuffix("*"), frozenset(methods.split())) for _, methods, paths in matchers for path in paths.split()
+    }
+    lines = re.findall(r'^\s*"~\^(\S+) (/\S*?)\$?" 1;$', DOCUMENTED, re.MULTILINE)
+    assert ours == {(path, frozenset(methods.strip("()").split("|"))) for methods, path in lines}
