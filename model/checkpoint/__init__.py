@@ -88,7 +88,7 @@ def load_checkpoint(
     if given is not None and reader is not state_dict:
         raise CheckpointError(f"{files.place}: says its own architecture and names; {given} is for plain state dicts")
     checkpoint: Checkpoint = activated(reader.read(files, options), options.activation)
-    notes = checkpoint.notes
+    notes = checkpoint.notes + files.notes
     if files.overlay is not None:
         notes += (f"the LoRA adapter {files.overlay.place} is merged into {files.place}",)
     if isinstance(files, Repository) and files.from_cache:

@@ -20,6 +20,10 @@ _ASIDE: Final = re.compile(
 )
 _AVERAGED: Final = re.compile(r"ema|averag|shadow|swa|teacher|momentum|target", re.IGNORECASE)
 _MAX_DEPTH: Final = 5
+# Parts of names that torch puts around modules: compiled, checkpointed, sharded, and in parallel on several devices.
+_WRAPPERS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"})
+# Parts before all names that people's own classes put around a network; no library's network begins with them.
+_AROUND: Final = frozenset({"model", "net", "network", "backbone", "encoder", "student", "ema_model", "base_model"})
 # Names in common from which two parts are copies of one network; a block alone has twelve.
 _FEW: Final = 8
 
@@ -84,6 +88,39 @@ def chosen_state_dict(value: Any, copy: str | None, where: str) -> Chosen:
         )
     assumed = f'weights: {averaged[0]}, and not {" or ".join(others)} (weights = "{others[0]}" in the file of VIT_KEYS)'
     return Chosen(_headed(without_prefixes(copies[averaged[0]])), notes, (assumed,))
+
+
+def without_wrappers(tensors: Mapping[str, Tensor], where: str) -> tuple[Tensors, tuple[str, ...]]:
+    """Return tensors without the parts of their names that wrappers of modules add, and a note of what was removed.
+
+    Raises:
+        CheckpointError: two tensors would have one name.
+    """
+    result = Tensors()
+    removed: dict[str, None] = {}
+    for name, tensor in tensors.items():
+        *parts, last = name.split(".")
+        first_number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts))
+        # Within numbered blocks, `module` is the layers' own name (timm's iFormer).
+        kept = [
+            part
+            for place, part in enumerate(parts)
+            if part not in _WRAPPERS and (part != "module" or place > first_number)
+        ]
+        new = ".".join([*kept, last])
+        if new in result:
+            raise CheckpointError(
+                f"{where}: {name!r:.100} and another tensor are both {new!r:.100} without wrappers such as "
+                "_orig_mod and module: save one copy of the network"
+            )
+        result[new] = tensor
+        removed |= dict.fromkeys(part for part in parts if part not in kept)
+    while len(firsts := {name.partition(".")[0] for name in result}) == 1 and firsts <= _AROUND:
+        removed |= dict.fromkeys(firsts)
+        result = {name.partition(".")[2]: tensor for name, tensor in result.items()}
+    if not removed:
+        return result, ()
+    return result, (f"removed from names of tensors: {', '.join(f'{part}.' for part in removed)}",)
 
 
 def without_prefixes(tensors: Mapping[str, Tensor]) -> Tensors:

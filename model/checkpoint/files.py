@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from model.checkpoint.containers import Chosen, chosen_state_dict
+from model.checkpoint.containers import Chosen, chosen_state_dict, without_wrappers
 from model.checkpoint.key_map import KeyMap
 from model.checkpoint.local_files import read_json, resolved_part
 from model.checkpoint.tensor_files import read_tensor_file
@@ -34,10 +34,12 @@ class Files:
         digest: of the tensors, once they were read.
         overlay: an adapter's files, whose preprocessing comes before the base's.
         merge: merges the adapter into the tensors.
+        notes: what was done to the names of the tensors, once they were read.
     """
 
     revision: str | None = None
     digest: str = ""
+    notes: tuple[str, ...] = ()
     overlay: "Files | None" = None
     merge: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
 
@@ -100,7 +102,8 @@ class Files:
         Raises:
             CheckpointError: no weights at all, or a file that is not what it should be.
         """
-        tensors = self._stored() if self.merge is None else self.merge(self._stored())
+        stored, self.notes = without_wrappers(self._stored(), self.place)
+        tensors = stored if self.merge is None else self.merge(stored)
         self.digest = digest_of(tensors)
         return tensors
 

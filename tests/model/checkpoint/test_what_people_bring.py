@@ -4,6 +4,7 @@
 """
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -11,10 +12,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from model.checkpoint import load_checkpoint
+from model.checkpoint.containers import without_wrappers
 from model.errors import CheckpointError
 from tests.model.checkpoint.folders import FOLDERS
 from tests.model.checkpoint.home_made import PLAIN, made
@@ -108,6 +110,10 @@ def _backbone_and_head(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def _wrapped(model: nn.Module, pattern: str, replacement: str) -> dict[str, Any]:
+    return {re.sub(pattern, replacement, name): tensor for name, tensor in model.state_dict().items()}
+
+
 def _safetensors(folder: Path) -> Brought:
     made_ = saved()(folder)
     both = {f"model.{name}": tensor for name, tensor in made_.network.state_dict().items()}
@@ -137,6 +143,12 @@ SERVED: Final[dict[str, tuple[Maker, str]]] = {
     "DistributedDataParallel": (saved(lambda model: nn.DataParallel(model).state_dict()), ""),
     "compile": (saved(lambda model: {f"_orig_mod.{n}": t for n, t in model.state_dict().items()}), ""),
     "DDP of compile": (saved(lambda model: {f"module._orig_mod.{n}": t for n, t in model.state_dict().items()}), ""),
+    "compiled blocks": (saved(lambda m: _wrapped(m, r"^(blocks\.\d\.)", r"\1_orig_mod.")), "_orig_mod."),
+    "checkpointed and sharded": (
+        saved(lambda m: _wrapped(m, r"^(blocks\.\d\.)", r"\1_fsdp_wrapped_module._checkpoint_wrapped_module.")),
+        "_fsdp_wrapped_module., _checkpoint_wrapped_module.",
+    ),
+    "a backbone in parallel": (saved(lambda m: _wrapped(m, r"^(?!head)", "backbone.module.")), ""),
     "Lightning": (saved(_lightning, "epoch=3.ckpt"), "criterion.weight"),
     "Namespace and NumPy": (
         saved(
@@ -269,3 +281,42 @@ def test_a_map_of_names_is_refused_beside_a_config(tmp_path: Path) -> None:
     for kind, folder in FOLDERS.items():
         with pytest.raises(CheckpointError, match="VIT_KEYS is for plain state dicts"):
             load_checkpoint(str(folder(tmp_path / kind)), keys=str(tmp_path / "keys.toml"))
+
+
+WRAPPED = {
+    "compiled": ("", "_orig_mod."),
+    "in parallel": ("", "module."),
+    "compiled blocks": (r"(\.\d+\.)", r"\1_orig_mod."),
+    "checkpointed": (r"(\.\d+\.)", r"\1_checkpoint_wrapped_module."),
+    "sharded": ("", "_fsdp_wrapped_module._orig_mod."),
+    "a class around": ("", "model."),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+@pytest.mark.parametrize("format_", FOLDERS)
+def test_wrappers_in_the_names_of_a_folder_go(format_: str, kind: str, tmp_path: Path) -> None:
+    FOLDERS[format_](tmp_path)
+    expected = load_checkpoint(str(tmp_path)).tensors
+    weights = tmp_path / "model.safetensors"
+    pattern, wrapped = WRAPPED[kind]
+    tensors = load_file(weights)
+    save_file({re.sub(pattern, wrapped, name, count=1): tensor for name, tensor in tensors.items()}, weights)
+    checkpoint = load_checkpoint(str(tmp_path))
+    assert checkpoint.tensors.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in checkpoint.tensors.items())
+    assert any(note.startswith("removed from names of tensors: ") for note in checkpoint.notes)
+
+
+def test_two_tensors_apart_by_a_wrapper_are_refused(tmp_path: Path) -> None:
+    FOLDERS["timm"](tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    twin = {"module.norm.bias": torch.ones_like(tensors["norm.bias"])}
+    save_file(tensors | twin, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"both 'norm.bias' without wrappers"):
+        load_checkpoint(str(tmp_path))
+
+
+def test_a_layer_that_is_called_module_keeps_its_name() -> None:
+    name = "stages.0.blocks.0.mixer.module.0.c.weight"
+    assert without_wrappers({name: torch.zeros(1)}, "a") == ({name: torch.zeros(1)}, ())
