@@ -1,5 +1,6 @@
 """Data to train on and to measure on: CIFAR-10's binary files and folders of pictures (`model.data.folders`)."""
 
+import logging
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from model.data.folders import TEST, TRAIN, VALIDATION, PictureFolder, find_pict
 from model.data.pictures import PictureFiles
 from model.errors import DatasetError
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -26,7 +29,6 @@ class Dataset:
         test: not for training, nor for any choice made while training; None where there is none.
         own_validation: whether the validation set was given, and not split off.
         image_size: (rows, columns) of all pictures; None where they differ.
-        notes: a line each on which split is used for what, and on what is left out.
     """
 
     name: str
@@ -36,17 +38,19 @@ class Dataset:
     test: PictureFiles | None
     own_validation: bool = False
     image_size: Size | None = None
-    notes: tuple[str, ...] = ()
+
+    def sets(self) -> dict[str, PictureFiles]:
+        """Return the pictures of each set."""
+        sets = {TRAIN: self.train, VALIDATION: self.validation}
+        return sets if self.test is None else {**sets, TEST: self.test}
 
     def split(self) -> dict[str, list[str]]:
         """Return the names of the pictures of each set."""
-        sets = {"train": self.train, "validation": self.validation}
-        sets |= {} if self.test is None else {"test": self.test}
-        return {name: [files.name(number) for number in range(len(files))] for name, files in sets.items()}
+        return {name: [files.name(number) for number in range(len(files))] for name, files in self.sets().items()}
 
 
 def open_dataset(root: Path, validation: int | float, seed: int) -> Dataset:
-    """Recognise a folder's kind, and split its training pictures where it has no validation set of its own.
+    """Open a folder of either kind, log what is used, and split its training pictures unless it has a validation set.
 
     Args:
         validation: size of the validation set, as a number or as a share of the training pictures.
@@ -65,12 +69,14 @@ def open_dataset(root: Path, validation: int | float, seed: int) -> Dataset:
     chosen, notes = folder.choose([TRAIN], "train")
     if folder.folders:
         notes = (_uses(folder), *folder.notes)
+    for note in notes:
+        logger.info("%s", note)
     train = folder.sets[chosen]
     own = folder.sets.get(VALIDATION)
     parts = stratify(train, folder.labels, validation, seed) if own is None else (train, own)
     test = folder.sets.get(TEST)
     name = root.resolve().name
-    return Dataset(name, folder.labels, *parts, test, own_validation=own is not None, notes=notes)
+    return Dataset(name, folder.labels, *parts, test, own_validation=own is not None)
 
 
 def _uses(folder: PictureFolder) -> str:

@@ -19,8 +19,10 @@ from torch import Tensor
 from model.calibration import Fit, choose_fit, scores_and_energies
 from model.checkpoint import Checkpoint, native
 from model.config import LibraryConfig, NetworkConfig, ViTConfig
-from model.data.datasets import open_dataset
-from model.data.pictures import Images, decode
+from model.data.datasets import Dataset, open_dataset
+from model.data.folders import TEST, TRAIN
+from model.data.pictures import Images, PictureFiles, decode
+from model.data.split_record import SPLIT_FILE, SplitRecord
 from model.errors import CheckpointError, DatasetError, TrainingError
 from model.evaluation.evaluate import Evaluation, measure, predict_embeddings
 from model.heads import Head
@@ -29,7 +31,7 @@ from model.network.library import library_config, linear_head
 from model.runtime.device import choose_device
 from model.runtime.predictor import Predictor
 from model.training.recipe import Recipe
-from model.training.run_folder import describe_device, installed_versions, prepare_folder, write_confusion
+from model.training.run_folder import describe_device, installed_versions, prepare_folder, write_confusion, write_text
 from model.training.train import STORED_DTYPE, read_start, rounded
 
 logger = logging.getLogger(__name__)
@@ -57,8 +59,6 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
         raise TrainingError("recipe: checkpoint: a probe needs one, for its features")
     dataset = open_dataset(data, recipe.validation, recipe.seed)
     prepare_folder(out, data, resume=False)
-    for note in dataset.notes:
-        logger.info("%s", note)
     start = rounded(read_start(recipe, recipe.checkpoint))
     heads = head_names(start.config)
     dtype, threads = recipe.precision, recipe.threads or None
@@ -102,9 +102,18 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
         "device": describe_device(choose_device(device)),
         "versions": installed_versions(),
     }
+    _write_split(out, dataset, recipe.checkpoint)
     native.write(out, served, dtype=STORED_DTYPE, training=record)
     logger.info("%s: done after %.0f s; the confusion matrix is in %s", data, time.monotonic() - began, out)
     return measured
+
+
+def _write_split(out: Path, dataset: Dataset, start: str) -> None:
+    """Write down which pictures the served head is fitted to: also those that chose its penalty."""
+    sets = {TRAIN: PictureFiles.joined(dataset.train, dataset.validation)}
+    if dataset.test is not None:
+        sets[TEST] = dataset.test
+    write_text(out / SPLIT_FILE, SplitRecord.of(sets, SplitRecord.read(start)).text())
 
 
 def head_names(config: NetworkConfig) -> tuple[str, ...]:

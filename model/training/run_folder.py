@@ -5,7 +5,6 @@ Each file is whole or absent, whenever the process ends. The state to resume fro
 
 import csv
 import html
-import json
 import pickle
 import platform
 import re
@@ -21,7 +20,7 @@ import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from model.checkpoint import Checkpoint
-from model.data.datasets import Dataset
+from model.data.split_record import SPLIT_FILE, SplitRecord
 from model.errors import TrainingError
 from model.evaluation.evaluate import Evaluation
 from model.training.recipe import Recipe
@@ -29,7 +28,6 @@ from model.training.recipe import Recipe
 STATE_FILE: Final = "last.pt"
 METRICS_FILE: Final = "metrics.csv"
 RECIPE_FILE: Final = "recipe.json"
-SPLIT_FILE: Final = "split.json"
 CARD_FILE: Final = "MODEL_CARD.md"
 _MARKUP: Final = re.compile(r"[\\`*_\[\]|#!]")
 # Up to this many classes are named in the card's first sentence.
@@ -73,17 +71,18 @@ def prepare_folder(out: Path, data: Path, *, resume: bool) -> None:
         raise TrainingError(f"{out}: is not empty ({min(others)}); choose another folder")
 
 
-def record_start(out: Path, recipe: Recipe, dataset: Dataset) -> None:
+def record_start(out: Path, recipe: Recipe, split: SplitRecord) -> None:
     """Write recipe and split down or, where a run is resumed, check that the split is still the same.
 
     Raises:
         TrainingError: the pictures or their split are not those that the run began with; or nothing can be written.
     """
-    split, path = json.dumps(dataset.split(), indent=0, ensure_ascii=False), out / SPLIT_FILE
+    path = out / SPLIT_FILE
     try:
-        if (out / STATE_FILE).exists() and path.exists() and path.read_text(encoding="utf-8") != split:
+        resumed = (out / STATE_FILE).exists() and path.exists()
+        if resumed and not split.has_same_split(path.read_text(encoding="utf-8")):
             raise TrainingError(f"{path}: the data now hold other files, or split them otherwise; start afresh")
-        write_text(path, split)
+        write_text(path, split.text())
         write_text(out / RECIPE_FILE, recipe.model_dump_json(indent=2))
     except OSError as error:
         raise TrainingError(f"{out}: cannot be written to: {error.strerror}") from error

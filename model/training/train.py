@@ -21,7 +21,9 @@ from model.checkpoint import Checkpoint, load_checkpoint, native
 from model.config import PreprocessConfig, Size, ViTConfig
 from model.data.cifar10 import is_cifar10
 from model.data.datasets import Dataset, open_dataset
+from model.data.folders import TRAIN
 from model.data.pictures import Images, channel_statistics, decode
+from model.data.split_record import SplitRecord
 from model.errors import TrainingError
 from model.evaluation.evaluate import Evaluation, measure, predict_logits
 from model.network.vit import count_parameters
@@ -95,11 +97,9 @@ def run(data: Path, out: Path, recipe: Recipe, *, resume: bool = False, device: 
     start = start_from(recipe, len(dataset.labels), dataset.image_size)
     if (count := len(dataset.train)) < recipe.batch_size:
         raise TrainingError(f"recipe: batch_size {recipe.batch_size}: there are only {count} training images")
-    for note in dataset.notes:
-        logger.info("%s", note)
     sizes = (len(dataset.labels), len(dataset.train), len(dataset.validation))
     logger.info("%s: %d classes, %d images to train on, %d to validate on", data, *sizes)
-    run_folder.record_start(out, recipe, dataset)
+    _record_start(out, recipe, dataset)
     train = decode(dataset.train, _training_size(recipe, start, dataset), out)
     validation = decode(dataset.validation, start.preprocess, out)
     test = None if dataset.test is None else decode(dataset.test, start.preprocess, out)
@@ -141,6 +141,17 @@ def run(data: Path, out: Path, recipe: Recipe, *, resume: bool = False, device: 
     text = "%s: accuracy %.2f%% of %d images that were not trained on, after %.0f s of training"
     logger.info(text, data, 100 * reported.accuracy, reported.count, record["seconds"])
     return record
+
+
+def _record_start(out: Path, recipe: Recipe, dataset: Dataset) -> None:
+    """Write recipe and split down, and warn of pictures to measure on that the start was trained on."""
+    split = SplitRecord.of(dataset.sets(), SplitRecord.read(recipe.checkpoint))
+    run_folder.record_start(out, recipe, split)
+    for name, files in dataset.sets().items():
+        seen = split.trained_before(name)
+        if seen and name != TRAIN:
+            text = "%d of %d %s pictures were trained on by %s: new pictures are answered worse than these"
+            logger.warning(text, seen, len(files), name, recipe.checkpoint)
 
 
 def start_from(recipe: Recipe, classes: int, image_size: Size | None) -> Start:

@@ -8,8 +8,9 @@ from typing import Final
 import numpy as np
 
 from model.calibration import Calibrated, Fit, calibrate, require_pictures
-from model.data.datasets import open_evaluation_set
+from model.data.datasets import EvaluationSet, open_evaluation_set
 from model.data.folders import TEST, VALIDATION
+from model.data.split_record import SplitRecord, copy_record, digests_of
 from model.errors import InputError
 from model.outputs import require_classes
 from service.cli.image_files import print_notes, require_empty, writing
@@ -34,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="DIR",
-        help="pictures that the model was not trained on, like those to come: one folder a class, or CIFAR-10's files",
+        help="labelled pictures like those to come, one folder a class, or CIFAR-10's files; of the data that `train` "
+        "was given, the pictures that it held out are used",
     )
     parser.add_argument(
         "--out",
@@ -57,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     from model.checkpoint import native  # noqa: PLC0415  torch takes seconds to import
     from model.evaluation.evaluate import predict_logits  # noqa: PLC0415
 
-    pictures = open_evaluation_set(arguments.data, (VALIDATION, TEST), "calibrate")
+    pictures = _not_trained_on(arguments.data, settings.checkpoint)
     print_notes(pictures.notes)
     require_pictures(len(pictures.files), coverage, pictures.source)
     predictor, info = load_predictor(settings.model_copy(update={"coverage": None}))
@@ -87,9 +89,39 @@ def run(arguments: argparse.Namespace) -> int:
                 whole, temperature=calibration.temperature, form=calibration.form, calibration=calibration
             )
             native.write(folder, calibrated)
+            copy_record(settings.checkpoint, folder)
     _print(info.name, found, left)
     print(f"{folder}: calibrated; {serve_command(folder)} --coverage {coverage:g}")  # noqa: T201
     return 0
+
+
+def _not_trained_on(data: Path, checkpoint: str) -> EvaluationSet:
+    """Open labelled pictures; of those that the checkpoint was trained with, the ones that it was not trained on.
+
+    Raises:
+        DatasetError: the data cannot be read.
+        InputError: pictures that were trained on, without any that the training held out.
+    """
+    record = SplitRecord.read(checkpoint)
+    splits = (VALIDATION, TEST) if record is None or record.holds_out else (TEST, VALIDATION)
+    pictures = open_evaluation_set(data, splits, "calibrate")
+    if record is None:
+        return pictures
+    digests = digests_of(pictures.files)
+    trained = record.trained_on(digests)
+    count = int(trained.sum())
+    if not count:
+        return pictures
+    if not record.held_out(digests).any():
+        remedy = "give other pictures"
+        if record.holds_out:
+            remedy += ", or all that `train` was given: those that it held out are then used"
+        raise InputError(
+            "data", f"{data}: {count} of {len(trained)} pictures were trained on by {checkpoint}: {remedy}"
+        )
+    left = np.flatnonzero(~trained)
+    note = f"{data}: {len(left)} pictures that {checkpoint} was not trained on are used, {count} others are not"
+    return replace(pictures, files=pictures.files.take(left), notes=(*pictures.notes, note))
 
 
 def _print(name: str, found: Calibrated, left: int) -> None:

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from model.data.split_record import copy_record
 from service.cli.image_files import require_empty, writing
 from service.cli.setting_flags import CHECKPOINT_FLAGS, add_setting_flags, serve_command, settings_from
 from service.engine.loading import checkpoint_from
@@ -19,10 +20,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Read a checkpoint, check its weights, and write it as a native folder."""
     from model.checkpoint import native  # noqa: PLC0415  torch takes seconds to import
 
-    checkpoint = checkpoint_from(settings_from(arguments))
+    settings = settings_from(arguments)
+    checkpoint = checkpoint_from(settings)
     checkpoint.network()  # names, shapes and values of the weights are checked here
     require_empty(arguments.output)
     with writing(arguments.output):
         native.write(arguments.output, checkpoint)
+        copy_record(settings.checkpoint, arguments.output)
     print(f"{arguments.output}: {checkpoint.name}; serve it with: {serve_command(arguments.output)}")  # noqa: T201
     return 0

@@ -9,6 +9,7 @@ import numpy as np
 from model.calibration import MeasuredSets
 from model.data.datasets import open_evaluation_set
 from model.data.pictures import PictureFiles
+from model.data.split_record import SplitRecord, digests_of
 from model.errors import InputError
 from model.outputs import RequestedOutputs, require_classes
 from service.cli.image_files import find_images, print_notes
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     files = PictureFiles.of(unknown, np.zeros(len(unknown), np.int64)) if known is None else known.files
     from model.evaluation.evaluate import measure, outputs_of, scores_and_members  # noqa: PLC0415  torch is slow
 
-    predictor, info, _ = predictor_from(arguments)
+    predictor, info, settings = predictor_from(arguments)
     require_classes(info.config)
     truth = None if known is None else known.truth(info.labels, info.name)
     requested = RequestedOutputs(len(info.labels), label_set=info.coverage is not None)
@@ -71,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     images = f"{found.count} {known.split} images".replace("  ", " ")
     print(f"{info.name} on {info.device} in {info.dtype}: {found.accuracy:.2%} of {images} right")  # noqa: T201
     print(f"loss {found.loss:.4f} nats, expected calibration error {found.calibration_error:.2%}")  # noqa: T201
+    _print_trained_on(known.files, settings.checkpoint)
     width = max(12, *(len(label) for label in found.per_class))
     for label, accuracy in found.per_class.items():
         print(f"  {label:{width}} {accuracy:.1%}")  # noqa: T201
@@ -81,3 +83,13 @@ def run(arguments: argparse.Namespace) -> int:
             f"{sets.labels:.2f} labels on average, {sets.abstained:.2%} abstained"
         )
     return 0
+
+
+def _print_trained_on(files: PictureFiles, checkpoint: str) -> None:
+    """Print how many of the pictures the checkpoint was trained on, if any."""
+    record = SplitRecord.read(checkpoint)
+    if record is None:
+        return
+    count = int(record.trained_on(digests_of(files)).sum())
+    if count:
+        print(f"{count} of these {len(files)} pictures were trained on: new pictures are answered worse")  # noqa: T201

@@ -1,6 +1,7 @@
 """`vitserve train`, run as a user runs it: from a folder of pictures to a model that answers, whatever happens."""
 
 import csv
+import json
 import signal
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from service.cli.main import main
 from tests.e2e.serving import Served
 from tests.launcher import VitserveProcess, until
 from tests.model.data.picture_folders import write_class
-from tests.service.cli.command_line import write_checkpoint
+from tests.service.cli.command_line import run, write_checkpoint
 
 pytestmark = pytest.mark.timeout(120)  # processes start, each of which imports torch
 
@@ -167,4 +168,58 @@ def test_a_probe_is_written_and_says_how_it_is_served(
     assert told.out == f"{out}: serve it with: vitserve serve --checkpoint {out}\n"
     checkpoint = load_checkpoint(str(out))
     assert (checkpoint.name, checkpoint.labels) == ("mine", COLOURS)
-    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors", "confusion_matrix.csv"}
+    assert {path.name for path in out.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "confusion_matrix.csv",
+        "split.json",
+    }
+
+
+def test_calibrate_uses_only_pictures_that_train_held_out(
+    data: Path, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(flags(data, start, out, "--epochs", "1", "--validation", "0.5")) == 0
+    moved = data.rename(tmp_path / "moved")
+    calibrate = ("calibrate", out, "--device", "cpu", "--coverage", "0.5", "--data")
+    code, told, err = run(capsys, *calibrate, moved, "--out", tmp_path / "copy")
+    assert (code, "out: 12 pictures; scores as" in told) == (0, True)
+    assert f"{moved}: 12 pictures that {out} was not trained on are used, 12 others are not\n" in err
+    code, told, _ = run(capsys, "evaluate", "--data", moved, "--checkpoint", tmp_path / "copy", "--device", "cpu")
+    assert (code, "\n12 of these 24 pictures were trained on: new pictures" in told) == (0, True)
+
+    trained = json.loads((out / "split.json").read_text())["train"]
+    for name in trained:
+        kept = tmp_path / "seen" / Path(name).relative_to(data)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_bytes((moved / Path(name).relative_to(data)).read_bytes())
+    for checkpoint in (out, tmp_path / "copy"):
+        code, _, err = run(capsys, "calibrate", checkpoint, "--device", "cpu", "--data", tmp_path / "seen")
+        assert (code, f"12 of 12 pictures were trained on by {checkpoint}: give other pictures, or" in err) == (1, True)
+
+
+def test_calibrate_refuses_the_pictures_of_a_probe(
+    data: Path, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "mine"
+    probe = ("train", "--probe", "--data", data, "--from", start, "--out", out, "--device", "cpu", "--threads", "1")
+    assert run(capsys, *probe)[0] == 0
+    calibrate = ("calibrate", out, "--device", "cpu", "--coverage", "0.5", "--data")
+    code, _, err = run(capsys, *calibrate, data)
+    assert (code, f"24 of 24 pictures were trained on by {out}: give other pictures\n" in err) == (1, True)
+    for colour in COLOURS:
+        write_class(tmp_path / "split" / "test" / colour, colour, 5, seed=7)
+    data.rename(tmp_path / "split" / "val")
+    code, told, _ = run(capsys, *calibrate, tmp_path / "split")
+    assert (code, "mine: 10 pictures; scores as" in told) == (0, True)
+
+
+def test_a_start_that_knows_the_pictures_is_named(
+    data: Path, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probe = ("train", "--probe", "--data", data, "--from", start, "--out", tmp_path / "probe", "--device", "cpu")
+    assert run(capsys, *probe, "--threads", "1")[0] == 0
+    assert main(flags(data, tmp_path / "probe", tmp_path / "out", "--epochs", "1", "--validation", "6")) == 0
+    assert "6 of 6 validation pictures were trained on by" in capsys.readouterr().err
+    assert run(capsys, "calibrate", tmp_path / "out", "--device", "cpu", "--data", data)[0] == 1
