@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.checkpoint import huggingface
+from model.checkpoint import huggingface, timm
 from model.checkpoint.files import Files
 from model.checkpoint.local_files import required
 from model.errors import CheckpointError
@@ -74,9 +74,16 @@ def adapt(base: Files, adapter: Files) -> None:
         mapping = config.get("auto_mapping")
         class_name = mapping.get("base_model_class") if isinstance(mapping, dict) else None
         head = next((tensor for name, tensor in changes.items() if name.endswith("classifier.weight")), None)
-        classes = None if head is None or not head.ndim else head.shape[0]
-        renaming = huggingface.adapted(base, class_name, classes)
+        renaming = huggingface.adapted(base, class_name, _classes(head))
+    elif timm.recognises(base):
+        head = next((tensor for name, tensor in changes.items() if _WHOLE.sub(".", name) == "head.weight"), None)
+        timm.adapted(base, _classes(head))
     base.merge = lambda tensors: _merged(renaming(tensors), changes, config, renaming, where)
+
+
+def _classes(head: Tensor | None) -> int | None:
+    """Return the number of classes of a head that an adapter brings, None where it brings none."""
+    return None if head is None or not head.ndim else head.shape[0]
 
 
 def _merged(

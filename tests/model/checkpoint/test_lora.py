@@ -12,9 +12,9 @@ from model.checkpoint import load_checkpoint
 from model.errors import CheckpointError
 from service.engine.loading import checkpoint_from
 from service.settings import Settings
-from tests.model.checkpoint.folders import adapter_folder, edit, huggingface_folder, native_folder
+from tests.model.checkpoint.folders import adapter_folder, edit, huggingface_folder, native_folder, timm_folder
 from tests.model.checkpoint.parity import assert_same_logits, randomise
-from tests.timm_reference import transformers
+from tests.timm_reference import timm, transformers
 
 
 def peft() -> Any:
@@ -94,6 +94,29 @@ def test_a_base_without_a_head_takes_the_adapters(tmp_path: Path) -> None:
     merged = adapted.merge_and_unload().eval()
     checkpoint = load_checkpoint(str(folder), labels="numbers")
     assert_same_logits(checkpoint, lambda pixels: merged(pixels).logits, "LoRA on a base without a head")
+
+
+@pytest.mark.filterwarnings("ignore:Could not find a config file")
+@pytest.mark.parametrize("classes", [3, 7])
+def test_the_head_of_an_adapter_of_timms_model_counts(classes: int, tmp_path: Path) -> None:
+    sizes = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2, "mlp_ratio": 2, "img_size": 16}
+    timm_folder(tmp_path / "base")
+    model = timm().create_model("vit_tiny_patch16_224", num_classes=3, **sizes)
+    model.load_state_dict(load_file(tmp_path / "base" / "model.safetensors"))
+    model.reset_classifier(classes)
+    options = {"r": 4, "target_modules": ["qkv", "fc1"], "modules_to_save": ["head"]}
+    library = peft()
+    adapted = library.get_peft_model(model, library.LoraConfig(**options)).eval()
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    folder = saved(adapted, tmp_path / "adapter", str(tmp_path / "base"))
+    if classes != 3:
+        with pytest.raises(CheckpointError, match="no labels for its 7 classes: set VIT_LABELS"):
+            load_checkpoint(str(folder))
+    checkpoint = load_checkpoint(str(folder), labels="numbers")
+    assert_same_logits(checkpoint, adapted.merge_and_unload().eval(), "LoRA with a new head on timm's model")
 
 
 def plain_adapter(folder: Path, base: Path, **fields: Any) -> dict[str, torch.Tensor]:
