@@ -64,7 +64,7 @@ $(VENV)/.check: $(VENV)/.run
 
 # The bundled model is calibrated, so it can say of a picture that none of its labels fits.
 run: $(VENV)/.run
-	@VIT_TEACH="$${VIT_TEACH-taught}" exec $(BIN)/vitserve serve $(if $(VIT_CHECKPOINT)$(VIT_COVERAGE)$(VIT_IMAGE_SIZE)$(VIT_PREPROCESS),,--coverage 0.9)
+	@VIT_TEACH="$${VIT_TEACH-taught}" VIT_TEACH_THUMBNAILS="$${VIT_TEACH_THUMBNAILS-true}" exec $(BIN)/vitserve serve $(if $(VIT_CHECKPOINT)$(VIT_COVERAGE)$(VIT_IMAGE_SIZE)$(VIT_PREPROCESS),,--coverage 0.9)
 
 # One process more than cores, as a test that waits for a server leaves its core to another. Each takes the next file when
 # it has none left, long files first (tests/conftest.py), so that what the tests of a file share is made once. Four at most:

@@ -334,6 +334,11 @@ class Settings(ModelSettings, BaseSettings):
     teach: Name | None = Field(
         None, description="folder of taught heads, made if absent; without it nothing is taught. See docs/teach.md"
     )
+    teach_thumbnails: bool = Field(
+        False,
+        description="whether the name of an example's file and a picture of 64 pixels are kept with it, for the page; "
+        "else of a picture only its features are. `make run` sets it",
+    )
     strict: bool = Field(False, description="whether a broken entry of `models` ends the start, or is logged alone")
     model_name: str | None = Field(
         None,

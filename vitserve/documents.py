@@ -333,6 +333,7 @@ class HeadList(BaseModel):
 
     enabled: Annotated[bool, Field(description="whether anything is taught here (VIT_TEACH)")]
     heads: list[str]
+    thumbnails: Annotated[bool, Field(description="whether file names and thumbnails are kept")] = False
 
 
 class HeadDescription(ExampleCounts, Knowledge):
@@ -351,6 +352,10 @@ class ExampleDocument(BaseModel):
     label: str
     time: datetime
     who: Annotated[str | None, Field(description="name of the key that sent it")] = None
+    file_name: Annotated[str | None, Field(description="of the picture, with VIT_TEACH_THUMBNAILS")] = None
+    thumbnail: Annotated[
+        str | None, Field(description="data URI of a JPEG, with VIT_TEACH_THUMBNAILS; lists have none")
+    ] = None
 
 
 class ExampleList(BaseModel):

@@ -8,6 +8,7 @@ Methods block for some milliseconds: call them from a thread. Each raises `Heads
 used.
 """
 
+import base64
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,9 +54,15 @@ CREATE TABLE IF NOT EXISTS heads (
 CREATE TABLE IF NOT EXISTS examples (
     head INTEGER NOT NULL REFERENCES heads ON DELETE CASCADE, number INTEGER NOT NULL, label TEXT NOT NULL,
     time REAL NOT NULL, who TEXT NOT NULL, features BLOB NOT NULL, UNIQUE (head, number));
+CREATE TABLE IF NOT EXISTS pictures (
+    head INTEGER NOT NULL, number INTEGER NOT NULL, file_name TEXT NOT NULL, thumbnail BLOB NOT NULL,
+    PRIMARY KEY (head, number), FOREIGN KEY (head, number) REFERENCES examples (head, number) ON DELETE CASCADE);
 CREATE INDEX IF NOT EXISTS examples_by_label ON examples (head, label, number);
 PRAGMA user_version = {_VERSION};
 COMMIT;
+"""
+_LISTED: Final = """
+SELECT number, label, time, who, file_name FROM examples LEFT JOIN pictures USING (head, number)
 """
 _CREATOR: Final = """
 BEGIN IMMEDIATE;
@@ -72,6 +79,13 @@ def kept_on_disk() -> Iterator[None]:
         yield
     except (OSError, sqlite3.Error) as error:
         raise HeadsUnavailable(f"taught heads cannot be read or written: {error}") from None
+
+
+class KeptPicture(NamedTuple):
+    """What is kept of an example's picture: the name of its file, which may be empty, and a small JPEG."""
+
+    file_name: str
+    thumbnail: bytes
 
 
 class HeadRow(NamedTuple):
@@ -108,13 +122,11 @@ class Examples:
         self.path = folder / _FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._watching = self._connect()
-            self._file = self.path.stat().st_ino
+            self._open()
             [version] = self._watching.execute("PRAGMA user_version").fetchone()
             if version not in (0, _VERSION):
                 raise OSError("it is of another version of vitserve")
-            self._watching.executescript(_TABLES)
-            self._add_columns()
+            self._prepare()
         except (OSError, sqlite3.Error) as error:
             raise SettingsError(f"VIT_TEACH: {self.path}: cannot be used: {error}") from None
 
@@ -123,7 +135,8 @@ class Examples:
         """Return numbers that are others as soon as anybody has changed anything, or put another file in its place."""
         file = self.path.stat().st_ino  # no other file has it while this one is open
         if file != self._file:
-            self._file, self._watching = file, self._connect()
+            self._open()
+            self._prepare()
         [version] = self._watching.execute("PRAGMA data_version").fetchone()
         return file, int(version)
 
@@ -136,6 +149,7 @@ class Examples:
         backbone: tuple[str, str],
         known: int | None = None,
         creator: str = "",
+        pictures: Sequence[KeptPicture] = (),
     ) -> tuple[dict[str, int], list[int]]:
         """Add an example for each row of features [N, D], all or none; return the labels' counts, and their numbers.
 
@@ -147,6 +161,7 @@ class Examples:
             backbone: what the features are of, and the name of its model.
             known: the id of the head as the caller was allowed to teach it; None: there was none.
             creator: who begins the head, to whose share it counts: a key or an address; empty for the operator.
+            pictures: what is kept of the picture of each row; none: nothing.
 
         Raises:
             NotFound: that head is deleted.
@@ -171,13 +186,19 @@ class Examples:
             given = [row.tobytes() for row in features.astype("<f4")]
             every = _stacked([*(row for _, row in kept), *given])
             numbered, rows = [number for number, _ in kept], list[tuple[object, ...]]()
-            for row, first in zip(given, first_equal(every, len(kept)).tolist(), strict=True):
+            kept_pictures: list[tuple[object, ...]] = []
+            for place, (row, first) in enumerate(zip(given, first_equal(every, len(kept)).tolist(), strict=True)):
                 if first == len(numbered):
+                    if pictures:
+                        kept_pictures.append((head, numbers + len(rows) + 1, *pictures[place]))
                     rows.append((head, numbers + len(rows) + 1, label, time.time(), who, row))
                 numbered.append(numbered[first] if first < len(numbered) else rows[-1][1])
             db.executemany("INSERT INTO examples VALUES (?, ?, ?, ?, ?, ?)", rows)
+            db.executemany("INSERT INTO pictures VALUES (?, ?, ?, ?)", kept_pictures)
             totals = "SELECT count(*), count(DISTINCT label), sum(length(features)) FROM examples WHERE head = ?"
             count, labels, size = db.execute(totals, [head]).fetchone()
+            thumbnails = "SELECT coalesce(sum(length(thumbnail)), 0) FROM pictures WHERE head = ?"
+            size += db.execute(thumbnails, [head]).fetchone()[0]
             if count > MAX_EXAMPLES or labels > MAX_LABELS or size > MAX_BYTES:
                 limits = f"{MAX_LABELS} labels, {MAX_EXAMPLES} examples and {MAX_BYTES} bytes of them"
                 raise HeadFull(f"{name}: a head has at most {limits}")
@@ -230,13 +251,21 @@ class Examples:
 
     def listed(self, head: HeadRow, after: int = 0) -> list[ExampleDocument]:
         """Return a page of a head's examples: the first `PAGE` whose number is above `after`, in order."""
-        query = "SELECT number, label, time, who FROM examples WHERE head = ? AND number > ? ORDER BY number LIMIT ?"
+        query = f"{_LISTED} WHERE head = ? AND number > ? ORDER BY number LIMIT ?"
         with self._transaction("BEGIN") as db:
-            rows = db.execute(query, [head.id, min(after, _NO_NUMBER), PAGE])
-            return [
-                ExampleDocument(number=number, label=label, time=datetime.fromtimestamp(seconds, UTC), who=who or None)
-                for number, label, seconds, who in rows
-            ]
+            return list(map(_document, db.execute(query, [head.id, min(after, _NO_NUMBER), PAGE])))
+
+    def example(self, head: HeadRow, number: int) -> ExampleDocument:
+        """Return an example of a head, with its thumbnail if one is kept; raises `NotFound`."""
+        key = [head.id, min(number, _NO_NUMBER)]
+        with self._transaction("BEGIN") as db:
+            row = db.execute(f"{_LISTED} WHERE head = ? AND number = ?", key).fetchone()
+            if row is None:
+                raise NotFound(f"{head.name}: there is no such example")
+            query = "SELECT thumbnail FROM pictures WHERE head = ? AND number = ?"
+            kept = db.execute(query, key).fetchone()
+        uri = None if kept is None else f"data:image/jpeg;base64,{base64.b64encode(kept[0]).decode()}"
+        return _document(row).model_copy(update={"thumbnail": uri})
 
     def training_set(self, head: HeadRow) -> tuple[list[int], list[str], NDArray[np.float32]]:
         """Return the numbers, the labels and the features, float32 [N, D], of the examples of a head."""
@@ -262,8 +291,13 @@ class Examples:
             row = db.execute("SELECT fitted FROM heads WHERE id = ?", [head.id]).fetchone()
             return _counts(db, head.id), row and row[0]
 
-    def _add_columns(self) -> None:
-        """Add the columns that a file of an earlier version lacks."""
+    def _open(self) -> None:
+        self._watching = self._connect()
+        self._file = self.path.stat().st_ino
+
+    def _prepare(self) -> None:
+        """Add the tables and columns that a new file, or one of an earlier version, lacks."""
+        self._watching.executescript(_TABLES)
         columns = [row[1] for row in self._watching.execute("PRAGMA table_info(heads)")]
         if "creator" in columns:
             return
@@ -310,6 +344,13 @@ def _require_share(db: sqlite3.Connection, name: str, creator: str) -> None:
     if creator and own > max(1, MAX_HEADS - count):
         share = f"{own - 1} of {MAX_HEADS} heads were begun by this key or address, and the rest is for others"
         raise HeadFull(f"{name}: {share}: {_REMEDY}")
+
+
+def _document(row: tuple[int, str, float, str, str | None]) -> ExampleDocument:
+    """Return a row of `_LISTED` as it is answered."""
+    number, label, seconds, who, file_name = row
+    sent = datetime.fromtimestamp(seconds, UTC)
+    return ExampleDocument(number=number, label=label, time=sent, who=who or None, file_name=file_name or None)
 
 
 def _changed(db: sqlite3.Connection, head: int, added: int | None = None) -> dict[str, int]:

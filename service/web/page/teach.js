@@ -10,6 +10,7 @@ const NAME = /^[A-Za-z0-9._-]{1,128}$/; // of a model, as the service takes it
 // Of a label, as the service takes it: no control characters, and not unseen ones alone.
 const LABEL = /^(?=.*[^\p{Cf}\p{Mn}\p{Zs}])[^\p{Cc}\u2028-\u202e\u2066-\u2069\ufffd]{1,256}$/u;
 const BAD_LABEL = "A label has 1 to 256 characters that print.";
+const LAST = "vitserve.classifier"; // where the browser keeps the name of the last one
 const labelOf = (id) => byId(id).value.normalize("NFC").trim();
 const byId = (id) => document.getElementById(id);
 const make = (tag, attributes) => Object.assign(document.createElement(tag), attributes);
@@ -39,8 +40,11 @@ export class Teaching {
 
   /** Ask whether the service is taught; the tab is there if it is. */
   async reach() {
-    const { enabled, heads } = await send("GET", "heads");
+    const { enabled, heads, thumbnails } = await send("GET", "heads");
     this.heads = heads;
+    this.keepsNames = thumbnails;
+    if (!this.remembered && heads.includes(recall())) byId("head-name").value = recall();
+    this.remembered = true;
     byId("tabs").hidden = !enabled;
     byId("head-names").replaceChildren(...heads.map((name) => new Option(name)));
     if (enabled) await this.open();
@@ -56,6 +60,9 @@ export class Teaching {
 
   /** The model whose features a new head reads: the one that is chosen. */
   backboneOf(head) { return this.heads.includes(head) ? undefined : this.choice.names[0]; }
+
+  /** The name of a file as the service keeps it, if it does. */
+  nameOf(file) { return this.keepsNames && LABEL.test(file.name) ? file.name : undefined; }
 
   show(on) {
     document.body.classList.toggle("teaching", on);
@@ -77,6 +84,7 @@ export class Teaching {
     byId("tried").textContent = "";
     byId("tryout").hidden = true;
     byId("head-curl").textContent = curl(this.name);
+    if (!misnamed && this.remembered) remember(this.name);
     if (this.heads.includes(this.name)) await this.look();
   }
 
@@ -144,7 +152,7 @@ export class Teaching {
     const part = this.addLabel(label);
     try {
       const { signal } = new AbortController();
-      const { examples, numbers } = await sendPatiently("POST", `heads/${encodeURIComponent(head)}/examples`, { query: { label, backbone: this.backboneOf(head) }, file, signal });
+      const { examples, numbers } = await sendPatiently("POST", `heads/${encodeURIComponent(head)}/examples`, { query: { label, backbone: this.backboneOf(head), file_name: this.nameOf(file) }, file, signal });
       if (!this.heads.includes(head)) this.heads.push(head);
       this.sent.set(`${head} ${numbers[0]}`, file);
       if (head === this.name) this.showCounts(examples);
@@ -195,14 +203,17 @@ export class Teaching {
     const head = this.name;
     const file = this.sent.get(`${head} ${number}`);
     const question = `${file ? file.name : `example ${number}`}: ${label}, or rather ${likely}?`;
-    const item = make("li", { textContent: `${question} ` });
+    const text = make("span", { textContent: `${question} ` });
+    const item = make("li");
+    item.append(text);
     if (file) {
       const image = make("img", { src: URL.createObjectURL(file), alt: "", width: 48, height: 48, className: "suspect" });
       image.addEventListener("load", () => URL.revokeObjectURL(image.src), { once: true });
       item.prepend(image);
     }
-    const button = (text, method, query) => {
-      const made = make("button", { type: "button", textContent: text, ariaLabel: `${text}: ${question}` });
+    else this.recognise(number, item, text, `${label}, or rather ${likely}?`);
+    const button = (name, method, query) => {
+      const made = make("button", { type: "button", textContent: name, ariaLabel: `${name}: ${question}` });
       made.addEventListener("click", async () => {
         made.disabled = byId("not-mended").hidden = true;
         try {
@@ -218,6 +229,16 @@ export class Teaching {
     button(`It is ${likely}`, "PUT", { label: likely });
     button("Remove", "DELETE");
     return item;
+  }
+
+  /** Show what the service has of an example that was not sent from here: its picture and name, or when it came. */
+  async recognise(number, item, text, question) {
+    let found;
+    try { found = await send("GET", `heads/${encodeURIComponent(this.name)}/examples/${number}`); } catch { return; }
+    const sender = found.who ? ` by ${found.who}` : "";
+    const name = found.file_name ?? `example ${number}, sent ${new Date(found.time).toLocaleString()}${sender}`;
+    text.textContent = `${name}: ${question} `;
+    if (found.thumbnail) item.prepend(make("img", { src: found.thumbnail, alt: "", width: 48, height: 48, className: "suspect" }));
   }
 
   async try(file) {
@@ -262,6 +283,15 @@ export class Teaching {
       byId("corrected").textContent = `${error.message} ${error.detail ?? ""}`;
     }
   }
+}
+
+/** The classifier that was open last, where the browser keeps such things. */
+function recall() {
+  try { return localStorage.getItem(LAST); } catch { return null; }
+}
+
+function remember(name) {
+  try { localStorage.setItem(LAST, name); } catch { /* private windows may refuse */ }
 }
 
 function why(error, file) {

@@ -16,7 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from model.errors import CheckpointError
-from model.heads import checked_label
+from model.heads import checked_label, checked_texts
+from model.images.thumbnail import jpeg_thumbnail
 from model.outputs import EmbeddingRequest, RequestedOutputs
 from model.taught_heads import TaughtHead
 from service.engine.messages import ModelInfo
@@ -29,15 +30,25 @@ from service.errors import (
     NotFound,
 )
 from service.models.folder import check_name
-from service.teach.examples import Examples, HeadRow
+from service.settings import Settings
+from service.teach.examples import Examples, HeadRow, KeptPicture
 from service.teach.heads import features_of
 from service.web.api_keys import holds_admin_key
 from service.web.middleware import request_context
-from service.web.request import AdmittedRequest, model_of, service_of
+from service.web.request import AdmittedRequest, model_of, of_each, require_file, service_of
 from service.web.routes.asked import Asked
-from service.web.routes.embed import embed_all, embedding_of
+from service.web.routes.embed import embedding_of
 from service.web.routes.endpoint import BINARY, NAME, SEVERAL_PICTURES, Absent, StrictEndpoint, problems, to_json
-from vitserve.documents import AddedExamples, ExampleCounts, ExampleList, HeadDescription, HeadList, Knowledge
+from service.web.upload import UploadedFile
+from vitserve.documents import (
+    AddedExamples,
+    ExampleCounts,
+    ExampleDocument,
+    ExampleList,
+    HeadDescription,
+    HeadList,
+    Knowledge,
+)
 
 router = APIRouter(tags=["teaching"], route_class=StrictEndpoint)
 
@@ -64,6 +75,10 @@ class ExampleQuery(BaseModel, frozen=True):
         str | Absent,
         Field(description="with the first example: the model whose features the head reads; default the default one"),
     ] = None
+    file_name: Annotated[
+        Annotated[str, Field(max_length=256)] | Absent,
+        Field(description="of the only picture, kept with VIT_TEACH_THUMBNAILS"),
+    ] = None
 
 
 class PageQuery(BaseModel, frozen=True):
@@ -80,7 +95,8 @@ async def list_heads(request: Request) -> HeadList:
     examples = service_of(request).taught.examples
     async with _admitted(request) as admitted:
         heads = [] if examples is None else sorted(await admitted.with_examples(examples.heads))
-    return HeadList(enabled=examples is not None, heads=heads)
+    is_kept = examples is not None and service_of(request).settings.teach_thumbnails
+    return HeadList(enabled=examples is not None, heads=heads, thumbnails=is_kept)
 
 
 @router.post(
@@ -112,10 +128,15 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
         model = await model_of(request, backbone)
         admitted.choose(model)
         asked = Asked(request, query, model, _checked_label, lambda query: query.backbone or backbone)
-        features = await _features(admitted, asked)
+        features, pixels = await _features(admitted, asked)
         of = features_of(admitted.model.info), admitted.model.info.name
         creator = "" if _holds_admin_key(request) else key or admitted.sender.caller
-        add = partial(examples.add, name, asked.wanted, features, key, of, known, creator)
+        file_name, label = asked.query.file_name or "", asked.wanted
+
+        def add() -> tuple[dict[str, int], list[int]]:
+            kept = [KeptPicture(file_name, jpeg_thumbnail(each)) for each in pixels]
+            return examples.add(name, label, features, key, of, known, creator, kept)
+
         counts, numbers = await admitted.with_examples(add)
     service.taught.changed()
     return AddedExamples(head=name, examples=counts, numbers=numbers)
@@ -138,6 +159,22 @@ async def list_examples(request: Request, query: Annotated[PageQuery, Query()]) 
 
     async with _admitted(request) as admitted:
         return Response(await admitted.with_examples(write), media_type="application/json")
+
+
+@router.get(
+    "/heads/{name}/examples/{number:int}",
+    response_model=ExampleDocument,
+    response_model_exclude_none=True,
+    openapi_extra={"parameters": [NAME, _NUMBER]},
+    responses=problems(404, 422, 503, 504),
+)
+async def describe_example(request: Request) -> ExampleDocument:
+    """Describe an example of a head, with its thumbnail if VIT_TEACH_THUMBNAILS keeps one."""
+    examples, name = _examples(request), request.path_params["name"]
+    async with _admitted(request) as admitted:
+        return await admitted.with_examples(
+            lambda: examples.example(examples.head(name), request.path_params["number"])
+        )
 
 
 @router.put(
@@ -269,6 +306,17 @@ def _checked_label(query: ExampleQuery, _: ModelInfo) -> str:
     return checked_label(query.label)
 
 
+def _checked_file_name(query: ExampleQuery, settings: Settings, *, count: int) -> None:
+    """Raise `InvalidParameter` or `InputError` if a file's name is sent that is not kept, or is none."""
+    if query.file_name is None:
+        return
+    if not settings.teach_thumbnails:
+        raise InvalidParameter("file_name: not kept here: the service was started without VIT_TEACH_THUMBNAILS")
+    if count != 1:
+        raise InvalidParameter(f"file_name: needs exactly one picture, and there are {count}")
+    checked_texts([query.file_name], "file_name", 1)
+
+
 def _require_own(request: Request, head: HeadRow) -> None:
     """Raise `Forbidden` where keys are set, and the request has neither the head's own key nor the admin key."""
     key = request_context(request.scope).key_owner or ""
@@ -288,24 +336,36 @@ def _holds_admin_key(request: Request) -> bool:
     return holds_admin_key(request.headers.get("authorization", ""), service_of(request).settings)
 
 
-async def _features(admitted: AdmittedRequest, asked: Asked[ExampleQuery, str]) -> NDArray[np.float32]:
-    """Return what the head reads of each picture of a request, [N, D], all finite; the first error is the request's."""
-    query = asked.query
+async def _features(
+    admitted: AdmittedRequest, asked: Asked[ExampleQuery, str]
+) -> tuple[NDArray[np.float32], list[NDArray[np.uint8]]]:
+    """Return what the head reads of each picture of a request, [N, D], all finite, and the pixels that are kept.
+
+    The first error is the request's.
+    """
+    query, settings = asked.query, admitted.service.settings
     if query.id is not None:
         if await admitted.read_body():
             raise InvalidParameter("id: there is a body, too: send pictures, or the id of a kept one")
+        _checked_file_name(query, settings, count=1)
         picture = await admitted.service.kept(query.id, admitted.model)
         if picture is None:
             raise InvalidParameter("id: no picture of this id is kept as the head's backbone sees it")
         await admitted.take(1)
-        rows = [embedding_of(admitted, await admitted.infer(picture.pixels, _EMBEDDING))]
+        rows = [(embedding_of(admitted, await admitted.infer(picture.pixels, _EMBEDDING)), picture.pixels)]
     else:
         pictures = await asked.read_all(admitted)
         if asked.query.id is not None:
             raise InvalidParameter("id: there are pictures, too: send pictures, or the id of a kept one")
+        _checked_file_name(asked.query, settings, count=len(pictures))
         await admitted.take(len(pictures))
-        rows = await embed_all(admitted, _EMBEDDING, pictures)
-    features = np.stack(rows)
+
+        async def row(picture: UploadedFile) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+            decoded, result = await admitted.classify(require_file(picture), _EMBEDDING)
+            return embedding_of(admitted, result), decoded.picture.pixels
+
+        rows = await of_each(row, pictures)
+    features = np.stack([embedding for embedding, _ in rows])
     if not np.isfinite(features).all():
         raise InferenceFailed("the model gives features that are not finite")
-    return features
+    return features, [pixels for _, pixels in rows] if settings.teach_thumbnails else []

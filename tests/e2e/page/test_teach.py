@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(180)  # a server and a browser start
 def teaching(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Serves the bundled model, and learns."""
     folder = tmp_path_factory.mktemp("teaching")
-    with serving(folder, checkpoint="bundled", teach=folder / "taught") as served:
+    with serving(folder, checkpoint="bundled", teach=folder / "taught", teach_thumbnails=True) as served:
         yield served
 
 
@@ -129,6 +129,20 @@ def test_a_key_that_may_not_delete_moves_a_wrong_label_and_is_told_why_it_remove
         expect(suspect).to_have_count(0)
         listed = keyed.get("/heads/keyed/examples", headers={"Authorization": "Bearer own"}).json()["examples"]
         assert sorted(each["label"] for each in listed) == ["cat"] * 8 + ["dog"] * 10
+
+
+def test_a_reload_shows_the_pictures_that_are_kept(page: Page) -> None:
+    begin(page, "kept")
+    wrong, *dogs = parts(DOG, 10, seed=1)
+    give(page, "dog", dogs)
+    give(page, "cat", [*parts(CAT, 8, seed=1), wrong | {"name": "wrong.jpg"}])
+    learned(page, 18)
+    page.reload()
+    page.get_by_role("button", name="Teach", exact=True).click()
+    expect(page.locator("#head-name")).to_have_value("kept")
+    suspect = page.locator("#suspects li").filter(has_text="wrong.jpg: cat, or rather dog?")
+    expect(suspect).to_have_count(1)
+    expect(suspect.locator("img")).to_have_attribute("src", re.compile("^data:image/jpeg"))
 
 
 def test_what_is_no_picture_stays_listed_with_why(page: Page, found: Tab) -> None:

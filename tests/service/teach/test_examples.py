@@ -216,9 +216,26 @@ def test_a_file_of_the_version_before_is_used(tmp_path: Path) -> None:
     with sqlite3.connect(store.path) as db:
         db.execute("ALTER TABLE heads DROP COLUMN creator")
         db.execute("DROP INDEX examples_by_label")
+        db.execute("DROP TABLE pictures")
     again = Examples(tmp_path)
     assert add(again) == {"cat": 2}
     assert begin(again, "alice", 64) == 31, "her head of before counts"
+
+
+def test_thumbnails_count_and_go_with_their_examples(store: Examples, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BYTES", 2 * 16 + 2000)
+    picture = module.KeptPicture("cat.jpg", bytes(1000))
+    for _ in range(2):
+        store.add("pets", "cat", rows(1), "", BACKBONE, pictures=[picture])
+    with pytest.raises(HeadFull):
+        store.add("pets", "cat", rows(1), "", BACKBONE, pictures=[picture])
+    head = store.head("pets")
+    assert [each.file_name for each in store.listed(head)] == ["cat.jpg"] * 2
+    store.remove(head, 1)
+    store.add("pets", "dog", rows(1), "", BACKBONE, pictures=[picture])
+    store.remove(head)
+    with sqlite3.connect(store.path) as db:
+        assert db.execute("SELECT count(*) FROM pictures").fetchone() == (0,)
 
 
 def test_two_who_add_at_once_lose_nothing(store: Examples) -> None:

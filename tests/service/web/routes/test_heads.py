@@ -1,17 +1,20 @@
 """The routes of taught heads: each takes a slot, has a deadline, and ends when its caller leaves."""
 
+import base64
+import io
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from service.teach import examples as examples_module
 from service.web.lanes import Deadline
 from service.web.routes.endpoint import Endpoint
 from tests.service.fakes import PATIENCE, on_a_loop, png, until
-from tests.service.web.apps import App, app, inside, service_in
+from tests.service.web.apps import App, app, form, inside, service_in
 from tests.service.web.http_communicator import HttpCommunicator
 
 QUERIES = {("PUT", "/heads/{name}/examples/{number:int}"): "label=cat", ("POST", "/heads/{name}/examples"): "label=cat"}
@@ -149,3 +152,27 @@ async def test_labels_that_do_not_print_are_refused(tmp_path: Path, method: str,
     answer = await service.request(method, path, query=f"label={label}", body=png(2))
     assert (answer.status, answer.code) == (422, "invalid_parameter")
     assert "1 to 256 characters that print" in answer.json["detail"]
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+@on_a_loop
+async def test_thumbnails_are_kept_only_where_allowed(tmp_path: Path, is_kept: bool) -> None:
+    service = app(teach=str(tmp_path), teach_thumbnails=is_kept)
+    path = "/heads/pets/examples"
+    named = await service.request("POST", path, query="label=cat&file_name=my%20cat.png", body=png(1))
+    assert (await service.get("/heads")).json["thumbnails"] is is_kept
+    if not is_kept:
+        assert (named.status, named.code) == (422, "invalid_parameter")
+        await teach(service, 1)
+        assert {"file_name", "thumbnail"}.isdisjoint((await service.get(f"{path}/1")).json)
+        return
+    assert named.status == 201
+    example = (await service.get(f"{path}/1")).json
+    assert (example["number"], example["label"], example["file_name"]) == (1, "cat", "my cat.png")
+    content = base64.b64decode(example["thumbnail"].removeprefix("data:image/jpeg;base64,"))
+    assert Image.open(io.BytesIO(content)).size == (8, 8)
+    assert "thumbnail" not in (await service.get(path)).json["examples"][0]
+    assert (await service.request("DELETE", f"{path}/1")).status == 200
+    assert (await service.get(f"{path}/1")).code == "not_found"
+    two = await service.request("POST", path, query="label=cat&file_name=a.png", **form(png(2), png(3)))
+    assert two.json["detail"] == "file_name: needs exactly one picture, and there are 2"

@@ -133,6 +133,7 @@ async def test_generated_clients_get_names_that_people_would_give() -> None:
         "classify",
         "classify_batch",
         "delete_example",
+        "describe_example",
         "delete_head",
         "delete_model",
         "describe_head",
